@@ -1,0 +1,46 @@
+# Every target sets itself up: a local .venv with the pinned dependencies, renewed when they change.
+# Options are passed with ARGS:  make train ARGS="experiment=digits"   make test ARGS="tests/layout -x"
+
+VENV ?= .venv
+PYTHON ?=
+PIP_ARGS ?=
+ARGS ?=
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint format clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: $(INSTALLED)  ## create .venv and install what is needed (the other targets do it too)
+
+train: $(INSTALLED)  ## train; hydra overrides in ARGS
+	$(VENV)/bin/python -m recipes.train $(ARGS)
+
+test: lint  ## lint, type check and tests; pytest options in ARGS
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)  ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+format: $(INSTALLED)  ## let ruff order imports and lay out the code
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:  ## remove the environment, caches and builds (not the outputs of runs)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt | $(VENV)/bin/pip
+	$(VENV)/bin/pip install $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# PYTHON=... chooses the interpreter; otherwise the first that is new enough.
+$(VENV)/bin/pip:
+	@for python in $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3; do \
+		if command -v $$python >/dev/null && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+			echo "creating $(VENV) with $$($$python --version)"; exec $$python -m venv $(VENV); \
+		fi; \
+	done; echo "hetero_strategy needs Python 3.11 or newer; name one with make PYTHON=/path/to/python" >&2; exit 1

@@ -1,0 +1,30 @@
+"""One checkpoint over all modules: owned tensors under global names, loadable into any other layout bit by bit.
+
+A checkpoint is a folder of safetensors and JSON (`folder` tells its files); nothing in it is ever unpickled.
+`python -m hetero_strategy.checkpoint --help` describes or exports one without a model.
+"""
+
+from hetero_strategy.checkpoint.codec import decode, encode
+from hetero_strategy.checkpoint.exporting import EXPORT_KEY, export, export_module
+from hetero_strategy.checkpoint.folder import Description, Piece, StoredTensor, describe, remove
+from hetero_strategy.checkpoint.loading import Loaded, load, load_metadata
+from hetero_strategy.checkpoint.saving import Checkpointer, PendingSave, save
+
+__all__ = [
+    "EXPORT_KEY",
+    "Checkpointer",
+    "Description",
+    "Loaded",
+    "PendingSave",
+    "Piece",
+    "StoredTensor",
+    "decode",
+    "describe",
+    "encode",
+    "export",
+    "export_module",
+    "load",
+    "load_metadata",
+    "remove",
+    "save",
+]

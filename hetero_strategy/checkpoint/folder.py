@@ -1,0 +1,306 @@
+"""What lies in a checkpoint's folder, and how a new one takes the place of an old one.
+
+    checkpoint.json             index: every tensor's dtype, shape and pieces; every file's size. Written last: the
+                                folder is complete if and only if this file is there and the sizes are right
+    rank-00000.safetensors      the pieces that rank 0 wrote, and so on
+    metadata.json, metadata.safetensors                  what is not a parameter, see `codec`
+    rank-00000.state.json, rank-00000.state.safetensors  what one rank alone knows (random number states)
+
+A save writes `<path>.tmp-<token>`, moves a present `<path>` to `<path>.old`, moves the new folder in and deletes
+`<path>.old`. Killed at any moment it leaves `<path>` or `<path>.old` complete, and `locate` finds the one that is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero_strategy.checkpoint.codec import decode
+from hetero_strategy.checkpoint.tensorfile import DTYPE_NAMES, DTYPES, Entry, TensorReader, write_tensors
+from hetero_strategy.errors import CheckpointError
+
+INDEX = "checkpoint.json"
+METADATA = "metadata"
+FORMAT = "hetero_strategy"
+VERSION = 1
+_OURS = re.compile(r"(checkpoint\.json(\.part)?|(metadata|rank-\d{5,}(\.state)?)\.(json|safetensors))$")
+_TEMPORARY = re.compile(r"(?P<path>.+)\.(tmp-[0-9a-f]+|old)$")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, in the file of the rank that wrote it."""
+
+    rank: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def name(self, key: str, shape: tuple[int, ...]) -> str:
+        """The piece's name inside its file; that of a whole tensor is the tensor's."""
+        return key if self.sizes == shape else f"{key}@{','.join(map(str, self.offsets))}"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint. Its pieces do not overlap and fill `shape`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """Everything about a checkpoint that can be known without reading tensors. `files`: name -> size in bytes."""
+
+    world_size: int
+    epoch: int | None
+    step: int | None
+    tensors: Mapping[str, StoredTensor]
+    files: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `describe` found: the folder read, the step it was saved at, its tensors and its size in bytes."""
+
+    path: Path
+    epoch: int | None
+    step: int | None
+    world_size: int
+    tensors: Mapping[str, StoredTensor]
+    nbytes: int
+
+
+def describe(path: str | os.PathLike[str]) -> Description:
+    """Names, shapes and dtypes of a checkpoint, read from its index alone, in one process.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint at `path`.
+    """
+    folder, index = locate(Path(path))
+    return Description(folder, index.epoch, index.step, index.world_size, index.tensors, sum(index.files.values()))
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Deletes a checkpoint and what killed saves left beside it, from one process. No checkpoint there: nothing to do.
+
+    Raises:
+        CheckpointError: `path` holds something that is not a checkpoint of this library, or cannot be deleted.
+    """
+    path = Path(path)
+    refuse_foreign(path)
+    try:
+        delete_leftovers(path)
+        _delete(old_of(path))  # before `path`, or it would take its place
+        _delete(path)
+    except OSError as fault:
+        raise CheckpointError(f"{path}: cannot delete the checkpoint: {fault.strerror}") from fault
+
+
+def old_of(path: Path) -> Path:
+    """Where the checkpoint at `path` waits while its successor moves in."""
+    return path.with_name(path.name + ".old")
+
+
+def rank_stem(rank: int) -> str:
+    """File name, without ending, of what one rank wrote."""
+    return f"rank-{rank:05d}"
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raises CheckpointError where a save or a removal would destroy something that is not ours."""
+    if path.is_dir():
+        foreign = sorted(name for name in os.listdir(path) if not _OURS.match(name))
+        if foreign:
+            raise CheckpointError(
+                f"{path} is not a checkpoint of hetero_strategy: it holds {foreign[0]!r}; choose another path"
+            )
+    elif path.exists() or path.is_symlink():
+        raise CheckpointError(f"{path} is a file; a checkpoint of hetero_strategy is a folder: choose another path")
+
+
+def locate(path: Path) -> tuple[Path, Index]:
+    """The complete checkpoint of a path: the folder itself, or `<path>.old` after a killed save, and its index.
+
+    A path that names the temporary folder of a killed save stands for the checkpoint it was to replace.
+
+    Raises:
+        CheckpointError: none is complete; says what is wrong with `path`.
+    """
+    candidates = [path, old_of(path)]
+    temporary = _TEMPORARY.match(path.name)
+    if temporary is not None:
+        base = path.with_name(temporary["path"])
+        candidates += [base, old_of(base)]
+    first: CheckpointError | None = None
+    for candidate in candidates:
+        try:
+            return candidate, read_index(candidate)
+        except CheckpointError as fault:
+            first = first or fault
+    assert first is not None
+    raise first
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a folder, after checking that every file is there in full length.
+
+    Raises:
+        CheckpointError: the folder is not a complete checkpoint.
+    """
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file; a checkpoint of hetero_strategy is a folder (never a pickle)")
+    if not folder.is_dir():
+        raise CheckpointError(f"no checkpoint at {folder}")
+    try:
+        text = (folder / INDEX).read_text()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} has no {INDEX}: not a checkpoint of hetero_strategy, or one whose save or removal was cut short"
+        ) from None
+    except (OSError, UnicodeDecodeError) as fault:
+        raise CheckpointError(f"{folder / INDEX}: cannot be read: {fault}") from fault
+    index = _parse_index(text, folder / INDEX)
+    for name, size in index.files.items():
+        try:
+            found = os.path.getsize(folder / name)
+        except OSError as fault:
+            raise CheckpointError(f"{folder / name}: {fault.strerror}; the checkpoint is not complete") from fault
+        if found != size:
+            raise CheckpointError(f"{folder / name} has {found} bytes instead of {size}; the checkpoint is damaged")
+    return index
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Declares the folder complete."""
+    tensors = {
+        key: {
+            "dtype": DTYPE_NAMES[stored.dtype],
+            "shape": stored.shape,
+            "pieces": [[piece.rank, piece.offsets, piece.sizes] for piece in stored.pieces],
+        }
+        for key, stored in index.tensors.items()
+    }
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "world_size": index.world_size,
+        "epoch": index.epoch,
+        "step": index.step,
+        "files": dict(index.files),
+        "tensors": tensors,
+    }
+    part = folder / f"{INDEX}.part"
+    _write_json(part, content)
+    os.rename(part, folder / INDEX)
+    _sync(folder)
+
+
+def _parse_index(text: str, file: Path) -> Index:
+    try:
+        content = json.loads(text)
+        if content["format"] != FORMAT or content["version"] != VERSION:
+            raise CheckpointError(
+                f"{file} is of format {content['format']!r} version {content['version']!r}, "
+                f"this library reads {FORMAT!r} version {VERSION}"
+            )
+        tensors = {
+            key: StoredTensor(
+                DTYPES[entry["dtype"]],
+                tuple(entry["shape"]),
+                tuple(Piece(int(rank), tuple(offsets), tuple(sizes)) for rank, offsets, sizes in entry["pieces"]),
+            )
+            for key, entry in content["tensors"].items()
+        }
+        files = dict(content["files"])
+        # names come from a file anyone may have written: none may lead out of the folder
+        if not all(_OURS.match(name) for name in files):
+            raise ValueError(f"files {sorted(files)}")
+        return Index(int(content["world_size"]), content["epoch"], content["step"], tensors, files)
+    except (ValueError, KeyError, TypeError, AttributeError) as fault:
+        if isinstance(fault, CheckpointError):
+            raise
+        raise CheckpointError(f"{file} is damaged: {type(fault).__name__}: {fault}") from fault
+
+
+def write_values(folder: Path, stem: str, encoded: object, tensors: list[torch.Tensor]) -> dict[str, int]:
+    """Writes what `codec.encode` returned; returns file name -> size in bytes."""
+    sizes = {f"{stem}.json": _write_json(folder / f"{stem}.json", encoded)}
+    if tensors:
+        entries = [Entry.of(str(number), tensor) for number, tensor in enumerate(tensors)]
+        sizes[f"{stem}.safetensors"] = write_tensors(folder / f"{stem}.safetensors", entries)
+    return sizes
+
+
+def read_values(folder: Path, stem: str, index: Index) -> Any:
+    """The inverse of `write_values`; None where the checkpoint has no such file."""
+    if f"{stem}.json" not in index.files:
+        return None
+    file = folder / f"{stem}.json"
+    try:
+        encoded = json.loads(file.read_text())
+    except (OSError, ValueError) as fault:
+        raise CheckpointError(f"{file} is damaged: {fault}") from fault
+    tensors: list[torch.Tensor] = []
+    if f"{stem}.safetensors" in index.files:
+        with TensorReader(folder) as reader:
+            names = reader.names(f"{stem}.safetensors")
+            tensors = [reader.read(f"{stem}.safetensors", str(number)).clone() for number in range(len(names))]
+    return decode(encoded, tensors)
+
+
+def publish(written: Path, path: Path) -> None:
+    """Moves a complete folder to `path`; at every moment `locate(path)` finds the new checkpoint or the one before."""
+    old = old_of(path)
+    if path.exists():
+        try:
+            read_index(path)
+        except CheckpointError:
+            _delete(path)  # the complete one, if any, is `old`: it stays until the new one is in
+        else:
+            _delete(old)
+            os.rename(path, old)
+    os.rename(written, path)
+    _sync(path.parent)
+    _delete(old)
+
+
+def delete_leftovers(path: Path) -> None:
+    """Deletes the temporary folders of killed saves to `path`."""
+    if path.parent.is_dir():
+        for name in os.listdir(path.parent):
+            temporary = _TEMPORARY.match(name)
+            if temporary is not None and temporary["path"] == path.name and not name.endswith(".old"):
+                _delete(path.parent / name)
+
+
+def _delete(folder: Path) -> None:
+    if folder.is_dir():
+        (folder / INDEX).unlink(missing_ok=True)  # first, or a folder that is half gone could pass for complete
+        shutil.rmtree(folder)
+
+
+def _write_json(file: Path, content: object) -> int:
+    with open(file, "w") as stream:
+        json.dump(content, stream, allow_nan=False, separators=(",", ":"))
+        stream.flush()
+        os.fsync(stream.fileno())
+        return os.fstat(stream.fileno()).st_size
+
+
+def _sync(folder: Path) -> None:
+    """Makes renames in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,212 @@
+"""Fills owned tensors from a checkpoint that any other layout wrote.
+
+What overlaps what is worked out by DCP's planner (`DefaultLoadPlanner`); the pieces are read as slices of safetensors
+files. Nothing in a checkpoint is ever unpickled or imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import DTensor
+
+from hetero_strategy.checkpoint import folder as folders
+from hetero_strategy.checkpoint.folder import METADATA, Index, rank_stem
+from hetero_strategy.checkpoint.team import Team
+from hetero_strategy.checkpoint.tensorfile import TensorReader
+from hetero_strategy.errors import CheckpointError
+
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load returns besides the tensors it filled.
+
+    Attributes:
+        metadata: as saved.
+        rank_state: what this rank saved; None where the checkpoint has none or was saved by another number of ranks.
+        missing: names this rank asked for that the checkpoint lacks; their tensors are untouched. With `strict` only
+            optimizer states of parameters that had none when saving (no gradient yet): leave these states empty.
+        unexpected: `model.` names in the checkpoint that no rank asked for; empty with `strict`.
+    """
+
+    metadata: dict[str, Any]
+    rank_state: dict[str, Any] | None
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def load(
+    tensors: Mapping[str, torch.Tensor],
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> Loaded:
+    """Fills `tensors` in place, bit by bit as saved, whatever layout and number of ranks saved them. Collective.
+
+    Args:
+        tensors: what this rank owns under global names; plain tensors or DTensors on any mesh, not on meta.
+        path: the checkpoint (rank 0's is used); after a killed save its predecessor stands in.
+        strict: refuse `model.` names on one side only, and another dtype. Otherwise these are reported, and cast.
+        process_group: the ranks that take part; default: all.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged one, or one that does not fit; on all ranks alike. Some tensors may
+            have been filled when a file turned out to be damaged.
+    """
+    team = Team.of(process_group)
+    folder, index = team.from_first(lambda: folders.locate(Path(os.path.abspath(path))))
+    names = sorted(key for key in index.tensors if key.startswith("model."))
+
+    def check() -> tuple[tuple[str, ...], bytes]:
+        missing = _check_wanted(tensors, index, folder, strict)
+        return missing, bytes(key in tensors for key in names)
+
+    def unexpected(everyone: list[tuple[tuple[str, ...], bytes]]) -> list[tuple[str, ...]]:
+        extra = tuple(key for i, key in enumerate(names) if not any(wanted[i] for _, wanted in everyone))
+        if extra and strict:
+            raise CheckpointError(
+                f"{folder} holds {len(extra)} tensors that the model does not have: {_some(extra)}; "
+                "build the model it was saved from, or load with strict=False"
+            )
+        return [extra] * team.size
+
+    extra = team.centrally(check, unexpected)
+    missing = tuple(key for key in tensors if key not in index.tensors)
+
+    def read() -> tuple[dict[str, Any], dict[str, Any] | None]:
+        _fill({key: tensor for key, tensor in tensors.items() if key in index.tensors}, folder, index)
+        metadata = folders.read_values(folder, METADATA, index)
+        same_world = index.world_size == team.size
+        state = folders.read_values(folder, f"{rank_stem(team.rank)}.state", index) if same_world else None
+        if not isinstance(metadata, dict) or not isinstance(state, dict | None):
+            raise CheckpointError(f"{folder}: metadata is not a dict; the checkpoint is damaged")
+        return metadata, state
+
+    metadata, state = team.together(read)
+    return Loaded(metadata, state, missing, extra)
+
+
+def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The metadata of a checkpoint alone, in one process.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint at `path`.
+    """
+    folder, index = folders.locate(Path(path))
+    metadata = folders.read_values(folder, METADATA, index)
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{folder}: metadata is not a dict; the checkpoint is damaged")
+    return metadata
+
+
+def _check_wanted(tensors: Mapping[str, torch.Tensor], index: Index, folder: Path, strict: bool) -> tuple[str, ...]:
+    missing = tuple(key for key in tensors if key not in index.tensors)
+    lacking = [key for key in missing if not key.startswith("optim.")]
+    if lacking and strict:
+        raise CheckpointError(
+            f"{folder} lacks {len(lacking)} tensors of the model: {_some(lacking)}; "
+            "build the model it was saved from, or load with strict=False"
+        )
+    states: dict[str, set[str]] = defaultdict(set)
+    for key in index.tensors:
+        if key.startswith("optim."):
+            owner, _, state = key.rpartition(".")
+            states[owner].add(state)
+    for key in missing:
+        owner, _, state = key.rpartition(".")
+        if owner in states:
+            raise CheckpointError(
+                f"{folder} was saved with another optimizer: for {owner!r} it has {sorted(states[owner])}, "
+                f"not {state!r}; resume with the optimizer it was saved with, or load the model alone"
+            )
+    for key, tensor in tensors.items():
+        if tensor.is_meta:
+            raise CheckpointError(f"{key} is on the meta device: materialise it before loading")
+        if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+            raise CheckpointError(f"{key} lies on mesh {tensor.device_mesh}, which this rank is not part of")
+        stored = index.tensors.get(key)
+        if stored is None:
+            continue
+        if stored.shape != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{key} has shape {stored.shape} in {folder} but {tuple(tensor.shape)} in the model; "
+                "build the model it was saved from"
+            )
+        if strict and stored.dtype != tensor.dtype:
+            raise CheckpointError(
+                f"{key} is {stored.dtype} in {folder} but {tensor.dtype} in the model; "
+                "use the precision it was saved with, or load with strict=False to cast"
+            )
+    return missing
+
+
+def _some(names: tuple[str, ...] | list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+
+
+def _fill(tensors: Mapping[str, torch.Tensor], folder: Path, index: Index) -> None:
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), _dcp_metadata(index, tensors))
+    try:
+        items = planner.create_local_plan().items
+    except (ValueError, RuntimeError, AssertionError) as fault:
+        raise CheckpointError(f"{folder} cannot be matched with the model: {fault}") from fault
+    pieces = {(key, piece.offsets): piece for key in tensors for piece in index.tensors[key].pieces}
+    filled: dict[str, int] = defaultdict(int)
+    with TensorReader(folder) as reader:
+        for item in sorted(items, key=lambda item: pieces[_source(item)].rank):
+            key, offsets = _source(item)
+            piece = pieces[key, offsets]
+            name = piece.name(key, index.tensors[key].shape)
+            target = planner.resolve_tensor(item).detach()
+            if target.numel():
+                file = f"{rank_stem(piece.rank)}.safetensors"
+                value = reader.read(file, name, tuple(item.storage_offsets), tuple(item.lengths))
+                if value.shape != target.shape:
+                    raise CheckpointError(f"{folder / file}: {name!r} has the wrong shape; the checkpoint is damaged")
+                target.copy_(value)
+            planner.commit_tensor(item, target)
+            filled[key] += target.numel()
+    for key, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if filled[key] != local.numel():
+            raise CheckpointError(
+                f"{folder}: only {filled[key]} of {local.numel()} elements of {key} are there; it is damaged"
+            )
+
+
+def _source(item: ReadItem) -> tuple[str, tuple[int, ...]]:
+    return item.storage_index.fqn, tuple(item.storage_index.offset or ())
+
+
+def _dcp_metadata(index: Index, keys: Mapping[str, object]) -> Metadata:
+    """The index in DCP's terms."""
+    return Metadata(
+        {
+            key: TensorStorageMetadata(
+                TensorProperties(dtype=stored.dtype),
+                torch.Size(stored.shape),
+                [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in stored.pieces],
+            )
+            for key, stored in index.tensors.items()
+            if key in keys
+        }
+    )

@@ -1,0 +1,333 @@
+"""Writes one checkpoint from what every rank owns, now or in the background.
+
+The plan of who writes which piece is DCP's (`torch.distributed.checkpoint.DefaultSavePlanner`: it knows DTensors of any
+layout and drops replicas); files, index and atomic replacement are ours (`folder`), because DCP's own storage pickles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import shutil
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
+
+from hetero_strategy.checkpoint import folder as folders
+from hetero_strategy.checkpoint.codec import encode
+from hetero_strategy.checkpoint.folder import METADATA, Index, Piece, StoredTensor, rank_stem
+from hetero_strategy.checkpoint.team import Team
+from hetero_strategy.checkpoint.tensorfile import Entry, check_dtype, write_tensors
+from hetero_strategy.errors import CheckpointError
+
+_Values = tuple[object, list[torch.Tensor]]
+
+
+class PendingSave:
+    """A save that may still be writing. `wait` on every rank, from the thread that trains."""
+
+    def __init__(self, path: Path, thread: threading.Thread | None = None) -> None:
+        self.path = path
+        self._thread = thread
+        self._fault: Exception | None = None
+
+    def wait(self) -> None:
+        """Returns once the checkpoint is in place.
+
+        Raises:
+            CheckpointError: it could not be written, on all ranks alike; the previous one is untouched.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._fault is not None:
+            raise CheckpointError(str(self._fault)) from self._fault
+
+
+class Checkpointer:
+    """Saves one after another: a save waits for the one before. Not for several threads.
+
+    Args:
+        process_group: a gloo group of all ranks that save. Saves in the background need one that nothing else uses:
+            its collectives run in another thread while training goes on.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self._group = process_group
+        self._pending: PendingSave | None = None
+
+    def save(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        metadata: Mapping[str, object],
+        path: str | os.PathLike[str],
+        *,
+        rank_state: Mapping[str, object] | None = None,
+        async_: bool = False,
+    ) -> None:
+        """`save`, after the pending one has ended; raises that one's CheckpointError where it failed."""
+        self.finalize()
+        self._pending = save(tensors, metadata, path, rank_state=rank_state, process_group=self._group, async_=async_)
+
+    def finalize(self) -> None:
+        """Waits for the pending save, if any. Call it on every rank before removing a checkpoint and at the end.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+
+def save(
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, object],
+    path: str | os.PathLike[str],
+    *,
+    rank_state: Mapping[str, object] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_: bool = False,
+) -> PendingSave:
+    """Writes the checkpoint `path` (a folder, replaced as a whole). Every rank of the group calls it.
+
+    Args:
+        tensors: what this rank owns under global names (`model.<fqn>`, `optim.<i>.<fqn>.<state>`): plain tensors or
+            DTensors on any mesh. Ranks may hold equal copies of a plain tensor: the lowest one's is written.
+        metadata: everything else (`codec.encode`); rank 0's is written. `epoch` and `global_step` also go to the index.
+        rank_state: what this rank alone knows, such as its random number states.
+        path: rank 0's is used.
+        process_group: the ranks that take part; default: all. See `Checkpointer` for `async_`.
+        async_: return after copying the pieces to host memory and write them in the background.
+
+    Returns:
+        The save, ended unless `async_`.
+
+    Raises:
+        CheckpointError: it cannot be written, on all ranks alike; a previous checkpoint at `path` is untouched.
+    """
+    if async_ and process_group is None and dist.is_initialized() and dist.get_world_size() > 1:
+        raise CheckpointError(
+            "a save in the background needs a process group of its own: pass a gloo group of all ranks"
+        )
+    team = Team.of(process_group)
+    target, temporary = team.from_first(lambda: _begin(Path(path)))
+    try:
+        pieces, stored = _plan(team, tensors)
+        values: list[tuple[str, _Values]] = []
+
+        def encode_values() -> None:
+            if team.rank == 0:
+                values.append((METADATA, encode(dict(metadata))))
+            if rank_state is not None:
+                values.append((f"{rank_stem(team.rank)}.state", encode(dict(rank_state))))
+
+        team.together(encode_values)
+        if async_:
+            pieces = team.together(lambda: _staged(pieces))
+    except Exception:
+        _discard(team, temporary)
+        raise
+    position = (_number(metadata.get("epoch")), _number(metadata.get("global_step")))
+    work = _Work(team, target, temporary, pieces, values, stored, position)
+    pending = PendingSave(target)
+    if not async_:
+        work.run()
+        return pending
+
+    def in_background() -> None:
+        try:
+            work.run()
+        except Exception as fault:
+            pending._fault = fault
+
+    # not a daemon: a program that ends without `wait` still gets its checkpoint
+    pending._thread = threading.Thread(target=in_background, name="checkpoint")
+    pending._thread.start()
+    return pending
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is left to do once nothing depends on the live tensors' owner: write, agree, publish."""
+
+    team: Team
+    target: Path
+    temporary: Path
+    pieces: list[Entry]
+    values: list[tuple[str, _Values]]
+    stored: dict[str, StoredTensor]
+    position: tuple[int | None, int | None]
+
+    def run(self) -> None:
+        try:
+            self.team.centrally(self._write, self._publish)
+        except Exception:
+            _discard(self.team, self.temporary)
+            raise
+
+    def _write(self) -> dict[str, int]:
+        try:
+            self.temporary.mkdir(exist_ok=True)
+            sizes: dict[str, int] = {}
+            if self.pieces:
+                name = f"{rank_stem(self.team.rank)}.safetensors"
+                sizes[name] = write_tensors(self.temporary / name, self.pieces)
+            for stem, (encoded, tensors) in self.values:
+                sizes |= folders.write_values(self.temporary, stem, encoded, tensors)
+            return sizes
+        except OSError as fault:
+            raise CheckpointError(
+                f"cannot write checkpoint {self.target}: {fault.strerror or fault}; "
+                "a previous checkpoint there is untouched"
+            ) from fault
+
+    def _publish(self, sizes: list[dict[str, int]]) -> list[None]:
+        files = {name: size for part in sizes for name, size in part.items()}
+        epoch, step = self.position
+        folders.write_index(self.temporary, Index(self.team.size, epoch, step, self.stored, files))
+        folders.publish(self.temporary, self.target)
+        return [None] * self.team.size
+
+
+def _begin(path: Path) -> tuple[Path, Path]:
+    """Checks that a checkpoint may be written to `path` and makes the temporary folder."""
+    path = Path(os.path.abspath(path))
+    folders.refuse_foreign(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folders.delete_leftovers(path)
+        temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+        temporary.mkdir()
+    except OSError as fault:
+        raise CheckpointError(f"cannot write checkpoint {path}: {fault.strerror or fault}") from fault
+    return path, temporary
+
+
+def _discard(team: Team, temporary: Path) -> None:
+    if team.rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+class _Planner(DefaultSavePlanner):
+    """DCP's plan without empty pieces: of an uneven shard some ranks hold nothing."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = dataclasses.replace(plan, items=[item for item in plan.items if not _is_empty_piece(item)])
+        return self.plan
+
+
+def _is_empty_piece(item: WriteItem) -> bool:
+    data = item.tensor_data
+    return data is not None and data.chunk.sizes.numel() == 0 and data.size.numel() > 0
+
+
+def _plan(team: Team, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Entry], dict[str, StoredTensor]]:
+    """Which pieces this rank writes, and on rank 0 what all ranks write."""
+    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
+    stored: dict[str, StoredTensor] = {}
+
+    def local() -> SavePlan:
+        for key, tensor in tensors.items():
+            _check_owned(key, tensor)
+        planner.set_up_planner(dict(tensors), is_coordinator=team.rank == 0)
+        return planner.create_local_plan()
+
+    def combine(plans: list[SavePlan]) -> list[SavePlan]:
+        _check_agreement(plans)
+        try:
+            final, _ = planner.create_global_plan(plans)
+        except ValueError as fault:
+            raise CheckpointError(f"the ranks' pieces do not make up whole tensors: {fault}") from fault
+        stored.update(_stored(final))
+        return final
+
+    mine = planner.finish_plan(team.centrally(local, combine))
+    entries = []
+    for item in mine.items:
+        piece, shape, dtype = _piece(team.rank, item)
+        value = planner.resolve_data(item)
+        assert isinstance(value, torch.Tensor)
+        entries.append(Entry(piece.name(item.index.fqn, shape), dtype, piece.sizes, lambda value=value: value))  # type: ignore[misc]
+    return entries, stored
+
+
+def _check_owned(key: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise CheckpointError(f"{key} is a {type(tensor).__name__}, not a tensor; put it into the metadata")
+    if tensor.is_meta:
+        raise CheckpointError(f"{key} is on the meta device: a rank saves only what it owns")
+    if tensor.layout is not torch.strided:
+        raise CheckpointError(f"{key} has layout {tensor.layout}; a checkpoint holds dense tensors")
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh.get_coordinate() is None:
+            raise CheckpointError(f"{key} lies on mesh {tensor.device_mesh}, which this rank is not part of")
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise CheckpointError(f"{key} has placements {tensor.placements}: reduce it before saving")
+    check_dtype(key, tensor.dtype)
+
+
+def _check_agreement(plans: list[SavePlan]) -> None:
+    """Every name means one tensor on all ranks, and its pieces are all there."""
+    seen: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
+    volume: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            piece, shape, dtype = _piece(rank, item)
+            key = item.index.fqn
+            first, *known = seen.setdefault(key, (rank, shape, dtype))
+            if [shape, dtype] != known:
+                raise CheckpointError(
+                    f"{key} is {known[1]} {known[0]} on rank {first} but {dtype} {shape} on rank {rank}"
+                )
+            volume[key][piece.offsets] = torch.Size(piece.sizes).numel()
+    for key, pieces in volume.items():
+        total = torch.Size(seen[key][1]).numel()
+        if sum(pieces.values()) != total:
+            raise CheckpointError(
+                f"{key} has {total} elements but the ranks hold {sum(pieces.values())} of them in {len(pieces)} "
+                "pieces; every rank that owns a part must pass it"
+            )
+
+
+def _stored(plans: list[SavePlan]) -> dict[str, StoredTensor]:
+    found: dict[str, tuple[torch.dtype, tuple[int, ...], list[Piece]]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            piece, shape, dtype = _piece(rank, item)
+            found.setdefault(item.index.fqn, (dtype, shape, []))[2].append(piece)
+    return {key: StoredTensor(dtype, shape, tuple(pieces)) for key, (dtype, shape, pieces) in sorted(found.items())}
+
+
+def _piece(rank: int, item: WriteItem) -> tuple[Piece, tuple[int, ...], torch.dtype]:
+    data = item.tensor_data
+    assert data is not None
+    return Piece(rank, tuple(data.chunk.offsets), tuple(data.chunk.sizes)), tuple(data.size), data.properties.dtype
+
+
+def _staged(entries: list[Entry]) -> list[Entry]:
+    """The entries on host copies, so that training may go on changing the originals."""
+    staged, on_cuda = [], False
+    for entry in entries:
+        value = entry.get().detach()
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        host.copy_(value, non_blocking=True)
+        on_cuda = on_cuda or value.is_cuda
+        staged.append(Entry.of(entry.name, host))
+    if on_cuda:
+        torch.cuda.current_stream().synchronize()
+    return staged
+
+
+def _number(value: object) -> int | None:
+    return value if isinstance(value, int) else None

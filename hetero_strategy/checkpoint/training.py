@@ -1,0 +1,171 @@
+"""What of a training run is saved, and how it comes back: the strategy's view of a checkpoint."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from hetero_strategy.checkpoint.folder import describe, remove
+from hetero_strategy.checkpoint.loading import load
+from hetero_strategy.checkpoint.saving import Checkpointer
+from hetero_strategy.errors import CheckpointError
+from hetero_strategy.model.adapter import Adapter
+
+
+class TrainingState:
+    """Owned tensors of a run by global name, saved to and filled from checkpoints of any layout.
+
+    Args:
+        prefix: FQN of the model inside the LightningModule ("model", say).
+        modules: all modules of the model by name.
+        owned: those this rank owns.
+        group: gloo group of all ranks that nothing else uses.
+        asynchronous: write in the background.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        modules: Mapping[str, Adapter],
+        owned: Sequence[str],
+        *,
+        group: dist.ProcessGroup | None,
+        asynchronous: bool = False,
+    ) -> None:
+        self._modules = modules
+        self._starts = {name: f"{prefix}.{name}." if prefix else f"{name}." for name in owned}
+        self._names: dict[int, str] = {}
+        for name in owned:
+            for fqn, parameter in modules[name].named_parameters():
+                self._names[id(parameter)] = self._starts[name] + fqn
+        self._group = group
+        self._asynchronous = asynchronous
+        self._checkpointer = Checkpointer(group)
+
+    def model_tensors(self) -> dict[str, torch.Tensor]:
+        """Owned parameters and persistent buffers by global name."""
+        return {
+            start + fqn: tensor.detach()
+            for name, start in self._starts.items()
+            for fqn, tensor in self._modules[name].state_dict(keep_vars=True).items()
+        }
+
+    def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Any]:
+        """State of owned parameters by ``<fqn>.<state>``, and the hyperparameters of every group."""
+        tensors = {
+            f"{self._names[id(p)]}.{key}": value if isinstance(value, torch.Tensor) else torch.tensor(value)
+            for p, state in optimizer.state.items()
+            if id(p) in self._names
+            for key, value in state.items()
+            if value is not None
+        }
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        return {"tensors": tensors, "param_groups": groups}
+
+    def save(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Write Lightning's checkpoint. A collective over the world.
+
+        Raises:
+            CheckpointError: it cannot be written; a previous one at ``path`` is untouched.
+        """
+        tensors = {f"model.{name}": value for name, value in checkpoint.pop("state_dict").items()}
+        optimizers = checkpoint.pop("optimizer_states", [])
+        for i, state in enumerate(optimizers):
+            tensors |= {f"optim.{i}.{name}": value for name, value in state["tensors"].items()}
+        metadata = {
+            **checkpoint,
+            "param_groups": [state["param_groups"] for state in optimizers],
+        }
+        self._checkpointer.save(tensors, metadata, path, rank_state=random_state(), async_=self._asynchronous)
+
+    def load(self, path: Path, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Fill owned parameters and optimizer state; returns the rest of Lightning's checkpoint. A collective.
+
+        Optimizer state is made after the checkpoint's own description, so any optimizer works.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it was saved from another model.
+        """
+        self.finalize()
+        tensors = {f"model.{name}": value for name, value in self.model_tensors().items()}
+        fresh: list[dict[Any, dict[str, torch.Tensor]]] = []
+        if optimizers:
+            stored = describe(path).tensors
+            fresh = [self._optimizer_state(i, o, stored) for i, o in enumerate(optimizers)]
+        for i, state in enumerate(fresh):
+            tensors |= {f"optim.{i}.{self._names[id(p)]}.{k}": v for p, s in state.items() for k, v in s.items()}
+        with torch.no_grad():
+            loaded = load(tensors, path, process_group=self._group)
+        groups = loaded.metadata.pop("param_groups", [])
+        for i, (optimizer, state) in enumerate(zip(optimizers, fresh, strict=True)):
+            if i >= len(groups) or len(groups[i]) != len(optimizer.param_groups):
+                raise CheckpointError(
+                    f"{path}: optimizer {i} has {len(optimizer.param_groups)} parameter groups, the checkpoint has"
+                    f" {len(groups[i]) if i < len(groups) else 0}; resume with the configure_optimizers it was saved with"
+                )
+            optimizer.state.update(state)
+            for group, saved in zip(optimizer.param_groups, groups[i], strict=True):
+                group.update(saved)
+        if loaded.rank_state is not None:
+            restore_random_state(loaded.rank_state)
+        return {"state_dict": {}, "optimizer_states": [{} for _ in optimizers], **loaded.metadata}
+
+    def finalize(self) -> None:
+        """Wait for a save in the background. Raises CheckpointError where it failed."""
+        self._checkpointer.finalize()
+
+    def remove(self, path: Path, first_rank: bool) -> None:
+        """Delete a checkpoint; called on every rank, done by the first."""
+        self.finalize()
+        if first_rank:
+            remove(path)
+
+    def _optimizer_state(
+        self, number: int, optimizer: Optimizer, stored: Mapping[str, Any]
+    ) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+        """Empty state of the shapes that the checkpoint has for each owned parameter; none where it has none."""
+        keys: dict[str, list[str]] = {}
+        start = f"optim.{number}."
+        for name in stored:
+            if name.startswith(start):
+                fqn, _, key = name.removeprefix(start).rpartition(".")
+                keys.setdefault(fqn, []).append(key)
+        made: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            fqn = self._names.get(id(p), "")
+            for key in keys.get(fqn, []):
+                entry = stored[f"{start}{fqn}.{key}"]
+                like_parameter = tuple(entry.shape) == tuple(p.shape) and p.dim() > 0
+                value = torch.zeros_like(p, dtype=entry.dtype) if like_parameter else torch.zeros(entry.shape, dtype=entry.dtype)
+                made.setdefault(p, {})[key] = value.detach()
+        return made
+
+
+
+def random_state() -> dict[str, Any]:
+    """This process's random number states."""
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """The inverse of :func:`random_state`."""
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

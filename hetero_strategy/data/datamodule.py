@@ -1,0 +1,243 @@
+"""`MultimodalDataModule`: manifests in, one `Batch` per global batch out, under any strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+
+from hetero_strategy.data.index import DatasetIndex, Verify, build_index
+from hetero_strategy.data.loader import Share, StepDataset, StepLoader
+from hetero_strategy.data.media import Processor
+from hetero_strategy.data.tokenizer import ChatTokenizer
+from hetero_strategy.errors import ConfigError
+
+Split = Literal["train", "val", "test", "predict"]
+STAGES: dict[str, tuple[Split, ...]] = {
+    "fit": ("train", "val"),
+    "validate": ("val",),
+    "test": ("test",),
+    "predict": ("predict",),
+}
+PathLike = str | Path
+
+
+class MultimodalDataModule(L.LightningDataModule):
+    """LLaVA-style manifests as global batches of a multimodal LLM.
+
+    Under `HeteroStrategy` every rank loads only what its instances compute; on one process it loads everything. The
+    global batches are the same in both cases.
+
+    Args:
+        train, val, test, predict: manifests (``.json`` or ``.jsonl``), each optional; see `data.manifest`. Samples of
+            ``predict`` need no answer.
+        tokenizer: a ``tokenizer.json``, or the folder it lies in.
+        processors: encoder name (as in the model) -> `ImageProcessor` or `AudioProcessor`.
+        global_batch_size: samples per optimizer step (per batch of an accumulation), over all ranks.
+        eval_batch_size: the same for val, test and predict; default: ``global_batch_size``.
+        microbatches: pieces of a global batch.
+        eval_microbatches: the same for val, test and predict; default: ``microbatches``, at most ``eval_batch_size``.
+        consumers: modules whose units are whole samples: the LLM.
+        edges: (encoder, consumer) pairs; default: every encoder to every consumer.
+        seed: of the order of training samples.
+        shuffle: permute training samples anew in every epoch.
+        drop_last: leave out the last training step of an epoch if it is not full.
+        num_workers, prefetch_factor, pin_memory: as in torch's DataLoader; pin_memory defaults to True on CUDA.
+        media_folder: what media paths are relative to; default: each manifest's folder.
+        cache_folder: where indices lie; default: ``.hetero_index`` beside each manifest.
+        verify: see `build_index`.
+        max_tokens: longer samples are refused.
+        bos, eos, placeholders: see `ChatTokenizer`.
+
+    Raises:
+        ConfigError, DataError: before training starts; see `build_index`.
+    """
+
+    def __init__(
+        self,
+        train: PathLike | None = None,
+        val: PathLike | None = None,
+        test: PathLike | None = None,
+        predict: PathLike | None = None,
+        *,
+        tokenizer: PathLike,
+        processors: Mapping[str, Processor],
+        global_batch_size: int,
+        eval_batch_size: int | None = None,
+        microbatches: int = 1,
+        eval_microbatches: int | None = None,
+        consumers: Sequence[str] = ("llm",),
+        edges: Sequence[tuple[str, str]] | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        pin_memory: bool | None = None,
+        media_folder: PathLike | None = None,
+        cache_folder: PathLike | None = None,
+        verify: Verify = "auto",
+        max_tokens: int | None = None,
+        bos: str | None = "<bos>",
+        eos: str = "<eos>",
+        placeholders: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.manifests: dict[Split, Path | None] = {
+            "train": _path(train),
+            "val": _path(val),
+            "test": _path(test),
+            "predict": _path(predict),
+        }
+        self.processors = dict(processors)
+        self.consumers = tuple(consumers)
+        self.edges = tuple((e, c) for e in self.processors for c in self.consumers) if edges is None else _pairs(edges)
+        self._check_edges()
+        self.global_batch_size = global_batch_size
+        self.eval_batch_size = global_batch_size if eval_batch_size is None else eval_batch_size
+        self.microbatches = microbatches
+        fewest = min(microbatches, self.eval_batch_size)
+        self.eval_microbatches = fewest if eval_microbatches is None else eval_microbatches
+        self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
+        self.num_workers, self.prefetch_factor, self.pin_memory = num_workers, prefetch_factor, pin_memory
+        self._index_options: dict[str, Any] = {
+            "media_folder": media_folder,
+            "cache_folder": cache_folder,
+            "verify": verify,
+            "max_tokens": max_tokens,
+        }
+        self.tokenizer = ChatTokenizer(tokenizer, bos=bos, eos=eos, placeholders=placeholders)
+        self.indices: dict[Split, DatasetIndex] = {}
+        self._loaders: dict[Split, StepLoader] = {}
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the modules that this data feeds."""
+        return (*self.processors, *self.consumers)
+
+    def prepare_data(self) -> None:
+        """Build the missing indices: Lightning calls this on one rank, the others wait."""
+        function = getattr(getattr(self.trainer, "state", None), "fn", None)
+        for split in STAGES.get(str(getattr(function, "value", function)), tuple(self.manifests)):
+            self._index(split)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Map the indices, and refuse a run that would read its data wrongly."""
+        if not getattr(getattr(self.trainer, "strategy", None), "defers_placement", False):
+            self.share()
+        for split in STAGES.get(str(getattr(stage, "value", stage)), tuple(self.manifests)):
+            self._index(split, progress=False)
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Stop the workers."""
+        for loader in self._loaders.values():
+            loader.close()
+        self._loaders.clear()
+
+    def train_dataloader(self) -> StepLoader:
+        return self._loader("train")
+
+    def val_dataloader(self) -> StepLoader | list[StepLoader]:
+        return self._loader("val") if self.manifests["val"] else []
+
+    def test_dataloader(self) -> StepLoader:
+        return self._loader("test")
+
+    def predict_dataloader(self) -> StepLoader:
+        return self._loader("predict")
+
+    def share(self) -> Share:
+        """What this rank computes, from the strategy's placement; everything where there is only one process.
+
+        Raises:
+            ConfigError: several processes without a placement, or a placement that does not fit the data's modules.
+        """
+        trainer = self.trainer
+        placement = None if trainer is None else getattr(trainer.strategy, "placement", None)
+        if trainer is None or placement is None:
+            if trainer is not None and trainer.world_size > 1:
+                name = type(trainer.strategy).__name__
+                raise ConfigError(
+                    f"MultimodalDataModule: {name} runs {trainer.world_size} processes but says not which rank computes"
+                    " which module, so every rank would train on the same samples; use HeteroStrategy(layouts=...) or"
+                    " devices=1"
+                )
+            return Share.whole(self.modules)
+        placed = tuple(placement.layouts)
+        missing = [name for name in self.modules if name not in placed]
+        unfed = [name for name in placed if name not in self.modules]
+        if missing or unfed:
+            raise ConfigError(
+                f"MultimodalDataModule feeds {', '.join(self.modules)} but the layouts place {', '.join(placed)};"
+                " use the same names in processors, consumers and layouts"
+            )
+        coordinates = {name: placement.coordinate(name, trainer.global_rank) for name in self.modules}
+        return Share(
+            instances={name: placement.layouts[name].dp for name in self.modules},
+            mine={name: None if place is None else place[0] for name, place in coordinates.items()},
+            row_multiple=dict(getattr(trainer.strategy, "row_multiple", None) or {}),
+        )
+
+    def _index(self, split: Split, progress: bool = True) -> DatasetIndex | None:
+        manifest = self.manifests[split]
+        if manifest is not None and split not in self.indices:
+            answers = split != "predict"
+            self.indices[split] = build_index(
+                manifest, self.tokenizer, self.processors, answers=answers, progress=progress, **self._index_options
+            )
+        return self.indices.get(split)
+
+    def _loader(self, split: Split) -> StepLoader:
+        index = self._index(split)
+        if index is None:
+            raise ConfigError(f"MultimodalDataModule: no {split} manifest was given; pass {split}=<manifest>")
+        training = split == "train"
+        overfit = training and self.trainer is not None and bool(getattr(self.trainer, "overfit_batches", 0))
+        steps = StepDataset(
+            index,
+            self.processors,
+            self.edges,
+            self.share(),
+            consumers=self.consumers,
+            global_batch_size=self.global_batch_size if training else self.eval_batch_size,
+            microbatches=self.microbatches if training else self.eval_microbatches,
+            seed=self.seed,
+            shuffle=training and self.shuffle and not overfit,
+            drop_last=training and self.drop_last,
+        )
+        pin = torch.cuda.is_available() if self.pin_memory is None else self.pin_memory
+        if split in self._loaders:
+            self._loaders[split].close()
+        self._loaders[split] = StepLoader(
+            steps, num_workers=self.num_workers, prefetch_factor=self.prefetch_factor, pin_memory=pin
+        )
+        return self._loaders[split]
+
+    def _check_edges(self) -> None:
+        for name in self.processors:
+            if name in self.consumers:
+                raise ConfigError(f"'{name}' is in processors and in consumers; a module reads media or whole samples")
+        for source, target in self.edges:
+            if source not in self.processors or target not in self.consumers:
+                raise ConfigError(
+                    f"edge ({source}, {target}): the source must be one of processors"
+                    f" ({', '.join(self.processors) or 'none'}) and the target one of consumers"
+                    f" ({', '.join(self.consumers)})"
+                )
+        for name in self.processors:
+            if not any(source == name for source, _ in self.edges):
+                raise ConfigError(
+                    f"processors has '{name}' but no edge leads from it; add ('{name}', consumer) to edges"
+                )
+
+
+def _path(path: PathLike | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+def _pairs(edges: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+    """Edges given as tuples or as model `Edge` objects."""
+    return tuple((e.source, e.target) if hasattr(e, "source") else (e[0], e[1]) for e in edges)

@@ -1,0 +1,366 @@
+"""The metadata of a whole data set: token ids, loss masks, and the measured size of every media file.
+
+Built once, then memory mapped by every rank and worker, so that step plans need no payload. The index lies beside the
+manifest in ``.hetero_index/<manifest>-<key>``; the key is a hash of the manifest's bytes, the tokenizer's bytes and all
+settings that decide the contents. Arrays are plain ``.npy`` files and the header is JSON: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from hetero_strategy.data.manifest import Faults, Sample, parse_manifest, resolve
+from hetero_strategy.data.media import Processor
+from hetero_strategy.data.plan import StepItems, StepMetadata, expand
+from hetero_strategy.data.tokenizer import ChatTokenizer
+from hetero_strategy.errors import ConfigError, DataError
+
+VERSION = 1
+"""Raised whenever the template, the arrays or a processor's rows change meaning."""
+
+DECODE_LIMIT = 20_000
+"""``verify="auto"`` decodes every file of data sets with at most this many files."""
+
+Verify = Literal["auto", "header", "decode"]
+CHUNK = 2048
+
+
+@dataclass(frozen=True)
+class Strings:
+    """Texts in one memory-mapped array."""
+
+    data: np.ndarray
+    """uint8, UTF-8 of all texts end to end."""
+    offsets: np.ndarray
+    """int64 [n + 1]."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, number: int) -> str:
+        return bytes(self.data[self.offsets[number] : self.offsets[number + 1]]).decode()
+
+
+@dataclass(frozen=True)
+class ItemTable:
+    """Items of one encoder over the whole data set, in (sample, order within the sample) order."""
+
+    sample: np.ndarray
+    """int64 [n], ascending."""
+    sizes: np.ndarray
+    """int64 [n, k], as the encoder's processor measures them."""
+    rows: np.ndarray
+    """int64 [n], output rows."""
+    start: np.ndarray
+    """int64 [n], first row inside the sample's token sequence."""
+    offsets: np.ndarray
+    """int64 [samples + 1]: sample s has items offsets[s] : offsets[s + 1]."""
+    paths: Strings
+    """As written in the manifest."""
+
+
+@dataclass(frozen=True)
+class DatasetIndex:
+    """A data set without its payload; see the module's docstring."""
+
+    folder: Path
+    """Where the index lies; its name ends with the key."""
+    media_folder: Path
+    content: str
+    """Hash of all arrays: equal for equal data, wherever it lies and however it was checked."""
+    ids: np.ndarray
+    """int32, token ids of all samples end to end, items expanded to their rows."""
+    loss: np.ndarray
+    """bool, which of these tokens are to be predicted."""
+    offsets: np.ndarray
+    """int64 [samples + 1]."""
+    labels: np.ndarray
+    """int64 [samples], loss tokens of each sample."""
+    names: Strings
+    """The manifest's sample ids."""
+    items: Mapping[str, ItemTable]
+    """By encoder name."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __reduce__(self) -> tuple[Callable[..., DatasetIndex], tuple[Path, Path]]:
+        return load_index, (self.folder, self.media_folder)  # a worker maps the files itself instead of copying them
+
+    def item_numbers(self, encoder: str, samples: np.ndarray) -> np.ndarray:
+        """Items of some samples, in (sample, order) order: row k of the step's item table is item ``result[k]``."""
+        offsets = self.items[encoder].offsets
+        return expand(offsets[samples], offsets[samples + 1] - offsets[samples])
+
+    def path(self, encoder: str, item: int) -> Path:
+        """File of one item."""
+        return resolve(self.media_folder, self.items[encoder].paths[item])
+
+    def metadata(self, epoch: int, step: int, samples: np.ndarray) -> StepMetadata:
+        """What a step plan is made of, for the global batch of these samples."""
+        items = {}
+        for encoder, table in self.items.items():
+            numbers = self.item_numbers(encoder, samples)
+            counts = table.offsets[samples + 1] - table.offsets[samples]
+            where = np.repeat(np.arange(len(samples), dtype=np.int64), counts)
+            items[encoder] = StepItems(where, np.asarray(table.rows[numbers]), np.asarray(table.start[numbers]))
+        tokens = np.asarray(self.offsets[samples + 1] - self.offsets[samples])
+        return StepMetadata(epoch, step, samples, tokens, np.asarray(self.labels[samples]), items)
+
+
+def build_index(
+    manifest: str | Path,
+    tokenizer: ChatTokenizer,
+    processors: Mapping[str, Processor],
+    *,
+    media_folder: str | Path | None = None,
+    cache_folder: str | Path | None = None,
+    verify: Verify = "auto",
+    max_tokens: int | None = None,
+    answers: bool = True,
+    progress: bool = True,
+) -> DatasetIndex:
+    """The index of a manifest: the stored one if nothing has changed, else a new one.
+
+    Safe when several processes build at once: each writes its own folder and the first rename wins.
+
+    Args:
+        manifest: see :mod:`hetero_strategy.data.manifest`.
+        processors: by encoder name; each reads the manifest field it names.
+        media_folder: what media paths are relative to; default: the manifest's folder.
+        cache_folder: where indices lie; default: ``.hetero_index`` beside the manifest.
+        verify: ``header`` reads headers only, ``decode`` decodes every file once, ``auto`` decodes up to 20000 files.
+        max_tokens: longer samples are faults.
+        answers: whether every sample must have a non-empty answer.
+        progress: show progress bars.
+
+    Raises:
+        DataError: one error with the first ten faults of the whole data set.
+        ConfigError: two encoders read the same field, or an option is unknown.
+    """
+    manifest = Path(manifest)
+    folder = Path(media_folder) if media_folder is not None else manifest.parent
+    fields = [processor.field for processor in processors.values()]
+    if len(set(fields)) < len(fields):
+        raise ConfigError(
+            f"processors {', '.join(processors)} read the fields {', '.join(fields)}; give each its own field"
+        )
+    if verify not in ("auto", "header", "decode"):
+        raise ConfigError(f"verify is {verify!r}; use 'auto', 'header' or 'decode'")
+    if not manifest.is_file():
+        raise DataError(f"{manifest}: manifest is missing; check the path, or write it first")
+    settings = {
+        "version": VERSION,
+        "tokenizer": tokenizer.settings(),
+        "processors": {name: processor.settings() for name, processor in processors.items()},
+        "verify": verify,
+        "max_tokens": max_tokens,
+        "answers": answers,
+        "media_folder": None if media_folder is None else str(Path(media_folder).absolute()),
+    }
+    key = _key(settings, manifest, tokenizer.path)
+    caches = Path(cache_folder) if cache_folder is not None else manifest.parent / ".hetero_index"
+    place = caches / f"{manifest.stem}-{key}"
+    if not (place / "header.json").is_file():
+        faults = Faults(manifest)
+        samples = parse_manifest(manifest, fields, answers, faults)
+        measured = _measure(samples, processors, folder, verify, faults, progress)
+        arrays = _arrays(samples, tokenizer, processors, measured, max_tokens, faults, progress)
+        faults.check()
+        _write(place, arrays, {"settings": settings, "samples": len(samples), "encoders": list(processors)})
+    return load_index(place, folder)
+
+
+def load_index(place: Path, media_folder: Path) -> DatasetIndex:
+    """Map an index that `build_index` wrote."""
+    header = json.loads((place / "header.json").read_text())
+
+    def array(name: str) -> np.ndarray:
+        return np.load(place / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+
+    def strings(name: str) -> Strings:
+        return Strings(array(f"{name}.data"), array(f"{name}.offsets"))
+
+    tables = {}
+    for number, encoder in enumerate(header["encoders"]):
+        names = ("sample", "sizes", "rows", "start", "offsets")
+        columns = {column: array(f"items{number}.{column}") for column in names}
+        tables[encoder] = ItemTable(**columns, paths=strings(f"items{number}.paths"))
+    return DatasetIndex(
+        folder=place,
+        media_folder=media_folder,
+        content=header["content"],
+        ids=array("ids"),
+        loss=array("loss"),
+        offsets=array("offsets"),
+        labels=array("labels"),
+        names=strings("names"),
+        items=tables,
+    )
+
+
+Measured = Mapping[tuple[str, str], tuple[tuple[int, ...], int]]
+
+
+def _measure(
+    samples: Sequence[Sample],
+    processors: Mapping[str, Processor],
+    folder: Path,
+    verify: Verify,
+    faults: Faults,
+    progress: bool,
+) -> Measured:
+    """(field, path) -> (sizes, rows) of every file. Threads, not processes: decoders release the GIL, and forking
+    beside process groups and CUDA is not safe.
+    """
+    first: dict[tuple[str, str], Sample] = {}
+    for sample in samples:
+        for field, names in sample.items.items():
+            for name in names:
+                first.setdefault((field, name), sample)
+    by_field = {processor.field: processor for processor in processors.values()}
+    decode = verify == "decode" or (verify == "auto" and len(first) <= DECODE_LIMIT)
+
+    def read(file: tuple[str, str]) -> tuple[tuple[int, ...], int] | str:
+        field, name = file
+        try:
+            path = resolve(folder, name)
+            found = by_field[field].measure(path)
+            if decode:
+                by_field[field].check(path)
+            return found
+        except DataError as error:
+            return str(error)
+
+    measured = {}
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        for start in range(0, len(first), CHUNK * 16):  # bounded: `map` would queue a future per file at once
+            files = list(first)[start : start + CHUNK * 16]
+            what = "check media" if decode else "measure media"
+            for file, found in zip(files, _bar(pool.map(read, files), what, len(files), progress), strict=True):
+                if isinstance(found, str):
+                    faults.add(first[file].position, f"sample '{first[file].id}': {found}")
+                else:
+                    measured[file] = found
+    return measured
+
+
+def _arrays(
+    samples: Sequence[Sample],
+    tokenizer: ChatTokenizer,
+    processors: Mapping[str, Processor],
+    measured: Measured,
+    max_tokens: int | None,
+    faults: Faults,
+    progress: bool,
+) -> dict[str, np.ndarray]:
+    samples = [s for s in samples if all((f, name) in measured for f, names in s.items.items() for name in names)]
+    ids: list[np.ndarray] = [np.zeros(0, np.int32)]
+    loss: list[np.ndarray] = [np.zeros(0, bool)]
+    starts: dict[str, list[np.ndarray]] = {name: [np.zeros(0, np.int64)] for name in processors}
+    for chunk in _bar(range(0, len(samples), CHUNK), "tokenise", None, progress):
+        some = samples[chunk : chunk + CHUNK]
+        rows = [{f: [measured[f, name][1] for name in names] for f, names in s.items.items()} for s in some]
+        for sample, encoded in zip(some, tokenizer.encode_batch([s.turns for s in some], rows), strict=True):
+            if max_tokens is not None and len(encoded.ids) > max_tokens:
+                message = (
+                    f"{len(encoded.ids)} tokens, more than max_tokens={max_tokens}; shorten it or raise max_tokens"
+                )
+                faults.add(sample.position, f"sample '{sample.id}': {message}")
+            if not len(encoded.ids):
+                faults.add(sample.position, f"sample '{sample.id}': the conversation has no tokens; give it some text")
+            ids.append(encoded.ids)
+            loss.append(encoded.loss)
+            for name, processor in processors.items():
+                if processor.field in encoded.starts:
+                    starts[name].append(encoded.starts[processor.field])
+    arrays = {
+        "ids": np.concatenate(ids),
+        "loss": np.concatenate(loss),
+        "offsets": _cumulative(len(i) for i in ids[1:]),
+        "labels": np.array([mask.sum() for mask in loss[1:]], np.int64),
+        **_strings("names", [sample.id for sample in samples]),
+    }
+    for number, (encoder, processor) in enumerate(processors.items()):
+        counts = np.array([len(sample.items.get(processor.field, ())) for sample in samples], np.int64)
+        names = [name for sample in samples for name in sample.items.get(processor.field, ())]
+        found = [measured[processor.field, name] for name in names]
+        width = len(processor.size_names)
+        columns = {
+            "sample": np.repeat(np.arange(len(samples), dtype=np.int64), counts),
+            "sizes": np.array([sizes for sizes, _ in found], np.int64).reshape(-1, width),
+            "rows": np.array([rows for _, rows in found], np.int64),
+            "start": np.concatenate(starts[encoder]),
+            "offsets": _cumulative(counts),
+            **_strings("paths", names),
+        }
+        arrays |= {f"items{number}.{column}": values for column, values in columns.items()}
+    return arrays
+
+
+def _write(place: Path, arrays: Mapping[str, np.ndarray], header: Mapping[str, Any]) -> None:
+    with atomic_folder(place) as folder:
+        for name, values in arrays.items():
+            np.save(folder / f"{name}.npy", values, allow_pickle=False)
+        digest = hashlib.sha256()
+        for name, values in sorted(arrays.items()):
+            digest.update(name.encode())
+            digest.update(values.tobytes())
+        (folder / "header.json").write_text(json.dumps({**header, "content": digest.hexdigest()[:20]}, indent=1))
+
+
+@contextmanager
+def atomic_folder(place: Path) -> Iterator[Path]:
+    """A new folder that takes its name only when everything in it is written; where another process was first, theirs
+    is kept. Raises DataError where nothing can be written.
+    """
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+    except OSError as error:
+        raise DataError(f"{place.parent}: cannot be written ({error.strerror}); choose another folder") from None
+    try:
+        folder.chmod(0o755)
+        yield folder
+        try:
+            folder.rename(place)
+        except OSError:
+            if not place.is_dir():
+                raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _key(settings: Mapping[str, Any], *files: Path) -> str:
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:20]
+
+
+def _cumulative(lengths: Iterable[int]) -> np.ndarray:
+    return np.cumsum([0, *lengths], dtype=np.int64)
+
+
+def _strings(name: str, texts: Sequence[str]) -> dict[str, np.ndarray]:
+    encoded = [text.encode() for text in texts]
+    data = np.frombuffer(b"".join(encoded), np.uint8)
+    return {f"{name}.data": data, f"{name}.offsets": _cumulative(len(text) for text in encoded)}
+
+
+def _bar(work: Any, what: str, total: int | None, progress: bool) -> Any:
+    return tqdm(work, desc=what, total=total, disable=not progress, leave=False, delay=1.0)

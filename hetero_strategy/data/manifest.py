@@ -1,0 +1,217 @@
+"""Manifests: what a data set holds, in LLaVA's JSON format. Pure Python.
+
+A manifest is a JSON list, or JSON lines (``.jsonl``), of samples::
+
+    {"id": "42", "image": ["a.png", "b.png"], "audio": "c.wav",
+     "conversations": [{"from": "human", "value": "<image> and <image> with <audio>?"},
+                       {"from": "gpt", "value": "..."}]}
+
+Paths are relative to the manifest's folder or to a given media folder. The n-th ``<image>`` of the conversation stands
+for the n-th path of ``image``, and likewise for every other field. Format: LLaVA (Liu et al. 2023), its training code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hetero_strategy.errors import DataError
+
+ROLES = {
+    "human": "human",
+    "user": "human",
+    "gpt": "gpt",
+    "assistant": "gpt",
+    "system": "system",
+}
+"""Role names that are understood -> the three roles."""
+
+MEDIA_FIELDS = ("image", "audio", "video")
+"""Fields that hold media by convention: refused, not ignored, where no encoder reads them."""
+
+
+def placeholder(media_field: str) -> str:
+    """The text that stands for one item of a field: ``<image>`` for ``image``."""
+    return f"<{media_field}>"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a conversation."""
+
+    role: str
+    """``human``, ``gpt`` or ``system``."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample of a manifest; its media are named, not opened."""
+
+    position: int
+    """Place in the manifest, from 0 (lines of JSON lines, entries of a list)."""
+    id: str
+    turns: tuple[Turn, ...]
+    items: Mapping[str, tuple[str, ...]]
+    """Media field -> paths as written, in placeholder order."""
+
+
+@dataclass
+class Faults:
+    """Collects what is wrong with a manifest, to be reported in one error."""
+
+    manifest: Path
+    limit: int = 10
+    found: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, position: int, message: str) -> None:
+        """Note one fault of the sample at a place in the manifest."""
+        self.found.append((position, message))
+
+    def check(self) -> None:
+        """Raise one DataError with the first faults in manifest order, if there are any."""
+        if not self.found:
+            return
+        ordered = [message for _, message in sorted(self.found, key=lambda fault: fault[0])]
+        more = f"\n  ... and {len(ordered) - self.limit} more" if len(ordered) > self.limit else ""
+        lines = "".join(f"\n  {message}" for message in ordered[: self.limit])
+        noun = "fault" if len(ordered) == 1 else "faults"
+        raise DataError(f"{self.manifest}: {len(ordered)} {noun}; mend or remove these samples:{lines}{more}")
+
+
+def resolve(folder: Path, name: str) -> Path:
+    """Path of a media file; an absolute name stays as it is."""
+    return folder / name
+
+
+def read_manifest(
+    path: str | Path,
+    *,
+    fields: Sequence[str] = ("image", "audio"),
+    media_folder: str | Path | None = None,
+    answers: bool = True,
+) -> list[Sample]:
+    """Read and check a manifest and that its files exist (their contents are checked when the index is built).
+
+    Args:
+        path: a ``.json`` or ``.jsonl`` file.
+        fields: media fields that have an encoder.
+        media_folder: what media paths are relative to; default: the manifest's folder.
+        answers: whether every sample must have a non-empty answer.
+
+    Raises:
+        DataError: one error that names the first ten faults of the whole manifest.
+    """
+    path = Path(path)
+    faults = Faults(path)
+    samples = parse_manifest(path, fields, answers, faults)
+    folder = Path(media_folder) if media_folder is not None else path.parent
+    for sample in samples:
+        for names in sample.items.values():
+            for name in names:
+                if not resolve(folder, name).is_file():
+                    faults.add(sample.position, f"sample '{sample.id}': {resolve(folder, name)}: file is missing")
+    faults.check()
+    return samples
+
+
+def parse_manifest(path: Path, fields: Sequence[str], answers: bool, faults: Faults) -> list[Sample]:
+    """Samples without a structural fault; the faults of the others go to ``faults``. No media file is touched."""
+    samples = []
+    for position, entry in _entries(path, faults):
+        problems: list[str] = []
+        if not isinstance(entry, dict):
+            faults.add(position, f"entry {position}: expected an object, found {type(entry).__name__}")
+            continue
+        name = str(entry.get("id", position))
+        turns = _turns(entry.get("conversations"), answers, problems)
+        items = _items(entry, turns, fields, problems)
+        for problem in problems:
+            faults.add(position, f"sample '{name}': {problem}")
+        if not problems:
+            samples.append(Sample(position, name, turns, items))
+    if not samples and not faults.found:
+        raise DataError(f"{path}: the manifest holds no samples; write at least one")
+    return samples
+
+
+def _entries(path: Path, faults: Faults) -> Iterator[tuple[int, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(f"{path}: manifest is missing; check the path, or write it first") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: manifest cannot be read as UTF-8 text: {error}") from None
+    if path.suffix == ".jsonl":
+        for number, line in enumerate(text.split("\n")):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except json.JSONDecodeError as error:
+                    faults.add(number, f"line {number + 1}: not valid JSON: {error.msg} at column {error.colno}")
+        return
+    try:
+        entries = json.loads(text)
+    except json.JSONDecodeError as error:
+        hint = "; JSON lines need the ending .jsonl" if error.msg == "Extra data" else ""
+        raise DataError(
+            f"{path}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}{hint}"
+        ) from None
+    if not isinstance(entries, list):
+        raise DataError(f"{path}: expected a JSON list of samples, found {type(entries).__name__}")
+    yield from enumerate(entries)
+
+
+def _turns(conversations: Any, answers: bool, problems: list[str]) -> tuple[Turn, ...]:
+    if not isinstance(conversations, list) or not conversations:
+        problems.append("'conversations' must be a list of at least one turn")
+        return ()
+    turns = []
+    for number, turn in enumerate(conversations):
+        if (
+            not isinstance(turn, dict)
+            or not isinstance(turn.get("from"), str)
+            or not isinstance(turn.get("value"), str)
+        ):
+            problems.append(f"turn {number} must be an object with the texts 'from' and 'value'")
+            continue
+        role = ROLES.get(turn["from"])
+        if role is None:
+            problems.append(f"turn {number} is from '{turn['from']}'; use one of {', '.join(ROLES)}")
+            continue
+        if role == "gpt" and answers and not turn["value"].strip():
+            problems.append(f"turn {number}: the answer is empty, so there is nothing to learn")
+        turns.append(Turn(role, turn["value"]))
+    if answers and not problems and not any(turn.role == "gpt" for turn in turns):
+        problems.append("no turn is from 'gpt', so there is nothing to learn")
+    return tuple(turns)
+
+
+def _items(
+    entry: Mapping[str, Any], turns: Sequence[Turn], fields: Sequence[str], problems: list[str]
+) -> dict[str, tuple[str, ...]]:
+    items = {}
+    for media_field in dict.fromkeys((*fields, *MEDIA_FIELDS)):
+        value = entry.get(media_field)
+        names = [] if value is None or value == "" else [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+            problems.append(f"'{media_field}' must be a path or a list of paths, found {value!r}")
+            continue
+        if media_field not in fields:
+            if names:
+                problems.append(
+                    f"has '{media_field}', which no encoder reads; give a processor for it or drop the field"
+                )
+            continue
+        mark = placeholder(media_field)
+        found = sum(turn.text.count(mark) for turn in turns)
+        if any(turn.role == "gpt" and mark in turn.text for turn in turns):
+            problems.append(f"{mark} stands in an answer; items can only be part of questions")
+        elif found != len(names):
+            problems.append(f"{found} {mark} in the conversation but {len(names)} paths in '{media_field}'")
+        if names:
+            items[media_field] = tuple(names)
+    return items

@@ -1,0 +1,334 @@
+"""Media files to the raw rows an encoder reads.
+
+A processor knows how many rows a file gives from its header alone (`measure`), so that a step plan can be made before
+anything is decoded; `load` then gives exactly these rows.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from math import ceil, gcd, sqrt
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+from hetero_strategy.errors import ConfigError, DataError
+from hetero_strategy.model.inputs import EncoderInputs, Packing
+
+Sizes = tuple[int, ...]
+Result = TypeVar("Result")
+
+
+class Processor(Protocol):
+    """What the data room needs to know about one kind of media."""
+
+    @property
+    def field(self) -> str:
+        """The manifest field that names the files; ``<field>`` stands for an item in the text."""
+
+    @property
+    def feature(self) -> int:
+        """Width of a raw row."""
+
+    @property
+    def size_names(self) -> tuple[str, ...]:
+        """What the numbers of `measure` are."""
+
+    def measure(self, path: str | Path) -> tuple[Sizes, int]:
+        """(sizes, output rows) from the file's header. Raises DataError."""
+
+    def check(self, path: str | Path) -> None:
+        """Decode the whole file and throw the result away. Raises DataError."""
+
+    def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
+        """float32 [R, feature]; refused if ``sizes`` is given and the file no longer has it. Raises DataError."""
+
+    def collate(self, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
+        """Items end to end; zero items give [0, feature]."""
+
+    def settings(self) -> dict[str, Any]:
+        """JSON-ready settings; part of the index's key."""
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """Images as rows of patches, in their own resolution and aspect.
+
+    Height and width are rounded to multiples of ``patch_size * merge`` pixels; an image of more than ``max_patches``
+    patches is scaled down, none is scaled up. Patches are in row-major (grid_h, grid_w) order with features in
+    (patch_h, patch_w, channel) order, as transformers' `Siglip2ImageProcessor` makes them.
+
+    Args:
+        patch_size: pixels on a side of a patch.
+        merge: the projector joins ``merge`` x ``merge`` patches into one output row.
+        channels: 3 (RGB) or 1 (grey).
+        max_patches: most patches of one image.
+        mean, std: of the pixel values after scaling to 0..1; one number, or one per channel.
+        field: manifest field.
+    """
+
+    patch_size: int = 16
+    merge: int = 1
+    channels: Literal[1, 3] = 3
+    max_patches: int = 4096
+    mean: float | tuple[float, ...] = 0.5
+    std: float | tuple[float, ...] = 0.5
+    field: str = "image"
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "std"):  # hydra and JSON give lists
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)):
+                object.__setattr__(self, name, tuple(float(v) for v in value))
+                if len(getattr(self, name)) != self.channels:
+                    raise ConfigError(f"ImageProcessor: {name} has {len(value)} numbers for {self.channels} channels")
+        if self.patch_size < 1 or self.merge < 1:
+            raise ConfigError(f"ImageProcessor: patch_size {self.patch_size} and merge {self.merge} must be at least 1")
+        if self.channels not in (1, 3):
+            raise ConfigError(f"ImageProcessor: channels is {self.channels}; use 3 (RGB) or 1 (grey)")
+        if self.max_patches < self.merge**2:
+            raise ConfigError(
+                f"ImageProcessor: max_patches {self.max_patches} is less than one output row of"
+                f" {self.merge}x{self.merge} patches; use at least {self.merge**2}"
+            )
+
+    @property
+    def feature(self) -> int:
+        return self.patch_size**2 * self.channels
+
+    @property
+    def size_names(self) -> tuple[str, ...]:
+        return ("grid_h", "grid_w")
+
+    def settings(self) -> dict[str, Any]:
+        return {"kind": type(self).__name__, **asdict(self)}
+
+    def measure(self, path: str | Path) -> tuple[Sizes, int]:
+        with _reading(path, "image", Image.open) as image:
+            grid = self._grid(image)
+        return grid, grid[0] * grid[1] // self.merge**2
+
+    def check(self, path: str | Path) -> None:
+        with _reading(path, "image", Image.open) as image:
+            _reading(path, "image", lambda _: image.verify())  # checksums; load() forgives a PNG without its end
+        with _reading(path, "image", Image.open) as image:
+            _reading(path, "image", lambda _: image.load())
+
+    def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
+        with _reading(path, "image", Image.open) as image:
+            grid = self._grid(image)
+            _same(path, self.size_names, grid, sizes)
+            pixels = _reading(path, "image", lambda _: self._pixels(image, grid))
+        p, (h, w) = self.patch_size, grid
+        pixels = (pixels / 255.0 - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
+        patches = pixels.reshape(h, p, w, p, self.channels).transpose(0, 2, 1, 3, 4)
+        return np.ascontiguousarray(patches.reshape(h * w, self.feature), np.float32)
+
+    def collate(self, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
+        sizes = np.asarray(sizes, np.int64).reshape(-1, 2)
+        return _collate(values, self.feature, sizes, rows, sizes.prod(axis=1))
+
+    def _grid(self, image: Image.Image) -> tuple[int, int]:
+        width, height = image.size
+        if _sideways(image):
+            width, height = height, width
+        unit, most = self.patch_size * self.merge, self.max_patches // self.merge**2
+        h, w = max(1, round(height / unit)), max(1, round(width / unit))
+        if h * w > most:
+            scale = sqrt(most / (height * width))
+            h, w = max(1, int(height * scale)), max(1, int(width * scale))
+            h, w = min(h, most // w) if h > w else h, min(w, most // h) if w >= h else w  # very long strips
+        return h * self.merge, w * self.merge
+
+    def _pixels(self, image: Image.Image, grid: tuple[int, int]) -> np.ndarray:
+        """float32 [height, width, channels], 0..255."""
+        image.load()
+        if _sideways(image) or image.format in ("JPEG", "MPO"):
+            image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I"):  # 16 bit: convert() would clip instead of scaling
+            image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+        image = image.convert("RGB" if self.channels == 3 else "L")
+        size = (grid[1] * self.patch_size, grid[0] * self.patch_size)
+        if image.size != size:
+            image = image.resize(size, Image.Resampling.BILINEAR)
+        return np.asarray(image, np.float32).reshape(size[1], size[0], self.channels)
+
+
+@dataclass(frozen=True)
+class AudioProcessor:
+    """Audio as rows of log-mel frames, as Whisper's feature extractor makes them but without padding to 30 s.
+
+    A clip of n samples (after resampling, channels averaged) gives ``n // hop_length`` frames, at least 1. The encoder
+    halves the frames and the projector joins ``stack`` of them: ``ceil(ceil(frames / 2) / stack)`` output rows.
+
+    Args:
+        sampling_rate: Hz; other rates are resampled.
+        n_mels: mel bands, up to min(8000 Hz, sampling_rate / 2).
+        hop_length, n_fft: in samples.
+        stack: encoder rows per output row.
+        max_seconds: longer clips are refused.
+        field: manifest field.
+    """
+
+    sampling_rate: int = 16000
+    n_mels: int = 80
+    hop_length: int = 160
+    n_fft: int = 400
+    stack: int = 1
+    max_seconds: float = 30.0
+    field: str = "audio"
+
+    def __post_init__(self) -> None:
+        for name in ("sampling_rate", "n_mels", "hop_length", "n_fft", "stack", "max_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"AudioProcessor: {name} is {getattr(self, name)}; use a positive number")
+
+    @property
+    def feature(self) -> int:
+        return self.n_mels
+
+    @property
+    def size_names(self) -> tuple[str, ...]:
+        return ("frames",)
+
+    def settings(self) -> dict[str, Any]:
+        return {"kind": type(self).__name__, **asdict(self)}
+
+    def measure(self, path: str | Path) -> tuple[Sizes, int]:
+        frames = self._frames(path)
+        return (frames,), ceil(ceil(frames / 2) / self.stack)
+
+    def check(self, path: str | Path) -> None:
+        _waveform(path)
+
+    def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
+        frames = self._frames(path)
+        _same(path, self.size_names, (frames,), sizes)
+        waveform, rate = _waveform(path)
+        if rate != self.sampling_rate:
+            from scipy.signal import resample_poly
+
+            up, down = self._ratio(rate)
+            waveform = resample_poly(waveform, up, down)
+        return log_mel(waveform, frames, self.sampling_rate, self.n_mels, self.hop_length, self.n_fft)
+
+    def collate(self, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
+        sizes = np.asarray(sizes, np.int64).reshape(-1, 1)
+        return _collate(values, self.feature, sizes, rows, (sizes[:, 0] + 1) // 2)
+
+    def _ratio(self, rate: int) -> tuple[int, int]:
+        common = gcd(self.sampling_rate, rate)
+        return self.sampling_rate // common, rate // common
+
+    def _frames(self, path: str | Path) -> int:
+        import soundfile
+
+        info = _reading(path, "audio", soundfile.info)
+        if info.frames <= 0:
+            raise DataError(f"{path}: audio of zero length")
+        _check_riff(path)
+        if info.frames > self.max_seconds * info.samplerate:
+            raise DataError(
+                f"{path}: {info.frames / info.samplerate:.1f} s of audio, more than max_seconds={self.max_seconds:g};"
+                " cut the clip or raise max_seconds"
+            )
+        up, down = self._ratio(info.samplerate)
+        return max(1, ceil(info.frames * up / down) // self.hop_length)
+
+
+def log_mel(
+    waveform: np.ndarray, frames: int, sampling_rate: int, n_mels: int, hop_length: int, n_fft: int
+) -> np.ndarray:
+    """Log-mel spectrogram, float32 [frames, n_mels], with Whisper's scaling (Radford et al. 2022, section 2.2).
+
+    Frames are centred, with reflected edges and a Hann window; values are clamped to 8 below the clip's maximum, then
+    (x + 4) / 4. Clips too short for one reflected frame are padded with silence.
+    """
+    shortest = max(n_fft // 2 + 1, (frames - 1) * hop_length + 1)
+    waveform = np.pad(waveform.astype(np.float64), (0, max(0, shortest - len(waveform))))
+    padded = np.pad(waveform, n_fft // 2, mode="reflect")
+    windows = np.lib.stride_tricks.sliding_window_view(padded, n_fft)[::hop_length][:frames]
+    power = np.abs(np.fft.rfft(windows * np.hanning(n_fft + 1)[:-1])) ** 2
+    mel = np.log10(np.maximum(power @ _mel_filters(sampling_rate, n_mels, n_fft), 1e-10))
+    mel = np.maximum(mel, mel.max() - 8.0)
+    return np.ascontiguousarray((mel + 4.0) / 4.0, np.float32)
+
+
+@lru_cache(maxsize=16)
+def _mel_filters(sampling_rate: int, n_mels: int, n_fft: int) -> np.ndarray:
+    from transformers.audio_utils import mel_filter_bank
+
+    top = min(8000.0, sampling_rate / 2)
+    return np.asarray(
+        mel_filter_bank(n_fft // 2 + 1, n_mels, 0.0, top, sampling_rate, norm="slaney", mel_scale="slaney"), np.float64
+    )
+
+
+def _collate(
+    values: Sequence[np.ndarray], feature: int, sizes: np.ndarray, rows: np.ndarray, lengths: np.ndarray
+) -> EncoderInputs:
+    joined = np.concatenate([np.zeros((0, feature), np.float32), *values])
+    rows = np.asarray(rows, np.int64)
+    return EncoderInputs(torch.from_numpy(joined), sizes, rows, Packing.of(lengths.astype(np.int64)))
+
+
+def _sideways(image: Image.Image) -> bool:
+    """Whether the camera was held so that width and height trade places. Only JPEG says so in its header."""
+    return image.format in ("JPEG", "MPO") and image.getexif().get(0x0112, 1) >= 5
+
+
+def _same(path: str | Path, names: Sequence[str], found: Sizes, expected: Sizes | None) -> None:
+    if expected is not None and tuple(found) != tuple(int(size) for size in expected):
+        raise DataError(
+            f"{path}: {', '.join(names)} is {tuple(found)} but {tuple(int(s) for s in expected)} when it was indexed;"
+            " the file has changed: delete the index folder (.hetero_index) beside the manifest"
+        )
+
+
+def _reading(path: str | Path, kind: str, read: Callable[[Any], Result]) -> Result:
+    """What ``read(path)`` gives; whatever a decoder raises becomes a DataError that names the file."""
+    try:
+        return read(str(path))
+    except FileNotFoundError:
+        raise DataError(f"{path}: file is missing") from None
+    except DataError:
+        raise
+    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, LibsndfileError, ...
+        if not Path(path).is_file():
+            raise DataError(f"{path}: file is missing") from None
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path}: not a readable {kind} file (truncated or damaged?): {reason}") from None
+
+
+def _waveform(path: str | Path) -> tuple[np.ndarray, int]:
+    """(float32 [n] with channels averaged, sampling rate)."""
+    import soundfile
+
+    info = _reading(path, "audio", soundfile.info)
+    samples, rate = _reading(path, "audio", lambda p: soundfile.read(p, dtype="float32", always_2d=True))
+    if len(samples) != info.frames:
+        raise DataError(f"{path}: truncated audio: {len(samples)} of {info.frames} samples could be read")
+    return samples.mean(axis=1), rate
+
+
+def _check_riff(path: str | Path) -> None:
+    """Refuse a WAV whose data chunk ends beyond the file: libsndfile would silently give the part that is there."""
+    with open(path, "rb") as file:
+        if file.read(4) != b"RIFF":
+            return
+        size = file.seek(0, 2)
+        place = 12
+        while place + 8 <= size:
+            file.seek(place)
+            name, length = struct.unpack("<4sI", file.read(8))
+            if name == b"data":
+                if length != 0xFFFFFFFF and place + 8 + length > size:  # 0xFFFFFFFF: written as a stream
+                    raise DataError(f"{path}: truncated audio: {size - place - 8} of {length} bytes are there")
+                return
+            place += 8 + length + length % 2

@@ -1,0 +1,31 @@
+"""What is raised when a person's input is wrong.
+
+A message names the module or file, the field, the numbers and the fix, in one or two lines: recipes print it
+without a traceback. Faults of the program itself stay ordinary Python exceptions.
+"""
+
+from __future__ import annotations
+
+
+class HeteroError(ValueError):
+    """Base of all errors that a person can mend by changing their input."""
+
+
+class LayoutError(HeteroError):
+    """A layout is impossible, or the layouts do not fit the world."""
+
+
+class DataError(HeteroError):
+    """A manifest, a media file or a batch is not what it should be."""
+
+
+class ModelError(HeteroError):
+    """A module, an edge or a local model folder is not what it should be."""
+
+
+class CheckpointError(HeteroError):
+    """A checkpoint cannot be written, found, read or matched with the model."""
+
+
+class ConfigError(HeteroError):
+    """An option, or a combination of options, is refused."""

@@ -1,0 +1,6 @@
+"""Where modules live: layouts, their placement over a world, groups and meshes."""
+
+from hetero_strategy.layout.placement import Coordinate, Placement, place, single
+from hetero_strategy.layout.spec import ModuleLayout
+
+__all__ = ["Coordinate", "ModuleLayout", "Placement", "place", "single"]

@@ -1,0 +1,101 @@
+"""All process groups and DeviceMeshes of a run, created on every rank, in one order, once (law 4).
+
+Groups are shared by rank set: two modules on the same ranks, or a mesh axis and a boundary that join the same ranks,
+use one group. A group is a collective of the whole world to create, so nothing outside this file creates one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hetero_strategy.layout.placement import Placement
+from hetero_strategy.layout.spec import ModuleLayout
+
+MESH_AXES = ("dp_replicate", "dp_shard", "tp")
+
+
+class GroupRegistry:
+    """Process groups by rank set, and one mesh per module.
+
+    Args:
+        placement: resolved layouts; modules are visited in its order on every rank.
+        edges: (source, target) module names; each edge gets the group of the ranks of both.
+        device_type: ``"cuda"`` or ``"cpu"``; never guessed.
+        timeout: of every collective in the groups created here.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        edges: Iterable[tuple[str, str]],
+        device_type: str,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.device_type = device_type
+        self._timeout = timeout
+        self._rank = dist.get_rank()
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(dist.get_world_size())): dist.group.WORLD}
+        for ranks in rank_sets(placement, edges):
+            self._create(ranks)
+        self._meshes = {name: self._mesh(layout) for name, layout in placement.layouts.items()}
+        self.background = dist.new_group(backend="gloo", timeout=timeout)
+        """Everyone, on the host: for what runs beside training (checkpoints)."""
+
+    def mesh(self, module: str) -> DeviceMesh | None:
+        """The module's mesh over its axes above 1 (``dp_replicate, dp_shard, tp``), None where this rank is not in it.
+
+        A module on one rank has no mesh.
+        """
+        return self._meshes[module]
+
+    def group(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
+        """The group of exactly these ranks; None for one rank alone or where this rank is not a member.
+
+        Raises:
+            KeyError: if it was not created at start (groups are never created later).
+        """
+        key = tuple(sorted(ranks))
+        return None if len(key) < 2 else self._groups[key]
+
+    def _create(self, ranks: tuple[int, ...]) -> None:
+        if len(ranks) < 2 or ranks in self._groups:
+            return
+        group = dist.new_group(list(ranks), timeout=self._timeout)
+        self._groups[ranks] = group if self._rank in ranks else None
+
+    def _mesh(self, layout: ModuleLayout) -> DeviceMesh | None:
+        axes = tuple(name for name in MESH_AXES if getattr(layout, name) > 1)
+        if self._rank not in layout.ranks or not axes:
+            return None
+        grid = layout.grid().reshape([getattr(layout, name) for name in axes])
+        groups = [self._groups[line] for axis in range(len(axes)) for line in _lines(grid, axis) if self._rank in line]
+        return DeviceMesh.from_group(
+            groups if len(groups) > 1 else groups[0],  # type: ignore[arg-type]
+            self.device_type,
+            mesh=torch.from_numpy(grid.copy()),
+            mesh_dim_names=axes,
+        )
+
+
+def rank_sets(placement: Placement, edges: Iterable[tuple[str, str]]) -> list[tuple[int, ...]]:
+    """Every rank set that a run needs a group for, in the one order in which all ranks create them. Pure."""
+    found: dict[tuple[int, ...], None] = {}
+    for layout in placement.layouts.values():
+        found[tuple(layout.ranks)] = None
+        grid = layout.grid().reshape([getattr(layout, name) for name in MESH_AXES])
+        for axis in range(grid.ndim):
+            found.update(dict.fromkeys(_lines(grid, axis)))
+    for source, target in edges:
+        found[tuple(sorted({*placement.layouts[source].ranks, *placement.layouts[target].ranks}))] = None
+    return list(found)
+
+
+def _lines(grid: np.ndarray, axis: int) -> list[tuple[int, ...]]:
+    """Ranks along one axis, one tuple per coordinate of the other axes."""
+    return [tuple(int(r) for r in line) for line in grid.swapaxes(axis, -1).reshape(-1, grid.shape[axis])]

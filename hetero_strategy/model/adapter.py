@@ -1,0 +1,168 @@
+"""What the strategy needs of any module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hetero_strategy.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+class Adapter(nn.Module):
+    """A module that can be put on a mesh, initialised unit by unit and counted. The defaults suit plain modules.
+
+    Subclasses build their parameters on the meta device; ``model.init`` gives them values.
+    """
+
+    sequence_parallel: bool = False
+    """After :meth:`apply_tp` with tp > 1 the rows of this module are sharded over tp ranks (else replicated)."""
+    width: int
+    """Size of the rows this module exchanges at its edges."""
+    checkpoint: str | None = None
+    """Local Hugging Face folder that the initial values come from."""
+
+    # ---- structure -------------------------------------------------------------------------------------------------
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """FQN -> repeated transformer block: the unit of FSDP, recompute and initialisation."""
+        return {}
+
+    def twin(self) -> Adapter:
+        """The same module on the meta device as it was before anything was parallelised; costs no memory.
+
+        Made on the first call, which must come before the module is changed.
+        """
+        if "_twin" not in self.__dict__:
+            # Values that are already real (a ready backbone) are initial values: remembered, not copied.
+            named = [*self.named_parameters(), *self.named_buffers()]
+            object.__setattr__(self, "_given", {fqn: tensor for fqn, tensor in named if not tensor.is_meta})
+            memo: dict[int, Any] = {}
+            for tensor in [*self.parameters(), *self.buffers()]:
+                empty = torch.empty_like(tensor, device="meta")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            twin = copy.deepcopy(self, memo)
+            object.__setattr__(twin, "_twin", twin)
+            # Not through nn.Module: the twin is no submodule and appears in no state dict.
+            object.__setattr__(self, "_twin", twin)
+        made: Adapter = self.__dict__["_twin"]
+        return made
+
+    # ---- tensor parallelism ----------------------------------------------------------------------------------------
+
+    def tp_plan(self) -> dict[str, ParallelStyle] | None:
+        """FQN (globs allowed) -> torch ParallelStyle; None: this module cannot be tensor parallel."""
+        return None
+
+    def check_tp(self, tp: int) -> list[str]:
+        """Faults such as "heads 6 not divisible by tp 4"; empty: fine."""
+        return []
+
+    def apply_tp(self, mesh: DeviceMesh) -> None:
+        """Shard this module over a one-dimensional tensor-parallel mesh.
+
+        Raises:
+            ModelError: the module has no plan, or :meth:`check_tp` finds faults.
+        """
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        plan = self.tp_plan()
+        if plan is None:
+            raise ModelError(f"{type(self).__name__} has no tensor-parallel plan: set tp=1 for it (tp={mesh.size()})")
+        if faults := self.check_tp(mesh.size()):
+            raise ModelError(f"{type(self).__name__}: {'; '.join(faults)}")
+        parallelize_module(self, mesh, plan)
+        self.after_tp(mesh.size())
+
+    def after_tp(self, tp: int) -> None:
+        """Mend what a plan cannot say, such as a stored number of heads."""
+
+    # ---- values ----------------------------------------------------------------------------------------------------
+
+    def initialize(self, prefix: str, unit: nn.Module) -> None:
+        """Fill a real fp32 CPU copy of one unit in place with its initial values.
+
+        Args:
+            prefix: FQN of the block, or "" for the rest of the module (its blocks replaced by ``nn.Identity``).
+            unit: the copy; what stays untouched is reported as a ModelError by the caller.
+        """
+        initialize_plain(unit)
+
+    def export_names(self) -> dict[str, str]:
+        """Our FQN of each parameter -> its name in this module's own Hugging Face folder; empty: it has none."""
+        return {}
+
+    def export_config(self) -> dict[str, Any] | None:
+        """What config.json of that folder holds; None: it has none."""
+        return None
+
+    def to_export(self, fqn: str, tensor: Tensor) -> Tensor:
+        """A full parameter of ours as the Hugging Face folder holds it."""
+        return tensor
+
+    def from_export(self, fqn: str, tensor: Tensor) -> Tensor:
+        """The inverse of :meth:`to_export`."""
+        return tensor
+
+    def unused_export(self, name: str) -> bool:
+        """Whether a tensor of a Hugging Face folder is rightly left out by this module."""
+        return False
+
+    def export_prefixes(self) -> tuple[str, ...]:
+        """What may stand before the names of :meth:`export_names` in a folder that holds more than this module."""
+        return ("",)
+
+    # ---- cost ------------------------------------------------------------------------------------------------------
+
+    def flops(self, packing_lengths: np.ndarray) -> float:
+        """Forward FLOPs for sequences of these lengths: two per multiply-add of every matmul and of attention."""
+        return float(linear_flops(self.twin()) * int(np.sum(packing_lengths)))
+
+    # ---- dtype -----------------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
+        """Casts (``.bfloat16()``) leave tables of positions alone: rounding them breaks rotary embeddings silently."""
+        tables = list(position_tables(self))
+        for owner, name, _ in tables:
+            owner._buffers[name] = None
+        super()._apply(fn, recurse)
+        for owner, name, table in tables:
+            device = fn(torch.empty(0, device=table.device)).device
+            owner._buffers[name] = torch.empty_like(table, device=device) if table.is_meta else table.to(device)
+        return self
+
+
+def position_tables(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Non-persistent floating or complex buffers: (owner, name, value)."""
+    for owner in module.modules():
+        for name, value in owner._buffers.items():
+            table = name in owner._non_persistent_buffers_set and value is not None
+            if table and (value.is_floating_point() or value.is_complex()):
+                yield owner, name, value
+
+
+def initialize_plain(unit: nn.Module) -> None:
+    """Every submodule's own ``reset_parameters``, children first."""
+    for module in reversed(list(unit.modules())):
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if callable(reset):
+            reset()
+
+
+def linear_flops(module: nn.Module) -> int:
+    """FLOPs per row of all linear maps inside ``module``."""
+    return sum(2 * linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
+
+
+def divisible(tp: int, **sizes: int) -> list[str]:
+    """Faults of sizes that tensor parallelism has to divide."""
+    return [f"{name.replace('_', ' ')} {size} not divisible by tp {tp}" for name, size in sizes.items() if size % tp]

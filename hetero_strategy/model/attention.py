@@ -1,0 +1,141 @@
+"""Attention over ragged sequences that lie end to end, without a loop over sequences and without host syncs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hetero_strategy.model.inputs import Packing
+
+HF_ATTENTION = "hetero_packed"
+"""Name under which packed attention is registered with transformers."""
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Scaled dot-product attention inside every sequence of ``packing``, never across.
+
+    Sequences of similar length are padded together and each such bucket is one fused call. Causal attention needs no
+    mask for right padding; bidirectional attention gets a key mask only where a bucket has padding.
+
+    Args:
+        query: ``[1, heads, T, head_dim]``.
+        key: ``[1, kv_heads, T, head_dim]``; ``heads`` is a multiple of ``kv_heads``.
+        value: as ``key``.
+        packing: of the T rows.
+        causal: whether a row sees only rows up to itself.
+        scale: of the scores; ``head_dim ** -0.5`` by default.
+        dropout: probability on the attention weights.
+
+    Returns:
+        ``[1, heads, T, head_dim]``.
+    """
+    if packing.rows == 0:
+        return query + (key.sum() + value.sum())  # empty, yet a gradient (zero) reaches all three
+    q, k, v = (_to_buckets(x[0].transpose(0, 1), packing) for x in (query, key, value))
+    parts = []
+    for bucket in packing.buckets:
+        shape = (bucket.count, bucket.length)
+        rows = slice(bucket.start, bucket.start + bucket.count * bucket.length)
+        part = _attend(
+            *(x[rows].unflatten(0, shape).transpose(1, 2) for x in (q, k, v)),
+            mask=None if causal else bucket.mask,
+            causal=causal,
+            scale=scale,
+            dropout=dropout,
+        )
+        parts.append(part.transpose(1, 2).flatten(0, 1))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return _from_buckets(out, packing).transpose(0, 1)[None]
+
+
+def attention_pairs(packing: Packing, *, causal: bool) -> int:
+    """(query, key) pairs of real rows, the exact work of attention without padding."""
+    lengths = packing.lengths
+    return int((lengths * (lengths + 1) // 2 if causal else lengths * lengths).sum())
+
+
+def register_hf_attention() -> None:
+    """Make ``HF_ATTENTION`` known to transformers; the layers must be called with ``packing=``."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(HF_ATTENTION, _hf_attention)
+
+
+def _hf_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
+    out = packed_attention(query, key, value, packing, causal=causal, scale=scaling, dropout=dropout)
+    return out.transpose(1, 2), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None, dropout: float
+) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    # Only the flash kernel (half precision on CUDA, no mask) shares key heads without falling back to the slow path.
+    shared = groups > 1 and mask is None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    if groups > 1 and not shared:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if mask is not None:
+        mask = mask.expand(-1, -1, query.shape[2], -1)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout, enable_gqa=shared
+    )
+
+
+def _to_buckets(rows: Tensor, packing: Packing) -> Tensor:
+    """``[T, ...]`` -> ``[padded_rows, ...]``."""
+    if packing.gather is None or packing.restore is None:
+        return rows
+    return _Move.apply(rows, packing.gather, packing.restore, False)
+
+
+def _from_buckets(padded: Tensor, packing: Packing) -> Tensor:
+    """``[padded_rows, ...]`` -> ``[T, ...]``."""
+    if packing.gather is None or packing.restore is None:
+        return padded
+    return _Move.apply(padded, packing.restore, packing.gather, True)
+
+
+class _Move(torch.autograd.Function):
+    """``rows[index]``, whose backward is a gather too, so it is fast and deterministic on every device.
+
+    Padding places take no part in anything real: the gradient that comes out of them is exactly zero and may be
+    dropped, and the gradient that goes into them must be zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor, drops_padding: bool) -> Tensor:
+        ctx.save_for_backward(index, inverse)
+        ctx.drops_padding, ctx.shape = drops_padding, rows.shape
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        index, inverse = ctx.saved_tensors
+        if ctx.drops_padding:
+            return grads[0].new_zeros(ctx.shape).index_copy_(0, index, grads[0].contiguous()), None, None, None
+        return grads[0].index_select(0, inverse), None, None, None

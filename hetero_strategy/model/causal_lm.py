@@ -1,0 +1,163 @@
+"""A causal language model whose token rows are partly filled by the rows of other modules."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hetero_strategy.errors import DataError, ModelError
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
+
+
+@dataclass
+class LMOutput:
+    """What a language model makes of one microbatch of T rows."""
+
+    loss_sum: Tensor
+    """fp32 (fp64 for an fp64 model) scalar: cross entropy summed over labels other than -100."""
+    correct: Tensor
+    """bool ``[T]``: the likeliest token is the label; false where there is no label."""
+    predicted: Tensor
+    """int64 ``[T]``: the likeliest token."""
+    logits: Tensor | None = None
+    """``[T, vocabulary]``, where asked for."""
+
+
+class CausalLM(Adapter):
+    """Base of language models: embed, callback ``before``, fill slots with rows, blocks, loss.
+
+    A subclass provides :meth:`embed`, :meth:`transform` and :meth:`head`. A pipeline stage is the same module with
+    fewer blocks, see :meth:`keep`.
+
+    Args:
+        before: called with the embedded rows ``[T_local, width]`` and the inputs before slots are filled; returns rows.
+    """
+
+    max_length: int | None = None
+    """Longest sequence the position tables reach; None: no limit."""
+    first_stage: bool = True
+    """Holds the embedding."""
+    last_stage: bool = True
+    """Holds the final norm and the loss head."""
+
+    def __init__(self, *, before: Callable[[Tensor, SequenceInputs], Tensor] | None = None) -> None:
+        super().__init__()
+        self.before = before
+
+    @abstractmethod
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids int64 ``[T]`` -> rows ``[T_local, width]`` (this rank's slice where sequence parallel)."""
+
+    @abstractmethod
+    def transform(self, hidden: Tensor, packing: Packing) -> Tensor:
+        """Rows ``[T_local, width]`` through the blocks that are here."""
+
+    @abstractmethod
+    def head(self, hidden: Tensor) -> Tensor:
+        """Final norm and output projection: rows ``[T_local, width]`` -> logits ``[T, vocabulary]``."""
+
+    @abstractmethod
+    def drop(self, blocks: Collection[str], *, embedding: bool, head: bool) -> None:
+        """Remove these blocks (by FQN), the embedding, and the norm and head; all other names stay."""
+
+    def forward(
+        self,
+        inputs: SequenceInputs,
+        rows: Mapping[str, Tensor],
+        hidden: Tensor | None = None,
+        *,
+        keep_logits: bool = False,
+    ) -> LMOutput | Tensor:
+        """One microbatch.
+
+        Args:
+            inputs: token sequences; ``slots`` are positions in the rows that :meth:`embed` gives.
+            rows: source module -> ``[len(slots[source]), width]``.
+            hidden: rows from the previous pipeline stage, where this one has no embedding.
+            keep_logits: return the logits too.
+
+        Returns:
+            :class:`LMOutput`, or rows for the next stage where this one has no head.
+
+        Raises:
+            DataError: rows and slots do not match, or a sequence is longer than the position tables.
+        """
+        if self.max_length is not None and inputs.packing.longest > self.max_length:
+            raise DataError(
+                f"{type(self).__name__}: a sequence of {inputs.packing.longest} tokens exceeds the model's maximum "
+                f"{self.max_length}: shorten samples or raise the maximum"
+            )
+        if self.first_stage:
+            hidden = self.embed(inputs.ids)
+            if self.before is not None:
+                hidden = self.before(hidden, inputs)
+            hidden = fill_slots(hidden, inputs.slots, rows)
+        elif hidden is None:
+            raise ValueError("a pipeline stage without an embedding needs the previous stage's rows")
+        hidden = self.transform(hidden, inputs.packing)
+        if not self.last_stage:
+            return hidden
+        return score(self.head(hidden), inputs.labels, keep_logits=keep_logits)
+
+    def keep(self, blocks: Collection[str], *, first: bool, last: bool) -> None:
+        """Become a pipeline stage in place: drop other blocks, and the embedding or head of other stages.
+
+        Raises:
+            ModelError: a block does not exist, or embedding and head share a weight but not a stage.
+        """
+        if unknown := set(blocks) - set(self.blocks()):
+            raise ModelError(f"{type(self).__name__} has no block {sorted(unknown)}: it has {list(self.blocks())}")
+        if self.tied() and not (first and last):
+            raise ModelError(
+                f"{type(self).__name__} ties embedding and head: pipeline stages cannot share a weight; set pp=1 or "
+                "tie_word_embeddings=false"
+            )
+        self.twin()  # before anything is gone
+        others = [fqn for fqn in self.blocks() if fqn not in set(blocks)]
+        self.drop(others, embedding=not first, head=not last)
+        self.first_stage, self.last_stage = first, last
+
+    def tied(self) -> bool:
+        """Whether embedding and head are one parameter."""
+        return False
+
+
+def fill_slots(hidden: Tensor, slots: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> Tensor:
+    """``hidden`` with the rows of every source at its slots.
+
+    Raises:
+        DataError: the rows of a source are missing or are not as many as its slots.
+    """
+    if unknown := set(rows) - set(slots):
+        raise DataError(f"rows of {sorted(unknown)} have no slots: slots exist for {sorted(slots)}")
+    for source, index in slots.items():
+        filled = rows.get(source)
+        have = 0 if filled is None else len(filled)
+        if have != len(index):
+            raise DataError(f"source {source!r} gives {have} rows for {len(index)} slots")
+        if filled is not None:
+            hidden = hidden.index_copy(0, index, filled.to(hidden.dtype))
+    return hidden
+
+
+def score(logits: Tensor, labels: Tensor, *, keep_logits: bool = False) -> LMOutput:
+    """Cross entropy summed over labels, in fp32 or fp64, and the likeliest tokens.
+
+    Args:
+        logits: ``[T, vocabulary]``; T may be 0.
+        labels: int64 ``[T]``, -100 where there is no loss. Without any label the loss is 0 and its gradient zero.
+        keep_logits: put the logits in the output.
+    """
+    precise = logits if logits.dtype == torch.float64 else logits.float()
+    with torch.autocast(logits.device.type, enabled=False):
+        loss_sum = F.cross_entropy(precise, labels, ignore_index=IGNORE, reduction="sum")
+    with torch.no_grad():
+        predicted = logits.argmax(dim=-1)
+        correct = predicted == labels
+    return LMOutput(loss_sum, correct, predicted, logits if keep_logits else None)

@@ -1,0 +1,28 @@
+"""SigLIP 2's attention over packed images. Apart, because a subclass needs transformers' modeling file at import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.models.siglip2.modeling_siglip2 import Siglip2Attention
+
+from hetero_strategy.model.attention import packed_attention
+from hetero_strategy.model.inputs import Packing
+
+
+class PackedSiglip2Attention(Siglip2Attention):
+    """Same parameters; transformers' own forward does not hand keyword arguments on to the attention function."""
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packing: Packing, **unused: Any
+    ) -> tuple[Tensor, None]:
+        """Rows ``[1, R, width]`` -> the same shape, each image to itself."""
+        # -1 heads: tensor parallelism leaves only this rank's.
+        query, key, value = (
+            linear(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        dropout = self.dropout if self.training else 0.0
+        out = packed_attention(query, key, value, packing, causal=False, scale=self.scale, dropout=dropout)
+        return self.out_proj(out.transpose(1, 2).flatten(2)), None

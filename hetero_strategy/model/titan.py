@@ -1,0 +1,334 @@
+"""torchtitan's Llama 3 as a causal language model: the one file that imports torchtitan."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import re
+import sys
+import types
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hetero_strategy.errors import ModelError
+from hetero_strategy.model.adapter import divisible, linear_flops
+from hetero_strategy.model.attention import attention_pairs, packed_attention
+from hetero_strategy.model.causal_lm import CausalLM
+from hetero_strategy.model.checkpoint import read_config
+from hetero_strategy.model.inputs import Packing, SequenceInputs
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+TITAN_VERSION = "0.2.2"
+"""The only release this file is written for: others renamed or removed what it uses."""
+
+
+@functools.cache
+def _titan() -> types.SimpleNamespace:
+    """The parts of torchtitan in use, imported on first need (it takes seconds and pulls in many packages)."""
+    try:
+        found = importlib.metadata.version("torchtitan")
+    except importlib.metadata.PackageNotFoundError:
+        raise ModelError(f"titan_llama needs torchtitan=={TITAN_VERSION}, which is not installed") from None
+    if found != TITAN_VERSION:
+        raise ModelError(f"titan_llama needs torchtitan=={TITAN_VERSION}, found {found}: install that version")
+    kernels = "torchtitan.models.moe.kernels"
+    if importlib.util.find_spec("triton") is None and kernels not in sys.modules:
+        # torchtitan imports its MoE kernels unconditionally and they need triton, which CPU builds do not have.
+        stand_in = types.ModuleType(kernels)
+        stand_in.generate_permute_indices = _no_triton  # type: ignore[attr-defined]
+        sys.modules[kernels] = stand_in
+    from torchtitan.models.llama3.infra import parallelize
+    from torchtitan.models.llama3.model import args, model, state_dict_adapter
+    from torchtitan.models.utils import trunc_normal_
+
+    return types.SimpleNamespace(
+        apply_tp=parallelize.apply_tp,
+        RoPEScalingArgs=args.RoPEScalingArgs,
+        TransformerModelArgs=args.TransformerModelArgs,
+        Attention=model.Attention,
+        Transformer=model.Transformer,
+        Llama3StateDictAdapter=state_dict_adapter.Llama3StateDictAdapter,
+        trunc_normal_=trunc_normal_,
+    )
+
+
+def _no_triton(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("torchtitan's MoE kernels need triton, which is not installed")
+
+
+class PackedAttention(nn.Module):
+    """torchtitan's attention over packed sequences; same parameters under the same names.
+
+    It differs in two ways: the packing arrives as ``attention_masks`` and bounds attention to sequences, and rotary
+    embeddings keep the precision of fp64 inputs, where torchtitan's go through fp32.
+    """
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.head_dim: int = attention.head_dim  # type: ignore[assignment]
+        self.wq, self.wk, self.wv, self.wo = attention.wq, attention.wk, attention.wv, attention.wo
+
+    def init_weights(self, init_std: float) -> None:
+        """torchtitan's rule."""
+        _titan().Attention.init_weights(self, init_std)
+
+    def forward(
+        self, x: Tensor, freqs_cis: Tensor, attention_masks: Packing, positions: Tensor | None = None
+    ) -> Tensor:
+        """Rows ``[1, T, dim]`` -> ``[1, T, dim]``; torchtitan's block passes these four by position."""
+        packing = attention_masks
+        # -1 heads: tensor parallelism leaves only this rank's.
+        query, key, value = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))
+        query, key = rotate(query, key, freqs_cis, packing.positions if positions is None else positions[0])
+        out = packed_attention(*(rows.transpose(1, 2) for rows in (query, key, value)), packing, causal=True)
+        rows: Tensor = self.wo(out.transpose(1, 2).flatten(2))
+        return rows
+
+
+def rotate(query: Tensor, key: Tensor, freqs_cis: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of ``[1, T, heads, head_dim]`` at ``positions`` ``[T]``, computed in fp32 or, for fp64, fp64."""
+    double = query.dtype == torch.float64
+    angles = freqs_cis[positions].to(torch.complex128 if double else torch.complex64)[:, None, :]
+
+    def rotated(rows: Tensor) -> Tensor:
+        pairs = (rows if double else rows.float()).unflatten(-1, (-1, 2)).contiguous()
+        return torch.view_as_real(torch.view_as_complex(pairs) * angles).flatten(-2).to(rows.dtype)
+
+    return rotated(query), rotated(key)
+
+
+class TitanLlama(CausalLM):
+    """torchtitan's Llama 3 ``Transformer``, under :attr:`model`."""
+
+    sequence_parallel = True
+
+    def __init__(
+        self,
+        args: Any,
+        *,
+        checkpoint: str | None = None,
+        before: Callable[[Tensor, SequenceInputs], Tensor] | None = None,
+    ) -> None:
+        super().__init__(before=before)
+        self.args = args
+        self.width = args.dim
+        self.max_length = args.max_seq_len
+        self.checkpoint = checkpoint
+        with torch.device("meta"):
+            self.model = _titan().Transformer(args)
+            for block in self.model.layers.values():
+                block.attention = PackedAttention(block.attention)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token rows; this rank's slice of them under tensor parallelism."""
+        rows: Tensor = self.model.tok_embeddings(ids[None])[0]
+        return rows
+
+    def transform(self, hidden: Tensor, packing: Packing) -> Tensor:
+        """The blocks that are here, in order."""
+        rows = hidden[None]
+        for block in self.model.layers.values():
+            rows = block(rows, self.model.freqs_cis, packing, packing.positions[None])
+        return rows[0]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits of all rows, replicated under tensor parallelism."""
+        logits: Tensor = self.model.output(self.model.norm(hidden[None]))[0]
+        return logits
+
+    def drop(self, blocks: Collection[str], *, embedding: bool, head: bool) -> None:
+        """Remove parts, keeping torchtitan's names."""
+        for fqn in blocks:
+            del self.model.layers[fqn.rsplit(".", 1)[-1]]
+        if embedding:
+            self.model.tok_embeddings = None
+        if head:
+            self.model.norm = self.model.output = None
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """``model.layers.N``."""
+        return {f"model.layers.{number}": block for number, block in self.model.layers.items()}
+
+    def tp_plan(self) -> dict[str, ParallelStyle] | None:
+        """Empty: :meth:`apply_tp` uses torchtitan's own."""
+        return {}
+
+    def check_tp(self, tp: int) -> list[str]:
+        """Heads, key heads and the feed-forward width must divide."""
+        heads, kv_heads = self.args.n_heads, self.args.n_kv_heads or self.args.n_heads
+        return divisible(tp, heads=heads, kv_heads=kv_heads, feed_forward_width=self._ffn_width())
+
+    def apply_tp(self, mesh: DeviceMesh) -> None:
+        """torchtitan's tensor and sequence parallel plan, with replicated logits."""
+        if faults := self.check_tp(mesh.size()):
+            raise ModelError(f"{type(self).__name__}: {'; '.join(faults)}")
+        _titan().apply_tp(self.model, mesh, loss_parallel=False, enable_float8_tensorwise_tp=False)
+
+    def initialize(self, prefix: str, unit: nn.Module) -> None:
+        """torchtitan's ``init_weights``: a block's own, and those of its parts for the rest."""
+        if prefix:
+            unit.init_weights()  # type: ignore[operator]
+            return
+        model = unit.model
+        model.freqs_cis.copy_(model._precompute_freqs_cis())  # type: ignore[union-attr, operator]
+        nn.init.normal_(model.tok_embeddings.weight)  # type: ignore[union-attr, arg-type]
+        model.norm.reset_parameters()  # type: ignore[union-attr, operator]
+        std = self.args.dim**-0.5
+        _titan().trunc_normal_(model.output.weight, mean=0.0, std=std, a=-3 * std, b=3 * std)  # type: ignore[union-attr]
+
+    def export_names(self) -> dict[str, str]:
+        """Names of a Hugging Face Llama, from torchtitan's own map."""
+        to_hf = {ours: theirs for theirs, ours in self._state_dict_adapter().from_hf_map.items() if ours is not None}
+        names = {}
+        for fqn, _ in self.twin().named_parameters():
+            ours = fqn.removeprefix("model.")
+            number = re.search(r"layers\.(\d+)\.", ours)
+            theirs = to_hf[re.sub(r"layers\.\d+\.", "layers.{}.", ours)]
+            names[fqn] = theirs.format(number.group(1)) if number else theirs
+        return names
+
+    def export_config(self) -> dict[str, Any] | None:
+        """The Hugging Face Llama with the same forward."""
+        args, scaling = self.args, self.args.rope_scaling_args
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": args.vocab_size,
+            "hidden_size": args.dim,
+            "intermediate_size": self._ffn_width(),
+            "num_hidden_layers": args.n_layers,
+            "num_attention_heads": args.n_heads,
+            "num_key_value_heads": args.n_kv_heads or args.n_heads,
+            "max_position_embeddings": args.max_seq_len,
+            "rms_norm_eps": args.norm_eps,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": float(args.rope_theta),
+                "factor": float(scaling.scaling_factor),
+                "low_freq_factor": float(scaling.low_freq_factor),
+                "high_freq_factor": float(scaling.high_freq_factor),
+                "original_max_position_embeddings": scaling.original_max_position_embeddings,
+            },
+        }
+
+    def to_export(self, fqn: str, tensor: Tensor) -> Tensor:
+        """Queries and keys reordered: torchtitan rotates neighbouring pairs, Hugging Face halves."""
+        ours = fqn.removeprefix("model.")
+        converted: Tensor = next(iter(self._state_dict_adapter().to_hf({ours: tensor}).values()))
+        return converted
+
+    def from_export(self, fqn: str, tensor: Tensor) -> Tensor:
+        """The inverse reordering."""
+        theirs = self.export_names()[fqn]
+        converted: Tensor = next(iter(self._state_dict_adapter().from_hf({theirs: tensor}).values()))
+        return converted
+
+    def unused_export(self, name: str) -> bool:
+        """Old folders hold the rotary frequencies."""
+        return name.endswith("rotary_emb.inv_freq")
+
+    def flops(self, packing_lengths: np.ndarray) -> float:
+        """Matmuls of all rows, head included, and the causal half of attention."""
+        packing = Packing.of(packing_lengths)
+        linear = linear_flops(self.twin()) * packing.rows
+        return float(linear + 4 * self.args.dim * self.args.n_layers * attention_pairs(packing, causal=True))
+
+    def _ffn_width(self) -> int:
+        block = next(iter(self.twin().model.layers.values()))  # type: ignore[union-attr, operator]
+        width: int = block.feed_forward.w1.out_features
+        return width
+
+    def _state_dict_adapter(self) -> Any:
+        return _titan().Llama3StateDictAdapter(self.args, None)
+
+
+def titan_llama(
+    *,
+    checkpoint: str | Path | None = None,
+    before: Callable[[Tensor, SequenceInputs], Tensor] | None = None,
+    **fields: Any,
+) -> TitanLlama:
+    """torchtitan's Llama 3.
+
+    Args:
+        checkpoint: local Hugging Face Llama folder (config.json, safetensors) to take sizes and weights from.
+        before: see :class:`CausalLM`.
+        **fields: of torchtitan's ``TransformerModelArgs`` (``vocab_size, dim, n_layers, n_heads, n_kv_heads,
+            multiple_of, ffn_dim_multiplier, norm_eps, rope_theta, rope_scaling_args (a mapping), max_seq_len,
+            depth_init``), not together with ``checkpoint``.
+
+    Raises:
+        ModelError: an unknown field, sizes that do not fit, or a folder this model cannot hold.
+    """
+    if checkpoint is not None:
+        if fields:
+            raise ModelError(f"titan_llama: checkpoint= fixes the sizes, so remove {sorted(fields)}")
+        fields = _fields_of(read_config(checkpoint), str(checkpoint))
+    titan = _titan()
+    allowed = {field.name for field in dataclasses.fields(titan.TransformerModelArgs)}
+    allowed -= {"attn_type", "attn_mask_type", "eos_id"}  # attention is always packed and causal
+    if unknown := set(fields) - allowed:
+        raise ModelError(f"titan_llama: unknown field {sorted(unknown)}: allowed are {sorted(allowed)}")
+    if isinstance(scaling := fields.get("rope_scaling_args"), Mapping):
+        fields["rope_scaling_args"] = titan.RoPEScalingArgs(**scaling)
+    args = titan.TransformerModelArgs(**fields)
+    if args.dim % args.n_heads or args.n_heads % (args.n_kv_heads or args.n_heads):
+        raise ModelError(
+            f"titan_llama: dim {args.dim} must be a multiple of n_heads {args.n_heads}, and that of n_kv_heads "
+            f"{args.n_kv_heads}"
+        )
+    return TitanLlama(args, checkpoint=None if checkpoint is None else str(checkpoint), before=before)
+
+
+def _fields_of(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """``TransformerModelArgs`` fields with the same forward as a Hugging Face Llama config."""
+    wanted = {"model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False}
+    for name, value in (wanted | {"mlp_bias": False}).items():
+        if config.get(name, value) != value:
+            raise ModelError(
+                f"titan_llama: {folder}/config.json has {name}={config[name]!r}, torchtitan's Llama 3 has {value!r}: "
+                "use hf_llama"
+            )
+    rope = config.get("rope_parameters") or {
+        **(config.get("rope_scaling") or {}),
+        "rope_theta": config.get("rope_theta", 10000.0),
+    }
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "llama3"):
+        raise ModelError(f"titan_llama: {folder}/config.json has rope_type {kind!r}, known are default and llama3")
+    dim, heads = config["hidden_size"], config["num_attention_heads"]
+    if config.get("head_dim") not in (None, dim // heads):
+        raise ModelError(f"titan_llama: {folder}/config.json has head_dim {config['head_dim']}, not {dim}/{heads}")
+    ffn, natural = config["intermediate_size"], int(8 * dim / 3)
+    scaling = {"scaling_factor": rope.get("factor", 1.0) if kind == "llama3" else 1.0}
+    for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+        if name in rope:
+            scaling[name] = rope[name]
+    return {
+        "vocab_size": config["vocab_size"],
+        "dim": dim,
+        "n_layers": config["num_hidden_layers"],
+        "n_heads": heads,
+        "n_kv_heads": config.get("num_key_value_heads") or heads,
+        # torchtitan rounds its own width up to a multiple of this: below it, the result is this.
+        "multiple_of": ffn,
+        "ffn_dim_multiplier": min(1.0, ffn / natural),
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling_args": scaling,
+        "max_seq_len": config.get("max_position_embeddings", 2048),
+    }

@@ -1,0 +1,8 @@
+"""What a run achieves: throughput, FLOP/s and utilisation per module, memory, and where it is written."""
+
+from __future__ import annotations
+
+from hetero_strategy.monitor.logger import csv_logger, wandb_logger
+from hetero_strategy.monitor.throughput import ThroughputMonitor
+
+__all__ = ["ThroughputMonitor", "csv_logger", "wandb_logger"]

@@ -1,0 +1,81 @@
+"""From counted FLOPs, seconds and peaks to utilisation. Plain arithmetic.
+
+Model FLOPs are what the mathematics of a step needs; hardware FLOPs add what recompute repeats (PaLM, appendix B).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of one module's forward that is trained or frozen as a whole."""
+
+    forward: float
+    """FLOPs of its forward."""
+    trainable: bool
+    recomputed: bool = False
+    """Its activations are not kept: backward runs the forward again."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of one module, forward and backward."""
+
+    model: float
+    hardware: float
+
+
+def work(parts: Iterable[Part], upstream: bool) -> Work:
+    """FLOPs of a module whose parts run one after the other.
+
+    Backward costs a forward for the gradient of the weights and one for the gradient of the rows. A frozen part needs
+    only the second, and that only if something before it is trained.
+
+    Args:
+        parts: in the order of the forward.
+        upstream: whether gradients have to reach the rows that the module is given (:func:`fed_by_trainable`).
+    """
+    model = hardware = 0.0
+    for part in parts:
+        backward = 2 if part.trainable else int(upstream)
+        model += part.forward * (1 + backward)
+        hardware += part.forward * (1 + backward + int(part.recomputed and backward > 0))
+        upstream = upstream or part.trainable
+    return Work(model, hardware)
+
+
+def fed_by_trainable(trainable: Mapping[str, bool], edges: Iterable[tuple[str, str]]) -> dict[str, bool]:
+    """For each module whether any module before it, along edges (source, target), has something trainable."""
+    edges = list(edges)
+    fed = dict.fromkeys(trainable, False)
+    for _ in fed:  # a path has fewer edges than there are modules
+        for source, target in edges:
+            fed[target] = fed[target] or fed[source] or trainable[source]
+    return fed
+
+
+def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
+    """Share of what ``ranks`` devices of ``peak`` FLOP/s could have done: MFU of model, HFU of hardware FLOPs."""
+    return flops / (seconds * ranks * peak)
+
+
+def device_peak_flops(device: torch.device) -> float | None:
+    """Peak dense bf16 FLOP/s of a CUDA device by torchtitan's table; None where it is not known (other devices too)."""
+    if device.type != "cuda":
+        return None
+    from torchtitan.tools.utils import get_peak_flops
+
+    name = torch.cuda.get_device_name(device)
+    peak = float(get_peak_flops(name))
+    if peak == 312e12 and "A100" not in name:  # the table answers with an A100 for what it does not know
+        warnings.warn(
+            f"peak FLOP/s of {name} is not known: no MFU; give ThroughputMonitor(peak_flops=...)", stacklevel=2
+        )
+        return None
+    return peak

@@ -1,0 +1,34 @@
+"""Loggers with the settings that a run on a cluster wants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+
+
+def wandb_logger(
+    save_dir: str | Path = "outputs",
+    *,
+    project: str = "hetero_strategy",
+    name: str | None = None,
+    offline: bool = True,
+    **options: Any,
+) -> WandbLogger:
+    """A Weights & Biases run, offline by default: ``wandb sync`` uploads it later.
+
+    Args:
+        save_dir: where run files go; made if it is missing (wandb writes to a temporary folder otherwise).
+        project: of the run.
+        name: of the run; wandb invents one by default.
+        offline: no network at all.
+        options: of :class:`lightning.pytorch.loggers.WandbLogger`.
+    """
+    Path(save_dir).mkdir(parents=True, exist_ok=True)
+    return WandbLogger(name=name, save_dir=save_dir, project=project, offline=offline, **options)
+
+
+def csv_logger(save_dir: str | Path = "outputs", *, name: str = "", **options: Any) -> CSVLogger:
+    """``<save_dir>/<name>/version_<n>/metrics.csv``; ``options`` as in :class:`lightning.pytorch.loggers.CSVLogger`."""
+    return CSVLogger(save_dir, name=name, **options)

@@ -1,0 +1,264 @@
+"""`ThroughputMonitor`: how fast a run is, for every module and for the whole."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import numpy as np
+import torch
+
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.encoder import Encoder
+from hetero_strategy.monitor.flops import Part, device_peak_flops, fed_by_trainable, utilization, work
+
+if TYPE_CHECKING:
+    from hetero_strategy.data.batch import Batch
+
+GIB = 2**30
+
+
+@dataclass
+class _Window:
+    """Sums over the steps since the last log point. All but the times and ``local`` are the same on every rank."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    wait: float = 0.0
+    samples: int = 0
+    tokens: int = 0
+    padding: int = 0
+    rows: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    sequences: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
+    """Lengths of the sequences of a consumer, on all its instances."""
+    local: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
+    """Lengths of the sequences that an encoder's transformer sees, on this rank's instance only."""
+    instances: dict[str, int] = field(default_factory=dict)
+
+    def add(self, batch: Batch) -> None:
+        metadata = batch.plan.metadata
+        self.samples += len(metadata.samples)
+        self.tokens += int(metadata.tokens.sum())
+        for microbatch, inputs in zip(batch.plan.microbatches, batch.inputs, strict=True):
+            for name, assignment in microbatch.assignments.items():
+                self.rows[name] += int(assignment.rows.sum())
+                self.padding += int(assignment.padding.sum())
+                self.instances[name] = len(assignment.offsets) - 1
+                if name not in metadata.items:
+                    self.sequences[name].append(assignment.rows)
+                elif name in inputs:
+                    # The plan counts the rows that leave an encoder; merging encoders see more inside.
+                    self.local[name].append(inputs[name].packing.lengths)
+
+
+class ThroughputMonitor(L.Callback):
+    """Logs what a run achieves, averaged over windows of ``every_n_steps`` global batches.
+
+    ======================================== ====================================================================
+    ``throughput/tokens_per_second``         tokens of the samples (encoder rows in them included, padding not)
+    ``throughput/samples_per_second``
+    ``throughput/<module>/rows_per_second``  rows the module computed for the step, over all its instances
+    ``throughput/step_seconds``              wall time of a step, waiting for data included
+    ``throughput/data_wait_seconds``         of which between the end of a step and the start of the next one
+    ``throughput/padding_share``             alignment rows in all rows, over all modules
+    ``tflops/total``, ``tflops/<module>``    model FLOPs per second over all ranks, in 1e12
+    ``mfu/total``, ``mfu/<module>``          model FLOPs in the peak of all ranks, of the module's own ranks
+    ``hfu/total``, ``hfu/<module>``          the same with what recompute repeats; MFU and HFU need a known peak
+    ``memory/max_allocated_gib``             peak of the fullest rank (``memory/max_rss_gib`` on CPU)
+    ======================================== ====================================================================
+
+    Modules that share ranks share their peak: their MFUs add up to the ranks' MFU. Times are those of the slowest rank.
+    Validation is left out of all of them. The device is waited for at log points only. Every rank has to have the
+    callback, since log points reduce over all ranks.
+
+    Args:
+        every_n_steps: length of a window.
+        peak_flops: of one device, in FLOP/s. By default torchtitan's bf16 figure for the CUDA device, and none on CPU.
+        clock: seconds, never going back.
+
+    Raises:
+        ConfigError: a bad option; at the first step, if there is no model with named modules or no step plan.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 10,
+        peak_flops: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if every_n_steps < 1:
+            raise ConfigError(f"ThroughputMonitor: every_n_steps={every_n_steps}; give a window of at least 1 step")
+        if peak_flops is not None and peak_flops <= 0:
+            raise ConfigError(
+                f"ThroughputMonitor: peak_flops={peak_flops:g}; give FLOP/s of one device, such as 989e12"
+            )
+        self.every_n_steps = every_n_steps
+        self.peak_flops = peak_flops
+        self._clock = clock
+        self._reset()
+
+    def _reset(self) -> None:
+        self._window = _Window()
+        self._mark: float | None = None  # since when wall time is not yet in the window
+        self._last_end = 0.0
+        self._step = 0
+
+    # ---- hooks -----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Look up the peak."""
+        self._reset()
+        self._peak = self.peak_flops or device_peak_flops(trainer.strategy.root_device)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """The wait for data is over."""
+        now = self._clock()
+        if self._mark is None:
+            self._mark = now
+        else:
+            self._window.wait += now - self._last_end
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the batch; log at the end of a window."""
+        if not hasattr(batch, "plan"):
+            raise ConfigError(
+                f"ThroughputMonitor: the batch is a {type(batch).__name__} without a step plan; "
+                "train with hetero_strategy's data module or remove the callback"
+            )
+        self._window.add(batch)
+        self._window.steps += 1
+        self._step = trainer.fit_loop.epoch_loop._batches_that_stepped  # the step that self.log writes
+        if self._window.steps == self.every_n_steps:
+            self._read_watch(trainer)
+            metrics = self._log(trainer, pl_module)
+            # Equal on all ranks, so no rank has to ask another.
+            pl_module.log("tokens/s", metrics["throughput/tokens_per_second"], prog_bar=True, logger=False)
+        self._last_end = self._clock()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop the watch; the next training batch starts it again."""
+        self._read_watch(trainer)
+        self._mark = None
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the last, shorter window."""
+        self._read_watch(trainer)
+        if self._window.steps:
+            self._log(trainer, pl_module)
+
+    # ---- numbers ---------------------------------------------------------------------------------------------------
+
+    def _read_watch(self, trainer: L.Trainer) -> None:
+        if self._mark is None:
+            return
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(trainer.strategy.root_device)
+        now = self._clock()
+        self._window.seconds += now - self._mark
+        self._mark = now
+
+    def _log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float]:
+        window, self._window = self._window, _Window()
+        modules, edges = _model(pl_module)
+        placement = getattr(trainer.strategy, "placement", None)  # without one every module is on the only device
+        ranks = {name: len(placement.layouts[name].ranks) if placement else 1 for name in modules}
+
+        # Two collectives, the same on every rank.
+        memory_name, memory = _memory(trainer.strategy.root_device)
+        seconds, wait, memory = _reduce(trainer, [window.seconds, window.wait, memory], "max")
+        parts = {name: _parts(adapter, name, window, trainer.strategy) for name, adapter in modules.items()}
+        # Every rank knows a consumer's sequences; an encoder's are known on each rank of their instance.
+        share = {
+            n: 1 / trainer.world_size if n in window.sequences else window.instances[n] / ranks[n] for n in modules
+        }
+        forwards = iter(_reduce(trainer, [p.forward * share[n] for n in modules for p in parts[n]], "mean"))
+        parts = {
+            name: [replace(part, forward=next(forwards) * trainer.world_size) for part in parts[name]]
+            for name in modules
+        }
+
+        trainable = {name: _trainable(adapter) for name, adapter in modules.items()}
+        fed = fed_by_trainable(trainable, edges)
+        works = {name: work(parts[name], fed[name]) for name in modules}
+
+        rows = sum(window.rows.values())
+        metrics = {
+            "throughput/tokens_per_second": window.tokens / seconds,
+            "throughput/samples_per_second": window.samples / seconds,
+            **{f"throughput/{name}/rows_per_second": window.rows[name] / seconds for name in modules},
+            "throughput/step_seconds": seconds / window.steps,
+            "throughput/data_wait_seconds": wait / window.steps,
+            "throughput/padding_share": window.padding / max(rows + window.padding, 1),
+            "tflops/total": sum(w.model for w in works.values()) / seconds / 1e12,
+            **{f"tflops/{name}": w.model / seconds / 1e12 for name, w in works.items()},
+            memory_name: memory,
+        }
+        if self._peak is not None:
+            world = trainer.world_size
+            for kind, flops in (
+                ("mfu", {name: w.model for name, w in works.items()}),
+                ("hfu", {name: w.hardware for name, w in works.items()}),
+            ):
+                metrics[f"{kind}/total"] = utilization(sum(flops.values()), seconds, world, self._peak)
+                for name, count in flops.items():
+                    metrics[f"{kind}/{name}"] = utilization(count, seconds, ranks[name], self._peak)
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=self._step)
+        return metrics
+
+
+def _model(pl_module: L.LightningModule) -> tuple[Mapping[str, Adapter], list[tuple[str, str]]]:
+    """Named modules and edges of the multimodal model inside a LightningModule."""
+    for module in pl_module.modules():
+        if hasattr(module, "modules_by_name") and hasattr(module, "edges"):
+            return module.modules_by_name, [(edge.source, edge.target) for edge in module.edges]  # type: ignore
+    raise ConfigError(
+        f"ThroughputMonitor: {type(pl_module).__name__} holds no MultimodalModel; assign one to an attribute in "
+        "configure_model, or remove the callback"
+    )
+
+
+def _parts(adapter: Adapter, name: str, window: _Window, strategy: Any) -> list[Part]:
+    """Parts of a module with the forward FLOPs of the sequences that this rank knows."""
+    found = window.sequences.get(name) or window.local.get(name)
+    lengths = np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+    original = adapter.twin()  # before it was parallelised: FSDP modules cannot be copied, which counting may need
+    forward = float(original.flops(lengths))
+    recomputed = name in getattr(strategy, "recompute", ())
+    if isinstance(original, Encoder) and isinstance(original.backbone, Adapter):
+        assert isinstance(adapter, Encoder)
+        backbone = float(original.backbone.flops(lengths))
+        return [
+            Part(backbone, _trainable(adapter.backbone), recomputed),
+            Part(forward - backbone, _trainable(adapter.projector)),  # the projector is no block: never recomputed
+        ]
+    return [Part(forward, _trainable(adapter), recomputed)]
+
+
+def _trainable(module: torch.nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _reduce(trainer: L.Trainer, values: list[float], how: str) -> list[float]:
+    tensor = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
+    reduced: list[float] = trainer.strategy.reduce(tensor, reduce_op=how).tolist()
+    return reduced
+
+
+def _memory(device: torch.device) -> tuple[str, float]:
+    """Name and peak of this rank's memory in GiB."""
+    if device.type == "cuda":
+        return "memory/max_allocated_gib", torch.cuda.max_memory_allocated(device) / GIB
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, KiB elsewhere
+    return "memory/max_rss_gib", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB

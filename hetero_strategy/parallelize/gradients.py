@@ -1,0 +1,135 @@
+"""What happens to a module's gradients after its last backward of a step, and norms over modules on many meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+BUCKET_BYTES = 32 * 2**20
+"""Gradients are all-reduced in flat pieces of about this size."""
+
+
+def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup | None) -> None:
+    """Bring gradients to their parameters' placements and sum them over replicas.
+
+    Args:
+        parameters: of one module.
+        replicas: group of the ranks that hold equal copies and saw different data (``dp_replicate`` without FSDP);
+            None where FSDP does it, or there is one replica.
+    """
+    grads = []
+    for p in parameters:
+        if p.grad is None:
+            continue
+        if isinstance(p.grad, DTensor) and isinstance(p, DTensor) and p.grad.placements != p.placements:
+            # Tensor-parallel norms and embeddings leave partial sums behind.
+            p.grad = p.grad.redistribute(p.device_mesh, p.placements)
+        grads.append(local(p.grad))
+    if replicas is None:
+        return
+    for bucket in _buckets(grads):
+        flat = _flatten_dense_tensors(bucket)
+        dist.all_reduce(flat, group=replicas)
+        for grad, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+            grad.copy_(summed)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter that this rank owns, and on how many ranks of its module the same values live."""
+
+    parameter: torch.nn.Parameter
+    copies: int
+
+
+def copies_of(parameter: torch.Tensor, ranks: int) -> int:
+    """Ranks that hold the same part of a parameter of a module on ``ranks`` ranks."""
+    parts = 1
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard) or not isinstance(placement, Replicate):
+                parts *= parameter.device_mesh.size(axis)
+    return ranks // parts
+
+
+@torch.no_grad()
+def global_norm(owned: Sequence[Owned], device: torch.device, norm_type: float = 2.0) -> torch.Tensor:
+    """Norm of all gradients of all modules, each counted once wherever its copies live; the same on every rank.
+
+    A collective over the world. Shape ``[]``, fp32 (fp64 where gradients are).
+    """
+    dtype = torch.float64 if any(o.parameter.dtype == torch.float64 for o in owned) else torch.float32
+    total = torch.zeros((), device=device, dtype=torch.float64)
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for o in owned:
+        if o.parameter.grad is not None:
+            by_copies.setdefault(o.copies, []).append(local(o.parameter.grad))
+    infinite = norm_type == float("inf")
+    for copies, grads in by_copies.items():
+        norms = torch.stack([n.double() for n in torch._foreach_norm(grads, norm_type, dtype=dtype)])
+        total = torch.maximum(total, norms.max()) if infinite else total + norms.pow(norm_type).sum() / copies
+    dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
+    return (total if infinite else total.pow(1.0 / norm_type)).to(dtype)
+
+
+@torch.no_grad()
+def clip_by_norm(owned: Sequence[Owned], max_norm: float, device: torch.device) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before. No host sync."""
+    norm = global_norm(owned, device)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    scale([o.parameter.grad for o in owned if o.parameter.grad is not None], factor)
+    return norm
+
+
+@torch.no_grad()
+def clip_by_value(owned: Sequence[Owned], limit: float) -> None:
+    """Clamp every gradient entry to ``[-limit, limit]``."""
+    grads = [local(o.parameter.grad) for o in owned if o.parameter.grad is not None]
+    if grads:
+        torch._foreach_clamp_min_(grads, -limit)
+        torch._foreach_clamp_max_(grads, limit)
+
+
+@torch.no_grad()
+def scale(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply gradients by a scalar tensor, in place."""
+    for same in _by_dtype([local(g) for g in grads]).values():
+        torch._foreach_mul_(same, factor.to(same[0].device, same[0].dtype))
+
+
+@torch.no_grad()
+def accumulate(into: Sequence[torch.Tensor], more: Sequence[torch.Tensor]) -> None:
+    """``into += more``, entry by entry, in place."""
+    if into:
+        torch._foreach_add_([local(g) for g in into], [local(g) for g in more])
+
+
+def _by_dtype(tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
+    grouped: dict[torch.dtype, list[torch.Tensor]] = {}
+    for t in tensors:
+        grouped.setdefault(t.dtype, []).append(t)
+    return grouped
+
+
+def _buckets(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    for same in _by_dtype(tensors).values():
+        bucket: list[torch.Tensor] = []
+        size = 0
+        for t in same:
+            bucket.append(t)
+            size += t.numel() * t.element_size()
+            if size >= BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket

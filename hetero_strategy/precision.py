@@ -1,0 +1,122 @@
+"""Lightning's precision plugins over modules on many meshes: one global norm, one loss scale.
+
+Same casting as the plugin they stand for; what differs is that clipping looks at all modules of all ranks, and that an
+overflow anywhere skips the optimizer step everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch.optim import Optimizer
+
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.parallelize.gradients import Owned, clip_by_norm, clip_by_value, local
+
+OwnedBy = Callable[[Optimizer], Sequence[Owned]]
+"""An optimizer's parameters that this rank owns."""
+
+
+class _GlobalClipping:
+    owned_by: OwnedBy
+    device: torch.device
+    last_norm: torch.Tensor | None = None
+    """Global norm before the last clipping."""
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        self.last_norm = clip_by_norm(self.owned_by(optimizer), float(clip_val), self.device)
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_by_value(self.owned_by(optimizer), float(clip_val))
+
+
+class HeteroPrecision(_GlobalClipping, Precision):
+    """32-true."""
+
+
+class HeteroMixedPrecision(_GlobalClipping, MixedPrecision):
+    """bf16-mixed and 16-mixed."""
+
+
+class HeteroHalfPrecision(_GlobalClipping, HalfPrecision):
+    """bf16-true and 16-true."""
+
+
+class HeteroDoublePrecision(_GlobalClipping, DoublePrecision):
+    """64-true."""
+
+
+_STAND_IN: dict[type, type] = {
+    Precision: HeteroPrecision,
+    MixedPrecision: HeteroMixedPrecision,
+    HalfPrecision: HeteroHalfPrecision,
+    DoublePrecision: HeteroDoublePrecision,
+}
+
+
+def stand_in(plugin: Precision) -> Precision:
+    """The plugin that does the same over many meshes.
+
+    Raises:
+        ConfigError: for a plugin that has none.
+    """
+    if isinstance(plugin, _GlobalClipping):
+        return plugin
+    if type(plugin) not in _STAND_IN:
+        names = "32-true, bf16-mixed, bf16-true, 16-mixed, 16-true or 64-true"
+        raise ConfigError(f"HeteroStrategy: precision plugin {type(plugin).__name__} is not supported; use {names}")
+    made = _STAND_IN[type(plugin)].__new__(_STAND_IN[type(plugin)])
+    made.__dict__.update(plugin.__dict__)
+    scaler = getattr(made, "scaler", None)
+    if scaler is not None:
+        synced = SyncedGradScaler(scaler._device, enabled=scaler.is_enabled())
+        synced.load_state_dict(scaler.state_dict())
+        made.scaler = synced
+    return made
+
+
+def wire_dtype(plugin: Precision) -> torch.dtype:
+    """Dtype of rows on the edges: what the modules compute in."""
+    match plugin:
+        case MixedPrecision():
+            return torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16
+        case HalfPrecision():
+            return torch.bfloat16 if plugin.precision == "bf16-true" else torch.float16
+        case DoublePrecision():
+            return torch.float64
+    return torch.float32
+
+
+class SyncedGradScaler(torch.amp.GradScaler):
+    """A GradScaler whose overflow check covers all ranks: they skip a step together or not at all."""
+
+    def scale_tensor(self, device: torch.device) -> torch.Tensor:
+        """The current scale, a scalar tensor; no host sync."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+        assert self._scale is not None
+        return self._scale
+
+    @torch.no_grad()
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide gradients by the scale and note whether any rank has a non-finite one.
+
+        Works on local shards, so parameters of several meshes may share an optimizer.
+        """
+        state: dict[str, Any] = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is not torch.amp.grad_scaler.OptState.READY:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        grads = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        device = grads[0].device if grads else torch.device(self._device)
+        inverse = self.scale_tensor(device).double().reciprocal().float()
+        found = torch.zeros((), dtype=torch.float32, device=device)
+        for dtype in {g.dtype for g in grads}:
+            torch._amp_foreach_non_finite_check_and_unscale_([g for g in grads if g.dtype == dtype], found, inverse)
+        if dist.is_initialized():
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        state["found_inf_per_device"] = {device: found}
+        state["stage"] = torch.amp.grad_scaler.OptState.UNSCALED

@@ -1,0 +1,119 @@
+"""What ``model(batch)`` does under the strategy: run the step, hand Lightning a loss whose backward merges gradients.
+
+The schedule runs forward and backward at once, inside ``training_step``. Lightning calls ``zero_grad`` after that and
+``loss.backward()`` then; so the step's gradients are kept aside and the loss is a leaf-like tensor whose backward adds
+``g * kept`` to ``p.grad``. Scaling of the loss by the person, by gradient accumulation or by a loss scaler arrives in
+``g``. The loss must be used linearly, as any loss is that ends in ``backward``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from hetero_strategy.data.batch import Batch
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.model.inputs import Ragged
+from hetero_strategy.model.multimodal import ModelOutput
+from hetero_strategy.parallelize.gradients import accumulate, scale
+from hetero_strategy.schedule.executor import Executor, Outcome
+
+
+class StepRunner:
+    """Runs batches for a :class:`MultimodalModel`; attach it with ``model.attach``.
+
+    Args:
+        executor: of this rank.
+        parameters: that this rank owns.
+        seed_scale: gives the loss scale (fp16) as a scalar tensor, or None.
+        training: tells whether the model is in training mode.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        parameters: Sequence[nn.Parameter],
+        seed_scale: Callable[[], torch.Tensor | None],
+        training: Callable[[], bool],
+    ) -> None:
+        self.executor = executor
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._seed_scale = seed_scale
+        self._training = training
+
+    def __call__(self, batch: Batch, *, keep_logits: bool = False) -> ModelOutput:
+        """One global batch; a collective over the world.
+
+        Raises:
+            ConfigError: logits are asked for: they exist only on the ranks that computed them.
+        """
+        if keep_logits:
+            raise ConfigError(
+                "keep_logits: under HeteroStrategy logits live on the ranks of the module that made them, for a moment;"
+                " use out.predictions, or strategy='auto' on one device"
+            )
+        plan = batch.plan
+        if self._training() and torch.is_grad_enabled():
+            outcome, loss = self._train(batch)
+        else:
+            with torch.no_grad():
+                outcome = self.executor.run(batch, train=False)
+            loss = self._as_loss(outcome.losses.sum())
+        offsets = np.concatenate([[0], np.cumsum(plan.metadata.labels)])
+        labelled = max(1, int((plan.metadata.labels > 0).sum()))
+        return ModelOutput(
+            loss=loss,
+            loss_tokens=plan.loss_tokens,
+            accuracy=(outcome.correct.mean() / max(1, plan.loss_tokens)).float(),
+            exact_match=(outcome.exact.mean() / labelled).float(),
+            predictions=None if outcome.predicted is None else Ragged(outcome.predicted, offsets),
+            losses={n: self._as_loss(x) for n, x in zip(self.executor.sinks, outcome.losses, strict=True)},
+        )
+
+    def _train(self, batch: Batch) -> tuple[Outcome, torch.Tensor]:
+        before = [p.grad for p in self._parameters]
+        for p in self._parameters:
+            p.grad = None
+        factor = self._seed_scale()
+        # The scale may change before backward is called; what was used is kept.
+        factor = None if factor is None else factor.clone()
+        outcome = self.executor.run(batch, train=True, seed_scale=factor)
+        made = [p.grad for p in self._parameters]
+        for p, grad in zip(self._parameters, before, strict=True):
+            p.grad = grad
+
+        def merge(g: torch.Tensor) -> None:
+            new = [(p, grad) for p, grad in zip(self._parameters, made, strict=True) if grad is not None]
+            made.clear()
+            if not new:
+                return
+            scale([grad for _, grad in new], g if factor is None else g / factor)
+            add = [(p, grad) for p, grad in new if p.grad is not None]
+            accumulate([p.grad for p, _ in add], [grad for _, grad in add])  # type: ignore[misc]
+            for p, grad in new:
+                if p.grad is None:
+                    p.grad = grad
+
+        value = self._as_loss(outcome.losses.sum())
+        return outcome, _Deferred.apply(torch.zeros_like(value, requires_grad=True), value, merge)
+
+    def _as_loss(self, value: torch.Tensor) -> torch.Tensor:
+        return value if self.executor.wire_dtype == torch.float64 else value.float()
+
+
+class _Deferred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, start: torch.Tensor, value: torch.Tensor, merge):  # type: ignore[no-untyped-def,override]
+        ctx.merge = merge
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, g: torch.Tensor):  # type: ignore[no-untyped-def,override]
+        merge, ctx.merge = ctx.merge, None
+        if merge is None:
+            raise RuntimeError("backward was called twice on the loss of one step")
+        merge(g)
+        return None, None, None

@@ -1,0 +1,431 @@
+"""`HeteroStrategy`: the only room that speaks Lightning's Strategy protocol. It delegates; the work is in other rooms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ThroughputMonitor, WeightAveraging
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from hetero_strategy.checkpoint.training import TrainingState
+from hetero_strategy.data.batch import Batch
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.launch import (
+    START_METHODS,
+    MultiProcessingLauncher,
+    check_process_count,
+    die_with_parent,
+    lost_another_rank,
+    wait_for_the_end,
+)
+from hetero_strategy.layout.placement import Placement, place
+from hetero_strategy.layout.registry import GroupRegistry
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.model.multimodal import ModelOutput, MultimodalModel
+from hetero_strategy.parallelize.apply import check_all, parallelize
+from hetero_strategy.parallelize.gradients import Owned, copies_of
+from hetero_strategy.precision import SyncedGradScaler, stand_in, wire_dtype
+from hetero_strategy.schedule.executor import Executor
+from hetero_strategy.schedule.order import graph
+from hetero_strategy.schedule.step import StepRunner
+
+
+class HeteroStrategy(ParallelStrategy):
+    """Trains a :class:`MultimodalModel` with every module in its own layout, on its own ranks.
+
+    ``Trainer(strategy=HeteroStrategy(layouts={...}))``; the LightningModule stays an ordinary one that builds its model
+    in ``configure_model`` and calls ``self.model(batch)``. Every rank sees the same outputs, so logging, callbacks and
+    schedulers need nothing special.
+
+    Args:
+        layouts: module name -> :class:`ModuleLayout` or a mapping of its fields. None (as in ``strategy="hetero"``):
+            every module sharded over all ranks.
+        recompute: modules whose blocks do not keep activations but run forward again in backward.
+        start_method: ``popen`` (re-runs the script per process), ``fork`` or ``spawn``. Ignored under torchrun, SLURM.
+        process_group_backend: default: by device.
+        timeout: of every collective.
+        async_checkpoint: write checkpoints in the background, while training goes on.
+
+    Raises:
+        LayoutError: when the Trainer is made, before any process starts: layouts that cannot be placed.
+        ConfigError: an option that is refused.
+    """
+
+    strategy_name = "hetero"
+
+    def __init__(
+        self,
+        layouts: Mapping[str, ModuleLayout | Mapping[str, Any]] | None = None,
+        *,
+        recompute: Sequence[str] = (),
+        start_method: str = "popen",
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        async_checkpoint: bool = False,
+    ) -> None:
+        super().__init__()
+        if start_method not in START_METHODS:
+            raise ConfigError(f"HeteroStrategy: start_method={start_method!r}; use one of {', '.join(START_METHODS)}")
+        self._layouts = None if layouts is None else {n: ModuleLayout.from_config(n, v) for n, v in layouts.items()}
+        self.recompute = tuple(recompute)
+        self._start_method = start_method
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._async_checkpoint = async_checkpoint
+        self.num_nodes = 1
+        self._placement: Placement | None = None
+        self._multimodal: MultimodalModel | None = None
+        self._prefix = ""
+        self._runner: StepRunner | None = None
+        self._training_state: TrainingState | None = None
+
+    # ---- what others may ask ---------------------------------------------------------------------------------------
+
+    @property
+    def placement(self) -> Placement | None:
+        """Resolved layouts of all modules over the world; without ``layouts`` None until the model is configured."""
+        return self._placement
+
+    @property
+    def defers_placement(self) -> bool:
+        """The placement follows from the model, which does not exist yet."""
+        return self._layouts is None
+
+    @property
+    def row_multiple(self) -> dict[str, int]:
+        """Modules whose rows per instance must be a multiple of this (sequence parallelism); empty before ``setup``."""
+        if self._multimodal is None:
+            return {}
+        modules = self._multimodal.modules_by_name
+        return {
+            n: layout.tp
+            for n, layout in (self._placement.layouts if self._placement else {}).items()
+            if layout.tp > 1 and modules[n].sequence_parallel
+        }
+
+    # ---- identity and processes ------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """One logical replica: every rank walks the same global batches."""
+        return {"num_replicas": 1, "rank": 0}
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utilities_rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        world_size = self.num_nodes * self.num_processes
+        check_process_count(self.cluster_environment, world_size)
+        if self._layouts is not None:
+            self._placement = place(self._layouts, world_size)
+        if self.cluster_environment.creates_processes_externally:
+            return
+        if self._start_method == "popen":
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = MultiProcessingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.cluster_environment is not None
+        reset_seed()
+        self.set_world_ranks()
+        if self._launcher is not None and self.local_rank:
+            die_with_parent()
+        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+
+    # ---- precision -------------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else stand_in(plugin)
+
+    # ---- model -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Models are built on the meta device: no rank ever holds a module that it does not own."""
+        with torch.device("meta"), self.precision_plugin.tensor_init_context():
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._refuse(trainer)
+        for loop in (
+            trainer.fit_loop.epoch_loop.val_loop,
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.predict_loop,
+        ):
+            loop.inference_mode = False  # FSDP2 cannot train after a forward under inference_mode
+        if self._runner is None:
+            self._setup_model(self.lightning_module)
+        assert self._multimodal is not None and self._runner is not None
+        self._multimodal.attach(self._runner)
+        for metric in self.lightning_module.modules():
+            if isinstance(metric, Metric):
+                metric.distributed_available_fn = _never  # every rank has the global value already
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _setup_model(self, module: LightningModule) -> None:
+        found = [(n, m) for n, m in module.named_modules() if isinstance(m, MultimodalModel)]
+        if len(found) != 1:
+            raise ConfigError(
+                f"HeteroStrategy: {type(module).__name__} holds {len(found)} MultimodalModels after configure_model();"
+                " it needs exactly one, built in configure_model()"
+            )
+        self._prefix, self._multimodal = found[0]
+        self.model = self.precision_plugin.convert_module(module)
+        modules = self._multimodal.modules_by_name
+        if self._layouts is None:
+            everyone = tuple(range(self.world_size))
+            self._layouts = {n: ModuleLayout(ranks=everyone) for n in modules}
+            self._placement = place(self._layouts, self.world_size)
+        placement = self._placement
+        assert placement is not None
+        layouts = dict(placement.layouts)
+        check_all(modules, layouts)
+        unknown = sorted(set(self.recompute) - set(modules))
+        if unknown:
+            raise ConfigError(f"HeteroStrategy: recompute names {unknown}; the modules are {', '.join(modules)}")
+        edges = tuple((e.source, e.target) for e in self._multimodal.edges)
+        registry = GroupRegistry(placement, edges, self.root_device.type, self._timeout)
+        owned = placement.modules_on(self.global_rank)
+        for name in owned:
+            parallelize(
+                name,
+                modules[name],
+                layouts[name],
+                registry.mesh(name),
+                self.root_device,
+                seed=self._multimodal.seed,
+                recompute=name in self.recompute,
+            )
+        self._move_rest(module)
+        trains = {n: any(p.requires_grad for p in m.parameters()) for n, m in modules.items()}
+        executor = Executor(
+            modules,
+            graph(self._multimodal.topological(), edges, trains),
+            placement,
+            registry,
+            self.root_device,
+            wire_dtype(self.precision_plugin),
+        )
+        self._owned = {
+            id(p): Owned(p, copies_of(p, len(layouts[n].ranks))) for n in owned for p in modules[n].parameters()
+        }
+        model = self._multimodal
+        self._runner = StepRunner(
+            executor, [o.parameter for o in self._owned.values()], self._seed_scale, lambda: model.training
+        )
+        self._training_state = TrainingState(
+            self._prefix, modules, owned, group=registry.background, asynchronous=self._async_checkpoint
+        )
+        plugin = cast(Any, self.precision_plugin)
+        plugin.owned_by = self.owned_by
+        plugin.device = self.root_device
+
+    def _move_rest(self, module: LightningModule) -> None:
+        """Whatever the LightningModule holds besides the model (metrics, buffers) goes to this rank's device."""
+        for child in module.children():
+            if not any(isinstance(m, MultimodalModel) for m in child.modules()):
+                child.to(self.root_device)
+
+    def _refuse(self, trainer: Trainer) -> None:
+        callbacks = cast(list[Any], trainer.callbacks)  # type: ignore[attr-defined]
+        if any(isinstance(c, WeightAveraging) for c in callbacks):
+            raise ConfigError(
+                "HeteroStrategy: Lightning's WeightAveraging copies the whole model on every rank, and no rank has it;"
+                " remove the callback"
+            )
+        if any(isinstance(c, ThroughputMonitor) for c in callbacks):
+            rank_zero_warn(
+                "Lightning's ThroughputMonitor multiplies by the number of processes, but one batch here spans all of"
+                " them; use hetero_strategy.monitor.ThroughputMonitor"
+            )
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        mixed = len({type(o.parameter) for o in self._owned.values()}) > 1
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if mixed and (group.get("foreach") or group.get("fused")):
+                    group["foreach"] = group["fused"] = False
+                    rank_zero_warn("foreach/fused is off where sharded and unsharded parameters share a group")
+
+    def owned_by(self, optimizer: Optimizer) -> list[Owned]:
+        """Parameters of an optimizer that this rank owns."""
+        return [self._owned[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in self._owned]
+
+    def _seed_scale(self) -> torch.Tensor | None:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return scaler.scale_tensor(self.root_device) if isinstance(scaler, SyncedGradScaler) else None
+
+    def model_to_device(self) -> None:
+        pass
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """A :class:`Batch` holds only what this rank computes, so all of it moves."""
+        if isinstance(batch, Batch):
+            return batch.to(device or self.root_device)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    # ---- collectives over the world --------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        if _distributed_is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not _distributed_is_initialized():
+            return obj
+        boxed = [obj]
+        dist.broadcast_object_list(boxed, src)
+        return boxed[0]
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a logged value. All ranks log the value of the one global batch, so its sum is the value itself."""
+        if not isinstance(tensor, torch.Tensor) or not _distributed_is_initialized():
+            return tensor
+        op = str(reduce_op).lower().rsplit(".", 1)[-1]
+        value = tensor.detach().to(self.root_device, copy=True)
+        if op in ("mean", "avg", "sum"):
+            value = value if value.is_floating_point() else value.double()
+            dist.all_reduce(value, group=group)
+            return value / dist.get_world_size(group)
+        dist.all_reduce(value, op=getattr(dist.ReduceOp, op.upper()), group=group)
+        return value
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        flag = torch.tensor(int(decision), device=self.root_device)
+        if _distributed_is_initialized():
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(flag)
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TrainingState:
+        assert self._training_state is not None
+        return self._training_state
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Tensors this rank owns, by global name."""
+        return self.state.model_tensors()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self.state.optimizer_tensors(getattr(optimizer, "_optimizer", optimizer))
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if storage_options is not None:
+            raise ConfigError("HeteroStrategy: storage_options is not supported; a checkpoint is a local directory")
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
+            # Other ranks may not come: a collective save would hang and hide the error.
+            rank_zero_warn(f"no checkpoint is saved after an exception: {filepath}")
+            return
+        self.state.save(checkpoint, Path(self.broadcast(os.fspath(filepath))))
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Fill owned tensors in place, from any layout; returns the rest of Lightning's checkpoint."""
+        torch.cuda.empty_cache()
+        return self.state.load(Path(self.broadcast(os.fspath(checkpoint_path))), self.optimizers)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        pass  # done in load_checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        pass  # done in load_checkpoint
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        self.state.remove(Path(filepath), self.is_global_zero)
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """A rank that only lost a peer stays quiet; the one with the cause shows it and ends the others."""
+        if lost_another_rank(exception):
+            wait_for_the_end(self.global_rank)
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            self._launcher.kill(9)  # type: ignore[arg-type]
+
+    def teardown(self) -> None:
+        if self._training_state is not None:
+            self._training_state.finalize()
+        if self._multimodal is not None:
+            self._multimodal.detach()
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register("hetero", cls, description="every module in its own layout", override=True)
+
+
+def _never() -> bool:
+    return False
+
+
+HeteroStrategy.register_strategies(StrategyRegistry)
+
+__all__ = ["HeteroStrategy", "ModelOutput"]

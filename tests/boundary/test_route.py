@@ -1,0 +1,218 @@
+"""Properties of routes on random layouts and ragged counts: simulated with tagged rows, no processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_strategy.boundary.route import Route, Side, Transfer, least_rows, local_slots, route
+from hetero_strategy.data.plan import EdgeBlocks, StepItems, StepMetadata, edge_blocks, plan_step, slots
+from hetero_strategy.layout import ModuleLayout, place
+
+WIDTH = 3
+
+
+@dataclass(repr=False)
+class Case:
+    blocks: EdgeBlocks
+    source: Side
+    target: Side
+    world: int
+    routes: list[Route]
+
+    def tags(self) -> dict[int, np.ndarray]:
+        """Distinct values per (source instance, row), as every source rank holds them: [rows, WIDTH]."""
+        held = {}
+        for rank in range(self.world):
+            where = np.argwhere(self.source.instances == rank)
+            rows = int(self.source.totals[where[0][0]]) if len(where) else 0
+            base = 1000.0 * (where[0][0] + 1) if len(where) else 0.0
+            held[rank] = base + np.arange(rows)[:, None] + np.arange(WIDTH) / 8
+        return held
+
+    def expected(self, rank: int) -> np.ndarray:
+        """Tagged rows a target rank needs, from the blocks alone (written without routes)."""
+        where = np.argwhere(self.target.instances == rank)
+        if not len(where):
+            return np.zeros((0, WIDTH))
+        instance, shard = (int(x) for x in where[0])
+        per_rank = int(self.target.totals[instance]) // self.target.instances.shape[1]
+        found = []
+        b = self.blocks
+        for i in range(len(b.rows)):
+            if b.target_instance[i] != instance:
+                continue
+            for k in range(b.rows[i]):
+                position = b.target_start[i] + k
+                if self.target.sharded and position // per_rank != shard:
+                    continue
+                tag = 1000.0 * (b.source_instance[i] + 1) + b.source_start[i] + k
+                found.append((position, tag + np.arange(WIDTH) / 8))
+        found.sort(key=lambda pair: pair[0])
+        return np.stack([row for _, row in found]) if found else np.zeros((0, WIDTH))
+
+
+def run(transfers: list[Transfer], inputs: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+    """All ranks of one direction, with messages as arrays."""
+    out = {r: np.full((t.outputs, WIDTH), np.nan) for r, t in enumerate(transfers)}
+    writes = {r: np.zeros(t.outputs, dtype=int) for r, t in enumerate(transfers)}
+    for r, t in enumerate(transfers):
+        out[r][t.local[1]] = inputs[r][t.local[0]]
+        np.add.at(writes[r], t.local[1], 1)
+    for hop in ("first", "second"):
+        mail = {}
+        for r, t in enumerate(transfers):
+            read = inputs[r] if hop == "first" else out[r]
+            for peer, rows in getattr(t, hop).sends:
+                assert peer != r and (r, peer) not in mail
+                mail[r, peer] = read[rows].copy()
+        for r, t in enumerate(transfers):
+            for peer, rows in getattr(t, hop).receives:
+                out[r][rows] = mail.pop((peer, r))
+                np.add.at(writes[r], rows, 1)
+        assert not mail, "a message nobody receives"
+    for r in writes:
+        assert (writes[r] <= 1).all(), "a row is written twice"
+    return out
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    world = draw(st.integers(1, 16))
+
+    def layout() -> ModuleLayout:
+        count = draw(st.integers(1, world))
+        ranks = draw(st.permutations(range(world)))[:count]
+        tp = draw(st.sampled_from([d for d in range(1, count + 1) if count % d == 0]))
+        rep = draw(st.sampled_from([d for d in range(1, count // tp + 1) if (count // tp) % d == 0]))
+        return ModuleLayout(ranks=tuple(ranks), tp=tp, dp_replicate=rep)
+
+    placement = place({"vision": layout(), "llm": layout()}, world)
+    sharded = draw(st.booleans())
+    samples = draw(st.integers(1, 8))
+    counts = [draw(st.lists(st.integers(1, 9), max_size=4)) for _ in range(samples)]
+    sample, rows, start, tokens = [], [], [], []
+    for s, items in enumerate(counts):
+        position = draw(st.integers(0, 3))
+        for n in items:
+            sample.append(s), rows.append(n), start.append(position)
+            position += n + draw(st.integers(0, 2))
+        tokens.append(position + 1)
+    array = lambda values: np.asarray(values, dtype=np.int64)  # noqa: E731
+    metadata = StepMetadata(
+        0, 0, np.arange(samples), array(tokens), np.ones(samples, np.int64), {"vision": StepItems(array(sample), array(rows), array(start))}
+    )
+    tp = placement.layouts["llm"].tp
+
+    def shuffled(module: str, units: np.ndarray, instances: int) -> np.ndarray:
+        return np.random.default_rng(draw(st.integers(0, 99))).integers(0, instances, len(units))
+
+    plan = plan_step(
+        metadata,
+        placement.instances(),
+        ("llm",),
+        microbatches=draw(st.integers(1, 2)),
+        row_multiple={"llm": tp} if sharded else {},
+        assign=shuffled,
+    )
+    assignments = plan.microbatches[0].assignments
+    source = Side(placement.layouts["vision"].instances(), assignments["vision"].totals())
+    target = Side(placement.layouts["llm"].instances(), assignments["llm"].totals(), sharded=sharded and tp > 1)
+    blocks = edge_blocks(plan, 0, "vision", "llm")
+    return Case(blocks, source, target, world, [route(blocks, source, target, r) for r in range(world)])
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_every_row_arrives_once_where_it_belongs(case: Case) -> None:
+    out = run([r.forward for r in case.routes], case.tags())
+    for rank in range(case.world):
+        np.testing.assert_array_equal(out[rank], case.expected(rank))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.integers(0, 2**31))
+def test_backward_is_the_adjoint(case: Case, seed: int) -> None:
+    """<forward(x), g> = <x, backward(g)>, with equal x on source replicas and equal g on target replicas, each counted once."""
+    rng = np.random.default_rng(seed)
+    by_instance = {i: rng.integers(-9, 9, (int(t), WIDTH)).astype(float) for i, t in enumerate(case.source.totals)}
+    x = {r: np.zeros((0, WIDTH)) for r in range(case.world)}
+    for i, ranks in enumerate(case.source.instances):
+        x |= {int(r): by_instance[i] for r in ranks}
+    y = run([r.forward for r in case.routes], x)
+    g, left = {r: np.zeros((0, WIDTH)) for r in range(case.world)}, 0.0
+    for ranks in case.target.instances:
+        shared = rng.integers(-9, 9, y[int(ranks[0])].shape).astype(float)
+        for r in ranks:
+            mine = rng.integers(-9, 9, y[int(r)].shape).astype(float) if case.target.sharded else shared
+            g[int(r)] = mine
+            if case.target.sharded or r == ranks[0]:  # a replicated row counts once
+                left += float((y[int(r)] * mine).sum())
+    back = run([r.backward for r in case.routes], g)
+    right = 0.0
+    for i, ranks in enumerate(case.source.instances):
+        for r in ranks:
+            np.testing.assert_array_equal(back[int(r)], back[int(ranks[0])])  # every replica gets the same gradient
+        right += float((by_instance[i] * back[int(ranks[0])]).sum())
+    assert left == right
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_bytes_equal_the_lower_bound(case: Case) -> None:
+    for direction in ("forward", "backward"):
+        transfers = [getattr(r, direction) for r in case.routes]
+        needed = 0
+        for rank in range(case.world):  # the bound once more, from each rank's own rows
+            t = transfers[rank]
+            needed += t.outputs - len(t.local[0])
+        assert sum(t.rows_sent for t in transfers) == needed
+        assert needed == least_rows(case.blocks, case.source, case.target, backward=direction == "backward")
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_rows_enter_a_replica_set_once(case: Case) -> None:
+    """Rows that no member of a target instance has cross into it once."""
+    if case.target.sharded:
+        return
+    for j, members in enumerate(case.target.instances):
+        members = {int(r) for r in members}
+        entered = sum(
+            len(rows) for r in members for peer, rows in case.routes[r].forward.first.receives if peer not in members
+        )
+        b = case.blocks
+        outside = [
+            i
+            for i in range(len(b.rows))
+            if b.target_instance[i] == j and not members & {int(r) for r in case.source.instances[b.source_instance[i]]}
+        ]
+        assert entered == sum(int(b.rows[i]) for i in outside)
+
+
+def test_a_damaged_route_is_noticed() -> None:
+    """Negative control: a route planned for other blocks does not deliver the right rows."""
+    array = lambda *v: np.asarray(v, dtype=np.int64)  # noqa: E731
+    right = EdgeBlocks(array(0, 1), array(0, 0), array(0, 0), array(0, 2), array(2, 2))
+    wrong = EdgeBlocks(array(1, 0), array(0, 0), array(0, 0), array(0, 2), array(2, 2))
+    source, target = Side(np.array([[0], [1]]), array(2, 2)), Side(np.array([[2]]), array(4))
+    case = Case(right, source, target, 3, [route(wrong, source, target, r) for r in range(3)])
+    out = run([r.forward for r in case.routes], case.tags())
+    with pytest.raises(AssertionError):
+        np.testing.assert_array_equal(out[2], case.expected(2))
+
+
+def test_colocated_equal_layout_moves_nothing() -> None:
+    array = lambda *v: np.asarray(v, dtype=np.int64)  # noqa: E731
+    blocks = EdgeBlocks(array(0, 1), array(0, 0), array(0, 1), array(3, 1), array(2, 5))
+    both = np.array([[0, 1], [2, 3]])
+    sides = Side(both, array(2, 5)), Side(both, array(9, 9))
+    for rank in range(4):
+        made = route(blocks, *sides, rank)
+        assert made.forward.is_identity and made.backward.is_identity
+        rows = slots(blocks, rank // 2)
+        assert made.forward.outputs == len(local_slots(rows, sides[1], rank // 2, rank % 2))

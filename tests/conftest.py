@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: one thread per process, and nothing reaches for the network.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.harness import Pool
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Pool:
+    """Real processes on gloo: ``pool.run(world, function, *args, timeout=60)``."""
+    return Pool()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What lies in tests/distributed is marked so; CUDA tests are skipped where there is no device."""
+    here = Path(__file__).parent / "distributed"
+    no_cuda = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.distributed)
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+            item.add_marker(no_cuda)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> Iterator[None]:
+    """Every test starts from the same torch random state, whichever tests ran before it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield

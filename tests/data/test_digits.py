@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+from hetero_strategy.data import digits as room
+from hetero_strategy.data.digits import digit_processors, split_digits, write_digits
+from hetero_strategy.data.index import build_index
+from hetero_strategy.data.tokenizer import ChatTokenizer
+from hetero_strategy.errors import DataError
+
+
+def blocks(strip: np.ndarray) -> set[bytes]:
+    """Every 8x8 picture that stands doubled anywhere in the strip."""
+    found = set()
+    for left in range(strip.shape[1] - 15):
+        window = strip[:, left : left + 16]
+        small = window[::2, ::2]
+        if (np.kron(small, np.ones((2, 2), np.uint8)) == window).all():
+            found.add((small // 15).astype(np.uint8).tobytes())
+    return found
+
+
+def test_splits_share_no_digit(digits: Path) -> None:
+    splits = {name: {image.tobytes() for image in images} for name, (images, _) in split_digits(3).items()}
+    assert len(splits["train"]) + len(splits["val"]) == 1797 and not splits["train"] & splits["val"]
+    seen = {
+        name: set().union(*(blocks(np.asarray(Image.open(p))) for p in digits.glob(f"images/{name}-*")))
+        for name in splits
+    }
+    for name, other in (("train", "val"), ("val", "train")):
+        assert len(seen[name] & splits[name]) > 15  # the strips are made of these digits ...
+        assert not seen[name] & splits[other]  # ... and of none of the others
+
+
+def test_answers_are_right(digits: Path) -> None:
+    """Digits by their pictures, keys by their two strongest frequencies; read without the writer's code."""
+    labels = {
+        image.tobytes(): label
+        for images, ls in split_digits(3).values()
+        for image, label in zip(images, ls, strict=True)
+    }
+    kinds = set()
+    for sample in json.loads((digits / "train.json").read_text()):
+        question, answer = (turn["value"] for turn in sample["conversations"])
+        kinds.add(("image" in sample, "audio" in sample))
+        assert question.count("<image>") == ("image" in sample) and question.count("<audio>") == ("audio" in sample)
+        parts = answer.split(" ; ")
+        assert len(parts) == 1 + ("image" in sample and "audio" in sample)
+        if "image" in sample:
+            strip, read, left = np.asarray(Image.open(digits / sample["image"])), [], 0
+            while left + 16 <= strip.shape[1]:
+                small = (strip[::2, left : left + 16 : 2] // 15).astype(np.uint8).tobytes()
+                left += 16 if small in labels else 1
+                read += [str(labels[small])] if small in labels else []
+            assert " ".join(read) == parts[0]
+        if "audio" in sample:
+            assert heard(*soundfile.read(digits / sample["audio"])) == parts[-1].split()
+        if len(sample) == 2:
+            assert answer in question
+    assert len(kinds) == 4
+
+
+def heard(waveform: np.ndarray, rate: int) -> list[str]:
+    keypad = {697: "123", 770: "456", 852: "789", 941: "*0#"}
+    columns = (1209, 1336, 1477)
+    hop = rate // 100
+    loud = [np.abs(waveform[i : i + hop]).mean() > 0.06 for i in range(0, len(waveform) - hop, hop)]
+    keys, start = [], None
+    for place, on in enumerate([*loud, False]):
+        if on and start is None:
+            start = place
+        elif not on and start is not None:
+            piece = waveform[start * hop : place * hop]
+            time = np.arange(len(piece)) / rate
+            power = {f: abs(np.exp(-2j * np.pi * f * time) @ piece) for f in (*keypad, *columns)}
+            keys.append(keypad[max(keypad, key=power.__getitem__)][columns.index(max(columns, key=power.__getitem__))])
+            start = None
+    return keys
+
+
+def test_small_in_rows(digits: Path) -> None:
+    index = build_index(digits / "train.json", ChatTokenizer(digits), digit_processors(), progress=False)
+    assert index.items["vision"].rows.max() <= 10 and index.items["audio"].rows.max() <= 42
+    assert ChatTokenizer(digits).vocab_size == 101
+
+
+def test_idempotent_and_seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = write_digits(tmp_path / "a", train=6, val=3, progress=False)
+    b = write_digits(tmp_path / "b", train=6, val=3, progress=False)
+    files = sorted(p.relative_to(a) for p in a.rglob("*") if p.is_file())
+    assert all((a / f).read_bytes() == (b / f).read_bytes() for f in files)
+    c = write_digits(tmp_path / "c", train=6, val=3, seed=1, progress=False)
+    assert (a / "train.json").read_bytes() != (c / "train.json").read_bytes()
+    monkeypatch.setattr(room, "_sample", None)  # writing again would fail
+    assert write_digits(a, train=6, val=3) == a
+    with pytest.raises(DataError, match="other settings"):
+        write_digits(a, train=7, val=3)
+    with pytest.raises(TypeError):
+        write_digits(tmp_path / "d", train=1, val=1, progress=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c"]  # nothing half written

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+from hetero_strategy.data import index as index_room
+from hetero_strategy.data.digits import digit_processors, write_digits
+from hetero_strategy.data.index import DatasetIndex, build_index
+from hetero_strategy.data.media import ImageProcessor
+from hetero_strategy.data.tokenizer import ChatTokenizer
+from hetero_strategy.errors import ConfigError, DataError
+from tests.data.conftest import entry, write_manifest
+
+
+def build(manifest: Path, tokenizer: Path, **options: Any) -> DatasetIndex:
+    return build_index(manifest, ChatTokenizer(tokenizer), digit_processors(), progress=False, **options)
+
+
+def media(folder: Path) -> None:
+    Image.fromarray(np.zeros((16, 40), np.uint8)).save(folder / "a.png")
+    Image.fromarray(np.zeros((16, 90), np.uint8)).save(folder / "b.png")
+    soundfile.write(folder / "c.wav", np.zeros(1600), 8000, subtype="PCM_16")
+
+
+def test_by_hand(digits: Path, tmp_path: Path) -> None:
+    media(tmp_path)
+    manifest = write_manifest(
+        tmp_path,
+        entry("ü", "x<image>y<image>", "12", image=["b.png", "a.png"]),
+        entry("text", "hi", "3"),
+        entry("both", "<audio><image>", "4", image="a.png", audio="c.wav"),
+    )
+    index = build(manifest, digits)
+    assert len(index) == 3 and [index.names[i] for i in range(3)] == ["ü", "text", "both"]
+    vision, audio = index.items["vision"], index.items["audio"]
+    assert vision.sample.tolist() == [0, 0, 2] and vision.offsets.tolist() == [0, 2, 2, 3]
+    assert vision.sizes.tolist() == [[2, 12], [2, 4], [2, 4]] and vision.rows.tolist() == [6, 2, 2]
+    assert vision.start.tolist() == [2, 9, 6]
+    assert audio.sample.tolist() == [2] and audio.rows.tolist() == [5] and audio.start.tolist() == [1]
+    assert index.offsets.tolist() == [0, 15, 21, 32] and index.labels.tolist() == [3, 2, 2]
+    assert index.path("vision", 1) == tmp_path / "a.png"
+    metadata = index.metadata(1, 2, np.array([2, 0]))
+    assert metadata.tokens.tolist() == [11, 15] and metadata.labels.tolist() == [2, 3]
+    assert metadata.items["vision"].sample.tolist() == [0, 1, 1] and metadata.items["vision"].rows.tolist() == [2, 6, 2]
+    assert metadata.items["vision"].start.tolist() == [6, 2, 9]
+    assert index.item_numbers("vision", np.array([2, 0])).tolist() == [2, 0, 1]
+    copy = pickle.loads(pickle.dumps(index))
+    assert isinstance(copy.ids, np.memmap) and copy.ids.tolist() == index.ids.tolist()
+
+
+def test_cached_until_something_changes(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_digits(tmp_path / "d", train=8, val=4, progress=False)
+    first = build(folder / "val.json", folder)
+    built = []
+    original = index_room._measure
+    monkeypatch.setattr(index_room, "_measure", lambda *a: built.append(1) or original(*a))
+    assert build(folder / "val.json", folder).folder == first.folder and not built
+    other = build_index(
+        folder / "val.json",
+        ChatTokenizer(folder),
+        {**digit_processors(), "vision": ImageProcessor(patch_size=16, channels=1)},
+        progress=False,
+    )
+    assert len(built) == 1 and other.folder != first.folder and other.content != first.content
+    checked = build(folder / "val.json", folder, verify="header")
+    assert len(built) == 2 and checked.content == first.content
+    text = (folder / "val.json").read_text()
+    (folder / "val.json").write_text(text + "\n")
+    build(folder / "val.json", folder)
+    assert len(built) == 3
+    assert not [p for p in (folder / ".hetero_index").iterdir() if p.name.startswith(".")]  # no halves left
+    elsewhere = build(folder / "val.json", folder, cache_folder=tmp_path / "cache")
+    assert elsewhere.folder.parent == tmp_path / "cache"
+
+
+def _build_one(folder: str, queue: Any) -> None:
+    queue.put(build(Path(folder) / "train.json", Path(folder)).content)
+
+
+def test_processes_that_build_at_once_agree(tmp_path: Path) -> None:
+    folder = write_digits(tmp_path / "d", train=30, val=2, progress=False)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    workers = [context.Process(target=_build_one, args=(str(folder), queue)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    contents = {queue.get(timeout=30) for _ in workers}
+    for worker in workers:
+        worker.join(timeout=30)
+    assert len(contents) == 1 and len(list((folder / ".hetero_index").iterdir())) == 1
+
+
+def test_all_faults_of_files_in_one_error(digits: Path, tmp_path: Path) -> None:
+    media(tmp_path)
+    whole = (tmp_path / "b.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(whole[:-20])
+    soundfile.write(tmp_path / "zero.wav", np.zeros(0), 8000)
+    manifest = write_manifest(
+        tmp_path,
+        entry("s0", "<image>", image="none.png"),
+        entry("s1", "<audio>", image="a.png"),
+        entry("s2", "<image><image>", image=["a.png", "cut.png"]),
+        entry("s3", "<audio>", audio="zero.wav"),
+        entry("s4", "q", " "),
+        entry("s5", "q" * 99),
+    )
+    with pytest.raises(DataError) as caught:
+        build(manifest, digits, max_tokens=50)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith(f"{manifest}: 7 faults")
+    expected = ["none.png: file is missing", "0 <image>", "1 <audio>", "cut.png: not a readable image", "zero length"]
+    expected += ["answer is empty", "103 tokens, more than max_tokens=50"]
+    names = ["s0", "s1", "s1", "s2", "s3", "s4", "s5"]
+    for line, name, text in zip(lines[1:], names, expected, strict=True):
+        assert f"'{name}'" in line and text in line
+    assert not (tmp_path / ".hetero_index").exists()
+
+
+def test_headers_only_misses_a_cut_file_by_choice(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    media(tmp_path)
+    (tmp_path / "a.png").write_bytes((tmp_path / "b.png").read_bytes()[:-20])
+    manifest = write_manifest(tmp_path, entry("x", "<image>", image="a.png"))
+    for options in ({"verify": "decode"}, {"verify": "auto"}):
+        with pytest.raises(DataError, match=r"'x': .*a\.png: not a readable image"):
+            build(manifest, digits, **options)
+    monkeypatch.setattr(index_room, "DECODE_LIMIT", 0)
+    assert len(build(manifest, digits, verify="auto")) == 1
+
+
+def test_refusals(digits: Path, tmp_path: Path) -> None:
+    twins = {"left": ImageProcessor(), "right": ImageProcessor()}
+    with pytest.raises(ConfigError, match="left, right read the fields image, image"):
+        build_index(digits / "val.json", ChatTokenizer(digits), twins)
+    with pytest.raises(ConfigError, match="verify is 'never'"):
+        build(digits / "val.json", digits, verify="never")
+    with pytest.raises(DataError, match="manifest is missing"):
+        build(tmp_path / "none.json", digits)
+    (tmp_path / "empty.json").write_text(json.dumps([{"id": 1, "conversations": [{"from": "human", "value": ""}]}]))
+    with pytest.raises(DataError, match="no tokens"):
+        build_index(tmp_path / "empty.json", ChatTokenizer(digits, bos=None), {}, answers=False, progress=False)

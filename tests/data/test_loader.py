@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_strategy.data.batch import Batch
+from hetero_strategy.data.digits import digit_processors
+from hetero_strategy.data.index import DatasetIndex, build_index
+from hetero_strategy.data.loader import Share, StepDataset, StepLoader, epoch_order
+from hetero_strategy.data.tokenizer import ChatTokenizer
+from hetero_strategy.errors import CheckpointError, ConfigError, DataError
+from hetero_strategy.model.inputs import EncoderInputs, SequenceInputs
+from tests.data.conftest import entry, write_manifest
+
+EDGES = (("vision", "llm"), ("audio", "llm"))
+MODULES = ("vision", "audio", "llm")
+
+
+@pytest.fixture(scope="module")
+def index(digits: Path) -> DatasetIndex:
+    return build_index(digits / "train.json", ChatTokenizer(digits), digit_processors(), progress=False)
+
+
+def steps(index: DatasetIndex, share: Share | None = None, **options: object) -> StepDataset:
+    options = {"global_batch_size": 16, "microbatches": 2, "seed": 5, **options}
+    return StepDataset(index, digit_processors(), EDGES, share or Share.whole(MODULES), **options)  # type: ignore[arg-type]
+
+
+def flat(batch: Batch) -> list[object]:
+    """Everything a batch holds, for comparison."""
+    found: list[object] = [batch.plan.metadata.epoch, batch.plan.metadata.step, batch.plan.samples.tolist()]
+    for microbatch in batch.inputs:
+        for name, x in sorted(microbatch.items()):
+            if isinstance(x, EncoderInputs):
+                found += [name, x.values.tolist(), x.sizes.tolist(), x.rows.tolist(), x.packing.lengths.tolist()]
+            else:
+                slots = {k: v.tolist() for k, v in x.slots.items()}
+                found += [name, x.ids.tolist(), x.labels.tolist(), x.packing.lengths.tolist(), slots]
+    return found
+
+
+def test_labels_and_slots_of_a_packed_microbatch(digits: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.new("L", (16, 16)).save(tmp_path / "a.png")
+    Image.new("L", (32, 16)).save(tmp_path / "b.png")
+    manifest = write_manifest(
+        tmp_path,
+        entry("x", "<image>u<image>", "1", image=["b.png", "a.png"]),  # bos i i u i \n 1 eos
+        entry("y", "v", "23"),  # bos v \n 2 3 eos
+    )
+    tokenizer = ChatTokenizer(digits)
+    index = build_index(manifest, tokenizer, digit_processors(), progress=False)
+    share = Share({"vision": 1, "audio": 1, "llm": 1}, {"vision": 0, "audio": 0, "llm": 0}, {"llm": 4})
+    batch = steps(index, share, global_batch_size=2, microbatches=1, shuffle=False)[0]
+    (inputs,) = batch.inputs
+    assert "audio" not in inputs  # no instance has a clip
+    sequence = inputs["llm"]
+    assert isinstance(sequence, SequenceInputs)
+    assert sequence.packing.lengths.tolist() == [8, 6, 2] and set(sequence.slots) == {"vision"}
+    assert sequence.slots["vision"].tolist() == [1, 2, 4]
+    vocabulary, none = tokenizer.tokenizer.get_vocab(), -100
+    one, two, three, eos = (vocabulary[t] for t in ("1", "2", "3", "<eos>"))
+    assert sequence.labels.tolist() == [*[none] * 5, one, eos, none, none, none, two, three, eos, none, none, none]
+    assert sequence.ids[8].item() == tokenizer.bos_id and sequence.ids[14:].tolist() == [0, 0]
+    assert sequence.ids[sequence.slots["vision"]].tolist() == [tokenizer.placeholder_id("image")] * 3
+    assert batch.plan.loss_tokens == 5 == int((sequence.labels != none).sum())
+    vision = inputs["vision"]
+    assert isinstance(vision, EncoderInputs) and vision.rows.tolist() == [2, 1] and vision.values.shape == (12, 64)
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_three_ranks_load_what_one_does(index: DatasetIndex, multiple: int) -> None:
+    """One rank's batch, cut into items and samples by identity, against the union over three ranks."""
+
+    Units = dict[tuple[str, int, int], tuple[object, ...]]
+
+    def cut(batch: Batch, mine: dict[str, int | None], into: Units, batch_multiple: int = 1) -> None:
+        for number, (microbatch, inputs) in enumerate(zip(batch.plan.microbatches, batch.inputs, strict=True)):
+            for name, x in inputs.items():
+                instance = mine[name]
+                assert instance is not None
+                units = microbatch.assignments[name].of(instance)
+                if isinstance(x, EncoderInputs):
+                    pieces = x.values.split((x.sizes.prod(axis=1)).tolist())
+                    content = [(piece.tolist(), size.tolist()) for piece, size in zip(pieces, x.sizes, strict=True)]
+                else:
+                    lengths = x.packing.lengths.tolist()
+                    content = list(zip(x.ids.split(lengths), x.labels.split(lengths), strict=True))[: len(units)]
+                    content = [(a.tolist(), b.tolist()) for a, b in content]
+                    assert x.packing.rows % batch_multiple == 0
+                for unit, piece in zip(units, content, strict=True):
+                    assert (name, number, int(unit)) not in into  # no unit twice
+                    into[name, number, int(unit)] = piece
+
+    whole: Units = {}
+    union: Units = {}
+    everything = steps(index)
+    reference = everything[3, 2]
+    cut(reference, dict.fromkeys(MODULES, 0), whole)
+    plans = []
+    for rank in range(3):
+        mine: dict[str, int | None] = {"vision": rank, "audio": 0 if rank == 1 else None, "llm": rank}
+        share = Share({"vision": 3, "audio": 1, "llm": 3}, mine, {"llm": multiple})
+        batch = steps(index, share)[3, 2]
+        plans.append(batch.plan.samples.tolist())
+        assert ("audio" in batch.inputs[0]) == (rank == 1)
+        cut(batch, mine, union, multiple)
+    assert union == whole and len(whole) > 16
+    assert plans == [reference.plan.samples.tolist()] * 3
+
+
+def test_an_instance_without_units_gets_zero_rows(index: DatasetIndex) -> None:
+    many = {"vision": 64, "audio": 64, "llm": 64}
+    share = Share(many, dict.fromkeys(many, 63))
+    for microbatch in steps(index, share)[0, 0].inputs:
+        for name in ("vision", "audio"):
+            x = microbatch[name]
+            assert isinstance(x, EncoderInputs) and len(x.values) == len(x.rows) == 0
+        llm = microbatch["llm"]
+        assert isinstance(llm, SequenceInputs) and len(llm.ids) == 0 and set(llm.slots) == {"vision", "audio"}
+
+
+def test_order_depends_on_seed_and_epoch_alone(index: DatasetIndex) -> None:
+    torch.manual_seed(1)
+    np.random.seed(1)
+    first = epoch_order(60, 5, 0).tolist()
+    epoch_order.cache_clear()
+    torch.manual_seed(2)
+    np.random.seed(2)
+    assert epoch_order(60, 5, 0).tolist() == first and sorted(first) == list(range(60))
+    assert epoch_order(60, 5, 1).tolist() != first != epoch_order(60, 6, 0).tolist()
+    loader = StepLoader(steps(index))
+    state = torch.get_rng_state()
+    seen = [batch.plan.samples.tolist() for batch in loader]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [len(s) for s in seen] == [16, 16, 16, 12] and list(chain(*seen)) == first
+    assert [len(b.plan.samples) for b in StepLoader(steps(index, drop_last=True))] == [16] * 3
+    in_order = [b.plan.samples.tolist() for b in StepLoader(steps(index, shuffle=False))]
+    assert list(chain(*in_order)) == list(range(60))
+
+
+def test_workers_give_the_same_batches(index: DatasetIndex) -> None:
+    plain, parallel = StepLoader(steps(index)), StepLoader(steps(index), num_workers=2)
+    for epoch in range(2):  # the second epoch runs on the workers of the first
+        for loader in (plain, parallel):
+            loader.set_epoch(epoch)
+        assert [flat(b) for b in plain] == [flat(b) for b in parallel]
+    iterator = iter(parallel)
+    next(iterator)
+    assert parallel.state_dict()["consumed"] == 1  # although more is loaded already
+    parallel.set_epoch(7)  # an epoch left half way, as with limit_train_batches
+    plain.set_epoch(7)
+    assert [flat(b) for b in plain] == [flat(b) for b in parallel]
+    parallel.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resume_in_the_middle(index: DatasetIndex, workers: int) -> None:
+    loader = StepLoader(steps(index), num_workers=workers)
+    loader.set_epoch(2)
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+    state = loader.state_dict()
+    rest = [flat(b) for b in iterator]
+    again = StepLoader(steps(index), num_workers=workers)
+    again.load_state_dict(state)
+    assert again.state_dict() == state and len(again) == 4
+    iter(again)  # Lightning asks for iterators it never uses
+    again.set_epoch(2)
+    assert [flat(b) for b in again] == rest and len(rest) == 2
+    again.set_epoch(3)
+    assert len(list(again)) == 4
+    again.load_state_dict(state)
+    again.set_epoch(3)  # the place belongs to its own epoch
+    assert len(list(again)) == 4
+    for one in (loader, again):
+        one.close()
+
+
+def test_resume_refuses_another_order(index: DatasetIndex) -> None:
+    loader = StepLoader(steps(index))
+    next(iter(loader))
+    state = loader.state_dict()
+    with pytest.raises(CheckpointError, match=r"after 1 of 4 steps: .*global_batch_size was 16, is 8"):
+        StepLoader(steps(index, global_batch_size=8)).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="seed was 5, is 6"):
+        StepLoader(steps(index, seed=6)).load_state_dict(state)
+    StepLoader(steps(index, microbatches=1)).load_state_dict(state)  # does not change the global batches
+    done = {**state, "consumed": 4}
+    StepLoader(steps(index, seed=6)).load_state_dict(done)
+
+
+def test_files_that_change_after_indexing(digits: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.new("L", (16, 16)).save(tmp_path / "a.png")
+    manifest = write_manifest(tmp_path, entry("x", "<image>", image="a.png"))
+    index = build_index(manifest, ChatTokenizer(digits), digit_processors(), progress=False)
+    dataset = steps(index, global_batch_size=1, microbatches=1)
+    assert dataset[0]
+    Image.new("L", (48, 16)).save(tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"a\.png: .*the file has changed"):
+        dataset[0]
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(DataError, match=r"a\.png: file is missing"):
+        dataset[0]
+
+
+def test_refusals(index: DatasetIndex) -> None:
+    with pytest.raises(ConfigError, match="global_batch_size is 0"):
+        steps(index, global_batch_size=0)
+    with pytest.raises(ConfigError, match="microbatches is 9 but global_batch_size is 8"):
+        steps(index, global_batch_size=8, microbatches=9)
+    with pytest.raises(ConfigError, match="drop_last with global_batch_size 100 leaves nothing of 60"):
+        steps(index, global_batch_size=100, drop_last=True)
+    with pytest.raises(IndexError):
+        steps(index)[0, 4]

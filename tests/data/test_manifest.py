@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hetero_strategy.data.manifest import read_manifest
+from hetero_strategy.errors import DataError
+from tests.data.conftest import entry, write_manifest
+
+
+def test_ordinary_samples(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png", "c.wav"):
+        (tmp_path / name).touch()
+    many = entry("many", "<image>" * 40, image=["a.png"] * 40)
+    path = write_manifest(
+        tmp_path,
+        entry("both", "<image> then <audio> then <image>", image=["a.png", "b.png"], audio="c.wav"),
+        entry("text", "hello", image=None, audio=[]),
+        many,
+    )
+    both, text, forty = read_manifest(path)
+    assert both.items == {"image": ("a.png", "b.png"), "audio": ("c.wav",)}
+    assert [turn.role for turn in both.turns] == ["human", "gpt"]
+    assert text.items == {} and len(forty.items["image"]) == 40
+
+
+def test_json_lines_and_media_folder(tmp_path: Path) -> None:
+    (tmp_path / "media").mkdir()
+    (tmp_path / "media" / "a.png").touch()
+    path = tmp_path / "m.jsonl"
+    lines = [
+        json.dumps(entry("one", "<image>?", image="a.png")),
+        "",
+        json.dumps(entry("two", "a\u2028b"), ensure_ascii=False),
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    assert [sample.id for sample in read_manifest(path, media_folder=tmp_path / "media")] == ["one", "two"]
+    with pytest.raises(DataError, match=r"'one'.*a\.png: file is missing"):
+        read_manifest(path)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (entry("x", "<image> <image>?", image="a.png"), r"'x': 2 <image> in the conversation but 1 paths in 'image'"),
+        (entry("x", "no mark", image="a.png"), r"'x': 0 <image> in the conversation but 1 paths"),
+        (entry("x", "<audio>"), r"'x': 1 <audio> in the conversation but 0 paths in 'audio'"),
+        (entry("x", "q", " \n"), r"'x': turn 1: the answer is empty"),
+        (entry("x", "q", "see <image>", image="a.png"), r"<image> stands in an answer"),
+        (entry("x", "q", video="v.mp4"), r"has 'video', which no encoder reads"),
+        (entry("x", "<image>", image=3), r"'image' must be a path or a list of paths, found 3"),
+        ({"id": "x", "conversations": [{"from": "human", "value": "q"}]}, r"no turn is from 'gpt'"),
+        ({"id": "x", "conversations": [{"from": "robot", "value": "q"}]}, r"turn 0 is from 'robot'"),
+        ({"id": "x"}, r"'conversations' must be a list"),
+        ("text", r"entry 1: expected an object, found str"),
+    ],
+)
+def test_one_fault(tmp_path: Path, bad: object, message: str) -> None:
+    (tmp_path / "a.png").touch()
+    path = write_manifest(tmp_path, entry("fine", "q"), bad)
+    with pytest.raises(DataError, match=message):
+        read_manifest(path)
+
+
+def test_faults_are_reported_together_and_at_most_ten(tmp_path: Path) -> None:
+    entries = [
+        entry(f"s{i:02d}", "<image>", image=f"{i}.png") if i % 2 else entry(f"s{i:02d}", "q", "") for i in range(14)
+    ]
+    with pytest.raises(DataError) as caught:
+        read_manifest(write_manifest(tmp_path, *entries))
+    message = str(caught.value)
+    assert "14 faults" in message and "and 4 more" in message
+    assert [f"'s{i:02d}'" in message for i in range(14)] == [True] * 10 + [False] * 4
+    assert str(tmp_path / "1.png") in message and "answer is empty" in message
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="missing"):
+        read_manifest(tmp_path / "none.json")
+    broken = tmp_path / "broken.json"
+    broken.write_text('[\n{"id": 1},\n{"id": }\n]')
+    with pytest.raises(DataError, match=r"line 3, column 8: not valid JSON"):
+        read_manifest(broken)
+    lines = tmp_path / "broken.jsonl"
+    lines.write_text(json.dumps(entry("a", "q")) + "\n\n{oops\n" + json.dumps(entry("b", "q", "")) + "\n")
+    with pytest.raises(DataError, match=r"(?s)2 faults.*line 3: not valid JSON.*'b'"):
+        read_manifest(lines)
+    broken.write_text("{}")
+    with pytest.raises(DataError, match="expected a JSON list"):
+        read_manifest(broken)
+    broken.write_text("[]")
+    with pytest.raises(DataError, match="no samples"):
+        read_manifest(broken)
+    broken.write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(DataError, match="UTF-8"):
+        read_manifest(broken)
+
+
+def test_prediction_needs_no_answer(tmp_path: Path) -> None:
+    path = write_manifest(tmp_path, {"id": "x", "conversations": [{"from": "human", "value": "q"}]})
+    assert len(read_manifest(path, answers=False)) == 1

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from PIL import Image
+
+from hetero_strategy.data.media import AudioProcessor, ImageProcessor
+from hetero_strategy.errors import ConfigError, DataError
+
+RNG = np.random.default_rng(0)
+
+
+def picture(path: Path, width: int, height: int, mode: str = "RGB") -> Path:
+    shape = (height, width, 3) if mode == "RGB" else (height, width)
+    Image.fromarray(RNG.integers(0, 256, shape).astype(np.uint8)).save(path)
+    return path
+
+
+def sound(path: Path, samples: int, rate: int = 16000, channels: int = 1) -> Path:
+    soundfile.write(path, RNG.uniform(-0.5, 0.5, (samples, channels)), rate, subtype="PCM_16")
+    return path
+
+
+@pytest.mark.parametrize(("width", "height"), [(64, 48), (16, 16), (160, 16)])
+def test_patches_are_siglip2s(tmp_path: Path, width: int, height: int) -> None:
+    from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
+
+    path = picture(tmp_path / "a.png", width, height)
+    grid = (height // 16, width // 16)
+    reference = Siglip2ImageProcessorPil(patch_size=16, max_num_patches=grid[0] * grid[1])
+    expected = reference(Image.open(path), return_tensors="np")
+    assert tuple(expected["spatial_shapes"][0]) == grid
+    processor = ImageProcessor(patch_size=16)
+    assert processor.measure(path) == (grid, grid[0] * grid[1])
+    np.testing.assert_allclose(processor.load(path, grid), expected["pixel_values"][0], atol=1e-6)
+
+
+def test_native_resolution_aspect_and_limit(tmp_path: Path) -> None:
+    processor = ImageProcessor(patch_size=8, merge=2, max_patches=64)
+    assert processor.measure(picture(tmp_path / "a.png", 41, 23)) == ((2, 6), 3)  # 41 x 23 -> 48 x 16
+    assert processor.measure(picture(tmp_path / "b.png", 3, 2)) == ((2, 2), 1)
+    for width, height in ((320, 80), (80, 320), (4000, 16), (16, 4000), (129, 128), (1000, 999)):
+        path = picture(tmp_path / "c.png", width, height)
+        (h, w), rows = processor.measure(path)
+        assert h * w <= 64 and h % 2 == w % 2 == 0 and rows == h * w // 4 >= 1
+        assert processor.load(path).shape == (h * w, processor.feature)
+    (h, w), _ = processor.measure(picture(tmp_path / "d.png", 320, 80))
+    assert w == 4 * h
+
+
+def test_grey_and_channel_statistics(tmp_path: Path) -> None:
+    path = picture(tmp_path / "a.png", 16, 8, mode="L")
+    grey = ImageProcessor(patch_size=8, channels=1, mean=0.0, std=1.0).load(path)
+    pixels = np.asarray(Image.open(path), np.float32) / 255
+    np.testing.assert_allclose(grey[1].reshape(8, 8), pixels[:, 8:], atol=1e-6)
+    colour = ImageProcessor(patch_size=8, mean=(0.1, 0.2, 0.3), std=[1, 2, 4]).load(path)  # type: ignore[arg-type]
+    np.testing.assert_allclose(colour[0].reshape(8, 8, 3)[..., 2], (pixels[:, :8] - 0.3) / 4, atol=1e-6)
+    with pytest.raises(ConfigError, match="mean has 2 numbers for 3 channels"):
+        ImageProcessor(mean=(1.0, 2.0))
+    with pytest.raises(ConfigError, match="max_patches 3"):
+        ImageProcessor(merge=2, max_patches=3)
+
+
+def test_sixteen_bit_is_scaled_not_clipped(tmp_path: Path) -> None:
+    values = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    Image.fromarray(values).save(tmp_path / "a.png")
+    patches = ImageProcessor(patch_size=8, channels=1, mean=0.0, std=1.0).load(tmp_path / "a.png")
+    np.testing.assert_allclose(patches.reshape(8, 8), values / 65535, atol=1 / 200)
+
+
+def test_photographs_are_turned_upright(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (64, 16), "red").save(tmp_path / "a.jpg", exif=exif)
+    processor = ImageProcessor(patch_size=16)
+    assert processor.measure(tmp_path / "a.jpg")[0] == (4, 1)
+    assert processor.load(tmp_path / "a.jpg").shape == (4, 768)
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_truncated_image(tmp_path: Path, suffix: str) -> None:
+    path = picture(tmp_path / f"a.{suffix}", 64, 64)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    processor = ImageProcessor()
+    assert processor.measure(path)[1] == 16  # the header is whole
+    for read in (processor.check, processor.load):
+        with pytest.raises(DataError, match=rf"a\.{suffix}: not a readable image"):
+            read(path)
+    path.write_bytes(b"no image")
+    with pytest.raises(DataError, match=rf"a\.{suffix}: not a readable image"):
+        processor.measure(path)
+    path.unlink()
+    with pytest.raises(DataError, match="file is missing"):
+        processor.load(path)
+
+
+def test_changed_file_is_refused(tmp_path: Path) -> None:
+    path = picture(tmp_path / "a.png", 32, 16)
+    with pytest.raises(DataError, match=r"grid_h, grid_w is \(1, 2\) but \(2, 1\) when it was indexed"):
+        ImageProcessor().load(path, (2, 1))
+
+
+@pytest.mark.parametrize("samples", [16000, 4567, 400])
+def test_mel_is_whispers(tmp_path: Path, samples: int) -> None:
+    from transformers import WhisperFeatureExtractor
+
+    path = sound(tmp_path / "a.wav", samples)
+    waveform, _ = soundfile.read(path, dtype="float32")
+    reference = WhisperFeatureExtractor(feature_size=80)._np_extract_fbank_features(waveform[None], "cpu")[0].T
+    processor = AudioProcessor(n_mels=80)
+    (frames,), rows = processor.measure(path)
+    values = processor.load(path, (frames,))
+    assert values.shape == (frames, 80) and frames == samples // 160 and rows == -(-frames // 2)
+    np.testing.assert_allclose(values, reference[:frames], atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("rate", "samples", "channels"), [(8000, 4000, 1), (44100, 12345, 2), (22050, 7, 1), (16000, 1, 1)]
+)
+@pytest.mark.parametrize("stack", [1, 3])
+def test_frames_are_as_measured(tmp_path: Path, rate: int, samples: int, channels: int, stack: int) -> None:
+    path = sound(tmp_path / "a.wav", samples, rate, channels)
+    processor = AudioProcessor(n_mels=20, stack=stack)
+    (frames,), rows = processor.measure(path)
+    assert processor.load(path).shape == (frames, 20)
+    assert frames >= 1 and rows == ceil(ceil(frames / 2) / stack)
+
+
+def test_resampling_keeps_the_pitch(tmp_path: Path) -> None:
+    peaks = []
+    for rate in (16000, 44100):
+        soundfile.write(tmp_path / "a.wav", 0.5 * np.sin(2 * np.pi * 1500 * np.arange(rate) / rate), rate)
+        peaks.append(int(AudioProcessor(n_mels=40).load(tmp_path / "a.wav")[20].argmax()))
+    assert peaks[0] == peaks[1]
+
+
+def test_bad_audio(tmp_path: Path) -> None:
+    processor = AudioProcessor(max_seconds=1.0)
+    for read in (processor.measure, processor.load):
+        with pytest.raises(DataError, match=r"a\.wav: audio of zero length"):
+            read(sound(tmp_path / "a.wav", 0))
+        with pytest.raises(DataError, match=r"1\.2 s of audio, more than max_seconds=1"):
+            read(sound(tmp_path / "a.wav", 19200))
+        path = sound(tmp_path / "a.wav", 8000)
+        path.write_bytes(path.read_bytes()[:9000])
+        with pytest.raises(DataError, match=r"a\.wav: truncated audio: 8956 of 16000 bytes"):
+            read(path)
+        path.write_bytes(b"RIFF")
+        with pytest.raises(DataError, match=r"a\.wav: not a readable audio"):
+            read(path)
+        with pytest.raises(DataError, match="file is missing"):
+            read(tmp_path / "none.wav")
+    with pytest.raises(ConfigError, match="hop_length is 0"):
+        AudioProcessor(hop_length=0)
+
+
+def test_collate(tmp_path: Path) -> None:
+    image, audio = ImageProcessor(patch_size=8, merge=2, channels=1), AudioProcessor(n_mels=10, stack=2)
+    paths = [picture(tmp_path / "a.png", 32, 16), picture(tmp_path / "b.png", 16, 16)]
+    found = [image.measure(path) for path in paths]
+    inputs = image.collate(
+        [image.load(p) for p in paths], np.array([f[0] for f in found]), np.array([f[1] for f in found])
+    )
+    assert inputs.values.shape == (12, 64) and inputs.values.dtype == torch.float32
+    assert inputs.sizes.tolist() == [[2, 4], [2, 2]] and inputs.rows.tolist() == [2, 1]
+    assert inputs.packing.lengths.tolist() == [8, 4]
+    path = sound(tmp_path / "a.wav", 160 * 7)
+    (frames,), rows = audio.measure(path)
+    heard = audio.collate([audio.load(path)], np.array([[frames]]), np.array([rows]))
+    assert heard.values.shape == (7, 10) and heard.packing.lengths.tolist() == [4] and heard.rows.tolist() == [2]
+    for processor in (image, audio):
+        none = processor.collate([], np.zeros((0, len(processor.size_names)), np.int64), np.zeros(0, np.int64))
+        assert none.values.shape == (0, processor.feature) and len(none.packing.lengths) == len(none.rows) == 0

@@ -1,0 +1,262 @@
+"""A small real training job that runs under any strategy: real files, real encoders, torchtitan's Llama 3."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from torch.distributed.tensor import DTensor
+
+from hetero_strategy.data.datamodule import MultimodalDataModule
+from hetero_strategy.data.digits import digit_processors, write_digits
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.model import MultimodalModel, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
+
+WIDTH = 32
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run; everything a rank needs to build it."""
+
+    folder: str
+    layouts: dict[str, dict[str, Any]] | None = None
+    """None: ``strategy="auto"`` on one device."""
+    steps: int = 20
+    batch: int = 12
+    microbatches: int = 2
+    precision: str = "32-true"
+    lm: str = "titan"
+    consumers: tuple[str, ...] = ("llm",)
+    freeze: tuple[str, ...] = ()
+    manifest: str = "train.json"
+    trainer: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    damage: str = ""
+    seed: int = 5
+    lr: float = 3e-3
+    shuffle: bool = True
+    val: str | None = None
+    resume: str | None = None
+    callbacks: tuple[str, ...] = ()
+    loss_factor: float = 1.0
+    capture: bool = True
+
+    def on(self, **layouts: dict[str, Any]) -> Job:
+        """The same job in these layouts."""
+        return replace(self, layouts=layouts)
+
+
+def data(folder: Path) -> Path:
+    """Small digits data, written once."""
+    return write_digits(folder, train=120, val=24, seed=3, progress=False)
+
+
+def language_model(kind: str, vocabulary: int) -> Any:
+    if kind == "titan":
+        return titan_llama(
+            vocab_size=vocabulary, dim=WIDTH, n_layers=2, n_heads=4, n_kv_heads=4, multiple_of=16, max_seq_len=512
+        )
+    make = {"hf_llama": hf_llama, "hf_qwen3": hf_qwen3}[kind]
+    return make(
+        vocab_size=vocabulary,
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=8,
+        max_position_embeddings=512,
+    )
+
+
+class Lit(L.LightningModule):
+    """What a person writes."""
+
+    def __init__(self, job: Job, vocabulary: int) -> None:
+        super().__init__()
+        self.job = job
+        self.vocabulary = vocabulary
+        self.model: MultimodalModel | None = None
+        self.losses: list[float] = []
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.metrics: list[tuple[float, float]] = []
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        modules: dict[str, Any] = {
+            "vision": siglip2_encoder(
+                out_width=WIDTH, merge=2, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                num_attention_heads=4, num_channels=1, patch_size=8, num_patches=16,
+            ),
+            "audio": whisper_encoder(
+                out_width=WIDTH, d_model=32, encoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=64,
+                num_mel_bins=40, max_source_positions=256,
+            ),
+        }  # fmt: skip
+        for name in self.job.consumers:
+            modules[name] = language_model(self.job.lm, self.vocabulary)
+        edges = [(e, c) for e in ("vision", "audio") for c in self.job.consumers]
+        self.model = MultimodalModel(modules, edges, freeze=self.job.freeze, seed=11)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        out = self.model(batch)
+        self.losses.append(out.loss.detach().clone())
+        self.metrics.append((out.accuracy.detach().clone(), out.exact_match.detach().clone()))
+        self.log("train/loss", out.loss, prog_bar=True)
+        return out.loss * self.job.loss_factor
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        out = self.model(batch)
+        self.log("val/loss", out.loss, batch_size=len(batch))
+        self.log("val/exact", out.exact_match, batch_size=len(batch))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.job.capture and not self.gradients:
+            for name, p in self.named_parameters():
+                if p.grad is not None:
+                    full = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                    self.gradients[name] = full.detach().double().cpu().clone()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.job.lr)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+@dataclass
+class Result:
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    metrics: list[tuple[float, float]]
+    logged: dict[str, float]
+    owned: dict[str, torch.Tensor]
+    """Full parameters that this rank owns, after the run."""
+
+
+def modules_of(job: Job) -> tuple[str, ...]:
+    return ("vision", "audio", *job.consumers)
+
+
+def datamodule(job: Job) -> MultimodalDataModule:
+    folder = Path(job.folder)
+    return MultimodalDataModule(
+        train=folder / job.manifest,
+        val=folder / job.val if job.val else None,
+        tokenizer=folder / "tokenizer.json",
+        processors=digit_processors(),
+        global_batch_size=job.batch,
+        microbatches=job.microbatches,
+        consumers=job.consumers,
+        seed=1,
+        shuffle=job.shuffle,
+    )
+
+
+def build(job: Job) -> tuple[L.Trainer, Lit, MultimodalDataModule]:
+    from hetero_strategy.strategy import HeteroStrategy
+
+    dm = datamodule(job)
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_steps": job.steps,
+        "precision": job.precision,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+        **job.trainer,
+    }
+    if job.layouts is None:
+        trainer = L.Trainer(devices=1, strategy="auto", **options)
+    else:
+        layouts = {n: ModuleLayout.from_config(n, v) for n, v in job.layouts.items()} or None
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        plugins = [TorchElasticEnvironment()] if "TORCHELASTIC_RUN_ID" in os.environ else []
+        trainer = L.Trainer(
+            devices=world, strategy=HeteroStrategy(layouts, **job.strategy), plugins=plugins, **options
+        )
+    return trainer, Lit(job, dm.tokenizer.vocab_size), dm
+
+
+def train(job: Job) -> Result:
+    trainer, module, dm = build(job)
+    with _damaged(job.damage):
+        trainer.fit(module, datamodule=dm, ckpt_path=job.resume)
+    owned = {}
+    for name, p in module.named_parameters():
+        if not p.is_meta:
+            owned[name] = (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+    return Result(
+        [float(x) for x in module.losses],
+        module.gradients,
+        [(float(a), float(b)) for a, b in module.metrics],
+        {k: float(v) for k, v in trainer.callback_metrics.items()},
+        owned,
+    )
+
+
+def train_on_rank(rank: int, world: int, job: Job) -> Result:
+    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    return train(job)
+
+
+def worst_gradient(reference: Result, results: Sequence[Result]) -> tuple[float, str]:
+    """Largest relative error (in the 2-norm) of any parameter on any rank that owns it; and that every one is owned."""
+    worst, where = 0.0, ""
+    seen: set[str] = set()
+    scale = max(float(g.norm()) for g in reference.gradients.values())
+    for rank, result in enumerate(results):
+        for name, gradient in result.gradients.items():
+            seen.add(name)
+            expected = reference.gradients[name]
+            # A gradient that is zero by construction (a key bias under softmax) has only rounding noise to compare.
+            size = max(float(expected.norm()), 1e-6 * scale)
+            error = float((gradient - expected).norm()) / size
+            if not error <= worst:
+                worst, where = error, f"{name} on rank {rank}"
+    assert seen == set(reference.gradients), sorted(set(reference.gradients) ^ seen)
+    return worst, where
+
+
+def worst_loss(reference: Result, results: Sequence[Result]) -> float:
+    """Largest relative difference of any step's loss on any rank."""
+    assert all(len(r.losses) == len(reference.losses) for r in results)
+    return max(abs(a - b) / abs(b) for r in results for a, b in zip(r.losses, reference.losses, strict=True))
+
+
+@contextlib.contextmanager
+def _damaged(what: str) -> Any:
+    """Negative controls: break one thing in the product while a run lasts."""
+    from hetero_strategy.boundary import exchange
+
+    if not what:
+        yield
+        return
+    original = exchange.move
+    kind, _, number = what.partition(":")
+
+    def move(transfer: Any, rows: torch.Tensor, edge: Any) -> torch.Tensor:
+        out = original(transfer, rows, edge)
+        forward = transfer is edge.route.forward
+        if kind == "forward" and forward and edge.tag == int(number) and len(out) > 1:
+            out = out.roll(1, 0)
+        if kind == "backward" and not forward and edge.tag == int(number):
+            out = out * 0.5
+        return out
+
+    exchange.move = move
+    try:
+        yield
+    finally:
+        exchange.move = original

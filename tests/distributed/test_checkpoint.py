@@ -1,0 +1,396 @@
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from hetero_strategy import checkpoint as ck
+from hetero_strategy.errors import CheckpointError
+from tests.distributed.harness import Pool, WorkerError
+
+Layout = Mapping[str, tuple[str, list[int]]]
+SIZES = {"vision": (6, 10), "llm": (8, 14)}  # no multiple of 4 in a hidden size: shards are uneven
+
+SOURCE: Layout = {"vision": ("fsdp", [0, 1]), "llm": ("tp", [2, 3])}
+TARGETS_4: tuple[Layout, ...] = (
+    SOURCE,
+    {"vision": ("fsdp", [0, 1, 2, 3]), "llm": ("tp", [0, 1, 2, 3])},
+    {"vision": ("tp", [2, 3]), "llm": ("fsdp", [0, 1])},
+    {"vision": ("hsdp", [0, 1, 2, 3]), "llm": ("tp+fsdp", [0, 1, 2, 3])},
+    {"vision": ("fsdp", [0, 1, 2]), "llm": ("plain", [1, 2, 3])},
+)
+TARGETS_3: tuple[Layout, ...] = ({"vision": ("plain", [0]), "llm": ("fsdp", [1, 2])},)
+ALONE: Layout = {"vision": ("plain", [0]), "llm": ("plain", [0])}
+
+
+class Net(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+        self.norm = nn.LayerNorm(width, dtype=torch.bfloat16)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.down(self.up(x).relu()).bfloat16())
+
+
+def build(layout: Layout, rank: int, seed: int) -> dict[str, nn.Module]:
+    """The modules of this rank, sharded; every rank makes all meshes."""
+    owned: dict[str, nn.Module] = {}
+    for name, (kind, ranks) in layout.items():
+        mesh = None
+        if kind in ("fsdp", "tp"):
+            mesh = DeviceMesh("cpu", ranks)
+        elif kind in ("hsdp", "tp+fsdp"):
+            mesh = DeviceMesh("cpu", torch.tensor(ranks).view(2, -1), mesh_dim_names=("dp", "inner"))
+        if rank not in ranks:
+            continue
+        torch.manual_seed(seed)
+        net = Net(*SIZES[name])
+        if kind in ("tp", "tp+fsdp"):
+            assert mesh is not None
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(net, mesh if kind == "tp" else mesh["inner"], plan)
+        if kind in ("fsdp", "hsdp"):
+            fully_shard(net, mesh=mesh)
+        elif kind == "tp+fsdp":
+            assert mesh is not None
+            fully_shard(net, mesh=mesh["dp"])
+        owned[name] = net
+    return owned
+
+
+def trained(modules: Mapping[str, nn.Module]) -> torch.optim.Optimizer:
+    params = [p for m in modules.values() for p in m.parameters()]
+    optimizer = torch.optim.AdamW([{"params": params}], lr=0.01, foreach=False)
+    for step in range(2):
+        for module in modules.values():
+            torch.manual_seed(step)
+            module(torch.randn(6, module.up.in_features)).float().pow(2).sum().backward()
+            module.seen += 2**33 + 1
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def owned_tensors(modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    names = {p: f"{n}.{k}" for n, m in modules.items() for k, p in m.named_parameters()}
+    found = {f"model.{n}.{k}": t for n, m in modules.items() for k, t in m.state_dict().items()}
+    return found | {f"optim.0.{names[p]}.{k}": t for p, state in optimizer.state.items() for k, t in state.items()}
+
+
+def blank_state(modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """Zeros everywhere, and optimizer state for every parameter, even those that had none."""
+    for module in modules.values():
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            local(tensor.data).zero_()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            optimizer.state[p] = state
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {k: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for k, t in tensors.items()}
+
+
+def write_source(rank: int, world: int, layout: Layout, path: str) -> dict[str, torch.Tensor]:
+    modules = build(layout, rank, seed=3)
+    tensors = owned_tensors(modules, trained(modules))
+    ck.save(tensors, {"global_step": 2}, path, rank_state={"rank": rank})
+    return whole(tensors)
+
+
+def read_and_write_back(rank: int, world: int, layouts: tuple[Layout, ...], path: str) -> list[tuple[Any, ...]]:
+    """Loads every layout, saves it again, and returns what it then held and was told."""
+    results = []
+    for number, layout in enumerate(layouts):
+        modules = build(layout, rank, seed=4)
+        params = [p for m in modules.values() for p in m.parameters()]
+        optimizer = torch.optim.AdamW([{"params": params}], lr=0.01)
+        blank_state(modules, optimizer)
+        tensors = owned_tensors(modules, optimizer)
+        loaded = ck.load(tensors, path if rank == 0 else "/only/rank/0's/path/counts")
+        kept = {key: tensor for key, tensor in tensors.items() if key not in loaded.missing}
+        ck.save(kept, {}, f"{path}-{world}-{number}")
+        results.append((whole(kept), loaded.missing, loaded.rank_state))
+    return results
+
+
+def merged(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    union: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for key, tensor in part.items():
+            assert key not in union or equal(union[key], tensor), f"replicas of {key} differ"
+            union[key] = tensor
+    return union
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(found) == set(expected)
+    assert [key for key in expected if not equal(found[key], expected[key])] == []
+
+
+def test_a_checkpoint_moves_between_layouts(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    expected = merged(pool.run(4, write_source, SOURCE, path))
+    assert len(expected) == 14 + 2 * 3 * 6
+    assert all(tensor.float().abs().sum() > 0 for tensor in expected.values())
+    stored = ck.describe(path).tensors
+    assert {key: (t.shape, t.dtype) for key, t in stored.items()} == {
+        key: (tuple(t.shape), t.dtype) for key, t in expected.items()
+    }
+    assert {piece.rank for piece in stored["model.vision.up.weight"].pieces} == {0, 1}
+    assert {piece.rank for piece in stored["model.llm.up.weight"].pieces} == {2, 3}
+    assert {piece.rank for piece in stored["model.llm.norm.weight"].pieces} == {2}  # replicated: the lowest rank's
+
+    for world, layouts in ((4, TARGETS_4), (3, TARGETS_3)):
+        per_rank = pool.run(world, read_and_write_back, layouts, path, timeout=90)
+        for number, layout in enumerate(layouts):
+            parts = [results[number] for results in per_rank]
+            assert_same(merged([part for part, _, _ in parts]), expected)
+            for rank, (_, missing, state) in enumerate(parts):
+                owns = [name for name, (_, ranks) in layout.items() if rank in ranks]
+                states = itertools.product(owns, ("step", "exp_avg", "exp_avg_sq"))
+                assert sorted(missing) == sorted(f"optim.0.{name}.unused.{key}" for name, key in states)
+                assert state == ({"rank": rank} if world == 4 else None)
+            assert_same(alone(f"{path}-{world}-{number}", expected), expected)
+    assert_same(alone(path, expected), expected)
+
+    ck.export(path, tmp_path / "out", module="llm")  # offline, of pieces of several files
+    inside = {key.removeprefix("model.llm."): t for key, t in expected.items() if key.startswith("model.llm.")}
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), inside)
+
+
+def alone(path: str, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The checkpoint as plain tensors in this process."""
+    found = {key: torch.full_like(tensor, 77) for key, tensor in like.items()}
+    assert ck.load(found, path).missing == ()
+    return found
+
+
+def uneven(rank: int, world: int, path: str) -> list[list[Any]]:
+    """Shards of every small size over 4 ranks, some of them empty, and loads into other shards of them."""
+    flat = DeviceMesh("cpu", [0, 1, 2, 3])
+    grid = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    kinds = [
+        (flat, [Shard(0)]),
+        (flat, [Shard(1)]),
+        (grid, [Shard(0), Shard(1)]),
+        (grid, [Shard(0), Shard(0)]),
+        (grid, [Replicate(), Shard(1)]),
+    ]
+    tensors = {}
+    for n, (k, (mesh, placements)) in itertools.product(range(6), enumerate(kinds)):
+        full = torch.arange(n * 3).view(n, 3) + 100 * n
+        tensors[f"model.{n}.{k}"] = distribute_tensor(full, mesh, placements)
+    ck.save(tensors, {}, path)
+    wrong = []
+    for n, k, (j, (mesh, placements)) in itertools.product(range(6), range(len(kinds)), enumerate(kinds)):
+        key = f"model.{n}.{k}"
+        expected = distribute_tensor(torch.arange(n * 3).view(n, 3) + 100 * n, mesh, placements).to_local()
+        into = distribute_tensor(torch.full((n, 3), -1), mesh, placements)
+        ck.load({key: into}, path, strict=False)
+        if not equal(into.to_local(), expected):
+            wrong.append([n, k, j])
+    return wrong
+
+
+def test_uneven_and_empty_shards(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(4, uneven, str(tmp_path / "c")) == [[]] * 4
+    plain = {f"model.{n}.{k}": torch.arange(n * 3).view(n, 3) + 100 * n for n in range(6) for k in range(5)}
+    assert_same(alone(str(tmp_path / "c"), plain), plain)
+
+
+def told(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except CheckpointError as fault:
+        return str(fault)
+    return ""
+
+
+def refusals(rank: int, world: int, path: str) -> dict[str, str]:
+    """Faults that one rank alone sees; what every rank is told."""
+    first = rank == 0
+    good = {f"model.{rank}": torch.full((4,), float(rank)), "model.shared": torch.ones(2)}
+    ck.save(good, {}, path)
+    mesh = DeviceMesh("cpu", [0, 1])
+    sharded = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]) if rank < 2 else torch.zeros(2)
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial()]) if rank < 2 else torch.zeros(2)
+
+    def attempt(tensors: dict[str, torch.Tensor], metadata: Any = None, **more: Any) -> str:
+        return told(lambda: ck.save(tensors, metadata or {}, path, **more))
+
+    def full_disk() -> str:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+        message = attempt(good)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        return message
+
+    messages = {
+        "disk": full_disk(),
+        "shapes": attempt({"model.w": torch.ones(2 if first else 3)}),
+        "dtypes": attempt({"model.w": torch.ones(2, dtype=torch.float32 if first else torch.int64)}),
+        "half": attempt({"model.w": sharded} if first else {}),
+        "partial": attempt({"model.w": partial} if rank < 2 else {}),
+        "meta": attempt({"model.w": torch.ones(2, device="cpu" if first else "meta")}),
+        "state": attempt(good, rank_state={"rng": 1 if first else object()}),
+        "metadata": attempt(good, {"bad": object()}),
+        "path": told(lambda: ck.save(good, {}, os.path.join(path, "checkpoint.json"))),
+        "async": attempt(good, async_=True),
+        "missing": told(lambda: ck.load(good if first else {"model.nope": torch.ones(1)}, path)),
+        "shape": told(lambda: ck.load(good | ({} if first else {"model.shared": torch.ones(3)}), path)),
+        "unexpected": told(lambda: ck.load({} if rank == 1 else good, path)),
+        "nowhere": told(lambda: ck.load(good, path + "-nowhere")),
+        "fine": told(lambda: ck.load(good, path)),
+    }
+    assert good[f"model.{rank}"].tolist() == [rank] * 4
+    dist.barrier()
+    if rank == 1:
+        file = os.path.join(path, "rank-00001.safetensors")
+        size = os.path.getsize(file)
+        with open(file, "wb") as stream:
+            stream.write(b"\xff" * size)
+    dist.barrier()
+    messages["garbage"] = told(lambda: ck.load(good, path))
+    if rank == 1:
+        os.truncate(file, size - 1)
+    dist.barrier()
+    messages["truncated"] = told(lambda: ck.load(good, path))
+    return messages
+
+
+def test_every_rank_is_told_the_same(pool: Pool, tmp_path: Path) -> None:
+    first, *others = pool.run(3, refusals, str(tmp_path / "c"))
+    assert others == [first, first]
+    for name, said in {
+        "disk": "File too large; a previous checkpoint there is untouched [rank 1]",
+        "shapes": "model.w is torch.float32 (2,) on rank 0 but torch.float32 (3,) on rank 1",
+        "dtypes": "model.w is torch.float32 (2,) on rank 0 but torch.int64 (2,) on rank 1",
+        "half": "model.w has 4 elements but the ranks hold 2 of them",
+        "partial": "reduce it before saving [rank 0 and 1 more]",
+        "meta": "meta device: a rank saves only what it owns [rank 1 and 1 more]",
+        "state": "checkpoint['rng'] is a builtins.object",
+        "metadata": "checkpoint['bad'] is a builtins.object",
+        "path": "is a file",
+        "async": "process group of its own",
+        "missing": "lacks 1 tensors of the model: model.nope",
+        "shape": "model.shared has shape (2,)",
+        "unexpected": "1 tensors that the model does not have: model.1",
+        "nowhere": "no checkpoint at",
+        "garbage": "rank-00001.safetensors: cannot be opened",
+        "truncated": "bytes instead of",
+    }.items():
+        assert said in first.pop(name), name
+    assert first == {"fine": ""}
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def background(rank: int, world: int, path: str) -> list[Any]:
+    """Saves in the background while the training thread goes on with its own collectives."""
+    saver = ck.Checkpointer(dist.new_group(backend="gloo"))
+    mesh = DeviceMesh("cpu", list(range(world)))
+    weight = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])
+    ticks = []
+    for step in range(4):
+        saver.save({"model.w": weight}, {"step": step}, f"{path}{step % 2}", async_=True)
+        for _ in range(20):
+            weight.to_local().add_(1)
+            tick = torch.ones(1)
+            dist.all_reduce(tick)
+            ticks.append(tick.item())
+    saver.finalize()
+    into = distribute_tensor(torch.zeros(10), mesh, [Shard(0)])
+    steps = [ck.load({"model.w": into}, f"{path}{i}").metadata["step"] for i in (0, 1)]
+
+    if rank == 1:  # one rank's file cannot be written: the others hear of it at their next save
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+    saver.save({"model.w": weight}, {"step": 9}, f"{path}1", async_=True)
+    message = told(lambda: saver.save({"model.w": weight}, {"step": 10}, f"{path}1", async_=True))
+    after = ck.load({"model.w": into}, f"{path}1").metadata["step"]
+    return [set(ticks), steps, whole({"w": into})["w"].tolist(), message, after]
+
+
+def test_saves_in_the_background(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(2, background, str(tmp_path / "c"))
+    assert results[0] == results[1]
+    ticks, steps, values, message, after = results[0]
+    assert ticks == {2.0} and steps == [2, 3] and after == 3
+    assert values == [60.0 + i for i in range(10)]
+    assert "File too large" in message and "[rank 1]" in message
+
+
+def save_and_die(rank: int, world: int, path: str, async_: bool, last_words: str) -> None:
+    """Rank 1 is killed in the middle of writing its file."""
+    group = dist.new_group(backend="gloo")
+    ck.save({f"model.{rank}": torch.full((4,), 1.0)}, {"n": 1}, path, process_group=group)
+    saver = ck.Checkpointer(group)
+    if rank == 1:
+        os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        saver.save({f"model.{rank}": torch.full((4,), 2.0)}, {"n": 2}, path, async_=async_)
+        saver.finalize()
+    except CheckpointError as fault:
+        Path(last_words).write_text(str(fault))
+        raise
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_killed_while_saving_the_one_before_stays(pool: Pool, tmp_path: Path, async_: bool) -> None:
+    path, last_words = tmp_path / "c", tmp_path / "words"
+    with pytest.raises(WorkerError):
+        pool.run(2, save_and_die, str(path), async_, str(last_words), timeout=30)
+    assert "another rank is lost" in last_words.read_text()
+    into = {"model.0": torch.zeros(4), "model.1": torch.zeros(4)}
+    assert ck.load(into, path).metadata == {"n": 1}
+    assert into["model.0"].tolist() == into["model.1"].tolist() == [1.0] * 4
+
+
+def export_live(rank: int, world: int, folder: str) -> tuple[dict[str, torch.Tensor], str]:
+    modules = build({"vision": ("fsdp", [1, 2]), "llm": ("tp", [0, 1])}, rank, seed=5)
+    vision = modules["vision"].state_dict() if "vision" in modules else {}
+    names = {key: f"encoder.{key}" for key in ("up.weight", "up.bias", "down.weight", "down.bias", "norm.weight")}
+    faulty = told(lambda: ck.export_module("vision", vision, folder, names=names))
+    names |= {key: f"encoder.{key}" for key in ("norm.bias", "unused", "seen")}
+    ck.export_module("vision", vision, folder, names=names, config={"width": 6})
+    return whole(vision), faulty
+
+
+def test_export_of_a_live_module(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(3, export_live, str(tmp_path / "out"))
+    expected = merged([part for part, _ in results])
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert_same({key.removeprefix("encoder."): t for key, t in found.items()}, expected)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"width": 6}
+    assert {faulty for _, faulty in results} == {results[0][1]}
+    assert "module 'vision'" in results[0][1] and "no exported name for 3 parameters" in results[0][1]
+    assert os.listdir(tmp_path) == ["out"]

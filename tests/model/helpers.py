@@ -1,0 +1,96 @@
+"""Tiny models and hand-made batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from hetero_strategy.model import EncoderInputs, Packing, SequenceInputs
+from hetero_strategy.model.init import materialize
+
+VIT = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 2,
+    "num_patches": 16,
+}
+WHISPER = {
+    "d_model": 16,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "num_mel_bins": 6,
+    "max_source_positions": 12,
+}
+LLAMA = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+TITAN = {"vocab_size": 40, "dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 8, "max_seq_len": 64}
+
+
+def ready(adapter, seed=0, dtype=torch.float64, name="m"):
+    materialize(adapter, seed, name=name)
+    for parameter in adapter.parameters():  # biases and norms away from 0 and 1, where faults would hide
+        if parameter.requires_grad:
+            with torch.no_grad():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return adapter.to(dtype).train()
+
+
+def images(grids, merge=1, channels=3, patch=2, seed=0):
+    grids = np.array(grids, dtype=np.int64).reshape(-1, 2)
+    lengths = grids.prod(1)
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(int(lengths.sum()), channels * patch * patch, generator=generator)
+    return EncoderInputs(values, grids, lengths // merge**2, Packing.of(lengths))
+
+
+def clips(frames, stack=1, mels=6, seed=0):
+    frames = np.array(frames, dtype=np.int64).reshape(-1, 1)
+    rows = -(-frames[:, 0] // 2)
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(int(frames.sum()), mels, generator=generator)
+    return EncoderInputs(values, frames, -(-rows // stack), Packing.of(rows))
+
+
+def tokens(lengths, vocab=40, seed=0, slots=None, label_share=0.5, alignment=0):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = np.array(lengths, dtype=np.int64)
+    total = int(lengths.sum())
+    ids = torch.randint(0, vocab, (total + alignment,), generator=generator)
+    labels = torch.randint(0, vocab, (total + alignment,), generator=generator)
+    labels[torch.rand(total + alignment, generator=generator) > label_share] = -100
+    labels[total:] = -100
+    packing = Packing.of(np.append(lengths, alignment) if alignment else lengths)
+    return SequenceInputs(ids, labels, packing, slots or {})
+
+
+@dataclass
+class HandBatch:
+    """A batch written by hand: per microbatch inputs, sample numbers, and the row order of every edge."""
+
+    inputs: list
+    units: list
+    labels: np.ndarray
+    order: dict = field(default_factory=dict)
+
+    @property
+    def plan(self):
+        microbatches = [
+            SimpleNamespace(assignments={name: SimpleNamespace(units=np.array(u)) for name, u in units.items()})
+            for units in self.units
+        ]
+        return SimpleNamespace(microbatches=microbatches, metadata=SimpleNamespace(labels=self.labels))
+
+    def local_rows(self, microbatch, source, target):
+        return self.order.get((microbatch, source, target))

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hetero_strategy.model.attention import packed_attention
+from hetero_strategy.model.inputs import Packing
+
+CASES = [[5], [4, 4, 4], [7, 3, 7, 1], [2, 9, 8, 0, 7, 1], [12, 3, 3, 3], [1, 1], [0, 4, 0]]
+
+
+def reference(query, key, value, lengths, causal, scale):
+    """One plain softmax per sequence."""
+    groups = query.shape[1] // key.shape[1]
+    outs, start = [], 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        q, k, v = query[:, :, rows], key[:, :, rows], value[:, :, rows]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = q @ k.transpose(-1, -2) * scale
+        if causal:
+            scores = scores.masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -torch.inf)
+        outs.append(scores.softmax(-1) @ v)
+        start += length
+    return torch.cat(outs, 2)
+
+
+def make(lengths, heads=4, kv_heads=2, dim=8, dtype=torch.float64):
+    torch.manual_seed(0)
+    total = sum(lengths)
+    # Rows first in memory, as projections make them.
+    return [
+        torch.randn(1, total, h, dim, dtype=dtype).transpose(1, 2).requires_grad_() for h in (heads, kv_heads, kv_heads)
+    ]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", CASES, ids=str)
+def test_equals_attention_of_each_sequence(lengths, causal):
+    inputs = make(lengths)
+    packing = Packing.of(np.array(lengths))
+    out = packed_attention(*inputs, packing, causal=causal, scale=0.3)
+    expected = reference(*inputs, lengths, causal, 0.3)
+    weight = torch.randn_like(out)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    grads = torch.autograd.grad(out, inputs, weight)
+    for grad, wanted in zip(grads, torch.autograd.grad(expected, inputs, weight), strict=True):
+        torch.testing.assert_close(grad, wanted, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lower_precisions(dtype):
+    lengths = [7, 3, 7, 1]
+    inputs = make(lengths, dtype=dtype)
+    out = packed_attention(*inputs, Packing.of(np.array(lengths)), causal=False)
+    assert out.dtype == dtype
+    expected = reference(*(x.double() for x in inputs), lengths, False, 8**-0.5)
+    torch.testing.assert_close(out.double(), expected, rtol=0.05, atol=0.02 if dtype != torch.float32 else 1e-6)
+    out.sum().backward()
+    assert all(x.grad is None or x.grad.isfinite().all() for x in inputs)
+
+
+def test_no_row_sees_another_sequence_or_its_future():
+    lengths = [5, 4, 6]
+    inputs = make(lengths)
+    packing = Packing.of(np.array(lengths))
+    out = packed_attention(*inputs, packing, causal=True)
+    changed = [x.detach().clone() for x in inputs]
+    for x in changed:
+        x[:, :, 7] += 1.0  # third row of the second sequence
+    moved = (packed_attention(*changed, packing, causal=True) - out).abs().sum((0, 1, 3)) > 0
+    assert moved.nonzero().flatten().tolist() == [7, 8]
+    moved = packed_attention(*changed, packing, causal=False) - packed_attention(*inputs, packing, causal=False)
+    assert (moved.abs().sum((0, 1, 3)) > 0).nonzero().flatten().tolist() == [5, 6, 7, 8]
+
+
+def test_a_wrong_packing_is_noticed():
+    inputs = make([5, 4])
+    out = packed_attention(*inputs, Packing.of(np.array([5, 4])), causal=False)
+    assert not torch.allclose(out, packed_attention(*inputs, Packing.of(np.array([9])), causal=False))
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
+def test_nothing_at_all_has_gradients(lengths):
+    inputs = make(lengths)
+    out = packed_attention(*inputs, Packing.of(np.array(lengths, dtype=np.int64)), causal=True)
+    assert out.shape == inputs[0].shape
+    assert all(grad is not None for grad in torch.autograd.grad(out.sum(), inputs))
+
+
+def test_equal_lengths_in_order_are_views():
+    for lengths in ([4, 4, 4], [6], [10, 10, 3]):
+        packing = Packing.of(np.array(lengths))
+        assert packing.gather is None and packing.padded_rows == sum(lengths)
+    assert Packing.of(np.array([4, 9, 4])).gather is not None
+
+
+def test_padding_is_bounded():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        packing = Packing.of(rng.integers(1, 3000, 200))
+        assert packing.rows <= packing.padded_rows <= packing.rows * 4 / 3
+        assert len(packing.buckets) <= 1 + np.log(3000) / np.log(4 / 3)
+        assert sum(bucket.count for bucket in packing.buckets) == 200
+
+
+def test_masks_exist_only_where_needed():
+    packing = Packing.of(np.array([8, 8, 3, 2]))
+    assert [bucket.mask is None for bucket in packing.buckets] == [True, True, True]
+    assert any(bucket.mask is not None for bucket in Packing.of(np.array([8, 7])).buckets)
+
+
+def test_positions_and_sequences():
+    packing = Packing.of(np.array([2, 0, 3]))
+    assert packing.positions.tolist() == [0, 1, 0, 1, 2]
+    assert packing.sequence.tolist() == [0, 0, 2, 2, 2]
+    assert packing.longest == 3
+
+
+def test_is_one_call_per_bucket(monkeypatch):
+    calls = []
+    real = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or real(*a, **k))
+    lengths = [30] * 20 + [29] * 20 + [10] * 5
+    packed_attention(*make(lengths), Packing.of(np.array(lengths)), causal=True)
+    assert len(calls) == 2

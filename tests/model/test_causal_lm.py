@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from hetero_strategy.errors import DataError, ModelError
+from hetero_strategy.model import hf_llama, hf_qwen3, titan_llama
+from hetero_strategy.model.causal_lm import fill_slots, score
+from hetero_strategy.model.titan import _titan
+from tests.model.helpers import LLAMA, TITAN, ready, tokens
+
+QWEN = LLAMA | {"head_dim": 6}
+LENGTHS = [5, 9, 8, 1, 3]
+
+
+def loss_of(logits, labels):
+    return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+
+
+def per_sample(model, inputs):
+    """Logits of each sample run on its own, end to end."""
+    start, outs = 0, []
+    for length in inputs.packing.lengths:
+        outs.append(model(inputs.ids[None, start : start + length])[0])
+        start += length
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "llama_tied"])
+def test_hugging_face_packed_equals_its_own_forward(kind):
+    if kind == "qwen3":
+        ours, theirs = hf_qwen3(**QWEN), Qwen3ForCausalLM(Qwen3Config(**QWEN))
+    else:
+        fields = LLAMA | {"tie_word_embeddings": kind == "llama_tied"}
+        ours, theirs = hf_llama(**fields), LlamaForCausalLM(LlamaConfig(**fields))
+    ours = ready(ours, dtype=torch.float32)
+    theirs.load_state_dict(ours.model.state_dict())
+    inputs = tokens(LENGTHS)
+    out = ours(inputs, {}, keep_logits=True)
+    expected = per_sample(lambda ids: theirs(ids).logits, inputs)
+    torch.testing.assert_close(out.logits, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.loss_sum, loss_of(expected, inputs.labels))
+    out.loss_sum.backward()
+    loss_of(expected, inputs.labels).backward()
+    theirs_grads = dict(theirs.named_parameters())
+    for name, parameter in ours.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs_grads[name].grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_titan_packed_equals_titan_per_sample():
+    ours = ready(titan_llama(**TITAN), dtype=torch.float32)
+    theirs = _titan().Transformer(ours.args)
+    theirs.load_state_dict(ours.model.state_dict())
+    inputs = tokens(LENGTHS)
+    out = ours(inputs, {}, keep_logits=True)
+    expected = per_sample(theirs, inputs)
+    torch.testing.assert_close(out.logits, expected, rtol=1e-4, atol=1e-5)
+    out.loss_sum.backward()
+    loss_of(expected, inputs.labels).backward()
+    theirs_grads = dict(theirs.named_parameters())
+    for name, parameter in ours.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs_grads[name].grad, rtol=1e-4, atol=1e-5, msg=name)
+    # Negative control: without boundaries between samples the logits differ.
+    merged = ours(tokens([sum(LENGTHS)]), {}, keep_logits=True)
+    assert not torch.allclose(merged.logits, out.logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("make", [lambda: titan_llama(**TITAN), lambda: hf_llama(**LLAMA), lambda: hf_qwen3(**QWEN)])
+class TestEveryModel:
+    def test_fp64_keeps_fp64(self, make):
+        """A model that went through fp32 anywhere would differ between packings by 1e-7."""
+        model = ready(make())
+        inputs = tokens(LENGTHS)
+        together = model(inputs, {}, keep_logits=True).logits
+        start = 0
+        for length in LENGTHS:
+            part = tokens([length])
+            alone = model(
+                type(part)(inputs.ids[start : start + length], part.labels, part.packing), {}, keep_logits=True
+            )
+            torch.testing.assert_close(together[start : start + length], alone.logits, rtol=1e-12, atol=1e-13)
+            start += length
+
+    def test_slots_take_rows_and_pass_gradients(self, make):
+        model = ready(make())
+        slots = {"vision": torch.tensor([1, 2, 7])}
+        inputs = tokens([6, 5], slots=slots)
+        rows = torch.randn(3, model.width, dtype=torch.float64, requires_grad=True)
+        out = model(inputs, {"vision": rows})
+        (grad,) = torch.autograd.grad(out.loss_sum, rows, retain_graph=True)
+        assert (grad.abs().sum(1) > 0).all()
+        other = model(inputs, {"vision": rows * 2})
+        assert other.loss_sum != out.loss_sum
+        ids = inputs.ids.clone()
+        ids[slots["vision"]] = 0  # the tokens under the rows do not matter
+        same = model(type(inputs)(ids, inputs.labels, inputs.packing, slots), {"vision": rows})
+        torch.testing.assert_close(same.loss_sum, out.loss_sum)
+
+    def test_no_rows_at_all(self, make):
+        model = ready(make())
+        out = model(tokens([], slots={"vision": torch.zeros(0, dtype=torch.long)}), {"vision": torch.zeros(0, 16)})
+        assert out.loss_sum == 0
+        out.loss_sum.backward()
+        assert all(p.grad is not None and (p.grad == 0).all() for p in model.parameters())
+
+    def test_alignment_rows_change_nothing(self, make):
+        model = ready(make())
+        plain, aligned = tokens([5, 4]), tokens([5, 4], alignment=3)
+        ids, labels = aligned.ids.clone(), aligned.labels.clone()
+        ids[:9], labels[:9] = plain.ids, plain.labels
+        out = model(type(plain)(ids, labels, aligned.packing), {})
+        torch.testing.assert_close(out.loss_sum, model(plain, {}).loss_sum, rtol=1e-12, atol=0)
+
+    def test_stages_make_the_whole(self, make):
+        whole, first, last = ready(make()), ready(make()), ready(make())
+        blocks = list(whole.blocks())
+        first.keep(blocks[:1], first=True, last=False)
+        last.keep(blocks[1:], first=False, last=True)
+        inputs = tokens(LENGTHS)
+        expected = whole(inputs, {})
+        out = last(inputs, {}, first(inputs, {}))
+        torch.testing.assert_close(out.loss_sum, expected.loss_sum, rtol=1e-12, atol=0)
+        names = {name for name, _ in first.named_parameters()} | {name for name, _ in last.named_parameters()}
+        assert names == {name for name, _ in whole.named_parameters()}
+
+    def test_flops(self, make):
+        model = ready(make(), dtype=torch.float32)
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            model(tokens([8, 8]), {})
+        head_dim = getattr(getattr(model, "config", None), "head_dim", 4)
+        square, causal = 2 * 64, 2 * 36
+        expected = counter.get_total_flops() - 4 * 4 * head_dim * 2 * (square - causal)
+        assert model.flops(np.array([8, 8])) == expected
+
+    def test_precisions_leave_positions_alone(self, make):
+        model = ready(make(), dtype=torch.float32)
+        expected = model(tokens(LENGTHS), {}).loss_sum
+        out = model.to(torch.bfloat16)(tokens(LENGTHS), {}).loss_sum
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out, expected, rtol=0.05, atol=0)
+        tables = [b for _, b in model.named_buffers()]
+        assert tables and all(b.dtype in (torch.float32, torch.complex64) for b in tables)
+
+    def test_tp_faults(self, make):
+        model = make()
+        assert model.check_tp(2) == []
+        assert model.check_tp(4) == ["kv heads 2 not divisible by tp 4"]
+        assert any("heads 4" in fault for fault in model.check_tp(3))
+
+
+def test_score_without_labels_and_with():
+    logits = torch.randn(4, 7, requires_grad=True)
+    none = score(logits, torch.full((4,), -100))
+    none.loss_sum.backward()
+    assert none.loss_sum == 0 and (logits.grad == 0).all() and not none.correct.any()
+    labels = logits.argmax(-1).clone()
+    labels[1], labels[3] = (labels[1] + 1) % 7, -100
+    out = score(logits, labels)
+    assert out.correct.tolist() == [True, False, True, False] and out.logits is None
+    assert score(logits.bfloat16(), labels).loss_sum.dtype == torch.float32
+    assert score(logits.double(), labels).loss_sum.dtype == torch.float64
+
+
+def test_rows_and_slots_must_match():
+    hidden = torch.zeros(4, 2)
+    slots = {"vision": torch.tensor([0, 2])}
+    with pytest.raises(DataError, match="'vision' gives 1 rows for 2 slots"):
+        fill_slots(hidden, slots, {"vision": torch.zeros(1, 2)})
+    with pytest.raises(DataError, match="0 rows for 2"):
+        fill_slots(hidden, slots, {})
+    with pytest.raises(DataError, match="audio"):
+        fill_slots(hidden, slots, {"vision": torch.zeros(2, 2), "audio": torch.zeros(1, 2)})
+
+
+def test_before_sees_embedded_rows_before_slots_are_filled():
+    seen = []
+
+    def before(hidden, inputs):
+        seen.append(hidden.detach().clone())
+        return hidden * 0
+
+    model = ready(hf_llama(**LLAMA, before=before))
+    inputs = tokens([4], slots={"vision": torch.tensor([1])})
+    rows = torch.ones(1, 16, dtype=torch.float64, requires_grad=True)
+    model(inputs, {"vision": rows}).loss_sum.backward()
+    assert (seen[0] != 0).all() and rows.grad.abs().sum() > 0
+    assert (model.model.model.embed_tokens.weight.grad == 0).all()
+
+
+def test_what_cannot_run_is_refused():
+    with pytest.raises(ModelError, match="n_layer'"):
+        titan_llama(n_layer=2)
+    with pytest.raises(ModelError, match="hidden"):
+        hf_qwen3(**QWEN, hidden=3)
+    with pytest.raises(ModelError, match="sliding_window=4"):
+        hf_qwen3(**QWEN, use_sliding_window=True, sliding_window=4)
+    with pytest.raises(ModelError, match="n_kv_heads"):
+        titan_llama(**TITAN | {"n_kv_heads": 3})
+    with pytest.raises(ModelError, match="ties embedding"):
+        hf_llama(**LLAMA, tie_word_embeddings=True).keep([], first=True, last=False)
+    with pytest.raises(DataError, match="65 tokens exceeds the model's maximum 64"):
+        ready(titan_llama(**TITAN))(tokens([65]), {})

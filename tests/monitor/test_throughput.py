@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.monitor import ThroughputMonitor, csv_logger, wandb_logger
+from tests.monitor.fakes import (
+    STEP,
+    VALIDATION,
+    WAIT,
+    Clock,
+    Counted,
+    CountedEncoder,
+    Lit,
+    Loader,
+    Model,
+    Remember,
+    make_batch,
+)
+
+
+def fit(
+    tmp_path: Path,
+    *,
+    batch: Any = None,
+    steps: int = 4,
+    model: nn.Module | None = None,
+    recompute: Any = (),
+    trainer_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[list[tuple[int, dict[str, float]]], L.Trainer]:
+    clock, logger = Clock(), Remember()
+    lit = Lit(clock, model or Model(llm=Counted(100.0), vision=CountedEncoder()))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        logger=[logger],
+        callbacks=[ThroughputMonitor(clock=clock, **options)],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=tmp_path,
+        **(trainer_options or {"limit_val_batches": 0}),
+    )
+    trainer.strategy.recompute = recompute  # type: ignore[attr-defined]
+    batch = batch or make_batch()
+    trainer.fit(lit, Loader(clock, batch), Loader(clock, batch))
+    return logger.rows, trainer
+
+
+def test_throughput_of_known_seconds(tmp_path: Path) -> None:
+    rows, trainer = fit(tmp_path, every_n_steps=2)
+    assert [step for step, _ in rows] == [1, 3]
+    _, metrics = rows[1]
+    seconds = STEP + WAIT  # the loader is asked for each batch between two steps
+    assert metrics["throughput/step_seconds"] == pytest.approx(seconds)
+    assert metrics["throughput/data_wait_seconds"] == pytest.approx(WAIT)
+    assert metrics["throughput/tokens_per_second"] == pytest.approx(60 / seconds)
+    assert metrics["throughput/samples_per_second"] == pytest.approx(3 / seconds)
+    assert metrics["throughput/llm/rows_per_second"] == pytest.approx(60 / seconds)
+    assert metrics["throughput/vision/rows_per_second"] == pytest.approx(4 / seconds)
+    assert metrics["throughput/padding_share"] == pytest.approx(4 / (60 + 4 + 4))
+    assert metrics["memory/max_rss_gib"] > 0.05
+    assert not any(name.startswith(("mfu", "hfu")) for name in metrics)  # no peak is known for a CPU
+    assert trainer.progress_bar_metrics["tokens/s"] == pytest.approx(60 / seconds)
+
+
+LLM, VISION = 60 * 100.0, 16 * 1010.0
+"""Forward FLOPs of one step: an encoder's are those of the rows inside, not of the merged ones."""
+
+
+def test_mfu_of_modules_and_whole(tmp_path: Path) -> None:
+    (_, metrics), *_ = fit(tmp_path, steps=1, every_n_steps=1, peak_flops=1e5)[0]
+    for name, forward in (("llm", LLM), ("vision", VISION), ("total", LLM + VISION)):
+        assert metrics[f"tflops/{name}"] == pytest.approx(3 * forward / STEP / 1e12)
+        assert metrics[f"mfu/{name}"] == metrics[f"hfu/{name}"] == pytest.approx(3 * forward / (STEP * 1e5))
+
+
+def test_a_frozen_backbone_has_no_backward(tmp_path: Path) -> None:
+    vision = CountedEncoder()
+    vision.backbone.requires_grad_(False)
+    llm = Counted(100.0).requires_grad_(False)  # still passes gradients on to the projector
+    rows, _ = fit(tmp_path, steps=1, every_n_steps=1, peak_flops=1e5, model=Model(llm=llm, vision=vision))
+    assert rows[0][1]["mfu/vision"] == pytest.approx(16 * (1000 + 3 * 10) / (STEP * 1e5))
+    assert rows[0][1]["mfu/llm"] == pytest.approx(2 * LLM / (STEP * 1e5))
+
+
+def test_recompute_counts_for_hardware_only(tmp_path: Path) -> None:
+    rows, _ = fit(tmp_path, steps=1, every_n_steps=1, peak_flops=1e5, recompute=("llm",))
+    assert rows[0][1]["mfu/llm"] == pytest.approx(3 * LLM / (STEP * 1e5))
+    assert rows[0][1]["hfu/llm"] == pytest.approx(4 * LLM / (STEP * 1e5))
+    assert rows[0][1]["hfu/vision"] == rows[0][1]["mfu/vision"]
+
+
+def test_validation_is_left_out_and_the_last_window_is_logged(tmp_path: Path) -> None:
+    options = {"limit_val_batches": 1, "val_check_interval": 1, "limit_train_batches": 3}
+    rows, _ = fit(tmp_path, steps=3, every_n_steps=2, trainer_options=options)
+    assert [step for step, _ in rows] == [1, 2]
+    for _, metrics in rows:
+        assert metrics["throughput/step_seconds"] < VALIDATION
+        assert metrics["throughput/tokens_per_second"] == pytest.approx(60 / STEP, rel=0.5)
+
+
+@pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"peak_flops": -1.0}])
+def test_bad_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        ThroughputMonitor(**options)
+
+
+def test_what_it_cannot_measure_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="list without a step plan"):
+        fit(tmp_path, batch=[1], steps=1)
+    with pytest.raises(ConfigError, match="Lit holds no MultimodalModel"):
+        fit(tmp_path, model=nn.Linear(1, 1), steps=1)
+
+
+def test_loggers(tmp_path: Path) -> None:
+    assert csv_logger(tmp_path, name="run").log_dir == str(tmp_path / "run" / "version_0")
+    assert isinstance(csv_logger(tmp_path), CSVLogger)
+    logger = wandb_logger(tmp_path / "new", name="run")
+    assert logger.save_dir == str(tmp_path / "new") and (tmp_path / "new").is_dir()
+    assert logger._offline
