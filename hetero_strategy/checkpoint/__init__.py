@@ -7,7 +7,7 @@ A checkpoint is a folder of safetensors and JSON (`folder` tells its files); not
 from hetero_strategy.checkpoint.codec import decode, encode
 from hetero_strategy.checkpoint.exporting import EXPORT_KEY, export, export_module
 from hetero_strategy.checkpoint.folder import Description, Piece, StoredTensor, describe, remove
-from hetero_strategy.checkpoint.loading import Loaded, load, load_metadata
+from hetero_strategy.checkpoint.loading import Loaded, describe_together, load, load_metadata
 from hetero_strategy.checkpoint.saving import Checkpointer, PendingSave, save
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "StoredTensor",
     "decode",
     "describe",
+    "describe_together",
     "encode",
     "export",
     "export_module",

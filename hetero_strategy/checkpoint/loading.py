@@ -104,6 +104,17 @@ def load(
     return Loaded(metadata, state, missing, extra)
 
 
+def describe_together(
+    path: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None
+) -> folders.Description:
+    """`describe` of rank 0's path, read there and known on every rank. Collective.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint; on all ranks alike.
+    """
+    return Team.of(process_group).from_first(lambda: folders.describe(path))
+
+
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The metadata of a checkpoint alone, in one process.
 

@@ -145,8 +145,9 @@ def position_tables(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]
     """Non-persistent floating or complex buffers: (owner, name, value)."""
     for owner in module.modules():
         for name, value in owner._buffers.items():
-            table = name in owner._non_persistent_buffers_set and value is not None
-            if table and (value.is_floating_point() or value.is_complex()):
+            if value is None or name not in owner._non_persistent_buffers_set:
+                continue
+            if value.is_floating_point() or value.is_complex():
                 yield owner, name, value
 
 

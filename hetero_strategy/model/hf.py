@@ -43,8 +43,9 @@ def initialize_hf(model: nn.Module, unit: nn.Module) -> None:
     Flags that say "already initialised" lie here: they were set when the model was made on the meta device.
     """
     for module in unit.modules():
-        for thing in (module, *module._parameters.values(), *module._buffers.values()):
-            if thing is not None and getattr(thing, "_is_hf_initialized", False):
+        things: list[Any] = [module, *module._parameters.values(), *module._buffers.values()]
+        for thing in things:
+            if getattr(thing, "_is_hf_initialized", False):
                 thing._is_hf_initialized = False
     for module in reversed(list(unit.modules())):
         model._init_weights(module)  # type: ignore[operator]
@@ -72,7 +73,7 @@ class PreciseRMSNorm(nn.Module):
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.weight = norm.weight
+        self.weight: nn.Parameter = norm.weight  # type: ignore[assignment]
         self.eps: float = norm.variance_epsilon  # type: ignore[assignment]
 
     def forward(self, rows: Tensor) -> Tensor:

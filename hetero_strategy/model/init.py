@@ -175,7 +175,7 @@ def _holders(module: nn.Module) -> dict[int, list[tuple[dict[str, Any], str]]]:
         for table in (owner._parameters, owner._buffers):
             for key, tensor in table.items():
                 if tensor is not None:
-                    holders.setdefault(id(tensor), []).append((table, key))  # type: ignore[arg-type]
+                    holders.setdefault(id(tensor), []).append((table, key))
     return holders
 
 

@@ -149,7 +149,7 @@ class Siglip2Backbone(Backbone):
         if (grids < 1).any() or not np.array_equal(grids.prod(axis=1), inputs.packing.lengths):
             raise DataError("siglip2: sizes must be positive and sizes.prod(1) equal the packing's lengths")
         self.output_rows(grids)
-        features = self.config.num_channels * self.config.patch_size**2
+        features = self.model.embeddings.patch_embedding.in_features
         if inputs.values.shape != (inputs.packing.rows, features):
             raise DataError(
                 f"siglip2: patches have shape {tuple(inputs.values.shape)}, expected "

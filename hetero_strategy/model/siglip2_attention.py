@@ -14,7 +14,7 @@ from hetero_strategy.model.inputs import Packing
 class PackedSiglip2Attention(Siglip2Attention):
     """Same parameters; transformers' own forward does not hand keyword arguments on to the attention function."""
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packing: Packing, **unused: Any
     ) -> tuple[Tensor, None]:
         """Rows ``[1, R, width]`` -> the same shape, each image to itself."""

@@ -9,9 +9,10 @@ import importlib.util
 import re
 import sys
 import types
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 TITAN_VERSION = "0.2.2"
 """The only release this file is written for: others renamed or removed what it uses."""
+_PROJECTIONS = ("wq", "wk", "wv", "wo")
 
 
 @functools.cache
@@ -76,7 +78,7 @@ class PackedAttention(nn.Module):
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
         self.head_dim: int = attention.head_dim  # type: ignore[assignment]
-        self.wq, self.wk, self.wv, self.wo = attention.wq, attention.wk, attention.wv, attention.wo
+        self.wq, self.wk, self.wv, self.wo = (cast(nn.Linear, getattr(attention, name)) for name in _PROJECTIONS)
 
     def init_weights(self, init_std: float) -> None:
         """torchtitan's rule."""
@@ -90,7 +92,8 @@ class PackedAttention(nn.Module):
         # -1 heads: tensor parallelism leaves only this rank's.
         query, key, value = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))
         query, key = rotate(query, key, freqs_cis, packing.positions if positions is None else positions[0])
-        out = packed_attention(*(rows.transpose(1, 2) for rows in (query, key, value)), packing, causal=True)
+        query, key, value = (rows.transpose(1, 2) for rows in (query, key, value))
+        out = packed_attention(query, key, value, packing, causal=True)
         rows: Tensor = self.wo(out.transpose(1, 2).flatten(2))
         return rows
 
@@ -172,7 +175,10 @@ class TitanLlama(CausalLM):
         """torchtitan's tensor and sequence parallel plan, with replicated logits."""
         if faults := self.check_tp(mesh.size()):
             raise ModelError(f"{type(self).__name__}: {'; '.join(faults)}")
-        _titan().apply_tp(self.model, mesh, loss_parallel=False, enable_float8_tensorwise_tp=False)
+        with warnings.catch_warnings():
+            # A pipeline stage lacks the embedding or the head that the plan names.
+            warnings.filterwarnings("ignore", message="Parallelize plan key")
+            _titan().apply_tp(self.model, mesh, loss_parallel=False, enable_float8_tensorwise_tp=False)
 
     def initialize(self, prefix: str, unit: nn.Module) -> None:
         """torchtitan's ``init_weights``: a block's own, and those of its parts for the rest."""

@@ -98,7 +98,7 @@ class WhisperBackbone(Backbone):
     def after_tp(self, tp: int) -> None:
         """transformers reads the number of heads from an attribute, which must be this rank's."""
         for layer in self.model.layers:
-            layer.self_attn.num_heads //= tp
+            layer.self_attn.num_heads //= tp  # type: ignore[union-attr, operator]
 
     def initialize(self, prefix: str, unit: nn.Module) -> None:
         """transformers' rules; they also fill the frozen sinusoidal positions."""

@@ -70,7 +70,7 @@ def test_siglip2_refuses_what_does_not_fit():
     encoder = ready(siglip2_encoder(out_width=8, merge=2, **VIT))
     with pytest.raises(DataError, match="merge=2"):
         encoder(images([(3, 2)], merge=2))
-    with pytest.raises(DataError, match="made 1 rows but inputs.rows sum to 4"):
+    with pytest.raises(DataError, match="made 1 rows but"):
         encoder(images([(2, 2)], merge=1))
     with pytest.raises(DataError, match="patch_size 2"):
         encoder(images([(2, 2)], merge=2, patch=3))

@@ -113,12 +113,8 @@ def test_exact_match_counts_samples_whose_every_label_is_right():
     for mb, wrong in ((0, None), (1, 0)):  # all right, except one label of sample 3
         given = data.inputs[mb]["llm"]
         labels = given.labels.clone()
-        single = HandBatch(
-            [data.inputs[mb]],
-            [data.units[mb]],
-            data.labels,
-            {(0, "vision", "llm"): data.order[0, "vision", "llm"]} if mb == 0 else {},
-        )
+        order = {key: rows for key, rows in data.order.items() if key[0] == mb}
+        single = HandBatch([data.inputs[mb]], [data.units[mb]], data.labels, order)
         with torch.no_grad():
             best = torch.cat([part.argmax(-1) for part in model(single, keep_logits=True).logits])
         marked = labels != -100

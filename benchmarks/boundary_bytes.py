@@ -1,0 +1,297 @@
+"""Bytes that an edge moves between ranks: ours, the lower bound, and gather-then-slice.
+
+For every pair of layouts, over one ragged global batch, forward and backward:
+
+  ours    counted from the routes' sends
+  bound   what any protocol must move: every missing (row, rank) once (derivation in hetero_strategy/boundary/route.py)
+  peer    gather-then-slice, as Megatron-LM's MIMO does it (main, 2026-08)
+
+The peer, from pipeline_parallel/bridge_communicator.py and models/mimo/comm/colocated_communicator.py. On other ranks:
+rows go to the first rank of each target instance, which broadcasts them in its tensor-parallel group, and with sequence
+parallelism each rank keeps its slice; backward the slices are all-gathered, the first rank sends gradients to the
+source's last rank, and that broadcasts them. On the same ranks: rows are all-gathered to every rank of the target
+instance, then sliced; backward is the adjoint. A pair that Megatron refuses (DP sizes that do not divide, partly
+overlapping ranks) is marked *: the figure is what its method would move. Messages about shapes are not counted.
+
+With --run the pairs of at most 4 ranks also run on gloo processes, with the bytes handed to torch.distributed counted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from benchmarks.common import arguments, ragged_step, report, write_json
+from benchmarks.gather_then_slice import MIMO, Moved, refuses
+from hetero_strategy.boundary.route import Side, least_rows, route
+from hetero_strategy.data.plan import EdgeBlocks, edge_blocks, plan_step
+from hetero_strategy.layout import ModuleLayout, Placement, place
+
+ASSIGNMENTS = ("aligned", "round_robin")
+"""aligned: contiguous samples, and items on the instance of their sample, as Megatron has it. round_robin: items are
+dealt out one by one, as when they are balanced over encoder instances; Megatron cannot do this."""
+RUN_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two layouts."""
+
+    name: str
+    source: ModuleLayout
+    target: ModuleLayout
+    sequence: bool = False
+    """The target shards its rows over its tensor-parallel ranks."""
+
+    @property
+    def world(self) -> int:
+        return max(*self.source.ranks, *self.target.ranks) + 1
+
+    def placement(self) -> Placement:
+        return place({"encoder": self.source, "llm": self.target}, self.world)
+
+
+def _on(*ranks: int, tp: int = 1) -> ModuleLayout:
+    return ModuleLayout(ranks=ranks, tp=tp)
+
+
+PAIRS = (
+    Pair("same ranks, dp4 -> dp4", _on(*range(4)), _on(*range(4))),
+    Pair("same ranks, dp4 -> tp2*dp2", _on(*range(4)), _on(*range(4), tp=2)),
+    Pair("same ranks, dp4 -> tp2*dp2 sp", _on(*range(4)), _on(*range(4), tp=2), True),
+    Pair("same ranks, tp2*dp2 -> tp4", _on(*range(4), tp=2), _on(*range(4), tp=4)),
+    Pair("same ranks, tp2*dp2 -> tp4 sp", _on(*range(4), tp=2), _on(*range(4), tp=4), True),
+    Pair("same ranks, tp2 -> dp2", _on(0, 1, tp=2), _on(0, 1)),
+    Pair("2 + 2 ranks, dp2 -> tp2", _on(0, 1), _on(2, 3, tp=2)),
+    Pair("2 + 2 ranks, dp2 -> tp2 sp", _on(0, 1), _on(2, 3, tp=2), True),
+    Pair("2 + 2 ranks, tp2 -> tp2 sp", _on(0, 1, tp=2), _on(2, 3, tp=2), True),
+    Pair("2 + 1 ranks, tp2 -> tp1", _on(0, 1, tp=2), _on(2)),
+    Pair("1 + 2 ranks, tp1 -> tp2", _on(0), _on(1, 2, tp=2)),
+    Pair("1 + 2 ranks, tp1 -> tp2 sp", _on(0), _on(1, 2, tp=2), True),
+    Pair("3 + 2 ranks, dp3 -> dp2", _on(0, 1, 2), _on(3, 4)),
+    Pair("mixed 0-1 / 1-3, dp2 -> dp3", _on(0, 1), _on(1, 2, 3)),
+    Pair("mixed 0-2 / 2-3, dp3 -> tp2 sp", _on(0, 1, 2), _on(2, 3, tp=2), True),
+    Pair("8 + 8 ranks, dp8 -> tp8 sp", _on(*range(8)), _on(*range(8, 16), tp=8), True),
+    Pair("8 + 64 ranks, dp8 -> tp4*dp16", _on(*range(8)), _on(*range(8, 72), tp=4)),
+    Pair("8 + 64 ranks, dp8 -> tp4*dp16 sp", _on(*range(8)), _on(*range(8, 72), tp=4), True),
+    Pair("8 + 64 ranks, tp2*dp4 -> tp8*dp8 sp", _on(*range(8), tp=2), _on(*range(8, 72), tp=8), True),
+    Pair("same 64 ranks, dp64 -> tp8*dp8 sp", _on(*range(64)), _on(*range(64), tp=8), True),
+)
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One pair with a workload."""
+
+    pair: Pair
+    blocks: EdgeBlocks
+    source: Side
+    target: Side
+
+
+def edge_of(pair: Pair, assignment: str, samples: int, seed: int = 0) -> Edge:
+    """A ragged global batch in one microbatch: 0 to 3 images of 16 to 256 rows per sample."""
+    metadata = ragged_step(seed, samples, {"encoder": lambda rng, n: rng.integers(16, 257, n)})
+    placement = pair.placement()
+    sample_of = {"encoder": metadata.items["encoder"].sample, "llm": np.arange(samples)}
+
+    def aligned(module: str, rows: np.ndarray, instances: int) -> np.ndarray:
+        return sample_of[module] * instances // samples
+
+    tp = placement.layouts["llm"].tp
+    plan = plan_step(
+        metadata,
+        placement.instances(),
+        ("llm",),
+        row_multiple={"llm": tp} if pair.sequence else {},
+        **({"assign": aligned} if assignment == "aligned" else {}),
+    )
+    assignments = plan.microbatches[0].assignments
+    source = Side(placement.layouts["encoder"].instances(), assignments["encoder"].totals())
+    target = Side(placement.layouts["llm"].instances(), assignments["llm"].totals(), sharded=pair.sequence)
+    return Edge(pair, edge_blocks(plan, 0, "encoder", "llm"), source, target)
+
+
+def planned(edge: Edge, row_bytes: int) -> dict[str, Any]:
+    """Bytes of all three, without processes."""
+    routes, seconds = [], []
+    for rank in range(edge.pair.world):
+        start = time.perf_counter()
+        routes.append(route(edge.blocks, edge.source, edge.target, rank))
+        seconds.append(time.perf_counter() - start)
+    ours = Moved(sum(r.forward.rows_sent for r in routes), sum(r.backward.rows_sent for r in routes))
+    bound = Moved(*(least_rows(edge.blocks, edge.source, edge.target, backward=b) for b in (False, True)))
+    peer = MIMO(edge.blocks, edge.source, edge.target).rows()
+    return {
+        "pair": edge.pair.name,
+        "ranks": edge.pair.world,
+        "rows": int(edge.blocks.rows.sum()),
+        "peer_refuses": refuses(edge.source, edge.target),
+        "ours": ours.in_bytes(row_bytes),
+        "bound": bound.in_bytes(row_bytes),
+        "peer": peer.in_bytes(row_bytes),
+        "ours_over_bound": ours.over(bound),
+        "peer_over_bound": peer.over(bound),
+        "plan_ms_per_rank": 1e3 * statistics.median(seconds),
+    }
+
+
+Who = Literal["ours", "peer"]
+
+
+def run_on_rank(rank: int, world: int, edge: Edge, width: int, rounds: int) -> dict[Who, dict[str, Any]]:
+    """Both exchanges on one rank, in turns: rows and gradients checked against each other, bytes counted, timed."""
+    from benchmarks.counting import counted
+    from hetero_strategy.boundary import exchange as ours
+
+    side = ours.Edge(
+        route=route(edge.blocks, edge.source, edge.target, rank),
+        width=width,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        group=torch.distributed.group.WORLD,
+        tag=0,
+        in_flight=ours.InFlight(),
+    )
+    peer = MIMO(edge.blocks, edge.source, edge.target).on_rank(rank)
+    rows = tagged(edge.source, rank, width)
+    grad = tagged(edge.target, rank, width)[peer.slots_here]
+
+    def step(who: Who) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+        torch.distributed.barrier()
+        start = time.perf_counter()
+        if who == "ours":
+            out = ours.move(side.route.forward, rows, side)
+            middle = time.perf_counter()
+            back = ours.move(side.route.backward, grad, side)
+            side.in_flight.drain()
+        else:
+            out = peer.forward(rows)
+            middle = time.perf_counter()
+            back = peer.backward(grad)
+        return out, back, middle - start, time.perf_counter() - middle
+
+    results: dict[Who, dict[str, Any]] = {}
+    first = {}
+    for who in ("ours", "peer"):
+        with counted() as bytes_sent:
+            first[who] = step(who)
+        results[who] = {"bytes": bytes_sent(), "forward": [], "backward": []}
+    for mine, theirs in zip(first["ours"][:2], first["peer"][:2], strict=True):
+        if not torch.equal(mine, theirs):
+            raise RuntimeError(f"{edge.pair.name}: rank {rank} got other rows from the two protocols")
+    for _ in range(rounds):
+        for who in ("ours", "peer"):
+            *_, forward, backward = step(who)
+            results[who]["forward"].append(forward)
+            results[who]["backward"].append(backward)
+    return results
+
+
+def tagged(side: Side, rank: int, width: int) -> torch.Tensor:
+    """Rows that say whose they are, equal on all replicas: ``[rows, width]``; none where the rank is not of the side."""
+    where = np.argwhere(side.instances == rank)
+    if not len(where):
+        return torch.empty(0, width)
+    instance, shard = (int(x) for x in where[0])
+    rows = torch.arange(int(side.totals[instance]), dtype=torch.float32) + 4096.0 * (instance + 1)
+    if side.sharded:
+        rows = rows.chunk(side.instances.shape[1])[shard]
+    return rows[:, None].repeat(1, width)
+
+
+def run(edges: Sequence[Edge], width: int, rounds: int) -> list[dict[str, Any]]:
+    """Real exchanges on gloo; bytes are summed over ranks, times are of the slowest rank."""
+    from tests.distributed.harness import Pool
+
+    pool = Pool()
+    found = []
+    for edge in edges:
+        ranks = pool.run(edge.pair.world, run_on_rank, edge, width, rounds)
+        one: dict[str, Any] = {"pair": edge.pair.name}
+        for who in ("ours", "peer"):
+            slowest = [np.max([r[who][way] for r in ranks], axis=0) for way in ("forward", "backward")]
+            one[who] = {
+                "bytes": sum(r[who]["bytes"] for r in ranks),
+                "forward_ms": 1e3 * float(np.median(slowest[0])),
+                "backward_ms": 1e3 * float(np.median(slowest[1])),
+                "ms": 1e3 * float(np.median(slowest[0] + slowest[1])),
+            }
+        one["peer_over_ours_time"] = one["peer"]["ms"] / one["ours"]["ms"]
+        found.append(one)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Count, print, write."""
+    parser = arguments(__doc__)
+    parser.add_argument("--width", type=int, default=4096, help="of a row (default 4096, bf16)")
+    parser.add_argument("--samples", type=int, default=64, help="of the global batch (default 64)")
+    parser.add_argument("--assign", choices=ASSIGNMENTS, nargs="*", default=list(ASSIGNMENTS))
+    parser.add_argument("--pairs", default="", help="only pairs whose name contains this")
+    parser.add_argument("--run", action="store_true", help=f"also run pairs of at most {RUN_RANKS} ranks on gloo")
+    parser.add_argument("--run-width", type=int, default=1024, help="of a row in runs (default 1024, fp32)")
+    parser.add_argument("--rounds", type=int, default=20, help="timed rounds of a run (default 20)")
+    given = parser.parse_args(argv)
+    pairs = [p for p in PAIRS if given.pairs in p.name]
+    results: dict[str, Any] = {"planned": {}, "run": {}}
+    for assignment in given.assign:
+        edges = [edge_of(p, assignment, given.samples) for p in pairs]
+        lines = [planned(e, 2 * given.width) for e in edges]
+        results["planned"][assignment] = lines
+        report(
+            "boundary_bytes",
+            f"MB between ranks, one step, items {assignment}: {given.samples} samples, width {given.width}, bf16",
+            ("", "bound fwd", "bwd", "ours fwd", "bwd", "peer fwd", "bwd", "ours / bound", "peer / bound", "plan ms"),
+            [
+                (
+                    line["pair"] + (" *" if line["peer_refuses"] else ""),
+                    *(f"{line[who][way] / 1e6:.1f}" for who in ("bound", "ours", "peer") for way in Moved._fields),
+                    line["ours_over_bound"],
+                    line["peer_over_bound"],
+                    line["plan_ms_per_rank"],
+                )
+                for line in lines
+            ],
+            ["peer is gather-then-slice; * Megatron refuses the pair; – the bound is 0"],
+        )
+        if not given.run:
+            continue
+        small = [e for e in edges if e.pair.world <= RUN_RANKS]
+        runs = run(small, given.run_width, given.rounds)
+        results["run"][assignment] = runs
+        for e, one in zip(small, runs, strict=True):
+            line = planned(e, 4 * given.run_width)
+            for who in ("ours", "peer"):
+                one[who]["planned_bytes"] = sum(line[who].values())
+        report(
+            "boundary_bytes",
+            f"run on gloo, items {assignment}: forward and backward, width {given.run_width}, fp32",
+            ("", "ours MB", "as planned", "peer MB", "as planned", "ours ms", "peer ms", "peer / ours"),
+            [
+                (
+                    one["pair"],
+                    *(x for who in ("ours", "peer") for x in _counted(one[who])),
+                    one["ours"]["ms"],
+                    one["peer"]["ms"],
+                    one["peer_over_ours_time"],
+                )
+                for one in runs
+            ],
+        )
+    settings = {name: value for name, value in vars(given).items() if name != "json"}
+    write_json(given.json, "boundary_bytes", "cpu", settings, results)
+
+
+def _counted(one: dict[str, Any]) -> tuple[str, str]:
+    return f"{one['bytes'] / 1e6:.2f}", "yes" if one["bytes"] == one["planned_bytes"] else "NO"
+
+
+if __name__ == "__main__":
+    main()

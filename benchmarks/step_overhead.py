@@ -1,0 +1,289 @@
+"""What HeteroStrategy costs where it has nothing to do: every module on one device.
+
+Three training loops over the same batches, with equal models and optimizers, take turns in one process:
+
+  hetero     Trainer(strategy=HeteroStrategy(every module on rank 0))
+  lightning  Trainer(strategy="auto"): Lightning's own single-device strategy
+  plain      a hand-written loop: zero_grad, model(batch).loss.backward(), optimizer.step()
+
+Ratios are medians over rounds of the ratio within a round. Goal: hetero / plain <= 1.03.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import arguments, ragged_step, report, write_json
+from benchmarks.turns import Block, Contender, take_turns
+from hetero_strategy.data.batch import Batch, ModuleInputs
+from hetero_strategy.data.plan import StepPlan, edge_blocks, plan_step, slots
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.model import MultimodalModel, siglip2_encoder, titan_llama, whisper_encoder
+from hetero_strategy.model.inputs import IGNORE, EncoderInputs, Packing, SequenceInputs
+from hetero_strategy.strategy import HeteroStrategy
+
+GOAL = 1.03
+MERGE = 2
+PATCH = 8
+MELS = 40
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and a workload."""
+
+    vocabulary: int
+    encoder: tuple[int, int]
+    """(width, layers) of both encoders."""
+    llm: tuple[int, int]
+    samples: int
+    cells: tuple[int, int]
+    """Fewest and most output rows on a side of an image."""
+    text: tuple[int, int]
+
+
+SIZES = {
+    "tiny": Size(128, (32, 1), (32, 1), 4, (1, 2), (4, 8)),
+    "small": Size(2048, (192, 4), (384, 6), 6, (3, 6), (32, 96)),
+    "base": Size(32000, (768, 12), (1024, 16), 16, (6, 12), (128, 512)),  # above 300M parameters
+}
+
+
+def model_of(size: Size) -> MultimodalModel:
+    """Two encoders and a Llama."""
+    (width, layers), (dim, blocks) = size.encoder, size.llm
+    heads = {"encoder": max(1, width // 64), "llm": max(1, dim // 64)}
+    modules = {
+        "vision": siglip2_encoder(
+            out_width=dim, merge=MERGE, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
+            num_attention_heads=heads["encoder"], num_channels=3, patch_size=PATCH, num_patches=256,
+        ),
+        "audio": whisper_encoder(
+            out_width=dim, d_model=width, encoder_layers=max(1, layers // 2), encoder_attention_heads=heads["encoder"],
+            encoder_ffn_dim=4 * width, num_mel_bins=MELS, max_source_positions=1500,
+        ),
+        "llm": titan_llama(
+            vocab_size=size.vocabulary, dim=dim, n_layers=blocks, n_heads=heads["llm"], n_kv_heads=heads["llm"],
+            multiple_of=16, max_seq_len=4096,
+        ),
+    }  # fmt: skip
+    return MultimodalModel(modules, seed=7)
+
+
+def batches_of(size: Size, count: int, microbatches: int) -> list[Batch]:
+    """Ragged global batches with random payloads, all modules in one instance."""
+    draws = {
+        "vision": lambda rng, n: rng.integers(size.cells[0], size.cells[1] + 1, n) ** 2,
+        "audio": lambda rng, n: rng.integers(size.cells[0] ** 2, size.cells[1] ** 2 + 1, n),
+    }
+    made = []
+    for seed in range(count):
+        metadata = ragged_step(seed, size.samples, draws, items=(1, 2), text=size.text)
+        plan = plan_step(metadata, dict.fromkeys(("vision", "audio", "llm"), 1), ("llm",), microbatches=microbatches)
+        generator = torch.Generator().manual_seed(seed)
+        inputs = tuple(_inputs(plan, number, size.vocabulary, generator) for number in range(microbatches))
+        made.append(Batch(plan, inputs))
+    return made
+
+
+def _inputs(plan: StepPlan, number: int, vocabulary: int, generator: torch.Generator) -> dict[str, ModuleInputs]:
+    assignments = plan.microbatches[number].assignments
+    rows = {name: assignment.rows for name, assignment in assignments.items()}
+    side = MERGE * np.sqrt(rows["vision"]).astype(np.int64)
+    grids, frames = np.stack([side, side], axis=1), 2 * rows["audio"][:, None]
+    patches = torch.randn(int(grids.prod(1).sum()), 3 * PATCH**2, generator=generator)
+    mels = torch.randn(int(frames.sum()), MELS, generator=generator)
+    lengths = rows["llm"]
+    ids = torch.randint(0, vocabulary, (int(lengths.sum()),), generator=generator)
+    labels = torch.full_like(ids, IGNORE)
+    for end, count in zip(np.cumsum(lengths), plan.metadata.labels[assignments["llm"].units], strict=True):
+        labels[end - 1 - count : end - 1] = ids[end - count : end]
+    places = {e: torch.from_numpy(slots(edge_blocks(plan, number, e, "llm"), 0)) for e in ("vision", "audio")}
+    return {
+        "vision": EncoderInputs(patches, grids, rows["vision"], Packing.of(grids.prod(1))),
+        "audio": EncoderInputs(mels, frames, rows["audio"], Packing.of(rows["audio"])),
+        "llm": SequenceInputs(ids, labels, Packing.of(lengths), places),
+    }
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    """The same for all three."""
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+class Lit(L.LightningModule):
+    """What a person writes."""
+
+    def __init__(self, size: Size, losses: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.size, self.losses = size, losses
+        self.model: MultimodalModel | None = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = model_of(self.size)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        loss = self.model(batch).loss
+        self.losses.append(loss.detach())
+        self.log("train/loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return optimizer_of(self.parameters())
+
+
+def with_trainer(
+    strategy: Callable[[], Any], size: Size, device: str, precision: str, losses: list[torch.Tensor]
+) -> Callable[[Any], None]:
+    """A loop by Lightning, without a logger: its cost is the person's choice."""
+
+    def train(loader: Any) -> None:
+        trainer = L.Trainer(
+            accelerator=device, devices=1, strategy=strategy(), precision=precision, max_epochs=1, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.fit(Lit(size, losses), train_dataloaders=loader)
+
+    return train
+
+
+def by_hand(size: Size, device: str, precision: str, losses: list[torch.Tensor]) -> Callable[[Any], None]:
+    """The loop one writes without Lightning."""
+
+    def train(loader: Any) -> None:
+        model = model_of(size).to(device, torch.bfloat16 if precision == "bf16-true" else torch.float32)
+        optimizer = optimizer_of(model.parameters())
+        mixed = precision == "bf16-mixed"
+        for batch in loader:
+            batch = batch.to(device)
+            optimizer.zero_grad()
+            with torch.autocast(device, torch.bfloat16) if mixed else contextlib.nullcontext():
+                loss = model(batch).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+
+    return train
+
+
+def measure(
+    size: Size, *, device: str, precision: str, microbatches: int, rounds: int, block: int, warmup: int
+) -> dict[str, Any]:
+    """Medians, ratios and whether the three computed the same losses.
+
+    Raises:
+        RuntimeError: they did not: then the times compare different work.
+    """
+    batches = batches_of(size, 4, microbatches)
+    if device == "cuda":
+        batches = [_pinned(b) for b in batches]
+    layouts = {name: ModuleLayout(ranks=(0,)) for name in ("vision", "audio", "llm")}
+    losses: dict[str, list[torch.Tensor]] = {"hetero": [], "lightning": [], "plain": []}
+    loops = {
+        "hetero": with_trainer(lambda: HeteroStrategy(layouts), size, device, precision, losses["hetero"]),
+        "lightning": with_trainer(lambda: "auto", size, device, precision, losses["lightning"]),
+        "plain": by_hand(size, device, precision, losses["plain"]),
+    }
+    steps = (warmup + rounds) * block + 1
+    blocks = take_turns([Contender(n, t, batches, steps) for n, t in loops.items()], rounds, block, warmup)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    values = {name: np.array([float(x) for x in each]) for name, each in losses.items()}
+    apart = max(float(np.abs(values[n] / values["plain"] - 1).max()) for n in ("hetero", "lightning"))
+    if not apart < (1e-4 if precision == "32-true" else 0.05):
+        raise RuntimeError(f"losses differ by {apart:.1e}: the loops did not do the same work")
+    return {
+        "parameters": sum(p.numel() for p in _meta(size).parameters()),
+        "rows_per_step": float(np.mean([b.plan.metadata.tokens.sum() for b in batches])),
+        "loss_difference": apart,
+        "contenders": {name: summary(each, blocks["plain"]) for name, each in blocks.items()},
+        "hetero_over_plain": ratio(blocks["hetero"], blocks["plain"]),
+        "hetero_over_lightning": ratio(blocks["hetero"], blocks["lightning"]),
+        "goal": GOAL,
+    }
+
+
+def summary(blocks: Sequence[Block], plain: Sequence[Block]) -> dict[str, float]:
+    """Figures of one contender."""
+    walls = sorted(b.wall for b in blocks)
+    return {
+        "step_ms": 1e3 * statistics.median(walls),
+        "fastest_ms": 1e3 * walls[0],
+        "cpu_ms": 1e3 * statistics.median(b.cpu for b in blocks),
+        "over_plain": ratio(blocks, plain),
+        "cpu_over_plain": statistics.median(a.cpu / b.cpu for a, b in zip(blocks, plain, strict=True)),
+    }
+
+
+def ratio(blocks: Sequence[Block], other: Sequence[Block]) -> float:
+    """Median over rounds of the ratio of step times within a round."""
+    return statistics.median(a.wall / b.wall for a, b in zip(blocks, other, strict=True))
+
+
+def _meta(size: Size) -> MultimodalModel:
+    with torch.device("meta"):
+        return model_of(size)
+
+
+def _pinned(batch: Batch) -> Batch:
+    return Batch(batch.plan, tuple({name: x.pin_memory() for name, x in mb.items()} for mb in batch.inputs))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, write."""
+    parser = arguments(__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--size", choices=tuple(SIZES), help="default: small on cpu, base on cuda")
+    parser.add_argument("--precision", choices=PRECISIONS, help="default: 32-true on cpu, bf16-true on cuda")
+    parser.add_argument("--microbatches", type=int, default=2, help="of a step (default 2)")
+    parser.add_argument("--rounds", type=int, default=40, help="measured rounds (default 40)")
+    parser.add_argument("--block", type=int, help="steps of one turn; default: 1 on cpu, 5 on cuda")
+    parser.add_argument("--warmup", type=int, default=3, help="rounds before (default 3)")
+    given = parser.parse_args(argv)
+    cuda = given.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        sys.exit("--device cuda: no CUDA device here")
+    settings = {
+        "device": given.device,
+        "precision": given.precision or ("bf16-true" if cuda else "32-true"),
+        "microbatches": given.microbatches,
+        "rounds": given.rounds,
+        "block": given.block or (5 if cuda else 1),
+        "warmup": given.warmup,
+    }
+    size = given.size or ("base" if cuda else "small")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = measure(SIZES[size], **settings)
+    settings["size"] = size
+    report(
+        "step_overhead",
+        f"one step, {found['parameters'] / 1e6:.0f}M parameters, {found['rows_per_step']:.0f} LLM rows,"
+        f" {settings['microbatches']} microbatches, {settings['precision']}, {settings['device']}",
+        ("", "step ms", "fastest ms", "cpu ms", "x plain", "x plain (cpu time)"),
+        [
+            (name, one["step_ms"], one["fastest_ms"], one["cpu_ms"], one["over_plain"], one["cpu_over_plain"])
+            for name, one in found["contenders"].items()
+        ],
+        [f"hetero / plain = {found['hetero_over_plain']:.3f} (goal at most {GOAL})"],
+    )
+    write_json(given.json, "step_overhead", given.device, settings, found)
+
+
+if __name__ == "__main__":
+    main()

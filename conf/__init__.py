@@ -1,0 +1,1 @@
+"""Hydra configuration: see config.yaml; every field says what it does."""

@@ -1,0 +1,1 @@
+"""Scripts that a person reads first: `python -m recipes.train`, `python -m recipes.evaluate`."""

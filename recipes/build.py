@@ -1,0 +1,202 @@
+"""The pieces of a run from its configuration, every field consumed or refused."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hydra
+import lightning as L
+import numpy as np
+import torch
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+
+from hetero_strategy.data.datamodule import MultimodalDataModule
+from hetero_strategy.errors import ConfigError, DataError
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.layout.placement import Placement, place
+from hetero_strategy.model import Encoder, MultimodalModel
+from hetero_strategy.parallelize.apply import check_all
+from hetero_strategy.strategy import HeteroStrategy
+from recipes.cli import external, rank
+
+Made = TypeVar("Made")
+FIELDS = (
+    *("seed", "resume", "optimizer", "strategy", "checkpoint", "monitor", "report"),
+    *("model", "data", "layout", "trainer", "logger"),
+)
+
+
+def check_configuration(cfg: DictConfig, *more: str) -> None:
+    """Refuse fields that nothing reads.
+
+    Raises:
+        ConfigError: naming the field, and what was probably meant.
+    """
+    _only("", cfg, (*FIELDS, *more))
+    _only("data", cfg.data, ("write", "module"))
+    for path, node in _targets(cfg):
+        target = node["_target_"]
+        try:
+            function = hydra.utils.get_object(target)
+        except Exception as error:  # whatever the import of a person's module raises
+            raise ConfigError(f"{path}._target_: {target} cannot be imported: {error}") from None
+        _fields(path, node, function)
+
+
+def call(path: str, node: DictConfig, function: Callable[..., Made], **more: Any) -> Made:
+    """``function`` with the fields of a node as keyword arguments.
+
+    Raises:
+        ConfigError: it takes no such field.
+    """
+    _fields(path, node, function)
+    fields: Any = OmegaConf.to_container(node, resolve=True)
+    return function(**fields, **more)
+
+
+def placement(cfg: DictConfig) -> Placement:
+    """Layouts of all modules over the processes of the run, which are as many as the layouts need by default."""
+    layouts = {
+        str(n): ModuleLayout.from_config(str(n), OmegaConf.to_container(v) if isinstance(v, DictConfig) else v)
+        for n, v in cfg.layout.items()
+        if v is not None  # layout.audio=null takes a module out
+    }
+    nodes = int(cfg.trainer.num_nodes)
+    if cfg.trainer.devices is None:
+        needed = max((r + 1 for layout in layouts.values() for r in layout.ranks), default=1)
+        world = -(-needed // nodes) * nodes
+    elif isinstance(cfg.trainer.devices, int) and cfg.trainer.devices > 0:
+        world = cfg.trainer.devices * nodes
+    else:
+        raise ConfigError(f"trainer.devices={cfg.trainer.devices}; give a number of processes, or null for the layout's")
+    return place(layouts, world)
+
+
+def strategy(
+    layouts: Mapping[str, ModuleLayout],
+    *,
+    recompute: list[str],
+    start_method: str,
+    process_group_backend: str | None,
+    timeout_minutes: float,
+    async_checkpoint: bool,
+) -> HeteroStrategy:
+    """HeteroStrategy from the fields of ``strategy``."""
+    return HeteroStrategy(
+        layouts,
+        recompute=recompute,
+        start_method=start_method,
+        process_group_backend=process_group_backend,
+        timeout=timedelta(minutes=timeout_minutes),
+        async_checkpoint=async_checkpoint,
+    )
+
+
+def datamodule(cfg: DictConfig) -> MultimodalDataModule:
+    """The data module; the first process writes the data set before, if it is made here, and indexes it."""
+    if cfg.data.write is not None:
+        if rank() == 0:
+            hydra.utils.instantiate(cfg.data.write)
+        else:
+            _wait_for(Path(cfg.data.write.folder))
+    data: MultimodalDataModule = hydra.utils.instantiate(cfg.data.module, _convert_="all")
+    if rank() == 0:
+        data.prepare_data()
+    return data
+
+
+def model_maker(cfg: DictConfig, data: MultimodalDataModule) -> Callable[[], MultimodalModel]:
+    """What makes the model; language models without a ``vocab_size`` get the tokenizer's."""
+    node = cfg.model.copy()
+    with open_dict(node):
+        for module in node.modules.values():
+            if "vocab_size" in module and module.vocab_size is None:
+                module.vocab_size = data.tokenizer.vocab_size
+    node._set_parent(cfg)  # for interpolations
+    # Lists and mappings become plain ones: libraries do not know OmegaConf's.
+    return lambda: hydra.utils.instantiate(node, _convert_="all")
+
+
+def check_model(make: Callable[[], MultimodalModel], data: MultimodalDataModule, placed: Placement) -> None:
+    """Build the model without memory and refuse what would fail on the ranks.
+
+    Raises:
+        ConfigError, DataError, LayoutError, ModelError: model, data and layouts do not fit together.
+    """
+    with torch.device("meta"):
+        modules = make().modules_by_name
+    check_all(modules, dict(placed.layouts))
+    if set(modules) != set(data.modules):
+        raise ConfigError(
+            f"the model has the modules {', '.join(modules)}, but data.module feeds {', '.join(data.modules)};"
+            " use the same names in model.modules, data.module.processors and data.module.consumers"
+        )
+    vocabulary = data.tokenizer.vocab_size
+    for name in data.consumers:
+        for parameter, tensor in modules[name].named_parameters():
+            if "embed" in parameter and tensor.dim() == 2 and tensor.shape[0] < vocabulary:
+                raise ConfigError(
+                    f"model.modules.{name}: the embedding has {tensor.shape[0]} rows, but the tokenizer has {vocabulary}"
+                    f" ids; set vocab_size to at least {vocabulary}"
+                )
+    for index in data.indices.values():
+        for name, table in index.items.items():
+            encoder = modules[name]
+            if not isinstance(encoder, Encoder) or not len(table.rows):
+                continue
+            expected = encoder.output_rows(np.asarray(table.sizes))
+            wrong = np.flatnonzero(expected != table.rows)
+            if len(wrong):
+                first = int(wrong[0])
+                raise DataError(
+                    f"{index.path(name, first)}: data.module.processors.{name} makes {table.rows[first]} rows of it but"
+                    f" model.modules.{name} makes {expected[first]}; use the same merge or stack in both"
+                )
+
+
+def trainer(cfg: DictConfig, placed: Placement, **more: Any) -> L.Trainer:
+    """A Trainer; ``devices`` follow from the placement."""
+    nodes = int(cfg.trainer.num_nodes)
+    options = OmegaConf.merge(cfg.trainer, {"devices": placed.world_size // nodes})
+    assert isinstance(options, DictConfig)
+    return call("trainer", options, L.Trainer, **more)
+
+
+def _targets(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:
+    """Every node with a ``_target_``, and its path."""
+    if isinstance(node, DictConfig) and not OmegaConf.is_missing({"x": node}, "x"):
+        if "_target_" in node:
+            yield path, node
+        for key in node:
+            if not OmegaConf.is_interpolation(node, key) and not OmegaConf.is_missing(node, key):
+                yield from _targets(node[key], f"{path}.{key}".lstrip("."))
+    elif isinstance(node, ListConfig):
+        for number, entry in enumerate(node):
+            yield from _targets(entry, f"{path}[{number}]")
+
+
+def _fields(path: str, node: DictConfig, function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        _only(path, node, [n for n, p in parameters.items() if p.kind is not p.VAR_POSITIONAL])
+
+
+def _only(path: str, node: DictConfig, names: tuple[str, ...] | list[str]) -> None:
+    unknown = [str(k) for k in node if k not in names and not str(k).startswith("_")]
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"the fields are {', '.join(names)}"
+        raise ConfigError(f"{path or 'configuration'}: no field '{unknown[0]}'; {hint}")
+
+
+def _wait_for(folder: Path, seconds: float = 1800.0) -> None:
+    """Until the first process has written the data; it appears all at once."""
+    end = time.monotonic() + seconds
+    while not folder.is_dir() and time.monotonic() < end:
+        time.sleep(0.2)

@@ -1,0 +1,181 @@
+"""From a command line to a task: one run folder for all ranks, and one clear message where the input is wrong."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import NoReturn
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import InstantiationException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from hetero_strategy.errors import CheckpointError, ConfigError, HeteroError
+from hetero_strategy.launch import die_with_parent
+
+CONF = str(Path(__file__).parent.parent / "conf")
+SAVED = Path(".hydra") / "config.yaml"
+PATIENCE = 3.0
+"""Seconds that ranks above 0 hold back a message: where rank 0 has the same one, it ends them in that time."""
+
+
+def rank() -> int:
+    """Global rank of this process before any process group exists."""
+    env = os.environ
+    return int(env.get("RANK") or env.get("SLURM_PROCID") or env.get("LOCAL_RANK") or 0)
+
+
+def external() -> bool:
+    """Whether torchrun or SLURM started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+
+
+def start(task: Callable[[], None]) -> None:
+    """Run a hydra main so that all ranks share a run folder and none outlives the first."""
+    if "LOCAL_RANK" in os.environ and not external():
+        die_with_parent()  # before the slow imports: rank 0 may be killed while this process is still starting
+    try:
+        sys.argv[1:] = with_run_folder(sys.argv[1:])
+    except HeteroError as error:
+        fail(error)
+    task()
+
+
+def one_message(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
+    """Turn a person's error into one message and a non-zero exit; other exceptions keep their traceback."""
+
+    @functools.wraps(task)
+    def run(cfg: DictConfig) -> None:
+        try:
+            task(cfg)
+        except OmegaConfBaseException as error:
+            fail(ConfigError(str(error).splitlines()[0]))
+        except (HeteroError, InstantiationException) as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, HeteroError):
+                cause = cause.__cause__
+            if cause is None:
+                raise
+            fail(cause)
+
+    return run
+
+
+def fail(error: HeteroError) -> NoReturn:
+    """Print the message, once over all ranks, and end this process."""
+    sys.stdout.flush()
+    if rank():
+        time.sleep(PATIENCE)
+    print(f"\nerror: {error}", file=sys.stderr, flush=True)
+    os._exit(1)  # not sys.exit: threads of a process group must not hold the end up
+
+
+# ---- run folders -----------------------------------------------------------------------------------------------------
+
+
+def run_folder() -> Path:
+    """Of this run."""
+    return Path(HydraConfig.get().runtime.output_dir)
+
+
+def with_run_folder(arguments: list[str]) -> list[str]:
+    """Command-line arguments with ``hydra.run.dir`` where hydra's own choice would not do: when resuming, and where
+    every rank composes its configuration at another second.
+
+    Raises:
+        ConfigError: ``resume=`` names neither a run folder nor a checkpoint in one.
+    """
+    given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    added = []
+    if resume := given.get("resume", "").strip("'\"").replace("null", ""):
+        added += [f'hydra.run.dir="{folder_of(resume)}"', "hydra.output_subdir=null"]
+    elif external() and not {"hydra.run.dir", "hydra.sweep.dir"} & set(given):
+        added.append(f'hydra.run.dir="{_agreed(datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S"))}"')
+        added += ["hydra.output_subdir=null"] if rank() else []
+    return [*arguments, *(a for a in added if a.split("=")[0] not in given)]
+
+
+def _agreed(mine: str) -> str:
+    """Rank 0's value on every rank, through the store that torchrun keeps; SLURM's job number says it all."""
+    env = os.environ
+    if "SLURM_JOB_ID" in env:
+        return f"outputs/slurm-{env['SLURM_JOB_ID']}"
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return mine
+    from torch.distributed import TCPStore
+
+    store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False)
+    key = f"hetero_strategy/run_folder/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if not rank():
+        store.set(key, mine)
+    return str(store.get(key).decode())
+
+
+def folder_of(run: str | Path) -> Path:
+    """Run folder of a run folder or of a checkpoint in it, absolute.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    path = Path(run).expanduser().absolute()
+    for folder in (path, *path.parents[:2]):
+        if (folder / SAVED).is_file():
+            return folder
+    raise ConfigError(f"{run}: not a run folder ({SAVED} is missing) nor a checkpoint in one; give outputs/<date>/<time>")
+
+
+def checkpoint_of(run: str | Path, *names: str) -> Path:
+    """The checkpoint that ``run`` is, or the first of ``names`` in its folder that exists.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path, folder = Path(run).expanduser().absolute(), folder_of(run)
+    choices = [path] if path != folder else [folder / "checkpoints" / name for name in names]
+    for choice in choices:
+        if choice.is_dir() or choice.with_name(choice.name + ".old").is_dir():
+            return choice
+    raise CheckpointError(f"{run}: no checkpoint ({', '.join(c.name for c in choices)}) was written yet; start anew")
+
+
+def saved_configuration(cfg: DictConfig, run: str | Path) -> DictConfig:
+    """The configuration of a run, with what this command line changes.
+
+    Args:
+        cfg: composed from this command line.
+        run: run folder or checkpoint.
+
+    Raises:
+        ConfigError: the command line changes the experiment, or what the run's configuration has no place for.
+    """
+    saved = OmegaConf.load(folder_of(run) / SAVED)
+    assert isinstance(saved, DictConfig)
+    overrides = OverridesParser.create().parse_overrides(list(HydraConfig.get().overrides.task))
+    with open_dict(saved):
+        for name in set(cfg) - set(saved):  # fields of `evaluate`, or of a newer version
+            saved[name] = cfg[name]
+        for override in overrides:
+            key = str(override.key_or_group).replace("/", ".").split("@")[0]
+            if key == "experiment":
+                raise ConfigError(f"experiment: {run} has its configuration; name the fields to change one by one")
+            OmegaConf.update(saved, key, OmegaConf.select(cfg, key), merge=False)
+    OmegaConf.set_struct(saved, True)
+    return saved
+
+
+def command(module: str, **arguments: object) -> str:
+    """A command line to copy, with paths relative to the working directory where they lie below it."""
+    shown = []
+    for name, value in arguments.items():
+        path = Path(str(value))
+        value = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else value
+        shown.append(shlex.quote(f"{name}={value}"))
+    return " ".join(["python -m", module, *shown])

@@ -1,0 +1,83 @@
+"""The LightningModule of all recipes: an ordinary one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from hetero_strategy.data.batch import Batch
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.model import MultimodalModel
+
+
+class LitMultimodal(L.LightningModule):
+    """A multimodal language model that learns to answer.
+
+    Args:
+        make_model: called once per process, in `configure_model`.
+        optimizer: arguments of :func:`adamw_cosine`.
+    """
+
+    def __init__(self, make_model: Callable[[], MultimodalModel], optimizer: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.make_model = make_model
+        self.optimizer = dict(optimizer)
+        self.model: MultimodalModel | None = None
+
+    def configure_model(self) -> None:
+        """Build the model where the strategy wants it."""
+        if self.model is None:
+            self.model = self.make_model()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Loss of a global batch."""
+        out = self.model(batch)
+        self.log("train/loss", out.loss, prog_bar=True)
+        self.log("train/accuracy", out.accuracy, prog_bar=True)
+        return out.loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        """Loss and exact match; the predicted tokens are for callbacks."""
+        out = self.model(batch)
+        self.log("val/loss", out.loss, batch_size=len(batch), sync_dist=True)
+        self.log("val/exact_match", out.exact_match, batch_size=len(batch), prog_bar=True, sync_dist=True)
+        return {"predictions": out.predictions}
+
+    def configure_optimizers(self) -> Any:
+        """AdamW, with warm-up and cosine decay over all steps of the run."""
+        steps = self.trainer.estimated_stepping_batches
+        if not math.isfinite(steps):
+            raise ConfigError("trainer: the learning rate decays over the run, so give max_steps or max_epochs")
+        optimizer, scheduler = adamw_cosine(self, int(steps), **self.optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def adamw_cosine(
+    module: torch.nn.Module,
+    steps: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    warmup_steps: int,
+    final_lr: float,
+) -> tuple[AdamW, LambdaLR]:
+    """AdamW that decays matrices only; the rate rises linearly, then falls as a cosine to ``final_lr * lr``."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+    def rate(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+        return final_lr + (1 - final_lr) * 0.5 * (1 + math.cos(math.pi * done))
+
+    optimizer = AdamW(groups, lr=lr, betas=(betas[0], betas[1]))
+    return optimizer, LambdaLR(optimizer, rate)

@@ -1,0 +1,100 @@
+"""Any layout, same gradients: every placement against the one-process run of the same LightningModule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed.harness import Pool
+from tests.distributed.scenario import Job, Result, data, train, train_on_rank, worst_gradient, worst_loss
+
+CURVE = 1e-5
+"""Relative difference of any loss of 20 steps, fp32."""
+FP32, FP64 = 1e-5, 1e-10
+"""Relative error of any parameter's first-step gradient."""
+
+
+@dataclass(frozen=True)
+class Case:
+    world: int
+    layouts: dict[str, dict[str, Any]]
+    options: dict[str, Any]
+
+
+def case(world: int, options: dict[str, Any] | None = None, **layouts: dict[str, Any]) -> Case:
+    return Case(world, layouts, options or {})
+
+
+def on(*ranks: int, **degrees: int) -> dict[str, Any]:
+    return {"ranks": list(ranks), **degrees}
+
+
+CASES = {
+    "colocated, equal": case(2, vision=on(0, 1), audio=on(0, 1), llm=on(0, 1)),
+    "vision dp4, llm tp2 dp2": case(4, vision=on(0, 1, 2, 3), audio=on(0, 1, 2, 3), llm=on(0, 1, 2, 3, tp=2)),
+    "disjoint dp3 to dp2": case(5, vision=on(0, 1, 2), audio=on(2, dp_shard=1), llm=on(3, 4)),
+    "tp2 to tp1": case(3, vision=on(0, 1, tp=2), audio=on(0, 1, tp=2), llm=on(2)),
+    "tp1 to tp2": case(3, vision=on(0), audio=on(0), llm=on(1, 2, tp=2)),
+    "tp2 dp2 to tp4": case(4, vision=on(0, 1, 2, 3, tp=2), audio=on(0, 2, tp=2), llm=on(0, 1, 2, 3, tp=4)),
+    "mixed": case(3, vision=on(0, 1), audio=on(2), llm=on(0, 1)),
+    "partly overlapping, replicated": case(3, vision=on(0, 1, dp_replicate=2), audio=on(1, 2), llm=on(0, 2, dp_replicate=2)),
+    "hybrid sharding": case(4, vision=on(0, 1, 2, 3, dp_replicate=2), audio=on(3), llm=on(0, 1, 2, 3, dp_replicate=2)),
+    "idle rank": case(4, vision=on(0, 3), audio=on(3), llm=on(0, 1, tp=2)),
+    "frozen encoder": case(3, {"freeze": ("vision", "audio.backbone")}, vision=on(0), audio=on(0, 1), llm=on(1, 2)),
+    "frozen llm": case(3, {"freeze": ("llm",)}, vision=on(0, 2), audio=on(1), llm=on(1, 2)),
+    "two consumers": case(
+        3, {"consumers": ("llm", "caption")}, vision=on(0, 1), audio=on(2), llm=on(1, 2, tp=2), caption=on(0)
+    ),
+    "hf llama tp2, replicated rows": case(3, {"lm": "hf_llama"}, vision=on(0, 1, 2), audio=on(2), llm=on(0, 1, tp=2)),
+    "hf qwen3 fsdp": case(2, {"lm": "hf_qwen3"}, vision=on(0, 1), audio=on(1), llm=on(0, 1)),
+}  # fmt: skip
+"""Everything the layouts may do: sizes that do not divide, tensor parallel on both sides, mixed and idle ranks."""
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return data(tmp_path_factory.mktemp("parity") / "digits")
+
+
+_references: dict[str, Result] = {}
+
+
+def reference(job: Job) -> Result:
+    key = repr(job)
+    if key not in _references:
+        _references[key] = train(job)
+    return _references[key]
+
+
+def several(rank: int, world: int, jobs: list[Job]) -> list[Result]:
+    return [train_on_rank(rank, world, job) for job in jobs]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_curve_and_gradients(pool: Pool, digits: Path, name: str) -> None:
+    chosen = CASES[name]
+    curve = Job(str(digits), **chosen.options)
+    exact = replace(curve, steps=1, precision="64-true")
+    broken = [replace(exact, damage="forward:0")]
+    if not any(part in ("vision", "llm") for part in curve.freeze):
+        broken.append(replace(exact, damage="backward:0"))
+    jobs = [curve, exact, *broken]
+    runs = pool.run(
+        chosen.world, several, [replace(j, layouts=chosen.layouts) for j in jobs], timeout=240
+    )
+    by_job = list(zip(*runs, strict=True))
+    expected = reference(curve)
+    assert worst_loss(expected, by_job[0]) <= CURVE
+    error, where = worst_gradient(expected, by_job[0])
+    assert error <= FP32, where
+    for result in by_job[0]:
+        np.testing.assert_allclose(result.metrics, expected.metrics, atol=1e-6)
+    error, where = worst_gradient(reference(exact), by_job[1])
+    assert error <= FP64, where
+    for job, damaged in zip(broken, by_job[2:], strict=True):
+        error, _ = worst_gradient(reference(exact), damaged)
+        assert error > 1e-3, f"{job.damage} went unnoticed"
