@@ -28,10 +28,13 @@ import numpy as np
 import torch
 
 from benchmarks.common import arguments, ragged_step, report, write_json
+from benchmarks.counting import counted
 from benchmarks.gather_then_slice import MIMO, Moved, refuses
+from hetero_strategy.boundary import exchange
 from hetero_strategy.boundary.route import Side, least_rows, route
-from hetero_strategy.data.plan import EdgeBlocks, edge_blocks, plan_step
+from hetero_strategy.data.plan import EdgeBlocks, edge_blocks, plan_step, round_robin
 from hetero_strategy.layout import ModuleLayout, Placement, place
+from tests.distributed.harness import Pool
 
 ASSIGNMENTS = ("aligned", "round_robin")
 """aligned: contiguous samples, and items on the instance of their sample, as Megatron has it. round_robin: items are
@@ -110,7 +113,7 @@ def edge_of(pair: Pair, assignment: str, samples: int, seed: int = 0) -> Edge:
         placement.instances(),
         ("llm",),
         row_multiple={"llm": tp} if pair.sequence else {},
-        **({"assign": aligned} if assignment == "aligned" else {}),
+        assign=aligned if assignment == "aligned" else round_robin,
     )
     assignments = plan.microbatches[0].assignments
     source = Side(placement.layouts["encoder"].instances(), assignments["encoder"].totals())
@@ -143,21 +146,19 @@ def planned(edge: Edge, row_bytes: int) -> dict[str, Any]:
 
 
 Who = Literal["ours", "peer"]
+WHO: tuple[Who, Who] = ("ours", "peer")
 
 
 def run_on_rank(rank: int, world: int, edge: Edge, width: int, rounds: int) -> dict[Who, dict[str, Any]]:
     """Both exchanges on one rank, in turns: rows and gradients checked against each other, bytes counted, timed."""
-    from benchmarks.counting import counted
-    from hetero_strategy.boundary import exchange as ours
-
-    side = ours.Edge(
+    side = exchange.Edge(
         route=route(edge.blocks, edge.source, edge.target, rank),
         width=width,
         dtype=torch.float32,
         device=torch.device("cpu"),
         group=torch.distributed.group.WORLD,
         tag=0,
-        in_flight=ours.InFlight(),
+        in_flight=exchange.InFlight(),
     )
     peer = MIMO(edge.blocks, edge.source, edge.target).on_rank(rank)
     rows = tagged(edge.source, rank, width)
@@ -167,9 +168,9 @@ def run_on_rank(rank: int, world: int, edge: Edge, width: int, rounds: int) -> d
         torch.distributed.barrier()
         start = time.perf_counter()
         if who == "ours":
-            out = ours.move(side.route.forward, rows, side)
+            out = exchange.move(side.route.forward, rows, side)
             middle = time.perf_counter()
-            back = ours.move(side.route.backward, grad, side)
+            back = exchange.move(side.route.backward, grad, side)
             side.in_flight.drain()
         else:
             out = peer.forward(rows)
@@ -179,7 +180,7 @@ def run_on_rank(rank: int, world: int, edge: Edge, width: int, rounds: int) -> d
 
     results: dict[Who, dict[str, Any]] = {}
     first = {}
-    for who in ("ours", "peer"):
+    for who in WHO:
         with counted() as bytes_sent:
             first[who] = step(who)
         results[who] = {"bytes": bytes_sent(), "forward": [], "backward": []}
@@ -187,7 +188,7 @@ def run_on_rank(rank: int, world: int, edge: Edge, width: int, rounds: int) -> d
         if not torch.equal(mine, theirs):
             raise RuntimeError(f"{edge.pair.name}: rank {rank} got other rows from the two protocols")
     for _ in range(rounds):
-        for who in ("ours", "peer"):
+        for who in WHO:
             *_, forward, backward = step(who)
             results[who]["forward"].append(forward)
             results[who]["backward"].append(backward)
@@ -195,27 +196,24 @@ def run_on_rank(rank: int, world: int, edge: Edge, width: int, rounds: int) -> d
 
 
 def tagged(side: Side, rank: int, width: int) -> torch.Tensor:
-    """Rows that say whose they are, equal on all replicas: ``[rows, width]``; none where the rank is not of the side."""
+    """Rows that say whose they are, equal on all replicas, ``[rows, width]``; none on a rank of another side."""
     where = np.argwhere(side.instances == rank)
     if not len(where):
         return torch.empty(0, width)
     instance, shard = (int(x) for x in where[0])
-    rows = torch.arange(int(side.totals[instance]), dtype=torch.float32) + 4096.0 * (instance + 1)
+    rows = torch.arange(int(side.totals[instance]), dtype=torch.float32) + 2.0**18 * (instance + 1)
     if side.sharded:
         rows = rows.chunk(side.instances.shape[1])[shard]
     return rows[:, None].repeat(1, width)
 
 
-def run(edges: Sequence[Edge], width: int, rounds: int) -> list[dict[str, Any]]:
+def run(edges: Sequence[Edge], width: int, rounds: int, pool: Pool) -> list[dict[str, Any]]:
     """Real exchanges on gloo; bytes are summed over ranks, times are of the slowest rank."""
-    from tests.distributed.harness import Pool
-
-    pool = Pool()
     found = []
     for edge in edges:
         ranks = pool.run(edge.pair.world, run_on_rank, edge, width, rounds)
         one: dict[str, Any] = {"pair": edge.pair.name}
-        for who in ("ours", "peer"):
+        for who in WHO:
             slowest = [np.max([r[who][way] for r in ranks], axis=0) for way in ("forward", "backward")]
             one[who] = {
                 "bytes": sum(r[who]["bytes"] for r in ranks),
@@ -228,8 +226,13 @@ def run(edges: Sequence[Edge], width: int, rounds: int) -> list[dict[str, Any]]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Count, print, write."""
+def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> None:
+    """Count, print, write.
+
+    Args:
+        argv: the command line.
+        pool: starts the processes of ``--run``.
+    """
     parser = arguments(__doc__)
     parser.add_argument("--width", type=int, default=4096, help="of a row (default 4096, bf16)")
     parser.add_argument("--samples", type=int, default=64, help="of the global batch (default 64)")
@@ -264,11 +267,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not given.run:
             continue
         small = [e for e in edges if e.pair.world <= RUN_RANKS]
-        runs = run(small, given.run_width, given.rounds)
+        runs = run(small, given.run_width, given.rounds, pool or Pool())
         results["run"][assignment] = runs
         for e, one in zip(small, runs, strict=True):
             line = planned(e, 4 * given.run_width)
-            for who in ("ours", "peer"):
+            for who in WHO:
                 one[who]["planned_bytes"] = sum(line[who].values())
         report(
             "boundary_bytes",
@@ -277,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             [
                 (
                     one["pair"],
-                    *(x for who in ("ours", "peer") for x in _counted(one[who])),
+                    *(x for who in WHO for x in _counted(one[who])),
                     one["ours"]["ms"],
                     one["peer"]["ms"],
                     one["peer_over_ours_time"],

@@ -22,7 +22,12 @@ Draw = Callable[[np.random.Generator, int], np.ndarray]
 
 
 def ragged_step(
-    seed: int, samples: int, encoders: Mapping[str, Draw], *, items: tuple[int, int] = (0, 3), text: tuple[int, int] = (16, 128)
+    seed: int,
+    samples: int,
+    encoders: Mapping[str, Draw],
+    *,
+    items: tuple[int, int] = (0, 3),
+    text: tuple[int, int] = (16, 128),
 ) -> StepMetadata:
     """Metadata of one global batch: per sample some items of every encoder, then text of which every token has a loss.
 
@@ -69,7 +74,9 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def report(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> None:
+def report(
+    name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()
+) -> None:
     """Print one table; all columns but the first are right-aligned."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for number, column in enumerate(columns):

@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import numpy as np
@@ -57,7 +57,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(128, (32, 1), (32, 1), 4, (1, 2), (4, 8)),
-    "small": Size(2048, (192, 4), (384, 6), 6, (3, 6), (32, 96)),
+    "small": Size(2048, (192, 4), (384, 6), 4, (2, 4), (16, 48)),
     "base": Size(32000, (768, 12), (1024, 16), 16, (6, 12), (128, 512)),  # above 300M parameters
 }
 
@@ -137,6 +137,7 @@ class Lit(L.LightningModule):
             self.model = model_of(self.size)
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        assert self.model is not None
         loss = self.model(batch).loss
         self.losses.append(loss.detach())
         self.log("train/loss", loss)
@@ -153,8 +154,8 @@ def with_trainer(
 
     def train(loader: Any) -> None:
         trainer = L.Trainer(
-            accelerator=device, devices=1, strategy=strategy(), precision=precision, max_epochs=1, logger=False,
-            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+            accelerator=device, devices=1, strategy=strategy(), precision=cast(Any, precision), max_epochs=1,
+            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         )  # fmt: skip
         trainer.fit(Lit(size, losses), train_dataloaders=loader)
 

@@ -23,12 +23,12 @@ OwnedBy = Callable[[Optimizer], Sequence[Owned]]
 
 class _GlobalClipping:
     owned_by: OwnedBy
-    device: torch.device
+    norm_device: torch.device
     last_norm: torch.Tensor | None = None
     """Global norm before the last clipping."""
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        self.last_norm = clip_by_norm(self.owned_by(optimizer), float(clip_val), self.device)
+        self.last_norm = clip_by_norm(self.owned_by(optimizer), float(clip_val), self.norm_device)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_by_value(self.owned_by(optimizer), float(clip_val))
@@ -69,13 +69,14 @@ def stand_in(plugin: Precision) -> Precision:
     if type(plugin) not in _STAND_IN:
         names = "32-true, bf16-mixed, bf16-true, 16-mixed, 16-true or 64-true"
         raise ConfigError(f"HeteroStrategy: precision plugin {type(plugin).__name__} is not supported; use {names}")
-    made = _STAND_IN[type(plugin)].__new__(_STAND_IN[type(plugin)])
+    kind = _STAND_IN[type(plugin)]
+    made: Precision = object.__new__(kind)
     made.__dict__.update(plugin.__dict__)
     scaler = getattr(made, "scaler", None)
     if scaler is not None:
         synced = SyncedGradScaler(scaler._device, enabled=scaler.is_enabled())
         synced.load_state_dict(scaler.state_dict())
-        made.scaler = synced
+        made.scaler = synced  # type: ignore[attr-defined]
     return made
 
 
@@ -107,6 +108,8 @@ class SyncedGradScaler(torch.amp.GradScaler):
 
         Works on local shards, so parameters of several meshes may share an optimizer.
         """
+        if not self._enabled:
+            return
         state: dict[str, Any] = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is not torch.amp.grad_scaler.OptState.READY:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")

@@ -1,8 +1,9 @@
-"""`HeteroStrategy`: the only room that speaks Lightning's Strategy protocol. It delegates; the work is in other rooms."""
+"""`HeteroStrategy`: the only room that speaks Lightning's Strategy protocol. It delegates to the other rooms."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,16 +17,24 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
+from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ThroughputMonitor, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, RandomSampler
 from torchmetrics import Metric
 
 from hetero_strategy.checkpoint.training import TrainingState
@@ -34,8 +43,9 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.launch import (
     START_METHODS,
     MultiProcessingLauncher,
+    ScriptLauncher,
     check_process_count,
-    die_with_parent,
+    die_with_script,
     lost_another_rank,
     wait_for_the_end,
 )
@@ -49,6 +59,17 @@ from hetero_strategy.precision import SyncedGradScaler, stand_in, wire_dtype
 from hetero_strategy.schedule.executor import Executor
 from hetero_strategy.schedule.order import graph
 from hetero_strategy.schedule.step import StepRunner
+
+ROW_ALIGNMENT = 32
+"""A tensor-parallel consumer's rows per rank are a multiple of this. Sequence parallelism needs a multiple of 1; few
+distinct sizes also let DTensor reuse its sharding decisions instead of making them anew for every ragged batch."""
+
+REFUSED_CALLBACKS: dict[type, str] = {
+    WeightAveraging: "copies the whole model on every rank, and no rank has it; remove the callback",
+    StochasticWeightAveraging: "copies the model before it is built in configure_model; remove the callback",
+    ModelPruning: "ranks weights of whole parameters, of which a rank has a part; remove the callback",
+    BaseFinetuning: "changes what trains during the run; use MultimodalModel(freeze=...) and a run per phase",
+}
 
 
 class HeteroStrategy(ParallelStrategy):
@@ -114,15 +135,11 @@ class HeteroStrategy(ParallelStrategy):
 
     @property
     def row_multiple(self) -> dict[str, int]:
-        """Modules whose rows per instance must be a multiple of this (sequence parallelism); empty before ``setup``."""
-        if self._multimodal is None:
+        """Consumers whose rows per instance are padded to a multiple of this; empty before ``setup``."""
+        if self._multimodal is None or self._placement is None:
             return {}
-        modules = self._multimodal.modules_by_name
-        return {
-            n: layout.tp
-            for n, layout in (self._placement.layouts if self._placement else {}).items()
-            if layout.tp > 1 and modules[n].sequence_parallel
-        }
+        layouts = self._placement.layouts
+        return {n: layouts[n].tp * ROW_ALIGNMENT for n in self._multimodal.consumers() if layouts[n].tp > 1}
 
     # ---- identity and processes ------------------------------------------------------------------------------------
 
@@ -156,7 +173,8 @@ class HeteroStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utilities_rank_zero_only.rank = self.global_rank
+        for only in (rank_zero_only, utilities_rank_zero_only):
+            cast(Any, only).rank = self.global_rank
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -165,19 +183,20 @@ class HeteroStrategy(ParallelStrategy):
         if self._layouts is not None:
             self._placement = place(self._layouts, world_size)
         if self.cluster_environment.creates_processes_externally:
+            die_with_script()
             return
         if self._start_method == "popen":
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
             self._launcher = MultiProcessingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
 
     def setup_environment(self) -> None:
+        if self.lightning_module is not None:
+            self._refuse(self.lightning_module.trainer)
         super().setup_environment()
         assert self.cluster_environment is not None
         reset_seed()
         self.set_world_ranks()
-        if self._launcher is not None and self.local_rank:
-            die_with_parent()
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
 
@@ -202,7 +221,6 @@ class HeteroStrategy(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._refuse(trainer)
         for loop in (
             trainer.fit_loop.epoch_loop.val_loop,
             trainer.validate_loop,
@@ -210,8 +228,8 @@ class HeteroStrategy(ParallelStrategy):
             trainer.predict_loop,
         ):
             loop.inference_mode = False  # FSDP2 cannot train after a forward under inference_mode
-        if self._runner is None:
-            self._setup_model(self.lightning_module)
+        if self._multimodal is None or all(m is not self._multimodal for m in self.lightning_module.modules()):
+            self._build(self.lightning_module)
         assert self._multimodal is not None and self._runner is not None
         self._multimodal.attach(self._runner)
         for metric in self.lightning_module.modules():
@@ -222,12 +240,19 @@ class HeteroStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def _setup_model(self, module: LightningModule) -> None:
+    def _build(self, module: LightningModule) -> None:
         found = [(n, m) for n, m in module.named_modules() if isinstance(m, MultimodalModel)]
         if len(found) != 1:
             raise ConfigError(
                 f"HeteroStrategy: {type(module).__name__} holds {len(found)} MultimodalModels after configure_model();"
                 " it needs exactly one, built in configure_model()"
+            )
+        filled = next((n for n, p in found[0][1].named_parameters() if not p.is_meta), None)
+        if filled is not None:
+            raise ConfigError(
+                f"HeteroStrategy: parameter '{filled}' of the model has values already, which would be lost; build the"
+                " model in configure_model() and not in __init__(), and go on with a trained one in the Trainer that"
+                " trained it, or in a new LightningModule with ckpt_path"
             )
         self._prefix, self._multimodal = found[0]
         self.model = self.precision_plugin.convert_module(module)
@@ -271,14 +296,18 @@ class HeteroStrategy(ParallelStrategy):
         }
         model = self._multimodal
         self._runner = StepRunner(
-            executor, [o.parameter for o in self._owned.values()], self._seed_scale, lambda: model.training
+            executor,
+            [o.parameter for o in self._owned.values()],
+            self._seed_scale,
+            lambda: model.training,
+            self._about_to_zero_gradients,
         )
         self._training_state = TrainingState(
             self._prefix, modules, owned, group=registry.background, asynchronous=self._async_checkpoint
         )
         plugin = cast(Any, self.precision_plugin)
         plugin.owned_by = self.owned_by
-        plugin.device = self.root_device
+        plugin.norm_device = self.root_device
 
     def _move_rest(self, module: LightningModule) -> None:
         """Whatever the LightningModule holds besides the model (metrics, buffers) goes to this rank's device."""
@@ -288,11 +317,12 @@ class HeteroStrategy(ParallelStrategy):
 
     def _refuse(self, trainer: Trainer) -> None:
         callbacks = cast(list[Any], trainer.callbacks)  # type: ignore[attr-defined]
-        if any(isinstance(c, WeightAveraging) for c in callbacks):
-            raise ConfigError(
-                "HeteroStrategy: Lightning's WeightAveraging copies the whole model on every rank, and no rank has it;"
-                " remove the callback"
-            )
+        for callback in callbacks:
+            for kind, why in REFUSED_CALLBACKS.items():
+                if isinstance(callback, kind):
+                    raise ConfigError(f"HeteroStrategy: Lightning's {type(callback).__name__} {why}")
+        # A sampler put in by Lightning shuffles training data even where it is not to be shuffled.
+        trainer._accelerator_connector.use_distributed_sampler = False
         if any(isinstance(c, ThroughputMonitor) for c in callbacks):
             rank_zero_warn(
                 "Lightning's ThroughputMonitor multiplies by the number of processes, but one batch here spans all of"
@@ -302,12 +332,28 @@ class HeteroStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
-        mixed = len({type(o.parameter) for o in self._owned.values()}) > 1
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                if mixed and (group.get("foreach") or group.get("fused")):
-                    group["foreach"] = group["fused"] = False
+            # Or Lightning and torch leave unscaling to the optimizer, which only looks at this rank's gradients.
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                cast(Any, optimizer)._step_supports_amp_scaling = False
+        self._choose_kernels()
+
+    def _choose_kernels(self) -> None:
+        """Let an optimizer loop over parameters where one of its groups has sharded and unsharded ones on some rank.
+
+        Multi-tensor kernels take either kind, not both; on CUDA torch would choose them unasked. All ranks do the same,
+        or copies of a parameter would drift apart by rounding.
+        """
+        for group in (g for o in self.optimizers for g in o.param_groups):
+            if group.get("foreach", False) is False and not group.get("fused"):
+                continue
+            kinds = {type(self._owned[id(p)].parameter) for p in group["params"] if id(p) in self._owned}
+            if self.reduce_boolean_decision(len(kinds) > 1, all=False):
+                if group.get("foreach") or group.get("fused"):
                     rank_zero_warn("foreach/fused is off where sharded and unsharded parameters share a group")
+                group["foreach"] = False
+                if "fused" in group:
+                    group["fused"] = False
 
     def owned_by(self, optimizer: Optimizer) -> list[Owned]:
         """Parameters of an optimizer that this rank owns."""
@@ -315,7 +361,17 @@ class HeteroStrategy(ParallelStrategy):
 
     def _seed_scale(self) -> torch.Tensor | None:
         scaler = getattr(self.precision_plugin, "scaler", None)
-        return scaler.scale_tensor(self.root_device) if isinstance(scaler, SyncedGradScaler) else None
+        if isinstance(scaler, SyncedGradScaler) and scaler.is_enabled():
+            return scaler.scale_tensor(self.root_device)
+        return None
+
+    def _about_to_zero_gradients(self) -> bool:
+        """Whether Lightning zeroes the gradients before this step's backward, so that nobody needs them any more."""
+        module = self.lightning_module
+        if module is None or not module.automatic_optimization or is_overridden("optimizer_zero_grad", module):
+            return False
+        trainer = module.trainer
+        return trainer.training and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
     def model_to_device(self) -> None:
         pass
@@ -326,14 +382,29 @@ class HeteroStrategy(ParallelStrategy):
             return batch.to(device or self.root_device)
         return super().batch_to_device(batch, device, dataloader_idx)
 
+    def process_dataloader(self, dataloader: object) -> object:
+        """Refuse a shuffled DataLoader: ranks would draw different samples."""
+        sampler = dataloader.sampler if isinstance(dataloader, DataLoader) else None
+        if isinstance(sampler, RandomSampler) and sampler.generator is None:
+            raise ConfigError(
+                "HeteroStrategy: DataLoader(shuffle=True) draws from each process's own random numbers, but all ranks"
+                " walk the same batches; use MultimodalDataModule, or give the DataLoader a seeded generator"
+            )
+        return dataloader
+
     # ---- collectives over the world --------------------------------------------------------------------------------
 
+    def _together(self) -> bool:
+        """Whether the other ranks come to a collective too: after an exception on this one they may not."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        return _distributed_is_initialized() and (trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED)
+
     def barrier(self, name: str | None = None) -> None:
-        if _distributed_is_initialized():
+        if self._together():
             dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
+        if not self._together():
             return obj
         boxed = [obj]
         dist.broadcast_object_list(boxed, src)
@@ -341,7 +412,7 @@ class HeteroStrategy(ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce a logged value. All ranks log the value of the one global batch, so its sum is the value itself."""
-        if not isinstance(tensor, torch.Tensor) or not _distributed_is_initialized():
+        if not isinstance(tensor, torch.Tensor) or not self._together():
             return tensor
         op = str(reduce_op).lower().rsplit(".", 1)[-1]
         value = tensor.detach().to(self.root_device, copy=True)
@@ -354,7 +425,7 @@ class HeteroStrategy(ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         flag = torch.tensor(int(decision), device=self.root_device)
-        if _distributed_is_initialized():
+        if self._together():
             dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(flag)
 
@@ -405,7 +476,7 @@ class HeteroStrategy(ParallelStrategy):
         if lost_another_rank(exception):
             wait_for_the_end(self.global_rank)
         if isinstance(self._launcher, _SubprocessScriptLauncher):
-            self._launcher.kill(9)  # type: ignore[arg-type]
+            self._launcher.kill(signal.SIGKILL)
 
     def teardown(self) -> None:
         if self._training_state is not None:

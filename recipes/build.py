@@ -23,7 +23,7 @@ from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.model import Encoder, MultimodalModel
 from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.strategy import HeteroStrategy
-from recipes.cli import external, rank
+from recipes.cli import rank
 
 Made = TypeVar("Made")
 FIELDS = (
@@ -170,11 +170,11 @@ def trainer(cfg: DictConfig, placed: Placement, **more: Any) -> L.Trainer:
 
 def _targets(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:
     """Every node with a ``_target_``, and its path."""
-    if isinstance(node, DictConfig) and not OmegaConf.is_missing({"x": node}, "x"):
+    if isinstance(node, DictConfig):
         if "_target_" in node:
             yield path, node
         for key in node:
-            if not OmegaConf.is_interpolation(node, key) and not OmegaConf.is_missing(node, key):
+            if not OmegaConf.is_interpolation(node, key) and not OmegaConf.is_missing(node, key) and node[key] is not None:
                 yield from _targets(node[key], f"{path}.{key}".lstrip("."))
     elif isinstance(node, ListConfig):
         for number, entry in enumerate(node):

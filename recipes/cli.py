@@ -139,7 +139,7 @@ def checkpoint_of(run: str | Path, *names: str) -> Path:
         CheckpointError: there is none.
     """
     path, folder = Path(run).expanduser().absolute(), folder_of(run)
-    choices = [path] if path != folder else [folder / "checkpoints" / name for name in names]
+    choices = [path] if path != folder else [folder / "checkpoints" / f"{name}.ckpt" for name in names]
     for choice in choices:
         if choice.is_dir() or choice.with_name(choice.name + ".old").is_dir():
             return choice
@@ -169,6 +169,12 @@ def saved_configuration(cfg: DictConfig, run: str | Path) -> DictConfig:
             OmegaConf.update(saved, key, OmegaConf.select(cfg, key), merge=False)
     OmegaConf.set_struct(saved, True)
     return saved
+
+
+def save_configuration(cfg: DictConfig, folder: Path) -> None:
+    """The run's configuration is what ran last."""
+    if rank() == 0:
+        OmegaConf.save(cfg, folder / SAVED)
 
 
 def command(module: str, **arguments: object) -> str:

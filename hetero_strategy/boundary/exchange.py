@@ -66,13 +66,13 @@ def exchange(rows: torch.Tensor, edge: Edge) -> torch.Tensor:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: torch.Tensor, edge: Edge) -> torch.Tensor:  # type: ignore[no-untyped-def,override]
+    def forward(ctx, rows: torch.Tensor, edge: Edge) -> torch.Tensor:  # type: ignore[no-untyped-def]
         ctx.edge = edge
         moved = move(edge.route.forward, rows, edge)
         return moved.view_as(moved) if moved is rows else moved
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def,override]
+    def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
         return move(ctx.edge.route.backward, grad.contiguous(), ctx.edge), None
 
 

@@ -201,9 +201,7 @@ def _shards(side: Side, instance: int, rows: Rows) -> Iterator[tuple[tuple[int, 
             yield (rank,), which, rows[which] - j * size
 
 
-def _transfer(
-    groups: list[_HolderNeeder], rank: int, inputs: int, outputs: int
-) -> Transfer:
+def _transfer(groups: list[_HolderNeeder], rank: int, inputs: int, outputs: int) -> Transfer:
     stay: list[tuple[Rows, Rows]] = []
     sends: tuple[dict[int, list[Rows]], ...] = (defaultdict(list), defaultdict(list))
     receives: tuple[dict[int, list[Rows]], ...] = (defaultdict(list), defaultdict(list))

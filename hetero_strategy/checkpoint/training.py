@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from hetero_strategy.checkpoint.folder import describe, remove
-from hetero_strategy.checkpoint.loading import load
+from hetero_strategy.checkpoint.folder import remove
+from hetero_strategy.checkpoint.loading import describe_together, load
 from hetero_strategy.checkpoint.saving import Checkpointer
 from hetero_strategy.errors import CheckpointError
 from hetero_strategy.model.adapter import Adapter
@@ -98,7 +98,7 @@ class TrainingState:
         tensors = {f"model.{name}": value for name, value in self.model_tensors().items()}
         fresh: list[dict[Any, dict[str, torch.Tensor]]] = []
         if optimizers:
-            stored = describe(path).tensors
+            stored = describe_together(path, process_group=self._group).tensors
             fresh = [self._optimizer_state(i, o, stored) for i, o in enumerate(optimizers)]
         for i, state in enumerate(fresh):
             tensors |= {f"optim.{i}.{self._names[id(p)]}.{k}": v for p, s in state.items() for k, v in s.items()}
@@ -108,8 +108,8 @@ class TrainingState:
         for i, (optimizer, state) in enumerate(zip(optimizers, fresh, strict=True)):
             if i >= len(groups) or len(groups[i]) != len(optimizer.param_groups):
                 raise CheckpointError(
-                    f"{path}: optimizer {i} has {len(optimizer.param_groups)} parameter groups, the checkpoint has"
-                    f" {len(groups[i]) if i < len(groups) else 0}; resume with the configure_optimizers it was saved with"
+                    f"{path}: optimizer {i} has {len(optimizer.param_groups)} parameter groups, the checkpoint"
+                    f" {len(groups[i]) if i < len(groups) else 0}; resume with the same configure_optimizers"
                 )
             optimizer.state.update(state)
             for group, saved in zip(optimizer.param_groups, groups[i], strict=True):
@@ -143,11 +143,12 @@ class TrainingState:
             fqn = self._names.get(id(p), "")
             for key in keys.get(fqn, []):
                 entry = stored[f"{start}{fqn}.{key}"]
-                like_parameter = tuple(entry.shape) == tuple(p.shape) and p.dim() > 0
-                value = torch.zeros_like(p, dtype=entry.dtype) if like_parameter else torch.zeros(entry.shape, dtype=entry.dtype)
+                if tuple(entry.shape) == tuple(p.shape) and p.dim() > 0:
+                    value = torch.zeros_like(p, dtype=entry.dtype)
+                else:
+                    value = torch.zeros(entry.shape, dtype=entry.dtype)
                 made.setdefault(p, {})[key] = value.detach()
         return made
-
 
 
 def random_state() -> dict[str, Any]:

@@ -30,6 +30,10 @@ class Batch:
         moved = tuple({name: x.to(device, non_blocking) for name, x in mb.items()} for mb in self.inputs)
         return Batch(self.plan, moved)
 
+    def pin_memory(self) -> Batch:
+        """This batch in page-locked memory; torch's DataLoader calls it."""
+        return Batch(self.plan, tuple({name: x.pin_memory() for name, x in mb.items()} for mb in self.inputs))
+
     def __len__(self) -> int:
         """Samples of the global batch."""
         return len(self.plan.samples)

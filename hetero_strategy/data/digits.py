@@ -1,8 +1,10 @@
 """A small real data set: read handwritten digits from an image and touch tones from a recording.
 
 Images are strips of 1 to 6 of scikit-learn's bundled handwritten digits (UCI "Optical Recognition of Handwritten
-Digits", 8x8 pixels, here 16 high, grey PNG). Audio is 1 to 8 DTMF keys (ITU-T Q.23) with noise, 8 kHz PCM16 WAV.
-Training and validation share no digit image. Nothing is downloaded.
+Digits", 8x8 pixels, here 16x16, grey PNG). Audio is 1 to 6 DTMF keys (ITU-T Q.23), one in every 160 ms, with noise,
+8 kHz PCM16 WAV. Training and validation share no digit image. Nothing is downloaded.
+
+The answer repeats, in characters, what the question holds: a tiny model learns that in minutes on a laptop.
 """
 
 from __future__ import annotations
@@ -20,26 +22,21 @@ from hetero_strategy.data.index import atomic_folder
 from hetero_strategy.data.media import AudioProcessor, ImageProcessor, Processor
 from hetero_strategy.errors import DataError
 
-VERSION = 1
-HEIGHT = 16
+VERSION = 2
 RATE = 8000
+SLOT = RATE * 160 // 1000
+"""Samples in which one key lies."""
 KEYS = "0123456789*#"
 LOW = dict(zip(KEYS, (941, 697, 697, 697, 770, 770, 770, 852, 852, 852, 941, 941), strict=True))
 HIGH = dict(zip(KEYS, (1336, 1209, 1336, 1477, 1209, 1336, 1477, 1209, 1336, 1477, 1209, 1477), strict=True))
 SPECIALS = ("<unk>", "<bos>", "<eos>", "<image>", "<audio>")
 
-IMAGE_QUESTIONS = ("<image>\nRead the digits.", "Which digits are these? <image>", "<image> Digits?")
-AUDIO_QUESTIONS = ("<audio>\nWhich keys?", "Name the keys of <audio>", "<audio> Keys?")
-BOTH_QUESTIONS = (
-    "<image>\n<audio>\nDigits, then keys.",
-    "Read <image> and hear <audio>",
-    "Digits of <image>; keys of <audio>",
-)
-TEXT_QUESTIONS = ("Repeat: {}", "Say {}", "Write {} again.")
+QUESTIONS = ("Read {}", "Copy {}", "Tell {}", "Give {}")
+TEXT = "0123456789abcdef"
 
 
 def digit_processors() -> dict[str, Processor]:
-    """Processors that suit this data: at most 10 rows for an image and 42 for a recording."""
+    """Processors that suit this data: at most 6 rows for an image and 24 for a recording."""
     return {
         "vision": ImageProcessor(patch_size=8, merge=2, channels=1, max_patches=128, mean=0.5, std=0.5),
         "audio": AudioProcessor(sampling_rate=RATE, n_mels=40, hop_length=160, n_fft=400, max_seconds=4.0),
@@ -109,51 +106,43 @@ def _sample(
 ) -> dict[str, object]:
     kind = int(rng.integers(4))
     entry: dict[str, object] = {"id": name}
-    answers = []
+    asked, answers = [], []
     if kind in (0, 2):
         chosen = rng.integers(len(digits[1]), size=rng.integers(1, 7))
         entry["image"] = f"images/{name}.png"
-        Image.fromarray(_strip(digits[0][chosen], rng)).save(folder / str(entry["image"]), compress_level=1)
-        answers.append(" ".join(str(label) for label in digits[1][chosen]))
+        Image.fromarray(_strip(digits[0][chosen])).save(folder / str(entry["image"]), compress_level=1)
+        asked.append("<image>")
+        answers.append("".join(str(label) for label in digits[1][chosen]))
     if kind in (1, 2):
-        keys = [KEYS[k] for k in rng.integers(len(KEYS), size=rng.integers(1, 9))]
+        keys = [KEYS[k] for k in rng.integers(len(KEYS), size=rng.integers(1, 7))]
         entry["audio"] = f"audio/{name}.wav"
         _write_wave(folder / str(entry["audio"]), _tones(keys, rng))
-        answers.append(" ".join(keys))
+        asked.append("<audio>")
+        answers.append("".join(keys))
     if kind == 3:
-        answers.append(" ".join(str(digit) for digit in rng.integers(10, size=rng.integers(1, 7))))
-    questions = (IMAGE_QUESTIONS, AUDIO_QUESTIONS, BOTH_QUESTIONS, TEXT_QUESTIONS)[kind]
-    question = questions[rng.integers(len(questions))].format(answers[-1])
-    entry["conversations"] = [{"from": "human", "value": question}, {"from": "gpt", "value": " ; ".join(answers)}]
+        asked = answers = ["".join(rng.choice(list(TEXT), size=rng.integers(1, 7)))]
+    question = QUESTIONS[rng.integers(len(QUESTIONS))].format(" ".join(asked))
+    entry["conversations"] = [{"from": "human", "value": question}, {"from": "gpt", "value": " ".join(answers)}]
     return entry
 
 
-def _strip(digits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """uint8 [16, width]: digits [n, 8, 8] doubled, gaps of 0 to 6 pixels; 6 digits are at most 138 wide."""
-    pieces = []
-    for digit in digits:
-        pieces.append(np.zeros((HEIGHT, rng.integers(7)), np.uint8))
-        pieces.append(np.kron(digit, np.ones((2, 2), np.uint8)) * 15)
-    pieces.append(np.zeros((HEIGHT, rng.integers(7)), np.uint8))
-    return np.concatenate(pieces, axis=1)
+def _strip(digits: np.ndarray) -> np.ndarray:
+    """uint8 [16, 16 n]: digits [n, 8, 8] doubled, side by side."""
+    return np.concatenate([np.kron(digit, np.ones((2, 2), np.uint8)) * 15 for digit in digits], axis=1)
 
 
 def _tones(keys: list[str], rng: np.random.Generator) -> np.ndarray:
-    """float [n] in -1..1: 60 to 120 ms per key, gaps of 30 to 80 ms; 8 keys last at most 1.68 s."""
-
-    def silence() -> np.ndarray:
-        return np.zeros(rng.integers(RATE * 30 // 1000, RATE * 80 // 1000))
-
-    pieces = [silence()]
-    for key in keys:
-        time = np.arange(rng.integers(RATE * 60 // 1000, RATE * 120 // 1000)) / RATE
+    """float [n] in -1..1: per key a slot of 160 ms in which it sounds for 80 to 120 ms, 20 ms from the ends or more."""
+    margin = RATE * 20 // 1000
+    clean = np.zeros(SLOT * len(keys))
+    for number, key in enumerate(keys):
+        length = rng.integers(RATE * 80 // 1000, RATE * 120 // 1000 + 1)
+        start = SLOT * number + rng.integers(margin, SLOT - margin - length + 1)
+        time = np.arange(length) / RATE
         phase = 2 * np.pi * rng.random(2)
-        pieces.append(
-            0.3 * np.sin(2 * np.pi * LOW[key] * time + phase[0]) + 0.3 * np.sin(2 * np.pi * HIGH[key] * time + phase[1])
-        )
-        pieces.append(silence())
-    clean = np.concatenate(pieces) * rng.uniform(0.5, 1.0)
-    return clean + rng.normal(0.0, rng.uniform(0.002, 0.02), len(clean))
+        tone = np.sin(2 * np.pi * LOW[key] * time + phase[0]) + np.sin(2 * np.pi * HIGH[key] * time + phase[1])
+        clean[start : start + length] = 0.3 * tone
+    return clean * rng.uniform(0.5, 1.0) + rng.normal(0.0, rng.uniform(0.002, 0.02), len(clean))
 
 
 def _write_wave(path: Path, samples: np.ndarray) -> None:

@@ -212,5 +212,7 @@ def _assignment(
     offsets = np.concatenate([[0], np.cumsum(np.bincount(where, minlength=instances))]).astype(np.int64)
     rows = rows[order].astype(np.int64)
     totals = np.diff(np.concatenate([[0], np.cumsum(rows)])[offsets])
-    padding = np.maximum(-(-totals // multiple), 1) * multiple - totals if multiple > 1 else np.zeros(instances, np.int64)
+    padding = np.zeros(instances, np.int64)
+    if multiple > 1:  # at least one alignment row per rank, so that no rank works on nothing
+        padding = np.maximum(-(-totals // multiple), 1) * multiple - totals
     return Assignment(units[order].astype(np.int64), rows, offsets, padding)

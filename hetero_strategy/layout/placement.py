@@ -73,8 +73,8 @@ def place(layouts: Mapping[str, ModuleLayout], world_size: int) -> Placement:
         outside = [r for r in layout.ranks if r >= world_size]
         if outside:
             faults.append(
-                f"layout of '{name}': ranks {_ranges(tuple(outside))} do not exist in a world of {world_size} processes;"
-                f" use ranks 0 to {world_size - 1}, or start at least {max(outside) + 1} processes"
+                f"layout of '{name}': ranks {_ranges(tuple(outside))} do not exist in a world of {world_size}"
+                f" processes; use ranks 0 to {world_size - 1}, or start at least {max(outside) + 1} processes"
             )
     if faults:
         raise LayoutError("\n".join(faults))

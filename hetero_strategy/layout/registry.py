@@ -40,7 +40,8 @@ class GroupRegistry:
         self.device_type = device_type
         self._timeout = timeout
         self._rank = dist.get_rank()
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(dist.get_world_size())): dist.group.WORLD}
+        everyone = tuple(range(dist.get_world_size()))
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
         for ranks in rank_sets(placement, edges):
             self._create(ranks)
         self._meshes = {name: self._mesh(layout) for name, layout in placement.layouts.items()}

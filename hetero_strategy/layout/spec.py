@@ -50,7 +50,8 @@ class ModuleLayout:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        ranks: Iterable[int] = range(self.ranks) if isinstance(self.ranks, int) else self.ranks
+        given: Iterable[int] | int = self.ranks
+        ranks = range(given) if isinstance(given, int) else given
         object.__setattr__(self, "ranks", tuple(sorted(int(r) for r in ranks)))
 
     @property
@@ -87,8 +88,8 @@ class ModuleLayout:
         count = len(self.ranks)
         if unknown and unknown != ["ep"] and count % known:
             found.append(
-                f"{unknown[0]}=-1 cannot be derived: {count} ranks are not a multiple of {self._product(skip=unknown[0])}"
-                f" = {known}; change a degree or the number of ranks"
+                f"{unknown[0]}=-1 cannot be derived: {count} ranks are not a multiple of"
+                f" {self._product(skip=unknown[0])} = {known}; change a degree or the number of ranks"
             )
         elif not unknown and known != count:
             found.append(
@@ -139,16 +140,19 @@ class ModuleLayout:
             raise LayoutError(f"layout of '{module}': expected fields {names}, got {config!r}") from None
         unknown = sorted(set(given) - set(names))
         if unknown:
-            raise LayoutError(f"layout of '{module}': unknown field {', '.join(unknown)}; the fields are {', '.join(names)}")
+            raise LayoutError(
+                f"layout of '{module}': unknown field {', '.join(unknown)}; the fields are {', '.join(names)}"
+            )
         if given.get("ranks") is None:
             raise LayoutError(f"layout of '{module}': ranks is missing; give a list such as [0, 1] or a count")
         for name, value in given.items():
             whole = isinstance(value, int) and not isinstance(value, bool)
             listed = name == "ranks" and not isinstance(value, str) and _all_ints(value)
             if not (whole or listed):
-                raise LayoutError(f"layout of '{module}': {name}={value!r} is not a whole number" + (
-                    " or a list of them" if name == "ranks" else ""
-                ))
+                raise LayoutError(
+                    f"layout of '{module}': {name}={value!r} is not a whole number"
+                    + (" or a list of them" if name == "ranks" else "")
+                )
         return cls(**given)
 
 

@@ -62,7 +62,8 @@ def check(name: str, module: Adapter, layout: ModuleLayout) -> list[str]:
     if layout.tp == 1:
         return []
     if module.tp_plan() is None:
-        return [f"layout of '{name}': tp={layout.tp}, but {type(module).__name__} has no tensor-parallel plan; set tp=1"]
+        kind = type(module).__name__
+        return [f"layout of '{name}': tp={layout.tp}, but {kind} has no tensor-parallel plan; set tp=1"]
     return [f"layout of '{name}': {fault}" for fault in module.check_tp(layout.tp)]
 
 
@@ -86,7 +87,7 @@ def check_all(modules: dict[str, Adapter], layouts: dict[str, ModuleLayout]) -> 
 def apply_recompute(blocks: Iterable[nn.Module]) -> None:
     """Activation checkpointing of every block, without a wrapper module: parameter names stay as they are."""
     for block in blocks:
-        block.forward = _recomputed(block.forward)  # type: ignore[method-assign]
+        block.forward = _recomputed(block.forward)
 
 
 def _recomputed(forward):  # type: ignore[no-untyped-def]
@@ -133,9 +134,8 @@ def write_shard(destination: torch.Tensor, full: torch.Tensor) -> None:
     if not isinstance(destination, DTensor):
         destination.copy_(full)
         return
-    local = distribute_tensor(
-        full.to(destination.device, destination.dtype), destination.device_mesh, destination.placements, src_data_rank=None
-    )
+    full = full.to(destination.device, destination.dtype)
+    local = distribute_tensor(full, destination.device_mesh, destination.placements, src_data_rank=None)
     destination.to_local().copy_(local.to_local())
 
 

@@ -102,7 +102,7 @@ class Executor:
         reduction = None
         for i, action in enumerate(actions):
             if self._takes_part(action):
-                step.do(action, is_last=last.get(action.node) == action.microbatch)  # type: ignore[call-overload]
+                step.do(action, is_last=action.kind == "B" and last[str(action.node)] == action.microbatch)
             if i == final_forward:
                 reduction = dist.all_reduce(step.totals, async_op=True)  # hidden behind the last backward
         if train:

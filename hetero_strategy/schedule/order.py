@@ -58,7 +58,9 @@ def graph(modules: Sequence[str], edges: Sequence[tuple[str, str]], trains: Mapp
     return Graph(tuple(modules), tuple(edges), frozenset(backward))
 
 
-def sequential(graph: Graph, active: Mapping[str, Iterable[int]], microbatches: int, *, train: bool) -> tuple[Action, ...]:
+def sequential(
+    graph: Graph, active: Mapping[str, Iterable[int]], microbatches: int, *, train: bool
+) -> tuple[Action, ...]:
     """Microbatch after microbatch: all forwards in topological order, then all backwards in reverse.
 
     Args:

@@ -30,6 +30,7 @@ class StepRunner:
         parameters: that this rank owns.
         seed_scale: gives the loss scale (fp16) as a scalar tensor, or None.
         training: tells whether the model is in training mode.
+        about_to_zero: tells whether the gradients of before are zeroed anyway once the step has run.
     """
 
     def __init__(
@@ -38,18 +39,27 @@ class StepRunner:
         parameters: Sequence[nn.Parameter],
         seed_scale: Callable[[], torch.Tensor | None],
         training: Callable[[], bool],
+        about_to_zero: Callable[[], bool] = lambda: False,
     ) -> None:
         self.executor = executor
+        self._all = list(parameters)
         self._parameters = [p for p in parameters if p.requires_grad]
         self._seed_scale = seed_scale
         self._training = training
+        self._about_to_zero = about_to_zero
 
     def __call__(self, batch: Batch, *, keep_logits: bool = False) -> ModelOutput:
         """One global batch; a collective over the world.
 
         Raises:
-            ConfigError: logits are asked for: they exist only on the ranks that computed them.
+            ConfigError: logits are asked for: they exist only on the ranks that computed them; or the batch is none
+                of :class:`MultimodalDataModule`.
         """
+        if not isinstance(batch, Batch):
+            raise ConfigError(
+                f"model(batch) got a {type(batch).__name__}: under HeteroStrategy a batch has a step plan, which says"
+                " what each rank computes; train with MultimodalDataModule"
+            )
         if keep_logits:
             raise ConfigError(
                 "keep_logits: under HeteroStrategy logits live on the ranks of the module that made them, for a moment;"
@@ -74,7 +84,14 @@ class StepRunner:
         )
 
     def _train(self, batch: Batch) -> tuple[Outcome, torch.Tensor]:
-        before = [p.grad for p in self._parameters]
+        if sum(p.requires_grad for p in self._all) != len(self._parameters):
+            raise ConfigError(
+                "requires_grad of a parameter was changed after the model was placed; say what trains with"
+                " MultimodalModel(freeze=...)"
+            )
+        # Half the memory for gradients while the schedule runs, where nobody wants the old ones.
+        drop = self._about_to_zero()
+        before = [None if drop else p.grad for p in self._parameters]
         for p in self._parameters:
             p.grad = None
         factor = self._seed_scale()
@@ -106,12 +123,12 @@ class StepRunner:
 
 class _Deferred(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, start: torch.Tensor, value: torch.Tensor, merge):  # type: ignore[no-untyped-def,override]
+    def forward(ctx, start: torch.Tensor, value: torch.Tensor, merge):  # type: ignore[no-untyped-def]
         ctx.merge = merge
         return value.clone()
 
     @staticmethod
-    def backward(ctx, g: torch.Tensor):  # type: ignore[no-untyped-def,override]
+    def backward(ctx, g: torch.Tensor):  # type: ignore[no-untyped-def]
         merge, ctx.merge = ctx.merge, None
         if merge is None:
             raise RuntimeError("backward was called twice on the loss of one step")

@@ -103,9 +103,8 @@ def cases(draw: st.DrawFn) -> Case:
             position += n + draw(st.integers(0, 2))
         tokens.append(position + 1)
     array = lambda values: np.asarray(values, dtype=np.int64)  # noqa: E731
-    metadata = StepMetadata(
-        0, 0, np.arange(samples), array(tokens), np.ones(samples, np.int64), {"vision": StepItems(array(sample), array(rows), array(start))}
-    )
+    items = {"vision": StepItems(array(sample), array(rows), array(start))}
+    metadata = StepMetadata(0, 0, np.arange(samples), array(tokens), np.ones(samples, np.int64), items)
     tp = placement.layouts["llm"].tp
 
     def shuffled(module: str, units: np.ndarray, instances: int) -> np.ndarray:
@@ -137,7 +136,7 @@ def test_every_row_arrives_once_where_it_belongs(case: Case) -> None:
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.integers(0, 2**31))
 def test_backward_is_the_adjoint(case: Case, seed: int) -> None:
-    """<forward(x), g> = <x, backward(g)>, with equal x on source replicas and equal g on target replicas, each counted once."""
+    """<forward(x), g> = <x, backward(g)>; replicas hold equal x and equal g, and each counts once."""
     rng = np.random.default_rng(seed)
     by_instance = {i: rng.integers(-9, 9, (int(t), WIDTH)).astype(float) for i, t in enumerate(case.source.totals)}
     x = {r: np.zeros((0, WIDTH)) for r in range(case.world)}

@@ -66,13 +66,14 @@ def test_one_fault(tmp_path: Path, bad: object, message: str) -> None:
 
 def test_faults_are_reported_together_and_at_most_ten(tmp_path: Path) -> None:
     entries = [
-        entry(f"s{i:02d}", "<image>", image=f"{i}.png") if i % 2 else entry(f"s{i:02d}", "q", "") for i in range(14)
+        entry(f"s{20 - i:02d}", "<image>", image=f"{i}.png") if i % 2 else entry(f"s{20 - i:02d}", "q", "")
+        for i in range(14)
     ]
     with pytest.raises(DataError) as caught:
         read_manifest(write_manifest(tmp_path, *entries))
     message = str(caught.value)
     assert "14 faults" in message and "and 4 more" in message
-    assert [f"'s{i:02d}'" in message for i in range(14)] == [True] * 10 + [False] * 4
+    assert [f"'s{20 - i:02d}'" in message for i in range(14)] == [True] * 10 + [False] * 4
     assert str(tmp_path / "1.png") in message and "answer is empty" in message
 
 

@@ -41,7 +41,9 @@ CASES = {
     "tp1 to tp2": case(3, vision=on(0), audio=on(0), llm=on(1, 2, tp=2)),
     "tp2 dp2 to tp4": case(4, vision=on(0, 1, 2, 3, tp=2), audio=on(0, 2, tp=2), llm=on(0, 1, 2, 3, tp=4)),
     "mixed": case(3, vision=on(0, 1), audio=on(2), llm=on(0, 1)),
-    "partly overlapping, replicated": case(3, vision=on(0, 1, dp_replicate=2), audio=on(1, 2), llm=on(0, 2, dp_replicate=2)),
+    "partly overlapping, replicated": case(
+        3, vision=on(0, 1, dp_replicate=2), audio=on(1, 2), llm=on(0, 2, dp_replicate=2)
+    ),
     "hybrid sharding": case(4, vision=on(0, 1, 2, 3, dp_replicate=2), audio=on(3), llm=on(0, 1, 2, 3, dp_replicate=2)),
     "idle rank": case(4, vision=on(0, 3), audio=on(3), llm=on(0, 1, tp=2)),
     "frozen encoder": case(3, {"freeze": ("vision", "audio.backbone")}, vision=on(0), audio=on(0, 1), llm=on(1, 2)),
@@ -83,9 +85,7 @@ def test_same_curve_and_gradients(pool: Pool, digits: Path, name: str) -> None:
     if not any(part in ("vision", "llm") for part in curve.freeze):
         broken.append(replace(exact, damage="backward:0"))
     jobs = [curve, exact, *broken]
-    runs = pool.run(
-        chosen.world, several, [replace(j, layouts=chosen.layouts) for j in jobs], timeout=240
-    )
+    runs = pool.run(chosen.world, several, [replace(j, layouts=chosen.layouts) for j in jobs], timeout=240)
     by_job = list(zip(*runs, strict=True))
     expected = reference(curve)
     assert worst_loss(expected, by_job[0]) <= CURVE

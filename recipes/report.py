@@ -1,0 +1,255 @@
+"""What a run leaves behind: `report.json`, `examples.png`, and the same in the terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hetero_strategy.data.batch import Batch
+from hetero_strategy.data.index import DatasetIndex
+from hetero_strategy.layout.placement import Placement
+from recipes import cli
+from recipes.lit import LitMultimodal
+from recipes.terminal import draw_examples, loudness, picture
+
+SOUNDS = (".wav", ".flac", ".ogg", ".mp3")
+
+
+class Totals(L.Callback):
+    """Steps, tokens and time of training, validation left out."""
+
+    def __init__(self) -> None:
+        self.steps = self.tokens = 0
+        self.seconds = self.wait = 0.0
+        self._mark: float | None = None
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        """The batch has come."""
+        now = time.perf_counter()
+        if self._mark is not None:
+            self.wait += now - self._mark
+            self.seconds += now - self._mark
+        self._mark = now
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        """The step is done."""
+        now = time.perf_counter()
+        assert self._mark is not None
+        self.steps += 1
+        self.tokens += int(batch.plan.metadata.tokens.sum())
+        self.seconds += now - self._mark
+        self._mark = now
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Time that passes now is not training."""
+        self._mark = None
+
+
+class Readback(L.Callback):
+    """What the model answered to the samples of the last validation; the same on every rank.
+
+    Args:
+        count: samples to show.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.answers: dict[int, list[int]] = {}
+        """Data set index of a sample -> predicted tokens at its label positions."""
+        self.index: DatasetIndex | None = None
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Forget the validation before."""
+        self.answers = {}
+        self.index = trainer.datamodule.indices.get("val")  # type: ignore[attr-defined]
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep the predicted tokens of every sample."""
+        runs = outputs["predictions"]
+        values = runs.values.cpu().numpy()
+        for number, sample in enumerate(batch.plan.samples):
+            self.answers[int(sample)] = values[runs.offsets[number] : runs.offsets[number + 1]].tolist()
+
+    def exact(self) -> dict[int, bool]:
+        """Sample -> whether every token is right; samples without an answer are left out."""
+        return {s: a == wanted(self.index, s) for s, a in self.answers.items() if self.index and len(a)}
+
+    def by_kind(self) -> dict[str, float]:
+        """What a sample holds besides text -> share of exactly answered samples."""
+        found: dict[str, list[bool]] = defaultdict(list)
+        for sample, right in self.exact().items():
+            found[kind_of(self.index, sample)].append(right)
+        return {kind: float(np.mean(rights)) for kind, rights in sorted(found.items())}
+
+    def examples(self, tokenizer: Any) -> list[dict[str, Any]]:
+        """Some samples of every kind with their files, question, answer and prediction."""
+        exact, kinds = self.exact(), defaultdict(list)
+        for sample in exact:
+            kinds[kind_of(self.index, sample)].append(sample)
+        turns = [group[place] for place in range(self.count) for group in kinds.values() if place < len(group)]
+        shown = []
+        for sample in turns[: self.count]:
+            assert self.index is not None
+            first, last = self.index.offsets[sample], self.index.offsets[sample + 1]
+            ids, loss = self.index.ids[first:last], self.index.loss[first:last]
+            shown.append(
+                {
+                    "id": self.index.names[sample],
+                    "kind": kind_of(self.index, sample),
+                    "files": [str(f) for f in files_of(self.index, sample)],
+                    "question": tokenizer.decode(ids[~loss]).strip(),
+                    "answer": tokenizer.decode(wanted(self.index, sample)),
+                    "prediction": tokenizer.decode(self.answers[sample]),
+                    "exact": exact[sample],
+                }
+            )
+        return shown
+
+
+def wanted(index: DatasetIndex, sample: int) -> list[int]:
+    """Tokens that a sample's answer consists of."""
+    first, last = index.offsets[sample], index.offsets[sample + 1]
+    return [int(token) for token in index.ids[first:last][index.loss[first:last]]]
+
+
+def files_of(index: DatasetIndex, sample: int) -> list[Path]:
+    """A sample's pictures and recordings."""
+    one = np.array([sample])
+    return [index.path(name, int(number)) for name in index.items for number in index.item_numbers(name, one)]
+
+
+def kind_of(index: DatasetIndex, sample: int) -> str:
+    """Names of the encoders that a sample uses, or "text"."""
+    used = [name for name, table in index.items.items() if table.offsets[sample + 1] > table.offsets[sample]]
+    return "+".join(used) or "text"
+
+
+def summarize(
+    trainer: L.Trainer, module: LitMultimodal, placed: Placement, readback: Readback, checkpoint: str
+) -> dict[str, Any]:
+    """What validation says of a checkpoint."""
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert module.model is not None
+    counts = {
+        name: sum(p.numel() for p in adapter.twin().parameters()) for name, adapter in module.model.modules_by_name.items()
+    }
+    return {
+        "exact_match": metrics.get("val/exact_match"),
+        "exact_match_by_kind": readback.by_kind(),
+        "val_loss": metrics.get("val/loss"),
+        "samples": len(readback.answers),
+        "layouts": [{"module": m, "ranks": ranks, "degrees": degrees} for m, ranks, degrees in placed.table()],
+        "processes": placed.world_size,
+        "parameters": counts,
+        "checkpoint": checkpoint,
+        "examples": readback.examples(trainer.datamodule.tokenizer),  # type: ignore[attr-defined]
+    }
+
+
+def write_report(
+    folder: Path,
+    trainer: L.Trainer,
+    module: LitMultimodal,
+    placed: Placement,
+    totals: Totals,
+    readback: Readback,
+    *,
+    checkpoint: str,
+) -> dict[str, Any]:
+    """Write ``report.json`` and ``examples.png`` (the first rank does), and return the report."""
+    report = summarize(trainer, module, placed, readback, checkpoint) | {
+        "steps": trainer.global_step,
+        "train_seconds": round(totals.seconds, 2),
+        "tokens_per_second": round(totals.tokens / totals.seconds, 1) if totals.seconds else None,
+        "data_wait_seconds": round(totals.wait, 2),
+        "resume": cli.command("recipes.train", resume=folder),
+    }
+    save(report, folder / "report.json")
+    return report
+
+
+@rank_zero_only
+def save(report: dict[str, Any], path: Path) -> None:
+    """The report as JSON, and its examples as a picture beside it."""
+    path.write_text(json.dumps(report, indent=1))
+    if report["examples"]:
+        draw_examples(report["examples"], path.with_name("examples.png"))
+
+
+@rank_zero_only
+def print_start(placed: Placement, folder: Path, checkpoint: Path | None) -> None:
+    """Where every module lives, and how to go on if the run is stopped."""
+    console = Console(highlight=False)
+    console.print(_placement(placed.table(), f"{placed.world_size} processes", {}))
+    console.print(f"run folder  {_short(folder)}" + (f"   from {_short(checkpoint)}" if checkpoint else ""))
+    console.print(f"resume      {cli.command('recipes.train', resume=folder)}", soft_wrap=True)
+
+
+@rank_zero_only
+def print_report(report: dict[str, Any], folder: Path) -> None:
+    """The report for a person."""
+    console = Console(highlight=False)
+    console.rule("examples")
+    for example in report["examples"]:
+        for file in map(Path, example["files"]):
+            console.print(loudness(file) if file.suffix.lower() in SOUNDS else picture(file, console.width - 2))
+        mark = Text("right", "green") if example["exact"] else Text("wrong", "red")
+        line = Text(f"{example['question']!r} -> {example['prediction']!r}  (answer {example['answer']!r}) ")
+        console.print(line + mark, end="\n\n")
+    rows = [(r["module"], r["ranks"], r["degrees"]) for r in report["layouts"]]
+    console.print(_placement(rows, f"where each module lived, {report['processes']} processes", report["parameters"]))
+    table = Table(show_header=False, box=None)
+    for name, value in _lines(report):
+        table.add_row(name, value)
+    console.print(table)
+    console.print(f"report      {_short(folder / 'report.json')}, examples.png")
+    if "resume" in report:
+        console.print(f"resume      {report['resume']}", soft_wrap=True)
+
+
+def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+    if report["exact_match"] is None:
+        return [("exact match", "none: no validation")]
+    kinds = ", ".join(f"{kind} {share:.3f}" for kind, share in report["exact_match_by_kind"].items())
+    lines = [("exact match", f"{report['exact_match']:.3f} of {report['samples']} samples ({kinds})")]
+    lines.append(("val loss", f"{report['val_loss']:.4f}"))
+    if report.get("steps"):
+        speed = f", {report['tokens_per_second']:.0f} tokens/s" if report["tokens_per_second"] else ""
+        waits = f", waited {report['data_wait_seconds']:.1f} s for data"
+        lines.append(("training", f"{report['steps']} steps, {report['train_seconds']:.1f} s{speed}{waits}"))
+    lines.append(("checkpoint", _short(report["checkpoint"]) if report["checkpoint"] else "none"))
+    return lines
+
+
+def _placement(rows: list[tuple[str, str, str]], title: str, parameters: dict[str, int]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in ("module", "ranks", "layout", *(["parameters"] if parameters else [])):
+        table.add_column(column)
+    for module, ranks, degrees in rows:
+        table.add_row(module, ranks, degrees, *([f"{parameters[module]:,}"] if parameters else []))
+    return table
+
+
+def _short(path: Path | str) -> str:
+    path = Path(path)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -1,0 +1,77 @@
+"""What a person sees in a terminal and in `examples.png`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.callbacks import TQDMProgressBar
+from PIL import Image
+
+
+class ProgressBar(TQDMProgressBar):
+    """Lightning's, with the numbers that matter and without the version of the logger."""
+
+    def __init__(self) -> None:
+        super().__init__(refresh_rate=10)
+
+    def get_metrics(self, *args: Any) -> dict[str, Any]:
+        """Loss, accuracy, tokens per second, exact match."""
+        metrics = super().get_metrics(*args)
+        metrics.pop("v_num", None)
+        if "tokens/s" in metrics:
+            metrics["tokens/s"] = f"{float(metrics['tokens/s']):.0f}"
+        return {str(name).removeprefix("train/"): value for name, value in metrics.items()}
+
+
+def picture(path: Path, columns: int, height: int = 16) -> str:
+    """A small picture in half blocks, two pixels per character, at most so wide; bright pixels are filled."""
+    with Image.open(path) as image:
+        grey = image.convert("L")
+    height = max(2, min(height, int(columns * grey.height / grey.width)) // 2 * 2)
+    wide = max(1, min(columns, round(grey.width * height / grey.height)))
+    pixels = np.asarray(grey.resize((wide, height)), np.int64)
+    bright = (pixels > (pixels.min() + pixels.max()) / 2).astype(int)
+    rows = zip(bright[::2], bright[1::2], strict=True)
+    return "\n".join("".join(" ▀▄█"[upper + 2 * lower] for upper, lower in zip(*row, strict=True)) for row in rows)
+
+
+def loudness(path: Path, width: int = 48) -> str:
+    """A recording as one line of bars."""
+    import soundfile
+
+    samples = np.abs(soundfile.read(path, always_2d=True)[0]).mean(axis=1)
+    parts = np.array([part.mean() if len(part) else 0.0 for part in np.array_split(samples, width)])
+    levels = (parts / max(parts.max(), 1e-9) * 8).round().astype(int)
+    return "".join(" ▁▂▃▄▅▆▇█"[level] for level in levels)
+
+
+def draw_examples(examples: list[dict[str, Any]], path: Path) -> None:
+    """A PNG with a row per example: its picture, its spectrogram, and question, answer and prediction."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.5 * len(examples)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for row, example in enumerate(examples):
+        axes = [figure.add_subplot(len(examples), 3, 3 * row + column + 1) for column in range(3)]
+        for axis in axes:
+            axis.set_axis_off()
+        for file in example["files"]:
+            _draw_file(axes, Path(file))
+        text = f"{example['question']}\nanswer      {example['answer']}\nprediction  {example['prediction']}"
+        color = "black" if example["exact"] else "firebrick"
+        axes[2].text(0, 0.5, text, va="center", family="monospace", fontsize=8, color=color, parse_math=False)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_file(axes: list[Any], path: Path) -> None:
+    if path.suffix.lower() in (".wav", ".flac", ".ogg", ".mp3"):
+        import soundfile
+
+        samples, rate = soundfile.read(path, always_2d=True)
+        axes[1].specgram(samples.mean(axis=1) + 1e-9, NFFT=256, Fs=rate, noverlap=192)
+    else:
+        with Image.open(path) as image:
+            axes[0].imshow(np.asarray(image.convert("RGB")))

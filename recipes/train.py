@@ -1,0 +1,81 @@
+"""Train a multimodal LLM, every module in its own layout: `python -m recipes.train`; `--help` lists the choices.
+
+The whole recipe, from top to bottom: data, model, Trainer with HeteroStrategy, fit, report.
+"""
+
+from __future__ import annotations
+
+import hydra
+import lightning as L
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from omegaconf import DictConfig
+
+from hetero_strategy.monitor import ThroughputMonitor
+from recipes import build, cli
+from recipes.lit import LitMultimodal
+from recipes.report import Readback, Totals, print_report, print_start, write_report
+from recipes.terminal import ProgressBar
+
+
+def train(cfg: DictConfig) -> None:
+    """One run: what hydra composed, or what a stopped run was made of."""
+    resume = cfg.resume
+    if resume:
+        cfg = cli.saved_configuration(cfg, resume)
+    checkpoint = cli.checkpoint_of(resume, "last") if resume else None
+    build.check_configuration(cfg)
+    folder = cli.run_folder()
+
+    # All that a person can get wrong is found here, in the first process, before it starts the others.
+    placed = build.placement(cfg)
+    data = build.datamodule(cfg)
+    make_model = build.model_maker(cfg, data)
+    build.check_model(make_model, data, placed)
+    if resume:
+        cli.save_configuration(cfg, folder)
+
+    L.seed_everything(cfg.seed, verbose=False)
+    module = LitMultimodal(make_model, cfg.optimizer)
+    totals, readback = Totals(), Readback(cfg.report.examples)
+    trainer = build.trainer(
+        cfg,
+        placed,
+        default_root_dir=folder,
+        strategy=build.call("strategy", cfg.strategy, build.strategy, layouts=placed.layouts),
+        logger=hydra.utils.instantiate(cfg.logger) or False,
+        callbacks=[*callbacks(cfg), totals, readback],
+        enable_progress_bar=cfg.monitor.progress_bar,
+    )
+    print_start(placed, folder, checkpoint)
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+
+    best = trainer.checkpoint_callbacks[-1].best_model_path
+    trainer.validate(module, datamodule=data, ckpt_path=best or None, verbose=False)
+    report = write_report(folder, trainer, module, placed, totals, readback, checkpoint=best)
+    print_report(report, folder)
+
+
+def callbacks(cfg: DictConfig) -> list[Callback]:
+    """Checkpoints to go on from and to keep, learning rate, throughput, progress bar."""
+    place = cli.run_folder() / "checkpoints"
+    shared = {"dirpath": place, "enable_version_counter": False, "save_on_train_epoch_end": False}
+    every = int(cfg.checkpoint.every_n_steps)
+    made: list[Callback] = [
+        ThroughputMonitor(cfg.monitor.every_n_steps, cfg.monitor.peak_flops),
+        ModelCheckpoint(filename="last", every_n_train_steps=every, **shared),
+        ModelCheckpoint(filename="best", monitor="val/exact_match", mode="max", **shared),
+    ]
+    made += [LearningRateMonitor("step")] if cfg.logger is not None else []
+    made += [ProgressBar()] if cfg.monitor.progress_bar else []
+    return made
+
+
+@hydra.main(version_base=None, config_path=cli.CONF, config_name="config")
+@cli.one_message
+def main(cfg: DictConfig) -> None:
+    """Entry point."""
+    train(cfg)
+
+
+if __name__ == "__main__":
+    cli.start(main)

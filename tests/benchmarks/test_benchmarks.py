@@ -1,0 +1,104 @@
+"""Each benchmark runs at a tiny size and says what it should."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks import boundary_bytes, step_overhead
+from benchmarks.common import ragged_step
+from benchmarks.gather_then_slice import MIMO, Moved
+from hetero_strategy.boundary.route import Side, route
+from hetero_strategy.data.plan import EdgeBlocks
+
+
+def test_ragged_step_lays_items_one_after_another_before_the_text() -> None:
+    draw = lambda rng, n: rng.integers(1, 9, n)  # noqa: E731
+    made = ragged_step(3, 20, {"a": draw, "b": draw}, text=(2, 5))
+    for sample in range(20):
+        spans = []
+        for items in made.items.values():
+            mine = items.sample == sample
+            spans += list(zip(items.start[mine].tolist(), items.rows[mine].tolist(), strict=True))
+        end = 0
+        for start, rows in sorted(spans):
+            assert start == end
+            end += rows
+        assert made.tokens[sample] - end == made.labels[sample] + 1
+
+
+@pytest.mark.parametrize("assignment", boundary_bytes.ASSIGNMENTS)
+@pytest.mark.parametrize("pair", boundary_bytes.PAIRS, ids=lambda p: p.name)
+def test_boundary_bytes_equal_the_bound(pair: boundary_bytes.Pair, assignment: str) -> None:
+    line = boundary_bytes.planned(boundary_bytes.edge_of(pair, assignment, 16), 8)
+    assert line["ours"] == line["bound"]
+    assert sum(line["peer"].values()) >= sum(line["bound"].values())
+    if sum(line["bound"].values()):
+        assert line["ours_over_bound"] == 1.0 <= line["peer_over_bound"]
+
+
+def test_peer_by_hand() -> None:
+    """Six rows from rank 0 to two sequence-parallel ranks: leader then broadcast; back all-gather, then leader."""
+    array = lambda *v: np.asarray(v, dtype=np.int64)  # noqa: E731
+    blocks = EdgeBlocks(array(0), array(0), array(0), array(1), array(6))
+    source, target = Side(array([0]), array(6)), Side(array([1, 2]), array(8), sharded=True)
+    assert MIMO(blocks, source, target).rows() == Moved(6 + 6, 6 + 6)
+    assert MIMO(blocks, source, replace(target, sharded=False)).rows() == Moved(6 + 6, 6)
+    both = Side(array([0], [1]), array(3, 3))
+    here = EdgeBlocks(array(0, 1), array(0, 0), array(0, 0), array(0, 3), array(3, 3))
+    assert MIMO(here, both, Side(array([0, 1]), array(6), sharded=True)).rows() == Moved(6, 6)
+
+
+def test_more_than_the_bound_is_noticed() -> None:
+    """Negative control: the routes of a replicated target move more than a sequence-parallel one needs."""
+    pair = next(p for p in boundary_bytes.PAIRS if p.name == "1 + 2 ranks, tp1 -> tp2 sp")
+    edge = boundary_bytes.edge_of(pair, "aligned", 8)
+    whole = replace(edge.target, sharded=False)
+    wasteful = sum(route(edge.blocks, edge.source, whole, r).forward.rows_sent for r in range(pair.world)) * 8
+    assert wasteful == 2 * boundary_bytes.planned(edge, 8)["bound"]["forward"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("pair", ["dp4 -> tp2*dp2 sp", "2 + 2 ranks, dp2 -> tp2 sp"])
+def test_runs_count_what_was_planned(pool, pair: str, tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bytes.json"
+    sizes = f"--assign round_robin --samples 8 --width 8 --run-width 8 --rounds 2 --json {file}"
+    boundary_bytes.main(["--run", "--pairs", pair, *sizes.split()], pool)
+    assert "peer / bound" in capsys.readouterr().out
+    document = json.loads(file.read_text())
+    assert document["benchmark"] == "boundary_bytes" and document["machine"]["torch"]
+    runs = document["results"]["run"]["round_robin"]
+    assert len(runs) == 1
+    for one in runs:
+        for who in ("ours", "peer"):
+            assert one[who]["bytes"] == one[who]["planned_bytes"]
+            assert one[who]["ms"] > 0
+
+
+@pytest.mark.distributed
+def test_step_overhead(pool, tmp_path) -> None:
+    document = pool.run(1, _step_overhead, str(tmp_path / "overhead.json"), group=False)[0]
+    assert document["settings"]["size"] == "tiny"
+    assert document["machine"]["cores"] and document["machine"]["device"] == "cpu"
+    results = document["results"]
+    assert set(results["contenders"]) == {"hetero", "lightning", "plain"}
+    for one in results["contenders"].values():
+        assert one["step_ms"] >= one["fastest_ms"] > 0
+        assert one["cpu_ms"] > 0
+    assert results["contenders"]["plain"]["over_plain"] == 1.0
+    assert results["hetero_over_plain"] > 0
+    assert results["loss_difference"] < 1e-4
+
+
+def _step_overhead(rank: int, world: int, file: str) -> dict[str, object]:
+    import os
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        del os.environ[name]
+    step_overhead.main(f"--size tiny --rounds 2 --warmup 1 --json {file}".split())
+    with open(file) as f:
+        document: dict[str, object] = json.load(f)
+    return document

@@ -1,0 +1,85 @@
+"""An ordinary training script, started in every way that a person may start it.
+
+python train.py FOLDER [--start popen|fork|spawn] [--devices 2] [--fail RANK STEP] [--kill RANK STEP] ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from hetero_strategy.strategy import HeteroStrategy
+from tests.distributed.scenario import Job, Lit, datamodule
+
+STEPS = 4
+
+
+class Script(Lit):
+    def __init__(self, job: Job, vocabulary: int, asked: argparse.Namespace) -> None:
+        super().__init__(job, vocabulary)
+        self.asked = asked
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        Path(self.asked.folder, f"pid{self.global_rank}").write_text(str(os.getpid()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        here = [str(self.global_rank), str(batch_idx)]
+        if here == self.asked.fail:
+            raise LookupError(f"rank {self.global_rank} has had enough")
+        if here == self.asked.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if here == self.asked.sleep:
+            Path(self.asked.folder, "asleep").touch()
+            time.sleep(600)
+        return super().training_step(batch, batch_idx)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("digits")
+    parser.add_argument("--start", default="popen")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--late", action="store_true", help="rank 1 fails after the run")
+    for what in ("--fail", "--kill", "--sleep"):
+        parser.add_argument(what, nargs=2)
+    asked = parser.parse_args()
+    job = Job(asked.digits, steps=STEPS, batch=8, capture=False)
+    dm = datamodule(job)
+    world = asked.devices
+    layouts = {"vision": {"ranks": [0]}, "audio": {"ranks": [world - 1]}, "llm": {"ranks": range(world)}}
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=HeteroStrategy(layouts, start_method=asked.start),
+        max_steps=STEPS,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        default_root_dir=asked.folder,
+        callbacks=[ModelCheckpoint(asked.folder, save_on_exception=True, save_last=True, every_n_epochs=1000)],
+    )
+    lit = Script(job, dm.tokenizer.vocab_size, asked)
+    trainer.fit(lit, datamodule=dm)
+    if trainer.is_global_zero:
+        print(f"loss={float(trainer.callback_metrics['train/loss']):.7f}", flush=True)
+    if asked.late and trainer.global_rank == 1:
+        time.sleep(1)
+        raise LookupError("rank 1 failed late")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Real scripts in real processes: every way to start them, and every way in which they may end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.scenario import Job, data, train
+from tests.distributed.scripts.train import STEPS
+
+SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+SECONDS = 20
+"""From a rank's end to the job's end."""
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return data(tmp_path_factory.mktemp("launch") / "digits")
+
+
+@dataclass
+class Run:
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def pids(self) -> list[int]:
+        """Of all ranks that began a step."""
+        return [int(p.read_text() or 0) for p in self.folder.glob("pid*")]
+
+    def end(self, timeout: float = 90) -> str:
+        text, _ = self.process.communicate(timeout=timeout)
+        return text
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def survivors(run: Run, seconds: float = 5) -> list[int]:
+    """Ranks still there some time after the end."""
+    end = time.monotonic() + seconds
+    while (left := [p for p in run.pids() if alive(p)]) and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
+
+
+class Starter:
+    def __init__(self, digits: Path, folder: Path) -> None:
+        self.digits, self.folder, self.runs = digits, folder, list[Run]()
+
+    def __call__(self, *options: str, torchrun: int = 0) -> Run:
+        folder = self.folder / str(len(self.runs))
+        folder.mkdir()
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
+        environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "MASTER_PORT", "WORLD_SIZE")}
+        process = subprocess.Popen(
+            [sys.executable, *launcher, str(SCRIPT), str(folder), str(self.digits), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        self.runs.append(Run(process, folder))
+        return self.runs[-1]
+
+
+@pytest.fixture
+def start(digits: Path, tmp_path: Path) -> Iterator[Starter]:
+    starter = Starter(digits, tmp_path)
+    yield starter
+    for run in starter.runs:
+        for pid in [run.process.pid, *run.pids()]:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        run.process.wait()
+
+
+@pytest.mark.slow
+def test_every_way_to_start_gives_the_same_loss(start: Starter, digits: Path) -> None:
+    expected = train(Job(str(digits), steps=STEPS, batch=8, capture=False)).losses[-1]
+    ways = [{"torchrun": 2}, {}, {"start": "fork"}, {"start": "spawn"}]
+    for pair in (ways[:2], ways[2:]):  # two at a time: most of it is imports
+        runs = [
+            (
+                way,
+                start(
+                    *(["--start", str(way["start"])] if "start" in way else []), torchrun=int(way.get("torchrun", 0))
+                ),
+            )
+            for way in pair
+        ]
+        for way, run in runs:
+            text = run.end()
+            assert run.process.returncode == 0, f"{way}\n{text}"
+            losses = re.findall(r"loss=([\d.]+)", text)
+            assert len(losses) == 1, f"{way}\n{text}"
+            assert float(losses[0]) == pytest.approx(expected, rel=1e-5), way
+            assert survivors(run) == []
+            assert (run.folder / "last.ckpt").exists(), way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_ends_the_job_with_its_message(start: Starter, rank: int) -> None:
+    runs = {"popen": start("--fail", str(rank), "2"), "torchrun": start("--fail", str(rank), "2", torchrun=2)}
+    for way, run in runs.items():
+        text, seconds = watched(run)
+        assert run.process.returncode != 0, way
+        assert f"LookupError: rank {rank} has had enough" in text, f"{way}\n{text}"
+        assert "Connection closed" not in text, f"{way}\n{text}"
+        assert seconds < SECONDS, f"{way} took {seconds:.0f} s to end\n{text}"
+        assert survivors(run) == [], way
+        assert not (run.folder / "last.ckpt").exists(), way
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_under_fork_and_spawn(start: Starter) -> None:
+    runs = {way: start("--start", way, "--fail", str(n), "2") for n, way in enumerate(("fork", "spawn"))}
+    for n, (way, run) in enumerate(runs.items()):
+        text, seconds = watched(run)
+        assert run.process.returncode != 0, way
+        assert f"LookupError: rank {n} has had enough" in text, f"{way}\n{text}"
+        assert seconds < SECONDS, f"{way} took {seconds:.0f} s to end\n{text}"
+        assert survivors(run) == [], way
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_job(start: Starter) -> None:
+    child, late = start("--kill", "1", "2"), start("--late")
+    text, seconds = watched(child)
+    assert child.process.returncode != 0
+    assert seconds < SECONDS, text
+    assert survivors(child) == []
+    text = late.end()
+    assert late.process.returncode != 0, "a failure after fit() went unnoticed"
+    assert "LookupError: rank 1 failed late" in text
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_killed_job(start: Starter) -> None:
+    runs = {way: start("--start", way, "--sleep", "1", "2") for way in ("popen", "fork")}
+    for way, run in runs.items():
+        wait_for(run.folder / "asleep")
+        pids = run.pids()
+        assert len(pids) == 2 and all(alive(p) for p in pids), way
+        run.process.kill()
+        assert survivors(run) == [], f"{way}: ranks outlived the process that started them"
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_is_refused(start: Starter) -> None:
+    text = start("--devices", "3", torchrun=2).end()
+    assert "the launcher started 2 processes, but Trainer(devices x num_nodes) says 3" in text
+
+
+def watched(run: Run) -> tuple[str, float]:
+    """What the job printed, and seconds from the first rank's end (or, where none is seen, its last step) to its own."""
+    began = time.monotonic()
+    while run.process.poll() is None and len(run.pids()) < 2:
+        time.sleep(0.05)
+        assert time.monotonic() - began < 90
+    steady = time.monotonic()
+    text = run.end()
+    return text, time.monotonic() - steady
+
+
+def wait_for(path: Path, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"{path.name} did not come"
+        time.sleep(0.05)

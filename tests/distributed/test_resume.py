@@ -1,0 +1,107 @@
+"""A checkpoint of one layout in any other: parameters and Adam moments bit by bit, and the same next losses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.harness import Pool
+from tests.distributed.scenario import Job, data, train, train_on_rank
+
+SAVED_AT = 3
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fewer ranks, disjoint": (3, {"vision": {"ranks": [0]}, "audio": {"ranks": [1]}, "llm": {"ranks": [2]}}),
+    "one rank": (1, {"vision": {"ranks": [0]}, "audio": {"ranks": [0]}, "llm": {"ranks": [0]}}),
+    "more ranks, other degrees": (
+        5,
+        {
+            "vision": {"ranks": [0, 4], "tp": 2},
+            "audio": {"ranks": [1, 2], "dp_replicate": 2},
+            "llm": {"ranks": [0, 1, 2, 3], "dp_replicate": 2},
+        },
+    ),
+    "colocated": (2, {"vision": {"ranks": 2}, "audio": {"ranks": 2}, "llm": {"ranks": 2, "tp": 2}}),
+}
+FIRST: dict[str, Any] = {
+    "vision": {"ranks": [0, 1, 2]},
+    "audio": {"ranks": [3]},
+    "llm": {"ranks": [0, 1, 2, 3], "tp": 2},
+}
+
+
+class Keep(L.Callback):
+    """Full parameters and optimizer state that this rank owns: at the start, or beside a checkpoint."""
+
+    def __init__(self, save: str | None) -> None:
+        self.save = save
+        self.state: dict[str, torch.Tensor] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.state = full_state(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        if self.save and trainer.global_step == SAVED_AT:
+            trainer.save_checkpoint(self.save)
+            self.state = full_state(trainer, pl_module)
+
+
+def full_state(trainer: L.Trainer, module: L.LightningModule) -> dict[str, torch.Tensor]:
+    def full(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+    state = {}
+    for name, p in module.named_parameters():
+        if not p.is_meta:
+            state[name] = full(p)
+            for key, value in trainer.optimizers[0].state.get(p, {}).items():
+                state[f"{name}/{key}"] = full(value)
+    return state
+
+
+def run(rank: int, world: int, job: Job, save: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    keep = Keep(save)
+    result = train_on_rank(rank, world, replace(job, trainer={**job.trainer, "callbacks": [keep]}))
+    return result.losses, keep.state
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+def test_any_layout_continues_the_curve(pool: Pool, tmp_path: Path, background: bool) -> None:
+    folder = data(tmp_path / "digits")
+    job = Job(str(folder), steps=SAVED_AT, capture=False)
+    path = str(tmp_path / "saved")
+    first = replace(job, layouts=FIRST, strategy={"async_checkpoint": background})
+    saved: dict[str, torch.Tensor] = {}
+    for _, state in pool.run(4, run, first, path, timeout=90):
+        for name, value in state.items():
+            assert torch.equal(saved.setdefault(name, value), value), f"replicas of {name} differ"
+    whole = train(replace(job, steps=SAVED_AT + 2))
+    assert any(name.endswith("exp_avg_sq") for name in saved)
+    chosen = {"colocated": LAYOUTS["colocated"]} if background else LAYOUTS
+    for name, (world, layouts) in chosen.items():
+        again = replace(job, layouts=layouts, steps=SAVED_AT + 2, resume=path)
+        seen = set()
+        for losses, state in pool.run(world, run, again, None, timeout=90):
+            for key, value in state.items():
+                assert torch.equal(value, saved[key]), f"{name}: {key}"
+            seen |= set(state)
+            assert losses == pytest.approx(whole.losses[SAVED_AT:], rel=1e-6), name
+        assert seen == set(saved), name
+
+
+def test_a_changed_checkpoint_is_noticed(pool: Pool, tmp_path: Path) -> None:
+    """Negative control: another seed's weights do not continue the curve."""
+    folder = data(tmp_path / "digits")
+    job = Job(str(folder), steps=SAVED_AT, capture=False)
+    whole = train(replace(job, steps=SAVED_AT + 2))
+    path = str(tmp_path / "saved")
+    pool.run(1, run, replace(job, layouts=LAYOUTS["one rank"][1], lr=4e-3), path, timeout=60)
+    ((losses, _),) = pool.run(
+        1, run, replace(job, layouts=LAYOUTS["one rank"][1], steps=SAVED_AT + 2, resume=path), None, timeout=60
+    )
+    assert losses != pytest.approx(whole.losses[SAVED_AT:], rel=1e-6)
