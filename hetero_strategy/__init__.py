@@ -1,1 +1,25 @@
-"""A Lightning strategy in which every module of a multimodal model has its own parallel layout and its own ranks."""
+"""A Lightning strategy in which every module of a multimodal model has its own parallel layout and its own ranks.
+
+Importing the package registers ``Trainer(strategy="hetero")``.
+"""
+
+from hetero_strategy.data.datamodule import MultimodalDataModule
+from hetero_strategy.errors import HeteroError
+from hetero_strategy.layout import ModuleLayout, Placement
+from hetero_strategy.model import CausalLM, Edge, Encoder, ModelOutput, MultimodalModel
+from hetero_strategy.monitor.throughput import ThroughputMonitor
+from hetero_strategy.strategy import HeteroStrategy
+
+__all__ = [
+    "CausalLM",
+    "Edge",
+    "Encoder",
+    "HeteroError",
+    "HeteroStrategy",
+    "ModelOutput",
+    "ModuleLayout",
+    "MultimodalDataModule",
+    "MultimodalModel",
+    "Placement",
+    "ThroughputMonitor",
+]

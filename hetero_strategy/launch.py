@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import signal
@@ -114,6 +115,8 @@ def lost_another_rank(exception: BaseException) -> bool:
 
 def wait_for_the_end(rank: int, seconds: float = 10.0) -> None:
     """A rank that merely lost a peer stays quiet until it is ended with the others: the cause is what is read."""
+    with contextlib.suppress(ValueError):  # of another thread than the main one
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.stderr.write(f"rank {rank}: another rank stopped; ending\n")
     time.sleep(seconds)
     os._exit(1)

@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_only, rank_zero_warn
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
-from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -231,7 +231,7 @@ class HeteroStrategy(ParallelStrategy):
         if self._multimodal is None or all(m is not self._multimodal for m in self.lightning_module.modules()):
             self._build(self.lightning_module)
         assert self._multimodal is not None and self._runner is not None
-        self._multimodal.attach(self._runner)
+        self._multimodal.attach(self._run)
         for metric in self.lightning_module.modules():
             if isinstance(metric, Metric):
                 metric.distributed_available_fn = _never  # every rank has the global value already
@@ -381,6 +381,16 @@ class HeteroStrategy(ParallelStrategy):
         if isinstance(batch, Batch):
             return batch.to(device or self.root_device)
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _run(self, batch: Batch, **options: Any) -> ModelOutput:
+        """What ``model(batch)`` does; on a rank that only lost a peer nothing comes after, no callback's last words."""
+        assert self._runner is not None
+        try:
+            return self._runner(batch, **options)
+        except RuntimeError as error:
+            if lost_another_rank(error):
+                wait_for_the_end(self.global_rank)
+            raise
 
     def process_dataloader(self, dataloader: object) -> object:
         """Refuse a shuffled DataLoader: ranks would draw different samples."""

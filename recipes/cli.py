@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
+import re
 import shlex
 import sys
 import time
@@ -12,14 +14,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import InstantiationException
+from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from hetero_strategy.errors import CheckpointError, ConfigError, HeteroError
-from hetero_strategy.launch import die_with_parent
+from hetero_strategy.launch import die_with_script
 
 CONF = str(Path(__file__).parent.parent / "conf")
 SAVED = Path(".hydra") / "config.yaml"
@@ -40,13 +43,17 @@ def external() -> bool:
 
 def start(task: Callable[[], None]) -> None:
     """Run a hydra main so that all ranks share a run folder and none outlives the first."""
-    if "LOCAL_RANK" in os.environ and not external():
-        die_with_parent()  # before the slow imports: rank 0 may be killed while this process is still starting
+    die_with_script()  # before the slow imports: rank 0 may be killed while this process is still starting
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hydra raises what it would print, and cuts no traceback short
     try:
         sys.argv[1:] = with_run_folder(sys.argv[1:])
+        task()
+    except HydraException as error:
+        if isinstance(error, InstantiationException):
+            raise
+        fail(ConfigError(_explained(error)))
     except HeteroError as error:
         fail(error)
-    task()
 
 
 def one_message(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
@@ -76,6 +83,22 @@ def fail(error: HeteroError) -> NoReturn:
         time.sleep(PATIENCE)
     print(f"\nerror: {error}", file=sys.stderr, flush=True)
     os._exit(1)  # not sys.exit: threads of a process group must not hold the end up
+
+
+def _explained(error: HydraException) -> str:
+    """Hydra's message; for a field that does not exist, with the one that was probably meant."""
+    found = re.search(r"Could not override '([^']+)'", str(error))
+    if found is None:
+        return str(error).split("Config search path")[0].strip()
+    path, _, name = found[1].rpartition(".")
+    with hydra.initialize_config_dir(CONF, version_base=None):
+        cfg = hydra.compose("evaluate", overrides=["run=none"])
+    node = OmegaConf.select(cfg, path) if path else cfg
+    if not isinstance(node, DictConfig):
+        return f"{found[1]}: there is no {path} to hold a field '{name}'"
+    close = difflib.get_close_matches(name, [str(key) for key in node], n=1)
+    hint = f"did you mean {close[0]}?" if close else f"the fields are {', '.join(map(str, node))}"
+    return f"{path or 'configuration'}: no field '{name}'; {hint}"
 
 
 # ---- run folders -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hetero_strategy.boundary.route import Hop, Route, Rows, Transfer
+from hetero_strategy.model.inputs import host_index
 
 
 @dataclass
@@ -125,19 +126,15 @@ def _pick(rows: torch.Tensor, take: Rows) -> torch.Tensor:
     """Rows by number: a view where they are consecutive."""
     if _consecutive(take):
         return rows.narrow(0, int(take[0]), len(take))
-    return rows.index_select(0, _index(take, rows.device))
+    return rows.index_select(0, host_index(take, rows))
 
 
 def _place(out: torch.Tensor, place: Rows, values: torch.Tensor) -> None:
     if _consecutive(place):
         out.narrow(0, int(place[0]), len(place)).copy_(values)
     else:
-        out.index_copy_(0, _index(place, out.device), values)
+        out.index_copy_(0, host_index(place, out), values)
 
 
 def _consecutive(rows: Rows) -> bool:
     return bool(rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all())
-
-
-def _index(rows: Rows, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(rows).to(device, non_blocking=True)

@@ -21,7 +21,7 @@ from hetero_strategy.layout.placement import Placement
 from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import CausalLM, LMOutput
-from hetero_strategy.model.inputs import IGNORE, SequenceInputs
+from hetero_strategy.model.inputs import IGNORE, SequenceInputs, host_index
 from hetero_strategy.parallelize.gradients import settle
 from hetero_strategy.schedule.order import Action, Graph, sequential
 
@@ -196,7 +196,7 @@ class _Step:
         local = {}
         for source in inputs.slots:
             rows = local_slots(slots(self._blocks((source, name), mb), where.instance), side, *where)
-            local[source] = torch.from_numpy(rows).to(self.x.device, non_blocking=True)
+            local[source] = host_index(rows, inputs.ids)
         return replace(inputs, slots=local)
 
     def _send_rows(self, edge: tuple[str, str], mb: int) -> None:
@@ -274,4 +274,4 @@ class _Step:
             labels = self.plan.metadata.labels
             place = expand((np.cumsum(labels) - labels)[samples], labels[samples])
             # Evaluation only: finding labelled rows on the device waits for it.
-            self.predicted[torch.from_numpy(place).to(self.x.device)] = result.predicted[labelled]
+            self.predicted[host_index(place, self.predicted)] = result.predicted[labelled]

@@ -167,7 +167,7 @@ def test_another_number_of_processes_is_refused(start: Starter) -> None:
 
 
 def watched(run: Run) -> tuple[str, float]:
-    """What the job printed, and seconds from the first rank's end (or, where none is seen, its last step) to its own."""
+    """What the job printed, and seconds from its first steps to its end."""
     began = time.monotonic()
     while run.process.poll() is None and len(run.pids()) < 2:
         time.sleep(0.05)

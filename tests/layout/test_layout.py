@@ -1,0 +1,110 @@
+"""Layouts and placements: derived degrees, shapes, and every fault with its numbers and its fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_strategy.errors import LayoutError
+from hetero_strategy.layout import ModuleLayout, place
+from hetero_strategy.layout.registry import rank_sets
+
+
+def test_one_degree_is_derived() -> None:
+    assert ModuleLayout(ranks=range(8), tp=2).resolved().dp_shard == 4
+    assert ModuleLayout(ranks=8, tp=-1, dp_shard=2).resolved().tp == 4
+    assert ModuleLayout(ranks=[0, 3], dp_replicate=2).resolved().dp_shard == 1
+    assert ModuleLayout(ranks=6, dp_replicate=3).resolved().dp == 6
+
+
+def test_ranks_ascend_along_every_axis() -> None:
+    layout = ModuleLayout(ranks=[7, 3, 0, 5, 6, 2, 9, 1], tp=2, dp_replicate=2).resolved()
+    grid = layout.grid().squeeze()
+    assert layout.ranks == (0, 1, 2, 3, 5, 6, 7, 9)
+    assert grid.shape == (2, 2, 2)
+    for axis in range(3):
+        assert (np.diff(grid, axis=axis) > 0).all()
+    assert layout.instances().tolist() == [[0, 1], [2, 3], [5, 6], [7, 9]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({"ranks": []}, ["ranks is empty"]),
+        ({"ranks": [0, 1, 1]}, ["ranks repeats [1]"]),
+        ({"ranks": [-1, 0]}, ["-1", "count from 0"]),
+        ({"ranks": 6, "tp": 4}, ["dp_shard=-1", "6 ranks", "tp 4"]),
+        ({"ranks": 6, "tp": 4, "dp_shard": 1}, ["tp 4", "6", "-1"]),
+        ({"ranks": 2, "tp": -1}, ["dp_shard and tp", "at most one"]),
+        ({"ranks": 2, "tp": 0}, ["tp=0"]),
+        ({"ranks": 2, "pp": 2}, ["pp=2", "pipeline", "pp=1"]),
+        ({"ranks": 2, "cp": 2}, ["cp=2", "context", "cp=1"]),
+        ({"ranks": 2, "ep": 2}, ["ep=2", "expert", "ep=1"]),
+    ],
+)
+def test_faults_name_field_numbers_and_fix(fields: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(LayoutError) as raised:
+        ModuleLayout(**fields).resolved("vision")
+    message = str(raised.value)
+    assert message.startswith("layout of 'vision': ")
+    for part in parts:
+        assert part in message
+
+
+def test_all_faults_at_once() -> None:
+    with pytest.raises(LayoutError) as raised:
+        place({"vision": ModuleLayout(ranks=[0, 0], cp=2), "llm": ModuleLayout(ranks=[3, 8, 9], dp_shard=2)}, 4)
+    lines = str(raised.value).splitlines()
+    assert len(lines) == 4
+    assert "ranks 8-9 do not exist in a world of 4" in lines[3] and "at least 10 processes" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ({"ranks": [0], "tpp": 2}, "unknown field tpp"),
+        ({"tp": 2}, "ranks is missing"),
+        ({"ranks": [0], "tp": "two"}, "tp='two' is not a whole number"),
+        ({"ranks": "01"}, "ranks='01' is not a whole number or a list"),
+        ({"ranks": [0, True]}, "ranks=[0, True] is not a whole number or a list"),
+        (3, "expected fields"),
+    ],
+)
+def test_configs_are_read_strictly(config: object, part: str) -> None:
+    with pytest.raises(LayoutError, match="layout of 'llm'") as raised:
+        ModuleLayout.from_config("llm", config)
+    assert part in str(raised.value)
+
+
+def test_placement_answers_who_is_where() -> None:
+    placement = place({"vision": ModuleLayout(ranks=[1, 4]), "llm": ModuleLayout(ranks=[1, 2, 4, 6], tp=2)}, 8)
+    assert placement.coordinate("llm", 4) == (1, 0)
+    assert placement.coordinate("llm", 6) == (1, 1)
+    assert placement.coordinate("vision", 2) is None
+    assert placement.modules_on(1) == ("vision", "llm")
+    assert placement.idle_ranks == (0, 3, 5, 7)
+    assert placement.table()[1] == ("llm", "1-2,4,6", "dp_shard=2 tp=2")
+
+
+@given(st.data())
+def test_groups_come_in_one_order_without_repetition(draws: st.DataObject) -> None:
+    """The list from which every rank creates groups holds what meshes and edges need, each once."""
+    world = draws.draw(st.integers(1, 16))
+
+    def layout() -> ModuleLayout:
+        count = draws.draw(st.integers(1, world))
+        tp = draws.draw(st.sampled_from([d for d in range(1, count + 1) if count % d == 0]))
+        return ModuleLayout(ranks=tuple(draws.draw(st.permutations(range(world)))[:count]), tp=tp)
+
+    placement = place({"a": layout(), "b": layout()}, world)
+    sets = rank_sets(placement, [("a", "b")])
+    assert len(set(sets)) == len(sets)
+    assert all(ranks == tuple(sorted(ranks)) for ranks in sets)
+    a, b = placement.layouts["a"], placement.layouts["b"]
+    assert tuple(sorted({*a.ranks, *b.ranks})) in sets
+    for line in a.instances():
+        assert tuple(line.tolist()) in sets
