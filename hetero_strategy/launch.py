@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher, _WorkerOutput
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
@@ -38,6 +39,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def _call_children_scripts(self) -> None:
         os.environ[STARTED_BY] = str(os.getpid())
+        _set_num_threads_if_needed(num_processes=self.num_processes)  # before: the others inherit OMP_NUM_THREADS
         super()._call_children_scripts()
         atexit.register(self._await_children)
 
@@ -113,7 +115,7 @@ def lost_another_rank(exception: BaseException) -> bool:
     return any(sign in text for sign in PEER_IS_GONE)
 
 
-def wait_for_the_end(rank: int, seconds: float = 10.0) -> None:
+def wait_for_the_end(rank: int, seconds: float) -> None:
     """A rank that merely lost a peer stays quiet until it is ended with the others: the cause is what is read."""
     with contextlib.suppress(ValueError):  # of another thread than the main one
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

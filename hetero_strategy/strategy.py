@@ -247,12 +247,19 @@ class HeteroStrategy(ParallelStrategy):
                 f"HeteroStrategy: {type(module).__name__} holds {len(found)} MultimodalModels after configure_model();"
                 " it needs exactly one, built in configure_model()"
             )
-        filled = next((n for n, p in found[0][1].named_parameters() if not p.is_meta), None)
-        if filled is not None:
+        outside = {n for n, _ in module.named_parameters()} - {
+            f"{found[0][0]}.{n}" for n, _ in found[0][1].named_parameters()
+        }
+        if outside:
             raise ConfigError(
-                f"HeteroStrategy: parameter '{filled}' of the model has values already, which would be lost; build the"
-                " model in configure_model() and not in __init__(), and go on with a trained one in the Trainer that"
-                " trained it, or in a new LightningModule with ckpt_path"
+                f"HeteroStrategy: parameter '{min(outside)}' of {type(module).__name__} lies outside its"
+                " MultimodalModel, so no layout says where it lives; make it part of one of the model's modules"
+            )
+        if self.reduce_boolean_decision(any(not p.is_meta for p in found[0][1].parameters()), all=False):
+            raise ConfigError(
+                "HeteroStrategy: the model has values already, which would be lost; build it in configure_model() and"
+                " not in __init__(), and go on with a trained one in the Trainer that trained it, or in a new"
+                " LightningModule with ckpt_path"
             )
         self._prefix, self._multimodal = found[0]
         self.model = self.precision_plugin.convert_module(module)
@@ -388,8 +395,7 @@ class HeteroStrategy(ParallelStrategy):
         try:
             return self._runner(batch, **options)
         except RuntimeError as error:
-            if lost_another_rank(error):
-                wait_for_the_end(self.global_rank)
+            self._end_quietly(error)
             raise
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -483,10 +489,15 @@ class HeteroStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """A rank that only lost a peer stays quiet; the one with the cause shows it and ends the others."""
-        if lost_another_rank(exception):
-            wait_for_the_end(self.global_rank)
+        self._end_quietly(exception)
         if isinstance(self._launcher, _SubprocessScriptLauncher):
             self._launcher.kill(signal.SIGKILL)
+
+    def _end_quietly(self, exception: BaseException) -> None:
+        if lost_another_rank(exception):
+            trainer = None if self.lightning_module is None else self.lightning_module._trainer
+            told_to_end = trainer is not None and trainer.received_sigterm
+            wait_for_the_end(self.global_rank, 0.0 if told_to_end else 10.0)
 
     def teardown(self) -> None:
         if self._training_state is not None:

@@ -24,6 +24,7 @@ from hetero_strategy.model import Encoder, MultimodalModel
 from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.strategy import HeteroStrategy
 from recipes.cli import rank
+from recipes.lit import adamw_cosine
 
 Made = TypeVar("Made")
 FIELDS = (
@@ -40,6 +41,12 @@ def check_configuration(cfg: DictConfig, *more: str) -> None:
     """
     _only("", cfg, (*FIELDS, *more))
     _only("data", cfg.data, ("write", "module"))
+    _only("checkpoint", cfg.checkpoint, ("every_n_steps",))
+    _only("monitor", cfg.monitor, ("every_n_steps", "peak_flops", "progress_bar"))
+    _only("report", cfg.report, ("examples",))
+    functions: dict[str, Callable[..., Any]] = {"trainer": L.Trainer, "optimizer": adamw_cosine, "strategy": strategy}
+    for path, function in functions.items():
+        _fields(path, cfg[path], function)
     for path, node in _targets(cfg):
         target = node["_target_"]
         try:
@@ -74,7 +81,9 @@ def placement(cfg: DictConfig) -> Placement:
     elif isinstance(cfg.trainer.devices, int) and cfg.trainer.devices > 0:
         world = cfg.trainer.devices * nodes
     else:
-        raise ConfigError(f"trainer.devices={cfg.trainer.devices}; give a number of processes, or null for the layout's")
+        raise ConfigError(
+            f"trainer.devices={cfg.trainer.devices}; give a number of processes, or null for the layout's"
+        )
     return place(layouts, world)
 
 
@@ -82,7 +91,6 @@ def strategy(
     layouts: Mapping[str, ModuleLayout],
     *,
     recompute: list[str],
-    start_method: str,
     process_group_backend: str | None,
     timeout_minutes: float,
     async_checkpoint: bool,
@@ -91,7 +99,6 @@ def strategy(
     return HeteroStrategy(
         layouts,
         recompute=recompute,
-        start_method=start_method,
         process_group_backend=process_group_backend,
         timeout=timedelta(minutes=timeout_minutes),
         async_checkpoint=async_checkpoint,
@@ -142,8 +149,8 @@ def check_model(make: Callable[[], MultimodalModel], data: MultimodalDataModule,
         for parameter, tensor in modules[name].named_parameters():
             if "embed" in parameter and tensor.dim() == 2 and tensor.shape[0] < vocabulary:
                 raise ConfigError(
-                    f"model.modules.{name}: the embedding has {tensor.shape[0]} rows, but the tokenizer has {vocabulary}"
-                    f" ids; set vocab_size to at least {vocabulary}"
+                    f"model.modules.{name}: the embedding has {tensor.shape[0]} rows, the tokenizer {vocabulary} ids;"
+                    f" set vocab_size to at least {vocabulary}"
                 )
     for index in data.indices.values():
         for name, table in index.items.items():
@@ -174,7 +181,11 @@ def _targets(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:
         if "_target_" in node:
             yield path, node
         for key in node:
-            if not OmegaConf.is_interpolation(node, key) and not OmegaConf.is_missing(node, key) and node[key] is not None:
+            if (
+                not OmegaConf.is_interpolation(node, key)
+                and not OmegaConf.is_missing(node, key)
+                and node[key] is not None
+            ):
                 yield from _targets(node[key], f"{path}.{key}".lstrip("."))
     elif isinstance(node, ListConfig):
         for number, entry in enumerate(node):

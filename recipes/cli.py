@@ -41,12 +41,12 @@ def external() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
 
 
-def start(task: Callable[[], None]) -> None:
-    """Run a hydra main so that all ranks share a run folder and none outlives the first."""
+def start(task: Callable[[], None], outputs: str = "outputs") -> None:
+    """Run a hydra main so that all ranks share a run folder, below ``outputs``, and none outlives the first."""
     die_with_script()  # before the slow imports: rank 0 may be killed while this process is still starting
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hydra raises what it would print, and cuts no traceback short
     try:
-        sys.argv[1:] = with_run_folder(sys.argv[1:])
+        sys.argv[1:] = with_run_folder(sys.argv[1:], outputs)
         task()
     except HydraException as error:
         if isinstance(error, InstantiationException):
@@ -109,7 +109,7 @@ def run_folder() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-def with_run_folder(arguments: list[str]) -> list[str]:
+def with_run_folder(arguments: list[str], outputs: str = "outputs") -> list[str]:
     """Command-line arguments with ``hydra.run.dir`` where hydra's own choice would not do: when resuming, and where
     every rank composes its configuration at another second.
 
@@ -121,16 +121,17 @@ def with_run_folder(arguments: list[str]) -> list[str]:
     if resume := given.get("resume", "").strip("'\"").replace("null", ""):
         added += [f'hydra.run.dir="{folder_of(resume)}"', "hydra.output_subdir=null"]
     elif external() and not {"hydra.run.dir", "hydra.sweep.dir"} & set(given):
-        added.append(f'hydra.run.dir="{_agreed(datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S"))}"')
+        added.append(f'hydra.run.dir="{_agreed(outputs)}"')
         added += ["hydra.output_subdir=null"] if rank() else []
     return [*arguments, *(a for a in added if a.split("=")[0] not in given)]
 
 
-def _agreed(mine: str) -> str:
-    """Rank 0's value on every rank, through the store that torchrun keeps; SLURM's job number says it all."""
+def _agreed(outputs: str) -> str:
+    """A run folder that rank 0 names for all, through the store that torchrun keeps; SLURM's job number says it all."""
     env = os.environ
     if "SLURM_JOB_ID" in env:
-        return f"outputs/slurm-{env['SLURM_JOB_ID']}"
+        return f"{outputs}/slurm-{env['SLURM_JOB_ID']}"
+    mine = datetime.now().strftime(f"{outputs}/%Y-%m-%d/%H-%M-%S")
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return mine
     from torch.distributed import TCPStore
@@ -152,7 +153,9 @@ def folder_of(run: str | Path) -> Path:
     for folder in (path, *path.parents[:2]):
         if (folder / SAVED).is_file():
             return folder
-    raise ConfigError(f"{run}: not a run folder ({SAVED} is missing) nor a checkpoint in one; give outputs/<date>/<time>")
+    raise ConfigError(
+        f"{run}: not a run folder ({SAVED} is missing) nor a checkpoint in one; give outputs/<date>/<time>"
+    )
 
 
 def checkpoint_of(run: str | Path, *names: str) -> Path:

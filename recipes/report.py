@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import defaultdict
@@ -16,7 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hetero_strategy.data.batch import Batch
+from hetero_strategy.data.datamodule import MultimodalDataModule
 from hetero_strategy.data.index import DatasetIndex
+from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.layout.placement import Placement
 from recipes import cli
 from recipes.lit import LitMultimodal
@@ -33,7 +36,9 @@ class Totals(L.Callback):
         self.seconds = self.wait = 0.0
         self._mark: float | None = None
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """The batch has come."""
         now = time.perf_counter()
         if self._mark is not None:
@@ -101,8 +106,10 @@ class Readback(L.Callback):
             found[kind_of(self.index, sample)].append(right)
         return {kind: float(np.mean(rights)) for kind, rights in sorted(found.items())}
 
-    def examples(self, tokenizer: Any) -> list[dict[str, Any]]:
+    def examples(self, data: MultimodalDataModule) -> list[dict[str, Any]]:
         """Some samples of every kind with their files, question, answer and prediction."""
+        tokenizer = data.tokenizer
+        places = {tokenizer.placeholder_id(p.field): f"<{p.field}>" for p in data.processors.values()}
         exact, kinds = self.exact(), defaultdict(list)
         for sample in exact:
             kinds[kind_of(self.index, sample)].append(sample)
@@ -117,7 +124,7 @@ class Readback(L.Callback):
                     "id": self.index.names[sample],
                     "kind": kind_of(self.index, sample),
                     "files": [str(f) for f in files_of(self.index, sample)],
-                    "question": tokenizer.decode(ids[~loss]).strip(),
+                    "question": _question(tokenizer, ids[~loss], places),
                     "answer": tokenizer.decode(wanted(self.index, sample)),
                     "prediction": tokenizer.decode(self.answers[sample]),
                     "exact": exact[sample],
@@ -130,6 +137,14 @@ def wanted(index: DatasetIndex, sample: int) -> list[int]:
     """Tokens that a sample's answer consists of."""
     first, last = index.offsets[sample], index.offsets[sample + 1]
     return [int(token) for token in index.ids[first:last][index.loss[first:last]]]
+
+
+def _question(tokenizer: ChatTokenizer, ids: np.ndarray, places: dict[int, str]) -> str:
+    """Text before an answer; the rows of a picture or recording as one placeholder."""
+    pieces: list[str] = []
+    for token, run in itertools.groupby(ids.tolist(), key=lambda token: token if token in places else -1):
+        pieces.append(places[token] if token in places else tokenizer.decode(list(run)))
+    return "".join(pieces).strip()
 
 
 def files_of(index: DatasetIndex, sample: int) -> list[Path]:
@@ -151,7 +166,8 @@ def summarize(
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert module.model is not None
     counts = {
-        name: sum(p.numel() for p in adapter.twin().parameters()) for name, adapter in module.model.modules_by_name.items()
+        name: sum(p.numel() for p in adapter.twin().parameters())
+        for name, adapter in module.model.modules_by_name.items()
     }
     return {
         "exact_match": metrics.get("val/exact_match"),
@@ -162,7 +178,7 @@ def summarize(
         "processes": placed.world_size,
         "parameters": counts,
         "checkpoint": checkpoint,
-        "examples": readback.examples(trainer.datamodule.tokenizer),  # type: ignore[attr-defined]
+        "examples": readback.examples(trainer.datamodule),  # type: ignore[attr-defined]
     }
 
 

@@ -42,7 +42,7 @@ def train(cfg: DictConfig) -> None:
         placed,
         default_root_dir=folder,
         strategy=build.call("strategy", cfg.strategy, build.strategy, layouts=placed.layouts),
-        logger=hydra.utils.instantiate(cfg.logger) or False,
+        logger=hydra.utils.instantiate(cfg.logger) if cfg.logger else False,
         callbacks=[*callbacks(cfg), totals, readback],
         enable_progress_bar=cfg.monitor.progress_bar,
     )
@@ -65,7 +65,7 @@ def callbacks(cfg: DictConfig) -> list[Callback]:
         ModelCheckpoint(filename="last", every_n_train_steps=every, **shared),
         ModelCheckpoint(filename="best", monitor="val/exact_match", mode="max", **shared),
     ]
-    made += [LearningRateMonitor("step")] if cfg.logger is not None else []
+    made += [LearningRateMonitor("step")] if cfg.logger else []
     made += [ProgressBar()] if cfg.monitor.progress_bar else []
     return made
 

@@ -19,6 +19,9 @@ from hetero_strategy.checkpoint.saving import Checkpointer
 from hetero_strategy.errors import CheckpointError
 from hetero_strategy.model.adapter import Adapter
 
+KERNELS = ("foreach", "fused", "capturable")
+"""Options of an optimizer that follow from the layout and the device, not from the checkpoint."""
+
 
 class TrainingState:
     """Owned tensors of a run by global name, saved to and filled from checkpoints of any layout.
@@ -113,7 +116,7 @@ class TrainingState:
                 )
             optimizer.state.update(state)
             for group, saved in zip(optimizer.param_groups, groups[i], strict=True):
-                group.update(saved)
+                group.update({key: value for key, value in saved.items() if key not in KERNELS})
         if loaded.rank_state is not None:
             restore_random_state(loaded.rank_state)
         return {"state_dict": {}, "optimizer_states": [{} for _ in optimizers], **loaded.metadata}
@@ -139,14 +142,16 @@ class TrainingState:
                 fqn, _, key = name.removeprefix(start).rpartition(".")
                 keys.setdefault(fqn, []).append(key)
         made: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
+        for group, p in ((g, p) for g in optimizer.param_groups for p in g["params"]):
+            # As Optimizer.load_state_dict does: counters lie beside the parameter for kernels that read them there.
+            beside = p.device if group.get("fused") or group.get("capturable") else None
             fqn = self._names.get(id(p), "")
             for key in keys.get(fqn, []):
                 entry = stored[f"{start}{fqn}.{key}"]
                 if tuple(entry.shape) == tuple(p.shape) and p.dim() > 0:
                     value = torch.zeros_like(p, dtype=entry.dtype)
                 else:
-                    value = torch.zeros(entry.shape, dtype=entry.dtype)
+                    value = torch.zeros(entry.shape, dtype=entry.dtype, device=beside)
                 made.setdefault(p, {})[key] = value.detach()
         return made
 

@@ -109,6 +109,12 @@ class Executor:
             for name in self.graph.modules:
                 if name in self.owned and name in self.graph.backward and active[name]:
                     self._settle(name)
+        for name in self.owned:
+            module = self.modules[name]
+            if isinstance(module, FSDPModule) and not (train and name in self.graph.backward):
+                # Without a backward FSDP leaves the root's whole weights as its parameters: an optimizer made after a
+                # validation would train those, and not the shards.
+                module.reshard()
         predicted = None
         if not train:
             predicted = step.predicted

@@ -42,7 +42,8 @@ class StepRunner:
         about_to_zero: Callable[[], bool] = lambda: False,
     ) -> None:
         self.executor = executor
-        self._all = list(parameters)
+        self._all = [p for module in executor.modules.values() for p in module.parameters()]
+        self._trainable = sum(p.requires_grad for p in self._all)
         self._parameters = [p for p in parameters if p.requires_grad]
         self._seed_scale = seed_scale
         self._training = training
@@ -84,7 +85,7 @@ class StepRunner:
         )
 
     def _train(self, batch: Batch) -> tuple[Outcome, torch.Tensor]:
-        if sum(p.requires_grad for p in self._all) != len(self._parameters):
+        if sum(p.requires_grad for p in self._all) != self._trainable:  # seen on every rank, whoever owns it
             raise ConfigError(
                 "requires_grad of a parameter was changed after the model was placed; say what trains with"
                 " MultimodalModel(freeze=...)"

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import os
-import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,117 +23,16 @@ from lightning.pytorch.callbacks import (
     ModelSummary,
     StochasticWeightAveraging,
     ThroughputMonitor,
+    TQDMProgressBar,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.plugins.precision import MixedPrecision
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.strategy import HeteroStrategy
 from tests.distributed.harness import Pool
-from tests.distributed.scenario import Job, Lit, data, datamodule
-
-Layouts = dict[str, dict[str, Any]]
-
-APART: Layouts = {
-    "vision": {"ranks": [0, 1]},
-    "audio": {"ranks": [2]},
-    "llm": {"ranks": [1, 2], "tp": 2},
-}
-"""Three ranks: FSDP, a whole module, tensor parallel with replicated norms; rank 2 has sharded and whole parameters."""
-PAIR: Layouts = {"vision": {"ranks": [0]}, "audio": {"ranks": [1]}, "llm": {"ranks": [0, 1]}}
-"""Two ranks that each own a module the other one lacks."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One run and what to see in it; the same object describes the run in one process."""
-
-    job: Job
-    layouts: Layouts | str | None = None
-    lit: str = "Probe"
-    optimizer: str = "sgd"
-    trainer: dict[str, Any] = field(default_factory=dict)
-    scaler: dict[str, Any] = field(default_factory=dict)
-    """Arguments of a GradScaler for fp16 on CPU."""
-    save: str | None = None
-    load: str | None = None
-
-
-@dataclass
-class Seen:
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    rates: list[list[float]] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
-    samples: list[list[int]] = field(default_factory=list)
-    kept: list[bool] = field(default_factory=list)
-    """Whether gradients of the step before were alive when a step's work began."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    start: dict[str, torch.Tensor] = field(default_factory=dict)
-    end: dict[str, torch.Tensor] = field(default_factory=dict)
-    kernels: list[Any] = field(default_factory=list)
-    warned: list[str] = field(default_factory=list)
-
-
-def whole(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Full values of what this rank owns."""
-    owned = {n: p for n, p in module.named_parameters() if not p.is_meta}
-    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in owned.items()}
-
-
-class Probe(Lit):
-    """An ordinary module that remembers what Lightning did."""
-
-    def __init__(self, case: Case, vocabulary: int) -> None:
-        super().__init__(case.job, vocabulary)
-        self.case = case
-        self.seen = Seen()
-
-    def on_train_start(self) -> None:
-        self.seen.start = whole(self)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.seen.samples.append(batch.plan.samples.tolist())
-        return super().training_step(batch, batch_idx)
-
-    def configure_gradient_clipping(self, optimizer: Any, *how: Any, **more: Any) -> None:
-        if isinstance(self.trainer.strategy, HeteroStrategy):
-            super().configure_gradient_clipping(optimizer, *how, **more)
-            norm = self.trainer.precision_plugin.last_norm
-        else:
-            norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
-            super().configure_gradient_clipping(optimizer, *how, **more)
-        self.seen.norms.append(math.nan if norm is None else float(norm))
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        optimizers = self.optimizers()
-        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
-        self.seen.rates.append([g["lr"] for o in optimizers for g in o.param_groups])
-        self.seen.kernels = [(g.get("foreach"), g.get("fused")) for o in optimizers for g in o.param_groups]
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        if scaler is not None:
-            self.seen.scales.append(scaler.get_scale())
-
-    def groups(self) -> list[dict[str, Any]]:
-        """The language model at a tenth of the encoders' rate."""
-        encoders = [p for n, p in self.named_parameters() if ".llm." not in n]
-        llm = [p for n, p in self.named_parameters() if ".llm." in n]
-        rate = 0.5 if self.case.optimizer.startswith("sgd") else 3e-3
-        return [{"params": encoders, "lr": rate}, {"params": llm, "lr": rate / 10, "weight_decay": 0.1}]
-
-    def configure_optimizers(self) -> Any:
-        kind, _, how = self.case.optimizer.partition(" ")
-        make = functools.partial(torch.optim.SGD, momentum=0.9) if kind == "sgd" else torch.optim.AdamW
-        optimizer = make(self.groups(), **({how: True} if how in ("foreach", "fused") else {}))
-        if how == "plateau":
-            scheduler: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, mode="max")
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/loss"}}
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+from tests.distributed.probe import APART, PAIR, Case, Probe, Seen, both, far, observe, ranked, whole
+from tests.distributed.scenario import Job, data, datamodule
 
 
 class Manual(Probe):
@@ -161,16 +57,11 @@ class Manual(Probe):
             llm.zero_grad()
 
 
-class Overflow(Probe):
-    """At step 2 one gradient, which exists on one rank only, overflows."""
+class OneGroup(Probe):
+    """Encoders that one rank owns whole, and a sharded language model, in one group of one optimizer."""
 
-    def on_after_backward(self) -> None:
-        if len(self.losses) == 3:
-            for name, p in self.named_parameters():
-                if name.endswith("audio.projector.0.weight") or (".audio." in name and name.endswith("weight")):
-                    if p.grad is not None:
-                        p.grad.view(-1)[0] = math.inf
-                    return
+    def groups(self) -> list[dict[str, Any]]:
+        return [{"params": list(self.parameters()), "lr": 3e-3}]
 
 
 class Watched(Probe):
@@ -197,76 +88,6 @@ class OwnZero(Watched):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         if batch_idx % 2 == 0:
             optimizer.zero_grad()
-
-
-def ranked(case: Case) -> tuple[L.Trainer, Probe, Any]:
-    job = case.job
-    plugins: list[Any] = []
-    strategy: Any = "auto"
-    devices = 1
-    if case.layouts is not None:
-        devices = int(os.environ["WORLD_SIZE"])
-        plugins.append(TorchElasticEnvironment())
-        strategy = case.layouts if isinstance(case.layouts, str) else HeteroStrategy(case.layouts)
-    precision: dict[str, Any] = {"precision": job.precision}
-    if case.scaler:
-        scaler = torch.amp.GradScaler("cpu", **case.scaler)
-        plugins.append(MixedPrecision("16-mixed", "cpu", scaler=scaler))
-        precision = {}
-    options = {
-        "max_steps": job.steps,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "num_sanity_val_steps": 0,
-        **precision,
-        **case.trainer,
-    }
-    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, plugins=plugins, **options)
-    dm = datamodule(job)
-    return trainer, globals()[case.lit](case, dm.tokenizer.vocab_size), dm
-
-
-def observe(case: Case) -> Seen:
-    trainer, lit, dm = ranked(case)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(lit, datamodule=dm, ckpt_path=case.load)
-    if case.save is not None:
-        trainer.save_checkpoint(case.save)
-    lit.seen.end = whole(lit)
-    lit.seen.losses = [float(x) for x in lit.losses]
-    lit.seen.metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
-    lit.seen.warned = [str(w.message) for w in caught]
-    return lit.seen
-
-
-def on_rank(rank: int, world: int, cases: dict[str, Case]) -> dict[str, Seen]:
-    return {name: observe(case) for name, case in cases.items()}
-
-
-def both(pool: Pool, cases: dict[str, Case], layouts: Layouts, world: int) -> dict[str, tuple[Seen, list[Seen]]]:
-    """Every case in one process, and in one world: name -> (expected, by rank)."""
-    runs = pool.run(
-        world, on_rank, {n: replace(c, layouts=layouts) for n, c in cases.items()}, timeout=170, group=False
-    )
-    return {name: (observe(case), [run[name] for run in runs]) for name, case in cases.items()}
-
-
-def far(expected: Seen, found: Sequence[Seen]) -> float:
-    """Worst relative difference of any loss and any parameter's change, over ranks; every parameter is looked at."""
-    worst, names = 0.0, set()
-    for seen in found:
-        assert len(seen.losses) == len(expected.losses)
-        worst = max(worst, *(abs(a - b) / abs(b) for a, b in zip(seen.losses, expected.losses, strict=True)))
-        for name, end in seen.end.items():
-            names.add(name)
-            change = (expected.end[name] - expected.start[name]).norm()
-            if not name.endswith("k_proj.bias") and change:  # its gradient is zero: rounding noise is what moves it
-                worst = max(worst, float((end - expected.end[name]).norm() / change))
-    assert names == set(expected.end)
-    return worst
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +117,7 @@ def optimization(folder: Path) -> dict[str, Case]:
         "plateau": Case(
             val, optimizer="sgd plateau", trainer={"limit_train_batches": 1, "limit_val_batches": 1, "max_epochs": 4}
         ),
-        "manual": Case(replace(job, steps=-1), lit="Manual", trainer={"limit_train_batches": 4, "max_epochs": 1}),
+        "manual": Case(replace(job, steps=-1), lit=Manual, trainer={"limit_train_batches": 4, "max_epochs": 1}),
         "adamw": Case(job, optimizer="adamw"),
         "foreach": Case(job, optimizer="adamw foreach"),
         "fused": Case(job, optimizer="adamw fused", trainer={"gradient_clip_val": 0.1}),
@@ -359,6 +180,10 @@ def kernels(rank: int, world: int, digits: str) -> dict[str, Any]:
         for name, layouts in {"one kind": {n: {"ranks": [0, 1]} for n in PAIR}, "mixed": PAIR}.items():
             seen = observe(Case(job, layouts, optimizer=f"adamw {how}"))
             chosen[f"{how} {name}"] = (seen.kernels, any("foreach/fused is off" in w for w in seen.warned), seen.losses)
+        one = observe(Case(job, PAIR, lit=OneGroup, optimizer=f"adamw {how}"))
+        loops = observe(Case(job, PAIR, lit=OneGroup, optimizer="adamw"))
+        chosen[f"{how} one group"] = (one.kernels, any("foreach/fused is off" in w for w in one.warned), one.losses)
+        chosen[f"{how} loops"] = (loops.kernels, any("foreach/fused is off" in w for w in loops.warned), loops.losses)
     return {"torch": raised, "chosen": chosen}
 
 
@@ -374,71 +199,21 @@ def test_multi_tensor_kernels_are_used_where_torch_can(pool: Pool, digits: Path)
             assert one == [asked, asked] and not one_warned
             # Encoders are whole, the language model is sharded: no group has both.
             assert mixed == [asked, asked] and not mixed_warned, rank
+            off, off_warned, off_losses = result["chosen"][f"{how} one group"]
+            loops, loops_warned, loops_losses = result["chosen"][f"{how} loops"]
+            assert off == loops == [(False, False)]  # asked or not: on CUDA torch would choose foreach by itself
+            assert off_warned == (rank == 0) and not loops_warned
+            assert off_losses == loops_losses
             assert mixed_losses == pytest.approx(one_losses, rel=1e-10)
-
-
-def precision(folder: Path, path: Path) -> dict[str, Case]:
-    job = Job(str(folder), steps=4, batch=8, capture=False)
-    high = {"init_scale": 2.0**26, "backoff_factor": 0.25, "growth_interval": 3}
-    fine = {"init_scale": 1024.0, "growth_interval": 3}
-    clip = {"gradient_clip_val": 0.5}
-    return {
-        "32-true": Case(job, trainer=clip),
-        "bf16-mixed": Case(replace(job, precision="bf16-mixed"), optimizer="adamw", trainer=clip),
-        "bf16-true": Case(replace(job, precision="bf16-true"), optimizer="adamw"),
-        "64-true": Case(replace(job, precision="64-true"), optimizer="adamw"),
-        "16-mixed": Case(job, scaler=fine, trainer=clip | {"accumulate_grad_batches": 2}),
-        "16-mixed, fused": Case(job, optimizer="adamw fused", scaler=fine, trainer=clip),
-        "16-mixed, scale too high": Case(replace(job, steps=8), scaler=high),
-        "16-mixed, overflow on one rank": Case(job, lit="Overflow", scaler=fine),
-        "16-mixed, off": Case(job, scaler={"enabled": False}),
-    }
-
-
-def test_precision_is_as_in_one_process(pool: Pool, digits: Path, tmp_path: Path) -> None:
-    runs = both(pool, precision(digits, tmp_path), APART, 3)
-    tolerances = {"64-true": 1e-12, "32-true": 1e-5, "bf16-true": 2e-2}
-    for name, (expected, found) in runs.items():
-        for seen in found:
-            assert len(seen.losses) == len(expected.losses), name
-            tolerance = tolerances.get(name, 2e-3)
-            assert seen.losses == pytest.approx(expected.losses, rel=tolerance), name
-            assert seen.scales == expected.scales, name
-            assert seen.rates == expected.rates, name
-            if name not in ("bf16-true",):
-                assert seen.norms == pytest.approx(expected.norms, rel=1e-2, nan_ok=True), name
-    backoffs = runs["16-mixed, scale too high"][0].scales
-    assert backoffs[0] < 2.0**26 and backoffs[-1] in backoffs[:-1], "no overflow, or nothing but overflows"
-    assert runs["16-mixed, overflow on one rank"][0].scales == [1024.0, 1024.0, 512.0, 512.0]
-    half, full = runs["bf16-mixed"][1][0].losses, runs["64-true"][1][0].losses
-    assert half != pytest.approx(full, rel=1e-6), "bf16 was not used"
-
-
-def resumed(rank: int, world: int, digits: str, path: str) -> dict[str, Any]:
-    job = Job(digits, steps=6, batch=8, capture=False)
-    options = {"init_scale": 256.0, "growth_interval": 2}
-    case = Case(job, PAIR, scaler=options, trainer={"limit_train_batches": 9})
-    straight = observe(case)
-    observe(replace(case, job=replace(job, steps=3), save=path))
-    again = observe(replace(case, scaler={**options, "init_scale": 8.0}, load=path))
-    return {"straight": straight, "again": again}
-
-
-def test_the_loss_scale_survives_a_checkpoint(pool: Pool, digits: Path, tmp_path: Path) -> None:
-    for result in pool.run(2, resumed, str(digits), str(tmp_path / "c.ckpt"), group=False):
-        straight, again = result["straight"], result["again"]
-        assert straight.scales == [256.0, 512.0, 512.0, 1024.0, 1024.0, 2048.0]
-        assert again.scales == straight.scales[3:]
-        assert again.losses == pytest.approx(straight.losses[3:], rel=1e-6)
 
 
 def memory(rank: int, world: int, digits: str) -> dict[str, Seen]:
     job = Job(digits, steps=-1, batch=8, precision="64-true", capture=False)
     windows = {"accumulate_grad_batches": 2, "limit_train_batches": 5, "max_epochs": 1}
     return {
-        "every step": observe(Case(job, PAIR, lit="Watched", trainer={"limit_train_batches": 3, "max_epochs": 1})),
-        "windows": observe(Case(job, PAIR, lit="Watched", trainer=windows)),
-        "own zero_grad": observe(Case(job, PAIR, lit="OwnZero", trainer={"limit_train_batches": 4, "max_epochs": 1})),
+        "every step": observe(Case(job, PAIR, lit=Watched, trainer={"limit_train_batches": 3, "max_epochs": 1})),
+        "windows": observe(Case(job, PAIR, lit=Watched, trainer=windows)),
+        "own zero_grad": observe(Case(job, PAIR, lit=OwnZero, trainer={"limit_train_batches": 4, "max_epochs": 1})),
     }
 
 
@@ -512,6 +287,7 @@ def live(case: Case, folder: str) -> dict[str, Any]:
             saving,
             LearningRateMonitor("step"),
             ModelSummary(max_depth=3),
+            TQDMProgressBar(),
         ]
         options = {
             "max_steps": -1,
@@ -527,7 +303,7 @@ def live(case: Case, folder: str) -> dict[str, Any]:
             "enable_model_summary": True,
             "default_root_dir": folder,
         }
-        trainer, lit, dm = ranked(replace(case, lit="Logging", trainer=options))
+        trainer, lit, dm = ranked(replace(case, lit=Logging, trainer=options))
         dm.manifests["test"] = dm.manifests["predict"] = Path(job.folder) / "val.json"
         assert isinstance(lit, Logging)
         return trainer, lit, dm, saving, options["logger"]  # type: ignore[return-value]
@@ -611,6 +387,14 @@ class InInit(Probe):
         self.configure_model()
 
 
+class Outside(Probe):
+    """Has a parameter that no layout places."""
+
+    def __init__(self, case: Case, vocabulary: int) -> None:
+        super().__init__(case, vocabulary)
+        self.temperature = torch.nn.Parameter(torch.ones(()))
+
+
 class Unfreezing(Probe):
     """Changes its mind about what trains."""
 
@@ -666,10 +450,11 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
     for name, callback in unfinished.items():
         attempt(name, replace(case, trainer={"callbacks": [callback]}))
     said["early"] = str(torch.distributed.is_initialized())
-    attempt("in init", replace(case, lit="InInit"))
-    attempt("unfreezing", replace(case, lit="Unfreezing"))
-    attempt("lists", replace(case, lit="Lists"), lambda t, lit, dm: t.fit(lit))
-    attempt("shuffled", replace(case, lit="Shuffled"), lambda t, lit, dm: t.fit(lit))
+    attempt("in init", replace(case, lit=InInit))
+    attempt("outside", replace(case, lit=Outside))
+    attempt("unfreezing", replace(case, lit=Unfreezing))
+    attempt("lists", replace(case, lit=Lists), lambda t, lit, dm: t.fit(lit))
+    attempt("shuffled", replace(case, lit=Shuffled), lambda t, lit, dm: t.fit(lit))
     attempt("storage", case, lambda t, lit, dm: (t.fit(lit, dm), t.save_checkpoint("/x", storage_options=object())))
 
     def twice(trainer: L.Trainer, lit: Probe, dm: Any) -> None:
@@ -684,12 +469,12 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
         other = ranked(case)[1]
         trainer.fit(other, dm)
         assert [len(lit.losses), len(other.losses)] == [2, 2]
-        assert other.losses[0] == lit.losses[0]
+        assert whole(other).keys() == whole(lit).keys() and not other.seen.start.keys() - whole(other).keys()
 
     attempt("two modules", case, two_modules)
     seen = observe(replace(case, trainer={"callbacks": [ThroughputMonitor(batch_size_fn=len)], "logger": Remember()}))
     said["throughput"] = " ".join(seen.warned)
-    listed = ranked(replace(case, lit="Listed"))
+    listed = ranked(replace(case, lit=Listed, job=replace(job, shuffle=False)))
     listed[0].fit(listed[1])
     said["order"] = str(listed[1].seen.samples)
     return said
@@ -706,6 +491,7 @@ def test_what_cannot_be_done_is_said(pool: Pool, digits: Path) -> None:
         "BackboneFinetuning": "MultimodalModel(freeze=...)",
         "early": "False",
         "in init": "has values already",
+        "outside": "parameter 'temperature' of Outside lies outside",
         "another trainer": "has values already",
         "unfreezing": "requires_grad of a parameter was changed",
         "lists": "got a Tensor",

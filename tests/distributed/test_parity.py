@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.harness import Pool
-from tests.distributed.scenario import Job, Result, data, train, train_on_rank, worst_gradient, worst_loss
+from tests.distributed.scenario import Job, Result, build, data, train, train_on_rank, worst_gradient, worst_loss
 
 CURVE = 1e-5
 """Relative difference of any loss of 20 steps, fp32."""
@@ -48,6 +49,9 @@ CASES = {
     "idle rank": case(4, vision=on(0, 3), audio=on(3), llm=on(0, 1, tp=2)),
     "frozen encoder": case(3, {"freeze": ("vision", "audio.backbone")}, vision=on(0), audio=on(0, 1), llm=on(1, 2)),
     "frozen llm": case(3, {"freeze": ("llm",)}, vision=on(0, 2), audio=on(1), llm=on(1, 2)),
+    "recompute": case(
+        2, {"strategy": {"recompute": ("vision", "llm")}}, vision=on(0, 1, tp=2), audio=on(0), llm=on(0, 1)
+    ),
     "two consumers": case(
         3, {"consumers": ("llm", "caption")}, vision=on(0, 1), audio=on(2), llm=on(1, 2, tp=2), caption=on(0)
     ),
@@ -98,3 +102,19 @@ def test_same_curve_and_gradients(pool: Pool, digits: Path, name: str) -> None:
     for job, damaged in zip(broken, by_job[2:], strict=True):
         error, _ = worst_gradient(reference(exact), damaged)
         assert error > 1e-3, f"{job.damage} went unnoticed"
+
+
+def where_values_are(rank: int, world: int, job: Job) -> dict[str, str]:
+    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    trainer, module, datamodule = build(job)
+    trainer.fit(module, datamodule=datamodule)
+    return {name: p.device.type for name, p in module.named_parameters()}
+
+
+def test_values_exist_only_where_owned(pool: Pool, digits: Path) -> None:
+    layouts = {"vision": on(0), "audio": on(1), "llm": on(1, 2)}
+    ranks = pool.run(3, where_values_are, Job(str(digits), steps=1, capture=False, layouts=layouts), timeout=60)
+    for rank, found in enumerate(ranks):
+        for name, device in found.items():
+            module = name.split(".")[1]
+            assert device == ("cpu" if rank in layouts[module]["ranks"] else "meta"), f"{name} on rank {rank}"

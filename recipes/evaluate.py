@@ -1,0 +1,56 @@
+"""Validate a training run's checkpoint in any layout: `python -m recipes.evaluate run=<folder>`."""
+
+from __future__ import annotations
+
+import hydra
+from omegaconf import DictConfig
+
+from hetero_strategy.errors import ConfigError
+from recipes import build, cli
+from recipes.lit import LitMultimodal
+from recipes.report import Readback, print_report, save, summarize
+from recipes.terminal import ProgressBar
+
+
+def evaluate(cfg: DictConfig) -> None:
+    """Print the report of one checkpoint, and write it to this command's own folder."""
+    run = cfg.run
+    if not run:
+        raise ConfigError("run is missing: python -m recipes.evaluate run=outputs/<date>/<time>")
+    cfg = cli.saved_configuration(cfg, run)
+    checkpoint = cli.checkpoint_of(run, "best", "last")
+    build.check_configuration(cfg, "run")
+    folder = cli.run_folder()
+
+    placed = build.placement(cfg)
+    data = build.datamodule(cfg)
+    make_model = build.model_maker(cfg, data)
+    build.check_model(make_model, data, placed)
+
+    module = LitMultimodal(make_model, cfg.optimizer)
+    readback = Readback(cfg.report.examples)
+    trainer = build.trainer(
+        cfg,
+        placed,
+        default_root_dir=folder,
+        strategy=build.call("strategy", cfg.strategy, build.strategy, layouts=placed.layouts),
+        logger=False,
+        callbacks=[readback, *([ProgressBar()] if cfg.monitor.progress_bar else [])],
+        enable_progress_bar=cfg.monitor.progress_bar,
+        enable_checkpointing=False,
+    )
+    trainer.validate(module, datamodule=data, ckpt_path=checkpoint, verbose=False)
+    report = summarize(trainer, module, placed, readback, str(checkpoint))
+    save(report, folder / "report.json")
+    print_report(report, folder)
+
+
+@hydra.main(version_base=None, config_path=cli.CONF, config_name="evaluate")
+@cli.one_message
+def main(cfg: DictConfig) -> None:
+    """Entry point."""
+    evaluate(cfg)
+
+
+if __name__ == "__main__":
+    cli.start(main, "outputs/evaluate")

@@ -1,0 +1,88 @@
+"""Every precision trains as in one process; a loss scale is one for all ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.distributed.harness import Pool
+from tests.distributed.probe import APART, PAIR, Case, Probe, both, observe
+from tests.distributed.scenario import Job, data
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return data(tmp_path_factory.mktemp("lightning") / "digits")
+
+
+class Overflow(Probe):
+    """At step 2 one gradient, which exists on one rank only, overflows."""
+
+    def on_after_backward(self) -> None:
+        if len(self.losses) == 3:
+            gradient = next(p.grad for n, p in self.named_parameters() if ".audio." in n and p.dim() > 1)
+            if gradient is not None:
+                gradient.view(-1)[0] = math.inf
+
+
+def precision(folder: Path) -> dict[str, Case]:
+    job = Job(str(folder), steps=4, batch=8, capture=False)
+    high = {"init_scale": 2.0**26, "backoff_factor": 0.25, "growth_interval": 3}
+    fine = {"init_scale": 1024.0, "growth_interval": 3}
+    clip = {"gradient_clip_val": 0.5}
+    return {
+        "32-true": Case(job, trainer=clip),
+        "bf16-mixed": Case(replace(job, precision="bf16-mixed"), optimizer="adamw", trainer=clip),
+        "bf16-true": Case(replace(job, precision="bf16-true"), optimizer="adamw"),
+        "64-true": Case(replace(job, precision="64-true"), optimizer="adamw"),
+        "16-mixed": Case(job, scaler=fine, trainer=clip | {"accumulate_grad_batches": 2}),
+        "16-mixed, fused": Case(job, optimizer="adamw fused", scaler=fine),
+        "16-mixed, scale too high": Case(replace(job, steps=8), scaler=high),
+        "16-mixed, overflow on one rank": Case(job, lit=Overflow, scaler=fine),
+        "16-mixed, off": Case(job, scaler={"enabled": False}),
+    }
+
+
+def test_precision_is_as_in_one_process(pool: Pool, digits: Path) -> None:
+    runs = both(pool, precision(digits), APART, 3)
+    tolerances = {"64-true": 1e-12, "32-true": 1e-5, "bf16-true": 2e-2}
+    for name, (expected, found) in runs.items():
+        for seen in found:
+            assert len(seen.losses) == len(expected.losses), name
+            tolerance = tolerances.get(name, 2e-3)
+            assert seen.losses == pytest.approx(expected.losses, rel=tolerance), name
+            assert seen.scales == expected.scales, name
+            assert seen.rates == expected.rates, name
+            if name not in ("bf16-true",):
+                assert seen.norms == pytest.approx(expected.norms, rel=1e-2, nan_ok=True), name
+    backoffs = runs["16-mixed, scale too high"][0].scales
+    assert backoffs[0] < 2.0**26 and backoffs[-1] in backoffs[:-1], "no overflow, or nothing but overflows"
+    assert runs["16-mixed, overflow on one rank"][0].scales == [1024.0, 1024.0, 512.0, 512.0]
+    half, full = runs["bf16-mixed"][1][0].losses, runs["64-true"][1][0].losses
+    assert half != pytest.approx(full, rel=1e-6), "bf16 was not used"
+
+
+def resumed(rank: int, world: int, digits: str, path: str) -> dict[str, Any]:
+    job = Job(digits, steps=6, batch=8, capture=False)
+    options = {"init_scale": 256.0, "growth_interval": 2}
+    case = Case(job, PAIR, scaler=options, trainer={"limit_train_batches": 9})
+    straight = observe(case)
+    saving = ModelCheckpoint(path, "half", every_n_train_steps=3)
+    half = {**case.trainer, "callbacks": [saving], "enable_checkpointing": True}
+    observe(replace(case, job=replace(job, steps=3), trainer=half))
+    again = observe(replace(case, scaler={**options, "init_scale": 8.0}, load=f"{path}/half.ckpt"))
+    return {"straight": straight, "again": again}
+
+
+def test_the_loss_scale_survives_a_checkpoint(pool: Pool, digits: Path, tmp_path: Path) -> None:
+    for result in pool.run(2, resumed, str(digits), str(tmp_path), group=False):
+        straight, again = result["straight"], result["again"]
+        assert straight.scales == [256.0, 512.0, 512.0, 1024.0, 1024.0, 2048.0]
+        assert again.scales == straight.scales[3:]
+        assert again.samples == straight.samples[3:]
+        assert again.losses == pytest.approx(straight.losses[3:], rel=1e-6)

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetero_strategy.data.digits import write_digits
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """48 training and 12 validation samples."""
+    return write_digits(tmp_path_factory.mktemp("data") / "digits", train=48, val=12, progress=False)
+
+
+@pytest.fixture(scope="session")
+def given(small: Path) -> tuple[str, ...]:
+    """Overrides that train on it."""
+    return data_at(small)
+
+
+def data_at(folder: Path) -> tuple[str, ...]:
+    return (
+        "data.write=null",
+        f"data.module.train={folder}/train.json",
+        f"data.module.val={folder}/val.json",
+        f"data.module.tokenizer={folder}",
+    )

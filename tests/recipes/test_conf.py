@@ -1,0 +1,113 @@
+"""Configurations without processes: every choice composes, fits its model, and refuses what nothing reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hydra
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from hetero_strategy.errors import ConfigError, HeteroError, LayoutError
+from recipes import build, cli
+
+LAYOUTS = sorted(path.stem for path in Path(cli.CONF, "layout").glob("*.yaml"))
+
+
+def compose(*overrides: str) -> DictConfig:
+    with hydra.initialize_config_dir(cli.CONF, version_base=None):
+        return hydra.compose("config", overrides=list(overrides))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_fit_the_digits_model(layout: str) -> None:
+    cfg = compose(f"layout={layout}")
+    build.check_configuration(cfg)
+    placed = build.placement(cfg)
+    assert list(placed.layouts) == list(cfg.model.modules) and not placed.idle_ranks
+    with build.torch.device("meta"):
+        cfg.model.modules.llm.vocab_size = 101
+        modules = hydra.utils.instantiate(cfg.model).modules_by_name
+    build.check_all(modules, dict(placed.layouts))
+
+
+def test_the_default_is_heterogeneous() -> None:
+    placed = build.placement(compose())
+    layouts = placed.layouts.values()
+    assert placed.world_size == 4
+    assert len({layout.ranks for layout in layouts}) == 3
+    assert len({tuple(layout.degrees().items()) for layout in layouts}) == 3
+    assert any(layout.dp_shard > 1 for layout in layouts) and any(layout.dp_replicate > 1 for layout in layouts)
+
+
+def test_command_line_beats_the_experiment() -> None:
+    cfg = compose("layout=tp", "layout.vision.dp_replicate=2", "layout.vision.tp=2", "trainer.max_steps=7")
+    assert build.placement(cfg).layouts["vision"].tp == 2 and cfg.trainer.max_steps == 7
+    assert compose("logger=wandb").logger.offline is True
+    assert compose("experiment=none", "logger=none").trainer.accelerator == "auto"
+
+
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [
+        ("+trainer.max_stepz=3", "trainer: no field 'max_stepz'; did you mean max_steps?"),
+        ("+optimizer.lrr=1", "optimizer: no field 'lrr'; did you mean lr?"),
+        (
+            "+data.module.global_batchsize=3",
+            "no field 'global_batchsize'; did you mean global_batch_size?",
+        ),
+        ("+data.write.seeds=3", "data.write: no field 'seeds'; did you mean seed?"),
+        ("+data.module.processors.audio.hop=3", "data.module.processors.audio: no field 'hop'"),
+        ("+model.frozen=[llm]", "model: no field 'frozen'; did you mean freeze?"),
+        ("+strategy.recomputes=[llm]", "strategy: no field 'recomputes'; did you mean recompute?"),
+        ("+checkpoint.every=1", "checkpoint: no field 'every'"),
+        ("+monitor.steps=1", "monitor: no field 'steps'"),
+        ("+report.example=1", "report: no field 'example'; did you mean examples?"),
+        ("+layouts.llm=1", "configuration: no field 'layouts'; did you mean layout?"),
+    ],
+)
+def test_a_misspelt_field_is_named(field: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build.check_configuration(compose(field))
+    assert hint in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("layout.llm.ranks=[0,0,1,2]", "ranks repeats [0]"),
+        ("layout.llm.dp_replicate=4", "dp_replicate 4 x tp 2 = 8 but ranks has 4"),
+        ("+layout.llm.tpp=2", "unknown field tpp"),
+        ("trainer.devices=3", "do not exist in a world of 3"),
+        ("trainer.devices=auto", "trainer.devices=auto"),
+        ("layout.llm.pp=2", "pipeline parallelism is not available yet"),
+    ],
+)
+def test_layouts_that_cannot_be(override: str, message: str) -> None:
+    with pytest.raises(HeteroError, match=message.replace("[", r"\[").replace("]", r"\]")):
+        build.placement(compose("layout.llm.tp=2", override))
+
+
+def test_a_module_can_be_left_out_of_the_layouts_by_name() -> None:
+    placed = build.placement(compose("layout.audio=null"))
+    assert list(placed.layouts) == ["vision", "llm"]
+    with pytest.raises(LayoutError, match="without a layout"):
+        with build.torch.device("meta"):
+            cfg = compose("model.modules.llm.vocab_size=101")
+            modules = hydra.utils.instantiate(cfg.model).modules_by_name
+        build.check_all(modules, dict(placed.layouts))
+
+
+def test_a_run_folder_is_found_from_its_checkpoints(tmp_path: Path) -> None:
+    place = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    place.mkdir(parents=True)
+    (tmp_path / "run" / ".hydra").mkdir()
+    OmegaConf.save({"a": 1}, tmp_path / "run" / cli.SAVED)
+    assert cli.folder_of(place) == tmp_path / "run" == cli.folder_of(tmp_path / "run")
+    assert cli.checkpoint_of(tmp_path / "run", "best", "last") == place == cli.checkpoint_of(place, "best")
+    arguments = cli.with_run_folder([f"resume={place}"])
+    assert f'hydra.run.dir="{tmp_path / "run"}"' in arguments and "hydra.output_subdir=null" in arguments
+    with pytest.raises(ConfigError, match="not a run folder"):
+        cli.folder_of(tmp_path)
+    with pytest.raises(HeteroError, match="no checkpoint"):
+        cli.checkpoint_of(tmp_path / "run", "best")
