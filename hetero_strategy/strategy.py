@@ -20,13 +20,6 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    ModelPruning,
-    StochasticWeightAveraging,
-    ThroughputMonitor,
-    WeightAveraging,
-)
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -34,9 +27,9 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, RandomSampler
 from torchmetrics import Metric
 
+from hetero_strategy.assembly import assemble, find_model
 from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.data.batch import Batch
 from hetero_strategy.errors import ConfigError
@@ -50,26 +43,17 @@ from hetero_strategy.launch import (
     wait_for_the_end,
 )
 from hetero_strategy.layout.placement import Placement, place
-from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.multimodal import ModelOutput, MultimodalModel
-from hetero_strategy.parallelize.apply import check_all, parallelize
-from hetero_strategy.parallelize.gradients import Owned, copies_of
+from hetero_strategy.parallelize.gradients import Owned
+from hetero_strategy.parallelize.kernels import choose_kernels
 from hetero_strategy.precision import SyncedGradScaler, stand_in, wire_dtype
-from hetero_strategy.schedule.executor import Executor
-from hetero_strategy.schedule.order import graph
+from hetero_strategy.refusals import check_callbacks, check_dataloader
 from hetero_strategy.schedule.step import StepRunner
 
 ROW_ALIGNMENT = 32
 """A tensor-parallel consumer's rows per rank are a multiple of this. Sequence parallelism needs a multiple of 1; few
 distinct sizes also let DTensor reuse its sharding decisions instead of making them anew for every ragged batch."""
-
-REFUSED_CALLBACKS: dict[type, str] = {
-    WeightAveraging: "copies the whole model on every rank, and no rank has it; remove the callback",
-    StochasticWeightAveraging: "copies the model before it is built in configure_model; remove the callback",
-    ModelPruning: "ranks weights of whole parameters, of which a rank has a part; remove the callback",
-    BaseFinetuning: "changes what trains during the run; use MultimodalModel(freeze=...) and a run per phase",
-}
 
 
 class HeteroStrategy(ParallelStrategy):
@@ -192,7 +176,9 @@ class HeteroStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         if self.lightning_module is not None:
-            self._refuse(self.lightning_module.trainer)
+            check_callbacks(self.lightning_module.trainer)
+            # A sampler put in by Lightning shuffles training data even where it is not to be shuffled.
+            self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
         super().setup_environment()
         assert self.cluster_environment is not None
         reset_seed()
@@ -241,76 +227,34 @@ class HeteroStrategy(ParallelStrategy):
         self.setup_precision_plugin()
 
     def _build(self, module: LightningModule) -> None:
-        found = [(n, m) for n, m in module.named_modules() if isinstance(m, MultimodalModel)]
-        if len(found) != 1:
-            raise ConfigError(
-                f"HeteroStrategy: {type(module).__name__} holds {len(found)} MultimodalModels after configure_model();"
-                " it needs exactly one, built in configure_model()"
-            )
-        outside = {n for n, _ in module.named_parameters()} - {
-            f"{found[0][0]}.{n}" for n, _ in found[0][1].named_parameters()
-        }
-        if outside:
-            raise ConfigError(
-                f"HeteroStrategy: parameter '{min(outside)}' of {type(module).__name__} lies outside its"
-                " MultimodalModel, so no layout says where it lives; make it part of one of the model's modules"
-            )
-        if self.reduce_boolean_decision(any(not p.is_meta for p in found[0][1].parameters()), all=False):
-            raise ConfigError(
-                "HeteroStrategy: the model has values already, which would be lost; build it in configure_model() and"
-                " not in __init__(), and go on with a trained one in the Trainer that trained it, or in a new"
-                " LightningModule with ckpt_path"
-            )
-        self._prefix, self._multimodal = found[0]
+        self._prefix, self._multimodal = find_model(module, self._any)
         self.model = self.precision_plugin.convert_module(module)
-        modules = self._multimodal.modules_by_name
         if self._layouts is None:
             everyone = tuple(range(self.world_size))
-            self._layouts = {n: ModuleLayout(ranks=everyone) for n in modules}
+            self._layouts = {n: ModuleLayout(ranks=everyone) for n in self._multimodal.modules_by_name}
             self._placement = place(self._layouts, self.world_size)
-        placement = self._placement
-        assert placement is not None
-        layouts = dict(placement.layouts)
-        check_all(modules, layouts)
-        unknown = sorted(set(self.recompute) - set(modules))
-        if unknown:
-            raise ConfigError(f"HeteroStrategy: recompute names {unknown}; the modules are {', '.join(modules)}")
-        edges = tuple((e.source, e.target) for e in self._multimodal.edges)
-        registry = GroupRegistry(placement, edges, self.root_device.type, self._timeout)
-        owned = placement.modules_on(self.global_rank)
-        for name in owned:
-            parallelize(
-                name,
-                modules[name],
-                layouts[name],
-                registry.mesh(name),
-                self.root_device,
-                seed=self._multimodal.seed,
-                recompute=name in self.recompute,
-            )
-        self._move_rest(module)
-        trains = {n: any(p.requires_grad for p in m.parameters()) for n, m in modules.items()}
-        executor = Executor(
-            modules,
-            graph(self._multimodal.topological(), edges, trains),
-            placement,
-            registry,
+        assert self._placement is not None
+        assembled = assemble(
+            self._prefix,
+            self._multimodal,
+            self._placement,
+            self.global_rank,
             self.root_device,
-            wire_dtype(self.precision_plugin),
+            wire_dtype=wire_dtype(self.precision_plugin),
+            recompute=self.recompute,
+            timeout=self._timeout,
+            async_checkpoint=self._async_checkpoint,
         )
-        self._owned = {
-            id(p): Owned(p, copies_of(p, len(layouts[n].ranks))) for n in owned for p in modules[n].parameters()
-        }
+        self._move_rest(module)
+        self._owned = assembled.owned
+        self._training_state = assembled.state
         model = self._multimodal
         self._runner = StepRunner(
-            executor,
+            assembled.executor,
             [o.parameter for o in self._owned.values()],
             self._seed_scale,
             lambda: model.training,
             self._about_to_zero_gradients,
-        )
-        self._training_state = TrainingState(
-            self._prefix, modules, owned, group=registry.background, asynchronous=self._async_checkpoint
         )
         plugin = cast(Any, self.precision_plugin)
         plugin.owned_by = self.owned_by
@@ -322,45 +266,13 @@ class HeteroStrategy(ParallelStrategy):
             if not any(isinstance(m, MultimodalModel) for m in child.modules()):
                 child.to(self.root_device)
 
-    def _refuse(self, trainer: Trainer) -> None:
-        callbacks = cast(list[Any], trainer.callbacks)  # type: ignore[attr-defined]
-        for callback in callbacks:
-            for kind, why in REFUSED_CALLBACKS.items():
-                if isinstance(callback, kind):
-                    raise ConfigError(f"HeteroStrategy: Lightning's {type(callback).__name__} {why}")
-        # A sampler put in by Lightning shuffles training data even where it is not to be shuffled.
-        trainer._accelerator_connector.use_distributed_sampler = False
-        if any(isinstance(c, ThroughputMonitor) for c in callbacks):
-            rank_zero_warn(
-                "Lightning's ThroughputMonitor multiplies by the number of processes, but one batch here spans all of"
-                " them; use hetero_strategy.monitor.ThroughputMonitor"
-            )
-
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            # Or Lightning and torch leave unscaling to the optimizer, which only looks at this rank's gradients.
-            if getattr(optimizer, "_step_supports_amp_scaling", False):
-                cast(Any, optimizer)._step_supports_amp_scaling = False
-        self._choose_kernels()
+        choose_kernels(self.optimizers, self._owned, self._any)
 
-    def _choose_kernels(self) -> None:
-        """Let an optimizer loop over parameters where one of its groups has sharded and unsharded ones on some rank.
-
-        Multi-tensor kernels take either kind, not both; on CUDA torch would choose them unasked. All ranks do the same,
-        or copies of a parameter would drift apart by rounding.
-        """
-        for group in (g for o in self.optimizers for g in o.param_groups):
-            if group.get("foreach", False) is False and not group.get("fused"):
-                continue
-            kinds = {type(self._owned[id(p)].parameter) for p in group["params"] if id(p) in self._owned}
-            if self.reduce_boolean_decision(len(kinds) > 1, all=False):
-                if group.get("foreach") or group.get("fused"):
-                    rank_zero_warn("foreach/fused is off where sharded and unsharded parameters share a group")
-                group["foreach"] = False
-                if "fused" in group:
-                    group["fused"] = False
+    def _any(self, decision: bool) -> bool:
+        return self.reduce_boolean_decision(decision, all=False)
 
     def owned_by(self, optimizer: Optimizer) -> list[Owned]:
         """Parameters of an optimizer that this rank owns."""
@@ -399,13 +311,7 @@ class HeteroStrategy(ParallelStrategy):
             raise
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Refuse a shuffled DataLoader: ranks would draw different samples."""
-        sampler = dataloader.sampler if isinstance(dataloader, DataLoader) else None
-        if isinstance(sampler, RandomSampler) and sampler.generator is None:
-            raise ConfigError(
-                "HeteroStrategy: DataLoader(shuffle=True) draws from each process's own random numbers, but all ranks"
-                " walk the same batches; use MultimodalDataModule, or give the DataLoader a seeded generator"
-            )
+        check_dataloader(dataloader)
         return dataloader
 
     # ---- collectives over the world --------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "hetero_strategy"
 ROOMS = (
     "strategy",
+    "refusals",
+    "assembly",
     "checkpoint",
     "monitor",
     "planner",

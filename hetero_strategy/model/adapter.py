@@ -44,7 +44,8 @@ class Adapter(nn.Module):
         if "_twin" not in self.__dict__:
             # Values that are already real (a ready backbone) are initial values: remembered, not copied.
             named = [*self.named_parameters(), *self.named_buffers()]
-            object.__setattr__(self, "_given", {fqn: tensor for fqn, tensor in named if not tensor.is_meta})
+            given = {fqn: tensor.detach() for fqn, tensor in named if not tensor.is_meta}
+            object.__setattr__(self, "_given", given)
             memo: dict[int, Any] = {}
             for tensor in [*self.parameters(), *self.buffers()]:
                 empty = torch.empty_like(tensor, device="meta")
@@ -56,6 +57,16 @@ class Adapter(nn.Module):
             object.__setattr__(self, "_twin", twin)
         made: Adapter = self.__dict__["_twin"]
         return made
+
+    def given(self) -> dict[str, Tensor]:
+        """Values that parameters and buffers had when the module was made (a ready backbone), by FQN; shared memory."""
+        self.twin()
+        given: dict[str, Tensor] = self.__dict__["_given"]
+        return given
+
+    def forget_given(self) -> None:
+        """Let :meth:`given` go, once every rank that needs the values has its part."""
+        object.__setattr__(self, "_given", {})
 
     # ---- tensor parallelism ----------------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ def unit_seed(seed: int, name: str, prefix: str) -> int:
 
 def _initialized(name: str, adapter: Adapter, seed: int, prefix: str, fqns: list[str]) -> Iterator[tuple[str, Tensor]]:
     twin = adapter.twin()
-    given: dict[str, Tensor] = adapter.__dict__.get("_given", {})
+    given = adapter.given()
     if all(fqn in given for fqn in fqns):
         yield from ((fqn, given[fqn].detach()) for fqn in fqns)
         return

@@ -44,6 +44,7 @@ def parallelize(
         recompute: do not keep a block's activations; run its forward again in backward.
     """
     module.twin()  # the module as it was, for initialisation and counting
+    module.to("meta")  # a part that came with values gets them back in shards
     if layout.tp > 1:
         assert mesh is not None
         module.apply_tp(mesh["tp"] if mesh.ndim > 1 else mesh)

@@ -1,0 +1,57 @@
+"""What of Lightning cannot work when no rank has the whole model, refused before anything is computed."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from lightning.fabric.utilities import rank_zero_warn
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    WeightAveraging,
+)
+from torch.utils.data import DataLoader, RandomSampler
+
+from hetero_strategy.errors import ConfigError
+
+CALLBACKS: dict[type, str] = {
+    WeightAveraging: "copies the whole model on every rank, and no rank has it; remove the callback",
+    StochasticWeightAveraging: "copies the model before it is built in configure_model; remove the callback",
+    ModelPruning: "ranks weights of whole parameters, of which a rank has a part; remove the callback",
+    BaseFinetuning: "changes what trains during the run; use MultimodalModel(freeze=...) and a run per phase",
+}
+
+
+def check_callbacks(trainer: Trainer) -> None:
+    """Refuse callbacks that need the whole model.
+
+    Raises:
+        ConfigError: naming the callback, why, and what to do.
+    """
+    callbacks = cast(list[Any], trainer.callbacks)  # type: ignore[attr-defined]
+    for callback in callbacks:
+        for kind, why in CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise ConfigError(f"HeteroStrategy: Lightning's {type(callback).__name__} {why}")
+    if any(isinstance(c, ThroughputMonitor) for c in callbacks):
+        rank_zero_warn(
+            "Lightning's ThroughputMonitor multiplies by the number of processes, but one batch here spans all of"
+            " them; use hetero_strategy.monitor.ThroughputMonitor"
+        )
+
+
+def check_dataloader(dataloader: object) -> None:
+    """Refuse a shuffled DataLoader: ranks would draw different samples.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    sampler = dataloader.sampler if isinstance(dataloader, DataLoader) else None
+    if isinstance(sampler, RandomSampler) and sampler.generator is None:
+        raise ConfigError(
+            "HeteroStrategy: DataLoader(shuffle=True) draws from each process's own random numbers, but all ranks"
+            " walk the same batches; use MultimodalDataModule, or give the DataLoader a seeded generator"
+        )

@@ -1,0 +1,84 @@
+"""An encoder around a module that has values already: they are kept, sharded, and exist only where owned."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hetero_strategy.model import Encoder, EncoderInputs, MultimodalModel, Projector
+from tests.distributed import scenario
+from tests.distributed.harness import Pool
+from tests.distributed.scenario import WIDTH, Job, Lit, data
+
+
+class Flat(nn.Module):
+    """A person's own backbone: rows of merged patches through two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(256, 16)
+        self.second = nn.Linear(16, 24)
+
+    def forward(self, inputs: EncoderInputs) -> torch.Tensor:
+        rows = []
+        at = 0
+        for height, width in inputs.sizes:  # 2 x 2 patches of 64 values are a row
+            image = inputs.values[at : at + height * width].reshape(height // 2, 2, width // 2, 2, 64)
+            rows.append(image.permute(0, 2, 1, 3, 4).reshape(-1, 256))
+            at += height * width
+        joined = torch.cat(rows) if rows else inputs.values.new_zeros(0, 256)
+        return self.second(torch.tanh(self.first(joined.to(self.first.weight.dtype))))
+
+
+def ready() -> Flat:
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(77)
+        return Flat()
+
+
+class WithReady(Lit):
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            assert self.model is not None
+            modules: dict[str, Any] = dict(self.model.modules_by_name)
+            modules["vision"] = Encoder(ready(), Projector(24, WIDTH))
+            self.model = MultimodalModel(modules, seed=11)
+
+
+def first_values(rank: int, world: int, job: Job) -> dict[str, Any]:
+    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    trainer, module, datamodule = scenario.build(job)
+    module = WithReady(job, module.vocabulary)
+    found: dict[str, Any] = {}
+
+    def at_start() -> None:
+        for name, p in module.named_parameters():
+            if "vision.backbone" in name:
+                full = p.full_tensor() if isinstance(p, DTensor) else p
+                found[name.split("backbone.")[1]] = None if p.is_meta else full.detach().clone()
+
+    module.on_train_start = at_start  # type: ignore[method-assign]
+    trainer.fit(module, datamodule=datamodule)
+    return {"values": found, "losses": [float(x) for x in module.losses]}
+
+
+def test_values_are_kept(pool: Pool, tmp_path: Path) -> None:
+    folder = data(tmp_path / "digits")
+    layouts: dict[str, Any] = {"vision": {"ranks": [0, 1]}, "audio": {"ranks": [2]}, "llm": {"ranks": [1, 2]}}
+    results = pool.run(3, first_values, Job(str(folder), steps=2, capture=False, layouts=layouts), timeout=60)
+    expected = dict(ready().named_parameters())
+    for rank, result in enumerate(results):
+        assert set(result["values"]) == {f"{n}" for n in expected} or rank == 2
+        for name, value in result["values"].items():
+            if rank in (0, 1):
+                assert torch.equal(value, expected[name]), name
+            else:
+                assert value is None, "a rank that does not own the module holds its values"
+    alone = first_values(0, 1, Job(str(folder), steps=2, capture=False))
+    torch.testing.assert_close(results[0]["losses"], alone["losses"], rtol=1e-5, atol=0)
