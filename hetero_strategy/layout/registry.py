@@ -69,6 +69,9 @@ class GroupRegistry:
             return
         group = dist.new_group(list(ranks), timeout=self._timeout)
         self._groups[ranks] = group if self._rank in ranks else None
+        if self.device_type == "cuda" and self._rank in ranks:
+            # NCCL connects a group on its first use, and a first use by sends alone would have to involve every rank.
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
     def _mesh(self, layout: ModuleLayout) -> DeviceMesh | None:
         axes = tuple(name for name in MESH_AXES if getattr(layout, name) > 1)
