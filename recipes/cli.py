@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -54,6 +55,10 @@ def start(task: Callable[[], None], outputs: str = "outputs") -> None:
         fail(ConfigError(_explained(error)))
     except HeteroError as error:
         fail(error)
+    except ValueError as error:
+        if not str(error).startswith("Config group override"):
+            raise
+        fail(ConfigError("a group of conf/ was set to null; choose one of its files, such as experiment=none"))
 
 
 def one_message(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
@@ -205,9 +210,11 @@ def save_configuration(cfg: DictConfig, folder: Path) -> None:
 
 def command(module: str, **arguments: object) -> str:
     """A command line to copy, with paths relative to the working directory where they lie below it."""
-    shown = []
-    for name, value in arguments.items():
+
+    def near(value: object) -> object:
         path = Path(str(value))
-        value = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else value
-        shown.append(shlex.quote(f"{name}={value}"))
-    return " ".join(["python -m", module, *shown])
+        return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else value
+
+    python = "python" if shutil.which("python") == sys.executable else near(sys.executable)
+    shown = [shlex.quote(f"{name}={near(value)}") for name, value in arguments.items()]
+    return " ".join([shlex.quote(str(python)), "-m", module, *shown])
