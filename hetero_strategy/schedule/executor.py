@@ -157,7 +157,6 @@ class _Step:
         self.seed = 1.0 / max(1, self.plan.loss_tokens)
         self.seed_scale = seed_scale
         self.live = [_Microbatch() for _ in self.plan.microbatches]
-        self.edges: dict[tuple[tuple[str, str], int], Edge] = {}
         self.blocks: dict[tuple[tuple[str, str], int], EdgeBlocks] = {}
         device = executor.device
         self.totals = torch.zeros(len(executor.sinks), 3, dtype=torch.float64, device=device)
@@ -238,21 +237,18 @@ class _Step:
             torch.autograd.backward(out, grad)
 
     def _edge(self, edge: tuple[str, str], mb: int) -> Edge:
-        key = (edge, mb)
-        if key not in self.edges:
-            source, target = edge
-            sides = self.x.side(source, self.plan, mb), self.x.side(target, self.plan, mb)
-            ranks = {*self.x.placement.layouts[source].ranks, *self.x.placement.layouts[target].ranks}
-            self.edges[key] = Edge(
-                route=route(self._blocks(edge, mb), *sides, self.x.rank),
-                width=self.x.modules[target].width,
-                dtype=self.x.wire_dtype,
-                device=self.x.device,
-                group=self.x.registry.group(ranks),
-                tag=self.x.graph.edges.index(edge),
-                in_flight=self.x.in_flight,
-            )
-        return self.edges[key]
+        source, target = edge
+        sides = self.x.side(source, self.plan, mb), self.x.side(target, self.plan, mb)
+        ranks = {*self.x.placement.layouts[source].ranks, *self.x.placement.layouts[target].ranks}
+        return Edge(
+            route=route(self._blocks(edge, mb), *sides, self.x.rank),
+            width=self.x.modules[target].width,
+            dtype=self.x.wire_dtype,
+            device=self.x.device,
+            group=self.x.registry.group(ranks),
+            tag=self.x.graph.edges.index(edge),
+            in_flight=self.x.in_flight,
+        )
 
     def _blocks(self, edge: tuple[str, str], mb: int) -> EdgeBlocks:
         key = (edge, mb)

@@ -39,7 +39,7 @@ class StepRunner:
         parameters: Sequence[nn.Parameter],
         seed_scale: Callable[[], torch.Tensor | None],
         training: Callable[[], bool],
-        about_to_zero: Callable[[], bool] = lambda: False,
+        about_to_zero: Callable[[], bool],
     ) -> None:
         self.executor = executor
         self._all = [p for module in executor.modules.values() for p in module.parameters()]
