@@ -51,7 +51,8 @@ def train(cfg: DictConfig) -> None:
 
     best = trainer.checkpoint_callbacks[-1].best_model_path
     trainer.validate(module, datamodule=data, ckpt_path=best or None, verbose=False)
-    report = write_report(folder, trainer, module, placed, totals, readback, checkpoint=best)
+    last = trainer.checkpoint_callbacks[0].best_model_path
+    report = write_report(folder, trainer, module, placed, totals, readback, checkpoint=best or last)
     print_report(report, folder)
 
 
@@ -60,6 +61,8 @@ def callbacks(cfg: DictConfig) -> list[Callback]:
     place = cli.run_folder() / "checkpoints"
     shared = {"dirpath": place, "enable_version_counter": False, "save_on_train_epoch_end": False}
     every = int(cfg.checkpoint.every_n_steps)
+    if cfg.trainer.max_steps > 0:  # a run shorter than that leaves a checkpoint too
+        every = min(every, int(cfg.trainer.max_steps))
     made: list[Callback] = [
         ThroughputMonitor(cfg.monitor.every_n_steps, cfg.monitor.peak_flops),
         ModelCheckpoint(filename="last", every_n_train_steps=every, **shared),
