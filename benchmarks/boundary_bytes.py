@@ -30,7 +30,7 @@ import torch
 from benchmarks.common import arguments, ragged_step, report, write_json
 from benchmarks.counting import counted
 from benchmarks.gather_then_slice import MIMO, Moved, refuses
-from hetero_strategy.boundary import exchange
+from hetero_strategy.boundary.exchange import Channel, Crossing, Format, InFlight, cross
 from hetero_strategy.boundary.route import Side, least_rows, route
 from hetero_strategy.data.plan import EdgeBlocks, edge_blocks, plan_step, round_robin
 from hetero_strategy.layout import ModuleLayout, Placement, place
@@ -115,10 +115,10 @@ def edge_of(pair: Pair, assignment: str, samples: int, seed: int = 0) -> Edge:
         row_multiple={"llm": tp} if pair.sequence else {},
         assign=aligned if assignment == "aligned" else round_robin,
     )
-    assignments = plan.microbatches[0].assignments
-    source = Side(placement.layouts["encoder"].instances(), assignments["encoder"].totals())
-    target = Side(placement.layouts["llm"].instances(), assignments["llm"].totals(), sharded=pair.sequence)
-    return Edge(pair, edge_blocks(plan, 0, "encoder", "llm"), source, target)
+    layouts, assignments = placement.layouts, plan.assignments
+    source = Side(layouts["encoder"].stage_grid(0), assignments["encoder"][0].totals())
+    target = Side(layouts["llm"].stage_grid(0), assignments["llm"][0].totals(), sharded=pair.sequence)
+    return Edge(pair, edge_blocks(plan, "encoder", 0, "llm", 0), source, target)
 
 
 def planned(edge: Edge, row_bytes: int) -> dict[str, Any]:
@@ -151,15 +151,9 @@ WHO: tuple[Who, Who] = ("ours", "peer")
 
 def run_on_rank(rank: int, world: int, edge: Edge, width: int, rounds: int) -> dict[Who, dict[str, Any]]:
     """Both exchanges on one rank, in turns: rows and gradients checked against each other, bytes counted, timed."""
-    side = exchange.Edge(
-        route=route(edge.blocks, edge.source, edge.target, rank),
-        width=width,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        group=torch.distributed.group.WORLD,
-        tag=0,
-        in_flight=exchange.InFlight(),
-    )
+    ours = route(edge.blocks, edge.source, edge.target, rank)
+    form, in_flight, group = Format(width, torch.float32, torch.device("cpu")), InFlight(), torch.distributed.group.WORLD
+    there, back_again = (Channel(group, group, tag, in_flight) for tag in (0, 1))
     peer = MIMO(edge.blocks, edge.source, edge.target).on_rank(rank)
     rows = tagged(edge.source, rank, width)
     grad = tagged(edge.target, rank, width)[peer.slots_here]
@@ -168,10 +162,10 @@ def run_on_rank(rank: int, world: int, edge: Edge, width: int, rounds: int) -> d
         torch.distributed.barrier()
         start = time.perf_counter()
         if who == "ours":
-            out = exchange.move(side.route.forward, rows, side)
+            out = cross(Crossing(ours.forward, there, form), rows)
             middle = time.perf_counter()
-            back = exchange.move(side.route.backward, grad, side)
-            side.in_flight.drain()
+            back = cross(Crossing(ours.backward, back_again, form), grad)
+            in_flight.drain()
         else:
             out = peer.forward(rows)
             middle = time.perf_counter()

@@ -48,7 +48,7 @@ def ragged_step(
         running = np.cumsum(rows) - rows
         first = np.searchsorted(sample, np.arange(samples))
         start = running - running[np.minimum(first, max(0, len(rows) - 1))][sample] if len(rows) else running
-        placed[name] = StepItems(sample, rows, before[sample] + start)
+        placed[name] = StepItems(sample, rows, before[sample] + start, rows)
         before = before + np.bincount(sample, weights=rows, minlength=samples).astype(np.int64)
     tail = rng.integers(text[0], text[1] + 1, samples)
     return StepMetadata(0, 0, np.arange(samples), before + tail, tail - 1, placed)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hetero_strategy.boundary.exchange import Edge, InFlight, move
+from hetero_strategy.boundary.exchange import Channel, Crossing, Format, InFlight, cross
 from hetero_strategy.boundary.route import Rows, Side, Transfer, least_rows, local_slots, route
 from hetero_strategy.data.plan import EdgeBlocks, expand, slots
 
@@ -167,8 +167,9 @@ class OnRank:
 
     def _move(self, transfer: Transfer, rows: torch.Tensor) -> torch.Tensor:
         assert self.colocated is not None
-        width, world, in_flight = rows.shape[1], dist.group.WORLD, InFlight()
-        out = move(transfer, rows, Edge(self.colocated, width, rows.dtype, rows.device, world, 1, in_flight))
+        world, in_flight = dist.group.WORLD, InFlight()
+        form = Format(rows.shape[1], rows.dtype, rows.device)
+        out = cross(Crossing(transfer, Channel(world, world, 2, in_flight), form), rows)
         in_flight.drain()
         return out
 

@@ -16,7 +16,7 @@ import logging
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -94,13 +94,13 @@ def batches_of(size: Size, count: int, microbatches: int) -> list[Batch]:
         metadata = ragged_step(seed, size.samples, draws, items=(1, 2), text=size.text)
         plan = plan_step(metadata, dict.fromkeys(("vision", "audio", "llm"), 1), ("llm",), microbatches=microbatches)
         generator = torch.Generator().manual_seed(seed)
-        inputs = tuple(_inputs(plan, number, size.vocabulary, generator) for number in range(microbatches))
-        made.append(Batch(plan, inputs))
+        inputs = [_inputs(plan, number, size.vocabulary, generator) for number in range(microbatches)]
+        made.append(Batch(plan, {name: tuple(mb[name] for mb in inputs) for name in plan.assignments}))
     return made
 
 
 def _inputs(plan: StepPlan, number: int, vocabulary: int, generator: torch.Generator) -> dict[str, ModuleInputs]:
-    assignments = plan.microbatches[number].assignments
+    assignments = {name: made[number] for name, made in plan.assignments.items()}
     rows = {name: assignment.rows for name, assignment in assignments.items()}
     side = MERGE * np.sqrt(rows["vision"]).astype(np.int64)
     grids, frames = np.stack([side, side], axis=1), 2 * rows["audio"][:, None]
@@ -111,7 +111,9 @@ def _inputs(plan: StepPlan, number: int, vocabulary: int, generator: torch.Gener
     labels = torch.full_like(ids, IGNORE)
     for end, count in zip(np.cumsum(lengths), plan.metadata.labels[assignments["llm"].units], strict=True):
         labels[end - 1 - count : end - 1] = ids[end - count : end]
-    places = {e: torch.from_numpy(slots(edge_blocks(plan, number, e, "llm"), 0)) for e in ("vision", "audio")}
+    places: dict[Hashable, torch.Tensor] = {
+        (e, number): torch.from_numpy(slots(edge_blocks(plan, e, number, "llm", number), 0)) for e in ("vision", "audio")
+    }
     return {
         "vision": EncoderInputs(patches, grids, rows["vision"], Packing.of(grids.prod(1))),
         "audio": EncoderInputs(mels, frames, rows["audio"], Packing.of(rows["audio"])),
@@ -241,7 +243,7 @@ def _meta(size: Size) -> MultimodalModel:
 
 
 def _pinned(batch: Batch) -> Batch:
-    return Batch(batch.plan, tuple({name: x.pin_memory() for name, x in mb.items()} for mb in batch.inputs))
+    return batch.pin_memory()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

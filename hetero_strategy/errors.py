@@ -29,3 +29,7 @@ class CheckpointError(HeteroError):
 
 class ConfigError(HeteroError):
     """An option, or a combination of options, is refused."""
+
+
+class ScheduleError(HeteroError):
+    """A schedule cannot be made from what was asked, or a list of actions cannot run."""

@@ -92,6 +92,11 @@ def wire_dtype(plugin: Precision) -> torch.dtype:
     return torch.float32
 
 
+def hidden_dtype(plugin: Precision) -> torch.dtype:
+    """Dtype of rows between pipeline stages of one module: of its parameters, in which the residual stream runs."""
+    return torch.float32 if isinstance(plugin, MixedPrecision) else wire_dtype(plugin)
+
+
 class SyncedGradScaler(torch.amp.GradScaler):
     """A GradScaler whose overflow check covers all ranks: they skip a step together or not at all."""
 

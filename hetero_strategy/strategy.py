@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_only, rank_zero_warn
 from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -29,8 +28,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from hetero_strategy.assembly import assemble, find_model
+from hetero_strategy.assembly import Scheduling, assemble, find_model
 from hetero_strategy.checkpoint.training import TrainingState
+from hetero_strategy.collectives import WorldCollectives
 from hetero_strategy.data.batch import Batch
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.launch import (
@@ -47,8 +47,9 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.multimodal import ModelOutput, MultimodalModel
 from hetero_strategy.parallelize.gradients import Owned
 from hetero_strategy.parallelize.kernels import choose_kernels
-from hetero_strategy.precision import SyncedGradScaler, stand_in, wire_dtype
+from hetero_strategy.precision import SyncedGradScaler, hidden_dtype, stand_in, wire_dtype
 from hetero_strategy.refusals import check_callbacks, check_dataloader
+from hetero_strategy.schedule.executor import Executor
 from hetero_strategy.schedule.step import StepRunner
 
 ROW_ALIGNMENT = 32
@@ -56,7 +57,7 @@ ROW_ALIGNMENT = 32
 distinct sizes also let DTensor reuse its sharding decisions instead of making them anew for every ragged batch."""
 
 
-class HeteroStrategy(ParallelStrategy):
+class HeteroStrategy(WorldCollectives):
     """Trains a :class:`MultimodalModel` with every module in its own layout, on its own ranks.
 
     ``Trainer(strategy=HeteroStrategy(layouts={...}))``; the LightningModule stays an ordinary one that builds its model
@@ -67,6 +68,11 @@ class HeteroStrategy(ParallelStrategy):
         layouts: module name -> :class:`ModuleLayout` or a mapping of its fields. None (as in ``strategy="hetero"``):
             every module sharded over all ranks.
         recompute: modules whose blocks do not keep activations but run forward again in backward.
+        order: in which order a step's work runs: ``1f1b``, ``gpipe``, ``interleaved_1f1b`` (modules with vpp > 1),
+            ``zb_h1``, ``zbv`` (vpp=2, pp_style="v") or ``sequential``.
+        max_in_flight: module -> most microbatches whose activations one of its stages holds.
+        gather: when FSDP gathers parameters and reduces gradients: once per ``step`` (parameters stay whole over a
+            step's microbatches), per ``microbatch``, or ``auto``: per step where a module is pipelined.
         start_method: ``popen`` (re-runs the script per process), ``fork`` or ``spawn``. Ignored under torchrun, SLURM.
         process_group_backend: default: by device.
         timeout: of every collective.
@@ -84,6 +90,9 @@ class HeteroStrategy(ParallelStrategy):
         layouts: Mapping[str, ModuleLayout | Mapping[str, Any]] | None = None,
         *,
         recompute: Sequence[str] = (),
+        order: str = "1f1b",
+        max_in_flight: Mapping[str, int] | None = None,
+        gather: str = "auto",
         start_method: str = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -94,6 +103,7 @@ class HeteroStrategy(ParallelStrategy):
             raise ConfigError(f"HeteroStrategy: start_method={start_method!r}; use one of {', '.join(START_METHODS)}")
         self._layouts = None if layouts is None else {n: ModuleLayout.from_config(n, v) for n, v in layouts.items()}
         self.recompute = tuple(recompute)
+        self._scheduling = Scheduling(order, dict(max_in_flight or {}), gather)
         self._start_method = start_method
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -104,6 +114,7 @@ class HeteroStrategy(ParallelStrategy):
         self._prefix = ""
         self._runner: StepRunner | None = None
         self._training_state: TrainingState | None = None
+        self._background: dist.ProcessGroup | None = None
 
     # ---- what others may ask ---------------------------------------------------------------------------------------
 
@@ -116,6 +127,18 @@ class HeteroStrategy(ParallelStrategy):
     def defers_placement(self) -> bool:
         """The placement follows from the model, which does not exist yet."""
         return self._layouts is None
+
+    @property
+    def executor(self) -> Executor:
+        """What runs steps on this rank; after ``setup``."""
+        assert self._runner is not None
+        return self._runner.executor
+
+    @property
+    def background(self) -> dist.ProcessGroup:
+        """All ranks, on the host: for what runs beside training; after ``setup``."""
+        assert self._background is not None
+        return self._background
 
     @property
     def row_multiple(self) -> dict[str, int]:
@@ -241,6 +264,8 @@ class HeteroStrategy(ParallelStrategy):
             self.global_rank,
             self.root_device,
             wire_dtype=wire_dtype(self.precision_plugin),
+            hidden_dtype=hidden_dtype(self.precision_plugin),
+            scheduling=self._scheduling,
             recompute=self.recompute,
             timeout=self._timeout,
             async_checkpoint=self._async_checkpoint,
@@ -248,6 +273,7 @@ class HeteroStrategy(ParallelStrategy):
         self._move_rest(module)
         self._owned = assembled.owned
         self._training_state = assembled.state
+        self._background = assembled.background
         model = self._multimodal
         self._runner = StepRunner(
             assembled.executor,
@@ -313,43 +339,6 @@ class HeteroStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         check_dataloader(dataloader)
         return dataloader
-
-    # ---- collectives over the world --------------------------------------------------------------------------------
-
-    def _together(self) -> bool:
-        """Whether the other ranks come to a collective too: after an exception on this one they may not."""
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        return _distributed_is_initialized() and (trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED)
-
-    def barrier(self, name: str | None = None) -> None:
-        if self._together():
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not self._together():
-            return obj
-        boxed = [obj]
-        dist.broadcast_object_list(boxed, src)
-        return boxed[0]
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a logged value. All ranks log the value of the one global batch, so its sum is the value itself."""
-        if not isinstance(tensor, torch.Tensor) or not self._together():
-            return tensor
-        op = str(reduce_op).lower().rsplit(".", 1)[-1]
-        value = tensor.detach().to(self.root_device, copy=True)
-        if op in ("mean", "avg", "sum"):
-            value = value if value.is_floating_point() else value.double()
-            dist.all_reduce(value, group=group)
-            return value / dist.get_world_size(group)
-        dist.all_reduce(value, op=getattr(dist.ReduceOp, op.upper()), group=group)
-        return value
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        flag = torch.tensor(int(decision), device=self.root_device)
-        if self._together():
-            dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(flag)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 

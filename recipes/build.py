@@ -17,13 +17,16 @@ import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from hetero_strategy.data.datamodule import MultimodalDataModule
+from hetero_strategy.data.index import DatasetIndex
+from hetero_strategy.data.media import Media
 from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.placement import Placement, place
-from hetero_strategy.model import Encoder, MultimodalModel
+from hetero_strategy.model import Adapter, Encoder, Generator, MultimodalModel
 from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.strategy import HeteroStrategy
 from recipes.cli import rank
+from recipes.drawings import Judge
 from recipes.lit import adamw_cosine
 
 Made = TypeVar("Made")
@@ -41,9 +44,9 @@ def check_configuration(cfg: DictConfig, *more: str) -> None:
     """
     _only("", cfg, (*FIELDS, *more))
     _only("data", cfg.data, ("write", "module"))
-    _only("checkpoint", cfg.checkpoint, ("every_n_steps",))
+    _only("checkpoint", cfg.checkpoint, ("every_n_steps", "monitor", "mode"))
     _only("monitor", cfg.monitor, ("every_n_steps", "peak_flops", "progress_bar"))
-    _only("report", cfg.report, ("examples",))
+    _only("report", cfg.report, ("examples", "judge"))
     functions: dict[str, Callable[..., Any]] = {"trainer": L.Trainer, "optimizer": adamw_cosine, "strategy": strategy}
     for path, function in functions.items():
         _fields(path, cfg[path], function)
@@ -112,10 +115,19 @@ def datamodule(cfg: DictConfig) -> MultimodalDataModule:
             hydra.utils.instantiate(cfg.data.write)
         else:
             _wait_for(Path(cfg.data.write.folder))
-    data: MultimodalDataModule = hydra.utils.instantiate(cfg.data.module, _convert_="all")
+    node = cfg.data.module.copy()
+    with open_dict(node):  # data.module.processors.audio=null takes a module out
+        node.processors = {name: processor for name, processor in node.processors.items() if processor is not None}
+    node._set_parent(cfg.data)  # for interpolations
+    data: MultimodalDataModule = hydra.utils.instantiate(node, _convert_="all")
     if rank() == 0:
         data.prepare_data()
     return data
+
+
+def judge(cfg: DictConfig) -> Judge | None:
+    """What says which drawings are right, if anything does."""
+    return hydra.utils.instantiate(cfg.report.judge) if cfg.report.judge else None
 
 
 def model_maker(cfg: DictConfig, data: MultimodalDataModule) -> Callable[[], MultimodalModel]:
@@ -154,17 +166,39 @@ def check_model(make: Callable[[], MultimodalModel], data: MultimodalDataModule,
                 )
     for index in data.indices.values():
         for name, table in index.items.items():
-            encoder = modules[name]
-            if not isinstance(encoder, Encoder) or not len(table.rows):
-                continue
-            expected = encoder.output_rows(np.asarray(table.sizes))
-            wrong = np.flatnonzero(expected != table.rows)
-            if len(wrong):
-                first = int(wrong[0])
-                raise DataError(
-                    f"{index.path(name, first)}: data.module.processors.{name} makes {table.rows[first]} rows of it but"
-                    f" model.modules.{name} makes {expected[first]}; use the same merge or stack in both"
-                )
+            if len(table.rows):
+                _check_items(index, name, modules[name], data.processors[name])
+
+
+def _check_items(index: DatasetIndex, name: str, module: Adapter, processor: Media) -> None:
+    """Refuse items that the data and the model see as other rows.
+
+    Raises:
+        ConfigError: a generator draws other rows than the data holds.
+        DataError: an encoder makes other rows of an item than the data says.
+    """
+    table = index.items[name]
+    if isinstance(module, Generator):
+        if module.feature != processor.feature:
+            raise ConfigError(
+                f"data.module.processors.{name} gives target rows of {processor.feature} numbers but"
+                f" model.modules.{name} draws rows of {module.feature}; use the same patch_size and channels in both"
+            )
+        return
+    if not isinstance(module, Encoder):
+        return
+    sizes = np.asarray(table.sizes)
+    for what, expected, found in (
+        ("makes", module.output_rows(sizes), table.rows),
+        ("computes on", module.packing_rows(sizes), table.hidden),
+    ):
+        wrong = np.flatnonzero(expected != found)
+        if len(wrong):
+            first = int(wrong[0])
+            raise DataError(
+                f"{index.path(name, first)}: data.module.processors.{name} {what} {found[first]} rows of it but"
+                f" model.modules.{name} {what} {expected[first]}; use the same merge or stack in both"
+            )
 
 
 def trainer(cfg: DictConfig, placed: Placement, **more: Any) -> L.Trainer:

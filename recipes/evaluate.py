@@ -28,7 +28,7 @@ def evaluate(cfg: DictConfig) -> None:
     build.check_model(make_model, data, placed)
 
     module = LitMultimodal(make_model, cfg.optimizer)
-    readback = Readback(cfg.report.examples)
+    readback = Readback(cfg.report.examples, build.judge(cfg))
     trainer = build.trainer(
         cfg,
         placed,
@@ -41,7 +41,7 @@ def evaluate(cfg: DictConfig) -> None:
     )
     trainer.validate(module, datamodule=data, ckpt_path=checkpoint, verbose=False)
     report = summarize(trainer, module, placed, readback, str(checkpoint))
-    save(report, folder / "report.json")
+    save(report, folder / "report.json", readback)
     print_report(report, folder)
 
 

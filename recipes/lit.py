@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hetero_strategy.data.batch import Batch
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.model import MultimodalModel
+from hetero_strategy.model import ModelOutput, MultimodalModel
 
 
 class LitMultimodal(L.LightningModule):
@@ -40,14 +40,22 @@ class LitMultimodal(L.LightningModule):
         out = self.model(batch)
         self.log("train/loss", out.loss, prog_bar=True)
         self.log("train/accuracy", out.accuracy, prog_bar=True)
+        self._log_losses("train", out, batch)
         return out.loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        """Loss and exact match; the predicted tokens are for callbacks."""
+        """Loss and exact match; predicted tokens and drawings are for callbacks."""
         out = self.model(batch)
         self.log("val/loss", out.loss, batch_size=len(batch), sync_dist=True)
         self.log("val/exact_match", out.exact_match, batch_size=len(batch), prog_bar=True, sync_dist=True)
-        return {"predictions": out.predictions}
+        self._log_losses("val", out, batch)
+        return {"predictions": out.predictions, "drawn": out.drawn}
+
+    def _log_losses(self, stage: str, out: ModelOutput, batch: Batch) -> None:
+        """The share of every module, where several have a loss."""
+        if len(out.losses) > 1:
+            shares = {f"{stage}/loss_{name}": share.detach() for name, share in out.losses.items()}
+            self.log_dict(shares, batch_size=len(batch), sync_dist=stage == "val")
 
     def configure_optimizers(self) -> Any:
         """AdamW, with warm-up and cosine decay over all steps of the run."""

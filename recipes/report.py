@@ -1,4 +1,4 @@
-"""What a run leaves behind: `report.json`, `examples.png`, and the same in the terminal."""
+"""What a run leaves behind: `report.json`, `examples.png`, `drawings.png`, and the same in the terminal."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from hetero_strategy.data.index import DatasetIndex
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.layout.placement import Placement
 from recipes import cli
+from recipes.drawings import Drawing, Judge, draw_grid, drawings_of
 from recipes.lit import LitMultimodal
-from recipes.terminal import draw_examples, loudness, picture
+from recipes.terminal import blocks, draw_examples, loudness, picture
 
 SOUNDS = (".wav", ".flac", ".ogg", ".mp3")
 
@@ -67,17 +68,20 @@ class Readback(L.Callback):
 
     Args:
         count: samples to show.
+        judge: says which drawings are what was asked for; None: nobody does.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, judge: Judge | None = None) -> None:
         self.count = count
+        self.judge = judge
+        self.drawings: list[Drawing] = []
         self.answers: dict[int, list[int]] = {}
         """Data set index of a sample -> predicted tokens at its label positions."""
         self.index: DatasetIndex | None = None
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Forget the validation before."""
-        self.answers = {}
+        self.answers, self.drawings = {}, []
         self.index = trainer.datamodule.indices.get("val")  # type: ignore[attr-defined]
 
     def on_validation_batch_end(
@@ -89,11 +93,14 @@ class Readback(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep the predicted tokens of every sample."""
+        """Keep the predicted tokens and the drawings of every sample."""
         runs = outputs["predictions"]
         values = runs.values.cpu().numpy()
         for number, sample in enumerate(batch.plan.samples):
             self.answers[int(sample)] = values[runs.offsets[number] : runs.offsets[number + 1]].tolist()
+        if outputs["drawn"] and self.index is not None:
+            processors = trainer.datamodule.processors  # type: ignore[attr-defined]
+            self.drawings += drawings_of(batch, outputs["drawn"], self.index, processors)
 
     def exact(self) -> dict[int, bool]:
         """Sample -> whether every token is right; samples without an answer are left out."""
@@ -104,6 +111,19 @@ class Readback(L.Callback):
         found: dict[str, list[bool]] = defaultdict(list)
         for sample, right in self.exact().items():
             found[kind_of(self.index, sample)].append(right)
+        return {kind: float(np.mean(rights)) for kind, rights in sorted(found.items())}
+
+    def judged(self) -> np.ndarray | None:
+        """bool ``[drawings]``: which the judge finds right; None without a judge or drawings."""
+        return self.judge(self.drawings) if self.judge is not None and self.drawings else None
+
+    def drawn_right(self) -> dict[str, float]:
+        """What a sample holds besides text -> share of its drawings that the judge finds right."""
+        found: dict[str, list[bool]] = defaultdict(list)
+        judged = self.judged()
+        for drawing, right in zip(self.drawings, [] if judged is None else judged.tolist(), strict=False):
+            found[kind_of(self.index, drawing.sample)].append(right)
+            found["all"].append(right)
         return {kind: float(np.mean(rights)) for kind, rights in sorted(found.items())}
 
     def examples(self, data: MultimodalDataModule) -> list[dict[str, Any]]:
@@ -124,6 +144,7 @@ class Readback(L.Callback):
                     "id": self.index.names[sample],
                     "kind": kind_of(self.index, sample),
                     "files": [str(f) for f in files_of(self.index, sample)],
+                    "drawn": [d.pixels.squeeze(-1).tolist() for d in self.drawings if d.sample == sample],
                     "question": _question(tokenizer, ids[~loss], places),
                     "answer": tokenizer.decode(wanted(self.index, sample)),
                     "prediction": tokenizer.decode(self.answers[sample]),
@@ -148,13 +169,13 @@ def _question(tokenizer: ChatTokenizer, ids: np.ndarray, places: dict[int, str])
 
 
 def files_of(index: DatasetIndex, sample: int) -> list[Path]:
-    """A sample's pictures and recordings."""
-    one = np.array([sample])
-    return [index.path(name, int(number)) for name in index.items for number in index.item_numbers(name, one)]
+    """A sample's pictures and recordings, without those that are to be drawn."""
+    one, read = np.array([sample]), [name for name, table in index.items.items() if table.targets is None]
+    return [index.path(name, int(number)) for name in read for number in index.item_numbers(name, one)]
 
 
 def kind_of(index: DatasetIndex, sample: int) -> str:
-    """Names of the encoders that a sample uses, or "text"."""
+    """Names of the encoders and generators that a sample uses, or "text"."""
     used = [name for name, table in index.items.items() if table.offsets[sample + 1] > table.offsets[sample]]
     return "+".join(used) or "text"
 
@@ -174,6 +195,8 @@ def summarize(
         "exact_match_by_kind": readback.by_kind(),
         "val_loss": metrics.get("val/loss"),
         "samples": len(readback.answers),
+        "drawings": len(readback.drawings),
+        "drawn_right": readback.drawn_right(),
         "layouts": [{"module": m, "ranks": ranks, "degrees": degrees} for m, ranks, degrees in placed.table()],
         "processes": placed.world_size,
         "parameters": counts,
@@ -200,14 +223,17 @@ def write_report(
         "data_wait_seconds": round(totals.wait, 2),
         "resume": cli.command("recipes.train", resume=folder),
     }
-    save(report, folder / "report.json")
+    save(report, folder / "report.json", readback)
     return report
 
 
 @rank_zero_only
-def save(report: dict[str, Any], path: Path) -> None:
-    """The report as JSON, and its examples as a picture beside it."""
+def save(report: dict[str, Any], path: Path, readback: Readback) -> None:
+    """The report as JSON, and its examples and drawings as pictures beside it."""
     path.write_text(json.dumps(report, indent=1))
+    if readback.drawings:
+        judged = readback.judged()
+        draw_grid(readback.drawings[:64], None if judged is None else judged[:64], path.with_name("drawings.png"))
     if report["examples"]:
         draw_examples(report["examples"], path.with_name("examples.png"))
 
@@ -229,6 +255,8 @@ def print_report(report: dict[str, Any], folder: Path) -> None:
     for example in report["examples"]:
         for file in map(Path, example["files"]):
             console.print(loudness(file) if file.suffix.lower() in SOUNDS else picture(file, console.width - 2))
+        for drawn in example["drawn"]:
+            console.print(blocks(np.array(drawn)))
         mark = Text("right", "green") if example["exact"] else Text("wrong", "red")
         line = Text(f"{example['question']!r} -> {example['prediction']!r}  (answer {example['answer']!r}) ")
         console.print(line + mark, end="\n\n")
@@ -238,7 +266,9 @@ def print_report(report: dict[str, Any], folder: Path) -> None:
     for name, value in _lines(report):
         table.add_row(name, value)
     console.print(table)
-    console.print(f"report      {_short(folder / 'report.json')}, examples.png")
+    console.print(
+        f"report      {_short(folder / 'report.json')}, examples.png" + ", drawings.png" * bool(report["drawings"])
+    )
     if "resume" in report:
         console.print(f"resume      {report['resume']}", soft_wrap=True)
 
@@ -248,6 +278,10 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         return [("exact match", "none: no validation")]
     kinds = ", ".join(f"{kind} {share:.3f}" for kind, share in report["exact_match_by_kind"].items())
     lines = [("exact match", f"{report['exact_match']:.3f} of {report['samples']} samples ({kinds})")]
+    if report["drawn_right"]:
+        kinds = ", ".join(f"{kind} {share:.3f}" for kind, share in report["drawn_right"].items() if kind != "all")
+        share = report["drawn_right"]["all"]
+        lines.append(("drawn right", f"{share:.3f} of {report['drawings']} drawings ({kinds})"))
     lines.append(("val loss", f"{report['val_loss']:.4f}"))
     if report.get("steps"):
         speed = f", {report['tokens_per_second']:.0f} tokens/s" if report["tokens_per_second"] else ""

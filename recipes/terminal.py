@@ -31,7 +31,11 @@ def picture(path: Path, columns: int, height: int = 16) -> str:
         grey = image.convert("L")
     height = max(2, min(height, int(columns * grey.height / grey.width)) // 2 * 2)
     wide = max(1, min(columns, round(grey.width * height / grey.height)))
-    pixels = np.asarray(grey.resize((wide, height)), np.int64)
+    return blocks(np.asarray(grey.resize((wide, height)), np.int64))
+
+
+def blocks(pixels: np.ndarray) -> str:
+    """Grey pixels ``[even height, width]`` in half blocks; bright ones are filled."""
     bright = (pixels > (pixels.min() + pixels.max()) / 2).astype(int)
     rows = zip(bright[::2], bright[1::2], strict=True)
     return "\n".join("".join(" ▀▄█"[upper + 2 * lower] for upper, lower in zip(*row, strict=True)) for row in rows)
@@ -48,7 +52,7 @@ def loudness(path: Path, width: int = 48) -> str:
 
 
 def draw_examples(examples: list[dict[str, Any]], path: Path) -> None:
-    """A PNG with a row per example: its picture, its spectrogram, and question, answer and prediction."""
+    """A PNG with a row per example: its picture, its spectrogram or drawings, and question, answer and prediction."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -60,6 +64,9 @@ def draw_examples(examples: list[dict[str, Any]], path: Path) -> None:
             axis.set_axis_off()
         for file in example["files"]:
             _draw_file(axes, Path(file))
+        if example["drawn"]:
+            pictures = [np.pad(np.array(drawn), 1, constant_values=255) for drawn in example["drawn"]]
+            axes[1].imshow(np.concatenate(pictures, axis=1), cmap="gray", vmin=0, vmax=255)
         text = f"{example['question']}\nanswer      {example['answer']}\nprediction  {example['prediction']}"
         color = "black" if example["exact"] else "firebrick"
         axes[2].text(0, 0.5, text, va="center", family="monospace", fontsize=8, color=color, parse_math=False)

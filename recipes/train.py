@@ -36,7 +36,7 @@ def train(cfg: DictConfig) -> None:
 
     L.seed_everything(cfg.seed, verbose=False)
     module = LitMultimodal(make_model, cfg.optimizer)
-    totals, readback = Totals(), Readback(cfg.report.examples)
+    totals, readback = Totals(), Readback(cfg.report.examples, build.judge(cfg))
     trainer = build.trainer(
         cfg,
         placed,
@@ -66,7 +66,7 @@ def callbacks(cfg: DictConfig) -> list[Callback]:
     made: list[Callback] = [
         ThroughputMonitor(cfg.monitor.every_n_steps, cfg.monitor.peak_flops),
         ModelCheckpoint(filename="last", every_n_train_steps=every, **shared),
-        ModelCheckpoint(filename="best", monitor="val/exact_match", mode="max", **shared),
+        ModelCheckpoint(filename="best", monitor=cfg.checkpoint.monitor, mode=cfg.checkpoint.mode, **shared),
     ]
     made += [LearningRateMonitor("step")] if cfg.logger else []
     made += [ProgressBar()] if cfg.monitor.progress_bar else []

@@ -1,8 +1,7 @@
-"""The one autograd exchange: moves rows along a route, and gradients along its way back.
+"""How rows travel: one direction of a route as sends, receives and copies, and the autograd exchange made of it.
 
-Every message is one contiguous tensor per pair of ranks and hop; receives are posted before sends, nothing waits for
-a send, and no shape travels: the route holds them all. Rows that stay on their rank are copied at most once, and not
-at all where the output is the input.
+Every message is one contiguous tensor per pair of ranks and hop; nothing waits for a send, and no shape travels: the
+route holds them all. Rows that stay on their rank are copied at most once, and not at all where the output is the input.
 """
 
 from __future__ import annotations
@@ -31,30 +30,137 @@ class InFlight:
 
 
 @dataclass(frozen=True)
-class Edge:
-    """One edge as this rank sees it in one microbatch.
+class Channel:
+    """Where the messages of one edge and direction travel, in the order of its microbatches.
 
     Args:
-        route: what moves.
-        width: row size.
-        dtype: on the wire; every rank of the edge uses the same, whatever its autocast state.
-        device: of the tensors.
-        group: process group of the ranks of both modules; None where that is one rank.
-        tag: distinguishes edges that share a group.
+        group: process group of the ranks of both sides; None where that is one rank. NCCL runs a group's messages one
+            after another, so there every channel has a group of its own, and every hop.
+        second: the same for the second hop.
+        tag: tells channels apart where groups are shared (gloo); hops use ``2 * tag`` and ``2 * tag + 1``.
         in_flight: collects sends.
     """
 
-    route: Route
-    width: int
-    dtype: torch.dtype
-    device: torch.device
     group: dist.ProcessGroup | None
+    second: dist.ProcessGroup | None
     tag: int
     in_flight: InFlight
 
-    def empty_source(self) -> torch.Tensor:
-        """Stands for the source's rows on a rank that has none."""
-        return torch.empty(0, self.width, dtype=self.dtype, device=self.device)
+
+@dataclass(frozen=True)
+class Format:
+    """Rows on the wire; the same on every rank of an edge, whatever its autocast state."""
+
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, rows: int = 0) -> torch.Tensor:
+        """Uninitialised rows ``[rows, width]``."""
+        return torch.empty(rows, self.width, dtype=self.dtype, device=self.device)
+
+
+class Crossing:
+    """One direction of one edge between one microbatch of each side, as this rank runs it.
+
+    On a rank of the source: :meth:`send` once. On a rank of the target: :meth:`post` at any time before, then
+    :meth:`receive` once. A rank of both does all three.
+    """
+
+    def __init__(self, transfer: Transfer, channel: Channel, form: Format) -> None:
+        self.transfer = transfer
+        self.channel = channel
+        self.form = form
+        self._rows: torch.Tensor | None = None
+        self._arriving: list[tuple[dist.Work, Rows, torch.Tensor]] | None = None
+
+    def send(self, rows: torch.Tensor) -> None:
+        """Let rows ``[inputs, width]`` leave; returns at once. Receives of the same crossing start with the sends."""
+        if rows.shape[0] != self.transfer.inputs:
+            raise RuntimeError(f"the plan says {self.transfer.inputs} rows on this rank, the module made {rows.shape[0]}")
+        rows = rows.to(self.form.dtype)
+        if self.transfer.first.sends:
+            receives = () if self._arriving is not None else self.transfer.first.receives
+            arriving = self._start(Hop(self.transfer.first.sends, receives), rows, first=True)
+            self._arriving = arriving if self._arriving is None else self._arriving
+        if len(self.transfer.local[0]):
+            self._rows = rows
+
+    def post(self) -> None:
+        """Start receiving, unless this rank also sends here: then that has to start at the same time."""
+        if self._arriving is None and not self.transfer.first.sends:
+            self._arriving = self._start(Hop((), self.transfer.first.receives), None, first=True)
+
+    def receive(self, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        """Wait for the rows: ``[outputs, width]``, zero where nothing arrives; or add them to ``add_to`` in place."""
+        transfer, rows = self.transfer, self._rows
+        self.post()
+        if transfer.is_identity and rows is not None:
+            self._rows = None
+            return rows if add_to is None else add_to.add_(rows)
+        adds = add_to is not None and not (transfer.second.sends or transfer.second.receives)
+        if adds:
+            assert add_to is not None
+            out = add_to
+        else:
+            shape = (transfer.outputs, self.form.width)
+            make = torch.empty if transfer.is_complete else torch.zeros
+            out = make(shape, dtype=self.form.dtype, device=self.form.device)
+        from_rows, to_rows = transfer.local
+        if len(from_rows):
+            assert rows is not None, "rows that stay on their rank were never sent"
+            _place(out, to_rows, _pick(rows, from_rows), adds)
+        self._rows = None
+        self._finish(self._arriving or [], out, adds)
+        self._finish(self._start(transfer.second, out, first=False), out, adds)
+        return out if adds or add_to is None else add_to.add_(out)
+
+    def _start(
+        self, hop: Hop, rows: torch.Tensor | None, *, first: bool
+    ) -> list[tuple[dist.Work, Rows, torch.Tensor]]:
+        if not hop.sends and not hop.receives:
+            return []
+        group = self.channel.group if first else self.channel.second
+        tag = 2 * self.channel.tag + (not first)
+        ops, buffers = [], []
+        for peer, place in hop.receives:
+            buffer = self.form.empty(len(place))
+            buffers.append((place, buffer))
+            ops.append(dist.P2POp(dist.irecv, buffer, peer, group, tag))
+        outgoing = []
+        for peer, take in hop.sends:
+            assert rows is not None
+            outgoing.append(_pick(rows, take).contiguous())
+            ops.append(dist.P2POp(dist.isend, outgoing[-1], peer, group, tag))
+        works = dist.batch_isend_irecv(ops)
+        if len(works) == len(ops):
+            self.channel.in_flight.pending += list(zip(works[len(buffers) :], outgoing, strict=True))
+            return [(work, place, buffer) for work, (place, buffer) in zip(works, buffers, strict=False)]
+        # NCCL returns one work for the whole batch.
+        self.channel.in_flight.pending += [(works[0], buffer) for buffer in outgoing]
+        return [(works[0], place, buffer) for place, buffer in buffers]
+
+    @staticmethod
+    def _finish(arriving: list[tuple[dist.Work, Rows, torch.Tensor]], out: torch.Tensor, adds: bool) -> None:
+        for work, place, buffer in arriving:
+            work.wait()
+            _place(out, place, buffer, adds)
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One edge between one microbatch of each side, as :func:`exchange` needs it on this rank.
+
+    Args:
+        route: what moves.
+        form: of the rows.
+        forward, backward: where rows and gradients travel.
+    """
+
+    route: Route
+    form: Format
+    forward: Channel
+    backward: Channel
 
 
 def exchange(rows: torch.Tensor, edge: Edge) -> torch.Tensor:
@@ -69,57 +175,20 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: torch.Tensor, edge: Edge) -> torch.Tensor:  # type: ignore[no-untyped-def]
         ctx.edge = edge
-        moved = move(edge.route.forward, rows, edge)
+        moved = cross(Crossing(edge.route.forward, edge.forward, edge.form), rows)
         return moved.view_as(moved) if moved is rows else moved
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
-        return move(ctx.edge.route.backward, grad.contiguous(), ctx.edge), None
+        edge = ctx.edge
+        return cross(Crossing(edge.route.backward, edge.backward, edge.form), grad.contiguous()), None
 
 
-def move(transfer: Transfer, rows: torch.Tensor, edge: Edge) -> torch.Tensor:
-    """Run one direction of a route on this rank: ``[inputs, width] -> [outputs, width]``."""
-    if rows.shape[0] != transfer.inputs:
-        raise RuntimeError(f"the plan says {transfer.inputs} rows on this rank, the module made {rows.shape[0]}")
-    if transfer.is_identity:
-        return rows
-    shape = (transfer.outputs, edge.width)
-    out = rows.new_empty(shape) if transfer.is_complete else rows.new_zeros(shape)
-    arriving = _start(transfer.first, rows, edge)
-    from_rows, to_rows = transfer.local
-    if len(from_rows):
-        _place(out, to_rows, _pick(rows, from_rows))
-    _finish(arriving, out)
-    _finish(_start(transfer.second, out, edge), out)
-    return out
-
-
-def _start(hop: Hop, rows: torch.Tensor, edge: Edge) -> list[tuple[dist.Work, Rows, torch.Tensor]]:
-    if not hop.sends and not hop.receives:
-        return []
-    ops, buffers = [], []
-    for peer, place in hop.receives:
-        buffer = rows.new_empty(len(place), edge.width)
-        buffers.append((place, buffer))
-        ops.append(dist.P2POp(dist.irecv, buffer, peer, edge.group, edge.tag))
-    outgoing = [_pick(rows, take).contiguous() for _, take in hop.sends]
-    ops += [
-        dist.P2POp(dist.isend, buffer, peer, edge.group, edge.tag)
-        for (peer, _), buffer in zip(hop.sends, outgoing, strict=True)
-    ]
-    works = dist.batch_isend_irecv(ops)
-    if len(works) == len(ops):
-        edge.in_flight.pending += list(zip(works[len(buffers) :], outgoing, strict=True))
-        return [(work, place, buffer) for work, (place, buffer) in zip(works, buffers, strict=False)]
-    # NCCL returns one work for the whole batch.
-    edge.in_flight.pending += [(works[0], buffer) for buffer in outgoing]
-    return [(works[0], place, buffer) for place, buffer in buffers]
-
-
-def _finish(arriving: list[tuple[dist.Work, Rows, torch.Tensor]], out: torch.Tensor) -> None:
-    for work, place, buffer in arriving:
-        work.wait()
-        _place(out, place, buffer)
+def cross(crossing: Crossing, rows: torch.Tensor) -> torch.Tensor:
+    """A crossing from end to end on a rank of either side: ``[inputs, width] -> [outputs, width]``."""
+    crossing.post()
+    crossing.send(rows)
+    return crossing.receive()
 
 
 def _pick(rows: torch.Tensor, take: Rows) -> torch.Tensor:
@@ -129,9 +198,12 @@ def _pick(rows: torch.Tensor, take: Rows) -> torch.Tensor:
     return rows.index_select(0, host_index(take, rows))
 
 
-def _place(out: torch.Tensor, place: Rows, values: torch.Tensor) -> None:
+def _place(out: torch.Tensor, place: Rows, values: torch.Tensor, adds: bool) -> None:
     if _consecutive(place):
-        out.narrow(0, int(place[0]), len(place)).copy_(values)
+        part = out.narrow(0, int(place[0]), len(place))
+        part.add_(values) if adds else part.copy_(values)
+    elif adds:
+        out.index_add_(0, host_index(place, out), values)
     else:
         out.index_copy_(0, host_index(place, out), values)
 

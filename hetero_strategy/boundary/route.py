@@ -134,6 +134,52 @@ def route(blocks: EdgeBlocks, source: Side, target: Side, rank: int) -> Route:
     return Route(_transfer(forward, rank, has, wants), _transfer(backward, rank, wants, has))
 
 
+def stage_route(source: Side, target: Side, rank: int) -> Route:
+    """The route between two pipeline stages of one module: every instance's rows, from its ranks to its ranks.
+
+    Both sides have the same instances and totals. Where every rank has rows of its own it is one message to the rank of
+    the same coordinate; only replicas need :func:`route`.
+    """
+    per_instance = source.instances.shape[1]
+    if per_instance > 1 and not source.sharded:
+        instance = np.flatnonzero(source.totals)
+        zero = np.zeros(len(instance), dtype=np.int64)
+        blocks = EdgeBlocks(instance, zero, instance, zero, np.asarray(source.totals)[instance])
+        return route(blocks, source, target, rank)
+    has, wants = _seats(rank, source, target), _seats(rank, target, source)
+    return Route(_straight(has, wants), _straight(wants, has))
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """A rank's rows in one stage, and who has the same coordinate in the other."""
+
+    peer: int
+    rows: Rows
+    stays: bool
+
+
+def _seats(rank: int, side: Side, other: Side) -> list[_Seat]:
+    """The rank's seat in a stage, if it has one."""
+    found = []
+    for instance, shard in np.argwhere(side.instances == rank):
+        peer = int(other.instances[instance, shard])
+        rows = np.arange(int(side.totals[instance]) // side.instances.shape[1])
+        found.append(_Seat(peer, rows, peer == rank))
+    return found
+
+
+def _straight(has: list[_Seat], wants: list[_Seat]) -> Transfer:
+    """What a rank with a seat on either side moves: all rows of its seat, to or from the peer."""
+    none = np.zeros(0, dtype=np.int64)
+    stay = next((s.rows for s in has if s.stays), none)
+    first = Hop(
+        tuple((s.peer, s.rows) for s in has if not s.stays and len(s.rows)),
+        tuple((s.peer, s.rows) for s in wants if not s.stays and len(s.rows)),
+    )
+    return Transfer(sum(len(s.rows) for s in has), sum(len(s.rows) for s in wants), (stay, stay), first, Hop())
+
+
 def least_rows(blocks: EdgeBlocks, source: Side, target: Side, *, backward: bool = False) -> int:
     """Lower bound on rows between ranks in one direction (derivation in the module docstring)."""
     total = 0

@@ -28,8 +28,7 @@ class TrainingState:
 
     Args:
         prefix: FQN of the model inside the LightningModule ("model", say).
-        modules: all modules of the model by name.
-        owned: those this rank owns.
+        modules: all modules of the model by name; this rank owns what is not on the meta device.
         group: gloo group of all ranks that nothing else uses.
         asynchronous: write in the background.
     """
@@ -38,27 +37,34 @@ class TrainingState:
         self,
         prefix: str,
         modules: Mapping[str, Adapter],
-        owned: Sequence[str],
         *,
         group: dist.ProcessGroup | None,
         asynchronous: bool = False,
     ) -> None:
-        self._modules = modules
-        self._starts = {name: f"{prefix}.{name}." if prefix else f"{name}." for name in owned}
-        self._names: dict[int, str] = {}
-        for name in owned:
-            for fqn, parameter in modules[name].named_parameters():
-                self._names[id(parameter)] = self._starts[name] + fqn
+        self._modules = {f"{prefix}.{name}." if prefix else f"{name}.": module for name, module in modules.items()}
+        self._names = {
+            id(parameter): start + fqn
+            for start, module in self._modules.items()
+            for fqn, parameter in module.named_parameters()
+            if not parameter.is_meta
+        }
         self._group = group
         self._asynchronous = asynchronous
         self._checkpointer = Checkpointer(group)
+
+    def model_parameters(self) -> dict[str, nn.Parameter]:
+        """Owned parameters by global name."""
+        return {
+            self._names[id(p)]: p for module in self._modules.values() for p in module.parameters() if not p.is_meta
+        }
 
     def model_tensors(self) -> dict[str, torch.Tensor]:
         """Owned parameters and persistent buffers by global name."""
         return {
             start + fqn: tensor.detach()
-            for name, start in self._starts.items()
-            for fqn, tensor in self._modules[name].state_dict(keep_vars=True).items()
+            for start, module in self._modules.items()
+            for fqn, tensor in module.state_dict(keep_vars=True).items()
+            if not tensor.is_meta
         }
 
     def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 
 from hetero_strategy.data.plan import StepPlan, edge_blocks, expand
-from hetero_strategy.model.inputs import EncoderInputs, SequenceInputs
+from hetero_strategy.model.inputs import EncoderInputs, GeneratorInputs, SequenceInputs
 
-ModuleInputs = EncoderInputs | SequenceInputs
+ModuleInputs = EncoderInputs | SequenceInputs | GeneratorInputs
 
 
 class Batch:
@@ -20,19 +20,23 @@ class Batch:
     apart field by field. It moves as a whole, by :meth:`to`.
     """
 
-    def __init__(self, plan: StepPlan, inputs: tuple[dict[str, ModuleInputs], ...]) -> None:
+    def __init__(self, plan: StepPlan, inputs: Mapping[str, tuple[ModuleInputs | None, ...]]) -> None:
         self.plan = plan
         self.inputs = inputs
-        """Per microbatch, by module; missing where this rank does not hold the module or the whole module is idle."""
+        """By module, then by its microbatch; None where the whole module is idle. Without modules this rank lacks."""
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
         """This batch with its tensors on ``device``."""
-        moved = tuple({name: x.to(device, non_blocking) for name, x in mb.items()} for mb in self.inputs)
-        return Batch(self.plan, moved)
+        return Batch(
+            self.plan,
+            {n: tuple(None if x is None else x.to(device, non_blocking) for x in made) for n, made in self.inputs.items()},
+        )
 
     def pin_memory(self) -> Batch:
         """This batch in page-locked memory; torch's DataLoader calls it."""
-        return Batch(self.plan, tuple({name: x.pin_memory() for name, x in mb.items()} for mb in self.inputs))
+        return Batch(
+            self.plan, {n: tuple(None if x is None else x.pin_memory() for x in made) for n, made in self.inputs.items()}
+        )
 
     def __len__(self) -> int:
         """Samples of the global batch."""
@@ -42,8 +46,12 @@ class Batch:
         """Data set indices of the samples, int64 ``[S]``: lets Lightning infer the batch size for epoch means."""
         yield torch.from_numpy(self.plan.samples)
 
-    def local_rows(self, microbatch: int, source: str, target: str) -> torch.Tensor | None:
-        """Where every module has one instance: the source row of each slot of ``target``, int64; None for identity."""
-        blocks = edge_blocks(self.plan, microbatch, source, target)
+    def local_rows(self, source: str, source_microbatch: int, target: str, target_microbatch: int) -> torch.Tensor | None:
+        """Where every module has one instance: the source row of each slot that this pair fills, int64.
+
+        None where that is all of the source's rows in their order.
+        """
+        blocks = edge_blocks(self.plan, source, source_microbatch, target, target_microbatch)
         rows = expand(blocks.source_start, blocks.rows)
-        return None if np.array_equal(rows, np.arange(len(rows))) else torch.from_numpy(rows)
+        total = int(self.plan.assignments[source][source_microbatch].totals().sum())
+        return None if np.array_equal(rows, np.arange(total)) else torch.from_numpy(rows)

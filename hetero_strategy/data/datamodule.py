@@ -11,7 +11,7 @@ import torch
 
 from hetero_strategy.data.index import DatasetIndex, Verify, build_index
 from hetero_strategy.data.loader import Share, StepDataset, StepLoader
-from hetero_strategy.data.media import Processor
+from hetero_strategy.data.media import Processor, TargetProcessor
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError
 
@@ -35,13 +35,17 @@ class MultimodalDataModule(L.LightningDataModule):
         train, val, test, predict: manifests (``.json`` or ``.jsonl``), each optional; see `data.manifest`. Samples of
             ``predict`` need no answer.
         tokenizer: a ``tokenizer.json``, or the folder it lies in.
-        processors: encoder name (as in the model) -> `ImageProcessor` or `AudioProcessor`.
+        processors: encoder name (as in the model) -> `ImageProcessor` or `AudioProcessor`; generator name ->
+            `ImageTarget`.
         global_batch_size: samples per optimizer step (per batch of an accumulation), over all ranks.
         eval_batch_size: the same for val, test and predict; default: ``global_batch_size``.
         microbatches: pieces of a global batch.
         eval_microbatches: the same for val, test and predict; default: ``microbatches``, at most ``eval_batch_size``.
+        encoder_microbatch_tokens: encoders and generators with microbatches of their own: about this many rows inside
+            the module per instance and microbatch; others keep the step's. See `plan_step`.
         consumers: modules whose units are whole samples: the LLM.
-        edges: (encoder, consumer) pairs; default: every encoder to every consumer.
+        edges: (encoder, consumer) and (consumer, generator) pairs; default: every encoder to every consumer, and the
+            first consumer to every generator.
         seed: of the order of training samples.
         shuffle: permute training samples anew in every epoch.
         drop_last: leave out the last training step of an epoch if it is not full.
@@ -64,11 +68,12 @@ class MultimodalDataModule(L.LightningDataModule):
         predict: PathLike | None = None,
         *,
         tokenizer: PathLike,
-        processors: Mapping[str, Processor],
+        processors: Mapping[str, Processor | TargetProcessor],
         global_batch_size: int,
         eval_batch_size: int | None = None,
         microbatches: int = 1,
         eval_microbatches: int | None = None,
+        encoder_microbatch_tokens: Mapping[str, int] | None = None,
         consumers: Sequence[str] = ("llm",),
         edges: Sequence[tuple[str, str]] | None = None,
         seed: int = 0,
@@ -94,8 +99,11 @@ class MultimodalDataModule(L.LightningDataModule):
         }
         self.processors = dict(processors)
         self.consumers = tuple(consumers)
-        self.edges = tuple((e, c) for e in self.processors for c in self.consumers) if edges is None else _pairs(edges)
+        self.generators = tuple(n for n, p in self.processors.items() if isinstance(p, TargetProcessor))
+        self.edges = self._all_edges() if edges is None else _pairs(edges)
         self._check_edges()
+        self.encoder_microbatch_tokens = dict(encoder_microbatch_tokens or {})
+        self._check_microbatch_tokens()
         self.global_batch_size = global_batch_size
         self.eval_batch_size = global_batch_size if eval_batch_size is None else eval_batch_size
         self.microbatches = microbatches
@@ -175,10 +183,18 @@ class MultimodalDataModule(L.LightningDataModule):
                 " use the same names in processors, consumers and layouts"
             )
         coordinates = {name: placement.coordinate(name, trainer.global_rank) for name in self.modules}
+        without: dict[str, set[str]] = {"first": set(), "last": set()}
+        for name, where in coordinates.items():
+            pipeline = placement.layouts[name].pipeline
+            stages = () if where is None else pipeline.stages_of(where.pp)
+            without["first"] |= set() if 0 in stages else {name}
+            without["last"] |= set() if pipeline.stages - 1 in stages else {name}
         return Share(
             instances={name: placement.layouts[name].dp for name in self.modules},
-            mine={name: None if place is None else place[0] for name, place in coordinates.items()},
+            mine={name: None if where is None else where.instance for name, where in coordinates.items()},
             row_multiple=dict(getattr(trainer.strategy, "row_multiple", None) or {}),
+            without_first=frozenset(without["first"]),
+            without_last=frozenset(without["last"]),
         )
 
     def _index(self, split: Split, progress: bool = True) -> DatasetIndex | None:
@@ -204,9 +220,11 @@ class MultimodalDataModule(L.LightningDataModule):
             consumers=self.consumers,
             global_batch_size=self.global_batch_size if training else self.eval_batch_size,
             microbatches=self.microbatches if training else self.eval_microbatches,
+            microbatch_tokens=self.encoder_microbatch_tokens,
             seed=self.seed,
             shuffle=training and self.shuffle and not overfit,
             drop_last=training and self.drop_last,
+            same_noise=not training,
         )
         pin = torch.cuda.is_available() if self.pin_memory is None else self.pin_memory
         if split in self._loaders:
@@ -220,18 +238,39 @@ class MultimodalDataModule(L.LightningDataModule):
         for name in self.processors:
             if name in self.consumers:
                 raise ConfigError(f"'{name}' is in processors and in consumers; a module reads media or whole samples")
+        encoders = [name for name in self.processors if name not in self.generators]
         for source, target in self.edges:
-            if source not in self.processors or target not in self.consumers:
+            reads = source in encoders and target in self.consumers
+            draws = source in self.consumers and target in self.generators
+            if not reads and not draws:
                 raise ConfigError(
-                    f"edge ({source}, {target}): the source must be one of processors"
-                    f" ({', '.join(self.processors) or 'none'}) and the target one of consumers"
-                    f" ({', '.join(self.consumers)})"
+                    f"edge ({source}, {target}): an edge leads from an encoder ({', '.join(encoders) or 'none'}) to a"
+                    f" consumer ({', '.join(self.consumers)}), or from a consumer to a generator"
+                    f" ({', '.join(self.generators) or 'none'}; processors such as ImageTarget)"
                 )
-        for name in self.processors:
+        for name in encoders:
             if not any(source == name for source, _ in self.edges):
                 raise ConfigError(
                     f"processors has '{name}' but no edge leads from it; add ('{name}', consumer) to edges"
                 )
+        for name in self.generators:
+            if (feeding := sum(target == name for _, target in self.edges)) != 1:
+                raise ConfigError(f"generator '{name}' is fed by {feeding} modules; give it one consumer in edges")
+
+    def _check_microbatch_tokens(self) -> None:
+        for name, rows in self.encoder_microbatch_tokens.items():
+            if name not in self.processors:
+                raise ConfigError(
+                    f"encoder_microbatch_tokens names '{name}', which is not in processors"
+                    f" ({', '.join(self.processors)}); consumers keep the step's microbatches"
+                )
+            if rows < 1:
+                raise ConfigError(f"encoder_microbatch_tokens of '{name}' is {rows}; use at least 1")
+
+    def _all_edges(self) -> tuple[tuple[str, str], ...]:
+        encoders = [name for name in self.processors if name not in self.generators]
+        reads = tuple((e, c) for e in encoders for c in self.consumers)
+        return (*reads, *((self.consumers[0], g) for g in self.generators))
 
 
 def _path(path: PathLike | None) -> Path | None:

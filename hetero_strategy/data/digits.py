@@ -1,16 +1,18 @@
-"""A small real data set: read handwritten digits from an image and touch tones from a recording.
+"""Two small real data sets: handwritten digits and touch tones to read, and handwritten digits to read and to draw.
 
 Images are strips of 1 to 6 of scikit-learn's bundled handwritten digits (UCI "Optical Recognition of Handwritten
 Digits", 8x8 pixels, here 16x16, grey PNG). Audio is 1 to 6 DTMF keys (ITU-T Q.23), one in every 160 ms, with noise,
 8 kHz PCM16 WAV. Training and validation share no digit image. Nothing is downloaded.
 
-The answer repeats, in characters, what the question holds: a tiny model learns that in minutes on a laptop.
+The answer repeats, in characters, what the question holds: a tiny model learns that in minutes on a laptop. In the
+data set to draw, an answer may be pictures instead: of digits that the question names or shows in another handwriting.
 """
 
 from __future__ import annotations
 
 import json
 import wave
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +21,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from tqdm import tqdm
 
 from hetero_strategy.data.index import atomic_folder
-from hetero_strategy.data.media import AudioProcessor, ImageProcessor, Processor
+from hetero_strategy.data.media import AudioProcessor, ImageProcessor, Processor, TargetProcessor
+from hetero_strategy.data.targets import ImageTarget
 from hetero_strategy.errors import DataError
 
 VERSION = 2
+DRAW_VERSION = 1
 RATE = 8000
 SLOT = RATE * 160 // 1000
 """Samples in which one key lies."""
@@ -30,6 +34,7 @@ KEYS = "0123456789*#"
 LOW = dict(zip(KEYS, (941, 697, 697, 697, 770, 770, 770, 852, 852, 852, 941, 941), strict=True))
 HIGH = dict(zip(KEYS, (1336, 1209, 1336, 1477, 1209, 1336, 1477, 1209, 1336, 1477, 1209, 1477), strict=True))
 SPECIALS = ("<unk>", "<bos>", "<eos>", "<image>", "<audio>")
+DRAW_SPECIALS = ("<unk>", "<bos>", "<eos>", "<image>", "<draw>")
 
 QUESTIONS = ("Read {}", "Copy {}", "Tell {}", "Give {}")
 TEXT = "0123456789abcdef"
@@ -40,6 +45,14 @@ def digit_processors() -> dict[str, Processor]:
     return {
         "vision": ImageProcessor(patch_size=8, merge=2, channels=1, max_patches=128, mean=0.5, std=0.5),
         "audio": AudioProcessor(sampling_rate=RATE, n_mels=40, hop_length=160, n_fft=400, max_seconds=4.0),
+    }
+
+
+def draw_processors() -> dict[str, Processor | TargetProcessor]:
+    """Processors that suit the data set to draw: 16 patches for a drawing."""
+    return {
+        "vision": ImageProcessor(patch_size=8, merge=2, channels=1, max_patches=128, mean=0.5, std=0.5),
+        "draw": ImageTarget(rows=2, patch_size=2, channels=1, max_patches=16, mean=0.5, std=0.5),
     }
 
 
@@ -63,8 +76,36 @@ def write_digits(
     Raises:
         DataError: the folder holds something else.
     """
-    folder = Path(folder)
     stamp = {"data": "digits", "version": VERSION, "train": train, "val": val, "seed": seed}
+    return _write(Path(folder), stamp, ("images", "audio"), SPECIALS, _sample, progress)
+
+
+def write_digits_draw(
+    folder: str | Path, *, train: int = 4000, val: int = 300, seed: int = 0, progress: bool = True
+) -> Path:
+    """Write ``train.json``, ``val.json``, ``tokenizer.json``, ``images/`` and ``digits/`` to a folder, all or nothing.
+
+    A third each of the samples reads 1 to 3 digits from an image, draws 1 or 2 digits that are named, and draws 1 or 2
+    digits that an image shows. Every drawing is an 8x8 picture of one digit, another one than the image shows; its
+    file's name ends with the digit. Arguments, result and errors: see :func:`write_digits`.
+    """
+    stamp = {"data": "digits_draw", "version": DRAW_VERSION, "train": train, "val": val, "seed": seed}
+    return _write(Path(folder), stamp, ("images", "digits"), DRAW_SPECIALS, _drawing_sample, progress)
+
+
+Digits = tuple[np.ndarray, np.ndarray]
+"""Images uint8 [n, 8, 8] of 0..16, labels [n]."""
+
+
+def _write(
+    folder: Path,
+    stamp: dict[str, object],
+    subfolders: tuple[str, ...],
+    specials: tuple[str, ...],
+    make: Callable[[Path, str, Digits, np.random.Generator], dict[str, object]],
+    progress: bool,
+) -> Path:
+    train, val, seed = (int(str(stamp[name])) for name in ("train", "val", "seed"))
     if folder.is_dir() and any(folder.iterdir()):
         found = folder / "digits.json"
         if found.is_file() and json.loads(found.read_text()) == stamp:
@@ -76,21 +117,21 @@ def write_digits(
         folder.rmdir()
     digits = split_digits(seed)
     with atomic_folder(folder) as new, tqdm(total=train + val, desc="write digits", disable=not progress) as bar:
-        (new / "images").mkdir()
-        (new / "audio").mkdir()
+        for subfolder in subfolders:
+            (new / subfolder).mkdir()
         for number, (split, count) in enumerate((("train", train), ("val", val))):
             rng = np.random.default_rng([seed, number])
             samples = []
             for sample in range(count):
-                samples.append(_sample(new, f"{split}-{sample:06d}", digits[split], rng))
+                samples.append(make(new, f"{split}-{sample:06d}", digits[split], rng))
                 bar.update()
             (new / f"{split}.json").write_text(json.dumps(samples, indent=0))
-        _tokenizer().save(str(new / "tokenizer.json"))
+        _tokenizer(specials).save(str(new / "tokenizer.json"))
         (new / "digits.json").write_text(json.dumps(stamp))
     return folder
 
 
-def split_digits(seed: int = 0) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def split_digits(seed: int = 0) -> dict[str, Digits]:
     """split -> (images uint8 [n, 8, 8] of 0..16, labels [n]); one fifth is for validation, and none is in both."""
     from sklearn.datasets import load_digits
 
@@ -101,9 +142,7 @@ def split_digits(seed: int = 0) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return {"train": (images[cut:], labels[cut:]), "val": (images[:cut], labels[:cut])}
 
 
-def _sample(
-    folder: Path, name: str, digits: tuple[np.ndarray, np.ndarray], rng: np.random.Generator
-) -> dict[str, object]:
+def _sample(folder: Path, name: str, digits: Digits, rng: np.random.Generator) -> dict[str, object]:
     kind = int(rng.integers(4))
     entry: dict[str, object] = {"id": name}
     asked, answers = [], []
@@ -124,6 +163,36 @@ def _sample(
     question = QUESTIONS[rng.integers(len(QUESTIONS))].format(" ".join(asked))
     entry["conversations"] = [{"from": "human", "value": question}, {"from": "gpt", "value": " ".join(answers)}]
     return entry
+
+
+def _drawing_sample(folder: Path, name: str, digits: Digits, rng: np.random.Generator) -> dict[str, object]:
+    kind = ("read", "draw", "redraw")[rng.integers(3)]
+    entry: dict[str, object] = {"id": name}
+    chosen = rng.integers(len(digits[1]), size=rng.integers(1, 4 if kind == "read" else 3))
+    text = "".join(str(label) for label in digits[1][chosen])
+    if kind != "draw":
+        entry["image"] = f"images/{name}.png"
+        Image.fromarray(_strip(digits[0][chosen])).save(folder / str(entry["image"]), compress_level=1)
+    if kind != "read":
+        entry["draw"] = [_digit(folder, name.split("-")[0], digits, _other(k, digits, rng)) for k in chosen]
+    question = f"{'Read' if kind == 'read' else 'Draw'} {text if kind == 'draw' else '<image>'}"
+    answer = text if kind == "read" else "<draw>" * len(chosen)
+    entry["conversations"] = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    return entry
+
+
+def _other(number: int, digits: Digits, rng: np.random.Generator) -> int:
+    """Another picture of the same digit."""
+    same = np.flatnonzero(digits[1] == digits[1][number])
+    return int(rng.choice(same[same != number]))
+
+
+def _digit(folder: Path, split: str, digits: Digits, number: int) -> str:
+    """File of one digit, written on first use."""
+    name = f"digits/{split}-{number:04d}-{digits[1][number]}.png"
+    if not (folder / name).is_file():
+        Image.fromarray(digits[0][number] * 15).save(folder / name, compress_level=1)
+    return name
 
 
 def _strip(digits: np.ndarray) -> np.ndarray:
@@ -153,11 +222,11 @@ def _write_wave(path: Path, samples: np.ndarray) -> None:
         file.writeframes((samples.clip(-1, 1) * 32767).astype("<i2").tobytes())
 
 
-def _tokenizer() -> Tokenizer:
+def _tokenizer(specials: tuple[str, ...]) -> Tokenizer:
     """One token per printable ASCII character and newline."""
     characters = "\n" + "".join(chr(c) for c in range(32, 127))
-    vocabulary = {token: number for number, token in enumerate((*SPECIALS, *characters))}
+    vocabulary = {token: number for number, token in enumerate((*specials, *characters))}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     return tokenizer

@@ -23,12 +23,12 @@ import numpy as np
 from tqdm import tqdm
 
 from hetero_strategy.data.manifest import Faults, Sample, parse_manifest, resolve
-from hetero_strategy.data.media import Processor
+from hetero_strategy.data.media import Media, TargetProcessor
 from hetero_strategy.data.plan import StepItems, StepMetadata, expand
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
 
-VERSION = 1
+VERSION = 2
 """Raised whenever the template, the arrays or a processor's rows change meaning."""
 
 DECODE_LIMIT = 20_000
@@ -56,20 +56,24 @@ class Strings:
 
 @dataclass(frozen=True)
 class ItemTable:
-    """Items of one encoder over the whole data set, in (sample, order within the sample) order."""
+    """Items of one encoder or generator over the whole data set, in (sample, order within the sample) order."""
 
     sample: np.ndarray
     """int64 [n], ascending."""
     sizes: np.ndarray
-    """int64 [n, k], as the encoder's processor measures them."""
+    """int64 [n, k], as the module's processor measures them."""
     rows: np.ndarray
-    """int64 [n], output rows."""
+    """int64 [n], rows that cross the module's edges: an encoder's output, a generator's condition."""
+    hidden: np.ndarray
+    """int64 [n], rows inside the module."""
     start: np.ndarray
     """int64 [n], first row inside the sample's token sequence."""
     offsets: np.ndarray
     """int64 [samples + 1]: sample s has items offsets[s] : offsets[s + 1]."""
     paths: Strings
     """As written in the manifest."""
+    targets: np.ndarray | None = None
+    """int64 [n], elements that a generator's loss counts; None for an encoder."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class DatasetIndex:
     names: Strings
     """The manifest's sample ids."""
     items: Mapping[str, ItemTable]
-    """By encoder name."""
+    """By encoder or generator name."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -100,23 +104,28 @@ class DatasetIndex:
     def __reduce__(self) -> tuple[Callable[..., DatasetIndex], tuple[Path, Path]]:
         return load_index, (self.folder, self.media_folder)  # a worker maps the files itself instead of copying them
 
-    def item_numbers(self, encoder: str, samples: np.ndarray) -> np.ndarray:
+    def item_numbers(self, module: str, samples: np.ndarray) -> np.ndarray:
         """Items of some samples, in (sample, order) order: row k of the step's item table is item ``result[k]``."""
-        offsets = self.items[encoder].offsets
+        offsets = self.items[module].offsets
         return expand(offsets[samples], offsets[samples + 1] - offsets[samples])
 
-    def path(self, encoder: str, item: int) -> Path:
+    def path(self, module: str, item: int) -> Path:
         """File of one item."""
-        return resolve(self.media_folder, self.items[encoder].paths[item])
+        return resolve(self.media_folder, self.items[module].paths[item])
 
     def metadata(self, epoch: int, step: int, samples: np.ndarray) -> StepMetadata:
         """What a step plan is made of, for the global batch of these samples."""
         items = {}
-        for encoder, table in self.items.items():
-            numbers = self.item_numbers(encoder, samples)
+        for module, table in self.items.items():
+            numbers = self.item_numbers(module, samples)
             counts = table.offsets[samples + 1] - table.offsets[samples]
-            where = np.repeat(np.arange(len(samples), dtype=np.int64), counts)
-            items[encoder] = StepItems(where, np.asarray(table.rows[numbers]), np.asarray(table.start[numbers]))
+            items[module] = StepItems(
+                sample=np.repeat(np.arange(len(samples), dtype=np.int64), counts),
+                rows=np.asarray(table.rows[numbers]),
+                start=np.asarray(table.start[numbers]),
+                hidden=np.asarray(table.hidden[numbers]),
+                targets=None if table.targets is None else np.asarray(table.targets[numbers]),
+            )
         tokens = np.asarray(self.offsets[samples + 1] - self.offsets[samples])
         return StepMetadata(epoch, step, samples, tokens, np.asarray(self.labels[samples]), items)
 
@@ -124,7 +133,7 @@ class DatasetIndex:
 def build_index(
     manifest: str | Path,
     tokenizer: ChatTokenizer,
-    processors: Mapping[str, Processor],
+    processors: Mapping[str, Media],
     *,
     media_folder: str | Path | None = None,
     cache_folder: str | Path | None = None,
@@ -139,7 +148,7 @@ def build_index(
 
     Args:
         manifest: see :mod:`hetero_strategy.data.manifest`.
-        processors: by encoder name; each reads the manifest field it names.
+        processors: by encoder or generator name; each reads the manifest field it names.
         media_folder: what media paths are relative to; default: the manifest's folder.
         cache_folder: where indices lie; default: ``.hetero_index`` beside the manifest.
         verify: ``header`` reads headers only, ``decode`` decodes every file once, ``auto`` decodes up to 20000 files.
@@ -149,7 +158,7 @@ def build_index(
 
     Raises:
         DataError: one error with the first ten faults of the whole data set.
-        ConfigError: two encoders read the same field, or an option is unknown.
+        ConfigError: two processors read the same field, or an option is unknown.
     """
     manifest = Path(manifest)
     folder = Path(media_folder) if media_folder is not None else manifest.parent
@@ -176,11 +185,12 @@ def build_index(
     place = caches / f"{manifest.stem}-{key}"
     if not (place / "header.json").is_file():
         faults = Faults(manifest)
-        samples = parse_manifest(manifest, fields, answers, faults)
+        drawn = [p.field for p in processors.values() if isinstance(p, TargetProcessor)]
+        samples = parse_manifest(manifest, fields, answers, faults, drawn=drawn)
         measured = _measure(samples, processors, folder, verify, faults, progress)
         arrays = _arrays(samples, tokenizer, processors, measured, max_tokens, faults, progress)
         faults.check()
-        _write(place, arrays, {"settings": settings, "samples": len(samples), "encoders": list(processors)})
+        _write(place, arrays, {"settings": settings, "samples": len(samples), "modules": list(processors)})
     return load_index(place, folder)
 
 
@@ -195,10 +205,12 @@ def load_index(place: Path, media_folder: Path) -> DatasetIndex:
         return Strings(array(f"{name}.data"), array(f"{name}.offsets"))
 
     tables = {}
-    for number, encoder in enumerate(header["encoders"]):
-        names = ("sample", "sizes", "rows", "start", "offsets")
+    for number, module in enumerate(header["modules"]):
+        names = ["sample", "sizes", "rows", "hidden", "start", "offsets"]
+        if (place / f"items{number}.targets.npy").is_file():
+            names.append("targets")
         columns = {column: array(f"items{number}.{column}") for column in names}
-        tables[encoder] = ItemTable(**columns, paths=strings(f"items{number}.paths"))
+        tables[module] = ItemTable(**columns, paths=strings(f"items{number}.paths"))
     return DatasetIndex(
         folder=place,
         media_folder=media_folder,
@@ -217,7 +229,7 @@ Measured = Mapping[tuple[str, str], tuple[tuple[int, ...], int]]
 
 def _measure(
     samples: Sequence[Sample],
-    processors: Mapping[str, Processor],
+    processors: Mapping[str, Media],
     folder: Path,
     verify: Verify,
     faults: Faults,
@@ -261,7 +273,7 @@ def _measure(
 def _arrays(
     samples: Sequence[Sample],
     tokenizer: ChatTokenizer,
-    processors: Mapping[str, Processor],
+    processors: Mapping[str, Media],
     measured: Measured,
     max_tokens: int | None,
     faults: Faults,
@@ -294,19 +306,23 @@ def _arrays(
         "labels": np.array([mask.sum() for mask in loss[1:]], np.int64),
         **_strings("names", [sample.id for sample in samples]),
     }
-    for number, (encoder, processor) in enumerate(processors.items()):
+    for number, (module, processor) in enumerate(processors.items()):
         counts = np.array([len(sample.items.get(processor.field, ())) for sample in samples], np.int64)
         names = [name for sample in samples for name in sample.items.get(processor.field, ())]
         found = [measured[processor.field, name] for name in names]
         width = len(processor.size_names)
+        sizes = np.array([sizes for sizes, _ in found], np.int64).reshape(-1, width)
         columns = {
             "sample": np.repeat(np.arange(len(samples), dtype=np.int64), counts),
-            "sizes": np.array([sizes for sizes, _ in found], np.int64).reshape(-1, width),
+            "sizes": sizes,
             "rows": np.array([rows for _, rows in found], np.int64),
-            "start": np.concatenate(starts[encoder]),
+            "hidden": processor.hidden_rows(sizes),
+            "start": np.concatenate(starts[module]),
             "offsets": _cumulative(counts),
             **_strings("paths", names),
         }
+        if isinstance(processor, TargetProcessor):
+            columns["targets"] = processor.target_elements(sizes)
         arrays |= {f"items{number}.{column}": values for column, values in columns.items()}
     return arrays
 

@@ -8,6 +8,8 @@ A manifest is a JSON list, or JSON lines (``.jsonl``), of samples::
 
 Paths are relative to the manifest's folder or to a given media folder. The n-th ``<image>`` of the conversation stands
 for the n-th path of ``image``, and likewise for every other field. Format: LLaVA (Liu et al. 2023), its training code.
+What encoders read stands in questions; what a generator is to make stands in answers: ``"draw": "d.png"`` and
+``{"from": "gpt", "value": "Here: <draw>"}``.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ ROLES = {
 }
 """Role names that are understood -> the three roles."""
 
-MEDIA_FIELDS = ("image", "audio", "video")
-"""Fields that hold media by convention: refused, not ignored, where no encoder reads them."""
+MEDIA_FIELDS = ("image", "audio", "video", "draw")
+"""Fields that hold media by convention: refused, not ignored, where no module reads them."""
 
 
 def placeholder(media_field: str) -> str:
@@ -91,6 +93,7 @@ def read_manifest(
     path: str | Path,
     *,
     fields: Sequence[str] = ("image", "audio"),
+    drawn: Sequence[str] = (),
     media_folder: str | Path | None = None,
     answers: bool = True,
 ) -> list[Sample]:
@@ -98,7 +101,8 @@ def read_manifest(
 
     Args:
         path: a ``.json`` or ``.jsonl`` file.
-        fields: media fields that have an encoder.
+        fields: media fields that have an encoder or a generator.
+        drawn: those of them that have a generator.
         media_folder: what media paths are relative to; default: the manifest's folder.
         answers: whether every sample must have a non-empty answer.
 
@@ -107,7 +111,7 @@ def read_manifest(
     """
     path = Path(path)
     faults = Faults(path)
-    samples = parse_manifest(path, fields, answers, faults)
+    samples = parse_manifest(path, fields, answers, faults, drawn=drawn)
     folder = Path(media_folder) if media_folder is not None else path.parent
     for sample in samples:
         for names in sample.items.values():
@@ -118,7 +122,9 @@ def read_manifest(
     return samples
 
 
-def parse_manifest(path: Path, fields: Sequence[str], answers: bool, faults: Faults) -> list[Sample]:
+def parse_manifest(
+    path: Path, fields: Sequence[str], answers: bool, faults: Faults, *, drawn: Sequence[str] = ()
+) -> list[Sample]:
     """Samples without a structural fault; the faults of the others go to ``faults``. No media file is touched."""
     samples = []
     for position, entry in _entries(path, faults):
@@ -128,7 +134,7 @@ def parse_manifest(path: Path, fields: Sequence[str], answers: bool, faults: Fau
             continue
         name = str(entry.get("id", position))
         turns = _turns(entry.get("conversations"), answers, problems)
-        items = _items(entry, turns, fields, problems)
+        items = _items(entry, turns, fields, drawn, problems)
         for problem in problems:
             faults.add(position, f"sample '{name}': {problem}")
         if not problems:
@@ -191,7 +197,7 @@ def _turns(conversations: Any, answers: bool, problems: list[str]) -> tuple[Turn
 
 
 def _items(
-    entry: Mapping[str, Any], turns: Sequence[Turn], fields: Sequence[str], problems: list[str]
+    entry: Mapping[str, Any], turns: Sequence[Turn], fields: Sequence[str], drawn: Sequence[str], problems: list[str]
 ) -> dict[str, tuple[str, ...]]:
     items = {}
     for media_field in dict.fromkeys((*fields, *MEDIA_FIELDS)):
@@ -202,13 +208,14 @@ def _items(
             continue
         if media_field not in fields:
             if names:
-                problems.append(
-                    f"has '{media_field}', which no encoder reads; give a processor for it or drop the field"
-                )
+                reader = "no generator draws" if media_field == "draw" else "no encoder reads"
+                problems.append(f"has '{media_field}', which {reader}; give a processor for it or drop the field")
             continue
         mark = placeholder(media_field)
         found = sum(turn.text.count(mark) for turn in turns)
-        if any(turn.role == "gpt" and mark in turn.text for turn in turns):
+        if media_field in drawn and any(turn.role != "gpt" and mark in turn.text for turn in turns):
+            problems.append(f"{mark} stands in a question; what a generator draws can only be part of answers")
+        elif media_field not in drawn and any(turn.role == "gpt" and mark in turn.text for turn in turns):
             problems.append(f"{mark} stands in an answer; items can only be part of questions")
         elif found != len(names):
             problems.append(f"{found} {mark} in the conversation but {len(names)} paths in '{media_field}'")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import ceil, gcd, sqrt
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ Sizes = tuple[int, ...]
 Result = TypeVar("Result")
 
 
-class Processor(Protocol):
-    """What the data room needs to know about one kind of media."""
+class Media(Protocol):
+    """What the data room needs to know about one kind of media file."""
 
     @property
     def field(self) -> str:
@@ -49,11 +49,26 @@ class Processor(Protocol):
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
         """float32 [R, feature]; refused if ``sizes`` is given and the file no longer has it. Raises DataError."""
 
-    def collate(self, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
-        """Items end to end; zero items give [0, feature]."""
+    def hidden_rows(self, sizes: np.ndarray) -> np.ndarray:
+        """int64 [n]: rows inside the module for items of these sizes, int64 [n, k]."""
 
     def settings(self) -> dict[str, Any]:
         """JSON-ready settings; part of the index's key."""
+
+
+class Processor(Media, Protocol):
+    """What an encoder is given."""
+
+    def collate(self, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
+        """Items end to end; zero items give [0, feature]."""
+
+
+@runtime_checkable
+class TargetProcessor(Media, Protocol):
+    """What a generator is to make. `measure` gives the condition rows as an item's rows."""
+
+    def target_elements(self, sizes: np.ndarray) -> np.ndarray:
+        """int64 [n]: numbers that the loss counts of items of these sizes, int64 [n, k]."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +147,11 @@ class ImageProcessor:
 
     def collate(self, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
         sizes = np.asarray(sizes, np.int64).reshape(-1, 2)
-        return _collate(values, self.feature, sizes, rows, sizes.prod(axis=1))
+        return _collate(values, self.feature, sizes, rows, self.hidden_rows(sizes))
+
+    def hidden_rows(self, sizes: np.ndarray) -> np.ndarray:
+        """A row per patch."""
+        return sizes.reshape(-1, 2).prod(axis=1)
 
     def _grid(self, image: Image.Image) -> tuple[int, int]:
         width, height = image.size
@@ -220,7 +239,11 @@ class AudioProcessor:
 
     def collate(self, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
         sizes = np.asarray(sizes, np.int64).reshape(-1, 1)
-        return _collate(values, self.feature, sizes, rows, (sizes[:, 0] + 1) // 2)
+        return _collate(values, self.feature, sizes, rows, self.hidden_rows(sizes))
+
+    def hidden_rows(self, sizes: np.ndarray) -> np.ndarray:
+        """Half the frames, rounded up."""
+        return (sizes.reshape(-1) + 1) // 2
 
     def _ratio(self, rate: int) -> tuple[int, int]:
         common = gcd(self.sampling_rate, rate)

@@ -17,14 +17,18 @@ Assigner = Callable[[str, np.ndarray, int], np.ndarray]
 
 @dataclass(frozen=True)
 class StepItems:
-    """Items of one encoder in a global batch, in (sample, order within the sample) order; all int64 ``[n]``."""
+    """Items of one encoder or generator in a global batch, by sample, then order within it; all int64 ``[n]``."""
 
     sample: np.ndarray
     """Number of the item's sample in the step, ``0 .. S - 1``."""
     rows: np.ndarray
-    """Rows the encoder makes of the item."""
+    """Rows that cross the module's edges: what an encoder makes of the item, what a generator is given for it."""
     start: np.ndarray
-    """First row of the item inside its sample's token sequence."""
+    """First of these rows inside its sample's token sequence."""
+    hidden: np.ndarray
+    """Rows of the item inside the module: what its transformer sees."""
+    targets: np.ndarray | None = None
+    """Elements of the item that its loss counts (a generator's pixels); None: the module has no loss."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +45,26 @@ class StepMetadata:
     labels: np.ndarray
     """Loss tokens of each sample, int64 ``[S]``."""
     items: Mapping[str, StepItems]
-    """By encoder name."""
+    """By encoder or generator name."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What every instance of one module computes in one microbatch."""
+    """What every instance of one module computes in one of the module's microbatches."""
 
     units: np.ndarray
-    """int64 ``[n]``: item numbers in :attr:`StepMetadata.items` for an encoder, sample numbers for a consumer."""
+    """int64 ``[n]``: item numbers in :attr:`StepMetadata.items`, or sample numbers for a consumer."""
     rows: np.ndarray
-    """int64 ``[n]``: rows of each unit in this module."""
+    """int64 ``[n]``: rows of each unit that cross edges; for a consumer its tokens."""
+    hidden: np.ndarray
+    """int64 ``[n]``: rows of each unit inside the module; for a consumer its tokens."""
     offsets: np.ndarray
     """int64 ``[instances + 1]``: instance ``i`` computes ``units[offsets[i]:offsets[i + 1]]``, in that order."""
     padding: np.ndarray
     """int64 ``[instances]``: alignment rows appended where the module shards its rows over tensor-parallel ranks."""
+    first: int
+    last: int
+    """First and last microbatch of the step (of samples) that the units belong to."""
 
     @property
     def idle(self) -> bool:
@@ -70,26 +79,24 @@ class Assignment:
         """Rows of each unit of one instance."""
         return self.rows[self.offsets[instance] : self.offsets[instance + 1]]
 
+    def hidden_of(self, instance: int) -> np.ndarray:
+        """Rows inside the module of each unit of one instance, alignment rows as a unit of their own."""
+        hidden = self.hidden[self.offsets[instance] : self.offsets[instance + 1]]
+        padding = self.padding[instance]
+        return np.append(hidden, padding) if padding else hidden
+
     def instance(self) -> np.ndarray:
         """Instance of each unit, int64 ``[n]``."""
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
-    def starts(self) -> np.ndarray:
+    def starts(self, *, hidden: bool = False) -> np.ndarray:
         """First row of each unit among its instance's rows, int64 ``[n]``."""
-        before = np.concatenate([[0], np.cumsum(self.rows)])
+        before = _before(self.hidden if hidden else self.rows)
         return before[:-1] - np.repeat(before[self.offsets[:-1]], np.diff(self.offsets))
 
-    def totals(self) -> np.ndarray:
+    def totals(self, *, hidden: bool = False) -> np.ndarray:
         """Rows of each instance, alignment included, int64 ``[instances]``."""
-        before = np.concatenate([[0], np.cumsum(self.rows)])
-        return np.diff(before[self.offsets]) + self.padding
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """One microbatch of all modules."""
-
-    assignments: Mapping[str, Assignment]
+        return np.diff(_before(self.hidden if hidden else self.rows)[self.offsets]) + self.padding
 
 
 @dataclass(frozen=True)
@@ -97,12 +104,22 @@ class StepPlan:
     """Who computes what for one global batch."""
 
     metadata: StepMetadata
-    microbatches: tuple[Microbatch, ...]
+    microbatches: int
+    """Of the step: groups of samples, and what consumers compute at a time."""
+    assignments: Mapping[str, tuple[Assignment, ...]]
+    """By module: its microbatches. An item's module may have fewer or more of them than the step."""
 
     @property
     def loss_tokens(self) -> int:
         """N of law 1: loss tokens of the global batch over all microbatches and instances."""
         return int(self.metadata.labels.sum())
+
+    def normalizer(self, module: str) -> int:
+        """N of one module's loss, at least 1: loss tokens, or a generator's target elements."""
+        items = self.metadata.items.get(module)
+        if items is None:
+            return max(1, self.loss_tokens)
+        return max(1, 0 if items.targets is None else int(items.targets.sum()))
 
     @property
     def samples(self) -> np.ndarray:
@@ -110,13 +127,35 @@ class StepPlan:
         return self.metadata.samples
 
     def active(self, module: str) -> list[int]:
-        """Microbatches in which any instance of the module has a unit."""
-        return [i for i, mb in enumerate(self.microbatches) if not mb.assignments[module].idle]
+        """The module's microbatches in which any instance has a unit."""
+        return [i for i, assignment in enumerate(self.assignments[module]) if not assignment.idle]
+
+    def feeds(self, source: str, target: str) -> list[tuple[int, int]]:
+        """(source microbatch, target microbatch) pairs between which rows flow, ascending."""
+        of_items, of_samples = self._sides(source, target)
+        items = self.metadata.items[of_items]
+        item_microbatch = self._microbatch_of(of_items, len(items.sample))
+        sample_microbatch = self._microbatch_of(of_samples, len(self.samples))[items.sample]
+        pairs = [item_microbatch, sample_microbatch] if source == of_items else [sample_microbatch, item_microbatch]
+        return [(int(p), int(t)) for p, t in np.unique(np.stack(pairs, axis=1), axis=0)]
+
+    def _sides(self, source: str, target: str) -> tuple[str, str]:
+        """(module whose units are items, consumer) of an edge."""
+        return (source, target) if source in self.metadata.items else (target, source)
+
+    def _microbatch_of(self, module: str, units: int) -> np.ndarray:
+        found = np.zeros(units, dtype=np.int64)
+        for number, assignment in enumerate(self.assignments[module]):
+            found[assignment.units] = number
+        return found
 
 
 @dataclass(frozen=True)
 class EdgeBlocks:
-    """Runs of rows that cross one edge in one microbatch, ordered by (target instance, target start); int64 ``[n]``."""
+    """Runs of rows that cross one edge between one microbatch of each side; int64 ``[n]``.
+
+    Ordered by (target instance, target start).
+    """
 
     source_instance: np.ndarray
     source_start: np.ndarray
@@ -139,6 +178,7 @@ def plan_step(
     *,
     microbatches: int = 1,
     row_multiple: Mapping[str, int] | None = None,
+    microbatch_tokens: Mapping[str, int] | None = None,
     assign: Assigner = round_robin,
 ) -> StepPlan:
     """Assign samples to microbatches, then the units of each microbatch to the instances of every module.
@@ -146,48 +186,98 @@ def plan_step(
     Args:
         metadata: of the global batch.
         instances: data-parallel instances of every module.
-        consumers: modules whose units are whole samples (the LLM); all others are encoders whose units are items.
+        consumers: modules whose units are whole samples (the LLM); all others have items.
         microbatches: number of microbatches; sample ``s`` goes to microbatch ``s mod microbatches``.
         row_multiple: modules whose rows per instance must be a positive multiple of this (tensor-parallel degree where
             rows are sharded over it); missing rows are added as :attr:`Assignment.padding`.
+        microbatch_tokens: encoders and generators with microbatches of their own: about this many rows inside the
+            module per instance and microbatch. Step microbatches are joined or split; others keep the step's.
         assign: chooses the instance of every unit.
     """
-    multiple = row_multiple or {}
+    multiple, tokens = row_multiple or {}, microbatch_tokens or {}
     consumers = tuple(consumers)
     sample_microbatch = np.arange(len(metadata.samples)) % microbatches
-    made = []
-    for number in range(microbatches):
-        assignments = {}
-        for module, count in instances.items():
-            if module in consumers:
-                units = np.flatnonzero(sample_microbatch == number)
-                rows = metadata.tokens[units]
-            else:
-                items = metadata.items[module]
-                units = np.flatnonzero(sample_microbatch[items.sample] == number)
-                rows = items.rows[units]
-            assignments[module] = _assignment(module, units, rows, count, multiple.get(module, 1), assign)
-        made.append(Microbatch(assignments))
-    return StepPlan(metadata, tuple(made))
+    made: dict[str, tuple[Assignment, ...]] = {}
+    for module, count in instances.items():
+        if module in consumers:
+            rows = hidden = metadata.tokens
+            of_step = group = sample_microbatch
+            groups = microbatches
+        else:
+            items = metadata.items[module]
+            rows, hidden = items.rows, items.hidden
+            of_step = group = sample_microbatch[items.sample]
+            groups = microbatches
+            if module in tokens:
+                group, groups = regroup(of_step, hidden, microbatches, tokens[module] * count)
+        made[module] = tuple(
+            _assignment(
+                module, np.flatnonzero(group == number), of_step, rows, hidden, count, multiple.get(module, 1), assign
+            )
+            for number in range(groups)
+        )
+    return StepPlan(metadata, microbatches, made)
 
 
-def edge_blocks(plan: StepPlan, microbatch: int, source: str, target: str) -> EdgeBlocks:
-    """Which rows of ``source`` fill which rows of ``target`` in one microbatch."""
-    assignments = plan.microbatches[microbatch].assignments
-    produced, consumed = assignments[source], assignments[target]
-    items = plan.metadata.items[source]
-    place = np.zeros(len(plan.samples), dtype=np.int64)  # sample number -> its unit in the target's assignment
-    place[consumed.units] = np.arange(len(consumed.units))
-    unit = place[items.sample[produced.units]]
-    target_instance = consumed.instance()[unit]
-    target_start = consumed.starts()[unit] + items.start[produced.units]
+def regroup(of_step: np.ndarray, rows: np.ndarray, microbatches: int, budget: int) -> tuple[np.ndarray, int]:
+    """Microbatches of about ``budget`` rows: joins neighbouring step microbatches, splits large ones.
+
+    Args:
+        of_step: step microbatch of each unit, int64 ``[n]``.
+        rows: of each unit, int64 ``[n]``.
+        microbatches: of the step.
+        budget: rows of one microbatch over all instances.
+
+    Returns:
+        The new microbatch of each unit, int64 ``[n]``, and how many there are (at least 1).
+    """
+    group = np.zeros(len(of_step), dtype=np.int64)
+    totals = np.bincount(of_step, weights=rows, minlength=microbatches)
+    number, filled = 0, 0.0
+    for microbatch in range(microbatches):
+        units = np.flatnonzero(of_step == microbatch)
+        if not len(units):
+            continue
+        if filled and filled + totals[microbatch] > budget:
+            number, filled = number + 1, 0.0
+        pieces = max(1, -(-int(totals[microbatch]) // budget))
+        # A unit goes to the piece in which its middle row lies, so that pieces are about equal.
+        middle = np.cumsum(rows[units]) - rows[units] / 2
+        piece = np.minimum((middle * pieces / max(1, totals[microbatch])).astype(np.int64), pieces - 1)
+        used, dense = np.unique(piece, return_inverse=True)
+        group[units] = number + dense
+        number, filled = number + len(used) - 1, (filled + totals[microbatch] if len(used) == 1 else float(budget))
+    return group, number + 1
+
+
+def edge_blocks(plan: StepPlan, source: str, source_microbatch: int, target: str, target_microbatch: int) -> EdgeBlocks:
+    """Which rows of a microbatch of ``source`` fill which rows of a microbatch of ``target``."""
+    produced = plan.assignments[source][source_microbatch]
+    consumed = plan.assignments[target][target_microbatch]
+    if source in plan.metadata.items:
+        items = plan.metadata.items[source]
+        of_items, of_samples = produced, consumed
+    else:
+        items = plan.metadata.items[target]
+        of_items, of_samples = consumed, produced
+    unit = np.full(len(plan.samples), -1, dtype=np.int64)  # sample number -> its unit in the consumer's assignment
+    unit[of_samples.units] = np.arange(len(of_samples.units))
+    sample_unit = unit[items.sample[of_items.units]]
+    mine = np.flatnonzero(sample_unit >= 0)
+    sample_unit = sample_unit[mine]
+    in_sequence = (of_samples.instance()[sample_unit], of_samples.starts()[sample_unit] + items.start[of_items.units[mine]])
+    if source in plan.metadata.items:
+        sides = (produced.instance()[mine], produced.starts()[mine]), in_sequence
+    else:
+        sides = in_sequence, (consumed.instance()[mine], consumed.starts(hidden=True)[mine])
+    (source_instance, source_start), (target_instance, target_start) = sides
     order = np.lexsort((target_start, target_instance))
     return EdgeBlocks(
-        source_instance=produced.instance()[order],
-        source_start=produced.starts()[order],
+        source_instance=source_instance[order],
+        source_start=source_start[order],
         target_instance=target_instance[order],
         target_start=target_start[order],
-        rows=produced.rows[order],
+        rows=of_items.rows[mine][order],
     )
 
 
@@ -204,15 +294,27 @@ def slots(blocks: EdgeBlocks, instance: int) -> np.ndarray:
     return expand(blocks.target_start[mine], blocks.rows[mine])
 
 
+def _before(rows: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(rows)])
+
+
 def _assignment(
-    module: str, units: np.ndarray, rows: np.ndarray, instances: int, multiple: int, assign: Assigner
+    module: str,
+    units: np.ndarray,
+    of_step: np.ndarray,
+    rows: np.ndarray,
+    hidden: np.ndarray,
+    instances: int,
+    multiple: int,
+    assign: Assigner,
 ) -> Assignment:
-    where = np.asarray(assign(module, rows, instances), dtype=np.int64)
-    order = np.argsort(where, kind="stable")
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(where, minlength=instances))]).astype(np.int64)
-    rows = rows[order].astype(np.int64)
-    totals = np.diff(np.concatenate([[0], np.cumsum(rows)])[offsets])
+    where = np.asarray(assign(module, hidden[units], instances), dtype=np.int64)
+    units = units[np.argsort(where, kind="stable")].astype(np.int64)
+    offsets = _before(np.bincount(where, minlength=instances)).astype(np.int64)
+    rows, hidden = rows[units].astype(np.int64), hidden[units].astype(np.int64)
     padding = np.zeros(instances, np.int64)
     if multiple > 1:  # at least one alignment row per rank, so that no rank works on nothing
+        totals = np.diff(_before(hidden)[offsets])
         padding = np.maximum(-(-totals // multiple), 1) * multiple - totals
-    return Assignment(units[order].astype(np.int64), rows, offsets, padding)
+    first, last = (int(of_step[units].min()), int(of_step[units].max())) if len(units) else (0, 0)
+    return Assignment(units, rows, hidden, offsets, padding, first, last)

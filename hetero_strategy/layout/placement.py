@@ -16,7 +16,9 @@ class Coordinate(NamedTuple):
     instance: int
     """Data-parallel coordinate."""
     shard: int
-    """Place among the instance's ranks (tensor-parallel coordinate)."""
+    """Place among the instance's ranks in its stage (tensor-parallel coordinate)."""
+    pp: int
+    """Pipeline rank."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,9 @@ class Placement:
         layout = self.layouts[module]
         if rank not in layout.ranks:
             return None
-        per_instance = layout.cp * layout.tp
-        return Coordinate(*divmod(layout.ranks.index(rank), per_instance))
+        shards = layout.cp * layout.tp
+        pp, place = divmod(layout.ranks.index(rank), layout.dp * shards)
+        return Coordinate(*divmod(place, shards), pp)
 
     def modules_on(self, rank: int) -> tuple[str, ...]:
         """Modules the rank holds, in the order they were given."""
@@ -48,11 +51,15 @@ class Placement:
         return tuple(r for r in range(self.world_size) if not self.modules_on(r))
 
     def table(self) -> list[tuple[str, str, str]]:
-        """One row per module for reports: name, ranks, degrees above 1."""
+        """One row per module for reports: name, ranks, degrees above 1 and how it is cut into stages."""
         rows = []
         for name, layout in self.layouts.items():
-            degrees = " ".join(f"{k}={v}" for k, v in layout.degrees().items() if v > 1) or "one rank"
-            rows.append((name, _ranges(layout.ranks), degrees))
+            parts = [f"{k}={v}" for k, v in layout.degrees().items() if v > 1]
+            if layout.vpp > 1:
+                parts.append(f"vpp={layout.vpp}" + (" (v)" if layout.pp_style == "v" else ""))
+            if layout.split is not None:
+                parts.append("split=" + "+".join(map(str, layout.split)))
+            rows.append((name, _ranges(layout.ranks), " ".join(parts) or "one rank"))
         return rows
 
 

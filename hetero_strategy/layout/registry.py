@@ -21,11 +21,12 @@ MESH_AXES = ("dp_replicate", "dp_shard", "tp")
 
 
 class GroupRegistry:
-    """Process groups by rank set, and one mesh per module.
+    """Process groups by rank set, and one mesh per module: that of this rank's pipeline slice.
 
     Args:
         placement: resolved layouts; modules are visited in its order on every rank.
-        edges: (source, target) module names; each edge gets the group of the ranks of both.
+        rank_sets_needed: what else needs a group, in the same order on every rank: the ranks of the two stages that an
+            edge joins, owners of a shared weight.
         device_type: ``"cuda"`` or ``"cpu"``; never guessed.
         timeout: of every collective in the groups created here.
     """
@@ -33,7 +34,7 @@ class GroupRegistry:
     def __init__(
         self,
         placement: Placement,
-        edges: Iterable[tuple[str, str]],
+        rank_sets_needed: Iterable[Iterable[int]],
         device_type: str,
         timeout: timedelta | None = None,
     ) -> None:
@@ -42,16 +43,15 @@ class GroupRegistry:
         self._rank = dist.get_rank()
         everyone = tuple(range(dist.get_world_size()))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
-        for ranks in rank_sets(placement, edges):
+        for ranks in rank_sets(placement, rank_sets_needed):
             self._create(ranks)
         self._meshes = {name: self._mesh(layout) for name, layout in placement.layouts.items()}
         self.background = dist.new_group(backend="gloo", timeout=timeout)
         """Everyone, on the host: for what runs beside training (checkpoints)."""
 
     def mesh(self, module: str) -> DeviceMesh | None:
-        """The module's mesh over its axes above 1 (``dp_replicate, dp_shard, tp``), None where this rank is not in it.
-
-        A module on one rank has no mesh.
+        """The mesh of this rank's pipeline slice of the module, over its axes above 1 (``dp_replicate, dp_shard, tp``);
+        None where this rank is not in the module. A slice of one rank has no mesh.
         """
         return self._meshes[module]
 
@@ -63,6 +63,21 @@ class GroupRegistry:
         """
         key = tuple(sorted(ranks))
         return None if len(key) < 2 else self._groups[key]
+
+    def channel(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
+        """A group of these ranks whose messages wait for no other channel's; None as in :meth:`group`.
+
+        NCCL runs a group's messages one after another, so there every channel is a new group: a collective over the
+        world, to be called in the same order on every rank. Elsewhere tags tell channels of one group apart.
+        """
+        key = tuple(sorted(ranks))
+        if self.device_type != "cuda" or len(key) < 2:
+            return self.group(key)
+        group = dist.new_group(list(key), timeout=self._timeout)
+        if self._rank not in key:
+            return None
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+        return group
 
     def _create(self, ranks: tuple[int, ...]) -> None:
         if len(ranks) < 2 or ranks in self._groups:
@@ -77,7 +92,7 @@ class GroupRegistry:
         axes = tuple(name for name in MESH_AXES if getattr(layout, name) > 1)
         if self._rank not in layout.ranks or not axes:
             return None
-        grid = layout.grid().reshape([getattr(layout, name) for name in axes])
+        grid = next(g for g in layout.grid() if self._rank in g).reshape([getattr(layout, name) for name in axes])
         groups = [self._groups[line] for axis in range(len(axes)) for line in _lines(grid, axis) if self._rank in line]
         return DeviceMesh.from_group(
             groups if len(groups) > 1 else groups[0],  # type: ignore[arg-type]
@@ -87,16 +102,17 @@ class GroupRegistry:
         )
 
 
-def rank_sets(placement: Placement, edges: Iterable[tuple[str, str]]) -> list[tuple[int, ...]]:
+def rank_sets(placement: Placement, needed: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
     """Every rank set that a run needs a group for, in the one order in which all ranks create them. Pure."""
     found: dict[tuple[int, ...], None] = {}
     for layout in placement.layouts.values():
-        found[tuple(layout.ranks)] = None
-        grid = layout.grid().reshape([getattr(layout, name) for name in MESH_AXES])
-        for axis in range(grid.ndim):
-            found.update(dict.fromkeys(_lines(grid, axis)))
-    for source, target in edges:
-        found[tuple(sorted({*placement.layouts[source].ranks, *placement.layouts[target].ranks}))] = None
+        for grid in layout.grid():
+            part = grid.reshape([getattr(layout, name) for name in MESH_AXES])
+            found[tuple(int(r) for r in part.flat)] = None
+            for axis in range(part.ndim):
+                found.update(dict.fromkeys(_lines(part, axis)))
+    for ranks in needed:
+        found[tuple(sorted({int(r) for r in ranks}))] = None
     return list(found)
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from math import prod
+from typing import Literal
 
 import numpy as np
 
 from hetero_strategy.errors import LayoutError
+from hetero_strategy.layout.pipeline import Pipeline
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from outermost (slowest varying rank) to innermost; ``ep`` reuses ranks of the others."""
 
 NOT_YET = {
-    "pp": "pipeline parallelism",
     "cp": "context parallelism",
     "ep": "expert parallelism",
 }
@@ -31,8 +32,12 @@ class ModuleLayout:
         dp_shard: ranks over which parameters, gradients and optimizer state are sharded (FSDP2).
         cp: context-parallel ranks (above 1: not yet).
         tp: tensor-parallel ranks.
-        pp: pipeline stages (above 1: not yet).
+        pp: pipeline ranks; the module is cut by layer into ``pp * vpp`` stages.
         ep: expert-parallel ranks (above 1: not yet).
+        vpp: stages on each pipeline rank.
+        pp_style: which stages a pipeline rank has, see :class:`Pipeline`: ``"loop"``, or ``"v"`` (``vpp=2``: the first
+            and the last stage share a rank).
+        split: blocks of each of the ``pp * vpp`` stages, first stage first; None: chosen when the model is placed.
 
     One degree may be -1: it is derived so that the product of all degrees equals the number of ranks. The default
     ``dp_shard=-1`` makes every rank that no other degree uses a shard.
@@ -48,16 +53,26 @@ class ModuleLayout:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    vpp: int = 1
+    pp_style: Literal["loop", "v"] = "loop"
+    split: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         given: Iterable[int] | int = self.ranks
         ranks = range(given) if isinstance(given, int) else given
         object.__setattr__(self, "ranks", tuple(sorted(int(r) for r in ranks)))
+        if self.split is not None:
+            object.__setattr__(self, "split", tuple(int(n) for n in self.split))
 
     @property
     def dp(self) -> int:
         """Instances: data-parallel coordinates, each of which computes its own units."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """How the module's stages lie on its pipeline ranks. Resolved layouts only."""
+        return Pipeline(self.pp, self.vpp, self.pp_style)
 
     def degrees(self) -> dict[str, int]:
         """Mesh axis sizes, outermost first."""
@@ -95,6 +110,33 @@ class ModuleLayout:
             found.append(
                 f"{self._product()} = {known} but ranks has {count}; set one degree to -1 or give {known} ranks"
             )
+        return found or self._stage_faults(count // known if self.pp == -1 else self.pp)
+
+    def _stage_faults(self, pp: int) -> list[str]:
+        """What is wrong with ``vpp``, ``pp_style`` and ``split`` where the module has ``pp`` pipeline ranks."""
+        found: list[str] = []
+        if self.vpp < 1:
+            return [f"vpp={self.vpp}: a pipeline rank has at least one stage; set vpp=1"]
+        if self.vpp > 1 and pp == 1:
+            found.append(
+                f"vpp={self.vpp} with pp=1: stages of one rank run one after the other; set vpp=1, or pp above 1"
+            )
+        if self.pp_style not in ("loop", "v"):
+            found.append(f"pp_style={self.pp_style!r}: the styles are 'loop' and 'v'")
+        if self.pp_style == "v" and (self.vpp != 2 or pp == 1):
+            found.append(
+                f"pp_style='v' with pp={pp} vpp={self.vpp}: two stages on each of several pipeline ranks make a v;"
+                " set vpp=2 and pp above 1, or pp_style='loop'"
+            )
+        if self.split is None:
+            return found
+        if len(self.split) != pp * self.vpp:
+            found.append(
+                f"split={list(self.split)} is of {len(self.split)} stages, but pp {pp} x vpp {self.vpp} ="
+                f" {pp * self.vpp}; give the blocks of each stage, or leave split out"
+            )
+        if min(self.split, default=1) < 1:
+            found.append(f"split={list(self.split)}: every stage has at least one block; move blocks or lower pp")
         return found
 
     def resolved(self, module: str = "module") -> ModuleLayout:
@@ -116,9 +158,9 @@ class ModuleLayout:
         """Global ranks, int64 ``[pp, dp_replicate, dp_shard, cp, tp]``; ascending along every axis. Resolved only."""
         return np.asarray(self.ranks, dtype=np.int64).reshape([getattr(self, name) for name in DEGREES])
 
-    def instances(self) -> np.ndarray:
-        """Ranks of each instance, int64 ``[dp, pp * cp * tp]``. Resolved layouts only."""
-        return np.moveaxis(self.grid(), 0, 2).reshape(self.dp, -1)
+    def stage_grid(self, stage: int) -> np.ndarray:
+        """Ranks of each instance of a stage, int64 ``[dp, cp * tp]``. Resolved layouts only."""
+        return self.grid()[self.pipeline.rank_of(stage)].reshape(self.dp, -1)
 
     def _product(self, skip: str = "") -> str:
         shown = [f"{name} {size}" for name, size in self.degrees().items() if size != 1 and name != skip]
@@ -146,13 +188,17 @@ class ModuleLayout:
         if given.get("ranks") is None:
             raise LayoutError(f"layout of '{module}': ranks is missing; give a list such as [0, 1] or a count")
         for name, value in given.items():
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            listed = name == "ranks" and not isinstance(value, str) and _all_ints(value)
+            if (name == "pp_style" and isinstance(value, str)) or (name == "split" and value is None):
+                continue
+            whole = isinstance(value, int) and not isinstance(value, bool) and name not in ("split", "pp_style")
+            listed = name in ("ranks", "split") and not isinstance(value, str) and _all_ints(value)
             if not (whole or listed):
-                raise LayoutError(
-                    f"layout of '{module}': {name}={value!r} is not a whole number"
-                    + (" or a list of them" if name == "ranks" else "")
-                )
+                wanted = {
+                    "ranks": "a whole number or a list of them",
+                    "split": "a list of whole numbers",
+                    "pp_style": "'loop' or 'v'",
+                }.get(name, "a whole number")
+                raise LayoutError(f"layout of '{module}': {name}={value!r} is not {wanted}")
         return cls(**given)
 
 

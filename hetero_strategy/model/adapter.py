@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
+NO_ROWS: Mapping[Hashable, Tensor] = MappingProxyType({})
+"""What a module is given where no edge brings it rows."""
+
+
 class Adapter(nn.Module):
     """A module that can be put on a mesh, initialised unit by unit and counted. The defaults suit plain modules.
 
@@ -27,14 +32,62 @@ class Adapter(nn.Module):
     """After :meth:`apply_tp` with tp > 1 the rows of this module are sharded over tp ranks (else replicated)."""
     width: int
     """Size of the rows this module exchanges at its edges."""
+    hidden_width: int
+    """Size of the rows between its blocks, which one pipeline stage gives to the next."""
     checkpoint: str | None = None
     """Local Hugging Face folder that the initial values come from."""
+    has_loss: bool = False
+    """Its last stage gives a loss."""
+    first_stage: bool = True
+    """Holds what comes before the blocks; false in the later stages of a pipeline, which take rows instead."""
+    last_stage: bool = True
+    """Holds what comes after the blocks; false in the earlier stages of a pipeline, which give rows instead."""
 
     # ---- structure -------------------------------------------------------------------------------------------------
 
     def blocks(self) -> dict[str, nn.Module]:
         """FQN -> repeated transformer block: the unit of FSDP, recompute and initialisation."""
         return {}
+
+    def stage(self, blocks: Collection[str], *, first: bool, last: bool) -> Adapter:
+        """A module that runs a part of this one: some blocks and, at the ends, what lies around them.
+
+        It shares blocks and all other parts with this module, so what is done to them is done to both: sharding,
+        values, hooks. Only the modules around the blocks are its own, with buffers of their own.
+
+        Args:
+            blocks: FQNs in :meth:`blocks`, at least one; they run in this module's order.
+            first: with what comes before the blocks.
+            last: with what comes after the blocks.
+
+        Raises:
+            ModelError: a block does not exist, or this module has none.
+        """
+        mine = self.blocks()
+        if not mine:
+            raise ModelError(f"{type(self).__name__} has no blocks: it cannot be cut into stages; set pp=1")
+        if unknown := set(blocks) - set(mine):
+            raise ModelError(f"{type(self).__name__} has no block {sorted(unknown)}: it has {list(mine)}")
+        self.twin()  # what a stage is initialised and counted by is the whole module
+        around = {".".join(fqn.split(".")[:depth]) for fqn in mine for depth in range(fqn.count(".") + 1)}
+        stage = _clone(self, "", around)
+        stage.drop([fqn for fqn in mine if fqn not in set(blocks)], before=not first, after=not last)
+        stage.first_stage, stage.last_stage = first, last
+        object.__setattr__(stage, "_given", {})
+        return stage
+
+    def drop(self, blocks: Collection[str], *, before: bool, after: bool) -> None:
+        """Remove these blocks (by FQN) and what comes ``before`` or ``after`` all blocks; all other names stay."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be cut into stages")
+
+    def tied_weight(self) -> tuple[str, str] | None:
+        """FQNs under which one parameter is held before and after the blocks; None: there is no such parameter."""
+        return None
+
+    def global_name(self, fqn: str) -> str:
+        """Name in the whole module of a parameter of this stage: a shared one has its first."""
+        tied = self.tied_weight()
+        return tied[0] if tied is not None and fqn == tied[1] else fqn
 
     def twin(self) -> Adapter:
         """The same module on the meta device as it was before anything was parallelised; costs no memory.
@@ -136,7 +189,29 @@ class Adapter(nn.Module):
 
     def flops(self, packing_lengths: np.ndarray) -> float:
         """Forward FLOPs for sequences of these lengths: two per multiply-add of every matmul and of attention."""
-        return float(linear_flops(self.twin()) * int(np.sum(packing_lengths)))
+        before, blocks, after = self.part_flops(packing_lengths)
+        return before + float(np.sum(blocks)) + after
+
+    def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
+        """:meth:`flops` before the blocks, of each block (float64 ``[blocks]``), and after them."""
+        rows = int(np.sum(packing_lengths))
+        blocks = block_linear_flops(self) * rows
+        return float(linear_flops(self.twin()) * rows - blocks.sum()), blocks, 0.0
+
+    def stage_flops(self, packing_lengths: np.ndarray, split: Sequence[int]) -> np.ndarray:
+        """:meth:`flops` of each stage, float64 ``[stages]``.
+
+        Args:
+            packing_lengths: of the sequences.
+            split: blocks of each stage.
+        """
+        before, blocks, after = self.part_flops(packing_lengths)
+        ends = np.cumsum(split)
+        assert ends[-1] == len(blocks), f"split {split} of {len(blocks)} blocks"
+        stages = np.array([blocks[end - n : end].sum() for n, end in zip(split, ends, strict=True)], dtype=np.float64)
+        stages[0] += before
+        stages[-1] += after
+        return stages
 
     # ---- dtype -----------------------------------------------------------------------------------------------------
 
@@ -150,6 +225,25 @@ class Adapter(nn.Module):
             device = fn(torch.empty(0, device=table.device)).device
             owner._buffers[name] = torch.empty_like(table, device=device) if table.is_meta else table.to(device)
         return self
+
+
+def _clone(module: nn.Module, fqn: str, around: Collection[str]) -> Any:
+    """Copies of a module and of its descendants named in ``around``; everything else is shared."""
+    copied = module.__new__(type(module))
+    for key, value in module.__dict__.items():
+        copied.__dict__[key] = copy.copy(value) if isinstance(value, (dict, set)) else value
+    for name, child in module._modules.items():
+        path = f"{fqn}.{name}" if fqn else name
+        if child is not None and path in around:
+            copied._modules[name] = _clone(child, path, around)
+    return copied
+
+
+def given_rows(hidden: Tensor | None) -> Tensor:
+    """The previous stage's rows. Raises ValueError where they are missing."""
+    if hidden is None:
+        raise ValueError("a pipeline stage that is not the first needs the previous stage's rows")
+    return hidden
 
 
 def position_tables(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
@@ -173,6 +267,22 @@ def initialize_plain(unit: nn.Module) -> None:
 def linear_flops(module: nn.Module) -> int:
     """FLOPs per row of all linear maps inside ``module``."""
     return sum(2 * linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
+
+
+def block_linear_flops(module: Adapter) -> np.ndarray:
+    """:func:`linear_flops` of each block, float64 ``[blocks]``."""
+    return np.array([linear_flops(block) for block in module.twin().blocks().values()], dtype=np.float64)
+
+
+def held_blocks(container: nn.Module, prefix: str) -> dict[str, nn.Module]:
+    """FQN -> block of a ModuleList or ModuleDict, without those that :func:`drop_blocks` removed."""
+    return {f"{prefix}.{key}": block for key, block in container._modules.items() if block is not None}
+
+
+def drop_blocks(container: nn.Module, fqns: Collection[str]) -> None:
+    """Remove blocks of a ModuleList or ModuleDict; the numbers of the others stay."""
+    for fqn in fqns:
+        container._modules[fqn.rsplit(".", 1)[-1]] = None
 
 
 def divisible(tp: int, **sizes: int) -> list[str]:

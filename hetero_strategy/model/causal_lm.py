@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetero_strategy.errors import DataError, ModelError
-from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.errors import DataError
+from hetero_strategy.model.adapter import NO_ROWS, Adapter, given_rows
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
 
 
@@ -27,24 +27,22 @@ class LMOutput:
     """int64 ``[T]``: the likeliest token."""
     logits: Tensor | None = None
     """``[T, vocabulary]``, where asked for."""
+    hidden: Tensor | None = None
+    """``[T_local, width]``: rows after the last block, before the final norm; what edges to other modules carry."""
 
 
 class CausalLM(Adapter):
     """Base of language models: embed, callback ``before``, fill slots with rows, blocks, loss.
 
-    A subclass provides :meth:`embed`, :meth:`transform` and :meth:`head`. A pipeline stage is the same module with
-    fewer blocks, see :meth:`keep`.
+    A subclass provides :meth:`embed`, :meth:`transform` and :meth:`head`.
 
     Args:
         before: called with the embedded rows ``[T_local, width]`` and the inputs before slots are filled; returns rows.
     """
 
+    has_loss = True
     max_length: int | None = None
     """Longest sequence the position tables reach; None: no limit."""
-    first_stage: bool = True
-    """Holds the embedding."""
-    last_stage: bool = True
-    """Holds the final norm and the loss head."""
 
     def __init__(self, *, before: Callable[[Tensor, SequenceInputs], Tensor] | None = None) -> None:
         super().__init__()
@@ -62,14 +60,10 @@ class CausalLM(Adapter):
     def head(self, hidden: Tensor) -> Tensor:
         """Final norm and output projection: rows ``[T_local, width]`` -> logits ``[T, vocabulary]``."""
 
-    @abstractmethod
-    def drop(self, blocks: Collection[str], *, embedding: bool, head: bool) -> None:
-        """Remove these blocks (by FQN), the embedding, and the norm and head; all other names stay."""
-
     def forward(
         self,
         inputs: SequenceInputs,
-        rows: Mapping[str, Tensor],
+        rows: Mapping[Hashable, Tensor] = NO_ROWS,
         hidden: Tensor | None = None,
         *,
         keep_logits: bool = False,
@@ -77,9 +71,10 @@ class CausalLM(Adapter):
         """One microbatch.
 
         Args:
-            inputs: token sequences; ``slots`` are positions in the rows that :meth:`embed` gives.
-            rows: source module -> ``[len(slots[source]), width]``.
-            hidden: rows from the previous pipeline stage, where this one has no embedding.
+            inputs: token sequences; ``slots`` are positions in the rows that :meth:`embed` gives. Stages that are not
+                the first read no ids and slots, those that are not the last no labels.
+            rows: key of ``inputs.slots`` -> ``[len(slots[key]), width]``, in the first stage.
+            hidden: rows ``[T_local, width]`` from the previous pipeline stage, where this is not the first.
             keep_logits: return the logits too.
 
         Returns:
@@ -98,44 +93,20 @@ class CausalLM(Adapter):
             if self.before is not None:
                 hidden = self.before(hidden, inputs)
             hidden = fill_slots(hidden, inputs.slots, rows)
-        elif hidden is None:
-            raise ValueError("a pipeline stage without an embedding needs the previous stage's rows")
-        hidden = self.transform(hidden, inputs.packing)
+        hidden = self.transform(given_rows(hidden), inputs.packing)
         if not self.last_stage:
             return hidden
-        return score(self.head(hidden), inputs.labels, keep_logits=keep_logits)
-
-    def keep(self, blocks: Collection[str], *, first: bool, last: bool) -> None:
-        """Become a pipeline stage in place: drop other blocks, and the embedding or head of other stages.
-
-        Raises:
-            ModelError: a block does not exist, or embedding and head share a weight but not a stage.
-        """
-        if unknown := set(blocks) - set(self.blocks()):
-            raise ModelError(f"{type(self).__name__} has no block {sorted(unknown)}: it has {list(self.blocks())}")
-        if self.tied() and not (first and last):
-            raise ModelError(
-                f"{type(self).__name__} ties embedding and head: pipeline stages cannot share a weight; set pp=1 or "
-                "tie_word_embeddings=false"
-            )
-        self.twin()  # before anything is gone
-        others = [fqn for fqn in self.blocks() if fqn not in set(blocks)]
-        self.drop(others, embedding=not first, head=not last)
-        self.first_stage, self.last_stage = first, last
-
-    def tied(self) -> bool:
-        """Whether embedding and head are one parameter."""
-        return False
+        return replace(score(self.head(hidden), inputs.labels, keep_logits=keep_logits), hidden=hidden)
 
 
-def fill_slots(hidden: Tensor, slots: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> Tensor:
+def fill_slots(hidden: Tensor, slots: Mapping[Hashable, Tensor], rows: Mapping[Hashable, Tensor]) -> Tensor:
     """``hidden`` with the rows of every source at its slots.
 
     Raises:
         DataError: the rows of a source are missing or are not as many as its slots.
     """
     if unknown := set(rows) - set(slots):
-        raise DataError(f"rows of {sorted(unknown)} have no slots: slots exist for {sorted(slots)}")
+        raise DataError(f"rows of {sorted(map(str, unknown))} have no slots: slots exist for {sorted(map(str, slots))}")
     for source, index in slots.items():
         filled = rows.get(source)
         have = 0 if filled is None else len(filled)

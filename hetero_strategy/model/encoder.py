@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hetero_strategy.errors import DataError
-from hetero_strategy.model.adapter import Adapter, initialize_plain, linear_flops
+from hetero_strategy.model.adapter import NO_ROWS, Adapter, given_rows, initialize_plain, linear_flops
 from hetero_strategy.model.inputs import EncoderInputs
 
 if TYPE_CHECKING:
@@ -36,7 +36,28 @@ class Projector(nn.Module):
 
 
 class Backbone(Adapter):
-    """An adapter that takes :class:`EncoderInputs` and gives rows ``[sum(rows), width]``."""
+    """An adapter that takes :class:`EncoderInputs` and gives rows ``[sum(rows), width]``.
+
+    A subclass provides :meth:`embed`, :meth:`transform` and :meth:`finish`; inner rows are ``[sum(packing), hidden]``.
+    """
+
+    def embed(self, inputs: EncoderInputs) -> Tensor:
+        """Raw values -> rows ``[sum(packing), hidden_width]``."""
+        raise NotImplementedError
+
+    def transform(self, rows: Tensor, inputs: EncoderInputs) -> Tensor:
+        """Rows through the blocks that are here. Only sizes, rows and packing of the inputs may be read."""
+        raise NotImplementedError
+
+    def finish(self, rows: Tensor, inputs: EncoderInputs) -> Tensor:
+        """Rows after the last block -> output rows ``[sum(rows), width]``. Reads as :meth:`transform` does."""
+        raise NotImplementedError
+
+    def forward(self, inputs: EncoderInputs, hidden: Tensor | None = None) -> Tensor:
+        """All that is here, from the values or from the previous stage's rows."""
+        rows = self.embed(inputs) if self.first_stage else given_rows(hidden)
+        rows = self.transform(rows, inputs)
+        return self.finish(rows, inputs) if self.last_stage else rows
 
     def output_rows(self, sizes: np.ndarray) -> np.ndarray:
         """Rows it makes of items of these sizes, int64 ``[n]``."""
@@ -60,7 +81,7 @@ class Encoder(Adapter):
             initialised like everything else; the values of a ready module with real parameters are kept).
         projector: rows ``[R, in_dim]`` -> ``[R, out_dim]``.
         width: ``out_dim``; taken from ``projector.out_dim`` or its last Linear by default.
-        before: called with the inputs, returns inputs.
+        before: called with the inputs where their values are, returns inputs with the same sizes, rows and packing.
         after: called with the projected rows and the inputs, returns rows.
     """
 
@@ -80,26 +101,55 @@ class Encoder(Adapter):
         self.before = before
         self.after = after
         self.width = width if width is not None else _out_width(self.projector)
+        self.hidden_width = self.backbone.hidden_width if isinstance(self.backbone, Backbone) else self.width
         self.checkpoint = getattr(self.backbone, "checkpoint", None)
 
-    def forward(self, inputs: EncoderInputs) -> Tensor:
-        """Rows ``[sum(inputs.rows), width]`` of all items, in the items' order."""
-        if self.before is not None:
+    def forward(
+        self, inputs: EncoderInputs, rows: Mapping[Hashable, Tensor] = NO_ROWS, hidden: Tensor | None = None
+    ) -> Tensor:
+        """Rows ``[sum(inputs.rows), width]`` of all items, in the items' order.
+
+        Args:
+            inputs: items; a stage that is not the first reads sizes, rows and packing alone.
+            rows: of other modules: an encoder takes none.
+            hidden: rows ``[sum(packing), hidden_width]`` of the previous stage, where this is not the first.
+
+        Returns:
+            The rows, or those for the next stage where this is not the last.
+
+        Raises:
+            DataError: rows of other modules, or the backbone makes another number of rows than planned.
+        """
+        if rows:
+            raise DataError(f"an encoder takes no rows of other modules, got those of {sorted(map(str, rows))}")
+        if self.before is not None and self.first_stage:
             inputs = self.before(inputs)
-        rows: Tensor = self.projector(self.backbone(inputs))
+        inner: Tensor
+        inner = self.backbone(inputs, hidden) if isinstance(self.backbone, Backbone) else self.backbone(inputs)
+        if not self.last_stage:
+            return inner
+        made: Tensor = self.projector(inner)
         expected = int(inputs.rows.sum())
-        if len(rows) != expected:
+        if len(made) != expected:
             raise DataError(
-                f"{type(self.backbone).__name__} made {len(rows)} rows but inputs.rows sum to {expected}: "
+                f"{type(self.backbone).__name__} made {len(made)} rows but inputs.rows sum to {expected}: "
                 "the data's row rule (merge, stack) must match the encoder's"
             )
-        return rows if self.after is None else self.after(rows, inputs)
+        return made if self.after is None else self.after(made, inputs)
 
     def blocks(self) -> dict[str, nn.Module]:
         """The backbone's blocks."""
         if not isinstance(self.backbone, Adapter):
             return {}
         return {f"backbone.{fqn}": block for fqn, block in self.backbone.blocks().items()}
+
+    def drop(self, blocks: Collection[str], *, before: bool, after: bool) -> None:
+        """The backbone's parts; the projector comes after the blocks."""
+        backbone = self._sized()
+        backbone.drop([fqn.removeprefix("backbone.") for fqn in blocks], before=before, after=after)
+        backbone.first_stage, backbone.last_stage = not before, not after
+        if after:
+            self.projector = None  # type: ignore[assignment]
 
     def tp_plan(self) -> dict[str, ParallelStyle] | None:
         """The backbone's plan; the projector stays replicated."""
@@ -151,12 +201,14 @@ class Encoder(Adapter):
         """Rows the backbone's transformer sees for items of these sizes, int64 ``[n]``; needs a :class:`Backbone`."""
         return self._sized().packing_rows(sizes)
 
-    def flops(self, packing_lengths: np.ndarray) -> float:
-        """Backbone and projector."""
+    def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
+        """The backbone's parts, and the projector after them."""
         if not isinstance(self.backbone, Backbone):
-            return super().flops(packing_lengths)
-        projector = linear_flops(self.projector) * self.backbone.projected_rows(packing_lengths)
-        return self.backbone.flops(packing_lengths) + projector
+            return super().part_flops(packing_lengths)
+        before, blocks, after = self.backbone.part_flops(packing_lengths)
+        twin: Any = self.twin()
+        projector = linear_flops(twin.projector) * self.backbone.projected_rows(packing_lengths)
+        return before, blocks, after + projector
 
     def _sized(self) -> Backbone:
         if not isinstance(self.backbone, Backbone):

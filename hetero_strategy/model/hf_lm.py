@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.model.adapter import divisible, linear_flops
+from hetero_strategy.model.adapter import block_linear_flops, divisible, drop_blocks, held_blocks, linear_flops
 from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
 from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.checkpoint import read_config
@@ -55,7 +55,7 @@ class HFCausalLM(CausalLM):
         make_norms_precise(self.model)
         self.architecture = model_class.__name__
         self.config = self.model.config
-        self.width = config.hidden_size
+        self.width = self.hidden_width = config.hidden_size
         self.checkpoint = checkpoint
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -70,9 +70,8 @@ class HFCausalLM(CausalLM):
         rows = hidden[None]
         positions = packing.positions[None]
         angles = self.model.model.rotary_emb(rows, position_ids=positions)
-        for layer in self.model.model.layers._modules.values():
-            if layer is not None:
-                rows = layer(rows, attention_mask=None, position_embeddings=angles, packing=packing)
+        for layer in self.blocks().values():
+            rows = layer(rows, attention_mask=None, position_embeddings=angles, packing=packing)
         return rows[0][:count]
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -80,23 +79,21 @@ class HFCausalLM(CausalLM):
         logits: Tensor = self.model.lm_head(self.model.model.norm(hidden))
         return logits
 
-    def drop(self, blocks: Collection[str], *, embedding: bool, head: bool) -> None:
+    def drop(self, blocks: Collection[str], *, before: bool, after: bool) -> None:
         """Remove parts; the numbers of the other layers stay."""
-        for fqn in blocks:
-            self.model.model.layers._modules[fqn.rsplit(".", 1)[-1]] = None
-        if embedding:
+        drop_blocks(self.model.model.layers, blocks)
+        if before:
             self.model.model.embed_tokens = None
-        if head:
+        if after:
             self.model.model.norm = self.model.lm_head = None
 
-    def tied(self) -> bool:
-        """As the config says."""
-        return bool(self.config.tie_word_embeddings)
+    def tied_weight(self) -> tuple[str, str] | None:
+        """Embedding and head, as the config says."""
+        return ("model.model.embed_tokens.weight", "model.lm_head.weight") if self.config.tie_word_embeddings else None
 
     def blocks(self) -> dict[str, nn.Module]:
         """``model.model.layers.N``."""
-        layers = self.model.model.layers._modules
-        return {f"model.model.layers.{number}": layer for number, layer in layers.items() if layer is not None}
+        return held_blocks(self.model.model.layers, "model.model.layers")
 
     def tp_plan(self) -> dict[str, ParallelStyle] | None:
         """Megatron's: columns of q, k, v, gate and up, rows of o and down; the rest replicated."""
@@ -139,14 +136,15 @@ class HFCausalLM(CausalLM):
 
     def unused_export(self, name: str) -> bool:
         """Old rotary frequencies, and the head where it is the embedding."""
-        return name.endswith("rotary_emb.inv_freq") or (self.tied() and name == "lm_head.weight")
+        return name.endswith("rotary_emb.inv_freq") or (self.tied_weight() is not None and name == "lm_head.weight")
 
-    def flops(self, packing_lengths: np.ndarray) -> float:
-        """Matmuls of all rows, head included, and the causal half of attention."""
+    def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
+        """Matmuls of all rows, the head last, and the causal half of attention."""
         packing, config = Packing.of(packing_lengths), self.config
-        pairs = attention_pairs(packing, causal=True) * config.num_hidden_layers
-        linear = linear_flops(self.twin()) * packing.rows
-        return float(linear + 4 * config.num_attention_heads * config.head_dim * pairs)
+        attention = 4 * config.num_attention_heads * config.head_dim * attention_pairs(packing, causal=True)
+        twin: Any = self.twin()
+        head = float(linear_flops(twin.model.lm_head) * packing.rows)
+        return 0.0, block_linear_flops(self) * packing.rows + attention, head
 
 
 def hf_llama(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,26 +20,40 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.checkpoint import TensorFolder
 
 
-def initial_units(name: str, adapter: Adapter, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """First values from the adapter's checkpoint folder where it has one, else from its initialisation."""
+def initial_units(
+    name: str, adapter: Adapter, seed: int, wanted: Collection[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """First values from the adapter's checkpoint folder where it has one, else from its initialisation.
+
+    Args:
+        name: of the module in the model.
+        adapter: whole.
+        seed: of the initialisation.
+        wanted: FQNs; units without any of them are not made. None: all.
+    """
     if adapter.checkpoint is None:
-        return initialize_units(name, adapter, seed)
-    return pretrained_units(name, adapter, seed)
+        return initialize_units(name, adapter, seed, wanted)
+    return pretrained_units(name, adapter, seed, wanted=wanted)
 
 
-def initialize_units(name: str, adapter: Adapter, seed: int) -> Iterator[tuple[str, Tensor]]:
+def initialize_units(
+    name: str, adapter: Adapter, seed: int, wanted: Collection[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Every parameter and buffer once: (FQN inside the adapter, full tensor on the CPU in the parameter's dtype).
 
     Memory is one unit. Tensors that were real when the adapter was made (a ready backbone) are given as they were.
+    Arguments as :func:`initial_units`.
 
     Raises:
         ModelError: a parameter or buffer that nothing initialises.
     """
-    for prefix, fqns in unit_tensors(adapter).items():
+    for prefix, fqns in _wanted_units(adapter, wanted):
         yield from _initialized(name, adapter, seed, prefix, fqns)
 
 
-def pretrained_units(name: str, adapter: Adapter, seed: int, folder: str | None = None) -> Iterator[tuple[str, Tensor]]:
+def pretrained_units(
+    name: str, adapter: Adapter, seed: int, folder: str | None = None, wanted: Collection[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """As :func:`initialize_units`, with the values of a local Hugging Face folder; what it lacks by nature (projector,
     tables of positions) is initialised.
 
@@ -53,14 +67,20 @@ def pretrained_units(name: str, adapter: Adapter, seed: int, folder: str | None 
     dtypes = {fqn: tensor.dtype for fqn, tensor in _tensors(twin)}
     with TensorFolder(folder) as tensors:
         sources = _match(name, adapter, tensors)
-        for prefix, fqns in unit_tensors(adapter).items():
+        for prefix, fqns in _wanted_units(adapter, wanted):
             remaining = [fqn for fqn in fqns if fqn not in sources]
             if remaining:
                 initialized = _initialized(name, adapter, seed, prefix, fqns)
                 yield from ((fqn, value) for fqn, value in initialized if fqn not in sources)
             for fqn in fqns:
-                if fqn in sources:
+                if fqn in sources and (wanted is None or fqn in wanted):
                     yield fqn, adapter.from_export(fqn, tensors.read(sources[fqn])).to(dtypes[fqn])
+
+
+def _wanted_units(adapter: Adapter, wanted: Collection[str] | None) -> Iterator[tuple[str, list[str]]]:
+    for prefix, fqns in unit_tensors(adapter).items():
+        if wanted is None or any(fqn in wanted for fqn in fqns):
+            yield prefix, fqns
 
 
 def materialize(module: nn.Module, seed: int, *, name: str = "", device: torch.device | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -136,14 +137,51 @@ class SequenceInputs:
     """int64 ``[T]``, already shifted: ``labels[t]`` is the token after ``t`` in the same sample, or -100."""
     packing: Packing
     """Over T; alignment rows form a last sequence of their own with labels -100."""
-    slots: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Source module -> int64 positions in ``[0, T)`` that its rows fill, ascending."""
+    slots: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+    """(source module, its microbatch) -> int64 positions in ``[0, T)`` that its rows fill, ascending."""
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> SequenceInputs:
         """These inputs with their tensors on ``device``."""
         return _moved(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> SequenceInputs:
+        """These inputs in page-locked memory."""
+        return _moved(self, torch.Tensor.pin_memory)
+
+
+@dataclass(frozen=True, eq=False)
+class GeneratorInputs:
+    """All items that one generator instance draws in one microbatch. Zero items are allowed.
+
+    Inside the module an item's rows are its condition rows, then its target rows.
+    """
+
+    values: torch.Tensor
+    """float32 ``[R, feature]``, raw target rows of all items end to end (image: patches). ``[0, feature]`` on ranks
+    that hold inner pipeline stages only, as is :attr:`noise`."""
+    noise: torch.Tensor
+    """float32 ``[R, feature]``, standard normal."""
+    time: torch.Tensor
+    """float32 ``[n]`` in 0..1, of each item: 0 is noise, 1 is data."""
+    sizes: np.ndarray
+    """int64 ``[n, k]``, on the host: image (grid height, grid width) in patches."""
+    rows: np.ndarray
+    """int64 ``[n]``, on the host: condition rows that each item is given over the edge."""
+    packing: Packing
+    """Over the rows inside the module."""
+    slots: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+    """(source module, its microbatch) -> int64 positions in the packed rows that its rows fill, ascending."""
+
+    @property
+    def target_rows(self) -> np.ndarray:
+        """Target rows of each item, int64 ``[n]``, on the host."""
+        return self.packing.lengths[: len(self.rows)] - self.rows
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> GeneratorInputs:
+        """These inputs with their tensors on ``device``."""
+        return _moved(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> GeneratorInputs:
         """These inputs in page-locked memory."""
         return _moved(self, torch.Tensor.pin_memory)
 

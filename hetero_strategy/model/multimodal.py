@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hetero_strategy.errors import DataError, ModelError
+from hetero_strategy.errors import ModelError
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import CausalLM, LMOutput
+from hetero_strategy.model.combine import Generated, ModelOutput, Scored, combine
 from hetero_strategy.model.encoder import Encoder
+from hetero_strategy.model.generator import Generator, GeneratorOutput
 from hetero_strategy.model.init import materialize
-from hetero_strategy.model.inputs import IGNORE, EncoderInputs, Ragged, SequenceInputs
+from hetero_strategy.model.inputs import EncoderInputs, GeneratorInputs, SequenceInputs
+
+__all__ = ["BatchLike", "Edge", "ModelOutput", "MultimodalModel"]
 
 
 @dataclass(frozen=True)
@@ -26,26 +29,6 @@ class Edge:
     target: str
 
 
-@dataclass
-class ModelOutput:
-    """What one global batch gives."""
-
-    loss: Tensor
-    """Scalar: over consumers, the sum of (cross entropy summed over loss tokens / N)."""
-    loss_tokens: int
-    """N, loss tokens of the global batch."""
-    accuracy: Tensor
-    """Scalar: share of loss tokens predicted right, averaged over consumers."""
-    exact_match: Tensor
-    """Scalar: of samples with labels, the share whose every label is predicted right, averaged over consumers."""
-    predictions: Ragged | None = None
-    """Evaluation only: predicted tokens at label positions, run ``i`` is sample ``i`` of the batch; first consumer."""
-    logits: tuple[Tensor, ...] | None = None
-    """Where asked for: per microbatch ``[T, vocabulary]``; first consumer."""
-    losses: dict[str, Tensor] = field(default_factory=dict)
-    """The share of each consumer in ``loss``."""
-
-
 class BatchLike(Protocol):
     """What :meth:`MultimodalModel.forward` reads of a batch."""
 
@@ -53,32 +36,26 @@ class BatchLike(Protocol):
     def plan(self) -> Any: ...
 
     @property
-    def inputs(self) -> Sequence[Mapping[str, EncoderInputs | SequenceInputs]]: ...
+    def inputs(self) -> Mapping[str, Sequence[EncoderInputs | SequenceInputs | GeneratorInputs | None]]: ...
 
-    def local_rows(self, microbatch: int, source: str, target: str) -> Tensor | None:
-        """Source row of each slot of ``target``; None for identity."""
-
-
-class Scored(NamedTuple):
-    """One consumer's output of one microbatch, with what says whose rows they are."""
-
-    output: LMOutput
-    inputs: SequenceInputs
-    units: np.ndarray
-    """Sample numbers of the sequences, int64 ``[n]``."""
+    def local_rows(self, source: str, source_microbatch: int, target: str, target_microbatch: int) -> Tensor | None:
+        """Source row of each slot of the target that this pair fills; None for identity."""
 
 
 class MultimodalModel(nn.Module):
     """Named modules and edges. ``model(batch)`` runs them on one device, or as an attached runner does.
 
     Args:
-        modules: name -> :class:`Encoder` or :class:`CausalLM`; they become children under their names.
-        edges: (source, target) pairs; by default every encoder feeds the single language model.
+        modules: name -> :class:`Encoder`, :class:`CausalLM` or :class:`Generator`; they become children under their
+            names.
+        edges: (source, target) pairs, from encoders to language models and from these to generators; by default every
+            encoder feeds the single language model, and this every generator.
         freeze: modules or parts ("vision", "vision.backbone") whose parameters are not trained.
+        loss_weights: module with a loss -> factor of its loss; 1 where not given.
         seed: of the initialisation.
 
     Raises:
-        ModelError: names, edges, widths or frozen parts do not fit together.
+        ModelError: names, edges, widths, weights or frozen parts do not fit together.
     """
 
     def __init__(
@@ -87,6 +64,7 @@ class MultimodalModel(nn.Module):
         edges: Sequence[Edge | tuple[str, str]] | None = None,
         *,
         freeze: Sequence[str] = (),
+        loss_weights: Mapping[str, float] | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -96,6 +74,7 @@ class MultimodalModel(nn.Module):
             self.modules_by_name[name] = module  # type: ignore[assignment]
             self.add_module(name, module)
         self.edges = _checked_edges(self.modules_by_name, edges)
+        self.loss_weights = _checked_weights(self.with_loss(), loss_weights or {})
         self.seed = seed
         self._runner: Callable[..., ModelOutput] | None = None
         for part in freeze:
@@ -107,12 +86,19 @@ class MultimodalModel(nn.Module):
 
     def topological(self) -> tuple[str, ...]:
         """Module names, every source before its targets."""
-        sources = {edge.source for edge in self.edges}
-        return tuple(sorted(self.modules_by_name, key=lambda name: name not in sources))
+        return (*self._of(Encoder), *self.consumers(), *self.generators())
 
     def consumers(self) -> tuple[str, ...]:
-        """Modules with a loss, in the order they were given."""
-        return tuple(name for name, module in self.modules_by_name.items() if isinstance(module, CausalLM))
+        """Language models, in the order they were given: their units are whole samples."""
+        return self._of(CausalLM)
+
+    def generators(self) -> tuple[str, ...]:
+        """Generators, in the order they were given."""
+        return self._of(Generator)
+
+    def with_loss(self) -> tuple[str, ...]:
+        """Modules with a loss: language models, then generators."""
+        return (*self.consumers(), *self.generators())
 
     def attach(self, runner: Callable[..., ModelOutput]) -> None:
         """Let ``runner(batch)`` compute :meth:`forward` from now on."""
@@ -123,7 +109,7 @@ class MultimodalModel(nn.Module):
         self._runner = None
 
     def forward(self, batch: BatchLike, *, keep_logits: bool = False) -> ModelOutput:
-        """One global batch, all its microbatches.
+        """One global batch, all microbatches of all modules.
 
         Args:
             batch: plan and inputs.
@@ -131,106 +117,57 @@ class MultimodalModel(nn.Module):
         """
         if self._runner is not None:
             return self._runner(batch, keep_logits=keep_logits) if keep_logits else self._runner(batch)
+        sources = {edge.source for edge in self.edges}
+        made: dict[Hashable, Tensor] = {}
         scored: dict[str, list[Scored]] = {name: [] for name in self.consumers()}
-        for number, inputs in enumerate(batch.inputs):
-            assignments = batch.plan.microbatches[number].assignments
-            for name, output in self._microbatch(batch, number, inputs, keep_logits).items():
-                made = inputs[name]
-                assert isinstance(made, SequenceInputs)
-                scored[name].append(Scored(output, made, assignments[name].units))
-        return combine(scored, batch.plan.metadata.labels, predictions=not self.training, device=self._device())
-
-    def _microbatch(
-        self, batch: BatchLike, number: int, inputs: Mapping[str, EncoderInputs | SequenceInputs], keep_logits: bool
-    ) -> dict[str, LMOutput]:
-        rows: dict[str, Tensor] = {}
-        outputs: dict[str, LMOutput] = {}
+        generated: dict[str, list[Generated]] = {name: [] for name in self.generators()}
         for name in self.topological():
-            given = inputs.get(name)
-            if isinstance(given, EncoderInputs):
-                if len(given.rows):  # a microbatch without the module's items skips it
-                    rows[name] = self.modules_by_name[name](given)
-            elif given is not None:
-                mine = {}
-                for edge in self.edges:
-                    if edge.target == name and edge.source in rows:
-                        order = batch.local_rows(number, edge.source, name)
-                        source = rows[edge.source]
-                        mine[edge.source] = source if order is None else source[order.to(source.device)]
-                outputs[name] = self.modules_by_name[name](given, mine, keep_logits=keep_logits)
-        return outputs
+            for number, given in enumerate(batch.inputs.get(name, ())):
+                if given is None:  # the module has nothing to do in this microbatch
+                    continue
+                units = batch.plan.assignments[name][number].units
+                module = self.modules_by_name[name]
+                if isinstance(given, EncoderInputs):
+                    made[name, number] = module(given)
+                    continue
+                rows = _filling(batch, name, number, given.slots, made)
+                if isinstance(given, GeneratorInputs):
+                    drawn: GeneratorOutput = module(given, rows)
+                    generated[name].append(Generated(drawn, given, units))
+                    continue
+                output: LMOutput = module(given, rows, keep_logits=keep_logits)
+                scored[name].append(Scored(output, given, units))
+                if name in sources:
+                    assert output.hidden is not None
+                    made[name, number] = output.hidden
+        return combine(
+            batch.plan, scored, generated, self.loss_weights, evaluation=not self.training, device=self._device()
+        )
+
+    def _of(self, kind: type[Adapter]) -> tuple[str, ...]:
+        return tuple(name for name, module in self.modules_by_name.items() if isinstance(module, kind))
 
     def _device(self) -> torch.device:
         return next(self.parameters()).device
 
 
-def combine(
-    scored: Mapping[str, Sequence[Scored]], labels: np.ndarray, *, predictions: bool, device: torch.device
-) -> ModelOutput:
-    """Loss and metrics of a global batch from its microbatches; no host sync unless predictions are wanted.
-
-    Args:
-        scored: consumer -> outputs of its microbatches.
-        labels: loss tokens of each sample, int64 ``[S]``.
-        predictions: whether to gather predicted tokens.
-        device: of the scalars.
-    """
-    loss_tokens = int(labels.sum())
-    losses: dict[str, Tensor] = {}
-    accuracy = exact = torch.zeros((), device=device)
-    for name, outputs in scored.items():
-        total = sum((one.output.loss_sum for one in outputs), torch.zeros((), device=device))
-        losses[name] = total / max(1, loss_tokens)
-        right = correct_per_sample(outputs, len(labels), device)
-        wanted = torch.from_numpy(labels).to(device)
-        accuracy = accuracy + right.sum() / max(1, loss_tokens) / len(scored)
-        exact = exact + ((right == wanted) & (wanted > 0)).sum() / max(1, int((labels > 0).sum())) / len(scored)
-    first = next(iter(scored.values()))
-    logits = tuple(one.output.logits for one in first if one.output.logits is not None)
-    return ModelOutput(
-        loss=sum(losses.values(), torch.zeros((), device=device)),
-        loss_tokens=loss_tokens,
-        accuracy=accuracy,
-        exact_match=exact,
-        predictions=gather_predictions(first, labels) if predictions else None,
-        logits=logits or None,
-        losses=losses,
-    )
-
-
-def correct_per_sample(outputs: Sequence[Scored], samples: int, device: torch.device) -> Tensor:
-    """Labels predicted right in each sample of the batch, int64 ``[samples]``."""
-    right = torch.zeros(samples + 1, dtype=torch.int64, device=device)
-    for one in outputs:
-        packing = one.inputs.packing
-        # Alignment sequences come after the samples and belong to none: they count for an extra last place.
-        numbers = np.full(len(packing.lengths), samples, dtype=np.int64)
-        numbers[: len(one.units)] = one.units
-        sample = torch.from_numpy(numbers).to(device)[packing.sequence]
-        right.index_add_(0, sample, one.output.correct.to(torch.int64))
-    return right[:samples]
-
-
-def gather_predictions(outputs: Sequence[Scored], labels: np.ndarray) -> Ragged:
-    """Predicted tokens at label positions, in the order of the batch's samples."""
-    offsets = np.concatenate([[0], np.cumsum(labels)])
-    if not outputs:
-        return Ragged(torch.zeros(0, dtype=torch.int64), np.zeros_like(offsets))
-    values = torch.cat([one.output.predicted[one.inputs.labels != IGNORE] for one in outputs])
-    units = np.concatenate([one.units for one in outputs])
-    counts = labels[units]
-    if int(counts.sum()) != len(values):
-        raise DataError(f"the plan says {int(counts.sum())} labels, the batch holds {len(values)}")
-    before = np.cumsum(counts) - counts
-    place = np.arange(len(values)) + np.repeat(offsets[units] - before, counts)
-    ordered = values.new_zeros(int(offsets[-1]))
-    ordered[torch.from_numpy(place).to(values.device)] = values
-    return Ragged(ordered, offsets)
+def _filling(
+    batch: BatchLike, name: str, number: int, slots: Mapping[Hashable, Tensor], made: Mapping[Hashable, Tensor]
+) -> dict[Hashable, Tensor]:
+    """(source, its microbatch) -> rows that fill the slots of one microbatch of a module, in the slots' order."""
+    rows = {}
+    for key in slots:
+        if key in made:
+            assert isinstance(key, tuple)
+            source, source_microbatch = key
+            order = batch.local_rows(source, source_microbatch, name, number)
+            rows[key] = made[key] if order is None else made[key][order.to(made[key].device)]
+    return rows
 
 
 def _check_module(name: str, module: nn.Module, model: nn.Module) -> None:
-    if not isinstance(module, (Encoder, CausalLM)):
-        raise ModelError(f"module {name!r} is a {type(module).__name__}: wrap it in Encoder or CausalLM")
+    if not isinstance(module, (Encoder, CausalLM, Generator)):
+        raise ModelError(f"module {name!r} is a {type(module).__name__}: wrap it in Encoder, CausalLM or Generator")
     if not name.isidentifier() or hasattr(model, name):
         raise ModelError(f"module name {name!r} is taken or not an identifier: choose another")
     if any(module is other for other in model.children()):
@@ -238,31 +175,59 @@ def _check_module(name: str, module: nn.Module, model: nn.Module) -> None:
 
 
 def _checked_edges(modules: Mapping[str, Adapter], edges: Sequence[Edge | tuple[str, str]] | None) -> tuple[Edge, ...]:
-    consumers = [name for name, module in modules.items() if isinstance(module, CausalLM)]
-    encoders = [name for name in modules if name not in consumers]
+    kinds = {name: _kind(module) for name, module in modules.items()}
+    encoders, consumers, generators = (
+        [name for name, kind in kinds.items() if kind == wanted] for wanted in ("Encoder", "CausalLM", "Generator")
+    )
     if not consumers:
         raise ModelError(f"no CausalLM among modules {list(modules)}: nothing has a loss")
     if edges is None:
         if len(consumers) != 1:
             raise ModelError(f"modules {consumers} are all CausalLMs: say edges=[(source, target), ...]")
-        edges = [Edge(name, consumers[0]) for name in encoders]
+        edges = [*(Edge(e, consumers[0]) for e in encoders), *(Edge(consumers[0], g) for g in generators)]
     checked = tuple(edge if isinstance(edge, Edge) else Edge(*edge) for edge in edges)
     for edge in checked:
         for end in (edge.source, edge.target):
             if end not in modules:
                 raise ModelError(f"edge {edge.source} -> {edge.target}: no module {end!r} among {list(modules)}")
-        if edge.source not in encoders or edge.target not in consumers:
-            raise ModelError(f"edge {edge.source} -> {edge.target}: edges lead from an Encoder to a CausalLM")
+        if (kinds[edge.source], kinds[edge.target]) not in (("Encoder", "CausalLM"), ("CausalLM", "Generator")):
+            raise ModelError(
+                f"edge {edge.source} -> {edge.target}: edges lead from an Encoder to a CausalLM or from a CausalLM to "
+                f"a Generator, this one from a {kinds[edge.source]} to a {kinds[edge.target]}"
+            )
         if (given := modules[edge.source].width) != (taken := modules[edge.target].width):
+            fix = (
+                f"out_width={taken} for {edge.source}"
+                if edge.source in encoders
+                else f"width={given} for {edge.target}"
+            )
             raise ModelError(
                 f"edge {edge.source} -> {edge.target}: source rows have width {given}, the target takes {taken}: set "
-                f"out_width={taken} for {edge.source}"
+                f"{fix}"
             )
     if len(set(checked)) != len(checked):
         raise ModelError("an edge is given twice")
     if unused := set(encoders) - {edge.source for edge in checked}:
         raise ModelError(f"encoders {sorted(unused)} feed nothing: add an edge or remove them")
+    for name in generators:
+        if (feeding := sum(edge.target == name for edge in checked)) != 1:
+            raise ModelError(f"generator {name!r} is fed by {feeding} modules: give it one edge from a CausalLM")
     return checked
+
+
+def _kind(module: nn.Module) -> str:
+    if isinstance(module, Generator):
+        return "Generator"
+    return "CausalLM" if isinstance(module, CausalLM) else "Encoder"
+
+
+def _checked_weights(names: Sequence[str], weights: Mapping[str, float]) -> dict[str, float]:
+    for name, weight in weights.items():
+        if name not in names:
+            raise ModelError(f"loss_weights: {name!r} has no loss: modules with a loss are {', '.join(names)}")
+        if not weight >= 0:
+            raise ModelError(f"loss_weights: the weight of {name!r} is {weight}: use a number of at least 0")
+    return {name: float(weights.get(name, 1.0)) for name in names}
 
 
 def _part(model: nn.Module, name: str) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetero_strategy.errors import DataError, ModelError
-from hetero_strategy.model.adapter import divisible, linear_flops
+from hetero_strategy.model.adapter import block_linear_flops, divisible, drop_blocks, held_blocks, linear_flops
 from hetero_strategy.model.attention import attention_pairs
 from hetero_strategy.model.checkpoint import read_config
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
@@ -51,18 +51,27 @@ class Siglip2Backbone(Backbone):
                 layer.self_attn = PackedSiglip2Attention(config)
         self.config = self.model.config
         self.merge = merge
+        self.hidden_width = config.hidden_size
         self.width = config.hidden_size * merge**2
         self.checkpoint = checkpoint
 
-    def forward(self, inputs: EncoderInputs) -> Tensor:
-        """Rows of all images, in the images' order."""
+    def embed(self, inputs: EncoderInputs) -> Tensor:
+        """A row per patch, with its position."""
         self._check(inputs)
         embeddings = self.model.embeddings
-        rows = embeddings.patch_embedding(inputs.values.to(embeddings.patch_embedding.weight.dtype))
-        rows = (rows + self._positions(inputs))[None]
-        for layer in self.model.encoder.layers:
+        rows: Tensor = embeddings.patch_embedding(inputs.values.to(embeddings.patch_embedding.weight.dtype))
+        return rows + self._positions(inputs)
+
+    def transform(self, rows: Tensor, inputs: EncoderInputs) -> Tensor:
+        """The layers that are here, in order."""
+        rows = rows[None]
+        for layer in self.blocks().values():
             rows = layer(rows, None, packing=inputs.packing)
-        rows = self.model.post_layernorm(rows)[0]
+        return rows[0]
+
+    def finish(self, rows: Tensor, inputs: EncoderInputs) -> Tensor:
+        """Final norm; cells of patches side by side."""
+        rows = self.model.post_layernorm(rows)
         if self.merge == 1:
             return rows
         return rows[host_index(merge_order(inputs.sizes, self.merge), rows)].reshape(-1, self.width)
@@ -86,7 +95,16 @@ class Siglip2Backbone(Backbone):
 
     def blocks(self) -> dict[str, nn.Module]:
         """``model.encoder.layers.N``."""
-        return {f"model.encoder.layers.{number}": layer for number, layer in enumerate(self.model.encoder.layers)}
+        return held_blocks(self.model.encoder.layers, "model.encoder.layers")
+
+    def drop(self, blocks: Collection[str], *, before: bool, after: bool) -> None:
+        """Remove parts; the numbers of the other layers stay."""
+        model: Any = self.model
+        drop_blocks(model.encoder.layers, blocks)
+        if before:
+            model.embeddings = None
+        if after:
+            model.post_layernorm = None
 
     def tp_plan(self) -> dict[str, ParallelStyle] | None:
         """Columns of q, k, v and fc1, rows of out and fc2."""
@@ -116,11 +134,13 @@ class Siglip2Backbone(Backbone):
         """The pooling head, and the text side of a whole SigLIP 2."""
         return name.removeprefix("vision_model.").startswith("head.") or name.startswith(("text_model.", "logit_"))
 
-    def flops(self, packing_lengths: np.ndarray) -> float:
-        """Matmuls and bidirectional attention."""
-        packing, config = Packing.of(packing_lengths), self.config
-        pairs = attention_pairs(packing, causal=False) * config.num_hidden_layers
-        return float(linear_flops(self.twin()) * packing.rows + 4 * config.hidden_size * pairs)
+    def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
+        """Patch embedding, matmuls and bidirectional attention."""
+        packing = Packing.of(packing_lengths)
+        attention = 4 * self.config.hidden_size * attention_pairs(packing, causal=False)
+        twin: Any = self.twin()
+        embed = float(linear_flops(twin.model.embeddings) * packing.rows)
+        return embed, block_linear_flops(self) * packing.rows + attention, 0.0
 
     def _positions(self, inputs: EncoderInputs) -> Tensor:
         """Position rows ``[R, hidden]``: the square table resized once per distinct grid."""

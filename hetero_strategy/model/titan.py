@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.model.adapter import divisible, linear_flops
+from hetero_strategy.model.adapter import block_linear_flops, divisible, held_blocks, linear_flops
 from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.checkpoint import read_config
@@ -124,7 +124,7 @@ class TitanLlama(CausalLM):
     ) -> None:
         super().__init__(before=before)
         self.args = args
-        self.width = args.dim
+        self.width = self.hidden_width = args.dim
         self.max_length = args.max_seq_len
         self.checkpoint = checkpoint
         with torch.device("meta"):
@@ -140,7 +140,7 @@ class TitanLlama(CausalLM):
     def transform(self, hidden: Tensor, packing: Packing) -> Tensor:
         """The blocks that are here, in order."""
         rows = hidden[None]
-        for block in self.model.layers.values():
+        for block in self.blocks().values():
             rows = block(rows, self.model.freqs_cis, packing, packing.positions[None])
         return rows[0]
 
@@ -149,18 +149,18 @@ class TitanLlama(CausalLM):
         logits: Tensor = self.model.output(self.model.norm(hidden[None]))[0]
         return logits
 
-    def drop(self, blocks: Collection[str], *, embedding: bool, head: bool) -> None:
+    def drop(self, blocks: Collection[str], *, before: bool, after: bool) -> None:
         """Remove parts, keeping torchtitan's names."""
-        for fqn in blocks:
+        for fqn in blocks:  # torchtitan's own loops know no holes
             del self.model.layers[fqn.rsplit(".", 1)[-1]]
-        if embedding:
+        if before:
             self.model.tok_embeddings = None
-        if head:
+        if after:
             self.model.norm = self.model.output = None
 
     def blocks(self) -> dict[str, nn.Module]:
         """``model.layers.N``."""
-        return {f"model.layers.{number}": block for number, block in self.model.layers.items()}
+        return held_blocks(self.model.layers, "model.layers")
 
     def tp_plan(self) -> dict[str, ParallelStyle] | None:
         """Empty: :meth:`apply_tp` uses torchtitan's own."""
@@ -247,11 +247,13 @@ class TitanLlama(CausalLM):
         """Old folders hold the rotary frequencies."""
         return name.endswith("rotary_emb.inv_freq")
 
-    def flops(self, packing_lengths: np.ndarray) -> float:
-        """Matmuls of all rows, head included, and the causal half of attention."""
+    def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
+        """Matmuls of all rows, the head last, and the causal half of attention."""
         packing = Packing.of(packing_lengths)
-        linear = linear_flops(self.twin()) * packing.rows
-        return float(linear + 4 * self.args.dim * self.args.n_layers * attention_pairs(packing, causal=True))
+        attention = 4 * self.args.dim * attention_pairs(packing, causal=True)
+        twin: Any = self.twin()
+        head = float(linear_flops(twin.model.output) * packing.rows)
+        return 0.0, block_linear_flops(self) * packing.rows + attention, head
 
     def _ffn_width(self) -> int:
         block = next(iter(self.twin().model.layers.values()))  # type: ignore[union-attr, operator]

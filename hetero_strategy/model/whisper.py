@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetero_strategy.errors import DataError, ModelError
-from hetero_strategy.model.adapter import divisible, linear_flops
+from hetero_strategy.model.adapter import block_linear_flops, divisible, drop_blocks, held_blocks
 from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
 from hetero_strategy.model.checkpoint import read_config
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
@@ -55,19 +55,27 @@ class WhisperBackbone(Backbone):
         self.model.config._attn_implementation = HF_ATTENTION
         self.config = self.model.config
         self.stack = stack
+        self.hidden_width = config.d_model
         self.width = config.d_model * stack
         self.checkpoint = checkpoint
 
-    def forward(self, inputs: EncoderInputs) -> Tensor:
-        """Rows of all clips, in the clips' order."""
+    def embed(self, inputs: EncoderInputs) -> Tensor:
+        """A row per two frames, with its position."""
         self._check(inputs)
         rows = self._convolve(inputs)
         rows = rows + self.model.embed_positions(inputs.packing.positions)
-        rows = F.dropout(rows, p=self.model.dropout, training=self.training)
+        return F.dropout(rows, p=self.model.dropout, training=self.training)
+
+    def transform(self, rows: Tensor, inputs: EncoderInputs) -> Tensor:
+        """The layers that are here, in order."""
         rows, packing = at_least_one_row(rows, inputs.packing)
-        for layer in self.model.layers:
+        for layer in self.blocks().values():
             rows = layer(rows[None], None, packing=packing)[0]
-        rows = self.model.layer_norm(rows)[: inputs.packing.rows]
+        return rows[: inputs.packing.rows]
+
+    def finish(self, rows: Tensor, inputs: EncoderInputs) -> Tensor:
+        """Final norm; stacked rows."""
+        rows = self.model.layer_norm(rows)
         return rows if self.stack == 1 else self._stacked(rows, inputs)
 
     def output_rows(self, sizes: np.ndarray) -> np.ndarray:
@@ -84,7 +92,16 @@ class WhisperBackbone(Backbone):
 
     def blocks(self) -> dict[str, nn.Module]:
         """``model.layers.N``."""
-        return {f"model.layers.{number}": layer for number, layer in enumerate(self.model.layers)}
+        return held_blocks(self.model.layers, "model.layers")
+
+    def drop(self, blocks: Collection[str], *, before: bool, after: bool) -> None:
+        """Remove parts; the numbers of the other layers stay."""
+        model: Any = self.model
+        drop_blocks(model.layers, blocks)
+        if before:
+            model.conv1 = model.conv2 = model.embed_positions = None
+        if after:
+            model.layer_norm = None
 
     def tp_plan(self) -> dict[str, ParallelStyle] | None:
         """Columns of q, k, v and fc1, rows of out and fc2."""
@@ -97,7 +114,7 @@ class WhisperBackbone(Backbone):
 
     def after_tp(self, tp: int) -> None:
         """transformers reads the number of heads from an attribute, which must be this rank's."""
-        for layer in self.model.layers:
+        for layer in self.blocks().values():
             layer.self_attn.num_heads //= tp  # type: ignore[union-attr, operator]
 
     def initialize(self, prefix: str, unit: nn.Module) -> None:
@@ -120,12 +137,12 @@ class WhisperBackbone(Backbone):
         """The decoder of a whole Whisper."""
         return name.removeprefix("model.").startswith("decoder.") or name == "proj_out.weight"
 
-    def flops(self, packing_lengths: np.ndarray) -> float:
+    def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
         """Convolutions without gaps (two frames per row), matmuls and bidirectional attention."""
         packing, config = Packing.of(packing_lengths), self.config
-        pairs = attention_pairs(packing, causal=False) * config.encoder_layers
+        attention = 4 * config.d_model * attention_pairs(packing, causal=False)
         convolutions = 2 * 3 * config.d_model * (2 * config.num_mel_bins + config.d_model)
-        return float((linear_flops(self.twin()) + convolutions) * packing.rows + 4 * config.d_model * pairs)
+        return float(convolutions * packing.rows), block_linear_flops(self) * packing.rows + attention, 0.0
 
     def _convolve(self, inputs: EncoderInputs) -> Tensor:
         """Mel frames -> rows ``[sum(ceil(frames / 2)), d_model]``."""

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -27,7 +27,7 @@ GIB = 2**30
 
 @dataclass
 class _Window:
-    """Sums over the steps since the last log point. All but the times and ``local`` are the same on every rank."""
+    """Sums over the steps since the last log point. All but the times are the same on every rank."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -37,25 +37,17 @@ class _Window:
     padding: int = 0
     rows: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     sequences: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
-    """Lengths of the sequences of a consumer, on all its instances."""
-    local: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
-    """Lengths of the sequences that an encoder's transformer sees, on this rank's instance only."""
-    instances: dict[str, int] = field(default_factory=dict)
+    """Lengths of the sequences inside a module, on all its instances."""
 
     def add(self, batch: Batch) -> None:
         metadata = batch.plan.metadata
         self.samples += len(metadata.samples)
         self.tokens += int(metadata.tokens.sum())
-        for microbatch, inputs in zip(batch.plan.microbatches, batch.inputs, strict=True):
-            for name, assignment in microbatch.assignments.items():
+        for name, assignments in batch.plan.assignments.items():
+            for assignment in assignments:
                 self.rows[name] += int(assignment.rows.sum())
                 self.padding += int(assignment.padding.sum())
-                self.instances[name] = len(assignment.offsets) - 1
-                if name not in metadata.items:
-                    self.sequences[name].append(assignment.rows)
-                elif name in inputs:
-                    # The plan counts the rows that leave an encoder; merging encoders see more inside.
-                    self.local[name].append(inputs[name].packing.lengths)
+                self.sequences[name].append(assignment.hidden)
 
 
 class ThroughputMonitor(L.Callback):
@@ -174,20 +166,10 @@ class ThroughputMonitor(L.Callback):
         placement = getattr(trainer.strategy, "placement", None)  # without one every module is on the only device
         ranks = {name: len(placement.layouts[name].ranks) if placement else 1 for name in modules}
 
-        # Two collectives, the same on every rank.
+        # A collective, the same on every rank.
         memory_name, memory = _memory(trainer.strategy.root_device)
         seconds, wait, memory = _reduce(trainer, [window.seconds, window.wait, memory], "max")
         parts = {name: _parts(adapter, name, window, trainer.strategy) for name, adapter in modules.items()}
-        # Every rank knows a consumer's sequences; an encoder's are known on each rank of their instance.
-        share = {
-            n: 1 / trainer.world_size if n in window.sequences else window.instances[n] / ranks[n] for n in modules
-        }
-        forwards = iter(_reduce(trainer, [p.forward * share[n] for n in modules for p in parts[n]], "mean"))
-        parts = {
-            name: [replace(part, forward=next(forwards) * trainer.world_size) for part in parts[name]]
-            for name in modules
-        }
-
         trainable = {name: _trainable(adapter) for name, adapter in modules.items()}
         fed = fed_by_trainable(trainable, edges)
         works = {name: work(parts[name], fed[name]) for name in modules}
@@ -230,8 +212,8 @@ def _model(pl_module: L.LightningModule) -> tuple[Mapping[str, Adapter], list[tu
 
 
 def _parts(adapter: Adapter, name: str, window: _Window, strategy: Any) -> list[Part]:
-    """Parts of a module with the forward FLOPs of the sequences that this rank knows."""
-    found = window.sequences.get(name) or window.local.get(name)
+    """Parts of a module with the forward FLOPs of all its sequences."""
+    found = window.sequences.get(name)
     lengths = np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
     original = adapter.twin()  # before it was parallelised: FSDP modules cannot be copied, which counting may need
     forward = float(original.flops(lengths))

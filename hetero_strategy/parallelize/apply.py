@@ -1,18 +1,17 @@
-"""How one module is put on its mesh: tensor parallel, recompute, FSDP2, then its values. In that order, from outside.
+"""How one module is put on its mesh: cut into stages, tensor parallel, recompute, FSDP2, then its values; from outside.
 
-The module is built on the meta device and stays there on ranks that do not own it. On its own ranks only this rank's
-shards are ever allocated: initial values are made one block at a time and each rank keeps its part, so the weights are
-the same for every layout.
+The module is built on the meta device and what this rank does not own stays there. Of the rest only this rank's shards
+are ever allocated: initial values are made one block at a time and each rank keeps its part, so the weights are the
+same for every layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +19,8 @@ from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.init import initial_units
+from hetero_strategy.parallelize.fsdp import apply_fsdp
+from hetero_strategy.parallelize.stages import adopt, allocate, cut, owned_tensors, ties_kept
 
 
 def parallelize(
@@ -31,41 +32,80 @@ def parallelize(
     *,
     seed: int,
     recompute: bool = False,
-) -> None:
-    """Put ``module`` on its mesh, in place. Call on the module's ranks only.
+    split: Sequence[int] = (),
+    pp_rank: int = 0,
+) -> dict[int, Adapter]:
+    """Put this rank's stages of ``module`` on its mesh, in place. Call on the module's ranks only.
 
     Args:
         name: of the module in the model.
-        module: on the meta device.
+        module: on the meta device. Afterwards it holds this rank's stages' tensors under its own names, the others
+            stay on meta.
         layout: resolved.
-        mesh: axes above 1 among ``dp_replicate, dp_shard, tp``; None for one rank.
+        mesh: of this rank's pipeline slice, axes above 1 among ``dp_replicate, dp_shard, tp``; None for one rank.
         device: where this rank's shards live.
         seed: of the initial values.
         recompute: do not keep a block's activations; run its forward again in backward.
+        split: blocks of each stage; not read without a pipeline.
+        pp_rank: this rank's place in the pipeline.
+
+    Returns:
+        This rank's stages by number; ``{0: module}`` without a pipeline.
     """
     module.twin()  # the module as it was, for initialisation and counting
-    module.to("meta")  # a part that came with values gets them back in shards
-    if layout.tp > 1:
-        assert mesh is not None
-        module.apply_tp(mesh["tp"] if mesh.ndim > 1 else mesh)
-    if recompute:
-        apply_recompute(module.blocks().values())
-    if layout.dp_shard > 1:
-        assert mesh is not None
-        axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
-        apply_fsdp(module, mesh if mesh.ndim == 1 else mesh[axes])
-    module.to_empty(device=device)
-    fill(module, initial_units(name, module, seed))
+    with ties_kept([module]):
+        module.to("meta")  # a part that came with values gets them back in shards
+    stages = cut(module, layout, split, pp_rank)
+    for stage in stages.values():
+        if layout.tp > 1:
+            assert mesh is not None
+            stage.apply_tp(mesh["tp"] if mesh.ndim > 1 else mesh)
+        if recompute:
+            apply_recompute(stage.blocks().values())
+        if layout.dp_shard > 1:
+            assert mesh is not None
+            axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
+            apply_fsdp(stage, mesh if mesh.ndim == 1 else mesh[axes])
+    allocate(stages.values(), device)
+    for stage in stages.values():
+        wanted = {*owned_tensors(stage), *(fqn for fqn, _ in stage.named_buffers())}
+        fill(stage, initial_units(name, module, seed, wanted))
+    adopt(module, stages)
+    return stages
 
 
 def check(name: str, module: Adapter, layout: ModuleLayout) -> list[str]:
     """Faults of a layout for this very module; empty when it fits. Pure."""
+    faults = [f"layout of '{name}': {fault}" for fault in _stage_faults(module, layout)]
     if layout.tp == 1:
-        return []
+        return faults
     if module.tp_plan() is None:
         kind = type(module).__name__
-        return [f"layout of '{name}': tp={layout.tp}, but {kind} has no tensor-parallel plan; set tp=1"]
-    return [f"layout of '{name}': {fault}" for fault in module.check_tp(layout.tp)]
+        return [*faults, f"layout of '{name}': tp={layout.tp}, but {kind} has no tensor-parallel plan; set tp=1"]
+    return faults + [f"layout of '{name}': {fault}" for fault in module.check_tp(layout.tp)]
+
+
+def _stage_faults(module: Adapter, layout: ModuleLayout) -> list[str]:
+    pipeline, kind, blocks = layout.pipeline, type(module).__name__, len(module.blocks())
+    faults = []
+    if not blocks and (pipeline.stages > 1 or layout.split is not None):
+        return [f"pp={layout.pp}, but {kind} has no blocks to cut it by; set pp=1 and leave split out"]
+    if pipeline.stages > max(blocks, 1):
+        faults.append(
+            f"pp {layout.pp} x vpp {layout.vpp} = {pipeline.stages} stages, but {kind} has {blocks} blocks; lower them"
+        )
+    if layout.split is not None and sum(layout.split) != blocks:
+        faults.append(
+            f"split={list(layout.split)} sums to {sum(layout.split)}, but {kind} has {blocks} blocks; give all of them"
+        )
+    turns = pipeline.stages > 1 and pipeline.rank_of(0) == pipeline.rank_of(pipeline.stages - 1)
+    if turns and layout.dp > 1 and module.tied_weight() is not None:
+        faults.append(
+            f"pp_style='v' with dp_replicate={layout.dp_replicate} dp_shard={layout.dp_shard}: the first and the last"
+            f" stage of {kind} share a weight on one rank and would reduce its gradient twice; set pp_style='loop',"
+            " or tie_word_embeddings=false"
+        )
+    return faults
 
 
 def check_all(modules: dict[str, Adapter], layouts: dict[str, ModuleLayout]) -> None:
@@ -100,34 +140,23 @@ def _recomputed(forward):  # type: ignore[no-untyped-def]
     return run
 
 
-def apply_fsdp(module: Adapter, mesh: DeviceMesh) -> None:
-    """FSDP2 over a 1-D (shard) or 2-D (replicate, shard) mesh; a block is a unit, the rest is the root unit.
-
-    Gradients are summed, not averaged: the loss is already divided by the global number of loss tokens. The forced sum
-    also avoids the pre-multiplied reduction, which gloo lacks and which loses bf16 sums on some NCCL versions.
-    """
-    for block in module.blocks().values():
-        fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
-
-
 @torch.no_grad()
-def fill(module: nn.Module, values: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write full tensors into a module's parameters and buffers, each rank keeping its shard.
+def fill(stage: Adapter, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write full tensors into a stage's parameters and buffers, each rank keeping its shard.
 
     Complex and integer buffers keep the dtype they are given, whatever the precision plugin made of the module.
+
+    Args:
+        stage: or a whole module.
+        values: name in the whole module, full tensor; others than the stage's are left out.
     """
-    parameters = dict(module.named_parameters())
-    buffers = dict(module.named_buffers())
+    parameters = owned_tensors(stage)
+    buffers = dict(stage.named_buffers())
     for fqn, full in values:
         if fqn in parameters:
             write_shard(parameters[fqn], full)
         elif fqn in buffers:
-            _set_buffer(module, fqn, full, buffers[fqn])
+            _set_buffer(stage, fqn, full, buffers[fqn])
 
 
 def write_shard(destination: torch.Tensor, full: torch.Tensor) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.parallelize.stages import owned_tensors
 
 BUCKET_BYTES = 32 * 2**20
 """Gradients are all-reduced in flat pieces of about this size."""
@@ -46,14 +50,37 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Owned:
-    """A parameter that this rank owns, and on how many ranks of its module the same values live."""
+    """A parameter that this rank owns, and on how many ranks of its module the same part of it lives."""
 
     parameter: torch.nn.Parameter
     copies: int
 
 
+def owned_parameters(
+    stages: Mapping[str, Mapping[int, Adapter]], layouts: Mapping[str, ModuleLayout]
+) -> dict[int, Owned]:
+    """Parameters that this rank owns, by ``id``.
+
+    Args:
+        stages: this rank's, by module and number, as ``parallelize`` gives them.
+        layouts: resolved.
+    """
+    found: dict[int, Owned] = {}
+    for name, mine in stages.items():
+        layout = layouts[name]
+        pipeline = layout.pipeline
+        apart = pipeline.rank_of(0) != pipeline.rank_of(pipeline.stages - 1)
+        for stage in mine.values():
+            tied = stage.tied_weight() if apart else None
+            for fqn, parameter in owned_tensors(stage).items():
+                copies = copies_of(parameter, len(layout.ranks) // layout.pp)
+                both = tied is not None and fqn == tied[0]  # on the ranks of the first and of the last stage
+                found[id(parameter)] = Owned(parameter, copies * (2 if both else 1))
+    return found
+
+
 def copies_of(parameter: torch.Tensor, ranks: int) -> int:
-    """Ranks that hold the same part of a parameter of a module on ``ranks`` ranks."""
+    """Ranks that hold the same part of a parameter of a stage on ``ranks`` ranks."""
     parts = 1
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):

@@ -19,7 +19,8 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.inputs import Ragged
 from hetero_strategy.model.multimodal import ModelOutput
 from hetero_strategy.parallelize.gradients import accumulate, scale
-from hetero_strategy.schedule.executor import Executor, Outcome
+from hetero_strategy.schedule.executor import Executor
+from hetero_strategy.schedule.outcome import Outcome
 
 
 class StepRunner:
@@ -42,7 +43,7 @@ class StepRunner:
         about_to_zero: Callable[[], bool],
     ) -> None:
         self.executor = executor
-        self._all = [p for module in executor.modules.values() for p in module.parameters()]
+        self._all = [p for module in executor.wiring.modules.values() for p in module.parameters()]
         self._trainable = sum(p.requires_grad for p in self._all)
         self._parameters = [p for p in parameters if p.requires_grad]
         self._seed_scale = seed_scale
@@ -72,7 +73,7 @@ class StepRunner:
         else:
             with torch.no_grad():
                 outcome = self.executor.run(batch, train=False)
-            loss = self._as_loss(outcome.losses.sum())
+            loss = self._as_loss(self._total(outcome))
         offsets = np.concatenate([[0], np.cumsum(plan.metadata.labels)])
         labelled = max(1, int((plan.metadata.labels > 0).sum()))
         return ModelOutput(
@@ -81,7 +82,8 @@ class StepRunner:
             accuracy=(outcome.correct.mean() / max(1, plan.loss_tokens)).float(),
             exact_match=(outcome.exact.mean() / labelled).float(),
             predictions=None if outcome.predicted is None else Ragged(outcome.predicted, offsets),
-            losses={n: self._as_loss(x) for n, x in zip(self.executor.sinks, outcome.losses, strict=True)},
+            losses={n: self._as_loss(self.executor.weights[n] * x) for n, x in outcome.losses.items()},
+            drawn=outcome.drawn or None,
         )
 
     def _train(self, batch: Batch) -> tuple[Outcome, torch.Tensor]:
@@ -115,11 +117,14 @@ class StepRunner:
                 if p.grad is None:
                     p.grad = grad
 
-        value = self._as_loss(outcome.losses.sum())
+        value = self._as_loss(self._total(outcome))
         return outcome, _Deferred.apply(torch.zeros_like(value, requires_grad=True), value, merge)
 
+    def _total(self, outcome: Outcome) -> torch.Tensor:
+        return torch.stack([self.executor.weights[n] * x for n, x in outcome.losses.items()]).sum()
+
     def _as_loss(self, value: torch.Tensor) -> torch.Tensor:
-        return value if self.executor.wire_dtype == torch.float64 else value.float()
+        return value if self.executor.wiring.wire_dtype == torch.float64 else value.float()
 
 
 class _Deferred(torch.autograd.Function):

@@ -103,7 +103,7 @@ def cases(draw: st.DrawFn) -> Case:
             position += n + draw(st.integers(0, 2))
         tokens.append(position + 1)
     array = lambda values: np.asarray(values, dtype=np.int64)  # noqa: E731
-    items = {"vision": StepItems(array(sample), array(rows), array(start))}
+    items = {"vision": StepItems(array(sample), array(rows), array(start), array(rows))}
     metadata = StepMetadata(0, 0, np.arange(samples), array(tokens), np.ones(samples, np.int64), items)
     tp = placement.layouts["llm"].tp
 
@@ -118,10 +118,10 @@ def cases(draw: st.DrawFn) -> Case:
         row_multiple={"llm": tp} if sharded else {},
         assign=shuffled,
     )
-    assignments = plan.microbatches[0].assignments
-    source = Side(placement.layouts["vision"].instances(), assignments["vision"].totals())
-    target = Side(placement.layouts["llm"].instances(), assignments["llm"].totals(), sharded=sharded and tp > 1)
-    blocks = edge_blocks(plan, 0, "vision", "llm")
+    assignments = {name: made[0] for name, made in plan.assignments.items()}
+    source = Side(placement.layouts["vision"].stage_grid(0), assignments["vision"].totals())
+    target = Side(placement.layouts["llm"].stage_grid(0), assignments["llm"].totals(), sharded=sharded and tp > 1)
+    blocks = edge_blocks(plan, "vision", 0, "llm", 0)
     return Case(blocks, source, target, world, [route(blocks, source, target, r) for r in range(world)])
 
 

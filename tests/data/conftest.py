@@ -7,13 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from hetero_strategy.data.digits import write_digits
+from hetero_strategy.data.digits import write_digits, write_digits_draw
 
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 training and 20 validation samples of the digits data."""
     return write_digits(tmp_path_factory.mktemp("data") / "digits", train=60, val=20, seed=3, progress=False)
+
+
+@pytest.fixture(scope="session")
+def drawings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 training and 20 validation samples of the data to draw."""
+    return write_digits_draw(tmp_path_factory.mktemp("data") / "drawings", train=60, val=20, seed=3, progress=False)
 
 
 def entry(name: str, question: str, answer: str = "1", **media: object) -> dict[str, object]:

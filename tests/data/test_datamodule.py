@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from hetero_strategy.data.batch import Batch
 from hetero_strategy.data.datamodule import MultimodalDataModule
-from hetero_strategy.data.digits import digit_processors
+from hetero_strategy.data.digits import digit_processors, draw_processors
+from hetero_strategy.data.loader import StepLoader
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import place
 from hetero_strategy.layout.spec import ModuleLayout
@@ -125,7 +126,38 @@ def test_share_follows_the_placement(digits: Path) -> None:
     assert [share.mine["audio"] for share in shares] == [None, None, 0, None]
     assert [share.mine["llm"] for share in shares] == [0, 0, 1, 1]
     batch = next(iter(module.train_dataloader()))
-    assert all(set(inputs) == {"llm"} for inputs in batch.inputs)
+    assert set(batch.inputs) == {"llm"}
+
+
+def drawing(folder: Path, **options: Any) -> MultimodalDataModule:
+    options = {"global_batch_size": 16, "microbatches": 2, "seed": 1, "processors": draw_processors(), **options}
+    return MultimodalDataModule(folder / "train.json", folder / "val.json", tokenizer=folder, **options)
+
+
+def test_a_generator_follows_the_consumer(drawings: Path) -> None:
+    module = drawing(drawings, encoder_microbatch_tokens={"vision": 1000, "draw": 30})
+    assert module.edges == (("vision", "llm"), ("llm", "draw")) and set(module.modules) == {"vision", "llm", "draw"}
+    batch = next(iter(module.train_dataloader()))
+    assert len(batch.inputs["llm"]) == 2 and len(batch.inputs["vision"]) == 1 and len(batch.inputs["draw"]) > 2
+    fixed, changing = module.val_dataloader(), module.train_dataloader()
+    assert isinstance(fixed, StepLoader) and fixed.steps.same_noise and not changing.steps.same_noise
+
+
+def test_later_stages_read_less(drawings: Path) -> None:
+    module = drawing(drawings)
+    layouts = {
+        "vision": ModuleLayout((0, 1), pp=2),
+        "llm": ModuleLayout((0, 1, 2), pp=3),
+        "draw": ModuleLayout((1, 2), pp=2, vpp=2, pp_style="v"),
+    }
+    found = []
+    for rank in range(3):
+        module.trainer = placed(rank, 3, **layouts)
+        share = module.share()
+        found.append((sorted(share.without_first), sorted(share.without_last), dict(share.mine)))
+    assert found[0] == (["draw"], ["draw", "llm", "vision"], {"vision": 0, "llm": 0, "draw": None})
+    assert found[1] == (["llm", "vision"], ["llm"], {"vision": 0, "llm": 0, "draw": 0})
+    assert found[2] == (["draw", "llm", "vision"], ["draw", "vision"], {"vision": None, "llm": 0, "draw": 0})
 
 
 def test_refusals(digits: Path) -> None:
@@ -141,5 +173,13 @@ def test_refusals(digits: Path) -> None:
         data(digits, edges=[("sound", "llm")])
     with pytest.raises(ConfigError, match="no edge leads from it"):
         data(digits, edges=[("vision", "llm")])
+    with pytest.raises(ConfigError, match=r"edge \(llm, vision\): an edge leads from an encoder"):
+        data(digits, edges=[("vision", "llm"), ("audio", "llm"), ("llm", "vision")])
+    with pytest.raises(ConfigError, match="generator 'draw' is fed by 0 modules"):
+        drawing(digits, edges=[("vision", "llm")])
+    with pytest.raises(ConfigError, match="encoder_microbatch_tokens names 'llm', which is not in processors"):
+        data(digits, encoder_microbatch_tokens={"llm": 5})
+    with pytest.raises(ConfigError, match="encoder_microbatch_tokens of 'audio' is 0"):
+        data(digits, encoder_microbatch_tokens={"audio": 0})
     with pytest.raises(ConfigError, match="in processors and in consumers"):
         data(digits, consumers=("vision",))

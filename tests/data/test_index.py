@@ -12,7 +12,7 @@ import soundfile
 from PIL import Image
 
 from hetero_strategy.data import index as index_room
-from hetero_strategy.data.digits import digit_processors, write_digits
+from hetero_strategy.data.digits import digit_processors, draw_processors, write_digits
 from hetero_strategy.data.index import DatasetIndex, build_index
 from hetero_strategy.data.media import ImageProcessor
 from hetero_strategy.data.tokenizer import ChatTokenizer
@@ -50,10 +50,31 @@ def test_by_hand(digits: Path, tmp_path: Path) -> None:
     metadata = index.metadata(1, 2, np.array([2, 0]))
     assert metadata.tokens.tolist() == [11, 15] and metadata.labels.tolist() == [2, 3]
     assert metadata.items["vision"].sample.tolist() == [0, 1, 1] and metadata.items["vision"].rows.tolist() == [2, 6, 2]
-    assert metadata.items["vision"].start.tolist() == [6, 2, 9]
+    assert metadata.items["vision"].start.tolist() == [6, 2, 9] and metadata.items["vision"].targets is None
+    assert metadata.items["vision"].hidden.tolist() == [8, 24, 8] and audio.hidden.tolist() == [5]
     assert index.item_numbers("vision", np.array([2, 0])).tolist() == [2, 0, 1]
     copy = pickle.loads(pickle.dumps(index))
     assert isinstance(copy.ids, np.memmap) and copy.ids.tolist() == index.ids.tolist()
+
+
+def test_what_is_drawn(digits: Path, drawings: Path, tmp_path: Path) -> None:
+    """Rows that the language model gives stand at placeholders in the answer, without a loss of their own."""
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "a.png")
+    Image.fromarray(np.zeros((8, 4), np.uint8)).save(tmp_path / "b.png")
+    manifest = write_manifest(tmp_path, entry("x", "q", "4<draw>u<draw>", draw=["a.png", "b.png"]))
+    tokenizer = ChatTokenizer(drawings)
+    index = build_index(manifest, tokenizer, draw_processors(), progress=False)
+    table = index.items["draw"]
+    assert table.start.tolist() == [4, 7] and table.rows.tolist() == [2, 2] and table.sizes.tolist() == [[4, 4], [4, 2]]
+    assert table.hidden.tolist() == [18, 10] and table.targets is not None and table.targets.tolist() == [64, 32]
+    mark = tokenizer.placeholder_id("draw")  # bos q \n 4 mark mark u mark mark eos
+    assert (index.ids == mark).tolist() == [False] * 4 + [True, True, False, True, True, False]
+    assert index.loss.tolist() == [False] * 3 + [True, False, False, True, False, False, True]
+    items = index.metadata(0, 0, np.array([0])).items
+    assert items["draw"].targets is not None and items["draw"].targets.tolist() == [64, 32]
+    assert items["draw"].hidden.tolist() == [18, 10] and items["vision"].targets is None
+    with pytest.raises(ConfigError, match=r"has no token '<draw>' \(placeholders\['draw'\]\)"):
+        build_index(manifest, ChatTokenizer(digits), draw_processors(), progress=False)
 
 
 def test_cached_until_something_changes(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

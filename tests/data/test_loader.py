@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hetero_strategy.data.batch import Batch
-from hetero_strategy.data.digits import digit_processors
+from hetero_strategy.data.digits import digit_processors, draw_processors
 from hetero_strategy.data.index import DatasetIndex, build_index
 from hetero_strategy.data.loader import Share, StepDataset, StepLoader, epoch_order
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import CheckpointError, ConfigError, DataError
-from hetero_strategy.model.inputs import EncoderInputs, SequenceInputs
+from hetero_strategy.model.inputs import EncoderInputs, GeneratorInputs, SequenceInputs
 from tests.data.conftest import entry, write_manifest
 
 EDGES = (("vision", "llm"), ("audio", "llm"))
@@ -33,8 +33,11 @@ def steps(index: DatasetIndex, share: Share | None = None, **options: object) ->
 def flat(batch: Batch) -> list[object]:
     """Everything a batch holds, for comparison."""
     found: list[object] = [batch.plan.metadata.epoch, batch.plan.metadata.step, batch.plan.samples.tolist()]
-    for microbatch in batch.inputs:
-        for name, x in sorted(microbatch.items()):
+    for name, made in sorted(batch.inputs.items()):
+        for number, x in enumerate(made):
+            found.append((name, number))
+            if x is None:
+                continue
             if isinstance(x, EncoderInputs):
                 found += [name, x.values.tolist(), x.sizes.tolist(), x.rows.tolist(), x.packing.lengths.tolist()]
             else:
@@ -57,17 +60,17 @@ def test_labels_and_slots_of_a_packed_microbatch(digits: Path, tmp_path: Path) -
     index = build_index(manifest, tokenizer, digit_processors(), progress=False)
     share = Share({"vision": 1, "audio": 1, "llm": 1}, {"vision": 0, "audio": 0, "llm": 0}, {"llm": 4})
     batch = steps(index, share, global_batch_size=2, microbatches=1, shuffle=False)[0]
-    (inputs,) = batch.inputs
-    assert "audio" not in inputs  # no instance has a clip
+    inputs = {name: made[0] for name, made in batch.inputs.items()}
+    assert inputs["audio"] is None  # no instance has a clip
     sequence = inputs["llm"]
     assert isinstance(sequence, SequenceInputs)
-    assert sequence.packing.lengths.tolist() == [8, 6, 2] and set(sequence.slots) == {"vision"}
-    assert sequence.slots["vision"].tolist() == [1, 2, 4]
+    assert sequence.packing.lengths.tolist() == [8, 6, 2] and set(sequence.slots) == {("vision", 0)}
+    assert sequence.slots["vision", 0].tolist() == [1, 2, 4]
     vocabulary, none = tokenizer.tokenizer.get_vocab(), -100
     one, two, three, eos = (vocabulary[t] for t in ("1", "2", "3", "<eos>"))
     assert sequence.labels.tolist() == [*[none] * 5, one, eos, none, none, none, two, three, eos, none, none, none]
     assert sequence.ids[8].item() == tokenizer.bos_id and sequence.ids[14:].tolist() == [0, 0]
-    assert sequence.ids[sequence.slots["vision"]].tolist() == [tokenizer.placeholder_id("image")] * 3
+    assert sequence.ids[sequence.slots["vision", 0]].tolist() == [tokenizer.placeholder_id("image")] * 3
     assert batch.plan.loss_tokens == 5 == int((sequence.labels != none).sum())
     vision = inputs["vision"]
     assert isinstance(vision, EncoderInputs) and vision.rows.tolist() == [2, 1] and vision.values.shape == (12, 64)
@@ -80,11 +83,11 @@ def test_three_ranks_load_what_one_does(index: DatasetIndex, multiple: int) -> N
     Units = dict[tuple[str, int, int], tuple[object, ...]]
 
     def cut(batch: Batch, mine: dict[str, int | None], into: Units, batch_multiple: int = 1) -> None:
-        for number, (microbatch, inputs) in enumerate(zip(batch.plan.microbatches, batch.inputs, strict=True)):
-            for name, x in inputs.items():
+        for name, made in batch.inputs.items():
+            for number, x in enumerate(made):
                 instance = mine[name]
-                assert instance is not None
-                units = microbatch.assignments[name].of(instance)
+                assert instance is not None and x is not None
+                units = batch.plan.assignments[name][number].of(instance)
                 if isinstance(x, EncoderInputs):
                     pieces = x.values.split((x.sizes.prod(axis=1)).tolist())
                     content = [(piece.tolist(), size.tolist()) for piece, size in zip(pieces, x.sizes, strict=True)]
@@ -108,7 +111,7 @@ def test_three_ranks_load_what_one_does(index: DatasetIndex, multiple: int) -> N
         share = Share({"vision": 3, "audio": 1, "llm": 3}, mine, {"llm": multiple})
         batch = steps(index, share)[3, 2]
         plans.append(batch.plan.samples.tolist())
-        assert ("audio" in batch.inputs[0]) == (rank == 1)
+        assert ("audio" in batch.inputs) == (rank == 1)
         cut(batch, mine, union, multiple)
     assert union == whole and len(whole) > 16
     assert plans == [reference.plan.samples.tolist()] * 3
@@ -121,14 +124,85 @@ def test_an_instance_without_units_gets_zero_rows(index: DatasetIndex) -> None:
     full = (
         number
         for number in range(len(made))
-        if not any(mb.assignments[m].idle for mb in made.plan(0, number).microbatches for m in many)
+        if not any(a.idle for m in many for a in made.plan(0, number).assignments[m])
     )
-    for microbatch in made[0, next(full)].inputs:
+    inputs = made[0, next(full)].inputs
+    for number in range(2):
         for name in ("vision", "audio"):
-            x = microbatch[name]
+            x = inputs[name][number]
             assert isinstance(x, EncoderInputs) and len(x.values) == len(x.rows) == 0
-        llm = microbatch["llm"]
-        assert isinstance(llm, SequenceInputs) and len(llm.ids) == 0 and set(llm.slots) == {"vision", "audio"}
+        llm = inputs["llm"][number]
+        assert isinstance(llm, SequenceInputs) and len(llm.ids) == 0
+        assert set(llm.slots) == {("vision", number), ("audio", number)}
+
+
+def drawing_steps(folder: Path, share: Share | None = None, **options: object) -> StepDataset:
+    index = build_index(folder / "train.json", ChatTokenizer(folder), draw_processors(), progress=False)
+    share = share or Share.whole(("vision", "llm", "draw"))
+    options = {"global_batch_size": 16, "microbatches": 2, "seed": 5, **options}
+    return StepDataset(index, draw_processors(), (("vision", "llm"), ("llm", "draw")), share, **options)  # type: ignore[arg-type]
+
+
+def drawn_items(batch: Batch, instance: int) -> dict[int, tuple[object, ...]]:
+    """Step item -> its targets, noise, time, size, and its rows inside the module."""
+    found = {}
+    for assignment, x in zip(batch.plan.assignments["draw"], batch.inputs["draw"], strict=True):
+        if x is None:
+            continue
+        assert isinstance(x, GeneratorInputs)
+        parts = (part.split(x.target_rows.tolist()) for part in (x.values, x.noise))
+        for unit, values, noise, *rest in zip(
+            assignment.of(instance), *parts, x.time, x.sizes, x.packing.lengths, strict=True
+        ):
+            found[int(unit)] = (values.tolist(), noise.tolist(), *(part.tolist() for part in rest))
+        filled = torch.cat([torch.arange(0), *x.slots.values()])
+        assert len(filled) == x.rows.sum() and len(filled.unique()) == len(filled)
+        assert (x.packing.positions[filled] < 2).all()  # an item's first rows are its conditions
+    return found
+
+
+def test_what_is_drawn_is_the_same_on_any_ranks_and_in_any_microbatches(drawings: Path) -> None:
+    reference = drawing_steps(drawings)[3, 1]
+    whole = drawn_items(reference, 0)
+    assert len(whole) == len(reference.plan.metadata.items["draw"].rows) > 4
+    assert any(np.shape(values)[0] for values, *_ in whole.values())
+    for tokens in (None, 20, 1000):
+        union: dict[int, tuple[object, ...]] = {}
+        for rank in range(3):
+            share = Share({"vision": 2, "llm": 1, "draw": 3}, {"vision": None, "llm": None, "draw": rank})
+            own = {} if tokens is None else {"draw": tokens}
+            batch = drawing_steps(drawings, share, microbatch_tokens=own)[3, 1]
+            mine = drawn_items(batch, rank)
+            assert not set(mine) & set(union)
+            union |= mine
+            count = len(batch.plan.assignments["draw"])
+            assert count == 2 if tokens is None else count > 2 if tokens == 20 else count == 1
+        assert union == whole
+    assert drawn_items(drawing_steps(drawings, seed=6)[3, 1], 0) != whole
+
+
+def test_noise_changes_with_the_epoch_unless_told_otherwise(drawings: Path) -> None:
+    for same in (False, True):
+        made = drawing_steps(drawings, shuffle=False, same_noise=same)
+        first, second = (drawn_items(made[epoch, 0], 0) for epoch in (0, 1))
+        assert set(first) == set(second)
+        for unit, (values, noise, time, *_) in first.items():
+            assert values == second[unit][0]
+            assert (noise == second[unit][1]) == (time == second[unit][2]) == same
+
+
+def test_inner_stages_read_no_targets_but_know_the_times(drawings: Path) -> None:
+    shares = {
+        "all": Share.whole(("vision", "llm", "draw")),
+        "first": Share({"draw": 1, "llm": 1, "vision": 1}, {"draw": 0}, without_last=frozenset({"draw"})),
+        "inner": Share({"draw": 1, "llm": 1, "vision": 1}, {"draw": 0}, {}, frozenset({"draw"}), frozenset({"draw"})),
+    }
+    made = {name: drawing_steps(drawings, share)[0, 0].inputs["draw"][0] for name, share in shares.items()}
+    whole, inner = made["all"], made["inner"]
+    assert isinstance(whole, GeneratorInputs) and isinstance(inner, GeneratorInputs)
+    assert torch.equal(made["first"].values, whole.values) and len(whole.values)  # type: ignore[union-attr]
+    assert inner.values.shape == inner.noise.shape == (0, 4)
+    assert torch.equal(inner.time, whole.time) and (inner.packing.lengths == whole.packing.lengths).all()
 
 
 def test_order_depends_on_seed_and_epoch_alone(index: DatasetIndex) -> None:

@@ -50,6 +50,7 @@ def test_json_lines_and_media_folder(tmp_path: Path) -> None:
         (entry("x", "q", " \n"), r"'x': turn 1: the answer is empty"),
         (entry("x", "q", "see <image>", image="a.png"), r"<image> stands in an answer"),
         (entry("x", "q", video="v.mp4"), r"has 'video', which no encoder reads"),
+        (entry("x", "q", "<draw>", draw="a.png"), r"has 'draw', which no generator draws; give a processor for it"),
         (entry("x", "<image>", image=3), r"'image' must be a path or a list of paths, found 3"),
         ({"id": "x", "conversations": [{"from": "human", "value": "q"}]}, r"no turn is from 'gpt'"),
         ({"id": "x", "conversations": [{"from": "robot", "value": "q"}]}, r"turn 0 is from 'robot'"),
@@ -62,6 +63,29 @@ def test_one_fault(tmp_path: Path, bad: object, message: str) -> None:
     path = write_manifest(tmp_path, entry("fine", "q"), bad)
     with pytest.raises(DataError, match=message):
         read_manifest(path)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (
+            entry("x", "<draw>", draw="a.png"),
+            r"'x': <draw> stands in a question; what a generator draws can only be part",
+        ),
+        (entry("x", "q", "<draw>"), r"'x': 1 <draw> in the conversation but 0 paths in 'draw'"),
+        (entry("x", "q", "no mark", draw="a.png"), r"'x': 0 <draw> in the conversation but 1 paths in 'draw'"),
+        (entry("x", "q", "<draw>", draw="none.png"), r"'x': .*none\.png: file is missing"),
+        (entry("x", "q", "see <image> <draw>", image="a.png", draw="a.png"), r"'x': <image> stands in an answer"),
+    ],
+)
+def test_faults_of_what_is_drawn(tmp_path: Path, bad: object, message: str) -> None:
+    (tmp_path / "a.png").touch()
+    fine = entry("fine", "<image>?", "so <draw> and <draw>", image="a.png", draw=["a.png", "a.png"])
+    with pytest.raises(DataError, match=message) as caught:
+        read_manifest(write_manifest(tmp_path, fine, bad), fields=("image", "draw"), drawn=("draw",))
+    assert "'fine'" not in str(caught.value)
+    (sample,) = read_manifest(write_manifest(tmp_path, fine), fields=("image", "draw"), drawn=("draw",))
+    assert sample.items == {"image": ("a.png",), "draw": ("a.png", "a.png")}
 
 
 def test_faults_are_reported_together_and_at_most_ten(tmp_path: Path) -> None:

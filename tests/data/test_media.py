@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from math import ceil
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import soundfile
 import torch
 from PIL import Image
 
-from hetero_strategy.data.media import AudioProcessor, ImageProcessor
+from hetero_strategy.data.media import AudioProcessor, ImageProcessor, TargetProcessor
+from hetero_strategy.data.targets import ImageTarget
 from hetero_strategy.errors import ConfigError, DataError
 
 RNG = np.random.default_rng(0)
@@ -179,3 +181,21 @@ def test_collate(tmp_path: Path) -> None:
     for processor in (image, audio):
         none = processor.collate([], np.zeros((0, len(processor.size_names)), np.int64), np.zeros(0, np.int64))
         assert none.values.shape == (0, processor.feature) and len(none.packing.lengths) == len(none.rows) == 0
+
+
+def test_a_target_is_cut_and_put_together(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    target = ImageTarget(rows=3, patch_size=4, mean=[0.5, 0.4, 0.3], std=0.25)  # type: ignore[arg-type]
+    sizes, rows = target.measure(tmp_path / "a.png")
+    values = target.load(tmp_path / "a.png", sizes)
+    assert (sizes, rows, values.shape) == ((2, 3), 3, (6, 48)) and values.dtype == np.float32
+    assert (target.pixels(values, sizes) == pixels).all()
+    assert target.hidden_rows(np.array([sizes])).tolist() == [9]
+    assert target.target_elements(np.array([sizes])).tolist() == [288]
+    assert isinstance(target, TargetProcessor) and not isinstance(ImageProcessor(), TargetProcessor)
+    json.dumps(target.settings())
+    with pytest.raises(ConfigError, match="ImageTarget: rows is 0"):
+        ImageTarget(rows=0)
+    with pytest.raises(ConfigError, match="channels is 2"):
+        ImageTarget(channels=2)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from hetero_strategy.data.datamodule import MultimodalDataModule
 from hetero_strategy.data.digits import digit_processors, write_digits
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model import MultimodalModel, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
+from tests.distributed.damage import damaged
 
 WIDTH = 32
 
@@ -189,7 +189,7 @@ def build(job: Job) -> tuple[L.Trainer, Lit, MultimodalDataModule]:
 
 def train(job: Job) -> Result:
     trainer, module, dm = build(job)
-    with _damaged(job.damage):
+    with damaged(job.damage):
         trainer.fit(module, datamodule=dm, ckpt_path=job.resume)
     owned = {}
     for name, p in module.named_parameters():
@@ -233,30 +233,3 @@ def worst_loss(reference: Result, results: Sequence[Result]) -> float:
     """Largest relative difference of any step's loss on any rank."""
     assert all(len(r.losses) == len(reference.losses) for r in results)
     return max(abs(a - b) / abs(b) for r in results for a, b in zip(r.losses, reference.losses, strict=True))
-
-
-@contextlib.contextmanager
-def _damaged(what: str) -> Any:
-    """Negative controls: break one thing in the product while a run lasts."""
-    from hetero_strategy.boundary import exchange
-
-    if not what:
-        yield
-        return
-    original = exchange.move
-    kind, _, number = what.partition(":")
-
-    def move(transfer: Any, rows: torch.Tensor, edge: Any) -> torch.Tensor:
-        out = original(transfer, rows, edge)
-        forward = transfer is edge.route.forward
-        if kind == "forward" and forward and edge.tag == int(number) and len(out) > 1:
-            out = out.roll(1, 0)
-        if kind == "backward" and not forward and edge.tag == int(number):
-            out = out * 0.5
-        return out
-
-    exchange.move = move
-    try:
-        yield
-    finally:
-        exchange.move = original

@@ -28,7 +28,7 @@ def test_ranks_ascend_along_every_axis() -> None:
     assert grid.shape == (2, 2, 2)
     for axis in range(3):
         assert (np.diff(grid, axis=axis) > 0).all()
-    assert layout.instances().tolist() == [[0, 1], [2, 3], [5, 6], [7, 9]]
+    assert layout.stage_grid(0).tolist() == [[0, 1], [2, 3], [5, 6], [7, 9]]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,14 @@ def test_ranks_ascend_along_every_axis() -> None:
         ({"ranks": 6, "tp": 4, "dp_shard": 1}, ["tp 4", "6", "-1"]),
         ({"ranks": 2, "tp": -1}, ["dp_shard and tp", "at most one"]),
         ({"ranks": 2, "tp": 0}, ["tp=0"]),
-        ({"ranks": 2, "pp": 2}, ["pp=2", "pipeline", "pp=1"]),
+        ({"ranks": 2, "pp": 2, "vpp": 0}, ["vpp=0", "vpp=1"]),
+        ({"ranks": 2, "vpp": 2}, ["vpp=2", "pp=1", "pp above 1"]),
+        ({"ranks": 2, "pp": 2, "pp_style": "w"}, ["pp_style='w'", "'loop'", "'v'"]),
+        ({"ranks": 2, "pp": 2, "pp_style": "v"}, ["pp_style='v'", "pp=2", "vpp=1", "vpp=2"]),
+        ({"ranks": 4, "pp_style": "v", "vpp": 2}, ["pp_style='v'", "pp=1"]),
+        ({"ranks": 2, "pp": 2, "split": [1, 2, 3]}, ["split=[1, 2, 3]", "3 stages", "pp 2 x vpp 1 = 2"]),
+        ({"ranks": 4, "pp": -1, "dp_shard": 2, "vpp": 2, "split": [2, 2]}, ["pp 2 x vpp 2 = 4"]),
+        ({"ranks": 2, "pp": 2, "split": [3, 0]}, ["split=[3, 0]", "at least one block"]),
         ({"ranks": 2, "cp": 2}, ["cp=2", "context", "cp=1"]),
         ({"ranks": 2, "ep": 2}, ["ep=2", "expert", "ep=1"]),
     ],
@@ -70,6 +77,9 @@ def test_all_faults_at_once() -> None:
         ({"tp": 2}, "ranks is missing"),
         ({"ranks": [0], "tp": "two"}, "tp='two' is not a whole number"),
         ({"ranks": "01"}, "ranks='01' is not a whole number or a list"),
+        ({"ranks": [0], "split": 2}, "split=2 is not a list of whole numbers"),
+        ({"ranks": [0], "split": "12"}, "split='12' is not a list"),
+        ({"ranks": [0], "pp_style": 1}, "pp_style=1 is not 'loop' or 'v'"),
         ({"ranks": [0, True]}, "ranks=[0, True] is not a whole number or a list"),
         (3, "expected fields"),
     ],
@@ -82,12 +92,26 @@ def test_configs_are_read_strictly(config: object, part: str) -> None:
 
 def test_placement_answers_who_is_where() -> None:
     placement = place({"vision": ModuleLayout(ranks=[1, 4]), "llm": ModuleLayout(ranks=[1, 2, 4, 6], tp=2)}, 8)
-    assert placement.coordinate("llm", 4) == (1, 0)
-    assert placement.coordinate("llm", 6) == (1, 1)
+    assert placement.coordinate("llm", 4) == (1, 0, 0)
+    assert placement.coordinate("llm", 6) == (1, 1, 0)
     assert placement.coordinate("vision", 2) is None
     assert placement.modules_on(1) == ("vision", "llm")
     assert placement.idle_ranks == (0, 3, 5, 7)
     assert placement.table()[1] == ("llm", "1-2,4,6", "dp_shard=2 tp=2")
+
+
+def test_pipelines_are_read_and_cut_the_grid() -> None:
+    config = {"ranks": 8, "pp": 2, "tp": 2, "vpp": 2, "pp_style": "v", "split": [1, 2, 1, 3]}
+    layout = ModuleLayout.from_config("llm", config).resolved()
+    assert layout.split == (1, 2, 1, 3) and layout.dp == 2
+    assert [layout.pipeline.rank_of(s) for s in range(4)] == [0, 1, 1, 0]
+    assert [layout.stage_grid(s).tolist() for s in (0, 1)] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert (layout.stage_grid(0) == layout.stage_grid(3)).all()
+    placement = place({"llm": layout}, 8)
+    assert placement.coordinate("llm", 6) == (1, 0, 1)
+    assert placement.table() == [("llm", "0-7", "pp=2 dp_shard=2 tp=2 vpp=2 (v) split=1+2+1+3")]
+    loop = ModuleLayout(ranks=3, pp=3, vpp=2).resolved()
+    assert [loop.pipeline.rank_of(s) for s in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
 @given(st.data())
@@ -97,14 +121,17 @@ def test_groups_come_in_one_order_without_repetition(draws: st.DataObject) -> No
 
     def layout() -> ModuleLayout:
         count = draws.draw(st.integers(1, world))
-        tp = draws.draw(st.sampled_from([d for d in range(1, count + 1) if count % d == 0]))
-        return ModuleLayout(ranks=tuple(draws.draw(st.permutations(range(world)))[:count]), tp=tp)
+        pp = draws.draw(st.sampled_from([d for d in range(1, count + 1) if count % d == 0]))
+        tp = draws.draw(st.sampled_from([d for d in range(1, count // pp + 1) if count // pp % d == 0]))
+        return ModuleLayout(ranks=tuple(draws.draw(st.permutations(range(world)))[:count]), tp=tp, pp=pp)
 
     placement = place({"a": layout(), "b": layout()}, world)
-    sets = rank_sets(placement, [("a", "b")])
+    a, b = placement.layouts["a"], placement.layouts["b"]
+    sets = rank_sets(placement, [(*a.ranks, *b.ranks)])
     assert len(set(sets)) == len(sets)
     assert all(ranks == tuple(sorted(ranks)) for ranks in sets)
-    a, b = placement.layouts["a"], placement.layouts["b"]
     assert tuple(sorted({*a.ranks, *b.ranks})) in sets
-    for line in a.instances():
-        assert tuple(line.tolist()) in sets
+    for stage in range(a.pp):
+        assert tuple(a.stage_grid(stage).flatten().tolist()) in sets
+        for line in a.stage_grid(stage):
+            assert tuple(line.tolist()) in sets

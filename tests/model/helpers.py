@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -77,20 +77,38 @@ def tokens(lengths, vocab=40, seed=0, slots=None, label_share=0.5, alignment=0):
 
 @dataclass
 class HandBatch:
-    """A batch written by hand: per microbatch inputs, sample numbers, and the row order of every edge."""
+    """A batch written by hand: per microbatch inputs (their slots by source), units, and the row order of every edge."""
 
-    inputs: list
+    given: list
     units: list
     labels: np.ndarray
     order: dict = field(default_factory=dict)
+    """(microbatch, source, target) -> source row of each slot."""
+
+    @property
+    def inputs(self):
+        names = {name: None for given in self.given for name in given}
+        return {name: tuple(self._of(name, number) for number in range(len(self.given))) for name in names}
 
     @property
     def plan(self):
-        microbatches = [
-            SimpleNamespace(assignments={name: SimpleNamespace(units=np.array(u)) for name, u in units.items()})
-            for units in self.units
-        ]
-        return SimpleNamespace(microbatches=microbatches, metadata=SimpleNamespace(labels=self.labels))
+        names = {name: None for units in self.units for name in units}
+        assignments = {
+            name: tuple(SimpleNamespace(units=np.array(units.get(name, []), dtype=np.int64)) for units in self.units)
+            for name in names
+        }
+        return SimpleNamespace(
+            assignments=assignments,
+            metadata=SimpleNamespace(labels=self.labels),
+            normalizer=lambda name: max(1, int(self.labels.sum())),
+        )
 
-    def local_rows(self, microbatch, source, target):
-        return self.order.get((microbatch, source, target))
+    def local_rows(self, source, source_microbatch, target, target_microbatch):
+        assert source_microbatch == target_microbatch
+        return self.order.get((target_microbatch, source, target))
+
+    def _of(self, name, number):
+        given = self.given[number].get(name)
+        if not isinstance(given, SequenceInputs):
+            return given
+        return replace(given, slots={(source, number): slots for source, slots in given.slots.items()})

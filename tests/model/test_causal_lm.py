@@ -116,18 +116,6 @@ class TestEveryModel:
         out = model(type(plain)(ids, labels, aligned.packing), {})
         torch.testing.assert_close(out.loss_sum, model(plain, {}).loss_sum, rtol=1e-12, atol=0)
 
-    def test_stages_make_the_whole(self, make):
-        whole, first, last = ready(make()), ready(make()), ready(make())
-        blocks = list(whole.blocks())
-        first.keep(blocks[:1], first=True, last=False)
-        last.keep(blocks[1:], first=False, last=True)
-        inputs = tokens(LENGTHS)
-        expected = whole(inputs, {})
-        out = last(inputs, {}, first(inputs, {}))
-        torch.testing.assert_close(out.loss_sum, expected.loss_sum, rtol=1e-12, atol=0)
-        names = {name for name, _ in first.named_parameters()} | {name for name, _ in last.named_parameters()}
-        assert names == {name for name, _ in whole.named_parameters()}
-
     def test_flops(self, make):
         model = ready(make(), dtype=torch.float32)
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -201,7 +189,5 @@ def test_what_cannot_run_is_refused():
         hf_qwen3(**QWEN, use_sliding_window=True, sliding_window=4)
     with pytest.raises(ModelError, match="n_kv_heads"):
         titan_llama(**TITAN | {"n_kv_heads": 3})
-    with pytest.raises(ModelError, match="ties embedding"):
-        hf_llama(**LLAMA, tie_word_embeddings=True).keep([], first=True, last=False)
     with pytest.raises(DataError, match="65 tokens exceeds the model's maximum 64"):
         ready(titan_llama(**TITAN))(tokens([65]), {})

@@ -7,16 +7,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hetero_strategy.data.batch import Batch
+from hetero_strategy.data.digits import draw_processors, write_digits_draw
+from hetero_strategy.data.index import build_index
+from hetero_strategy.data.loader import Share, StepDataset
+from hetero_strategy.data.plan import plan_step
+from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model import (
     MultimodalModel,
     SequenceInputs,
+    flow_decoder,
     hf_llama,
     siglip2_encoder,
     titan_llama,
     whisper_encoder,
 )
-from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, HandBatch, clips, images, tokens
+from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, HandBatch, clips, images, ready, tokens
 
 
 def vision():
@@ -45,7 +52,7 @@ def batch():
         for unit, part in zip(units, inputs.labels.split(inputs.packing.lengths.tolist()), strict=True):
             counts[unit] = int((part != -100).sum())
     return HandBatch(
-        inputs=[{"vision": picture, "audio": clip, "llm": first}, {"llm": second}],
+        given=[{"vision": picture, "audio": clip, "llm": first}, {"llm": second}],
         units=[{"vision": [1, 0], "audio": [0], "llm": [0, 2]}, {"vision": [], "audio": [], "llm": [3, 1]}],
         labels=counts,
         order={(0, "vision", "llm"): torch.tensor([2, 3, 4, 5, 0, 1])},
@@ -55,7 +62,7 @@ def batch():
 def by_hand(model, data, consumer="llm"):
     """The same loss written again: one sample at a time, rows put in with a Python loop."""
     total, predicted = torch.zeros((), dtype=torch.float64), {}
-    for mb, inputs in enumerate(data.inputs):
+    for mb, inputs in enumerate(data.given):
         given = inputs[consumer]
         rows = {}
         for name in ("vision", "audio"):
@@ -111,10 +118,10 @@ def test_the_row_order_matters():
 def test_exact_match_counts_samples_whose_every_label_is_right():
     model, data = model_of(), batch()
     for mb, wrong in ((0, None), (1, 0)):  # all right, except one label of sample 3
-        given = data.inputs[mb]["llm"]
+        given = data.given[mb]["llm"]
         labels = given.labels.clone()
         order = {key: rows for key, rows in data.order.items() if key[0] == mb}
-        single = HandBatch([data.inputs[mb]], [data.units[mb]], data.labels, order)
+        single = HandBatch([data.given[mb]], [data.units[mb]], data.labels, order)
         with torch.no_grad():
             best = torch.cat([part.argmax(-1) for part in model(single, keep_logits=True).logits])
         marked = labels != -100
@@ -122,7 +129,7 @@ def test_exact_match_counts_samples_whose_every_label_is_right():
         if wrong is not None:
             place = int(marked.nonzero()[wrong])
             labels[place] = (labels[place] + 1) % 40
-        data.inputs[mb]["llm"] = SequenceInputs(given.ids, labels, given.packing, given.slots)
+        data.given[mb]["llm"] = SequenceInputs(given.ids, labels, given.packing, given.slots)
     out = model(data)
     assert out.exact_match.item() == pytest.approx(3 / 4)
     assert out.accuracy.item() == pytest.approx(1 - 1 / data.labels.sum())
@@ -132,7 +139,7 @@ def test_exact_match_counts_samples_whose_every_label_is_right():
 
 def test_text_only_batches_leave_encoders_without_gradient():
     model, data = model_of(), batch()
-    text = HandBatch(data.inputs[1:], data.units[1:], data.labels * np.array([0, 1, 0, 1]))
+    text = HandBatch(data.given[1:], data.units[1:], data.labels * np.array([0, 1, 0, 1]))
     model(text).loss.backward()
     assert all(p.grad is None for p in [*model.vision.parameters(), *model.audio.parameters()])
     assert all(p.grad is not None for p in model.llm.parameters())
@@ -140,7 +147,7 @@ def test_text_only_batches_leave_encoders_without_gradient():
 
 def test_no_labels_is_a_zero_loss_with_a_graph():
     model, data = model_of(), batch()
-    for inputs in data.inputs:
+    for inputs in data.given:
         given = inputs["llm"]
         inputs["llm"] = SequenceInputs(given.ids, torch.full_like(given.labels, -100), given.packing, given.slots)
     data.labels = np.zeros(4, dtype=np.int64)
@@ -167,8 +174,8 @@ def test_two_consumers_of_one_encoder():
     model = model_of(modules, edges=[("vision", "llm"), ("vision", "caption")])
     assert model.topological()[0] == "vision" and model.consumers() == ("llm", "caption")
     data = batch()
-    data.inputs[0].pop("audio")
-    for mb, inputs in enumerate(data.inputs):
+    data.given[0].pop("audio")
+    for mb, inputs in enumerate(data.given):
         given = inputs["llm"]
         slots = {"vision": given.slots["vision"]}
         inputs["llm"] = SequenceInputs(given.ids, given.labels, given.packing, slots)
@@ -202,7 +209,10 @@ def test_graphs_that_do_not_fit_are_refused():
         MultimodalModel({"vision": vision(), "audio": audio(), "llm": hf_llama(**LLAMA)}, [("vision", "llm")])
     with pytest.raises(ModelError, match="say edges"):
         MultimodalModel({"a": hf_llama(**LLAMA), "b": hf_llama(**LLAMA)})
-    with pytest.raises(ModelError, match="from an Encoder to a CausalLM"):
+    with pytest.raises(
+        ModelError,
+        match="from an Encoder to a CausalLM or from a CausalLM to a Generator, this one from a CausalLM to a E",
+    ):
         MultimodalModel({"vision": vision(), "llm": hf_llama(**LLAMA)}, [("llm", "vision")])
     with pytest.raises(ModelError, match="nothing has a loss"):
         MultimodalModel({"vision": vision()})
@@ -226,3 +236,137 @@ def test_recompute_gives_the_same_gradients():
     for (name, a), b in zip(model.named_parameters(), recomputed.parameters(), strict=True):
         if a.requires_grad:
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=0, msg=name)
+
+
+# ---- a generator behind the language model, and microbatches of its own ---------------------------------------------
+
+DRAWN = {"width": 16, "patch_size": 2, "channels": 1, "dim": 8, "n_layers": 2, "n_heads": 2, "sample_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def drawings(tmp_path_factory):
+    folder = write_digits_draw(tmp_path_factory.mktemp("data") / "drawings", train=24, val=4, seed=1, progress=False)
+    return build_index(folder / "train.json", ChatTokenizer(folder), draw_processors(), progress=False)
+
+
+def drawing_batch(index, **options):
+    options = {"global_batch_size": 12, "microbatches": 3, **options}
+    edges = (("vision", "llm"), ("llm", "draw"))
+    return StepDataset(index, draw_processors(), edges, Share.whole(("vision", "llm", "draw")), **options)[1, 0]
+
+
+def drawing_model(**options):
+    vit = {**VIT, "patch_size": 8, "num_channels": 1}
+    modules = {
+        "draw": flow_decoder(**DRAWN),
+        "vision": siglip2_encoder(out_width=16, merge=2, **vit),
+        "llm": titan_llama(**{**TITAN, "vocab_size": 110}),
+    }
+    model = MultimodalModel(modules, **options)
+    for adapter in model.modules_by_name.values():
+        ready(adapter)
+    return model.double()
+
+
+def grads(model, loss):
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
+
+
+def test_a_generator_learns_from_the_language_models_rows(drawings):
+    model, data = drawing_model(loss_weights={"draw": 0.3}), drawing_batch(drawings)
+    assert model.topological() == ("vision", "llm", "draw") and model.with_loss() == ("llm", "draw")
+    assert [(edge.source, edge.target) for edge in model.edges] == [("vision", "llm"), ("llm", "draw")]
+    assert model.consumers() == ("llm",) and model.generators() == ("draw",)
+    out = model(data)
+    torch.testing.assert_close(out.loss, out.losses["llm"] + out.losses["draw"], rtol=1e-12, atol=0)
+
+    # Written again: one sample at a time, rows found by their placeholder tokens.
+    drawn = data.plan.metadata.items["draw"]
+    total, seen = torch.zeros((), dtype=torch.float64), 0
+    for t, sequence in enumerate(data.inputs["llm"]):
+        given, pictures = data.inputs["draw"][t], data.inputs["vision"][t]
+        rows = {("vision", t): model.vision(pictures)} if pictures is not None else {}
+        order = data.local_rows("vision", t, "llm", t)
+        assert order is None
+        hidden = model.llm(sequence, rows).hidden
+        if given is None:
+            continue
+        marked = hidden[sequence.ids == drawings_mark(drawings)]
+        total = total + model.draw(given, {("llm", t): marked}).loss_sum
+        seen += len(given.rows)
+    assert seen == len(drawn.rows) > 3
+    torch.testing.assert_close(out.losses["draw"], 0.3 * total / int(drawn.targets.sum()), rtol=1e-12, atol=0)
+
+    only = grads(model, out.losses["draw"])
+    upstream = [name for name in only if name.startswith(("vision.", "llm.")) and "norm.weight" not in name]
+    assert any(only[name].abs().max() > 0 for name in upstream if name.startswith("vision."))
+    assert all(only[name].abs().max() > 0 for name in only if name.startswith(("llm.model.layers", "draw.")))
+    assert only["llm.model.output.weight"].abs().max() == 0  # the rows lie before the head
+
+
+def drawings_mark(index):
+    """Token that fills the rows of a drawing: the one at an item's start."""
+    table = index.items["draw"]
+    return int(index.ids[index.offsets[table.sample[0]] + table.start[0]])
+
+
+@pytest.mark.parametrize(
+    "own", [{"vision": 1000}, {"vision": 10}, {"draw": 1000}, {"draw": 20}, {"vision": 1000, "draw": 20}, {"draw": 1}]
+)
+def test_microbatches_of_their_own_change_nothing(drawings, own):
+    model = drawing_model()
+    expected, found = (drawing_batch(drawings, microbatch_tokens=tokens) for tokens in ({}, own))
+    counts = {name: len(found.plan.assignments[name]) for name in own}
+    assert all((count < 3) == (own[name] == 1000) for name, count in counts.items())
+    a, b = model(expected), model(found)
+    for name in a.losses:
+        torch.testing.assert_close(a.losses[name], b.losses[name], rtol=1e-12, atol=0)
+    mine = grads(model, b.loss)
+    for name, grad in grads(model, a.loss).items():
+        torch.testing.assert_close(mine[name], grad, rtol=1e-9, atol=1e-13, msg=name)
+    drawn = [model.eval()(data).drawn["draw"] for data in (expected, found)]
+    torch.testing.assert_close(*drawn, rtol=1e-10, atol=1e-12)
+    assert drawn[0].shape == (int(expected.plan.metadata.items["draw"].targets.sum()) // 4, 4)
+
+
+def test_damaged_routes_are_seen(drawings):
+    """The negative control: rows of one drawing given to another change loss and drawings."""
+    model, data = drawing_model(), drawing_batch(drawings, microbatch_tokens={"draw": 20})
+    expected = model(data).losses["draw"]
+    number = next(i for i, x in enumerate(data.inputs["draw"]) if len(x.rows) > 1)
+    slots = data.inputs["draw"][number].slots
+    key = next(key for key in slots if len(slots[key]) > 1)
+    slots[key] = slots[key].flip(0)
+    assert abs(model(data).losses["draw"] - expected) > 1e-8
+
+
+def test_a_batch_without_drawings(drawings):
+    samples = np.setdiff1d(np.arange(len(drawings)), drawings.items["draw"].sample)[:2]
+    assert len(samples) == 2
+    model, data = drawing_model(), drawing_batch(drawings, global_batch_size=2, microbatches=1, shuffle=False)
+    metadata = drawings.metadata(0, 0, samples)
+    plan = plan_step(metadata, {"vision": 1, "llm": 1, "draw": 1}, ("llm",))
+    inputs = tokens(metadata.tokens.tolist(), vocab=110)
+    data = Batch(plan, {"vision": (None,), "llm": (inputs,), "draw": (None,)})
+    out = model(data)
+    assert out.losses["draw"] == 0 and plan.normalizer("draw") == 1
+    assert model.eval()(data).drawn is None
+
+
+def test_generators_that_do_not_fit_are_refused():
+    def refused(message, modules=None, **options):
+        made = {"llm": titan_llama(**TITAN), "draw": flow_decoder(**DRAWN), **(modules or {})}
+        with pytest.raises(ModelError, match=message):
+            MultimodalModel(made, **options)
+
+    refused(
+        "llm -> draw: source rows have width 16, the target takes 8: set width=16 for draw",
+        {"draw": flow_decoder(**{**DRAWN, "width": 8})},
+    )
+    refused("'draw' is fed by 0 modules", edges=[])
+    refused("'draw' is fed by 2 modules", {"two": titan_llama(**TITAN)}, edges=[("llm", "draw"), ("two", "draw")])
+    refused("from a Encoder to a Generator", {"vision": vision()}, edges=[("vision", "draw")])
+    refused("from a Generator to a CausalLM", edges=[("draw", "llm")])
+    refused("loss_weights: 'drew' has no loss: modules with a loss are llm, draw", loss_weights={"drew": 1})
+    refused("the weight of 'draw' is -1", loss_weights={"draw": -1})

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
-from hetero_strategy.data.plan import Assignment, Microbatch, StepItems, StepMetadata, StepPlan
+from hetero_strategy.data.plan import Assignment, StepItems, StepMetadata, StepPlan
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.encoder import Encoder
 
@@ -115,15 +115,11 @@ def make_batch() -> SimpleNamespace:
         samples=ints(7, 8, 9),
         tokens=ints(10, 20, 30),
         labels=ints(1, 1, 1),
-        items={"vision": StepItems(ints(1), ints(4), ints(0))},
+        items={"vision": StepItems(ints(1), ints(4), ints(0), ints(16))},
     )
-    none = Assignment(ints(), ints(), ints(0, 0), ints(0))
-    first = Microbatch({"llm": Assignment(ints(0, 2), ints(10, 30), ints(0, 2), ints(0)), "vision": none})
-    second = Microbatch(
-        {
-            "llm": Assignment(ints(1), ints(20), ints(0, 1), ints(4)),
-            "vision": Assignment(ints(0), ints(4), ints(0, 1), ints(0)),
-        }
-    )
-    image = SimpleNamespace(packing=SimpleNamespace(lengths=ints(16)))
-    return SimpleNamespace(plan=StepPlan(metadata, (first, second)), inputs=({}, {"vision": image}))
+    none = Assignment(ints(), ints(), ints(), ints(0, 0), ints(0), 0, 0)
+    image = Assignment(ints(0), ints(4), ints(16), ints(0, 1), ints(0), 1, 1)
+    first = Assignment(ints(0, 2), ints(10, 30), ints(10, 30), ints(0, 2), ints(0), 0, 0)
+    second = Assignment(ints(1), ints(20), ints(20), ints(0, 1), ints(4), 1, 1)
+    plan = StepPlan(metadata, 2, {"llm": (first, second), "vision": (none, image)})
+    return SimpleNamespace(plan=plan)

@@ -1,0 +1,150 @@
+"""What a generator is to make: media files as target rows, and the noise and time that each item is trained at."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from hetero_strategy.data.media import ImageProcessor, Sizes, TargetProcessor
+from hetero_strategy.data.plan import StepPlan
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.model.inputs import GeneratorInputs, Packing
+
+if TYPE_CHECKING:
+    from hetero_strategy.data.index import DatasetIndex
+
+
+@dataclass(frozen=True)
+class ImageTarget:
+    """Images to draw, as rows of patches; see `ImageProcessor` for how they are cut.
+
+    ``<draw>`` in an answer becomes ``rows`` placeholder tokens. The language model's rows at these tokens are what the
+    generator is given; the tokens themselves are not predicted.
+
+    Args:
+        rows: condition rows of each image.
+        patch_size: pixels on a side of a patch.
+        channels: 3 (RGB) or 1 (grey).
+        max_patches: larger images are scaled down.
+        mean, std: of the pixel values after scaling to 0..1; one number, or one per channel.
+        field: manifest field.
+    """
+
+    rows: int = 1
+    patch_size: int = 16
+    channels: Literal[1, 3] = 3
+    max_patches: int = 1024
+    mean: float | tuple[float, ...] = 0.5
+    std: float | tuple[float, ...] = 0.5
+    field: str = "draw"
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ConfigError(f"ImageTarget: rows is {self.rows}; a drawing needs at least 1 row of the language model")
+        for name in ("mean", "std"):  # as the processor holds them, so that settings are JSON
+            object.__setattr__(self, name, getattr(self._images, name))
+
+    @cached_property
+    def _images(self) -> ImageProcessor:
+        return ImageProcessor(
+            patch_size=self.patch_size,
+            channels=self.channels,
+            max_patches=self.max_patches,
+            mean=self.mean,
+            std=self.std,
+            field=self.field,
+        )
+
+    @property
+    def feature(self) -> int:
+        return self._images.feature
+
+    @property
+    def size_names(self) -> tuple[str, ...]:
+        return self._images.size_names
+
+    def settings(self) -> dict[str, Any]:
+        return {"kind": type(self).__name__, **asdict(self)}
+
+    def measure(self, path: str | Path) -> tuple[Sizes, int]:
+        """(grid, condition rows)."""
+        return self._images.measure(path)[0], self.rows
+
+    def check(self, path: str | Path) -> None:
+        self._images.check(path)
+
+    def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
+        return self._images.load(path, sizes)
+
+    def hidden_rows(self, sizes: np.ndarray) -> np.ndarray:
+        """Condition rows, and a row per patch."""
+        return self._images.hidden_rows(sizes) + self.rows
+
+    def target_elements(self, sizes: np.ndarray) -> np.ndarray:
+        """Every number of every patch."""
+        return self._images.hidden_rows(sizes) * self.feature
+
+    def pixels(self, values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+        """The inverse of `load`: float32 [R, feature] -> uint8 [height, width, channels]."""
+        (h, w), p = (int(size) for size in sizes), self.patch_size
+        patches = values.reshape(h, w, p, p, self.channels).transpose(0, 2, 1, 3, 4)
+        image = patches.reshape(h * p, w * p, self.channels) * np.asarray(self.std) + np.asarray(self.mean)
+        return np.rint(np.clip(image, 0.0, 1.0) * 255.0).astype(np.uint8)
+
+
+def targets(
+    index: DatasetIndex,
+    processor: TargetProcessor,
+    plan: StepPlan,
+    generator: str,
+    number: int,
+    instance: int,
+    slots: Mapping[Hashable, torch.Tensor],
+    seed: int,
+    *,
+    epoch: int,
+    reads: bool,
+) -> GeneratorInputs:
+    """What one instance of a generator draws in one of its microbatches.
+
+    Args:
+        index: of the data set.
+        processor: of the generator.
+        plan: of the step.
+        generator: its name.
+        number: its microbatch.
+        instance: its instance.
+        slots: (source, its microbatch) -> rows inside the module that it fills.
+        seed: of noise and times, which are functions of (seed, epoch, generator, item of the data set) alone.
+        epoch: of noise and times.
+        reads: whether this rank has a stage that sees target rows: the first or the last.
+    """
+    assignment = plan.assignments[generator][number]
+    table = index.items[generator]
+    numbers = index.item_numbers(generator, plan.samples)[assignment.of(instance)]
+    sizes = np.asarray(table.sizes[numbers])
+    drawn = [np.zeros((0, processor.feature), np.float32)]
+    noise = [np.zeros((0, processor.feature), np.float32)]
+    time = np.zeros(len(numbers), np.float32)
+    for place, (item, size) in enumerate(zip(numbers.tolist(), sizes, strict=True)):
+        random = np.random.Generator(np.random.PCG64([seed, epoch, item, zlib.crc32(generator.encode())]))
+        time[place] = random.random(dtype=np.float32)  # first, so that ranks that read no payload draw the same
+        if reads:
+            drawn.append(processor.load(index.path(generator, item), tuple(size.tolist())))
+            noise.append(random.standard_normal(drawn[-1].shape, np.float32))
+    return GeneratorInputs(
+        values=torch.from_numpy(np.concatenate(drawn)),
+        noise=torch.from_numpy(np.concatenate(noise)),
+        time=torch.from_numpy(time),
+        sizes=sizes,
+        rows=np.asarray(table.rows[numbers]),
+        packing=Packing.of(assignment.hidden_of(instance)),
+        slots=dict(slots),
+    )

@@ -1,0 +1,294 @@
+"""A small image decoder trained by flow matching, conditioned on the rows of a language model.
+
+Rectified flow (Liu et al. 2022, section 2.1; Lipman et al. 2022): ``x_t = (1 - t) noise + t data``, and the network
+predicts the velocity ``data - noise``; an image is drawn by integrating it from noise. The network is a diffusion
+transformer (Peebles and Xie 2022, section 3.2): blocks modulated by the time and the condition (adaLN), here over one
+sequence per item that holds its condition rows and its patches. The condition that modulates is the item's first row as
+it enters the block, so that a pipeline stage needs nothing but rows and times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hetero_strategy.errors import DataError, ModelError
+from hetero_strategy.model.adapter import divisible, drop_blocks, held_blocks, linear_flops
+from hetero_strategy.model.attention import attention_pairs, packed_attention
+from hetero_strategy.model.generator import Generator
+from hetero_strategy.model.inputs import GeneratorInputs, Packing, host_index
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+TIME_FEATURES = 64
+
+
+class Modulation(nn.Module):
+    """Times and conditions of items -> numbers that scale, shift and gate rows. Stages share none."""
+
+    def __init__(self, dim: int, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.of_time = nn.Linear(TIME_FEATURES, dim)
+        self.of_condition = nn.Linear(dim, dim)
+        self.down = nn.Linear(dim, count * dim)
+
+    def forward(self, rows: Tensor, times: Tensor, first: Tensor, packing: Packing) -> tuple[Tensor, ...]:
+        """Rows ``[T, dim]``, of which ``first`` ``[n]`` are the items' first, and time features
+        ``[n, TIME_FEATURES]`` -> ``count`` tensors ``[T, dim]``.
+        """
+        conditions = _normed(rows.index_select(0, first))
+        made: Tensor = self.down(F.silu(self.of_time(times) + self.of_condition(conditions)))
+        return made.index_select(0, packing.sequence).chunk(self.count, dim=-1)
+
+
+class Attention(nn.Module):
+    """Bidirectional attention inside every item."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = dim // heads
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, rows: Tensor, packing: Packing) -> Tensor:
+        """Rows ``[T, dim]`` -> the same shape."""
+        # -1 heads: tensor parallelism leaves only this rank's.
+        split = (linear(rows).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))
+        query, key, value = (part.transpose(0, 1)[None] for part in split)
+        out = packed_attention(query, key, value, packing, causal=False)
+        mixed: Tensor = self.wo(out[0].transpose(0, 1).flatten(1))
+        return mixed
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network, each modulated by the item's time and condition."""
+
+    def __init__(self, dim: int, heads: int, ffn: int) -> None:
+        super().__init__()
+        self.modulation = Modulation(dim, 6)
+        self.attention = Attention(dim, heads)
+        self.up = nn.Linear(dim, ffn)
+        self.down = nn.Linear(ffn, dim)
+
+    def forward(self, rows: Tensor, times: Tensor, first: Tensor, packing: Packing) -> Tensor:
+        """Rows ``[T, dim]`` -> the same shape; see :class:`Modulation`."""
+        scale, shift, gate, scale2, shift2, gate2 = self.modulation(rows, times, first, packing)
+        # Gates around 1, where DiT starts at 0: a new block is an ordinary transformer block.
+        rows = rows + (1 + gate) * self.attention(_normed(rows) * (1 + scale) + shift, packing)
+        inner = F.gelu(self.up(_normed(rows) * (1 + scale2) + shift2))
+        return rows + (1 + gate2) * self.down(inner)
+
+
+class FlowDecoder(Generator):
+    """See the module's docstring; made by :func:`flow_decoder`."""
+
+    def __init__(self, width: int, feature: int, dim: int, n_layers: int, n_heads: int, ffn: int, steps: int) -> None:
+        super().__init__()
+        self.width, self.feature, self.dim = width, feature, dim
+        self.n_heads, self.ffn, self.sample_steps = n_heads, ffn, steps
+        with torch.device("meta"):
+            # A language model's rows are not normalised between its blocks and its head.
+            self.condition_norm: nn.LayerNorm | None = nn.LayerNorm(width)
+            self.condition_in: nn.Linear | None = nn.Linear(width, dim)
+            self.patch_in: nn.Linear | None = nn.Linear(feature, dim)
+            self.layers = nn.ModuleDict({str(number): Block(dim, n_heads, ffn) for number in range(n_layers)})
+            self.modulation_out: Modulation | None = Modulation(dim, 2)
+            self.patch_out: nn.Linear | None = nn.Linear(dim, feature)
+
+    @property
+    def hidden_width(self) -> int:
+        """``dim``."""
+        return self.dim
+
+    def embed(self, inputs: GeneratorInputs, conditions: Tensor, places: Tensor) -> Tensor:
+        """Conditions and noised patches, each with its position."""
+        values, noise, time = self._targets(inputs)
+        return self._rows(time * values + (1 - time) * noise, inputs, self._condition(conditions), places)
+
+    def transform(self, hidden: Tensor, inputs: GeneratorInputs) -> Tensor:
+        """The blocks that are here, in order."""
+        times, first = time_features(inputs.time, hidden.dtype), _first_rows(inputs)
+        for block in self.blocks().values():
+            hidden = block(hidden, times, first, inputs.packing)
+        return hidden
+
+    def loss(self, hidden: Tensor, inputs: GeneratorInputs) -> Tensor:
+        """Squared error of the velocity."""
+        values, noise, _ = self._targets(inputs)
+        velocity = self._velocity(hidden, inputs)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return (velocity.to(values.dtype) - (values - noise)).square().sum()
+
+    def draw(self, inputs: GeneratorInputs, conditions: Tensor, places: Tensor) -> Tensor:
+        """Euler's method in ``sample_steps`` equal steps."""
+        _, drawn, _ = self._targets(inputs)
+        conditions = self._condition(conditions)
+        for step in range(self.sample_steps):
+            now = replace(inputs, time=torch.full_like(inputs.time, step / self.sample_steps))
+            hidden = self.transform(self._rows(drawn, inputs, conditions, places), now)
+            drawn = drawn + self._velocity(hidden, now).to(drawn.dtype) / self.sample_steps
+        return drawn
+
+    def drop(self, blocks: Collection[str], *, before: bool, after: bool) -> None:
+        """Remove blocks; what makes rows comes before them, what makes the velocity after."""
+        drop_blocks(self.layers, blocks)
+        if before:
+            self.condition_norm = self.condition_in = self.patch_in = None
+        if after:
+            self.modulation_out = self.patch_out = None
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """``layers.N``."""
+        return held_blocks(self.layers, "layers")
+
+    def tp_plan(self) -> dict[str, ParallelStyle] | None:
+        """Columns of q, k, v and up, rows of out and down; modulation stays replicated."""
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        columns = {f"layers.*.{name}": ColwiseParallel() for name in ("attention.wq", "attention.wk", "attention.wv")}
+        rows = {f"layers.*.{name}": RowwiseParallel() for name in ("attention.wo", "down")}
+        return {**columns, "layers.*.up": ColwiseParallel(), **rows}
+
+    def check_tp(self, tp: int) -> list[str]:
+        """Heads and the feed-forward width must divide."""
+        return divisible(tp, heads=self.n_heads, feed_forward_width=self.ffn)
+
+    def initialize(self, prefix: str, unit: nn.Module) -> None:
+        """Matrices by their inputs, biases 0. What modulates and what predicts starts small but not at 0, so that
+        gradients reach everything from the first step.
+        """
+        for name, module in unit.named_modules():
+            if isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+            elif isinstance(module, nn.Linear):
+                small = name.endswith(("modulation.down", "modulation_out.down", "patch_out"))
+                nn.init.normal_(module.weight, std=(0.1 if small else 0.7) * module.in_features**-0.5)
+                nn.init.zeros_(module.bias)
+
+    def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
+        """Matmuls and attention. Around the blocks all rows count as patches: lengths do not say which are not."""
+        twin, packing = self.twin(), Packing.of(packing_lengths)
+        assert isinstance(twin, FlowDecoder) and twin.modulation_out is not None
+        rows, items = packing.rows, len(packing.lengths)
+        attention = 4 * self.dim * attention_pairs(packing, causal=False)
+        modulation = [linear_flops(m) for m in twin.layers.modules() if isinstance(m, Modulation)]
+        linear = [linear_flops(block) for block in twin.blocks().values()]
+        blocks = [rows * (a - m) + items * m + attention for a, m in zip(linear, modulation, strict=True)]
+        after = rows * 2.0 * self.dim * self.feature + items * linear_flops(twin.modulation_out)
+        return rows * 2.0 * self.dim * self.feature, np.array(blocks, dtype=np.float64), after
+
+    def _condition(self, conditions: Tensor) -> Tensor:
+        assert self.condition_norm is not None and self.condition_in is not None
+        rows: Tensor = self.condition_in(self.condition_norm(conditions.to(self.condition_norm.weight.dtype)))
+        return rows
+
+    def _rows(self, noised: Tensor, inputs: GeneratorInputs, conditions: Tensor, places: Tensor) -> Tensor:
+        """``[T, dim]``: noised patches ``[R, feature]`` and projected conditions ``[C, dim]`` with their positions."""
+        assert self.patch_in is not None
+        grids = inputs.sizes.reshape(-1, 2)
+        if not np.array_equal(grids.prod(axis=1), inputs.target_rows):
+            raise DataError("flow_decoder: grids.prod(1) must equal the target rows of every item")
+        if noised.shape != (int(inputs.target_rows.sum()), self.feature):
+            raise DataError(
+                f"flow_decoder: patches have shape {tuple(noised.shape)}, expected "
+                f"({int(inputs.target_rows.sum())}, {self.feature}): patch_size and channels must match the data's"
+            )
+        patches = self.patch_in(noised.to(self.patch_in.weight.dtype))
+        rows = patches.new_zeros(inputs.packing.rows, self.dim)
+        rows = rows.index_copy(0, self._patch_places(inputs), patches)
+        rows = rows.index_copy(0, places, conditions.to(rows.dtype))
+        return rows + positions(inputs, self.dim, rows)
+
+    def _velocity(self, hidden: Tensor, inputs: GeneratorInputs) -> Tensor:
+        """``[R, feature]``, from the last blocks' rows."""
+        assert self.modulation_out is not None and self.patch_out is not None
+        times, first = time_features(inputs.time, hidden.dtype), _first_rows(inputs)
+        scale, shift = self.modulation_out(hidden, times, first, inputs.packing)
+        velocity: Tensor = self.patch_out((_normed(hidden) * (1 + scale) + shift)[self._patch_places(inputs)])
+        return velocity
+
+    def _targets(self, inputs: GeneratorInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """(values, noise, time of every target row ``[R, 1]``), fp64 in an fp64 model, else fp32."""
+        dtype = next(self.parameters()).dtype
+        dtype = dtype if dtype == torch.float64 else torch.float32
+        item = host_index(np.repeat(np.arange(len(inputs.rows)), inputs.target_rows), inputs.time)
+        return inputs.values.to(dtype), inputs.noise.to(dtype), inputs.time.to(dtype)[item][:, None]
+
+    def _patch_places(self, inputs: GeneratorInputs) -> Tensor:
+        """Packed rows that are patches, int64 ``[R]``."""
+        lengths = inputs.packing.lengths
+        place = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return host_index(np.flatnonzero(place >= np.repeat(inputs.rows, lengths)), inputs.time)
+
+
+def flow_decoder(
+    *,
+    width: int,
+    patch_size: int,
+    channels: int = 3,
+    dim: int = 256,
+    n_layers: int = 4,
+    n_heads: int = 4,
+    ffn: int | None = None,
+    sample_steps: int = 16,
+) -> FlowDecoder:
+    """A :class:`FlowDecoder` of images.
+
+    Args:
+        width: of the language model's rows.
+        patch_size: pixels on a side of a patch, as in the data's `ImageTarget`.
+        channels: of the images.
+        dim: width of the rows inside.
+        n_layers: blocks.
+        n_heads: of attention.
+        ffn: inner width of the feed-forward network, ``4 * dim`` by default.
+        sample_steps: Euler steps of a drawing.
+
+    Raises:
+        ModelError: sizes that do not fit together.
+    """
+    sizes = {"width": width, "patch_size": patch_size, "channels": channels, "dim": dim, "n_heads": n_heads}
+    for name, value in {**sizes, "n_layers": n_layers, "sample_steps": sample_steps}.items():
+        if value < 1:
+            raise ModelError(f"flow_decoder: {name} is {value}; use at least 1")
+    if dim % n_heads or dim % 4:
+        raise ModelError(f"flow_decoder: dim {dim} must be a multiple of n_heads {n_heads} and of 4 (positions)")
+    return FlowDecoder(width, patch_size**2 * channels, dim, n_layers, n_heads, ffn or 4 * dim, sample_steps)
+
+
+def time_features(time: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sines and cosines of times in 0..1, ``[n, TIME_FEATURES]``."""
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    half = TIME_FEATURES // 2
+    rates = torch.exp(torch.arange(half, dtype=precise, device=time.device) * (-math.log(1000.0) / (half - 1)))
+    angles = 1000.0 * time.to(precise)[:, None] * rates
+    return torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
+
+
+def positions(inputs: GeneratorInputs, dim: int, like: Tensor) -> Tensor:
+    """Sine tables ``[T, dim]``: row and column of a patch, and the place of a condition row (as column, at row -1)."""
+    place = [np.zeros((0, 2))]
+    for (height, width), rows in zip(inputs.sizes.reshape(-1, 2).tolist(), inputs.rows.tolist(), strict=True):
+        place.append(np.stack([np.full(rows, -1.0), np.arange(rows)], axis=1))
+        place.append(np.stack(np.divmod(np.arange(height * width), width), axis=1))
+    angles = np.concatenate(place)[:, :, None] * (100.0 ** -np.linspace(0.0, 1.0, dim // 4))
+    table = np.concatenate([np.sin(angles), np.cos(angles)], axis=2).reshape(-1, dim)
+    return torch.from_numpy(table).to(like.dtype).to(like.device, non_blocking=True)
+
+
+def _first_rows(inputs: GeneratorInputs) -> Tensor:
+    """First packed row of every item, int64 ``[n]``."""
+    lengths = inputs.packing.lengths
+    return host_index(np.cumsum(lengths) - lengths, inputs.time)
+
+
+def _normed(rows: Tensor) -> Tensor:
+    return F.layer_norm(rows, rows.shape[-1:])

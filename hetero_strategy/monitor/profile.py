@@ -1,0 +1,63 @@
+"""Costs of actions from what was measured: the simulator's input."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
+
+from hetero_strategy.schedule.action import Action, Kind, Node
+from hetero_strategy.schedule.graph import PlannedCosts
+
+
+class Sample(NamedTuple):
+    """One action that ran."""
+
+    node: Node
+    kind: Kind
+    flops: float
+    """Planned for the instance that was measured; 0 for UNSHARD and REDUCE."""
+    seconds: float
+
+
+class Profile:
+    """Seconds of every kind of action of every stage, as ``a + b * FLOPs``, both at least 0.
+
+    Fitted to the samples by least squares, after those beyond twice the median time per predicted time are left out:
+    a process that lost the processor for a moment says nothing of the action.
+
+    Args:
+        samples: of any number of steps and ranks.
+    """
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        by_kind: dict[tuple[Node, Kind], list[tuple[float, float]]] = defaultdict(list)
+        for sample in samples:
+            by_kind[sample.node, sample.kind].append((sample.flops, sample.seconds))
+        self._lines = {key: _fit(np.array(found)) for key, found in by_kind.items()}
+
+    def costs(self, planned: PlannedCosts, action: Action) -> np.ndarray | float:
+        """Seconds of an action on every instance, float64 ``[instances]``; what was never measured costs nothing."""
+        constant, slope = self._lines.get((action.node, action.kind), (0.0, 0.0))
+        if action.microbatch < 0:
+            return constant
+        return constant + slope * planned.of_instances(action)
+
+
+def _fit(points: np.ndarray) -> tuple[float, float]:
+    """Constant and slope of a line through ``[n, 2]`` points of (FLOPs, seconds)."""
+    constant, slope = _line(points)
+    predicted = constant + slope * points[:, 0]
+    ratio = points[:, 1] / np.maximum(predicted, 1e-12)
+    kept = points[ratio <= 2 * np.median(ratio)]
+    return _line(kept if len(kept) else points)
+
+
+def _line(points: np.ndarray) -> tuple[float, float]:
+    unit = points[:, 0].max(initial=0.0) or 1.0
+    matrix = np.stack([np.ones(len(points)), points[:, 0] / unit], axis=1)
+    (constant, slope), _ = nnls(matrix, points[:, 1])
+    return float(constant), float(slope / unit)

@@ -1,0 +1,93 @@
+"""How a module is cut into stages, and how the whole module keeps the names of what its stages own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.model.adapter import Adapter
+
+
+def even_split(blocks: int, stages: int) -> tuple[int, ...]:
+    """Blocks of each stage, as equal as can be; the first stages have one more."""
+    each, more = divmod(blocks, stages)
+    return tuple(each + (stage < more) for stage in range(stages))
+
+
+def cut(module: Adapter, layout: ModuleLayout, split: Sequence[int], pp_rank: int) -> dict[int, Adapter]:
+    """The stages of one pipeline rank by number; the module itself where it is not pipelined.
+
+    Args:
+        module: whole.
+        layout: resolved.
+        split: blocks of each stage; not read without a pipeline.
+        pp_rank: whose stages.
+    """
+    pipeline = layout.pipeline
+    if pipeline.stages == 1:
+        return {0: module}
+    blocks = list(module.blocks())
+    assert len(split) == pipeline.stages and sum(split) == len(blocks), f"split {split} of {len(blocks)} blocks"
+    stages = {}
+    for number in pipeline.stages_of(pp_rank):
+        before = sum(split[:number])
+        mine = blocks[before : before + split[number]]
+        stages[number] = module.stage(mine, first=number == 0, last=number == pipeline.stages - 1)
+    return stages
+
+
+def owned_tensors(stage: Adapter) -> dict[str, nn.Parameter]:
+    """Parameters of a stage by their name in the whole module."""
+    return {stage.global_name(fqn): parameter for fqn, parameter in stage.named_parameters()}
+
+
+def adopt(module: Adapter, stages: Mapping[int, Adapter]) -> None:
+    """Let the whole module hold the tensors of its stages on this rank, under its own names.
+
+    Most are in parts that it shares with them. The others are those of the modules around the blocks, and a weight
+    that two stages share, both of whose names are bound to this rank's copy.
+    """
+    tied = module.tied_weight() or ()
+    for stage in stages.values():
+        if stage is module:
+            continue
+        for fqn, buffer in stage.named_buffers(remove_duplicate=False):
+            owner, key = _holder(module, fqn)
+            owner._buffers[key] = buffer
+        for fqn, parameter in stage.named_parameters(remove_duplicate=False):
+            for name in tied if fqn in tied else (fqn,):
+                owner, key = _holder(module, name)
+                owner._parameters[key] = parameter
+
+
+@contextmanager
+def ties_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Parameters that several places share stay shared: ``to_empty`` and ``to`` make one for each place."""
+    places: dict[int, dict[tuple[int, str], nn.Module]] = {}
+    for module in modules:
+        for owner in module.modules():
+            for key, parameter in owner._parameters.items():
+                if parameter is not None:
+                    places.setdefault(id(parameter), {})[(id(owner), key)] = owner
+    yield
+    for shared in places.values():
+        (first, *others) = [(owner, key) for (_, key), owner in shared.items()]
+        for owner, key in others:
+            owner._parameters[key] = first[0]._parameters[first[1]]
+
+
+def _holder(module: nn.Module, fqn: str) -> tuple[nn.Module, str]:
+    path, _, key = fqn.rpartition(".")
+    return module.get_submodule(path), key
+
+
+def allocate(stages: Iterable[Adapter], device: torch.device) -> None:
+    """Uninitialised memory for everything that the stages hold."""
+    stages = list(stages)
+    with ties_kept(stages):
+        for stage in stages:
+            stage.to_empty(device=device)

@@ -1,0 +1,78 @@
+"""A weight that the first and the last stage of a module share: each owns a copy, their gradients are summed.
+
+Both owners start from the same values and see the same summed gradient, so the copies stay equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.parallelize.gradients import local
+
+
+class Tied:
+    """Shared weights that this rank owns.
+
+    Args:
+        owned: parameters with the group of their two owners.
+    """
+
+    def __init__(self, owned: Sequence[tuple[nn.Parameter, dist.ProcessGroup]]) -> None:
+        self._owned = list(owned)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Sum the gradients of both owners, each already summed over data-parallel ranks. A collective of the two.
+
+        Without a gradient nothing happens: then the module had no work, on either side.
+        """
+        for parameter, group in self._owned:
+            if parameter.grad is not None:
+                dist.all_reduce(local(parameter.grad), group=group)
+
+
+def find_tied(
+    modules: Mapping[str, Adapter],
+    layouts: Mapping[str, ModuleLayout],
+    rank: int,
+    group: Callable[[Iterable[int]], dist.ProcessGroup | None],
+) -> Tied:
+    """Shared weights that this rank owns.
+
+    Args:
+        modules: whole, after ``parallelize``.
+        layouts: resolved.
+        rank: this rank.
+        group: ``GroupRegistry.group``, which must know :func:`tied_rank_sets`.
+    """
+    found = []
+    for name, module in modules.items():
+        weight = module.tied_weight()
+        for pair in _pairs(module, layouts[name]):
+            if rank in pair and weight is not None:
+                owners = group(pair)
+                parameter = module.get_parameter(weight[0])
+                assert owners is not None
+                if parameter.requires_grad:
+                    found.append((parameter, owners))
+    return Tied(found)
+
+
+def tied_rank_sets(modules: Mapping[str, Adapter], layouts: Mapping[str, ModuleLayout]) -> list[tuple[int, ...]]:
+    """Pairs of ranks that own the same part of a shared weight; each needs a group."""
+    return [pair for name, module in modules.items() for pair in _pairs(module, layouts[name])]
+
+
+def _pairs(module: Adapter, layout: ModuleLayout) -> list[tuple[int, ...]]:
+    """Ranks of equal coordinate in the first and the last stage; none where one rank has both."""
+    last = layout.pipeline.stages - 1
+    if module.tied_weight() is None or layout.pipeline.rank_of(0) == layout.pipeline.rank_of(last):
+        return []
+    both = zip(layout.stage_grid(0).flat, layout.stage_grid(last).flat, strict=True)
+    return [tuple(sorted((int(a), int(b)))) for a, b in both]

@@ -1,0 +1,1 @@
+"""Which layouts: what layers cost, where stages begin, how many stages each module has."""

@@ -1,0 +1,68 @@
+"""Which blocks each pipeline stage of a module gets where the layout does not say. Works on modules as built."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from torch import nn
+
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.planner.layers import LayerCost, costs
+from hetero_strategy.planner.partition import split
+
+TYPICAL_ROWS = 1024
+"""Length of the sequence whose FLOPs weigh the blocks; what matters is how blocks compare with embedding and head."""
+
+
+def with_splits(
+    modules: Mapping[str, Adapter],
+    topological: Sequence[str],
+    edges: Sequence[tuple[str, str]],
+    layouts: Mapping[str, ModuleLayout],
+    recompute: Collection[str] = (),
+) -> dict[str, ModuleLayout]:
+    """The layouts with every ``split`` given: frozen-aware, from counted FLOPs.
+
+    Args:
+        modules: as built, before anything is parallelised.
+        topological: their names, sources before targets.
+        edges: (source, target) names.
+        layouts: resolved.
+        recompute: modules that run their blocks again in backward.
+    """
+    trains: dict[str, bool] = {}
+    found = {}
+    for name in topological:
+        module, layout = modules[name], layouts[name]
+        upstream = any(trains[source] for source, target in edges if target == name)
+        if layout.split is None:
+            blocks = list(module.blocks())
+            stages = layout.pipeline.stages
+            counts: tuple[int, ...] = (len(blocks),)
+            if stages > 1:
+                counts = split(costs(_layers(module, blocks, name in recompute), upstream).total, stages)
+            layout = replace(layout, split=counts)
+        found[name] = layout
+        trains[name] = upstream or any(p.requires_grad for p in module.parameters())
+    return {name: found[name] for name in layouts}
+
+
+def _layers(module: Adapter, blocks: list[str], recomputed: bool) -> list[LayerCost]:
+    """One entry per block; embedding and head are in the first and the last."""
+    forward = module.stage_flops(np.array([TYPICAL_ROWS]), [1] * len(blocks))
+    layers = []
+    for number, (block, flops) in enumerate(zip(blocks, forward, strict=True)):
+        stage = module.stage([block], first=number == 0, last=number == len(blocks) - 1)
+        trains = any(p.requires_grad for p in stage.parameters())
+        layers.append(LayerCost(float(flops), trains, recomputed, weight=float(flops) * _trained_share(stage)))
+    return layers
+
+
+def _trained_share(stage: nn.Module) -> float:
+    """Part of a stage's matmuls whose weights train: a frozen block may share its stage with a trained projector."""
+    weights = [linear.weight for linear in stage.modules() if isinstance(linear, nn.Linear)]
+    trained = sum(w.numel() for w in weights if w.requires_grad)
+    return trained / max(1, sum(w.numel() for w in weights))

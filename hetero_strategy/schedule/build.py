@@ -1,0 +1,227 @@
+"""``make_schedule``: a step's schedule from its stage graph and its work. Pure.
+
+torch.distributed.pipelining has schedule tables for one chain of stages whose microbatches all have one shape and
+number. Its names of actions and its orders (interleaved 1F1B, ZBV) are taken; the rest is ours, since here stages form
+a graph, modules have their own microbatches, share ranks, and have groups of unequal size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hetero_strategy.errors import ScheduleError
+from hetero_strategy.schedule.action import Action, Lane, Schedule, StageGraph, Work
+from hetero_strategy.schedule.merge import merge
+from hetero_strategy.schedule.modules import listed, module_programs, most
+from hetero_strategy.schedule.numbers import Costs, Numbers
+from hetero_strategy.schedule.warmup import Link, links
+
+ORDERS = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "sequential")
+SPLIT = ("zb_h1", "zbv")
+"""Orders that divide backwards in I and W."""
+
+
+def make_schedule(
+    order: str,
+    graph: StageGraph,
+    work: Work,
+    costs: Costs | None = None,
+    *,
+    train: bool = True,
+    max_in_flight: Mapping[str, int] | None = None,
+) -> Schedule:
+    """Build every rank's list of actions.
+
+    Args:
+        order: one of ``ORDERS``. ``interleaved_1f1b`` interleaves modules with ``vpp > 1``, ``zbv`` those with two
+            stages per rank in v style; other modules run 1F1B and ZB-H1 beside them.
+        graph: stages of all modules.
+        work: microbatches of the step.
+        costs: duration of an action in any unit; ``None``: F, I and W take 1, B what it consists of (2, or 1 where
+            nothing in it trains), UNSHARD and REDUCE 0. They must be the same on all ranks. Costs decide the order of modules that share ranks, and
+            where W runs.
+        train: with backwards.
+        max_in_flight: by module, most microbatches of its own that each of its stages may hold.
+
+    Raises:
+        ScheduleError: unknown order or module, an order that the modules' stages do not fit, or a bound that cannot be
+            kept.
+    """
+    bounds = dict(max_in_flight or {})
+    _refuse(order, graph, bounds)
+    numbers = Numbers(graph, work, train=train, splits=order in SPLIT, costs=costs)
+    groups = _lanes(graph, numbers)
+    if order == "sequential":
+        starts = _sequential(numbers, graph, work)
+    else:
+        starts = _pipelined(order, graph, work, numbers, groups, bounds)
+    return _schedule(order, graph, work, train, numbers, groups, starts, bounds)
+
+
+def _refuse(order: str, graph: StageGraph, bounds: Mapping[str, int]) -> None:
+    if order not in ORDERS:
+        raise ScheduleError(f"order {order!r} is not known; choose one of {', '.join(ORDERS)}")
+    for module, bound in bounds.items():
+        if module not in graph.pipelines:
+            raise ScheduleError(f"max_in_flight names {module!r}; the modules are {', '.join(graph.pipelines)}")
+        if bound < 1:
+            raise ScheduleError(f"max_in_flight of {module} is {bound}: it must hold at least 1 microbatch")
+    fits = [p for p in graph.pipelines.values() if p.vpp > 1 and (p.style == "v") == (order == "zbv")]
+    if order == "interleaved_1f1b" and not fits:
+        raise ScheduleError("interleaved_1f1b needs a module with vpp > 1 in loop style: set its vpp, or take 1f1b")
+    if order == "zbv" and not fits:
+        raise ScheduleError("zbv needs a module with vpp=2 in v style: set them, or take zb_h1")
+    if order in ("gpipe", "sequential"):
+        return
+    for module, pipeline in graph.pipelines.items():
+        if pipeline.vpp == 1:
+            continue
+        wanted = "zbv" if pipeline.style == "v" else "interleaved_1f1b"
+        if order != wanted:
+            raise ScheduleError(
+                f"{module} has vpp={pipeline.vpp} in {pipeline.style} style, which {order} does not order: "
+                f"take {wanted}, or set its vpp to 1"
+            )
+        if order == "zbv" and pipeline.vpp != 2:
+            raise ScheduleError(f"{module} has vpp={pipeline.vpp}, but zbv has two stages per rank: set vpp to 2")
+
+
+def _lanes(graph: StageGraph, numbers: Numbers) -> list[tuple[tuple[int, ...], list[int]]]:
+    """(ranks, indices of the nodes they host) per lane; nodes without work are left out."""
+    found = []
+    for hosted, ranks in graph.hosts.items():
+        nodes = [numbers.index[n] for n in hosted if n in numbers.index]
+        if nodes:
+            found.append((ranks, nodes))
+    return found
+
+
+def _sequential(numbers: Numbers, graph: StageGraph, work: Work) -> list[int]:
+    """Step microbatch after step microbatch: all forwards from sources to sinks, then all backwards the other way.
+
+    A unit of several step microbatches has its forward with the first of them that needs it, its backward with the
+    last of them.
+    """
+    units = numbers.units
+    when = [span.first for n in numbers.nodes for span in work.microbatches[n.module]] * 2
+    for i, count in enumerate(numbers.counts):
+        latest = 0
+        for u in range(numbers.first[i], numbers.first[i] + count):
+            when[u] = latest = max(latest, when[u])
+            for v in numbers.after[u]:
+                when[v] = max(when[v], latest)
+    for i in reversed(range(len(numbers.counts))):
+        latest = 0
+        for u, span in enumerate(work.microbatches[numbers.nodes[i].module], numbers.first[i]):
+            when[u + units] = latest = max(latest, when[u + units], when[u], span.last)
+            for v in numbers.after[u + units]:
+                when[v] = max(when[v], latest)
+    node = [i for i, count in enumerate(numbers.counts) for _ in range(count)]
+    forwards = [(when[u], 0, node[u], u) for u in range(units)]
+    backwards = [(when[u + units], 1, -node[u], u + units) for u in range(units) if numbers.backward[node[u]]]
+    opened: set[int] = set()
+    left = numbers.counts.copy()
+    starts: list[int] = []
+    for _, back, _, number in sorted(forwards + backwards):
+        i = node[number - back * units]
+        if numbers.gathers[i] and i not in opened:
+            starts.append(3 * units + i)
+            opened.add(i)
+        starts.append(number)
+        left[i] -= back
+        if back and not left[i] and numbers.reduces[i]:
+            starts.append(3 * units + len(left) + i)
+    return starts
+
+
+def _pipelined(
+    order: str,
+    graph: StageGraph,
+    work: Work,
+    numbers: Numbers,
+    groups: list[tuple[tuple[int, ...], list[int]]],
+    bounds: Mapping[str, int],
+) -> list[int]:
+    lanes = [tuple(k for k, (_, nodes) in enumerate(groups) if i in nodes) for i in range(len(numbers.nodes))]
+    edges = links(graph, work)
+    _hold_back(numbers, graph, lanes, edges)
+    made = module_programs(order, graph, work, numbers, edges, bounds)
+    lists = [listed(numbers, module, program) for module, program in made]
+    starts = merge(numbers, lists, lanes, most(numbers, made, bounds))
+    if starts is None:
+        raise ScheduleError(
+            f"{order}: microbatches of neighbouring modules wait for each other in a circle; "
+            f"feeds must pair them in ascending order"
+        )
+    return starts
+
+
+def _hold_back(numbers: Numbers, graph: StageGraph, lanes: Sequence[tuple[int, ...]], edges: Sequence[Link]) -> None:
+    """Keep nodes without backward from running all their forwards first, where the longest waiting comes first.
+
+    They hold nothing that would bound them. Two microbatches ahead of the nearest consumer are enough for it not to
+    wait.
+    """
+    shared = {lane for on in lanes if len(on) > 1 for lane in on}
+    ahead = 2
+    for i, node in enumerate(numbers.nodes):
+        if numbers.backward[i] or graph.pipelines[node.module].vpp > 1 or shared.isdisjoint(lanes[i]):
+            continue
+        nearest = min((numbers.index[t] for t in graph.outgoing[node] if t in numbers.index), default=None)
+        if nearest is None:
+            continue
+        target = numbers.nodes[nearest].module
+        reads: Sequence[int] = range(numbers.counts[i])
+        if target != node.module:
+            reads = next(e.first_target for e in edges if (e.source, e.target) == (node.module, target))
+        unit = numbers.first[nearest]
+        numbers.hold(i, [(unit + k - ahead, place) for place, k in enumerate(reads) if k >= ahead])
+
+
+def _schedule(
+    order: str,
+    graph: StageGraph,
+    work: Work,
+    train: bool,
+    numbers: Numbers,
+    groups: Sequence[tuple[tuple[int, ...], list[int]]],
+    starts: Sequence[int],
+    bounds: Mapping[str, int],
+) -> Schedule:
+    units = numbers.units
+    node = [i for i, count in enumerate(numbers.counts) for _ in range(count)] * 3 + [*range(len(numbers.nodes))] * 2
+    holders: list[list[list[Action]]] = [[] for _ in numbers.nodes]
+    lists: list[list[Action]] = []
+    for _, nodes in groups:
+        lists.append([])
+        for i in nodes:
+            holders[i].append(lists[-1])
+    held = [0] * len(numbers.nodes)
+    most = held.copy()
+    for number in starts:
+        i = node[number]
+        action = numbers.actions[number]
+        assert action is not None
+        for actions in holders[i]:
+            actions.append(action)
+        if number < units:
+            if numbers.backward[i]:
+                held[i] += 1
+                most[i] = max(most[i], held[i])
+        elif number < 3 * units and (number >= 2 * units) == numbers.split[i]:
+            held[i] -= 1
+    for i, n in enumerate(numbers.nodes):
+        if most[i] > bounds.get(n.module, most[i]):
+            raise ScheduleError(
+                f"{order} holds {most[i]} microbatches of {n}, max_in_flight allows {bounds[n.module]}: "
+                f"raise it, or take 1f1b"
+            )
+    return Schedule(
+        order=order,
+        graph=graph,
+        work=work,
+        split=frozenset(n for n, split in zip(numbers.nodes, numbers.split, strict=True) if split),
+        train=train,
+        lanes=tuple(Lane(ranks, tuple(acts)) for (ranks, _), acts in zip(groups, lists, strict=True)),
+        in_flight=dict(zip(numbers.nodes, most, strict=True)),
+    )

@@ -1,0 +1,240 @@
+"""``check``: proof that a schedule can run, whoever made it. Pure.
+
+It holds every list against what the step must do, then runs all lists abstractly: an action happens when every rank of
+its node has come to it (it may hold collectives that block) and all rows it reads have been made. Time is linear in the
+number of actions times the lanes that share them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from hetero_strategy.errors import ScheduleError
+from hetero_strategy.schedule.action import Action, Kind, Lane, Node, Schedule
+
+
+def check(schedule: Schedule) -> None:
+    """Refuse a schedule that is not complete or cannot run.
+
+    Proves: lanes hold the ranks that have work, each once; every action is once on every lane that hosts its node and
+    on no other; on every rank what is needed comes before what needs it, UNSHARD before all forwards of its node and
+    REDUCE after all its backwards; with actions that block until all their ranks come and their rows are there, all
+    lists come to their end; rows of an edge are awaited in the order in which they are sent; no node holds more
+    microbatches than ``in_flight`` says.
+
+    Raises:
+        ScheduleError: names the rank, the action and the numbers of the first fault.
+    """
+    _check_lanes(schedule)
+    homes = _homes(schedule)
+    _check_complete(schedule, homes)
+    needs = {action: schedule.dependencies.before(action) for action in homes}
+    for lane in schedule.lanes:
+        _check_order(schedule, lane, needs)
+    _check_runs(schedule, homes, needs)
+    _check_edges(schedule, homes)
+
+
+def expected(schedule: Schedule, node: Node) -> list[Action]:
+    """All actions that a node has in the step of a schedule."""
+    stage = schedule.graph.stages[node]
+    spans = schedule.work.microbatches.get(node.module, ())
+    if not spans:
+        return []
+    kinds: list[Kind] = ["F"]
+    if schedule.train and stage.backward:
+        kinds += ["I", "W"] if node in schedule.split else ["B"]
+    actions = [Action(kind, node, span.number) for kind in kinds for span in spans]
+    if stage.sharded:
+        actions.append(Action("UNSHARD", node))
+    if schedule.train and stage.backward and stage.trains:
+        actions.append(Action("REDUCE", node))
+    return actions
+
+
+def _check_lanes(schedule: Schedule) -> None:
+    seen: dict[int, int] = {}
+    hosted = {rank: nodes for nodes, ranks in schedule.graph.hosts.items() for rank in ranks}
+    for number, lane in enumerate(schedule.lanes):
+        for rank in lane.ranks:
+            if rank in seen:
+                raise ScheduleError(f"rank {rank} is in lanes {seen[rank]} and {number}; it can run one list only")
+            seen[rank] = number
+            if hosted.get(rank) != hosted.get(lane.ranks[0]):
+                raise ScheduleError(f"ranks {lane.ranks[0]} and {rank} share lane {number} but host different nodes")
+    for nodes, ranks in schedule.graph.hosts.items():
+        if any(schedule.work.microbatches.get(n.module) for n in nodes):
+            for rank in ranks:
+                if rank not in seen:
+                    raise ScheduleError(f"rank {rank} hosts {', '.join(map(str, nodes))} but is in no lane")
+    for node in schedule.split:
+        stage = schedule.graph.stages.get(node)
+        if stage is None or not (stage.trains and stage.backward and schedule.train):
+            raise ScheduleError(f"{node} is split in I and W but has no weight gradient")
+
+
+def _homes(schedule: Schedule) -> dict[Action, tuple[int, ...]]:
+    """Lanes of every action of the step."""
+    lanes: dict[Node, list[int]] = {}
+    of_rank = schedule.lane_of
+    for nodes, ranks in schedule.graph.hosts.items():
+        found = sorted({of_rank[r] for r in ranks if r in of_rank})
+        for node in nodes:
+            lanes[node] = sorted({*lanes.get(node, ()), *found})
+    return {a: tuple(lanes[n]) for n in schedule.graph.stages for a in expected(schedule, n)}
+
+
+def _check_complete(schedule: Schedule, homes: dict[Action, tuple[int, ...]]) -> None:
+    due: list[list[Action]] = [[] for _ in schedule.lanes]
+    for action, lanes in homes.items():
+        for number in lanes:
+            due[number].append(action)
+    for wanted, lane in zip(due, schedule.lanes, strict=True):
+        rank = lane.ranks[0]
+        counts = Counter(lane.actions)
+        foreign = next((a for a in counts if a not in homes), None)
+        if foreign is not None:
+            raise ScheduleError(f"rank {rank}: {foreign} is not part of this step")
+        own = set(wanted)
+        guest = next((a for a in counts if a not in own), None)
+        if guest is not None:
+            raise ScheduleError(f"rank {rank} has {guest} in its list but does not host {guest.node}")
+        twice = next((a for a, count in counts.items() if count > 1), None)
+        if twice is not None:
+            raise ScheduleError(f"rank {rank} runs {twice} {counts[twice]} times")
+        if len(counts) < len(own):
+            missing = [a for a in wanted if a not in counts]
+            raise ScheduleError(f"rank {rank} never runs {missing[0]} ({len(missing)} of {len(own)} actions missing)")
+
+
+def _check_order(schedule: Schedule, lane: Lane, needs: dict[Action, tuple[Action, ...]]) -> None:
+    """What one rank can see: needs, UNSHARD and REDUCE, and microbatches held."""
+    rank = lane.ranks[0]
+    place = {a: i for i, a in enumerate(lane.actions)}
+    first: dict[Node, Action] = {}
+    last: dict[Node, Action] = {}
+    held: dict[Node, int] = {}
+    for i, action in enumerate(lane.actions):
+        node = action.node
+        if action.kind in ("UNSHARD", "REDUCE"):
+            continue
+        for need in needs[action]:
+            if place.get(need, -1) > i:
+                raise ScheduleError(f"rank {rank} runs {action} before {need}, which it needs")
+        if action.kind == "F":
+            first.setdefault(node, action)
+            if schedule.train and schedule.graph.stages[node].backward:
+                held[node] = held.get(node, 0) + 1
+                bound = schedule.in_flight.get(node, 0)
+                if held[node] > bound:
+                    raise ScheduleError(
+                        f"rank {rank} holds {held[node]} microbatches of {node} after {action}, "
+                        f"in_flight allows {bound}"
+                    )
+        else:
+            last[node] = action
+            if action.kind != "I":
+                held[node] -= 1
+    for node, action in first.items():
+        unshard = place.get(Action("UNSHARD", node), -1)
+        if unshard > place[action]:
+            raise ScheduleError(f"rank {rank} runs {action} before {node} UNSHARD gathers its parameters")
+    for node, action in last.items():
+        reduce = place.get(Action("REDUCE", node), len(place))
+        if reduce < place[action]:
+            raise ScheduleError(f"rank {rank} runs {node} REDUCE before {action} has added to its gradients")
+
+
+def _check_runs(
+    schedule: Schedule, homes: dict[Action, tuple[int, ...]], needs: dict[Action, tuple[Action, ...]]
+) -> None:
+    """Run all lists abstractly."""
+    lists = [lane.actions for lane in schedule.lanes]
+    frees: dict[Action, list[Action]] = {}
+    waits: dict[Action, int] = {}
+    for action, before in needs.items():
+        waits[action] = len(before) + len(homes[action])
+        for need in before:
+            if need not in homes:
+                raise ScheduleError(f"{action} needs {need}, which is not part of this step")
+            frees.setdefault(need, []).append(action)
+    heads = [-1] * len(lists)
+    coming = list(range(len(lists)))
+    left = sum(map(len, lists))
+    while coming:
+        lane = coming.pop()
+        heads[lane] += 1
+        if heads[lane] == len(lists[lane]):
+            continue
+        ready = [lists[lane][heads[lane]]]
+        while ready:
+            action = ready.pop()
+            waits[action] -= 1
+            if not waits[action]:
+                left -= len(homes[action])
+                coming += homes[action]
+                ready += frees.get(action, ())
+    if left:
+        raise ScheduleError(_deadlock(schedule, heads, homes, waits, needs))
+
+
+def _deadlock(
+    schedule: Schedule,
+    heads: list[int],
+    homes: dict[Action, tuple[int, ...]],
+    waits: dict[Action, int],
+    needs: dict[Action, tuple[Action, ...]],
+) -> str:
+    at = {
+        i: lane.actions[h]
+        for i, (lane, h) in enumerate(zip(schedule.lanes, heads, strict=True))
+        if h < len(lane.actions)
+    }
+    rank = {i: lane.ranks[0] for i, lane in enumerate(schedule.lanes)}
+    for i, action in at.items():
+        for other in homes[action]:
+            if at.get(other, action) != action and i in homes[at[other]]:
+                return (
+                    f"deadlock: rank {rank[i]} waits in {action} for rank {rank[other]}, which waits in {at[other]} "
+                    f"for it: ranks that share nodes must run them in one order"
+                )
+    stuck = []
+    for i, action in list(at.items())[:4]:
+        missing = [str(n) for n in needs[action] if waits[n]]
+        absent = [str(rank[k]) for k in homes[action] if at.get(k) != action]
+        what = f"rows of {', '.join(missing)}" if missing else f"rank {', '.join(absent)}"
+        stuck.append(f"rank {rank[i]} waits in {action} for {what}")
+    return "deadlock: " + "; ".join(stuck)
+
+
+def _check_edges(schedule: Schedule, homes: dict[Action, tuple[int, ...]]) -> None:
+    """Rows of one edge and direction are awaited in the order in which they are sent."""
+    places = [{a: i for i, a in enumerate(lane.actions)} for lane in schedule.lanes]
+    awaited: dict[tuple[Node, Action], tuple[int, Action]] = {}
+    for action, lanes in homes.items():
+        place = places[lanes[0]][action]
+        for sent in schedule.dependencies.crossing(action):
+            key = (action.node, sent)
+            if key not in awaited or place < awaited[key][0]:
+                awaited[key] = (place, action)
+    by_edge: dict[tuple[Node, Node, bool], list[tuple[int, int, Action, Action]]] = {}
+    for (reader, sent), (place, action) in awaited.items():
+        sender = places[homes[sent][0]][sent]
+        by_edge.setdefault((sent.node, reader, sent.kind == "F"), []).append((sender, place, sent, action))
+    for transfers in by_edge.values():
+        _check_fifo(schedule, homes, sorted(transfers, key=lambda t: t[0]))
+
+
+def _check_fifo(
+    schedule: Schedule, homes: dict[Action, tuple[int, ...]], transfers: Iterable[tuple[int, int, Action, Action]]
+) -> None:
+    reached, before = -1, None
+    for _, place, sent, action in transfers:
+        if place < reached:
+            rank = schedule.lanes[homes[action][0]].ranks[0]
+            raise ScheduleError(
+                f"rank {rank} awaits rows of {sent} (for {action}) before those of {before}, "
+                f"but they are sent after them"
+            )
+        reached, before = place, sent

@@ -1,0 +1,119 @@
+"""From layouts and a step plan to what orders are built from: the graph of stages, a step's work, its costs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero_strategy.data.plan import StepPlan
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.schedule.action import Action, Node, Span, Stage, StageGraph, Work
+
+
+def stage_graph(
+    modules: Sequence[str],
+    edges: Sequence[tuple[str, str]],
+    layouts: Mapping[str, ModuleLayout],
+    trains: Mapping[Node, bool],
+    gathered: Collection[str] = (),
+) -> StageGraph:
+    """All stages of all modules.
+
+    A frozen stage with something trainable upstream still carries gradients to it; one with nothing trainable upstream
+    has no backward, and no gradients are sent to it.
+
+    Args:
+        modules: in topological order.
+        edges: (source, target) module names.
+        layouts: resolved.
+        trains: whether a stage has a trainable parameter.
+        gathered: modules whose parameters are gathered once per step.
+    """
+    stages: dict[Node, Stage] = {}
+    between: list[tuple[Node, Node]] = []
+    for module in modules:
+        layout = layouts[module]
+        last_of = {s: Node(s, layouts[s].pipeline.stages - 1) for s, t in edges if t == module}
+        between += [(node, Node(module, 0)) for node in last_of.values()]
+        upstream = any(stages[node].backward for node in last_of.values())
+        for number in range(layout.pipeline.stages):
+            node = Node(module, number)
+            upstream = upstream or trains[node]
+            grid = layout.stage_grid(number)
+            stages[node] = Stage(grid, trains[node], upstream, module in gathered)
+            if number:
+                between.append((Node(module, number - 1), node))
+    return StageGraph(stages, tuple(between), {m: layouts[m].pipeline for m in modules})
+
+
+def work_of(plan: StepPlan, graph: StageGraph) -> Work:
+    """Which microbatches a step has, and between which of them rows flow."""
+    spans = {
+        module: tuple(
+            Span(number, plan.assignments[module][number].first, plan.assignments[module][number].last)
+            for number in plan.active(module)
+        )
+        for module in graph.pipelines
+    }
+    edges = [(s.module, t.module) for s, t in graph.edges if s.module != t.module]
+    return Work(spans, {edge: tuple(plan.feeds(*edge)) for edge in edges})
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Forward FLOPs of a stage, as a function of the lengths of its sequences."""
+
+    per_row: float
+    per_pair: float
+    """Per square of a sequence's length."""
+    recomputed: bool = False
+
+    def of(self, rows: np.ndarray, squares: np.ndarray) -> np.ndarray:
+        """FLOPs of instances with so many rows and so large sums of squared lengths."""
+        return self.per_row * rows + self.per_pair * squares
+
+
+class PlannedCosts:
+    """Cost of every action in FLOPs of its slowest instance, from a step plan: what orders are built with.
+
+    Backward costs a forward for the gradient of the rows, one for the gradient of the weights, where they train, and one
+    more where activations are recomputed.
+    """
+
+    def __init__(self, plan: StepPlan, graph: StageGraph, stages: Mapping[Node, StageCost]) -> None:
+        self._graph = graph
+        self._stages = stages
+        self._forward: dict[Node, list[np.ndarray]] = {}
+        for module in graph.pipelines:
+            sizes = [_sizes(plan, module, number) for number in range(len(plan.assignments[module]))]
+            for node in graph.nodes_of(module):
+                self._forward[node] = [stages[node].of(rows, squares) for rows, squares in sizes]
+        self._slowest = {node: [float(x.max(initial=0.0)) for x in found] for node, found in self._forward.items()}
+
+    def __call__(self, action: Action) -> float:
+        if action.microbatch < 0:
+            return 0.0
+        return self._slowest[action.node][action.microbatch] * self._times(action)
+
+    def of_instances(self, action: Action) -> np.ndarray:
+        """The same of every instance, float64 ``[instances]``; not for UNSHARD and REDUCE."""
+        return self._forward[action.node][action.microbatch] * self._times(action)
+
+    def _times(self, action: Action) -> int:
+        """How many forwards an action costs."""
+        kind, node, _ = action
+        if kind == "F":
+            return 1
+        repeats = int(self._stages[node].recomputed and kind != "W")
+        return repeats + (1 + int(self._graph.stages[node].trains) if kind == "B" else 1)
+
+
+def _sizes(plan: StepPlan, module: str, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and sums of squared lengths of every instance, float64 ``[instances]`` each."""
+    assignment = plan.assignments[module][number]
+    hidden = assignment.hidden.astype(np.float64)
+    bounds = assignment.offsets
+    sums = [np.diff(np.concatenate([[0.0], np.cumsum(x)])[bounds]) for x in (hidden, hidden * hidden)]
+    return sums[0] + assignment.padding, sums[1]

@@ -1,0 +1,207 @@
+"""Programs of all modules put on their ranks, in one order of starts. Pure.
+
+A ready-only simulation: a program's next action starts when all it waits for is done and all its lanes are free.
+Whatever it starts, it cannot get stuck unless the programs themselves wait for each other in a circle, and the order
+of starts is one order that every lane follows.
+
+Of several ready programs a lane takes a backward before a forward, and the one nearer to the sink first. Where a lane
+hosts an action that needs several lanes, the one that has waited longest comes first instead: such an action would
+never find all its lanes free otherwise. While it waits for them, a lane runs what ends in time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from hetero_strategy.schedule.numbers import Numbers
+
+Key = tuple[float, bool, int]
+"""Waiting since (where that counts), is a forward, how far from the sink: what is less comes first."""
+
+
+def merge(
+    numbers: Numbers,
+    programs: Sequence[Sequence[int]],
+    lanes: Sequence[tuple[int, ...]],
+    caps: Sequence[int],
+) -> list[int] | None:
+    """Order in which actions start, ``None`` if the programs wait for each other in a circle.
+
+    Args:
+        numbers: of the step.
+        programs: action numbers of each, all of nodes on the same lanes. Weight gradients that are in no program fill
+            waits.
+        lanes: of each node (by its index).
+        caps: per node, microbatches that it may hold between F and the end of W, where W fills waits.
+    """
+    return _Merge(numbers, programs, lanes, caps).run()
+
+
+class _Merge:
+    def __init__(
+        self,
+        numbers: Numbers,
+        programs: Sequence[Sequence[int]],
+        lanes: Sequence[tuple[int, ...]],
+        caps: Sequence[int],
+    ) -> None:
+        self.numbers = numbers
+        self.programs = programs
+        self.caps = caps
+        self.waits = numbers.waits.copy()
+        self.node = [i for i, count in enumerate(numbers.counts) for _ in range(count)] * 3
+        self.head = [0] * len(programs)
+        self.since = [-1.0] * len(programs)  # since when the head is ready; -1: it is not
+        self.owner = [-1] * len(self.node)
+        self.lanes = []
+        for p, program in enumerate(programs):
+            self.lanes.append(lanes[self.node[program[0]]])
+            for number in program:
+                self.owner[number] = p
+        self.fills = [  # programs whose W are not in them and fill waits
+            any(numbers.split[self.node[a]] for a in p) and not any(a >= 2 * numbers.units for a in p) for p in programs
+        ]
+        self.weights: list[deque[int]] = [deque() for _ in programs]
+        self.held = [0] * len(numbers.nodes)  # microbatches, by node; read where W fills waits
+        self.left = [  # actions not yet started, by node
+            count * (1 + back + split)
+            for count, back, split in zip(numbers.counts, numbers.backward, numbers.split, strict=True)
+        ]
+        self.opened = [False] * len(numbers.nodes)
+        self.hosted: dict[int, list[int]] = {}
+        for p, on in enumerate(self.lanes):
+            for lane in on:
+                self.hosted.setdefault(lane, []).append(p)
+        shared = {lane for on in self.lanes if len(on) > 1 for lane in on}
+        self.aged = [any(lane in shared for lane in on) for on in self.lanes]
+        self.until = dict.fromkeys(self.hosted, 0.0)
+        self.busy = dict.fromkeys(self.hosted, False)
+        self.events: list[tuple[float, int]] = []
+        self.order: list[int] = []
+        self.looks = any(self.fills)
+        self.expected = [0.0] * (2 * numbers.units)  # when the last started of what an action waits for ends
+        self.now = 0.0
+
+    def run(self) -> list[int] | None:
+        for p in range(len(self.programs)):
+            self.arm(p)
+        touched = set(self.hosted)
+        events = self.events
+        while True:
+            self.start(touched)
+            if not events:
+                break
+            self.now = events[0][0]
+            touched = set()
+            while events and events[0][0] <= self.now:
+                self.end(heappop(events)[1], touched)
+        done = all(h == len(p) for h, p in zip(self.head, self.programs, strict=True))
+        return self.order if done and not any(self.weights) else None
+
+    def arm(self, p: int) -> None:
+        """Note whether the head of a program is ready."""
+        program = self.programs[p]
+        head = self.head[p]
+        self.since[p] = self.now if head < len(program) and not self.waits[program[head]] else -1.0
+
+    def end(self, number: int, touched: set[int]) -> None:
+        numbers = self.numbers
+        units = numbers.units
+        p = self.owner[number]
+        if number < 2 * units:
+            for later in numbers.after[number]:
+                self.waits[later] -= 1
+                if not self.waits[later]:
+                    q = self.owner[later]
+                    program = self.programs[q]
+                    if self.head[q] < len(program) and program[self.head[q]] == later:
+                        self.since[q] = self.now
+                        touched.update(self.lanes[q])
+            if number >= units and self.fills[p] and numbers.split[self.node[number]]:
+                self.weights[p].append(number + units)
+                self.owner[number + units] = p
+        for lane in self.lanes[p]:
+            self.busy[lane] = False
+        touched.update(self.lanes[p])
+        if self.since[p] < 0:
+            self.arm(p)
+
+    def start(self, touched: set[int]) -> None:
+        """Start all that may start on some lanes now."""
+        ready = {p for lane in touched if not self.busy[lane] for p in self.hosted[lane] if self.since[p] >= 0}
+        units = self.numbers.units
+        kept: dict[int, float] = {}
+        for _, p in sorted((self.key(p), p) for p in ready) if len(ready) > 1 else [(None, p) for p in ready]:
+            number = self.programs[p][self.head[p]]
+            if number < units and self.fills[p] and self.held[self.node[number]] >= self.caps[self.node[number]]:
+                if self.weights[p] and self.place(p, self.weights[p][0], kept):
+                    self.weights[p].popleft()
+            elif self.place(p, number, kept):
+                self.head[p] += 1
+                self.since[p] = -1.0
+        for lane in touched:
+            if not self.busy[lane]:
+                for p in self.hosted[lane]:
+                    if (
+                        self.weights[p]
+                        and not self.soon(p, lane)
+                        and self.place(p, self.weights[p][0], kept, keep=False)
+                    ):
+                        self.weights[p].popleft()
+                        break
+
+    def soon(self, p: int, lane: int) -> bool:
+        """Whether a lane loses less by waiting for a head that is about to be ready than by filling the wait."""
+        half = self.now + self.numbers.durations[self.weights[p][0]] / 2
+        for q in self.hosted[lane]:
+            program = self.programs[q]
+            if self.head[q] < len(program):
+                head = program[self.head[q]]
+                if self.waits[head] == 1 and self.now < self.expected[head] <= half:
+                    return True
+        return False
+
+    def key(self, p: int) -> Key:
+        number = self.programs[p][self.head[p]]
+        return (self.since[p] if self.aged[p] else 0.0, number < self.numbers.units, -self.node[number])
+
+    def place(self, p: int, number: int, kept: dict[int, float], *, keep: bool = True) -> bool:
+        """Start an action if its lanes are free; else, if asked, keep them for it."""
+        numbers, lanes = self.numbers, self.lanes[p]
+        node = self.node[number]
+        length = numbers.durations[number]
+        opens = numbers.gathers[node] and not self.opened[node]
+        if opens:
+            length += numbers.durations[3 * numbers.units + node]
+        closes = numbers.reduces[node] and self.left[node] == 1
+        if closes:
+            length += numbers.durations[3 * numbers.units + len(numbers.nodes) + node]
+        end = self.now + length
+        waiting = [lane for lane in lanes if self.busy[lane]]
+        if waiting or (kept and any(lane in kept and end > kept[lane] for lane in lanes)):
+            if keep and waiting and len(lanes) > 1:
+                limit = max(self.until[lane] for lane in waiting)
+                for lane in lanes:
+                    kept[lane] = min(limit, kept.get(lane, limit))
+            return False
+        for lane in lanes:
+            self.busy[lane] = True
+            self.until[lane] = end
+        if opens:
+            self.order.append(3 * numbers.units + node)
+            self.opened[node] = True
+        self.order.append(number)
+        if closes:
+            self.order.append(3 * numbers.units + len(numbers.nodes) + node)
+        self.left[node] -= 1
+        if number < numbers.units:
+            self.held[node] += 1
+        elif number >= 2 * numbers.units:
+            self.held[node] -= 1
+        heappush(self.events, (end, number))
+        if self.looks and number < 2 * numbers.units:
+            for later in numbers.after[number]:
+                self.expected[later] = max(end, self.expected[later])
+        return True

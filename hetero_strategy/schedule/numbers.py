@@ -1,0 +1,112 @@
+"""A step's actions as plain integers: making a schedule on every step leaves no time for hashing actions. Pure.
+
+A *unit* is one microbatch of one node; units of a node are consecutive. Action numbers: unit ``u`` has forward ``u``,
+backward (B, or I where split) ``u + units`` and weight gradient ``u + 2 * units``; after them come one UNSHARD and one
+REDUCE per node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from hetero_strategy.schedule.action import Action, Kind, StageGraph, Work
+
+Costs = Callable[[Action], float]
+"""Duration of an action, in any unit."""
+
+
+class Numbers:
+    """Numbering of the actions that a step may have, what each sets free, and how long it takes.
+
+    Args:
+        graph, work: of the step.
+        train: with backwards.
+        splits: divide the backward of nodes that train and send gradients upstream.
+        costs: ``None``: F, I and W take 1, B what it consists of (a frozen node has no W), UNSHARD and REDUCE nothing.
+
+    Nodes without work are left out.
+    """
+
+    def __init__(self, graph: StageGraph, work: Work, *, train: bool, splits: bool, costs: Costs | None) -> None:
+        self.nodes = [n for n in graph.stages if work.microbatches.get(n.module)]
+        self.index = {n: i for i, n in enumerate(self.nodes)}
+        self.counts = [len(work.microbatches[n.module]) for n in self.nodes]
+        self.first = [0]
+        for count in self.counts:
+            self.first.append(self.first[-1] + count)
+        self.units = self.first[-1]
+        stages = [graph.stages[n] for n in self.nodes]
+        self.backward = [train and s.backward for s in stages]
+        self.reduces = [back and s.trains for back, s in zip(self.backward, stages, strict=True)]
+        self.gathers = [s.sharded for s in stages]
+        sends = {
+            self.index[t] for s, t in graph.edges if t in self.index and s in self.index and graph.stages[s].backward
+        }
+        self.split = [splits and self.reduces[i] and i in sends for i in range(len(self.nodes))]
+        self._link(graph, work)
+        self.actions = self._actions(work)
+        self.durations = self._durations() if costs is None else [0.0 if a is None else costs(a) for a in self.actions]
+
+    @property
+    def size(self) -> int:
+        """Of the range of action numbers."""
+        return 3 * self.units + 2 * len(self.nodes)
+
+    def _link(self, graph: StageGraph, work: Work) -> None:
+        """What every action sets free in other nodes, and for how many such actions each waits."""
+        units = self.units
+        after: list[list[int]] = [[] for _ in range(2 * units)]
+        waits = [0] * (3 * units)
+        places = {m: {s.number: i for i, s in enumerate(spans)} for m, spans in work.microbatches.items()}
+        for source, target in graph.edges:
+            if source not in self.index or target not in self.index:
+                continue
+            s, t = self.index[source], self.index[target]
+            a, b = self.first[s], self.first[t]
+            if source.module == target.module:
+                pairs = [(a + i, b + i) for i in range(self.counts[s])]
+            else:
+                from_, to = places[source.module], places[target.module]
+                feeds = work.feeds.get((source.module, target.module), ())
+                pairs = [(a + from_[p], b + to[q]) for p, q in feeds]
+            for u, v in pairs:
+                after[u].append(v)
+                waits[v] += 1
+            if self.backward[s]:
+                for u, v in pairs:
+                    after[v + units].append(u + units)
+                    waits[u + units] += 1
+        self.after = after
+        self.waits = waits
+
+    def hold(self, node: int, pairs: Iterable[tuple[int, int]]) -> None:
+        """Let forwards of a node wait for forwards of its consumer.
+
+        Args:
+            node: its index.
+            pairs: (unit of the consumer, place of this node).
+        """
+        for unit, place in pairs:
+            self.after[unit].append(self.first[node] + place)
+            self.waits[self.first[node] + place] += 1
+
+    def _actions(self, work: Work) -> list[Action | None]:
+        kinds: tuple[Kind, ...] = ("F", "B", "W")
+        found: list[Action | None] = []
+        for kind in kinds:
+            for i, node in enumerate(self.nodes):
+                spans = work.microbatches[node.module]
+                if kind == "F" or (kind == "B" and self.backward[i]) or self.split[i]:
+                    name: Kind = "I" if kind == "B" and self.split[i] else kind
+                    found += [Action(name, node, s.number) for s in spans]
+                else:
+                    found += [None] * len(spans)
+        found += [Action("UNSHARD", n) if self.gathers[i] else None for i, n in enumerate(self.nodes)]
+        found += [Action("REDUCE", n) if self.reduces[i] else None for i, n in enumerate(self.nodes)]
+        return found
+
+    def _durations(self) -> list[float]:
+        found = [1.0] * self.units
+        for i, count in enumerate(self.counts):
+            found += [1.0 if self.split[i] or not self.reduces[i] else 2.0] * count
+        return found + [1.0] * self.units + [0.0] * (2 * len(self.nodes))

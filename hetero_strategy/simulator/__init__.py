@@ -1,0 +1,10 @@
+"""What a schedule would cost: the very object that the executor runs, with costs in place of devices. Pure."""
+
+from __future__ import annotations
+
+from hetero_strategy.simulator.account import Footprint, Memory
+from hetero_strategy.simulator.links import Links
+from hetero_strategy.simulator.result import CAUSES, Cause, Simulation
+from hetero_strategy.simulator.simulate import Costs, Rows, simulate
+
+__all__ = ["CAUSES", "Cause", "Costs", "Footprint", "Links", "Memory", "Rows", "Simulation", "simulate"]

@@ -1,0 +1,127 @@
+"""What ranks do with their time and memory while a schedule is simulated. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero_strategy.schedule.action import Action, Node, Schedule
+from hetero_strategy.simulator.result import CAUSES, Cause, Simulation
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one node on each of its ranks."""
+
+    static: float = 0.0
+    """Parameters, gradients, optimizer state: all of the step."""
+    activation: float | np.ndarray | Callable[[int], float | np.ndarray] = 0.0
+    """Of one microbatch, from the start of its F until the end of its last backward: a number or ``[instances]``, or a
+    function of the microbatch's number that gives one."""
+
+    def held(self, microbatch: int) -> float | np.ndarray:
+        """Activation bytes of a microbatch."""
+        return self.activation(microbatch) if callable(self.activation) else self.activation
+
+
+Memory = Callable[[Node], Footprint]
+_WAITS: tuple[Cause, ...] = ("dependency", "boundary", "straggler")
+
+
+class Account:
+    """Per rank: when it is free, what it waited for, what it holds. Ranks are numbered by place here."""
+
+    def __init__(self, schedule: Schedule, memory: Memory | None) -> None:
+        self._schedule = schedule
+        stages = schedule.graph.stages
+        self._ranks = np.unique(np.concatenate([s.grid.ravel() for s in stages.values()]))
+        self.grids = {node: np.searchsorted(self._ranks, stage.grid) for node, stage in stages.items()}
+        """Node -> places of its ranks, int64 ``[instances, ranks per instance]``."""
+        count = len(self._ranks)
+        self.free = np.zeros(count)
+        """When each rank has finished what it ran so far."""
+        self._busy = np.zeros(count)
+        self._idle = {cause: np.zeros(count) for cause in CAUSES}
+        self._warm = np.zeros(count, dtype=bool)
+        self._cold_nodes = set(stages)
+        self._footprints = None if memory is None else {node: memory(node) for node in stages}
+        self._held = np.zeros(count)
+        for node, footprint in (self._footprints or {}).items():
+            self._held[self.grids[node]] += footprint.static
+        self._peak = self._held.copy()
+        self._frees = _last_backwards(schedule)
+
+    def run(
+        self,
+        action: Action,
+        start: np.ndarray,
+        end: np.ndarray,
+        computed: np.ndarray | None,
+        arrived: np.ndarray | None,
+    ) -> None:
+        """Book an action.
+
+        Args:
+            start: float64 ``[instances]``, and so all others.
+            computed: when what it reads was computed; None where it reads nothing from other nodes.
+            arrived: when that arrived.
+        """
+        grid = self.grids[action.node]
+        free = self.free[grid]
+        if computed is not None and arrived is not None:
+            here = np.maximum(free, computed[:, None])
+            self._idle["dependency"][grid] += here - free
+            free = np.maximum(free, arrived[:, None])
+            self._idle["boundary"][grid] += free - here
+        self._idle["straggler"][grid] += start[:, None] - free
+        if action.microbatch >= 0 and action.node in self._cold_nodes:
+            self._warm_up(grid)
+            self._cold_nodes.discard(action.node)
+        self._busy[grid] += (end - start)[:, None]
+        self.free[grid] = end[:, None]
+        if self._footprints is not None:
+            self._hold(action, grid, self._footprints[action.node])
+
+    def _warm_up(self, grid: np.ndarray) -> None:
+        """A node computes for the first time: what its ranks that never computed waited until now was warm-up."""
+        places = grid[~self._warm[grid]]
+        self._warm[places] = True
+        for cause in _WAITS:
+            self._idle["warm-up"][places] += self._idle[cause][places]
+            self._idle[cause][places] = 0.0
+
+    def _hold(self, action: Action, grid: np.ndarray, footprint: Footprint) -> None:
+        if action.kind == "F":
+            self._held[grid] += _column(footprint.held(action.microbatch))
+            self._peak[grid] = np.maximum(self._peak[grid], self._held[grid])
+        if self._frees.get((action.node, action.microbatch)) == action.kind:
+            self._held[grid] -= _column(footprint.held(action.microbatch))
+
+    def close(self, start: dict[Action, np.ndarray], end: dict[Action, np.ndarray]) -> Simulation:
+        """The result, when all actions are booked."""
+        time = float(self.free.max(initial=0.0))
+        rest = time - self.free
+        self._idle["cool-down"] += np.where(self._warm, rest, 0.0)
+        self._idle["warm-up"] += np.where(self._warm, 0.0, rest)
+        peak = None if self._footprints is None else self._peak
+        return Simulation(self._schedule, start, end, time, self._ranks, self._busy, self._idle, peak)
+
+
+def _column(value: float | np.ndarray) -> float | np.ndarray:
+    return value[:, None] if isinstance(value, np.ndarray) and value.ndim == 1 else value
+
+
+def _last_backwards(schedule: Schedule) -> dict[tuple[Node, int], str]:
+    """(node, microbatch) -> the kind of action after which its activations are gone: W, else B or I, else F itself."""
+    rank = {"F": 0, "I": 1, "B": 1, "W": 2}
+    last: dict[tuple[Node, int], str] = {}
+    for lane in schedule.lanes:
+        for action in lane.actions:
+            if action.microbatch < 0:
+                continue
+            key = (action.node, action.microbatch)
+            if key not in last or rank[last[key]] < rank[action.kind]:
+                last[key] = action.kind
+    return last

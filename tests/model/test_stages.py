@@ -1,0 +1,190 @@
+"""Pipeline stages of every adapter: chained they are the whole module, and they share its tensors and names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hetero_strategy.errors import ModelError
+from hetero_strategy.model import Encoder, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.inputs import EncoderInputs, SequenceInputs
+from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, clips, images, ready, tokens
+
+DEEP = {"num_hidden_layers": 5}
+SLOTS = {"vision": torch.tensor([1, 4])}
+ROWS = {"vision": torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(2, 16)}
+
+
+class Case:
+    def __init__(self, make: Callable[[], Adapter], inputs: Callable[[bool], EncoderInputs | SequenceInputs]) -> None:
+        self.make, self.inputs = make, inputs
+
+    def language(self) -> bool:
+        return isinstance(self.inputs(False), SequenceInputs)
+
+    def rows(self, empty: bool) -> dict[str, torch.Tensor]:
+        return ROWS if self.language() and not empty else {}
+
+
+def _text(empty: bool) -> SequenceInputs:
+    return tokens([]) if empty else tokens([3, 5, 1], slots=SLOTS)
+
+
+CASES = {
+    "titan": Case(lambda: titan_llama(**TITAN | {"n_layers": 5}), _text),
+    "hf_llama": Case(lambda: hf_llama(**LLAMA | DEEP), _text),
+    "hf_llama_tied": Case(lambda: hf_llama(**LLAMA | DEEP, tie_word_embeddings=True), _text),
+    "hf_qwen3": Case(lambda: hf_qwen3(**LLAMA | DEEP, head_dim=8), _text),
+    "siglip2": Case(
+        lambda: siglip2_encoder(out_width=8, merge=2, **VIT | DEEP),
+        lambda empty: images([] if empty else [(2, 4), (4, 4), (2, 2)], merge=2),
+    ),
+    "whisper": Case(
+        lambda: whisper_encoder(out_width=8, stack=2, **WHISPER | {"encoder_layers": 5}),
+        lambda empty: clips([] if empty else [7, 24, 1], stack=2),
+    ),
+}
+SPLITS = [(5,), (3, 2), (1, 4), (2, 1, 2), (1, 1, 1, 1, 1)]
+
+
+def cut(module: Adapter, split: tuple[int, ...]) -> list[Adapter]:
+    blocks, ends = list(module.blocks()), np.cumsum(split)
+    return [
+        module.stage(blocks[end - n : end], first=i == 0, last=i == len(split) - 1)
+        for i, (n, end) in enumerate(zip(split, ends, strict=True))
+    ]
+
+
+def without_payload(inputs: EncoderInputs | SequenceInputs, *, first: bool, last: bool):
+    """What the loader gives ranks that hold neither the first nor the last stage."""
+    if isinstance(inputs, EncoderInputs):
+        return inputs if first else replace(inputs, values=inputs.values[:0])
+    ids, labels = (inputs.ids if first else inputs.ids[:0]), (inputs.labels if last else inputs.labels[:0])
+    return replace(inputs, ids=ids, labels=labels, slots=inputs.slots if first else {})
+
+
+def loss(out) -> torch.Tensor:
+    if isinstance(out, torch.Tensor):
+        return (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).reshape(out.shape)).sum()
+    return out.loss_sum + 0.1 * out.hidden.square().sum()
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("empty", [False, True], ids=["rows", "no rows"])
+@pytest.mark.parametrize("kind", CASES)
+def test_chained_stages_are_the_whole_module(kind: str, empty: bool, split: tuple[int, ...]) -> None:
+    """Bit for bit, values and gradients, with every stage its own graph between detached rows."""
+    case = CASES[kind]
+    module = ready(case.make())
+    inputs, rows = case.inputs(empty), case.rows(empty)
+    whole = module(inputs, rows)
+    loss(whole).backward()
+    expected = gradients(module)
+    module.zero_grad()
+
+    hidden, graphs = None, []
+    stages = cut(module, split)
+    for i, stage in enumerate(stages):
+        given = without_payload(inputs, first=i == 0, last=stage is stages[-1])
+        leaf = None if hidden is None else hidden.detach().requires_grad_()
+        out = stage(given, rows if i == 0 else {}, leaf)
+        graphs.append((leaf, out))
+        if stage is not stages[-1]:
+            assert out.shape == (int(inputs.packing.rows), module.hidden_width)
+        hidden = out
+    gradient = None
+    for leaf, out in reversed(graphs):
+        if gradient is None:
+            loss(out).backward()
+        else:
+            out.backward(gradient)
+        gradient = None if leaf is None else leaf.grad
+    final = graphs[-1][1]
+    assert torch.equal(loss(final), loss(whole))
+    found = gradients(module)
+    assert found.keys() == expected.keys()
+    wrong = [name for name in found if not torch.equal(found[name], expected[name])]
+    if kind == "hf_llama_tied" and len(split) > 1:  # the two shares of one gradient are added in another order
+        wrong = [n for n in wrong if not torch.allclose(found[n], expected[n], rtol=1e-13, atol=1e-15)]
+    assert wrong == []
+    assert empty or any(g.abs().sum() > 0 for g in found.values())
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_stage_without_its_block_is_noticed(kind: str) -> None:
+    """Negative control: the comparison above sees one missing block."""
+    case = CASES[kind]
+    module = ready(case.make())
+    inputs, rows = case.inputs(False), case.rows(False)
+    first, _ = cut(module, (3, 2))
+    last = module.stage(list(module.blocks())[4:], first=False, last=True)
+    assert not torch.allclose(loss(last(inputs, {}, first(inputs, rows))), loss(module(inputs, rows)))
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_stages_share_tensors_and_names(kind: str) -> None:
+    module = CASES[kind].make()
+    whole = dict(module.named_parameters())
+    stages = cut(module, (2, 1, 2))
+    names = [{stage.global_name(fqn) for fqn, _ in stage.named_parameters()} for stage in stages]
+    for stage in stages:
+        for fqn, parameter in stage.named_parameters():
+            assert parameter is whole[stage.global_name(fqn)]
+    assert set.union(*names) == set(whole)
+    shared = {tied[0]} if (tied := module.tied_weight()) else set()
+    assert names[0] & names[2] == shared and not names[0] & names[1] and not names[1] & names[2]
+    assert [len(stage.blocks()) for stage in stages] == [2, 1, 2] and len(module.blocks()) == 5
+    assert list(stages[1].blocks()) == list(module.blocks())[2:3]
+    assert dict(module.named_parameters()).keys() == whole.keys()
+
+
+def test_before_and_after_run_at_their_ends_only() -> None:
+    seen = []
+
+    def before(inputs):
+        seen.append("before")
+        return inputs
+
+    def after(rows, inputs):
+        seen.append("after")
+        return rows
+
+    module = ready(siglip2_encoder(out_width=8, before=before, after=after, **VIT | DEEP))
+    inputs, hidden = images([(2, 2)]), None
+    for stage in cut(module, (2, 1, 2)):
+        hidden = stage(inputs, {}, hidden)
+        seen.append("stage")
+    assert seen == ["before", "stage", "stage", "after", "stage"]
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_stage_flops_sum_to_the_whole(kind: str, split: tuple[int, ...]) -> None:
+    module, lengths = CASES[kind].make(), np.array([5, 2, 8])
+    stages = module.stage_flops(lengths, split)
+    assert stages.shape == (len(split),) and stages.sum() == module.flops(lengths)
+    blocks = module.part_flops(lengths)[1]
+    assert (blocks > 0).all() and np.all(stages >= np.array(split) * blocks[0])
+    if kind == "titan" and len(split) > 1:  # the head weighs on the last stage alone
+        assert stages[0] == split[0] * blocks[0] and stages[-1] == split[-1] * blocks[0] + 2 * 16 * 40 * 15
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"no block \['model.layers.7'\]"):
+        titan_llama(**TITAN).stage(["model.layers.7"], first=True, last=False)
+    plain = Encoder(nn.Linear(3, 4), nn.Linear(4, 5))
+    with pytest.raises(ModelError, match="Encoder has no blocks"):
+        plain.stage(["x"], first=True, last=False)
+    stage = titan_llama(**TITAN).stage(["model.layers.1"], first=False, last=True)
+    with pytest.raises(ValueError, match="previous stage's rows"):
+        stage(tokens([2]))

@@ -1,0 +1,141 @@
+"""Timelines: from a simulation or from measured events, as a trace and as a picture."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from PIL import Image
+
+from hetero_strategy.monitor.timeline import Timeline, evenly, from_measured, from_simulation, write_trace
+from hetero_strategy.monitor.timeline_draw import draw, figure
+from hetero_strategy.schedule.action import Action, Node
+from hetero_strategy.simulator import Simulation, simulate
+from tests.simulator.schedules import chain, random_schedule
+
+COSTS = {"F": 1e-3, "B": 2e-3, "I": 1e-3, "W": 1e-3, "UNSHARD": 5e-4, "REDUCE": 5e-4}
+
+
+def simulated(stages: int = 4, microbatches: int = 8, instances: int = 1) -> Simulation:
+    return simulate(chain(stages, microbatches, instances), lambda action: COSTS[action.kind])
+
+
+def measured(simulation: Simulation, shift: float = 0.0) -> Timeline:
+    """As if it had been measured, with a clock of its own."""
+    events = {r: [(a, s + shift, e + shift) for a, s, e in simulation.of(r)] for r in simulation.ranks.tolist()}
+    return from_measured(events)
+
+
+def boxes(picture: Figure) -> int:
+    return sum(len(c.get_paths()) for axes in picture.axes for c in axes.collections if isinstance(c, PolyCollection))
+
+
+def test_from_simulation_has_every_action_of_every_rank() -> None:
+    found = from_simulation(simulated())
+    assert found.ranks == (0, 1, 2, 3) and found.world == 4 and len(found.events) == 4 * 16
+    assert found.time == pytest.approx(33e-3) and found.bubble == pytest.approx(3 / 11)
+    last = found.events[-1]
+    assert (last.rank, str(last.action)) == (3, "llm.3 B7")
+    assert (last.start, last.end) == (pytest.approx(25e-3), pytest.approx(27e-3))
+
+
+def test_measured_events_start_at_zero_and_have_the_same_bubble() -> None:
+    simulation = simulated()
+    found, same = measured(simulation, shift=1234.5), from_simulation(simulation)
+    assert found.name == "measured" and found.ranks == same.ranks and found.world == 4
+    assert found.time == pytest.approx(same.time) and found.bubble == pytest.approx(same.bubble)
+    assert found.events[0].start == 0.0
+    for one, other in zip(found.events, same.events, strict=True):
+        assert one.action == other.action and one.end == pytest.approx(other.end)
+
+
+def test_ranks_that_ran_nothing_count_as_idle() -> None:
+    action = Action("F", Node("llm", 0), 0)
+    found = from_measured({0: [(action, 1.0, 2.0)], 5: []})
+    assert found.ranks == (0, 5) and found.bubble == 0.5
+    assert from_measured({}).events == ()
+    spanned = from_measured({0: [(action, 1.0, 2.0)]}, span=(0.5, 4.5))
+    assert (spanned.time, spanned.bubble, spanned.events[0].start) == (4.0, 0.75, 0.5)
+    assert boxes(figure(found)) == 1
+
+
+def test_evenly() -> None:
+    assert evenly([3, 1, 2], None) == evenly([3, 1, 2], 3) == (1, 2, 3)
+    assert evenly(range(100), 4) == (0, 33, 66, 99)
+    assert evenly(range(100), 1) == (0,)
+    assert len(set(evenly(range(9984), 64))) == 64
+
+
+def test_trace_is_what_perfetto_reads(tmp_path: Path) -> None:
+    simulation = simulate(random_schedule(5), lambda action: COSTS[action.kind])
+    first, second = from_simulation(simulation), measured(simulation)
+    write_trace(tmp_path / "trace.json", first, second)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {(e["name"], e["args"]["name"]) for e in events if e["ph"] == "M" and "name" in e["args"]}
+    assert {("thread_name", f"rank {r}") for r in first.ranks} <= names
+    processes = [e["args"]["name"].split(":")[0] for e in events if e["name"] == "process_name"]
+    assert processes == ["simulated", "measured"]
+    complete = [e for e in events if e["ph"] == "X"]
+    assert len(complete) == len(first.events) + len(second.events)
+    assert {e["ph"] for e in events} == {"X", "M"}
+    assert all(e["dur"] > 0 and e["ts"] >= 0 and {"pid", "tid", "name", "cat", "args"} <= set(e) for e in complete)
+    for event, found in zip(first.events, complete, strict=False):
+        assert (found["pid"], found["tid"], found["name"]) == (0, event.rank, str(event.action))
+        assert found["ts"] + found["dur"] == pytest.approx(1e6 * event.end)
+        assert found["args"].get("microbatch", -1) == event.action.microbatch
+        assert found["args"]["kind"] == event.action.kind
+    for pid in (0, 1):  # on a thread, each event ends before the next starts
+        for rank in first.ranks:
+            own = [e for e in complete if (e["pid"], e["tid"]) == (pid, rank)]
+            assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in pairwise(own))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_picture_has_a_box_per_event(seed: int) -> None:
+    simulation = simulate(random_schedule(seed), lambda action: COSTS[action.kind])
+    one, two = from_simulation(simulation), measured(simulation)
+    picture = figure(one, two, title="a step")
+    assert boxes(picture) == len(one.events) + len(two.events)
+    assert [axes.get_title(loc="left") for axes in picture.axes] == ["simulated", "measured"]
+    assert len({axes.get_xlim() for axes in picture.axes}) == 1
+    assert f"bubble {simulation.bubble:.1%}" in picture.axes[0].get_title(loc="right")
+
+
+def test_picture_has_numbers_where_they_fit() -> None:
+    numbers = [text.get_text() for text in figure(from_simulation(simulated())).axes[0].texts]
+    assert sorted(numbers) == sorted(str(i) for i in range(8) for _ in range(8))
+    assert not figure(from_simulation(simulated(4, 200))).axes[0].texts
+
+
+def test_kinds_and_modules_look_different() -> None:
+    simulation = simulate(random_schedule(2), lambda action: COSTS[action.kind])
+    kinds = {(e.action.node.module, e.action.kind) for e in from_simulation(simulation).events}
+    looks = {
+        (tuple(c.get_facecolor()[0]), c.get_hatch())
+        for c in figure(from_simulation(simulation)).axes[0].collections
+        if isinstance(c, PolyCollection)
+    }
+    assert len(looks) >= len(kinds) > 6
+
+
+def test_picture_of_many_ranks_shows_some_and_says_so() -> None:
+    found = from_simulation(simulated(4, 2, instances=50))
+    picture = figure(found)
+    assert boxes(picture) == 64 * 4
+    assert "64 of 200 ranks shown" in picture.axes[0].get_title(loc="right")
+    few = from_simulation(simulated(4, 2, instances=50), most=8)
+    assert few.world == 200 and few.bubble == found.bubble
+    assert "8 of 200 ranks shown" in figure(few).axes[0].get_title(loc="right")
+
+
+def test_draw_writes_png_and_svg(tmp_path: Path) -> None:
+    found = from_simulation(simulated(2, 2))
+    draw(tmp_path / "a.png", found, title="a step")
+    draw(tmp_path / "a.svg", found)
+    with Image.open(tmp_path / "a.png") as image:
+        assert image.width > 1000
+    assert (tmp_path / "a.svg").read_text().lstrip().startswith("<?xml")

@@ -1,0 +1,125 @@
+"""Stages on real ranks: gradients of every layout and way to run them equal those of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero_strategy.errors import LayoutError
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.model.init import materialize
+from hetero_strategy.parallelize.apply import check_all
+from hetero_strategy.parallelize.stages import even_split
+from hetero_strategy.parallelize.tied import tied_rank_sets
+from tests.distributed.harness import Pool
+from tests.parallelize.pieces import MAKE, Piece, evaluate_then_train, run, worst
+
+PIPE = {"ranks": 2, "pp": 2, "split": [1, 3]}
+FSDP = {"ranks": 4, "pp": 2, "dp_shard": 2, "split": [3, 1]}
+TP = {"ranks": 4, "pp": 2, "tp": 2}
+PIECES = [
+    Piece("titan", PIPE),
+    Piece("titan", FSDP),
+    Piece("titan", FSDP, mode="each"),
+    Piece("titan", FSDP, recompute=True),
+    Piece("titan", FSDP, halves=True),
+    Piece("titan", FSDP, halves=True, recompute=True),
+    Piece("titan", FSDP, microbatches=4, ahead=3),
+    Piece("titan", FSDP, mode="each", microbatches=4, ahead=3),
+    Piece("titan", FSDP, microbatches=3, ahead=2, halves=True, recompute=True),
+    Piece("titan", TP),
+    Piece("titan", TP, halves=True),
+    Piece("titan", {"ranks": 4, "pp": 1, "dp_shard": 2, "tp": 2}, halves=True),
+    Piece("titan", {"ranks": 4, "pp": 1, "dp_shard": 2, "dp_replicate": 2}, microbatches=3),
+    Piece("titan", {"ranks": 4, "pp": 2, "dp_shard": 2, "vpp": 2}),
+    Piece("titan", FSDP, frozen=True),
+    Piece("hf_qwen3", {"ranks": 2, "pp": 2, "vpp": 2, "pp_style": "v"}),
+    Piece("hf_qwen3", TP, recompute=True),
+    Piece("hf_llama", FSDP, halves=True),
+    Piece("tied", {"ranks": 3, "pp": 3, "split": [1, 2, 1]}),
+    Piece("tied", {"ranks": 2, "pp": 2, "vpp": 2, "pp_style": "v"}),
+    Piece("tied", FSDP),
+    Piece("tied", {"ranks": 4, "pp": 2, "dp_replicate": 2}),
+    Piece("tied", {"ranks": 2, "pp": 1, "dp_shard": 2}),
+    Piece("siglip2", FSDP),
+    Piece("siglip2", FSDP, mode="each", recompute=True),
+    Piece("siglip2", TP, halves=True),
+    Piece("whisper", FSDP),
+    Piece("whisper", TP),
+    Piece("whisper", PIPE, halves=True, microbatches=4),
+]
+
+
+def label(piece: Piece) -> str:
+    layout = " ".join(f"{k}{v}" for k, v in piece.layout.items() if k not in ("ranks", "split"))
+    flags = [n for n in ("halves", "recompute", "frozen") if getattr(piece, n)]
+    return " ".join([piece.kind, layout, piece.mode, *flags, *([f"ahead{piece.ahead}"] if piece.ahead > 1 else [])])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("piece", PIECES, ids=label)
+def test_gradients_equal_one_process(pool: Pool, piece: Piece) -> None:
+    results = pool.run(piece.layout["ranks"], run, piece)
+    assert worst(results) < 1e-11
+    module = MAKE[piece.kind]()
+    names = [n for n, _ in module.named_parameters()]
+    materialize(module, 3, name="m")
+    values = {n: p.detach().double().numpy() for n, p in module.named_parameters()}
+    for result in results:
+        assert result["names"] == names and result["same"]
+        assert result["state"].keys() == module.state_dict().keys()
+        assert result["owned"] == sorted(result["values"])
+        assert result["norm"] < 1e-11
+        for name, value in result["values"].items():
+            assert np.array_equal(value, values[name]), name
+    assert set().union(*(r["owned"] for r in results)) == set(names)
+    if piece.layout["pp"] > 1 and "pp_style" not in piece.layout:
+        shared = set(results[0]["owned"]) & set(results[-1]["owned"])
+        assert shared == ({"model.model.embed_tokens.weight"} if piece.kind == "tied" else set())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("kind", "damage"), [("titan", "reduce"), ("tied", "tied")])
+def test_a_missing_reduction_is_noticed(pool: Pool, kind: str, damage: str) -> None:
+    """Negative controls."""
+    results = pool.run(4, run, Piece(kind, FSDP, forget=damage))
+    wrong = {n for r in results for n, error in r["errors"].items() if error > 1e-3}
+    if damage == "tied":
+        assert wrong == {"model.model.embed_tokens.weight"}
+    else:
+        assert len(wrong) > 10
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["once", "each"])
+def test_evaluation_leaves_shards_behind(pool: Pool, mode: str) -> None:
+    for result, fine, _ in pool.run(2, evaluate_then_train, Piece("titan", {"ranks": 2, "dp_shard": 2, "pp": 1}, mode)):
+        assert fine and worst([result]) < 1e-11
+
+
+def faults(kind: str, **fields: Any) -> str:
+    with pytest.raises(LayoutError) as raised:
+        check_all({"llm": MAKE[kind]()}, {"llm": ModuleLayout(**fields).resolved()})
+    return str(raised.value)
+
+
+def test_layouts_that_do_not_fit_the_module_are_refused() -> None:
+    text = faults("titan", ranks=5, pp=5)
+    assert "layout of 'llm': pp 5 x vpp 1 = 5 stages, but TitanLlama has 4 blocks" in text
+    text = faults("titan", ranks=2, pp=2, split=[1, 2])
+    assert "split=[1, 2] sums to 3, but TitanLlama has 4 blocks" in text
+    text = faults("tied", ranks=4, pp=2, vpp=2, pp_style="v")
+    assert "pp_style='v'" in text and "dp_shard=2" in text and "tie_word_embeddings=false" in text
+    check_all({"llm": MAKE["tied"]()}, {"llm": ModuleLayout(ranks=2, pp=2, vpp=2, pp_style="v").resolved()})
+    check_all({"llm": MAKE["titan"]()}, {"llm": ModuleLayout(ranks=1, split=[4]).resolved()})
+
+
+def test_even_splits_and_tied_pairs() -> None:
+    assert even_split(7, 3) == (3, 2, 2) and even_split(4, 4) == (1, 1, 1, 1)
+    modules = {"a": MAKE["titan"](), "b": MAKE["tied"]()}
+    layout = ModuleLayout(ranks=[1, 2, 5, 7, 8, 9], pp=3, tp=2).resolved()
+    assert tied_rank_sets(modules, {"a": layout, "b": layout}) == [(1, 8), (2, 9)]
+    assert tied_rank_sets(modules, {"a": layout, "b": replace(layout, vpp=2, pp_style="v")}) == []

@@ -1,0 +1,160 @@
+"""Stage counts against every possible allocation, and what a step of them takes."""
+
+from __future__ import annotations
+
+import itertools
+from graphlib import CycleError
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_strategy.errors import LayoutError
+from hetero_strategy.planner.allocate import allocate, allocate_best
+from hetero_strategy.planner.layers import LayerCost, Passes, costs
+from hetero_strategy.planner.predict import estimate, simulated, stage_graph, topological
+from hetero_strategy.schedule.action import Node
+
+STAR = (("vision", "llm"), ("audio", "llm"))
+
+
+def chain(forward: list[float], trains: bool = True, upstream: bool = True) -> Passes:
+    return costs([LayerCost(f, trains) for f in forward], upstream)
+
+
+def frozen_model() -> dict[str, Passes]:
+    """A frozen encoder and LLM of equal forward, a projector's work on the encoder's last layer."""
+    return {
+        "vision": costs([LayerCost(1.0, False)] * 7 + [LayerCost(1.0, True, weight=0.1)], False),
+        "llm": costs([LayerCost(1.0, False, True)] * 8, True),
+    }
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 5), (4, 4), (4, 9), (6, 3)])
+def test_equal_stages_take_the_closed_form(stages: int, microbatches: int) -> None:
+    model = {"llm": chain([1.0] * stages)}
+    took = simulated(model, (), microbatches)
+    assert took == estimate(model, (), microbatches) == 3.0 * (stages - 1 + microbatches)
+
+
+def test_encoders_run_beside_each_other() -> None:
+    """Two encoders before one LLM take no longer than the deeper of them alone."""
+    deep, shallow, llm = chain([1.0] * 3), chain([1.0]), chain([1.0] * 2)
+    both = {"vision": deep, "audio": shallow, "llm": llm}
+    for seconds in (estimate, simulated):
+        alone = seconds({"vision": deep, "llm": llm}, STAR[:1], 6)
+        assert seconds(both, STAR, 6) == alone
+        in_a_row = seconds({"audio": shallow, "vision": deep, "llm": llm}, (("audio", "vision"), STAR[0]), 6)
+        assert in_a_row > alone
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5), st.integers(1, 8))
+def test_a_step_is_never_faster_than_its_bounds(stages: list[tuple[int, int]], microbatches: int) -> None:
+    forward, backward = np.array(stages, dtype=np.float64).T
+    model = {"llm": Passes(forward, backward, backward, backward)}
+    took = simulated(model, (), microbatches)
+    assert took >= max(model["llm"].total) * microbatches
+    assert model["llm"].total.sum() <= took <= estimate(model, (), microbatches) * (1 + 1e-9)
+
+
+def test_stage_graph_of_a_frozen_encoder() -> None:
+    model = {"llm": frozen_model()["llm"].staged((4, 4)), "vision": frozen_model()["vision"].staged((4, 4))}
+    graph = stage_graph(model, STAR[:1])
+    assert {str(n): (s.trains, s.backward) for n, s in graph.stages.items()} == {
+        "vision.0": (False, False),
+        "vision.1": (True, True),
+        "llm.0": (False, True),
+        "llm.1": (False, True),
+    }
+    assert set(graph.edges) == {
+        (Node("vision", 0), Node("vision", 1)),
+        (Node("llm", 0), Node("llm", 1)),
+        (Node("vision", 1), Node("llm", 0)),
+    }
+    ranks = [r for s in graph.stages.values() for r in s.ranks]
+    assert sorted(ranks) == [0, 1, 2, 3]
+
+
+def test_edges_that_cannot_be() -> None:
+    model = {"a": chain([1.0]), "b": chain([1.0])}
+    assert topological(model, (("b", "a"),)) == ["b", "a"]
+    with pytest.raises(ValueError, match="edges name c; the modules are a, b"):
+        topological(model, (("a", "c"),))
+    with pytest.raises(CycleError):
+        topological(model, (("a", "b"), ("b", "a")))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.integers(1, 9).map(float), min_size=2, max_size=5),
+    st.lists(st.integers(1, 9).map(float), min_size=2, max_size=5),
+    st.integers(1, 10),
+    st.one_of(st.none(), st.integers(2, 4)),
+)
+def test_allocation_is_the_best_of_all(
+    vision: list[float], llm: list[float], microbatches: int, total: int | None
+) -> None:
+    model = {"vision": chain(vision, trains=False, upstream=False), "llm": chain(llm)}
+    made = allocate(model, STAR[:1], microbatches, total=total)
+    assert total is None or sum(made.stages.values()) == total
+    least = np.inf
+    for first, second in itertools.product(every_split(len(vision)), every_split(len(llm))):
+        size = len(first) + len(second)
+        if total is None or size == total:
+            staged = {"vision": model["vision"].staged(first), "llm": model["llm"].staged(second)}
+            least = min(least, size * estimate(staged, STAR[:1], microbatches))
+    assert made.seconds * sum(made.stages.values()) == pytest.approx(least, rel=1e-6)
+
+
+def every_split(layers: int) -> list[list[int]]:
+    """Any number of stages; small on purpose."""
+    cuts = itertools.product((False, True), repeat=layers - 1)
+    return [np.diff([0, *np.flatnonzero(c) + 1, layers]).tolist() for c in cuts]
+
+
+def test_a_frozen_encoder_gets_fewer_stages() -> None:
+    """The encoder has forwards alone, the LLM three times as much work: 8 against 24."""
+    model = frozen_model()
+    assert allocate(model, STAR[:1], 24, total=4).stages == {"vision": 1, "llm": 3}
+    believed = {name: p.as_if_trained() for name, p in model.items()}
+    unaware = allocate(believed, STAR[:1], 24, total=4)
+    assert unaware.stages == {"vision": 2, "llm": 2}  # negative control: the gain below is not by chance
+    really = {name: model[name].staged(counts) for name, counts in unaware.splits.items()}
+    best = allocate_best(model, STAR[:1], 24, total=4)
+    assert best.stages == {"vision": 1, "llm": 3}
+    assert simulated(really, STAR[:1], 24) / best.seconds > 1.2
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 2**31), st.integers(2, 6), st.integers(1, 8))
+def test_best_is_never_worse_than_either(seed: int, total: int, microbatches: int) -> None:
+    rng = np.random.default_rng(seed)
+    model = {
+        "vision": costs([LayerCost(float(f), False) for f in rng.uniform(0.5, 3, 6)], False),
+        "audio": costs([LayerCost(float(f), bool(rng.integers(2))) for f in rng.uniform(0.5, 3, 4)], False),
+        "llm": costs([LayerCost(float(f), False) for f in rng.uniform(0.5, 3, 8)], True),
+    }
+    total = max(3, total)
+    best = allocate_best(model, STAR, microbatches, total=total)
+    for believed in (model, {name: p.as_if_trained() for name, p in model.items()}):
+        splits = allocate(believed, STAR, microbatches, total=total).splits
+        took = simulated({n: model[n].staged(c) for n, c in splits.items()}, STAR, microbatches)
+        assert best.seconds <= took
+
+
+def test_simulated_allocation() -> None:
+    """The same enumeration can be judged by the schedule itself."""
+    model = frozen_model()
+    ranges = {"vision": (1, 2), "llm": (1, 2, 3)}
+    made = allocate(model, STAR[:1], 8, ranges=ranges, total=4, seconds=simulated)
+    staged = {name: model[name].staged(counts) for name, counts in made.splits.items()}
+    assert made.seconds == simulated(staged, STAR[:1], 8)
+
+
+def test_ranges_and_totals_that_do_not_fit() -> None:
+    model = {"vision": chain([1.0] * 2), "llm": chain([1.0] * 3)}
+    assert allocate(model, STAR[:1], 8, ranges={"vision": [2], "llm": [3, 9]}).stages == {"vision": 2, "llm": 3}
+    with pytest.raises(LayoutError, match="no allocation of 6 stages: modules can have vision 1 to 2, llm 1 to 3"):
+        allocate(model, STAR[:1], 8, total=6)

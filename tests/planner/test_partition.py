@@ -1,0 +1,128 @@
+"""Splits against every possible split."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_strategy.errors import LayoutError
+from hetero_strategy.planner.layers import LayerCost, costs
+from hetero_strategy.planner.partition import megatron_balanced, split
+
+
+def every_split(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    for cuts in itertools.combinations(range(1, layers), stages - 1):
+        yield tuple(int(n) for n in np.diff([0, *cuts, layers]))
+
+
+def stage_costs(work: Sequence[float], counts: Sequence[int], extra: Sequence[float] = ()) -> list[float]:
+    ends = [0, *itertools.accumulate(counts)]
+    more = list(extra) or [0.0] * len(counts)
+    return [sum(work[a:b]) + e for a, b, e in zip(ends, ends[1:], more, strict=False)]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_split_is_the_best_of_all(data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, 4))
+    minimum = data.draw(st.integers(1, 2))
+    work = data.draw(st.lists(st.integers(0, 30).map(float), min_size=stages * minimum, max_size=10))
+    extra = data.draw(st.lists(st.integers(0, 20).map(float), min_size=stages, max_size=stages))
+    made = split(work, stages, minimum=minimum, extra=extra)
+    assert len(made) == stages and sum(made) == len(work) and min(made) >= minimum
+    if not sum(work) + sum(extra):
+        return  # nothing to compare: even in layers, see below
+    allowed = [s for s in every_split(len(work), stages) if min(s) >= minimum]
+    keys = {s: (max(c := stage_costs(work, s, extra)), sum(x * x for x in c)) for s in allowed}
+    least = min(keys.values())
+    assert keys[made] == pytest.approx(least, rel=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.floats(1e-6, 1e3), min_size=5, max_size=9), st.integers(1, 5))
+def test_largest_stage_of_any_float_costs(work: list[float], stages: int) -> None:
+    least = min(max(stage_costs(work, s)) for s in every_split(len(work), stages))
+    assert max(stage_costs(work, split(work, stages))) == pytest.approx(least, rel=1e-6)
+
+
+def test_literal_splits() -> None:
+    assert split([1.0] * 8, 4) == (2, 2, 2, 2)
+    assert split([0.1] * 7, 3) == (2, 2, 3)  # earlier stages hold more activations
+    assert split([5.0, 1.0, 1.0, 1.0, 1.0, 1.0], 2) == (1, 5)
+    assert split([1.0] * 8, 2, extra=[2.0, 0.0]) == (3, 5)
+    assert split([9.0, 1.0, 1.0, 1.0], 2, minimum=2) == (2, 2)
+    assert split([0.0] * 6, 3) == (2, 2, 2)
+    assert split([1.0, 1.0, 1.0, 1.0, 4.0], 3) == (2, 2, 1)  # not (3, 1, 1), whose largest stage is as small
+
+
+def test_times_scale_splits_do_not() -> None:
+    work = np.random.default_rng(0).uniform(0.5, 2.0, 48)
+    assert split(work, 7) == split(work * 1e-9, 7) == split(work * 1e9, 7)
+
+
+def test_impossible_splits() -> None:
+    with pytest.raises(LayoutError, match="3 layers cannot be split into 4 stages of at least 1 each: use 3 stages"):
+        split([1.0] * 3, 4)
+    with pytest.raises(LayoutError, match="at least 2 each: use 2 stages"):
+        split([1.0] * 5, 3, minimum=2)
+    with pytest.raises(LayoutError, match="-1 stages"):
+        split([1.0], -1)
+    for wrong in ([1.0, -1.0], [1.0, np.nan]):
+        with pytest.raises(ValueError, match="finite"):
+            split(wrong, 1)
+    with pytest.raises(ValueError, match="one cost for each of 2 stages"):
+        split([1.0, 1.0], 2, extra=[1.0])
+
+
+def test_unaware_split_of_a_frozen_part_is_worse() -> None:
+    """Negative control: half of a chain is frozen with nothing trainable before it."""
+    passes = costs([LayerCost(1.0, False)] * 12 + [LayerCost(1.0, True)] * 12, False)
+    aware, unaware = split(passes.total, 4), split(passes.as_if_trained().total, 4)
+    assert unaware == split(passes.forward, 4) == (6, 6, 6, 6)
+    slowest = [passes.staged(s).total.max() for s in (aware, unaware)]
+    assert slowest == [12.0, 18.0]  # 47 units of work: 12 is the least possible
+
+
+def plainly_balanced(times: list[float], stages: int) -> float:
+    """Appendix B as printed, memo and all."""
+    memo: dict[tuple[int, int], float] = {}
+
+    def largest(last: int, stage: int) -> float:
+        if stage == 1:
+            return sum(times[:last])
+        if (last, stage) not in memo:
+            memo[last, stage] = min(max(largest(j, stage - 1), sum(times[j:last])) for j in range(stage - 1, last))
+        return memo[last, stage]
+
+    return largest(len(times), stages)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(1, 30).map(float), min_size=3, max_size=6),
+    st.lists(st.integers(1, 30).map(float), min_size=3, max_size=6),
+    st.integers(1, 2),
+    st.integers(1, 3),
+)
+def test_megatron_balanced(vision: list[float], llm: list[float], pp: int, vpp: int) -> None:
+    made = megatron_balanced({"vision": vision, "llm": llm}, pp, vpp)
+    assert len(made) == pp * vpp
+    assert {n: sum(stage.get(n, 0) for stage in made) for n in ("vision", "llm")} == {
+        "vision": len(vision),
+        "llm": len(llm),
+    }
+    order = [name for stage in made for name in stage]
+    assert order == sorted(order, reverse=True)  # vision before llm
+    counts = [sum(stage.values()) for stage in made]
+    assert max(stage_costs(vision + llm, counts)) == pytest.approx(plainly_balanced(vision + llm, pp * vpp), rel=1e-6)
+
+
+def test_megatron_balanced_mixes_modules_in_a_stage() -> None:
+    assert megatron_balanced({"vision": [1.0] * 3, "llm": [1.0] * 5}, 2) == ({"vision": 3, "llm": 1}, {"llm": 4})
+    with pytest.raises(LayoutError, match="2 layers cannot be split into 2 x 2 virtual stages"):
+        megatron_balanced({"vision": [1.0], "llm": [1.0]}, 2, 2)

@@ -1,0 +1,301 @@
+"""Orders as tables, on chains and on graphs of modules, and their bounds."""
+
+from __future__ import annotations
+
+import ast
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.pipelining.schedules as tables
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hetero_strategy.errors import ScheduleError
+from hetero_strategy.schedule.action import Action, Kind, Node, Schedule, Span, Work
+from hetero_strategy.schedule.build import ORDERS, make_schedule
+from hetero_strategy.schedule.check import check
+from tests.schedule.cases import Module, cases, chain, clock, graph, listed, makespan, uniform, work
+
+LLM0 = Node("llm", 0)
+TO_LLM = [("vision", "llm"), ("audio", "llm")]
+
+
+def lines(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.strip().splitlines()]
+
+
+def test_1f1b_table() -> None:
+    """PipeDream-Flush, p = 4, m = 8."""
+    assert listed(make_schedule("1f1b", chain(4), work(8))) == lines("""
+        F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7
+        F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7
+        F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7
+        F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7
+    """)
+
+
+def test_gpipe_and_sequential_tables() -> None:
+    assert listed(make_schedule("gpipe", chain(2), work(3))) == ["F0 F1 F2 B0 B1 B2"] * 2
+    assert listed(make_schedule("sequential", chain(2), work(3))) == ["F0 B0 F1 B1 F2 B2"] * 2
+    assert listed(make_schedule("1f1b", chain(2), work(3), train=False)) == ["F0 F1 F2"] * 2
+
+
+def test_interleaved_table() -> None:
+    """Megatron-LM's order, p = 2, v = 2, m = 4: stage.kind microbatch."""
+    schedule = make_schedule("interleaved_1f1b", chain(2, 2), work(4))
+    assert [" ".join(f"{a.node.stage}{a.kind}{a.microbatch}" for a in ours(schedule, rank)) for rank in (0, 1)] == [
+        "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
+        "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
+    ]
+
+
+def test_zb_h1_table() -> None:
+    """Qi et al. 2024, figure 2 (p = 4, m = 8): all stages hold 4; stage 0 has no input gradient to send."""
+    schedule = make_schedule("zb_h1", chain(4), work(8))
+    assert listed(schedule) == lines("""
+        F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7
+        F0 F1 F2 I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 F6 I4 W3 F7 I5 W4 I6 W5 I7 W6 W7
+        F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 F6 I5 W3 F7 I6 W4 I7 W5 W6 W7
+        F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
+    """)
+    assert set(schedule.in_flight.values()) == {4}
+    assert schedule.split == {Node("llm", s) for s in (1, 2, 3)}
+
+
+KINDS: dict[str, Kind] = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+
+
+def torch_s(peer: Any, rank: int) -> list[Action]:
+    """The table of one of torch's schedules for a rank."""
+    table = peer._calculate_single_rank_operations(rank)
+    return [
+        Action(KINDS[a.computation_type.name], Node("llm", a.stage_index), a.microbatch_index)
+        for a in table
+        if a is not None
+    ]
+
+
+def ours(schedule: Schedule, rank: int) -> list[Action]:
+    return [a for a in schedule.of(rank) if a.microbatch >= 0]
+
+
+@pytest.mark.parametrize(("pp", "count"), [(2, 4), (3, 5), (4, 8), (4, 3)])
+def test_zbv_is_torch_s_table(pp: int, count: int) -> None:
+    """But for stage 0, which has nobody to send an input gradient to: its I and W are one B."""
+    peer = object.__new__(tables.ScheduleZBVZeroBubble)
+    peer.pp_group_size, peer._n_microbatches, peer.num_stages = pp, count, 2 * pp
+    schedule = make_schedule("zbv", chain(pp, 2, "v"), work(count))
+    whole = {Action("I", LLM0, j): Action("B", LLM0, j) for j in range(count)}
+    for rank in range(pp):
+        theirs = [whole.get(a, a) for a in torch_s(peer, rank) if (a.kind, a.node) != ("W", LLM0)]
+        assert ours(schedule, rank) == theirs
+
+
+@pytest.mark.parametrize(("pp", "vpp", "count"), [(2, 2, 4), (4, 2, 8), (3, 3, 6), (4, 3, 12)])
+def test_interleaved_is_torch_s_table(pp: int, vpp: int, count: int) -> None:
+    peer = object.__new__(tables.ScheduleInterleaved1F1B)
+    peer.pp_group_size, peer._n_microbatches, peer.n_local_stages = pp, count, vpp
+    peer.microbatches_per_round = pp
+    schedule = make_schedule("interleaved_1f1b", chain(pp, vpp), work(count))
+    for rank in range(pp):
+        assert ours(schedule, rank) == torch_s(peer, rank)
+
+
+def test_warm_ups_of_encoders_of_different_depth() -> None:
+    """Cornstarch: stage ``s`` of an encoder with E stages before an LLM with L has E + L - s - 1 warm-ups."""
+    depths = {"vision": 3, "audio": 1, "llm": 4}
+    rank = iter(range(8))
+    stages = graph({m: Module([[next(rank)] for _ in range(d)]) for m, d in depths.items()}, TO_LLM)
+    schedule = make_schedule("1f1b", stages, work(12, *depths, edges=TO_LLM))
+    check(schedule)
+    for module, depth in depths.items():
+        behind = 0 if module == "llm" else depths["llm"]
+        for node in stages.nodes_of(module):
+            (own,) = stages.stages[node].ranks
+            kinds = [a.kind for a in schedule.of(own)]
+            assert kinds.index("B") - 1 == depth + behind - node.stage - 1
+            assert schedule.in_flight[node] == depth + behind - node.stage
+    cost = uniform()
+    assert makespan(schedule, cost) == (12 + 3 + 4 - 1) * 3  # the longest chain's
+
+
+def test_generator_adds_a_stage_to_the_chain() -> None:
+    stages = graph({"llm": Module([[0], [1]]), "draw": Module([[2]])}, [("llm", "draw")])
+    schedule = make_schedule("1f1b", stages, work(6, "llm", "draw", edges=[("llm", "draw")]))
+    assert listed(schedule) == listed(make_schedule("1f1b", chain(3), work(6)))
+
+
+def test_an_encoder_on_the_same_rank_as_all_that_follows_does_not_run_ahead() -> None:
+    edges = [("vision", "llm")]
+    stages = graph({"vision": Module([[0, 1]]), "llm": Module([[0, 1]])}, edges)
+    schedule = make_schedule("1f1b", stages, work(3, "vision", "llm", edges=edges))
+    assert listed(schedule) == ["F0 F0 B0 B0 F1 F1 B1 B1 F2 F2 B2 B2"]
+
+
+def test_an_encoder_over_all_stages_of_the_llm_does_not_starve() -> None:
+    """Its actions need all lanes at once; the LLM's stages leave them room."""
+    edges = [("vision", "llm")]
+    stages = graph({"vision": Module([[0, 1, 2, 3]]), "llm": Module([[r] for r in range(4)])}, edges)
+    made = {
+        o: make_schedule(o, stages, work(16, "vision", "llm", edges=edges)) for o in ("1f1b", "zb_h1", "sequential")
+    }
+    spans = {o: makespan(s, uniform()) for o, s in made.items()}
+    assert spans["sequential"] == 16 * 15
+    assert spans["1f1b"] < spans["sequential"] / 2
+    assert spans["zb_h1"] < 1.1 * 16 * 6  # what every lane works
+
+
+def test_frozen_encoder_fills_the_llm_s_bubbles() -> None:
+    """On the first LLM stage's rank: no backward, and its forwards cost less time than they take."""
+    edges = [("vision", "llm")]
+    ranks = [[0], [1], [2]]
+    stages = graph({"vision": Module([[0]], trains=False), "llm": Module(ranks)}, edges)
+    alone = make_schedule("1f1b", chain(3), work(4))
+    both = make_schedule("1f1b", stages, work(4, "vision", "llm", edges=edges))
+    assert not [a for a in both.of(0) if a.node.module == "vision" and a.kind != "F"]
+    assert both.in_flight[Node("vision", 0)] == 0
+    assert makespan(both, uniform()) < makespan(alone, uniform()) + 4
+
+
+def test_units_that_group_and_split_microbatches() -> None:
+    """Vision groups two microbatches in one pass, audio takes three passes for the first one."""
+    spans = {
+        "vision": (Span(0, 0, 1), Span(1, 2, 3)),
+        "audio": (Span(0, 0, 0), Span(1, 0, 0), Span(2, 0, 0), Span(3, 3, 3)),
+        "llm": tuple(Span(i, i, i) for i in range(4)),
+    }
+    feeds = {("vision", "llm"): ((0, 0), (0, 1), (1, 2), (1, 3)), ("audio", "llm"): ((0, 0), (1, 0), (2, 0), (3, 3))}
+    stages = graph({m: Module([[r]]) for r, m in enumerate(spans)}, TO_LLM)
+    schedule = make_schedule("1f1b", stages, Work(spans, feeds))
+    check(schedule)
+    assert listed(schedule) == ["F0 F1 B0 B1", "F0 F1 F2 B0 B1 B2 F3 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
+    with pytest.raises(ScheduleError, match=r"llm microbatch 0 needs 3 microbatches of audio at once.*allows 2"):
+        make_schedule("1f1b", stages, Work(spans, feeds), max_in_flight={"audio": 2})
+    crossed = Work(spans, {**feeds, ("vision", "llm"): ((1, 0), (0, 1), (0, 2), (0, 3))})
+    with pytest.raises(ScheduleError, match=r"awaits rows of .* but they are sent after them"):
+        check(make_schedule("1f1b", stages, crossed))
+
+
+def test_unshard_and_reduce_once_per_step_around_the_work() -> None:
+    stages = graph({"llm": Module([[0], [1]], sharded=True, trains=[False, True])})
+    schedule = make_schedule("1f1b", stages, work(2))
+    kinds = [[a.kind for a in lane.actions] for lane in schedule.lanes]
+    assert kinds == [["UNSHARD", "F", "F"], ["UNSHARD", "F", "B", "F", "B", "REDUCE"]]
+    evaluation = make_schedule("1f1b", stages, work(2), train=False)
+    assert [[a.kind for a in lane.actions] for lane in evaluation.lanes] == [["UNSHARD", "F", "F"]] * 2
+
+
+def test_frozen_stages_below_what_trains_have_no_backward() -> None:
+    """And what trains above them holds no more for it."""
+    frozen = graph({"llm": Module([[r] for r in range(4)], trains=[False, False, True, True])})
+    schedule = make_schedule("zb_h1", frozen, work(8))
+    check(schedule)
+    assert [{a.kind for a in schedule.of(r) if a.microbatch >= 0} for r in range(4)] == [
+        {"F"},
+        {"F"},
+        {"F", "B"},
+        {"F", "I", "W"},
+    ]
+    assert list(schedule.in_flight.values()) == [0, 0, 2, 2]
+
+
+def test_a_step_of_a_thousand_units_takes_little_time() -> None:
+    """It is made on every step: about 20 ms for 16 stages of 64 microbatches with F, I and W on a slow core."""
+    stages, steps = chain(16), work(64)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        schedule = make_schedule("zb_h1", stages, steps)
+        times.append(time.perf_counter() - start)
+    check(schedule)
+    assert min(times) < 0.2
+
+
+def test_ranks_and_modules_without_work_have_no_actions() -> None:
+    stages = graph({"vision": Module([[2]]), "audio": Module([[0]]), "llm": Module([[0], [1]])}, TO_LLM)
+    some = work(2, "llm")
+    schedule = make_schedule("1f1b", stages, Work({**some.microbatches, "vision": (), "audio": ()}, {}))
+    check(schedule)
+    assert [lane.ranks for lane in schedule.lanes] == [(0,), (1,)]
+    assert schedule.of(2) == ()
+
+
+def test_bounds_are_kept_and_make_it_slower() -> None:
+    free = make_schedule("1f1b", chain(4), work(8))
+    bound = make_schedule("1f1b", chain(4), work(8), max_in_flight={"llm": 2})
+    check(bound)
+    assert list(bound.in_flight.values()) == [2, 2, 2, 1]
+    assert makespan(bound, uniform()) > makespan(free, uniform())
+    wide = make_schedule("interleaved_1f1b", chain(4, 2), work(8), max_in_flight={"llm": 3})
+    check(wide)
+    assert max(wide.in_flight.values()) == 3
+
+
+def test_a_bound_of_an_encoder_holds_the_llm_back() -> None:
+    edges = [("vision", "llm")]
+    stages = graph({"vision": Module([[0]]), "llm": Module([[1], [2], [3]])}, edges)
+    schedule = make_schedule("1f1b", stages, work(6, "vision", "llm", edges=edges), max_in_flight={"vision": 2})
+    check(schedule)
+    assert list(schedule.in_flight.values()) == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("order", "made", "bounds", "message"),
+    [
+        ("zigzag", chain(2), {}, "zigzag.*choose one of gpipe, 1f1b"),
+        ("gpipe", chain(2), {"llm": 7}, "gpipe holds all 8.*allows 7: raise it to 8 or take 1f1b"),
+        ("1f1b", chain(2), {"llm": 0}, "max_in_flight of llm is 0"),
+        ("1f1b", chain(2), {"lm": 4}, "'lm'; the modules are llm"),
+        ("1f1b", chain(2, 2), {}, "llm has vpp=2 in loop style, which 1f1b does not order: take interleaved_1f1b"),
+        ("zb_h1", chain(2, 2, "v"), {}, "take zbv"),
+        ("interleaved_1f1b", chain(2), {}, "needs a module with vpp > 1"),
+        ("zbv", chain(2, 2), {}, "needs a module with vpp=2 in v style"),
+        ("zbv", chain(2, 4, "v"), {}, "llm has vpp=4, but zbv has two stages per rank"),
+    ],
+)
+def test_refusals(order: str, made: object, bounds: dict[str, int], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        make_schedule(order, made, work(8), max_in_flight=bounds)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@given(st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_graph_and_work_makes_a_schedule_that_runs(order: str, data: st.DataObject) -> None:
+    stages, steps = data.draw(cases(order))
+    length = data.draw(st.integers(1, 5))
+
+    def cost(action: Action) -> float:
+        return 1 + (3 * len(action.node.module) + action.node.stage + ord(action.kind[0])) % length
+
+    schedule = make_schedule(order, stages, steps, cost, train=data.draw(st.booleans()))
+    check(schedule)
+    clock(schedule, uniform())
+    assert make_schedule(order, stages, steps, cost, train=schedule.train).lanes == (schedule.lanes)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@given(st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_bounds_are_kept_or_refused(order: str, data: st.DataObject) -> None:
+    stages, steps = data.draw(cases(order))
+    bounds = {m: data.draw(st.integers(1, 4)) for m in stages.pipelines}
+    try:
+        schedule = make_schedule(order, stages, steps, max_in_flight=bounds)
+    except ScheduleError as error:
+        assert "max_in_flight" in str(error)
+        return
+    check(schedule)
+    assert all(held <= bounds[node.module] for node, held in schedule.in_flight.items())
+
+
+def test_no_torch() -> None:
+    """What makes schedules on every step needs no tensors."""
+    package = Path(__file__).parents[2] / "hetero_strategy/schedule"
+    for name in ("action", "build", "check", "merge", "modules", "numbers", "programs", "warmup"):
+        for node in ast.walk(ast.parse((package / f"{name}.py").read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not [n for n in names if n.split(".")[0] in ("torch", "lightning")], name

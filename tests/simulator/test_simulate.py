@@ -1,0 +1,279 @@
+"""Times, causes of idleness and memory, against hand-made figures and an independent, slow simulator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_strategy.errors import ScheduleError
+from hetero_strategy.schedule.action import Action, Lane, Node, Schedule
+from hetero_strategy.schedule.build import make_schedule
+from hetero_strategy.schedule.check import check
+from hetero_strategy.simulator import CAUSES, Footprint, Links, Simulation, simulate
+from tests.simulator.schedules import chain, graph_of, random_schedule, schedule_of, work_of
+
+UNIFORM = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "UNSHARD": 0.0, "REDUCE": 0.0}
+V, L, L1 = Node("vision", 0), Node("llm", 0), Node("llm", 1)
+
+
+def uniform(action: Action) -> float:
+    return UNIFORM[action.kind]
+
+
+def assert_adds_up(simulation: Simulation) -> None:
+    idle = sum(simulation.idle[cause] for cause in CAUSES)
+    np.testing.assert_allclose(idle + simulation.busy, simulation.time, rtol=1e-12)
+    assert all((simulation.idle[cause] >= 0).all() for cause in CAUSES)
+    assert sum(simulation.bubble_by_cause.values()) == pytest.approx(simulation.bubble, abs=1e-12)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 3, 8, 16])
+def test_1f1b_has_the_closed_form(stages: int, microbatches: int) -> None:
+    found = simulate(chain(stages, microbatches), uniform)
+    assert found.time == 3.0 * (microbatches + stages - 1)
+    assert found.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1), abs=1e-15)
+    assert_adds_up(found)
+
+
+def test_causes_of_a_chain() -> None:
+    """Four stages, eight microbatches: the triangle before, the triangle after, the rest waits for later stages."""
+    found = simulate(chain(4, 8), uniform)
+    assert found.idle["warm-up"].tolist() == [0, 1, 2, 3]
+    assert found.idle["cool-down"].tolist() == [0, 2, 4, 6]
+    assert found.idle["dependency"].tolist() == [9, 6, 3, 0]
+    assert not found.idle["boundary"].any() and not found.idle["straggler"].any()
+
+
+def test_memory_of_1f1b_is_what_is_in_flight() -> None:
+    found = simulate(chain(4, 8), uniform, memory=lambda node: Footprint(100.0 + node.stage, 10.0))
+    assert found.peak_memory is not None
+    assert found.peak_memory.tolist() == [140, 131, 122, 113]
+    few = simulate(chain(4, 2), uniform, memory=lambda node: Footprint(activation=10.0))
+    assert few.peak_memory is not None and few.peak_memory.tolist() == [20, 20, 20, 10]
+    assert simulate(chain(4, 2), uniform).peak_memory is None
+
+
+def test_memory_is_held_until_w_and_per_microbatch_and_instance() -> None:
+    graph = graph_of({L: np.array([[0], [1]])})
+    order = [Action(k, L, i) for k, i in (("F", 0), ("F", 1), ("I", 0), ("I", 1), ("F", 2), ("W", 0), ("W", 1))]
+    order += [Action("I", L, 2), Action("W", L, 2)]
+    schedule = schedule_of(graph, work_of(graph, 3), order, split=(L,))
+    sizes = (np.array([1.0, 2.0]), 10.0, np.array([100.0, 0.0]))
+    found = simulate(schedule, uniform, memory=lambda node: Footprint(activation=lambda i: sizes[i]))
+    assert found.peak_memory is not None and found.peak_memory.tolist() == [111, 12]
+
+
+def test_memory_of_a_forward_is_gone_after_it() -> None:
+    graph = graph_of({L: np.array([[0]])})
+    schedule = schedule_of(graph, work_of(graph, 3), [Action("F", L, i) for i in range(3)])
+    found = simulate(replace(schedule, train=False), uniform, memory=lambda node: Footprint(5.0, 10.0))
+    assert found.peak_memory is not None and found.peak_memory.tolist() == [15]
+
+
+def forwards(microbatches: int, grids: dict[Node, np.ndarray]) -> Schedule:
+    graph = graph_of(grids, (("vision", "llm"),) if V in grids else ())
+    order = [Action("F", node, i) for i in range(microbatches) for node in grids]
+    return schedule_of(graph, work_of(graph, microbatches), order)
+
+
+def test_transfers_take_time_but_not_the_sender() -> None:
+    """F 1 s each; 3 s on the wire per transfer (30 bytes at 10 per second), 0.5 s latency, one after the other."""
+    schedule = forwards(2, {L: np.array([[0]]), L1: np.array([[1]])})
+    found = simulate(schedule, uniform, Links(0.5, 10.0), rows=lambda source, target: 30.0)
+    assert [found.end[Action("F", L, i)].item() for i in range(2)] == [1, 2]
+    assert [found.start[Action("F", L1, i)].item() for i in range(2)] == [4.5, 7.5]  # the second left at 4, not 2
+    assert found.time == 8.5
+    assert found.idle["warm-up"].tolist() == [0, 4.5]
+    assert found.idle["boundary"].tolist() == [0, 2]
+    assert found.idle["cool-down"].tolist() == [6.5, 0]
+    assert_adds_up(found)
+
+
+def test_links_between_machines_are_slower() -> None:
+    links = Links(1.0, 10.0, inter_latency=2.0, inter_bandwidth=5.0, ranks_per_machine=2)
+    for second, start in (([[1]], 5.0), ([[2]], 9.0), ([[0]], 1.0)):
+        schedule = forwards(1, {L: np.array([[0]]), L1: np.array(second)})
+        found = simulate(schedule, uniform, links, rows=lambda source, target: 30.0)
+        assert found.start[Action("F", L1, 0)].item() == start
+
+
+def test_between_modules_all_instances_are_awaited_unless_rows_say_who_sends() -> None:
+    schedule = forwards(1, {V: np.array([[0], [1]]), L: np.array([[2], [3]])})
+
+    def costs(action: Action) -> np.ndarray:
+        return np.array([1.0, 5.0]) if action.node == V else np.array([1.0, 1.0])
+
+    reads = Action("F", L, 0)
+    assert simulate(schedule, costs).start[reads].tolist() == [5, 5]
+    pairs = simulate(schedule, costs, Links(0.5, 10.0), rows=lambda source, target: np.array([[20.0, 0], [0, 40.0]]))
+    assert pairs.start[reads].tolist() == [3.5, 9.5]
+    none = simulate(schedule, costs, Links(0.5), rows=lambda source, target: np.zeros((2, 2)))
+    assert none.start[reads].tolist() == [0, 0]
+    per_target = simulate(schedule, costs, Links(0.5, 10.0), rows=lambda source, target: np.array([0.0, 10.0]))
+    assert per_target.start[reads].tolist() == [5.5, 6.5]
+
+
+def test_ranks_of_an_instance_wait_for_one_another_and_instances_do_not() -> None:
+    """The LLM's instance (0, 1) waits for rank 0, which has an encoder; instance (2, 3) does not."""
+    graph = graph_of({V: np.array([[0]]), L: np.array([[0, 1], [2, 3]])})
+    order = [Action("F", L, 0), Action("F", V, 0), Action("F", L, 1), Action("REDUCE", L)]
+    schedule = schedule_of(graph, work_of(graph, 2), order)
+    found = simulate(schedule, lambda action: 0.25 if action.kind == "REDUCE" else 1.0)
+    assert found.start[Action("F", L, 1)].tolist() == [2, 1]
+    assert found.start[Action("REDUCE", L)].tolist() == [3, 3]
+    assert found.idle["straggler"].tolist() == [0, 1, 1, 1]
+    assert found.time == 3.25
+    together = simulate(schedule, lambda action: 0.25 if action.kind == "REDUCE" else 1.0, synchronous=(L,))
+    assert together.start[Action("F", L, 1)].tolist() == [2, 2]
+
+
+def test_a_rank_without_work_is_idle_all_the_time() -> None:
+    graph = graph_of({V: np.array([[7]]), L: np.array([[0]])})
+    schedule = schedule_of(graph, work_of(graph, 1), [Action("F", L, 0)])
+    for lanes in (schedule.lanes, tuple(lane for lane in schedule.lanes if lane.actions)):
+        found = simulate(replace(schedule, lanes=lanes), uniform)
+        assert found.ranks.tolist() == [0, 7] and found.idle["warm-up"].tolist() == [0, 1]
+        assert_adds_up(found)
+        assert found.of(7) == []
+
+
+def slow(
+    schedule: Schedule, costs: Callable[[Action], np.ndarray], latency: float, pairs: np.ndarray
+) -> dict[tuple[Action, int], float]:
+    """(action, instance) -> end, by looking back from each action; written apart from the simulator."""
+    stages = schedule.graph.stages
+
+    @cache
+    def end(action: Action, instance: int) -> float:
+        begin = 0.0
+        together = range(len(stages[action.node].grid)) if action.microbatch < 0 else [instance]
+        for each in together:
+            for rank in stages[action.node].grid[each].tolist():
+                own = schedule.of(rank)
+                at = own.index(action)
+                if at > 0:
+                    before = own[at - 1]
+                    place = [i for i, row in enumerate(stages[before.node].grid.tolist()) if rank in row]
+                    begin = max(begin, end(before, place[0]))
+        for source in schedule.dependencies.crossing(action):
+            for other, row in enumerate(stages[source.node].grid.tolist()):
+                inner = source.node.module == action.node.module
+                meets = other == instance if inner else pairs[other, instance]
+                if meets:
+                    away = sorted(row) != sorted(stages[action.node].grid[instance].tolist())
+                    begin = max(begin, end(source, other) + latency * away)
+        return begin + float(costs(action)[instance])
+
+    return {(a, i): end(a, i) for lane in schedule.lanes for a in lane.actions for i in range(len(stages[a.node].grid))}
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), latency=st.sampled_from([0.0, 0.3]))
+def test_any_schedule_agrees_with_the_slow_simulator_and_adds_up(seed: int, latency: float) -> None:
+    schedule = random_schedule(seed)
+    rng = np.random.default_rng(seed)
+    table: dict[Action, np.ndarray] = {}
+    pairs = rng.random((2, 2)) < 0.6
+
+    def costs(action: Action) -> np.ndarray:
+        if action not in table:
+            table[action] = rng.uniform(0.1, 2.0, len(schedule.graph.stages[action.node].grid))
+        return table[action]
+
+    def rows(source: Action, target: Action) -> np.ndarray:
+        count = [len(schedule.graph.stages[a.node].grid) for a in (source, target)]
+        return pairs[: count[0], : count[1]].astype(float)
+
+    def inner_or_rows(source: Action, target: Action) -> float | np.ndarray:
+        return 1.0 if source.node.module == target.node.module else rows(source, target)
+
+    found = simulate(schedule, costs, Links(latency), inner_or_rows, memory=lambda node: Footprint(1.0, 2.0))
+    for (action, instance), end in slow(schedule, costs, latency, pairs).items():
+        assert found.end[action][instance] == pytest.approx(end, abs=1e-12)
+    assert_adds_up(found)
+    for rank in found.ranks.tolist():
+        events = found.of(rank)
+        assert [a for a, *_ in events] == list(schedule.of(rank))
+        assert all(before[2] <= after[1] for before, after in pairwise(events))
+
+
+def test_another_order_takes_another_time() -> None:
+    """Negative control: the figures follow from the lists, not from the graph."""
+    schedule = chain(4, 8)
+    last = list(schedule.lanes[3].actions)
+    last[1:3] = last[2:0:-1]  # F0 F1 B0 ... in place of F0 B0 F1 ...
+    assert simulate(with_list(schedule, 3, last), uniform).time == 34.0 > simulate(schedule, uniform).time == 33.0
+
+
+def with_list(schedule: Schedule, lane: int, actions: list[Action]) -> Schedule:
+    lanes = list(schedule.lanes)
+    lanes[lane] = Lane(lanes[lane].ranks, tuple(actions))
+    return replace(schedule, lanes=tuple(lanes))
+
+
+def test_what_cannot_run_is_refused_as_the_checker_refuses_it() -> None:
+    whole = make_schedule("1f1b", chain(2, 2).graph, chain(2, 2).work)
+    whole = replace(whole, in_flight=dict.fromkeys(whole.graph.stages, 2))
+    simulate(whole, uniform)
+    first, second = (list(lane.actions) for lane in whole.lanes)
+    backward_first = [first[2], *first[:2], *first[3:]]
+    damaged = {
+        "rank 0 runs llm.0 B0 before llm.0 F0": with_list(whole, 0, backward_first),
+        "rank 0 never runs llm.0 F0": with_list(whole, 0, first[1:]),
+        "rank 0 runs llm.0 F0 2 times": with_list(whole, 0, [first[0], *first]),
+        "rank 0 has llm.1 F0 in its list but does not host llm.1": with_list(whole, 0, [*first, second[0]]),
+        "rank 1 hosts llm.1 but is in no lane": replace(whole, lanes=whole.lanes[:1]),
+        "deadlock: rank 0 waits in llm.0 B0 for .*llm.1 B0; rank 1 waits in llm.1 F1 for .*llm.0 F1": with_list(
+            with_list(whole, 0, [first[0], first[2], first[1], *first[3:]]),
+            1,
+            [second[0], second[2], second[1], *second[3:]],
+        ),
+    }
+    for reason, schedule in damaged.items():
+        for refuses in (check, lambda schedule: simulate(schedule, uniform)):
+            with pytest.raises(ScheduleError, match=reason):
+                refuses(schedule)
+
+
+def test_ranks_of_two_modules_that_meet_in_other_orders_do_not_hang() -> None:
+    graph = graph_of({V: np.array([[0, 1]]), L: np.array([[0, 1]])})
+    crossed = schedule_of(graph, work_of(graph, 1), [Action("F", V, 0), Action("F", L, 0)])
+    (lane,) = crossed.lanes
+    lanes = Lane((0,), lane.actions), Lane((1,), lane.actions[::-1])
+    simulate(crossed, uniform)
+    with pytest.raises(ScheduleError, match="rank"):
+        simulate(replace(crossed, train=False, lanes=lanes), uniform)
+
+
+def test_what_has_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cost of llm.0 F0 .*\[1\]"):
+        simulate(chain(2, 2), lambda action: np.ones(3))
+    with pytest.raises(ValueError, match=r"bytes from llm.0 F0 to llm.1 F0 .*, got \(1, 1\)"):
+        simulate(chain(2, 2), uniform, rows=lambda source, target: np.ones((1, 1)))
+    with pytest.raises(ValueError, match="bandwidths"):
+        Links(0.0, 0.0)
+
+
+def test_ten_thousand_ranks() -> None:
+    schedule = chain(16, 64, instances=78, tp=8)
+    rng = np.random.default_rng(0)
+    begin = time.perf_counter()
+    found = simulate(
+        schedule,
+        lambda action: UNIFORM[action.kind] * rng.uniform(0.9, 1.1, 78),
+        Links(1e-3, 1e9, 1e-2, 1e8, ranks_per_machine=8),
+        rows=lambda source, target: 1e6,
+        memory=lambda node: Footprint(1.0, 1.0),
+    )
+    assert time.perf_counter() - begin < 10
+    assert len(found.ranks) == 9984 and 3 * 79 < found.time < 3.3 * 79
+    assert_adds_up(found)
