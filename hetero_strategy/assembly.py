@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hetero_strategy.blueprint import Scheduling, blueprint
 from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import Placement
@@ -18,42 +18,12 @@ from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.multimodal import MultimodalModel
-from hetero_strategy.parallelize.apply import check_all, parallelize
+from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.gradients import Owned, owned_parameters
 from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
-from hetero_strategy.planner.stages import with_splits
-from hetero_strategy.schedule.action import Node, Span, StageGraph, Work
-from hetero_strategy.schedule.build import SPLIT, make_schedule
+from hetero_strategy.schedule.action import Node, StageGraph
 from hetero_strategy.schedule.executor import Executor, Program
-from hetero_strategy.schedule.graph import StageCost, stage_graph
 from hetero_strategy.schedule.wiring import Groups, NodeEdge, Wiring
-
-
-GATHER = ("auto", "step", "microbatch")
-
-
-@dataclass(frozen=True)
-class Scheduling:
-    """How steps are scheduled, as a person says it; see :class:`HeteroStrategy`."""
-
-    order: str = "1f1b"
-    max_in_flight: Mapping[str, int] = field(default_factory=dict)
-    gather: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.gather not in GATHER:
-            raise ConfigError(f"HeteroStrategy: gather={self.gather!r}; use one of {', '.join(GATHER)}")
-        if self.gather == "microbatch" and self.order in SPLIT:
-            raise ConfigError(
-                f"HeteroStrategy: gather='microbatch' with order={self.order!r}: a backward in two halves needs its"
-                " parameters whole all step; use gather='step' or another order"
-            )
-
-    def gathered(self, layout: ModuleLayout) -> bool:
-        """Whether a module's parameters stay whole over a step."""
-        if layout.dp_shard == 1:
-            return False
-        return self.gather == "step" or (self.gather == "auto" and (layout.pp > 1 or self.order in SPLIT))
 
 
 @dataclass(frozen=True)
@@ -107,55 +77,6 @@ def find_model(module: nn.Module, agree: Callable[[bool], bool]) -> tuple[str, M
     return prefix, model
 
 
-@dataclass(frozen=True)
-class Blueprint:
-    """What follows from a model and its layouts without any process."""
-
-    layouts: dict[str, ModuleLayout]
-    """With every ``split`` given."""
-    graph: StageGraph
-    costs: dict[Node, StageCost]
-
-
-def blueprint(
-    model: MultimodalModel, layouts: Mapping[str, ModuleLayout], scheduling: Scheduling, recompute: Sequence[str] = ()
-) -> Blueprint:
-    """Cut the modules into stages and check that the order can run them. Pure; call it on the meta device.
-
-    Args:
-        model: as built.
-        layouts: resolved.
-        scheduling: of steps.
-        recompute: modules that recompute their blocks in backward.
-
-    Raises:
-        LayoutError: layouts that do not fit the modules.
-        ScheduleError: an order that does not fit the layouts.
-        ConfigError: ``recompute`` names a module that does not exist.
-    """
-    modules = model.modules_by_name
-    check_all(modules, dict(layouts))
-    unknown = sorted(set(recompute) - set(modules))
-    if unknown:
-        raise ConfigError(f"HeteroStrategy: recompute names {unknown}; the modules are {', '.join(modules)}")
-    edges = [(e.source, e.target) for e in model.edges]
-    chosen = with_splits(modules, model.topological(), edges, layouts, recompute)
-    trains: dict[Node, bool] = {}
-    costs: dict[Node, StageCost] = {}
-    for name, module in modules.items():
-        split = chosen[name].split
-        assert split is not None
-        for node, stage in zip(_nodes(name, split), _stages(module, split), strict=True):
-            trains[node] = any(p.requires_grad for p in stage.parameters())
-        for node, cost in zip(_nodes(name, split), _costs(module, split, name in recompute), strict=True):
-            costs[node] = cost
-    gathered = {name for name, layout in chosen.items() if scheduling.gathered(layout)}
-    graph = stage_graph(model.topological(), edges, chosen, trains, gathered)
-    once = Work({n: (Span(0, 0, 0),) for n in modules}, {edge: ((0, 0),) for edge in edges})
-    make_schedule(scheduling.order, graph, once, max_in_flight=scheduling.max_in_flight)
-    return Blueprint(chosen, graph, costs)
-
-
 def assemble(
     prefix: str,
     model: MultimodalModel,
@@ -188,6 +109,7 @@ def assemble(
     Raises:
         see :func:`blueprint`.
     """
+    scheduling = scheduling.resolved(placement.layouts)
     plan = blueprint(model, placement.layouts, scheduling, recompute)
     modules, layouts, graph = model.modules_by_name, plan.layouts, plan.graph
     edges = {(s, t): graph.stages[s].ranks | graph.stages[t].ranks for s, t in graph.edges}
@@ -227,32 +149,10 @@ def assemble(
     return Assembled(executor, owned_parameters(stages, layouts), state, registry.background)
 
 
-def _nodes(name: str, split: Sequence[int]) -> list[Node]:
-    return [Node(name, number) for number in range(len(split))]
-
-
-def _stages(module: Adapter, split: Sequence[int]) -> list[Adapter]:
-    """All stages of a module, on the meta device."""
-    if len(split) == 1:
-        return [module]
-    blocks, ends = list(module.blocks()), np.cumsum(split)
-    return [
-        module.stage(blocks[end - count : end], first=number == 0, last=number == len(split) - 1)
-        for number, (end, count) in enumerate(zip(ends, split, strict=True))
-    ]
-
-
-def _costs(module: Adapter, split: Sequence[int], recomputed: bool) -> list[StageCost]:
-    """Linear and quadratic part of every stage's FLOPs, from two lengths."""
-    short, long = (module.stage_flops(np.array([length]), split) for length in (64, 128))
-    per_pair = np.maximum((long - 2 * short) / (128**2 - 2 * 64**2), 0.0)
-    per_row = (short - per_pair * 64**2) / 64
-    return [StageCost(float(a), float(b), recomputed) for a, b in zip(per_row, per_pair, strict=True)]
-
-
 def _groups(registry: GroupRegistry, ranks: frozenset[int], graph: StageGraph, edge: NodeEdge) -> Groups:
     """Where an edge's rows travel: a group of its own per direction and hop where messages of a group wait for one
-    another (NCCL), the one group of these ranks where tags tell them apart."""
+    another (NCCL), the one group of these ranks where tags tell them apart.
+    """
     source, target = (graph.stages[node] for node in edge)
     found = []
     for receiver in (target, source):

@@ -28,7 +28,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from hetero_strategy.assembly import Scheduling, assemble, find_model
+from hetero_strategy.assembly import assemble, find_model
+from hetero_strategy.blueprint import Scheduling
 from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.collectives import WorldCollectives
 from hetero_strategy.data.batch import Batch
@@ -69,7 +70,7 @@ class HeteroStrategy(WorldCollectives):
             every module sharded over all ranks.
         recompute: modules whose blocks do not keep activations but run forward again in backward.
         order: in which order a step's work runs: ``1f1b``, ``gpipe``, ``interleaved_1f1b`` (modules with vpp > 1),
-            ``zb_h1``, ``zbv`` (vpp=2, pp_style="v") or ``sequential``.
+            ``zb_h1``, ``zbv`` (vpp=2, pp_style="v"), ``sequential``; or ``auto``: what the layouts are made for.
         max_in_flight: module -> most microbatches whose activations one of its stages holds.
         gather: when FSDP gathers parameters and reduces gradients: once per ``step`` (parameters stay whole over a
             step's microbatches), per ``microbatch``, or ``auto``: per step where a module is pipelined.
@@ -90,7 +91,7 @@ class HeteroStrategy(WorldCollectives):
         layouts: Mapping[str, ModuleLayout | Mapping[str, Any]] | None = None,
         *,
         recompute: Sequence[str] = (),
-        order: str = "1f1b",
+        order: str = "auto",
         max_in_flight: Mapping[str, int] | None = None,
         gather: str = "auto",
         start_method: str = "popen",
@@ -189,6 +190,7 @@ class HeteroStrategy(WorldCollectives):
         check_process_count(self.cluster_environment, world_size)
         if self._layouts is not None:
             self._placement = place(self._layouts, world_size)
+            self._scheduling.check(self._placement.layouts)
         if self.cluster_environment.creates_processes_externally:
             die_with_script()
             return

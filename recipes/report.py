@@ -1,4 +1,4 @@
-"""What a run leaves behind: `report.json`, `examples.png`, `drawings.png`, and the same in the terminal."""
+"""What a run leaves behind: `report.json`, pictures of examples and drawings, and the same in the terminal."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from hetero_strategy.data.datamodule import MultimodalDataModule
 from hetero_strategy.data.index import DatasetIndex
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.layout.placement import Placement
+from hetero_strategy.monitor import TimelineMonitor
 from recipes import cli
 from recipes.drawings import Drawing, Judge, draw_grid, drawings_of
 from recipes.lit import LitMultimodal
@@ -221,10 +222,23 @@ def write_report(
         "train_seconds": round(totals.seconds, 2),
         "tokens_per_second": round(totals.tokens / totals.seconds, 1) if totals.seconds else None,
         "data_wait_seconds": round(totals.wait, 2),
+        "timeline": last_step(trainer),
         "resume": cli.command("recipes.train", resume=folder),
     }
     save(report, folder / "report.json", readback)
     return report
+
+
+def last_step(trainer: L.Trainer) -> dict[str, float] | None:
+    """The last training step as measured and as simulated; on the first rank, None on the others."""
+    pairs = [c.last for c in trainer.callbacks if isinstance(c, TimelineMonitor) and c.last is not None]  # type: ignore[attr-defined]
+    if not pairs:
+        return None
+    return {
+        f"{name}_{what}": value
+        for name, timeline in (("measured", pairs[0].measured), ("simulated", pairs[0].simulated))
+        for what, value in (("seconds", timeline.time), ("bubble", timeline.bubble))
+    }
 
 
 @rank_zero_only
@@ -266,9 +280,9 @@ def print_report(report: dict[str, Any], folder: Path) -> None:
     for name, value in _lines(report):
         table.add_row(name, value)
     console.print(table)
-    console.print(
-        f"report      {_short(folder / 'report.json')}, examples.png" + ", drawings.png" * bool(report["drawings"])
-    )
+    pictures = "examples.png, drawings.png" if report["drawings"] else "examples.png"
+    pictures += ", timeline.png, timeline.json (for ui.perfetto.dev)" if report.get("timeline") else ""
+    console.print(f"report      {_short(folder / 'report.json')}, {pictures}")
     if "resume" in report:
         console.print(f"resume      {report['resume']}", soft_wrap=True)
 
@@ -287,6 +301,14 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         speed = f", {report['tokens_per_second']:.0f} tokens/s" if report["tokens_per_second"] else ""
         waits = f", waited {report['data_wait_seconds']:.1f} s for data"
         lines.append(("training", f"{report['steps']} steps, {report['train_seconds']:.1f} s{speed}{waits}"))
+    if timeline := report.get("timeline"):
+        lines.append(
+            (
+                "last step",
+                f"{1e3 * timeline['measured_seconds']:.0f} ms, simulated {1e3 * timeline['simulated_seconds']:.0f} ms;"
+                f" bubble {timeline['measured_bubble']:.0%}, simulated {timeline['simulated_bubble']:.0%}",
+            )
+        )
     lines.append(("checkpoint", _short(report["checkpoint"]) if report["checkpoint"] else "none"))
     return lines
 

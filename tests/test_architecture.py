@@ -13,6 +13,7 @@ ROOMS = (
     "collectives",
     "assembly",
     "checkpoint",
+    "blueprint",
     "monitor",
     "planner",
     "simulator",

@@ -1,7 +1,7 @@
 """How rows travel: one direction of a route as sends, receives and copies, and the autograd exchange made of it.
 
 Every message is one contiguous tensor per pair of ranks and hop; nothing waits for a send, and no shape travels: the
-route holds them all. Rows that stay on their rank are copied at most once, and not at all where the output is the input.
+route holds them all. Rows that stay on their rank are copied at most once, and not at all where output and input agree.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class Crossing:
     def send(self, rows: torch.Tensor) -> None:
         """Let rows ``[inputs, width]`` leave; returns at once. Receives of the same crossing start with the sends."""
         if rows.shape[0] != self.transfer.inputs:
-            raise RuntimeError(f"the plan says {self.transfer.inputs} rows on this rank, the module made {rows.shape[0]}")
+            raise RuntimeError(
+                f"the plan says {self.transfer.inputs} rows on this rank, the module made {rows.shape[0]}"
+            )
         rows = rows.to(self.form.dtype)
         if self.transfer.first.sends:
             receives = () if self._arriving is not None else self.transfer.first.receives
@@ -115,9 +117,7 @@ class Crossing:
         self._finish(self._start(transfer.second, out, first=False), out, adds)
         return out if adds or add_to is None else add_to.add_(out)
 
-    def _start(
-        self, hop: Hop, rows: torch.Tensor | None, *, first: bool
-    ) -> list[tuple[dist.Work, Rows, torch.Tensor]]:
+    def _start(self, hop: Hop, rows: torch.Tensor | None, *, first: bool) -> list[tuple[dist.Work, Rows, torch.Tensor]]:
         if not hop.sends and not hop.receives:
             return []
         group = self.channel.group if first else self.channel.second

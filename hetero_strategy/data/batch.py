@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -27,16 +27,15 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
         """This batch with its tensors on ``device``."""
-        return Batch(
-            self.plan,
-            {n: tuple(None if x is None else x.to(device, non_blocking) for x in made) for n, made in self.inputs.items()},
-        )
+        return self._each(lambda x: x.to(device, non_blocking))
 
     def pin_memory(self) -> Batch:
         """This batch in page-locked memory; torch's DataLoader calls it."""
-        return Batch(
-            self.plan, {n: tuple(None if x is None else x.pin_memory() for x in made) for n, made in self.inputs.items()}
-        )
+        return self._each(lambda x: x.pin_memory())
+
+    def _each(self, change: Callable[[ModuleInputs], ModuleInputs]) -> Batch:
+        made = {n: tuple(None if x is None else change(x) for x in inputs) for n, inputs in self.inputs.items()}
+        return Batch(self.plan, made)
 
     def __len__(self) -> int:
         """Samples of the global batch."""
@@ -46,7 +45,9 @@ class Batch:
         """Data set indices of the samples, int64 ``[S]``: lets Lightning infer the batch size for epoch means."""
         yield torch.from_numpy(self.plan.samples)
 
-    def local_rows(self, source: str, source_microbatch: int, target: str, target_microbatch: int) -> torch.Tensor | None:
+    def local_rows(
+        self, source: str, source_microbatch: int, target: str, target_microbatch: int
+    ) -> torch.Tensor | None:
         """Where every module has one instance: the source row of each slot that this pair fills, int64.
 
         None where that is all of the source's rows in their order.

@@ -265,7 +265,10 @@ def edge_blocks(plan: StepPlan, source: str, source_microbatch: int, target: str
     sample_unit = unit[items.sample[of_items.units]]
     mine = np.flatnonzero(sample_unit >= 0)
     sample_unit = sample_unit[mine]
-    in_sequence = (of_samples.instance()[sample_unit], of_samples.starts()[sample_unit] + items.start[of_items.units[mine]])
+    in_sequence = (
+        of_samples.instance()[sample_unit],
+        of_samples.starts()[sample_unit] + items.start[of_items.units[mine]],
+    )
     if source in plan.metadata.items:
         sides = (produced.instance()[mine], produced.starts()[mine]), in_sequence
     else:

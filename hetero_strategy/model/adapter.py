@@ -70,10 +70,12 @@ class Adapter(nn.Module):
             raise ModelError(f"{type(self).__name__} has no block {sorted(unknown)}: it has {list(mine)}")
         self.twin()  # what a stage is initialised and counted by is the whole module
         around = {".".join(fqn.split(".")[:depth]) for fqn in mine for depth in range(fqn.count(".") + 1)}
-        stage = _clone(self, "", around)
+        pairs: list[tuple[nn.Module, nn.Module]] = []
+        stage = _clone(self, "", around, pairs)
         stage.drop([fqn for fqn in mine if fqn not in set(blocks)], before=not first, after=not last)
         stage.first_stage, stage.last_stage = first, last
         object.__setattr__(stage, "_given", {})
+        stage.register_forward_pre_hook(lambda *_: _follow(pairs))
         return stage
 
     def drop(self, blocks: Collection[str], *, before: bool, after: bool) -> None:
@@ -227,16 +229,25 @@ class Adapter(nn.Module):
         return self
 
 
-def _clone(module: nn.Module, fqn: str, around: Collection[str]) -> Any:
-    """Copies of a module and of its descendants named in ``around``; everything else is shared."""
+def _clone(module: nn.Module, fqn: str, around: Collection[str], pairs: list[tuple[nn.Module, nn.Module]]) -> Any:
+    """Copies of a module and of its descendants named in ``around``, listed in ``pairs``; everything else is shared."""
     copied = module.__new__(type(module))
     for key, value in module.__dict__.items():
         copied.__dict__[key] = copy.copy(value) if isinstance(value, (dict, set)) else value
+    pairs.append((module, copied))
     for name, child in module._modules.items():
         path = f"{fqn}.{name}" if fqn else name
         if child is not None and path in around:
-            copied._modules[name] = _clone(child, path, around)
+            copied._modules[name] = _clone(child, path, around, pairs)
     return copied
+
+
+def _follow(pairs: list[tuple[nn.Module, nn.Module]]) -> None:
+    """Copies are in training mode where their originals are: Lightning sets modes without ``train()``, and it does not
+    know the copies.
+    """
+    for original, copied in pairs:
+        copied.training = original.training
 
 
 def given_rows(hidden: Tensor | None) -> Tensor:

@@ -93,6 +93,7 @@ class FlowDecoder(Generator):
     def __init__(self, width: int, feature: int, dim: int, n_layers: int, n_heads: int, ffn: int, steps: int) -> None:
         super().__init__()
         self.width, self.feature, self.dim = width, feature, dim
+        self.hidden_width = dim
         self.n_heads, self.ffn, self.sample_steps = n_heads, ffn, steps
         with torch.device("meta"):
             # A language model's rows are not normalised between its blocks and its head.
@@ -102,11 +103,6 @@ class FlowDecoder(Generator):
             self.layers = nn.ModuleDict({str(number): Block(dim, n_heads, ffn) for number in range(n_layers)})
             self.modulation_out: Modulation | None = Modulation(dim, 2)
             self.patch_out: nn.Linear | None = nn.Linear(dim, feature)
-
-    @property
-    def hidden_width(self) -> int:
-        """``dim``."""
-        return self.dim
 
     def embed(self, inputs: GeneratorInputs, conditions: Tensor, places: Tensor) -> Tensor:
         """Conditions and noised patches, each with its position."""

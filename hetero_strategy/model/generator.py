@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hetero_strategy.errors import DataError
-from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.model.encoder import NO_ROWS, given_rows
+from hetero_strategy.model.adapter import NO_ROWS, Adapter, given_rows
 from hetero_strategy.model.inputs import GeneratorInputs
 
 

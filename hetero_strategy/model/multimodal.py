@@ -155,7 +155,7 @@ def _filling(
     batch: BatchLike, name: str, number: int, slots: Mapping[Hashable, Tensor], made: Mapping[Hashable, Tensor]
 ) -> dict[Hashable, Tensor]:
     """(source, its microbatch) -> rows that fill the slots of one microbatch of a module, in the slots' order."""
-    rows = {}
+    rows: dict[Hashable, Tensor] = {}
     for key in slots:
         if key in made:
             assert isinstance(key, tuple)

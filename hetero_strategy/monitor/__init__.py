@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from hetero_strategy.monitor.logger import csv_logger, wandb_logger
 from hetero_strategy.monitor.throughput import ThroughputMonitor
+from hetero_strategy.monitor.timeline_monitor import TimelineMonitor
 
-__all__ = ["ThroughputMonitor", "csv_logger", "wandb_logger"]
+__all__ = ["ThroughputMonitor", "TimelineMonitor", "csv_logger", "wandb_logger"]

@@ -14,7 +14,6 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import Coordinate
 from hetero_strategy.monitor.profile import Profile, Sample
 from hetero_strategy.monitor.timeline import Timeline, from_measured, from_simulation, write_trace
-from hetero_strategy.monitor.timeline_draw import draw
 from hetero_strategy.schedule.action import Action
 from hetero_strategy.schedule.executor import Executor
 from hetero_strategy.schedule.graph import PlannedCosts
@@ -37,7 +36,7 @@ class _Report(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A step twice: what the simulator makes of the schedule that ran, with costs from the steps before, and what ran."""
+    """A step twice: what the simulator makes of its schedule, with costs from the steps before, and what ran."""
 
     simulation: Simulation
     simulated: Timeline
@@ -132,8 +131,12 @@ class TimelineMonitor(L.Callback):
         self.last = compare(strategy.executor, strategy.background)
         if self.last is None:
             return
+        from hetero_strategy.monitor.timeline_draw import draw  # matplotlib takes a second to import
+
         folder = self.folder or Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         pair = (self.last.simulated, self.last.measured)
         write_trace(folder / "timeline.json", *pair)
-        draw(folder / "timeline.png", *pair, title=f"step {trainer.global_step}, order {strategy.executor.program.order}")
+        draw(
+            folder / "timeline.png", *pair, title=f"step {trainer.global_step}, order {strategy.executor.program.order}"
+        )

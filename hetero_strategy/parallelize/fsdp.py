@@ -120,7 +120,7 @@ def _root_state(stage: nn.Module) -> Any:
 
 
 def _groups(state: Any) -> list[Any]:
-    """torch 2.12 made one group of parameters several."""
+    """Groups of parameters of one unit: newer torch may have several."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

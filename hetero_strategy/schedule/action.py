@@ -55,6 +55,8 @@ class Stage:
     """Has a backward: something in it or upstream of it trains."""
     sharded: bool = False
     """Its parameters are gathered once per step (UNSHARD) and its gradients reduced once (REDUCE)."""
+    whole: bool = False
+    """Its backward is never divided in I and W: with recompute each half would run the forward again."""
 
     @cached_property
     def ranks(self) -> frozenset[int]:

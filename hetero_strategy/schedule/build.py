@@ -37,9 +37,9 @@ def make_schedule(
             stages per rank in v style; other modules run 1F1B and ZB-H1 beside them.
         graph: stages of all modules.
         work: microbatches of the step.
-        costs: duration of an action in any unit; ``None``: F, I and W take 1, B what it consists of (2, or 1 where
-            nothing in it trains), UNSHARD and REDUCE 0. They must be the same on all ranks. Costs decide the order of modules that share ranks, and
-            where W runs.
+        costs: duration of an action in any unit, the same on all ranks; ``None``: F, I and W take 1, B what it
+            consists of (2, or 1 where nothing in it trains), UNSHARD and REDUCE 0. Costs decide the order of modules
+            that share ranks, and where W runs.
         train: with backwards.
         max_in_flight: by module, most microbatches of its own that each of its stages may hold.
 

@@ -47,7 +47,7 @@ class Program:
     costs: Mapping[Node, StageCost]
     max_in_flight: Mapping[str, int] = field(default_factory=dict)
     reduces_each: bool = False
-    """Gradients of stages that are not gathered once per step are reduced after every microbatch, not after the last."""
+    """Stages that are not gathered once per step reduce gradients after every microbatch, not after the last."""
 
 
 @dataclass
@@ -272,7 +272,9 @@ class _Step:
             inputs = [leaf for leaf in live.leaves.values() if leaf.requires_grad]
             with torch.autocast(self.x.device.type, enabled=False):  # it would change gradients of custom functions
                 if action.kind == "I":
-                    live.later = backward.inputs_first(roots, inputs, [p for p in self.x.stages[node].parameters() if p.requires_grad])
+                    live.later = backward.inputs_first(
+                        roots, inputs, [p for p in self.x.stages[node].parameters() if p.requires_grad]
+                    )
                     live.rows = live.loss = None
                 else:
                     self._sync(action)

@@ -18,6 +18,7 @@ def stage_graph(
     layouts: Mapping[str, ModuleLayout],
     trains: Mapping[Node, bool],
     gathered: Collection[str] = (),
+    whole: Collection[str] = (),
 ) -> StageGraph:
     """All stages of all modules.
 
@@ -30,6 +31,7 @@ def stage_graph(
         layouts: resolved.
         trains: whether a stage has a trainable parameter.
         gathered: modules whose parameters are gathered once per step.
+        whole: modules whose backward is never divided.
     """
     stages: dict[Node, Stage] = {}
     between: list[tuple[Node, Node]] = []
@@ -42,7 +44,7 @@ def stage_graph(
             node = Node(module, number)
             upstream = upstream or trains[node]
             grid = layout.stage_grid(number)
-            stages[node] = Stage(grid, trains[node], upstream, module in gathered)
+            stages[node] = Stage(grid, trains[node], upstream, module in gathered, module in whole)
             if number:
                 between.append((Node(module, number - 1), node))
     return StageGraph(stages, tuple(between), {m: layouts[m].pipeline for m in modules})
@@ -78,8 +80,8 @@ class StageCost:
 class PlannedCosts:
     """Cost of every action in FLOPs of its slowest instance, from a step plan: what orders are built with.
 
-    Backward costs a forward for the gradient of the rows, one for the gradient of the weights, where they train, and one
-    more where activations are recomputed.
+    Backward costs a forward for the gradient of the rows, one for the gradient of the weights, where they train, and
+    one more where activations are recomputed.
     """
 
     def __init__(self, plan: StepPlan, graph: StageGraph, stages: Mapping[Node, StageCost]) -> None:
@@ -106,7 +108,7 @@ class PlannedCosts:
         kind, node, _ = action
         if kind == "F":
             return 1
-        repeats = int(self._stages[node].recomputed and kind != "W")
+        repeats = int(self._stages[node].recomputed)
         return repeats + (1 + int(self._graph.stages[node].trains) if kind == "B" else 1)
 
 

@@ -42,7 +42,7 @@ class Numbers:
         sends = {
             self.index[t] for s, t in graph.edges if t in self.index and s in self.index and graph.stages[s].backward
         }
-        self.split = [splits and self.reduces[i] and i in sends for i in range(len(self.nodes))]
+        self.split = [splits and self.reduces[i] and i in sends and not s.whole for i, s in enumerate(stages)]
         self._link(graph, work)
         self.actions = self._actions(work)
         self.durations = self._durations() if costs is None else [0.0 if a is None else costs(a) for a in self.actions]

@@ -30,7 +30,7 @@ class Outcome:
     predicted: torch.Tensor | None
     """int64 ``[N]``: predicted token at every loss token in sample order (evaluation only), of the first consumer."""
     drawn: dict[str, torch.Tensor]
-    """Evaluation only, by generator: fp32 ``[target rows of the batch, feature]`` in item order."""
+    """Evaluation only, by generator without a pipeline: fp32 ``[target rows of the batch, feature]`` in item order."""
 
 
 class Counter:
@@ -42,7 +42,8 @@ class Counter:
         self._consumers = [n for n in self._with_loss if n not in self._plan.metadata.items]
         self._totals = torch.zeros(len(self._with_loss), 3, dtype=torch.float64, device=device)
         self._predicted = torch.zeros(0 if train else self._plan.loss_tokens, dtype=torch.int64, device=device)
-        self._drawn = {} if train else {n: self._canvas(n) for n in self._with_loss if n not in self._consumers}
+        draws = [n for n in self._with_loss if n not in self._consumers and self._is_whole(n) and not train]
+        self._drawn = {name: self._canvas(name) for name in draws}
 
     @torch.no_grad()
     def add(self, node: Node, microbatch: int, inputs: ModuleInputs, out: LMOutput | GeneratorOutput) -> None:
@@ -101,6 +102,10 @@ class Counter:
         place = expand((np.cumsum(labels) - labels)[units], labels[units])
         # Evaluation only: finding labelled rows on the device waits for it.
         self._predicted[host_index(place, self._predicted)] = out.predicted[labelled]
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether the generator is no pipeline: drawing takes many passes through all of it."""
+        return self._wiring.placement.layouts[name].pipeline.stages == 1
 
     def _canvas(self, name: str) -> torch.Tensor:
         generator = self._wiring.modules[name]

@@ -85,8 +85,7 @@ def interleaved(pipeline: Pipeline, count: int, more: int, needs: tuple[int, ...
         more: forwards added to every warm-up, for stages of other modules that follow.
         needs: forwards of the last stage that must come before each of its backwards.
 
-    Warm-ups are ``2 (pp - rank - 1) + (vpp - 1) group + more`` forwards, and more on later ranks where the programs
-    could otherwise wait for each other in a circle (groups of unequal size).
+    Warm-ups are ``2 (pp - rank - 1) + (vpp - 1) group + more`` forwards, or what ``needs`` asks for.
     """
     pp, last = pipeline.pp, pipeline.stages - 1
     total = count * pipeline.vpp
@@ -99,14 +98,11 @@ def interleaved(pipeline: Pipeline, count: int, more: int, needs: tuple[int, ...
         for k, (stage, j) in enumerate(back[-1]):
             if stage == last:
                 base = max(base, at[stage, needs[j] - 1] - k)
-        for floor in range(base, base + 2 * pp):
-            warm = [max(base + 2 * (pp - r - 1), floor) for r in range(pp)]
-            leads = [[min(total, w + k + 1) for k in range(total)] for w in warm]
-            programs = tuple(map(paired, order, back, leads))
-            time = duration(pipeline, programs)
-            if time is not None:
-                tried.append((time, programs))
-                break
+        leads = [[min(total, base + 2 * (pp - r - 1) + k + 1) for k in range(total)] for r in range(pp)]
+        programs = tuple(map(paired, order, back, leads))
+        time = duration(pipeline, programs)
+        if time is not None:  # groups of unequal size may wait for each other in a circle
+            tried.append((time, programs))
     return min(tried, key=lambda pair: pair[0])[1]
 
 

@@ -72,7 +72,7 @@ def needs(
         ahead = 0 if k < 0 else leads[k]
         must.append(link.forwards[ahead])
         reach = target[ahead - 1].last + slack if ahead else -1
-        should.append(max(link.forwards[ahead], bisect_right(firsts, reach) if slack else 0))
+        should.append(bisect_right(firsts, reach) if slack else 0)
     return must, should
 
 

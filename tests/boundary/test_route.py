@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_strategy.boundary.route import Route, Side, Transfer, least_rows, local_slots, route
+from hetero_strategy.boundary.route import Route, Side, Transfer, least_rows, local_slots, route, stage_route
 from hetero_strategy.data.plan import EdgeBlocks, StepItems, StepMetadata, edge_blocks, plan_step, slots
 from hetero_strategy.layout import ModuleLayout, place
 
@@ -215,3 +215,49 @@ def test_colocated_equal_layout_moves_nothing() -> None:
         assert made.forward.is_identity and made.backward.is_identity
         rows = slots(blocks, rank // 2)
         assert made.forward.outputs == len(local_slots(rows, sides[1], rank // 2, rank % 2))
+
+
+@st.composite
+def neighbours(draw: st.DrawFn) -> Case:
+    """Two neighbouring stages of one pipelined module; the blocks say that each instance keeps its rows."""
+    pp, dp, tp = draw(st.integers(2, 3)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4]))
+    world = pp * dp * tp + draw(st.integers(0, 2))
+    ranks = draw(st.permutations(range(world)))[: pp * dp * tp]
+    turns = draw(st.sampled_from([{}, {"vpp": 2}, {"vpp": 2, "pp_style": "v"}]))
+    layout = ModuleLayout(ranks=tuple(ranks), pp=pp, tp=tp, **turns).resolved()
+    sharded = tp > 1 and draw(st.booleans())
+    stage = draw(st.integers(0, layout.pipeline.stages - 2))
+    totals = np.asarray([draw(st.integers(0, 5)) * (tp if sharded else 1) for _ in range(dp)], dtype=np.int64)
+    source, target = (Side(layout.stage_grid(number), totals, sharded) for number in (stage, stage + 1))
+    every, zero = np.flatnonzero(totals), np.zeros(np.count_nonzero(totals), dtype=np.int64)
+    blocks = EdgeBlocks(every, zero, every, zero, totals[every])
+    return Case(blocks, source, target, world, [stage_route(source, target, r) for r in range(world)])
+
+
+@settings(max_examples=100, deadline=None)
+@given(neighbours())
+def test_rows_between_stages_keep_their_coordinate(case: Case) -> None:
+    """Forward and back, as the blocks say, with no more messages than a route made of the blocks."""
+    ways = {"forward": (case.source, case.target), "backward": (case.target, case.source)}
+    for way, (holders, needers) in ways.items():
+        here = Case(case.blocks, holders, needers, case.world, [])
+        held = here.tags()
+        if holders.sharded:
+            for rank, (instance, shard) in {int(r): w for w, r in np.ndenumerate(holders.instances)}.items():
+                size = int(holders.totals[instance]) // holders.instances.shape[1]
+                held[rank] = held[rank][shard * size : (shard + 1) * size]
+        out = run([getattr(r, way) for r in case.routes], held)
+        for rank in range(case.world):
+            np.testing.assert_array_equal(out[rank], here.expected(rank))
+        brute = [getattr(route(case.blocks, case.source, case.target, r), way) for r in range(case.world)]
+        assert [getattr(r, way).rows_sent for r in case.routes] == [t.rows_sent for t in brute]
+        assert [getattr(r, way).is_complete for r in case.routes] == [True] * case.world
+
+
+def test_stages_on_one_rank_move_nothing() -> None:
+    """The turn of a v: neighbouring stages of one rank."""
+    layout = ModuleLayout(ranks=(0, 1), pp=2, vpp=2, pp_style="v").resolved()
+    sides = [Side(layout.stage_grid(stage), np.asarray([4])) for stage in (1, 2)]
+    assert stage_route(sides[0], sides[1], 1).forward.is_identity
+    for side in (sides[0], Side(np.array([[0]]), np.asarray([4]))):
+        assert not stage_route(side, sides[1], 0).forward.outputs

@@ -9,7 +9,7 @@ import soundfile
 from PIL import Image
 
 from hetero_strategy.data import digits as room
-from hetero_strategy.data.digits import digit_processors, split_digits, write_digits
+from hetero_strategy.data.digits import digit_processors, split_digits, write_digits, write_digits_draw
 from hetero_strategy.data.index import build_index
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import DataError
@@ -104,3 +104,41 @@ def test_idempotent_and_seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(TypeError):
         write_digits(tmp_path / "d", train=1, val=1, progress=False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c"]  # nothing half written
+
+
+def test_drawings_are_asked_for_truly(drawings: Path) -> None:
+    """Questions, images and files to draw agree, judged by the digits' own labels; splits share no digit."""
+    pictures = {
+        image.tobytes(): (split, int(label))
+        for split, (images, labels) in split_digits(3).items()
+        for image, label in zip(images, labels, strict=True)
+    }
+    kinds, files = [], set()
+    for split in ("train", "val"):
+        for sample in json.loads((drawings / f"{split}.json").read_text()):
+            question, answer = (turn["value"] for turn in sample["conversations"])
+            asked, shown = question.split(" ")[1], []
+            if "image" in sample:
+                strip = np.asarray(Image.open(drawings / sample["image"]))[::2, ::2] // 15
+                assert strip.shape[0] == 8 and asked == "<image>"
+                shown = [np.ascontiguousarray(part).tobytes() for part in np.split(strip, strip.shape[1] // 8, axis=1)]
+                asked = "".join(str(pictures[part][1]) for part in shown)
+                assert {pictures[part][0] for part in shown} == {split}
+            kinds.append((question.split(" ")[0], "image" in sample, len(asked)))
+            if "draw" not in sample:
+                assert answer == asked and question == "Read <image>"
+                continue
+            assert answer == "<draw>" * len(asked) and len(sample["draw"]) == len(asked)
+            for place, (digit, name) in enumerate(zip(asked, sample["draw"], strict=True)):
+                found = np.asarray(Image.open(drawings / name)) // 15
+                assert found.shape == (8, 8) and pictures[found.tobytes()] == (split, int(digit)) and name[-5] == digit
+                assert not shown or found.tobytes() != shown[place]
+                files.add(name)
+    wanted = {("Read", True, n) for n in (1, 2, 3)} | {("Draw", image, n) for image in (True, False) for n in (1, 2)}
+    assert set(kinds) == wanted and len(files) > 40
+
+
+def test_both_data_sets_keep_to_their_folder(drawings: Path, digits: Path) -> None:
+    assert write_digits_draw(drawings, train=60, val=20, seed=3, progress=False) == drawings
+    with pytest.raises(DataError, match="holds other files or digits with other settings"):
+        write_digits_draw(digits, train=60, val=20, seed=3, progress=False)

@@ -12,7 +12,11 @@ from hetero_strategy.boundary.exchange import Crossing
 
 @contextmanager
 def damaged(what: str) -> Iterator[None]:
-    """``forward:2`` rolls the rows that cross edge 2, ``backward:2`` halves its gradients; ``""`` breaks nothing."""
+    """``forward:2`` shifts the rows that cross edge 2 by one place, so that one is lost, ``backward:2`` halves its
+    gradients; ``""`` breaks nothing.
+
+    Edges are those between stages, in the order of the stage graph.
+    """
     if not what:
         yield
         return
@@ -22,8 +26,8 @@ def damaged(what: str) -> Iterator[None]:
     def receive(self: Crossing, add_to: torch.Tensor | None = None) -> torch.Tensor:
         edge, backward = divmod(self.channel.tag, 2)
         out = original(self)
-        if edge == int(number) and kind == "forward" and not backward and len(out) > 1:
-            out = out.roll(1, 0)
+        if edge == int(number) and kind == "forward" and not backward and len(out):
+            out = torch.cat([torch.zeros_like(out[:1]), out[:-1]])
         if edge == int(number) and kind == "backward" and backward:
             out = out * 0.5
         return out if add_to is None else add_to.add_(out)

@@ -30,6 +30,8 @@ APART: Layouts = {
 """Three ranks: FSDP, a whole module, tensor parallel with replicated norms; rank 2 has sharded and whole parameters."""
 PAIR: Layouts = {"vision": {"ranks": [0]}, "audio": {"ranks": [1]}, "llm": {"ranks": [0, 1]}}
 """Two ranks that each own a module the other one lacks."""
+PIPELINED: Layouts = {"vision": {"ranks": [0, 1]}, "audio": {"ranks": [1]}, "llm": {"ranks": [0, 1], "pp": 2}}
+"""Two ranks that each own a stage of the language model."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -13,17 +14,29 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hetero_strategy.assembly import Assembled, Scheduling, assemble
-from hetero_strategy.data.batch import Batch
 from hetero_strategy.data.datamodule import MultimodalDataModule
-from hetero_strategy.data.digits import digit_processors
+from hetero_strategy.data.digits import digit_processors, draw_processors, write_digits, write_digits_draw
 from hetero_strategy.data.loader import Share, StepDataset
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.model import MultimodalModel, hf_llama, siglip2_encoder, titan_llama, whisper_encoder
+from hetero_strategy.model import (
+    MultimodalModel,
+    flow_decoder,
+    hf_llama,
+    siglip2_encoder,
+    titan_llama,
+    whisper_encoder,
+)
+from hetero_strategy.schedule import executor as running
+from hetero_strategy.schedule.action import Action, Node, StageGraph
 from hetero_strategy.schedule.check import check
+from hetero_strategy.strategy import ROW_ALIGNMENT
 from tests.distributed.damage import damaged
 
 WIDTH = 32
+SAMPLES = 9
+MOST = 4
+"""Ranks of a world in which everything is damaged, one by one."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,7 @@ class Setting:
     vision_layers: int = 2
     audio_layers: int = 1
     llm_layers: int = 4
-    batch: int = 9
+    draw_layers: int = 2
     freeze: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
     gather: str = "auto"
@@ -45,73 +58,83 @@ class Setting:
     tokens: Mapping[str, int] = field(default_factory=dict)
     """``encoder_microbatch_tokens``."""
     tied: bool = False
-    draws: bool = False
 
     @property
     def modules(self) -> tuple[str, ...]:
         return tuple(self.layouts)
 
+    @property
+    def world(self) -> int:
+        return 1 + max(max(layout["ranks"]) for layout in self.layouts.values())
+
+    def model_key(self) -> tuple[Any, ...]:
+        """What a one-process run depends on."""
+        layers = (self.vision_layers, self.audio_layers, self.llm_layers, self.draw_layers)
+        return (self.folder, self.modules, self.lm, self.tied, self.freeze, layers)
+
+
+def data(folder: Path, *, draws: bool = False) -> str:
+    """One batch of ragged samples, some of them only text; written once."""
+    write = write_digits_draw if draws else write_digits
+    return str(write(folder, train=SAMPLES, val=SAMPLES, seed=3, progress=False))
+
 
 def model_of(setting: Setting, vocabulary: int) -> MultimodalModel:
     """The same small model for every layout."""
     modules: dict[str, Any] = {}
-    if "vision" in setting.modules:
-        modules["vision"] = siglip2_encoder(
-            out_width=WIDTH, merge=2, hidden_size=32, intermediate_size=64, num_hidden_layers=setting.vision_layers,
-            num_attention_heads=4, num_channels=1, patch_size=8, num_patches=16,
-        )  # fmt: skip
-    if "audio" in setting.modules:
-        modules["audio"] = whisper_encoder(
-            out_width=WIDTH, d_model=32, encoder_layers=setting.audio_layers, encoder_attention_heads=4,
-            encoder_ffn_dim=64, num_mel_bins=40, max_source_positions=256,
-        )  # fmt: skip
-    if setting.lm == "titan":
-        modules["llm"] = titan_llama(
-            vocab_size=vocabulary, dim=WIDTH, n_layers=setting.llm_layers, n_heads=4, n_kv_heads=4, multiple_of=16,
-            max_seq_len=512,
-        )  # fmt: skip
-    else:
-        modules["llm"] = hf_llama(
-            vocab_size=vocabulary, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=setting.llm_layers,
-            num_attention_heads=4, num_key_value_heads=4, head_dim=8, max_position_embeddings=512,
-            tie_word_embeddings=setting.tied,
-        )  # fmt: skip
-    if setting.draws:
-        from hetero_strategy.model import flow_decoder
-
-        modules["draw"] = flow_decoder(**DRAW, condition_width=WIDTH)
+    for name in setting.modules:
+        if name == "vision":
+            modules[name] = siglip2_encoder(
+                out_width=WIDTH, merge=2, hidden_size=32, intermediate_size=64, num_hidden_layers=setting.vision_layers,
+                num_attention_heads=4, num_channels=1, patch_size=8, num_patches=16,
+            )  # fmt: skip
+        elif name == "audio":
+            modules[name] = whisper_encoder(
+                out_width=WIDTH, d_model=32, encoder_layers=setting.audio_layers, encoder_attention_heads=4,
+                encoder_ffn_dim=64, num_mel_bins=40, max_source_positions=256,
+            )  # fmt: skip
+        elif name == "draw":
+            modules[name] = flow_decoder(
+                width=WIDTH, patch_size=2, channels=1, dim=32, n_layers=setting.draw_layers, n_heads=4, ffn=64,
+                sample_steps=2,
+            )  # fmt: skip
+        elif setting.lm == "titan":
+            modules[name] = titan_llama(
+                vocab_size=vocabulary, dim=WIDTH, n_layers=setting.llm_layers, n_heads=4, n_kv_heads=4, multiple_of=16,
+                max_seq_len=512,
+            )  # fmt: skip
+        else:
+            modules[name] = hf_llama(
+                vocab_size=vocabulary, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=setting.llm_layers,
+                num_attention_heads=4, num_key_value_heads=4, head_dim=8, max_position_embeddings=512,
+                tie_word_embeddings=setting.tied,
+            )  # fmt: skip
     return MultimodalModel(modules, freeze=setting.freeze, seed=11)
-
-
-DRAW: dict[str, Any] = {}
 
 
 @lru_cache(maxsize=4)
 def data_of(folder: str, draws: bool) -> MultimodalDataModule:
     """The data set's index, once per process."""
-    place_of = Path(folder)
-    processors: dict[str, Any] = dict(digit_processors())
-    data = MultimodalDataModule(
-        train=place_of / "train.json",
-        tokenizer=place_of / "tokenizer.json",
-        processors=processors,
-        global_batch_size=9,
+    made = MultimodalDataModule(
+        train=Path(folder) / "train.json",
+        tokenizer=Path(folder) / "tokenizer.json",
+        processors=draw_processors() if draws else digit_processors(),
+        global_batch_size=SAMPLES,
         shuffle=False,
     )
-    data.prepare_data()
-    return data
+    made.prepare_data()
+    return made
 
 
 def steps_of(setting: Setting, microbatches: int, share: Share) -> StepDataset:
-    data = data_of(setting.folder, setting.draws)
-    index = data._index("train", progress=False)
-    assert index is not None
+    """Batches of a rank; step 0 has the whole data set."""
+    made = data_of(setting.folder, "draw" in setting.modules)
     return StepDataset(
-        index,
-        data.processors,
-        tuple((s, t) for s, t in data.edges if s in setting.modules and t in setting.modules),
+        made.indices["train"],
+        made.processors,
+        tuple((s, t) for s, t in made.edges if s in setting.modules and t in setting.modules),
         share,
-        global_batch_size=setting.batch,
+        global_batch_size=SAMPLES,
         microbatches=microbatches,
         microbatch_tokens=setting.tokens,
         shuffle=False,
@@ -119,84 +142,201 @@ def steps_of(setting: Setting, microbatches: int, share: Share) -> StepDataset:
 
 
 def share_of(placement: Placement, setting: Setting, rank: int) -> Share:
-    modules = setting.modules
-    seats = {name: placement.coordinate(name, rank) for name in modules}
-    stages = {n: () if c is None else placement.layouts[n].pipeline.stages_of(c.pp) for n, c in seats.items()}
-    tp = {n: placement.layouts[n].tp for n in modules}
+    """What a rank computes, as the strategy and the data module say it."""
+    layouts = placement.layouts
+    seats = {name: placement.coordinate(name, rank) for name in setting.modules}
+    stages = {n: () if c is None else layouts[n].pipeline.stages_of(c.pp) for n, c in seats.items()}
     return Share(
-        instances={n: placement.layouts[n].dp for n in modules},
+        instances={n: layouts[n].dp for n in setting.modules},
         mine={n: None if c is None else c.instance for n, c in seats.items()},
-        row_multiple={"llm": 8 * tp["llm"]} if tp["llm"] > 1 else {},
-        without_first=frozenset(n for n in modules if 0 not in stages[n]),
-        without_last=frozenset(n for n in modules if placement.layouts[n].pipeline.stages - 1 not in stages[n]),
+        row_multiple={"llm": layouts["llm"].tp * ROW_ALIGNMENT} if layouts["llm"].tp > 1 else {},
+        without_first=frozenset(n for n in setting.modules if 0 not in stages[n]),
+        without_last=frozenset(n for n in setting.modules if layouts[n].pipeline.stages - 1 not in stages[n]),
     )
 
 
 @dataclass
-class Stepped:
+class Reference:
+    """What one process makes of the batch, fp64."""
+
     losses: dict[str, float]
     gradients: dict[str, torch.Tensor]
-    """Of the parameters that this process owns, whole."""
-    measured: list[Any] = field(default_factory=list)
+    predicted: torch.Tensor | None = None
+    drawn: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def errors(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Relative error of every parameter's gradient, in the 2-norm."""
+        found = {}
+        for name, gradient in gradients.items():
+            expected = self.gradients[name]
+            size = float(expected.norm())
+            if name.endswith("k_proj.bias") or name.endswith("wk.bias"):
+                # Softmax ignores a shift of all keys: this gradient is zero, and what is there is rounding noise of
+                # the size of its weight's gradient.
+                size = float(self.gradients[name.replace("bias", "weight")].norm())
+            found[name] = float((gradient - expected).norm()) / size
+        return found
 
 
-def reference(setting: Setting, microbatches: int, step: int = 0) -> Stepped:
-    """The one-process step, in fp64."""
+@contextmanager
+def fp64() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     try:
-        data = data_of(setting.folder, setting.draws)
-        model = model_of(setting, data.tokenizer.vocab_size).double().train()
-        batch = steps_of(setting, microbatches, Share.whole(setting.modules))[step]
-        out = model(batch)
-        out.loss.backward()
+        yield
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def reference(setting: Setting, microbatches: int, *, train: bool = True) -> Reference:
+    """The one-process step."""
+    with fp64():
+        vocabulary = data_of(setting.folder, "draw" in setting.modules).tokenizer.vocab_size
+        model = model_of(setting, vocabulary).double().train(train)
+        out = model(steps_of(setting, microbatches, Share.whole(setting.modules))[0])
+        if train:
+            out.loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return Stepped({n: float(x) for n, x in out.losses.items()}, gradients)
+    predicted = None if out.predictions is None else out.predictions.values
+    losses = {n: float(x.detach()) for n, x in out.losses.items()}
+    return Reference(losses, gradients, predicted, dict(out.drawn or {}))
 
 
 def placed(setting: Setting, world: int) -> Placement:
     return place({n: ModuleLayout.from_config(n, dict(v)) for n, v in setting.layouts.items()}, world)
 
 
-def assembled(setting: Setting, rank: int, world: int, dtype: torch.dtype = torch.float64) -> Assembled:
-    """The model on its ranks."""
-    torch.set_default_dtype(dtype)
-    data = data_of(setting.folder, setting.draws)
-    with torch.device("meta"):
-        model = model_of(setting, data.tokenizer.vocab_size).to(dtype).train()
-    return assemble(
-        "model",
-        model,
-        placed(setting, world),
-        rank,
-        torch.device("cpu"),
-        wire_dtype=dtype,
-        hidden_dtype=dtype,
-        scheduling=Scheduling(setting.order, setting.max_in_flight, setting.gather),
-        recompute=setting.recompute,
-    )
+def assembled(setting: Setting, rank: int, world: int, *, train: bool = True) -> Assembled:
+    """The model on its ranks, fp64."""
+    with fp64():
+        vocabulary = data_of(setting.folder, "draw" in setting.modules).tokenizer.vocab_size
+        with torch.device("meta"):
+            model = model_of(setting, vocabulary).double().train(train)
+        return assemble(
+            "model",
+            model,
+            placed(setting, world),
+            rank,
+            torch.device("cpu"),
+            wire_dtype=torch.float64,
+            hidden_dtype=torch.float64,
+            scheduling=Scheduling(setting.order, setting.max_in_flight, setting.gather),
+            recompute=setting.recompute,
+        )
+
+
+@contextmanager
+def counted() -> Iterator[dict[Node, int]]:
+    """Most microbatches of each of this rank's stages that are alive after any action of a step."""
+    peaks: dict[Node, int] = {}
+    original = running._Step.do
+
+    def do(self: running._Step, action: Action) -> None:
+        original(self, action)
+        for node in {node for node, _ in self.live}:
+            peaks[node] = max(peaks.get(node, 0), sum(n == node for n, _ in self.live))
+
+    running._Step.do = do  # type: ignore[method-assign]
+    try:
+        yield peaks
+    finally:
+        running._Step.do = original  # type: ignore[method-assign]
+
+
+@dataclass
+class Stepped:
+    """What a rank saw of one step."""
+
+    losses: dict[str, float]
+    errors: dict[str, float]
+    """Of the gradients of parameters that this rank owns, against the reference."""
+    peaks: dict[Node, int]
+    in_flight: dict[Node, int]
+    """What the schedule says of the same nodes."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """All steps of a rank."""
+
+    steps: list[Stepped]
+    damaged: dict[str, dict[str, float]]
+    """Damage -> errors; the damages are named by direction and edge."""
 
 
 def steps_on_rank(
-    rank: int, world: int, setting: Setting, counts: Sequence[int], damage: str = ""
-) -> list[Stepped]:
-    """One training step for every number of microbatches, through one executor."""
+    rank: int,
+    world: int,
+    setting: Setting,
+    expected: Reference,
+    counts: Sequence[int],
+    damages: int = 0,
+) -> Run:
+    """One training step for every number of microbatches, then one for every damage, through one executor.
+
+    Args:
+        rank, world: of this process.
+        setting: what runs.
+        expected: to compare with.
+        counts: numbers of microbatches.
+        damages: number of microbatches of steps in which one edge is damaged in one direction: all that carry
+            anything, in large worlds (where steps are slow) the first and the last of them; 0: none.
+    """
     made = assembled(setting, rank, world)
-    placement = placed(setting, world)
+    share = share_of(placed(setting, world), setting, rank)
     owned = made.state.model_parameters()
-    results = []
-    for number in counts:
-        batch: Batch = steps_of(setting, number, share_of(placement, setting, rank))[0]
-        with damaged(damage):
-            outcome = made.executor.run(batch, train=True)
-        check(made.executor.recorder.steps[-1].schedule)
+
+    def step(number: int, damage: str = "") -> Stepped:
+        with damaged(damage), counted() as peaks:
+            outcome = made.executor.run(steps_of(setting, number, share)[0], train=True)
+        schedule = made.executor.recorder.steps[-1].schedule
+        if not damage and rank == 0:
+            check(schedule)
         gradients = {}
         for name, p in owned.items():
             if p.grad is not None:
                 whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-                gradients[name.removeprefix("model.")] = whole.detach().clone()
+                gradients[name.removeprefix("model.")] = whole.detach()
             p.grad = None
-        results.append(Stepped({n: float(x) for n, x in outcome.losses.items()}, gradients))
+        held = {node: most for node, most in schedule.in_flight.items() if node in made.executor.stages and most}
+        losses = {n: float(x.detach()) for n, x in outcome.losses.items()}
+        return Stepped(losses, expected.errors(gradients), dict(peaks), held)
+
+    steps = [step(number) for number in counts]
+    breaks = _breaks(made.executor.graph) if damages else {}
+    names = list(breaks) if world <= MOST else [list(breaks)[0], list(breaks)[-1]]
+    found = {name: step(damages, breaks[name]).errors for name in names}
     dist.barrier()
-    return results
+    return Run(steps, found)
+
+
+def _breaks(graph: StageGraph) -> dict[str, str]:
+    """What can be damaged, forwards first: name for people -> name for :func:`damaged`."""
+    edges = list(enumerate(graph.edges))
+    forward = {f"forward {s} to {t}": f"forward:{i}" for i, (s, t) in edges}
+    return forward | {f"backward {s} to {t}": f"backward:{i}" for i, (s, t) in edges if graph.stages[s].backward}
+
+
+@dataclass
+class Evaluated:
+    losses: dict[str, float]
+    predicted: torch.Tensor
+    drawn: dict[str, torch.Tensor]
+    recorded: int
+    """Training steps that the recorder holds."""
+
+
+def evaluations_on_rank(rank: int, world: int, setting: Setting, counts: Sequence[int]) -> list[Evaluated]:
+    """One forward-only step for every number of microbatches."""
+    made = assembled(setting, rank, world, train=False)
+    share = share_of(placed(setting, world), setting, rank)
+    found = []
+    for number in counts:
+        batch = steps_of(setting, number, share)[0]
+        with torch.no_grad():
+            outcome = made.executor.run(batch, train=False)
+        check(made.executor.schedule(batch, train=False))
+        assert outcome.predicted is not None
+        losses = {n: float(x) for n, x in outcome.losses.items()}
+        found.append(Evaluated(losses, outcome.predicted, outcome.drawn, len(made.executor.recorder.steps)))
+    dist.barrier()
+    return found

@@ -31,7 +31,7 @@ from torchmetrics import MeanMetric, SumMetric
 
 from hetero_strategy.errors import ConfigError
 from tests.distributed.harness import Pool
-from tests.distributed.probe import APART, PAIR, Case, Probe, Seen, both, far, observe, ranked, whole
+from tests.distributed.probe import APART, PAIR, PIPELINED, Case, Probe, Seen, both, far, observe, ranked, whole
 from tests.distributed.scenario import Job, data, datamodule
 
 
@@ -125,9 +125,12 @@ def optimization(folder: Path) -> dict[str, Case]:
 
 
 def test_optimization_is_as_in_one_process(pool: Pool, digits: Path) -> None:
-    runs = both(pool, optimization(digits), APART, 3)
+    cases = optimization(digits)
+    runs = both(pool, cases, APART, 3)
+    pipelined = {name: cases[name] for name in ("clip by norm", "accumulate", "manual", "fused")}
+    again = both(pool, pipelined, PIPELINED, 2)
     tolerance = 1e-8
-    for name, (expected, found) in runs.items():
+    for name, (expected, found) in [*runs.items(), *again.items()]:
         assert far(expected, found) < tolerance, name
         for seen in found:
             assert seen.rates == expected.rates, name
@@ -355,11 +358,11 @@ def flat(told: Any) -> list[Any]:
     return [told]
 
 
-@pytest.mark.parametrize("strategy", ["layouts", "hetero"])
-def test_a_whole_life(pool: Pool, digits: Path, tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize("layouts", [PAIR, PIPELINED, "hetero"], ids=["apart", "pipelined", "registered"])
+def test_a_whole_life(pool: Pool, digits: Path, tmp_path: Path, layouts: Any) -> None:
     job = Job(str(digits), batch=8, val="val.json", precision="64-true", capture=False)
     expected = live(Case(job), str(tmp_path / "one"))
-    case = Case(job, PAIR if strategy == "layouts" else "hetero")
+    case = Case(job, layouts)
     found = pool.run(2, live_on, case, str(tmp_path / "two"), timeout=120, group=False)
     assert found[0]["progress"] == expected["progress"] and found[1]["progress"] is None
     for rank, told in enumerate(found):

@@ -47,6 +47,10 @@ CASES = {
     ),
     "hybrid sharding": case(4, vision=on(0, 1, 2, 3, dp_replicate=2), audio=on(3), llm=on(0, 1, 2, 3, dp_replicate=2)),
     "idle rank": case(4, vision=on(0, 3), audio=on(3), llm=on(0, 1, tp=2)),
+    "pipelined": case(4, vision=on(0, 1, pp=2), audio=on(1), llm=on(2, 3, pp=2)),
+    "pipelined and sharded, colocated": case(
+        4, {"strategy": {"order": "zb_h1"}}, vision=on(0, 1, 2, 3), audio=on(3), llm=on(0, 1, 2, 3, pp=2, dp_shard=2)
+    ),
     "frozen encoder": case(3, {"freeze": ("vision", "audio.backbone")}, vision=on(0), audio=on(0, 1), llm=on(1, 2)),
     "frozen llm": case(3, {"freeze": ("llm",)}, vision=on(0, 2), audio=on(1), llm=on(1, 2)),
     "recompute": case(

@@ -1,4 +1,4 @@
-"""A checkpoint of one layout in any other: parameters and Adam moments bit by bit, and the same next losses."""
+"""A checkpoint of one layout in any other, other pipelines too: parameters and Adam moments bit by bit, and the same next losses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "more ranks, other degrees": (
         5,
         {
-            "vision": {"ranks": [0, 4], "tp": 2},
+            "vision": {"ranks": [0, 4], "pp": 2},
             "audio": {"ranks": [1, 2], "dp_replicate": 2},
             "llm": {"ranks": [0, 1, 2, 3], "dp_replicate": 2},
         },
@@ -31,7 +31,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 FIRST: dict[str, Any] = {
     "vision": {"ranks": [0, 1, 2]},
     "audio": {"ranks": [3]},
-    "llm": {"ranks": [0, 1, 2, 3], "tp": 2},
+    "llm": {"ranks": [0, 1, 2, 3], "tp": 2, "pp": 2},
 }
 
 

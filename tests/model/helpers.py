@@ -77,7 +77,7 @@ def tokens(lengths, vocab=40, seed=0, slots=None, label_share=0.5, alignment=0):
 
 @dataclass
 class HandBatch:
-    """A batch written by hand: per microbatch inputs (their slots by source), units, and the row order of every edge."""
+    """A batch written by hand: per microbatch inputs (slots by source), units, and the row order of every edge."""
 
     given: list
     units: list

@@ -28,6 +28,7 @@ from hetero_strategy.model import (
     titan_llama,
     whisper_encoder,
 )
+from hetero_strategy.model.init import initial_units, unit_tensors
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, clips, images, ready, tokens
 
 
@@ -46,6 +47,8 @@ def test_language_models_load_a_folder(tmp_path, kind):
     theirs.save_pretrained(tmp_path, max_shard_size="5KB" if kind == "sharded" else "1GB")
     assert (tmp_path / "model.safetensors.index.json").exists() == (kind == "sharded")
     ours = make(checkpoint=tmp_path)
+    block = set(unit_tensors(ours)[next(iter(ours.blocks()))])
+    assert dict(initial_units("m", ours, 0, block)).keys() == block
     materialize(ours, 0)
     inputs = tokens([5, 3])
     out = ours(inputs, {}, keep_logits=True)

@@ -13,6 +13,7 @@ from hetero_strategy.model import (
     Projector,
     hf_llama,
     hf_qwen3,
+    initial_units,
     initialize_units,
     materialize,
     siglip2_encoder,
@@ -34,6 +35,17 @@ MAKERS = {
 
 def values(make, seed=0, name="m"):
     return dict(initialize_units(name, make(), seed))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_only_the_units_that_are_wanted_are_made(kind):
+    adapter = MAKERS[kind]()
+    everything, units = values(MAKERS[kind]), unit_tensors(adapter)
+    prefix, fqns = list(units.items())[-1]
+    found = dict(initial_units("m", adapter, 0, {fqns[0]}))
+    assert prefix and found.keys() == set(fqns)
+    assert all(torch.equal(found[fqn], everything[fqn]) for fqn in fqns)
+    assert dict(initial_units("m", adapter, 0, set())) == {}
 
 
 @pytest.mark.parametrize("kind", MAKERS)

@@ -167,6 +167,18 @@ def test_before_and_after_run_at_their_ends_only() -> None:
     assert seen == ["before", "stage", "stage", "after", "stage"]
 
 
+def test_stages_are_in_the_mode_of_the_whole() -> None:
+    """Dropout of a module around the blocks: on in training, off in evaluation, however the mode is set."""
+    module = ready(whisper_encoder(out_width=8, **WHISPER, dropout=0.5))
+    first, inputs = cut(module, (1, 1))[0], clips([8])
+    assert not torch.equal(first(inputs), first(inputs))
+    for part in module.modules():
+        part.training = False  # as Lightning restores modes
+    assert torch.equal(first(inputs), first(inputs))
+    module.train()
+    assert not torch.equal(first(inputs), first(inputs))
+
+
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_stage_flops_sum_to_the_whole(kind: str, split: tuple[int, ...]) -> None:

@@ -4,13 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from hetero_strategy.data.digits import write_digits
+from hetero_strategy.data.digits import write_digits, write_digits_draw
 
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """48 training and 12 validation samples."""
     return write_digits(tmp_path_factory.mktemp("data") / "digits", train=48, val=12, progress=False)
+
+
+@pytest.fixture(scope="session")
+def drawings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """48 training and 12 validation samples to draw."""
+    return write_digits_draw(tmp_path_factory.mktemp("data") / "drawings", train=48, val=12, progress=False)
 
 
 @pytest.fixture(scope="session")

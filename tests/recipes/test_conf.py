@@ -6,12 +6,19 @@ from pathlib import Path
 
 import hydra
 import pytest
+import torch
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
+from hetero_strategy.data.datamodule import MultimodalDataModule
 from hetero_strategy.errors import ConfigError, HeteroError, LayoutError
 from recipes import build, cli
+from recipes.drawings import DigitJudge
+from tests.recipes.conftest import data_at
 
 LAYOUTS = sorted(path.stem for path in Path(cli.CONF, "layout").glob("*.yaml"))
+EXPERIMENTS = {"digits_draw": "digits_draw"}
+"""Layout -> the experiment whose modules it places, where that is not digits."""
 
 
 def compose(*overrides: str) -> DictConfig:
@@ -20,8 +27,8 @@ def compose(*overrides: str) -> DictConfig:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_fit_the_digits_model(layout: str) -> None:
-    cfg = compose(f"layout={layout}")
+def test_layouts_fit_their_model(layout: str) -> None:
+    cfg = compose(f"experiment={EXPERIMENTS.get(layout, 'digits')}", f"layout={layout}")
     build.check_configuration(cfg)
     placed = build.placement(cfg)
     assert list(placed.layouts) == list(cfg.model.modules) and not placed.idle_ranks
@@ -63,6 +70,8 @@ def test_command_line_beats_the_experiment() -> None:
         ("+checkpoint.every=1", "checkpoint: no field 'every'"),
         ("+monitor.steps=1", "monitor: no field 'steps'"),
         ("+report.example=1", "report: no field 'example'; did you mean examples?"),
+        ("+model.loss_weight={llm: 1}", "model: no field 'loss_weight'; did you mean loss_weights?"),
+        ("+data.module.encoder_microbatch_token={vision: 9}", "did you mean encoder_microbatch_tokens?"),
         ("+layouts.llm=1", "configuration: no field 'layouts'; did you mean layout?"),
     ],
 )
@@ -80,7 +89,7 @@ def test_a_misspelt_field_is_named(field: str, hint: str) -> None:
         ("+layout.llm.tpp=2", "unknown field tpp"),
         ("trainer.devices=3", "do not exist in a world of 3"),
         ("trainer.devices=auto", "trainer.devices=auto"),
-        ("layout.llm.pp=2", "pipeline parallelism is not available yet"),
+        ("+layout.llm.vpp=2", "vpp=2 with pp=1"),
     ],
 )
 def test_layouts_that_cannot_be(override: str, message: str) -> None:
@@ -111,3 +120,58 @@ def test_a_run_folder_is_found_from_its_checkpoints(tmp_path: Path) -> None:
         cli.folder_of(tmp_path)
     with pytest.raises(HeteroError, match="no checkpoint"):
         cli.checkpoint_of(tmp_path / "run", "best")
+
+
+DRAW = ("experiment=digits_draw", "data.write=null", "report.judge.seed=0")
+
+
+def drawing(folder: Path, *overrides: str) -> tuple[DictConfig, MultimodalDataModule]:
+    """Configuration and data of a small experiment that draws."""
+    cfg = compose(*DRAW, *data_at(folder)[1:], *overrides)
+    build.check_configuration(cfg)
+    return cfg, build.datamodule(cfg)
+
+
+def test_the_drawing_experiment_fits_together(drawings: Path) -> None:
+    cfg, data = drawing(drawings)
+    assert set(data.processors) == {"vision", "draw"} and data.edges == (("vision", "llm"), ("llm", "draw"))
+    assert set(cfg.layout) == {"vision", "llm", "draw"} and cfg.checkpoint.monitor == "val/loss"
+    make = build.model_maker(cfg, data)
+    placed = build.placement(compose(*DRAW, "layout.llm.pp=1", "layout.llm.ranks=[1]", "layout.draw.ranks=[2]"))
+    build.check_model(make, data, placed)
+    with torch.device("meta"):
+        model = make()
+    assert [(edge.source, edge.target) for edge in model.edges] == list(data.edges)
+    assert model.loss_weights == {"llm": 1.0, "draw": 1.0}
+    assert isinstance(build.judge(cfg), DigitJudge) and build.judge(compose()) is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "model.modules.draw.patch_size=4",
+            "draw gives target rows of 4 numbers but model.modules.draw draws rows of 16",
+        ),
+        ("data.module.processors.vision.merge=1", "use the same merge or stack in both"),
+    ],
+)
+def test_drawing_configurations_that_cannot_be(drawings: Path, override: str, message: str) -> None:
+    cfg, data = drawing(drawings, override)
+    placed = build.placement(compose(*DRAW, "layout.llm.pp=1", "layout.llm.ranks=[1]", "layout.draw.ranks=[2]"))
+    with pytest.raises(HeteroError, match=message):
+        build.check_model(build.model_maker(cfg, data), data, placed)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+model.loss_weights.vision=1", "loss_weights: 'vision' has no loss"),
+        ("model.modules.draw.width=64", "llm -> draw: source rows have width 128, the target takes 64"),
+        ("model.modules.draw.dim=98", "flow_decoder: dim 98 must be a multiple"),
+    ],
+)
+def test_drawing_models_that_cannot_be(drawings: Path, override: str, message: str) -> None:
+    cfg, data = drawing(drawings, override)
+    with pytest.raises(InstantiationException, match=message), torch.device("meta"):
+        build.model_maker(cfg, data)()

@@ -190,7 +190,7 @@ def test_unshard_and_reduce_once_per_step_around_the_work() -> None:
 def test_frozen_stages_below_what_trains_have_no_backward() -> None:
     """And what trains above them holds no more for it."""
     frozen = graph({"llm": Module([[r] for r in range(4)], trains=[False, False, True, True])})
-    schedule = make_schedule("zb_h1", frozen, work(8))
+    schedule = make_schedule("zb_h1", frozen, work(8), lambda a: 5 if a.node.stage == 3 else 1)
     check(schedule)
     assert [{a.kind for a in schedule.of(r) if a.microbatch >= 0} for r in range(4)] == [
         {"F"},
@@ -199,6 +199,57 @@ def test_frozen_stages_below_what_trains_have_no_backward() -> None:
         {"F", "I", "W"},
     ]
     assert list(schedule.in_flight.values()) == [0, 0, 2, 2]
+
+
+def test_weight_gradients_of_a_slow_stage_do_not_pile_up() -> None:
+    """It never waits, so nothing but the bound makes it run W before the end."""
+    schedule = make_schedule("zb_h1", chain(3), work(12), lambda a: 5 if a.node.stage == 2 else 1)
+    check(schedule)
+    assert list(schedule.in_flight.values()) == [3, 3, 3]
+
+
+def test_a_frozen_encoder_over_all_stages_does_not_run_its_forwards_first() -> None:
+    edges = [("vision", "llm")]
+    stages = graph({"vision": Module([[0, 1]], trains=False), "llm": Module([[0], [1]])}, edges)
+    schedule = make_schedule("1f1b", stages, work(12, "vision", "llm", edges=edges))
+    kinds = [a.node.module for a in schedule.of(0) if a.kind == "F"]
+    ahead = [kinds[:i].count("vision") - kinds[:i].count("llm") for i in range(len(kinds) + 1)]
+    assert max(ahead) <= 3
+
+
+@pytest.mark.parametrize(
+    ("order", "vpp", "style"),
+    [("1f1b", 1, "loop"), ("zb_h1", 1, "loop"), ("interleaved_1f1b", 2, "loop"), ("zbv", 2, "v")],
+)
+def test_a_generator_that_groups_microbatches(order: str, vpp: int, style: str) -> None:
+    """The LLM's last stage must run forwards of a whole group before the first of its backwards."""
+    spans = {"llm": tuple(Span(i, i, i) for i in range(8)), "draw": (Span(0, 0, 3), Span(1, 4, 7))}
+    grouped = Work(spans, {("llm", "draw"): tuple((i, i // 4) for i in range(8))})
+    stages = graph({"llm": Module([[0], [1]], vpp, style), "draw": Module([[2]])}, [("llm", "draw")])
+    schedule = make_schedule(order, stages, grouped)
+    check(schedule)
+    assert schedule.in_flight[Node("llm", 2 * vpp - 1)] >= 4
+    with pytest.raises(ScheduleError, match="max_in_flight"):
+        make_schedule(order, stages, grouped, max_in_flight={"llm": 3})
+
+
+def test_an_encoder_s_bound_counts_its_own_microbatches() -> None:
+    """One group of four in flight lets the LLM run four microbatches, not more."""
+    spans = {"vision": (Span(0, 0, 3), Span(1, 4, 7)), "llm": tuple(Span(i, i, i) for i in range(8))}
+    grouped = Work(spans, {("vision", "llm"): tuple((i // 4, i) for i in range(8))})
+    stages = graph({"vision": Module([[6]]), "llm": Module([[r] for r in range(6)])}, [("vision", "llm")])
+    schedule = make_schedule("1f1b", stages, grouped, max_in_flight={"vision": 1})
+    check(schedule)
+    assert schedule.in_flight[Node("vision", 0)] == 1
+    assert schedule.in_flight[LLM0] == 4
+
+
+def test_sequential_keeps_the_order_of_backwards() -> None:
+    """The generator's group holds back LLM microbatches 0 and 2; microbatch 1, not in it, does not overtake 0."""
+    spans = {"llm": tuple(Span(i, i, i) for i in range(3)), "draw": (Span(0, 0, 2),)}
+    stages = graph({"llm": Module([[0]]), "draw": Module([[1]])}, [("llm", "draw")])
+    schedule = make_schedule("sequential", stages, Work(spans, {("llm", "draw"): ((0, 0), (2, 0))}))
+    assert listed(schedule) == ["F0 F1 F2 B0 B1 B2", "F0 B0"]
 
 
 def test_a_step_of_a_thousand_units_takes_little_time() -> None:

@@ -1,0 +1,174 @@
+"""Rows across edges on real processes: crossings in every order of calls, and the autograd exchange."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hetero_strategy.boundary.exchange import Channel, Crossing, Edge, Format, InFlight, cross, exchange
+from hetero_strategy.boundary.route import Route, Side, route
+from hetero_strategy.data.plan import EdgeBlocks
+from tests.distributed.harness import Pool
+
+WIDTH = 3
+FORM = Format(WIDTH, torch.float64, torch.device("cpu"))
+
+
+def array(*values: int) -> np.ndarray:
+    return np.asarray(values, dtype=np.int64)
+
+
+BLOCKS = EdgeBlocks(array(0, 1, 0), array(2, 0, 0), array(0, 0, 0), array(0, 4, 9), array(3, 4, 2))
+"""Two instances of 5 and 4 rows fill 9 of the 12 rows of one instance."""
+SOURCE = Side(np.array([[0], [1]]), array(5, 4))
+TARGETS = {"one rank": Side(np.array([[2]]), array(12)), "replicas": Side(np.array([[1, 2]]), array(12))}
+"""Of the replicas one has a source's rows already; what comes from the other source enters in halves, then crosses over
+(second hop)."""
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(-9, 9, shape).astype(np.float64))
+
+
+def source_rows(rank: int, seed: int = 0) -> torch.Tensor:
+    return values((5, 4, 0)[rank], WIDTH, seed=10 * seed + rank)
+
+
+def arrived(rank: int, target: str, seed: int = 0) -> torch.Tensor:
+    """What a rank must get, written from the blocks by hand."""
+    if rank not in TARGETS[target].instances:
+        return torch.zeros(0, WIDTH, dtype=torch.float64)
+    first, second = source_rows(0, seed), source_rows(1, seed)
+    return torch.cat([first[2:5], second, first[:2]])
+
+
+def channel(tag: int = 0, in_flight: InFlight | None = None) -> Channel:
+    return Channel(dist.group.WORLD, dist.group.WORLD, tag, in_flight or InFlight())
+
+
+def routed(rank: int, target: str) -> Route:
+    return route(BLOCKS, SOURCE, TARGETS[target], rank)
+
+
+def autograd(rank: int, world: int, target: str) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Rows and gradients of two exchanges, the second backward first."""
+    x = [source_rows(rank, seed).requires_grad_() for seed in (0, 1)]
+    in_flight = InFlight()
+    edge = Edge(routed(rank, target), FORM, channel(0, in_flight), channel(1, in_flight))
+    y = [exchange(one * 2, edge) for one in x]
+    for seed in (1, 0):
+        y[seed].backward(gradient(rank, target, seed))
+    in_flight.drain()
+    assert not in_flight.pending
+    return [(rows.detach(), leaf.grad) for rows, leaf in zip(y, x, strict=True)]
+
+
+def gradient(rank: int, target: str, seed: int) -> torch.Tensor:
+    """Replicas have equal gradients."""
+    return values(len(arrived(rank, target)), WIDTH, seed=77 + seed)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_exchange_moves_rows_and_gradients(pool: Pool, target: str) -> None:
+    for rank, steps in enumerate(pool.run(3, autograd, target)):
+        for seed, (rows, grad) in enumerate(steps):
+            assert torch.equal(rows, 2 * arrived(rank, target, seed))
+            g = gradient(2, target, seed)  # a row's gradient comes once, however many replicas have it
+            expected = [torch.cat([g[7:9], g[0:3]]), g[3:7], torch.zeros(0, WIDTH)][rank]
+            assert torch.equal(grad, 2 * expected)
+
+
+def in_order(rank: int, world: int, target: str, calls: str, adds: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two microbatches of one channel; P posts, S sends, R receives, digits say which microbatch."""
+    in_flight = InFlight()
+    crossings = [Crossing(routed(rank, target).forward, channel(0, in_flight), FORM) for _ in range(2)]
+    found = {}
+    for call, number in zip(calls[::2], map(int, calls[1::2]), strict=True):
+        if call == "P":
+            crossings[number].post()
+        if call == "S":
+            crossings[number].send(source_rows(rank, number))
+        if call == "R":
+            base = torch.ones(crossings[number].transfer.outputs, WIDTH, dtype=torch.float64)
+            found[number] = crossings[number].receive(base if adds else None)
+            assert not adds or found[number] is base
+    in_flight.drain()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["new rows", "added rows"])
+@pytest.mark.parametrize("calls", ["P0S0R0P1S1R1", "S0P0R0S1R1", "P0P1P0S0S1R0R1", "S0S1P0P1R1R0"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_any_order_of_calls(pool: Pool, target: str, calls: str, adds: bool) -> None:
+    for rank, rows in enumerate(pool.run(3, in_order, target, calls, adds)):
+        for seed in (0, 1):
+            assert torch.equal(rows[seed], arrived(rank, target, seed) + adds)
+
+
+def two_directions(rank: int, world: int) -> dict[str, Any]:
+    """Both ranks are on both sides and swap their rows; then an edge whose target has rows that nothing fills."""
+    blocks = EdgeBlocks(array(1, 0), array(0, 0), array(0, 1), array(0, 0), array(2, 3))
+    one = np.array([[0], [1]])
+    swap = route(blocks, Side(one, array(3, 2)), Side(one, array(2, 3)), rank)
+    mine = values(3 - rank, WIDTH, seed=rank)
+    narrow = Format(WIDTH, torch.float32, FORM.device)
+    return {
+        "swapped": cross(Crossing(swap.forward, channel(), FORM), mine),
+        "back": cross(Crossing(swap.backward, channel(1), FORM), values(2 + rank, WIDTH, seed=1 - rank)),
+        "narrow": cross(Crossing(swap.forward, channel(2), narrow), mine).dtype,
+    }
+
+
+def test_ranks_of_both_sides(pool: Pool) -> None:
+    for rank, found in enumerate(pool.run(2, two_directions)):
+        assert torch.equal(found["swapped"], values(2 + rank, WIDTH, seed=1 - rank))
+        assert torch.equal(found["back"], values(3 - rank, WIDTH, seed=rank))
+        assert found["narrow"] == torch.float32  # as the format says, whatever the module makes
+
+
+def staying() -> Route:
+    blocks = EdgeBlocks(array(0), array(0), array(0), array(3), array(4))
+    side = Side(np.array([[0]]), array(4))
+    return route(blocks, side, Side(np.array([[0]]), array(9)), 0)
+
+
+def here() -> Channel:
+    return Channel(None, None, 0, InFlight())
+
+
+def test_rows_that_stay_are_not_copied() -> None:
+    rows = values(4, WIDTH)
+    crossing = Crossing(staying().forward, here(), FORM)
+    crossing.send(rows)
+    assert crossing.receive().data_ptr() == rows.data_ptr()
+    base = torch.ones(4, WIDTH, dtype=torch.float64)
+    crossing = Crossing(staying().forward, here(), FORM)
+    crossing.send(rows)
+    assert crossing.receive(base) is base and torch.equal(base, rows + 1)
+    assert torch.equal(rows, values(4, WIDTH)), "what was sent is not changed"
+
+
+def test_exchange_of_rows_that_stay() -> None:
+    rows = values(4, WIDTH).requires_grad_()
+    moved = exchange(rows, Edge(staying(), FORM, here(), here()))
+    assert moved.data_ptr() == rows.data_ptr() and moved is not rows
+    (moved * values(4, WIDTH, seed=1)).sum().backward()
+    assert rows.grad is not None and torch.equal(rows.grad, values(4, WIDTH, seed=1))
+
+
+def test_rows_that_nobody_fills_are_zero() -> None:
+    """A gradient of source rows that this microbatch of the target does not read."""
+    blocks = EdgeBlocks(array(0), array(1), array(0), array(0), array(2))
+    one = np.array([[0]])
+    made = route(blocks, Side(one, array(4)), Side(one, array(2)), 0)
+    gradient = cross(Crossing(made.backward, here(), FORM), torch.ones(2, WIDTH, dtype=torch.float64))
+    assert gradient.sum(1).tolist() == [0, WIDTH, WIDTH, 0]
+
+
+def test_a_wrong_number_of_rows_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="4 rows on this rank, the module made 5"):
+        Crossing(staying().forward, here(), FORM).send(values(5, WIDTH))

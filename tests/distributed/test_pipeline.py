@@ -1,0 +1,74 @@
+"""Every order of pipelined modules, in every kind of placement: gradients against one process, fp64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_strategy.data.loader import Share
+from tests.distributed.exact import EXACT, compare, expected, on, setting_of
+from tests.distributed.harness import Pool
+from tests.distributed.stepping import SAMPLES, data, reference, steps_of, steps_on_rank
+
+ORDERS = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv")
+COUNTS = tuple(range(1, SAMPLES + 1))
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "vision, then llm pp2": {"vision": on(0), "llm": on(1, 2, pp=2)},
+    "vision pp2 beside audio, then llm pp3": {"vision": on(0, 1, pp=2), "audio": on(2), "llm": on(3, 4, 5, pp=3)},
+    "encoders on the llm's stages": {"vision": on(0, 1), "audio": on(1), "llm": on(0, 1, pp=2)},
+    "mixed": {"vision": on(0, 1), "audio": on(2), "llm": on(1, 3, pp=2)},
+    "llm tp2 pp2 dp2, vision dp3": {
+        "vision": on(0, 1, 2),
+        "audio": on(3),
+        "llm": on(0, 1, 2, 3, 4, 5, 6, 7, tp=2, pp=2),
+    },
+    "generator on its own rank": {"vision": on(0), "llm": on(0, 1, pp=2), "draw": on(2)},
+    "generator on a stage of the llm": {"vision": on(0), "llm": on(0, 1, pp=2), "draw": on(1)},
+    "generator pp2 around the llm": {"vision": on(0), "llm": on(0, 1, pp=2), "draw": on(1, 2, pp=2)},
+}
+"""Two encoders feed an llm, or one encoder an llm that feeds a generator."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
+    """Data without and with drawings."""
+    root = tmp_path_factory.mktemp("pipeline")
+    return {draws: data(root / str(draws), draws=draws) for draws in (False, True)}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_those_of_one_process(pool: Pool, folders: dict[bool, str], layout: str, order: str) -> None:
+    setting = setting_of(folders, LAYOUTS[layout], order)
+    wanted = expected(setting)
+    runs = pool.run(setting.world, steps_on_rank, setting, wanted, COUNTS, 4, timeout=120)
+    assert len(runs[0].damaged) >= 4
+    compare(wanted, runs)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_the_reference_does_not_depend_on_microbatches(folders: dict[bool, str], draws: bool) -> None:
+    layouts = LAYOUTS["generator on its own rank" if draws else "mixed"]
+    setting = setting_of(folders, layouts, "1f1b")
+    wanted = expected(setting)
+    for number in (1, SAMPLES):
+        found = reference(setting, number)
+        assert found.losses == pytest.approx(wanted.losses, rel=EXACT)
+        assert max(wanted.errors(found.gradients).values()) <= EXACT
+
+
+def test_the_batch_is_ragged_and_has_microbatches_of_text(folders: dict[bool, str]) -> None:
+    """What the parity tests say they cover."""
+    setting = setting_of(folders, LAYOUTS["mixed"], "1f1b")
+    for number in (4, SAMPLES):
+        plan = steps_of(setting, number, Share.whole(setting.modules)).plan(0, 0)
+        idle = {n: {i for i, a in enumerate(plan.assignments[n]) if a.idle} for n in setting.modules}
+        assert not idle["llm"]
+        assert idle["audio"] if number == 4 else idle["vision"] & idle["audio"]
+    assert len(set(plan.metadata.tokens.tolist())) > 4
+    drawing = setting_of(folders, LAYOUTS["generator on its own rank"], "1f1b")
+    plan = steps_of(drawing, SAMPLES, Share.whole(drawing.modules)).plan(0, 0)
+    assert 0 < len(plan.active("draw")) < SAMPLES and 0 < len(plan.active("vision")) < SAMPLES

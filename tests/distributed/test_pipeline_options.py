@@ -1,0 +1,152 @@
+"""What may be combined with pipelines, one thing at a time: gradients and evaluation against one process, fp64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.exact import EXACT, compare, expected, on, setting_of
+from tests.distributed.harness import Pool
+from tests.distributed.stepping import (
+    Reference,
+    Run,
+    Setting,
+    data,
+    evaluations_on_rank,
+    reference,
+    steps_on_rank,
+)
+
+PLAIN = {"vision": on(0), "llm": on(0, 1, pp=2)}
+BOTH = {"vision": on(0, 1, pp=2), "llm": on(0, 1, pp=2)}
+"""Two pipelines on the same ranks."""
+MIXED = {"vision": on(0, 1), "audio": on(2), "llm": on(1, 3, pp=2)}
+SHARDED = {"vision": on(0, 1), "llm": on(0, 1, 2, 3, pp=2)}
+REPLICATED = {"vision": on(0, 1, dp_replicate=2), "llm": on(0, 1, 2, 3, pp=2, dp_replicate=2)}
+TENSOR = {"vision": on(0), "llm": on(0, 1, 2, 3, pp=2, tp=2)}
+DRAWS = {"vision": on(0), "llm": on(0, 1, pp=2), "draw": on(1, 2)}
+TIED = {"lm": "hf_llama", "tied": True}
+FROZEN = {
+    "backbone": ("vision.backbone",),
+    "vision": ("vision",),
+    "llm": ("llm",),
+    "all but the projector": ("vision.backbone", "llm"),
+}
+GROUPED, SPLIT = {"vision": 1000, "audio": 1000}, {"vision": 8, "audio": 8}
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "tied": (PLAIN, TIED, ("1f1b", "zb_h1", "interleaved_1f1b", "zbv")),
+    "tied, sharded": (SHARDED, TIED, ("1f1b", "zb_h1")),
+    "tied, replicated": (REPLICATED, TIED, ("1f1b",)),
+    "recompute": (BOTH, {"recompute": ("vision", "llm")}, ("1f1b", "zb_h1", "zbv")),
+    "recompute, sharded": (SHARDED, {"recompute": ("vision", "llm")}, ("1f1b", "zb_h1")),
+    **{
+        f"frozen: {name}": (BOTH, {"freeze": freeze}, ("1f1b", "zb_h1", "zbv"))
+        for name, freeze in FROZEN.items()
+    },
+    "frozen on other ranks": (
+        {"vision": on(0, 1, pp=2), "llm": on(2, 3, pp=2)},
+        {"freeze": ("vision.backbone", "llm")},
+        ("1f1b", "zb_h1"),
+    ),
+    "gather once": (SHARDED, {"gather": "step"}, ("gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zbv")),
+    "gather where it is better": (SHARDED, {"gather": "auto"}, ("1f1b", "zb_h1")),
+    "gather always": (SHARDED, {"gather": "microbatch"}, ("gpipe", "1f1b", "interleaved_1f1b")),
+    "gather once, frozen": (SHARDED, {"gather": "step", "freeze": ("vision.backbone", "llm")}, ("1f1b", "zb_h1")),
+    "gather always, frozen": (SHARDED, {"gather": "microbatch", "freeze": ("vision.backbone", "llm")}, ("1f1b",)),
+    "replicated": (REPLICATED, {}, ("1f1b", "zb_h1")),
+    "bounded": (MIXED, {"max_in_flight": {"llm": 2, "vision": 2}}, ("1f1b", "zb_h1")),
+    "bounded to one": (BOTH, {"max_in_flight": {"llm": 1, "vision": 1}}, ("1f1b", "zb_h1")),
+    "grouped": (MIXED, {"tokens": GROUPED}, ("gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zbv", "sequential")),
+    "split": (MIXED, {"tokens": SPLIT}, ("gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zbv", "sequential")),
+    "grouped, on the same ranks": (BOTH, {"tokens": {"vision": 1000}}, ("1f1b", "zb_h1")),
+    "split, on the same ranks": (BOTH, {"tokens": {"vision": 8}}, ("1f1b", "zb_h1")),
+    "drawings grouped": (DRAWS, {"tokens": {"draw": 1000}}, ("1f1b", "zb_h1", "gpipe")),
+    "drawings split": (DRAWS, {"tokens": {"draw": 20}}, ("1f1b", "zb_h1", "gpipe")),
+    "drawings frozen": (DRAWS, {"freeze": ("draw",)}, ("1f1b", "zb_h1")),
+    "drawings behind a frozen llm": (DRAWS, {"freeze": ("vision.backbone", "llm")}, ("1f1b", "zb_h1")),
+    "replicated rows between stages": (TENSOR, {"lm": "hf_llama"}, ("1f1b", "zb_h1", "interleaved_1f1b")),
+    "vision tp2 pp2": (
+        {"vision": on(0, 1, 2, 3, pp=2, tp=2), "llm": on(0, 1)},
+        {"llm_layers": 1, "vision_layers": 2},
+        ("1f1b", "zb_h1"),
+    ),
+    "one after another": (MIXED, {}, ("sequential",)),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
+    """Data without and with drawings."""
+    root = tmp_path_factory.mktemp("pipeline")
+    return {draws: data(root / str(draws), draws=draws) for draws in (False, True)}
+
+
+def several(rank: int, world: int, settings: list[Setting], wanted: Reference, damages: int) -> list[Run]:
+    """One run for each of several settings of one model."""
+    return [steps_on_rank(rank, world, setting, wanted, (1, 4, 9), damages) for setting in settings]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_gradients(pool: Pool, folders: dict[bool, str], name: str) -> None:
+    layouts, options, orders = CASES[name]
+    layers = {} if "llm_layers" in options else {"llm_layers": 4, "vision_layers": 4}
+    settings = [setting_of(folders, layouts, order, **layers, **options) for order in orders]
+    wanted = expected(settings[0])
+    ranks = pool.run(settings[0].world, several, settings, wanted, 4, timeout=120)
+    for setting, *runs in zip(settings, *ranks, strict=True):
+        compare(wanted, runs)
+        for run in runs:
+            for step in run.steps:
+                for node, held in step.in_flight.items():
+                    assert held <= setting.max_in_flight.get(node.module, held)
+
+
+@pytest.mark.parametrize("freeze", FROZEN.values(), ids=FROZEN)
+def test_frozen_parts_have_no_gradients(folders: dict[bool, str], freeze: tuple[str, ...]) -> None:
+    """What the comparison above rests on."""
+    wanted = expected(setting_of(folders, BOTH, "1f1b", freeze=freeze))
+    assert wanted.gradients
+    assert not any(name.startswith(part) for name in wanted.gradients for part in freeze)
+
+
+def test_idle_ranks(pool: Pool, folders: dict[bool, str]) -> None:
+    """Ranks 1 and 4 have nothing."""
+    setting = setting_of(folders, {"vision": on(0), "llm": on(2, 3, pp=2)}, "1f1b")
+    wanted = expected(setting)
+    runs = pool.run(5, steps_on_rank, setting, wanted, (1, 4, 9), 4, timeout=60)
+    compare(wanted, runs)
+    assert not runs[1].steps[0].errors and not runs[4].steps[0].errors
+
+
+EVALUATED: dict[str, tuple[dict[str, Any], str]] = {
+    "llm pp2": (MIXED, "1f1b"),
+    "virtual stages": (PLAIN, "interleaved_1f1b"),
+    "v": (BOTH, "zbv"),
+    "gathered once": (SHARDED, "zb_h1"),
+    "llm tp2 pp2 dp2, vision dp3": (
+        {"vision": on(0, 1, 2), "audio": on(3), "llm": on(0, 1, 2, 3, 4, 5, 6, 7, tp=2, pp=2)},
+        "zb_h1",
+    ),
+    "drawings": (DRAWS, "1f1b"),
+    "drawings pp2": ({**DRAWS, "draw": on(1, 2, pp=2)}, "gpipe"),
+}
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_evaluation(pool: Pool, folders: dict[bool, str], name: str) -> None:
+    layouts, order = EVALUATED[name]
+    setting = setting_of(folders, layouts, order)
+    wanted = reference(setting, 2, train=False)
+    assert wanted.predicted is not None
+    for rank in pool.run(setting.world, evaluations_on_rank, setting, (1, 4, 9), timeout=60):
+        for found in rank:
+            assert found.losses == pytest.approx(wanted.losses, rel=EXACT)
+            assert torch.equal(found.predicted, wanted.predicted)
+            assert not found.recorded  # only training steps are kept
+            for generator, drawn in found.drawn.items():
+                if layouts[generator].get("pp", 1) == 1:  # a pipelined one does not draw
+                    torch.testing.assert_close(drawn, wanted.drawn[generator].to(drawn.dtype), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,108 @@
+"""A checkpoint of one pipeline loads into any other, bit for bit, shared weights and optimizer state included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from hetero_strategy.checkpoint.training import TrainingState
+from hetero_strategy.layout import ModuleLayout, place
+from hetero_strategy.layout.registry import GroupRegistry
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.init import materialize
+from hetero_strategy.parallelize.apply import parallelize
+from hetero_strategy.parallelize.stages import even_split
+from tests.distributed.harness import Pool
+from tests.parallelize.pieces import MAKE
+
+ONE: dict[str, Any] = {"ranks": 1, "dp_shard": 1}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp2 dp2": {"ranks": 4, "pp": 2, "dp_shard": 2, "split": [3, 1]},
+    "pp2 v tp2": {"ranks": 4, "pp": 2, "tp": 2, "vpp": 2, "pp_style": "v"},
+    "dp3": {"ranks": 3, "dp_shard": 3},
+    "pp3": {"ranks": 3, "pp": 3},
+    "one": ONE,
+}
+
+
+def _state(rank: int, world: int, kind: str, config: dict[str, Any], seed: int) -> tuple[Adapter, TrainingState, Any]:
+    layout = ModuleLayout.from_config("m", config).resolved()
+    module = MAKE[kind]()
+    placement = place({"m": layout}, world)
+    registry = GroupRegistry(placement, [], "cpu")
+    where = placement.coordinate("m", rank)
+    if where is not None:
+        split = layout.split or even_split(len(module.blocks()), layout.pipeline.stages)
+        device = torch.device("cpu")
+        parallelize("m", module, layout, registry.mesh("m"), device, seed=seed, split=split, pp_rank=where.pp)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=False)
+    return module, TrainingState("model", {"m": module}, group=registry.background), optimizer
+
+
+def _train(module: Adapter, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in module.parameters():
+        if not parameter.is_meta and parameter.requires_grad:
+            parameter.grad = parameter.detach() * 2 + 1
+    optimizer.step()
+
+
+def save(rank: int, world: int, kind: str, config: dict[str, Any], path: str) -> list[str]:
+    module, state, optimizer = _state(rank, world, kind, config, seed=3)
+    _train(module, optimizer)
+    tensors = state.model_tensors()
+    state.save({"state_dict": tensors, "optimizer_states": [state.optimizer_tensors(optimizer)]}, Path(path))
+    return sorted(tensors)
+
+
+def load(rank: int, world: int, kind: str, config: dict[str, Any], path: str) -> dict[str, np.ndarray]:
+    module, state, optimizer = _state(rank, world, kind, config, seed=8)
+    state.load(Path(path), [optimizer])
+    return _everything(module, optimizer)
+
+
+def _everything(module: Adapter, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
+    found = {}
+    for name, parameter in module.named_parameters():
+        if not parameter.is_meta:
+            found[name] = _full(parameter)
+            for key, value in optimizer.state.get(parameter, {}).items():
+                found[f"{name}/{key}"] = _full(value)
+    return found
+
+
+def _full(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()).numpy()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("kind", "saved", "loaded"),
+    [
+        ("titan", "pp2 dp2", "pp2 v tp2"),
+        ("titan", "one", "pp3"),
+        ("tied", "pp2 dp2", "dp3"),
+        ("tied", "dp3", "pp3"),
+        ("tied", "pp3", "pp2 v tp2"),
+        ("whisper", "pp2 v tp2", "pp2 dp2"),
+    ],
+)
+def test_checkpoints_move_between_pipelines(pool: Pool, tmp_path: Path, kind: str, saved: str, loaded: str) -> None:
+    module = MAKE[kind]()
+    materialize(module, 3, name="m")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=False)
+    _train(module, optimizer)
+    expected = _everything(module, optimizer)
+    path = str(tmp_path / "checkpoint.ckpt")
+    names = pool.run(LAYOUTS[saved]["ranks"], save, kind, LAYOUTS[saved], path)
+    assert set().union(*names) == {f"model.m.{n}" for n in module.state_dict()}
+    results = pool.run(LAYOUTS[loaded]["ranks"], load, kind, LAYOUTS[loaded], path)
+    for found in results:
+        for name, value in found.items():
+            assert np.array_equal(value, expected[name]), name
+    assert set().union(*results) == expected.keys()

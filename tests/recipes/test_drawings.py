@@ -1,0 +1,80 @@
+"""Drawings come back to the samples they belong to, and the judge reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hetero_strategy.data.datamodule import MultimodalDataModule
+from hetero_strategy.data.digits import draw_processors
+from hetero_strategy.errors import DataError
+from recipes.drawings import DigitJudge, Drawing, draw_grid, drawings_of
+from tests.recipes.commands import SMALL, run
+from tests.recipes.conftest import data_at
+
+
+def perfect(folder: Path, **options: object) -> list[Drawing]:
+    """What a generator that draws its targets exactly would leave, in batches of 5 validation samples."""
+    data = MultimodalDataModule(
+        val=folder / "val.json",
+        tokenizer=folder,
+        processors=draw_processors(),
+        global_batch_size=5,
+        **options,  # type: ignore[arg-type]
+    )
+    found = []
+    for batch in data.val_dataloader():
+        items = batch.plan.metadata.items["draw"]
+        rows: list[torch.Tensor] = [torch.zeros(0, 4)] * len(items.rows)
+        for assignment, given in zip(batch.plan.assignments["draw"], batch.inputs["draw"], strict=True):
+            for unit, values in zip(
+                assignment.units, given.values.split(given.target_rows.tolist()) if given else (), strict=True
+            ):
+                rows[int(unit)] = values
+        if rows:
+            found += drawings_of(batch, {"draw": torch.cat(rows)}, data.indices["val"], data.processors)
+    return found
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_drawings_are_those_of_their_files(drawings: Path, microbatches: int) -> None:
+    found = perfect(drawings, microbatches=microbatches)
+    assert len(found) > 5
+    for drawing in found:
+        with Image.open(drawing.target) as image:
+            assert np.array_equal(drawing.pixels[:, :, 0], np.asarray(image))
+
+
+def test_the_judge_reads_digits(drawings: Path, tmp_path: Path) -> None:
+    judge, found = DigitJudge(), perfect(drawings)
+    assert judge.accuracy > 0.97
+    right = judge(found)
+    assert right.mean() > 0.85
+    others = [d._replace(target=found[(n + 1) % len(found)].target) for n, d in enumerate(found)]
+    assert judge(others).mean() < 0.5  # the negative control: drawings of other samples
+    assert not judge([found[0]._replace(pixels=np.zeros((8, 8, 1), np.uint8))])[0] or found[0].target.stem[-1] == "1"
+    assert len(judge([])) == 0
+    with pytest.raises(DataError, match="reads 8x8 grey drawings"):
+        judge([found[0]._replace(pixels=np.zeros((16, 8, 1), np.uint8))])
+    draw_grid(found, right, tmp_path / "grid.png")
+    assert Image.open(tmp_path / "grid.png").size[0] > 300
+
+
+@pytest.mark.slow
+def test_a_run_that_draws_leaves_its_drawings(tmp_path: Path, drawings: Path) -> None:
+    small = [s for s in SMALL if "audio" not in s]
+    job = ("experiment=digits_draw", *data_at(drawings), "report.judge.seed=0", *small, "model.modules.draw.dim=16")
+    result = run(tmp_path, *job)
+    assert result.code == 0, result.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    expected = perfect(drawings)
+    assert report["steps"] == 3 and report["processes"] == 4 and report["drawings"] == len(expected)
+    assert 0 <= report["drawn_right"]["all"] <= 1 and set(report["drawn_right"]) <= {"all", "draw", "vision+draw"}
+    assert (tmp_path / "drawings.png").stat().st_size > 500 and "drawn right" in result.output
+    metrics = (tmp_path / "metrics" / "version_0" / "metrics.csv").read_text().splitlines()[0]
+    assert "train/loss_draw" in metrics and "val/loss_llm" in metrics
