@@ -152,7 +152,8 @@ WHO: tuple[Who, Who] = ("ours", "peer")
 def run_on_rank(rank: int, world: int, edge: Edge, width: int, rounds: int) -> dict[Who, dict[str, Any]]:
     """Both exchanges on one rank, in turns: rows and gradients checked against each other, bytes counted, timed."""
     ours = route(edge.blocks, edge.source, edge.target, rank)
-    form, in_flight, group = Format(width, torch.float32, torch.device("cpu")), InFlight(), torch.distributed.group.WORLD
+    form, in_flight = Format(width, torch.float32, torch.device("cpu")), InFlight()
+    group = torch.distributed.group.WORLD
     there, back_again = (Channel(group, group, tag, in_flight) for tag in (0, 1))
     peer = MIMO(edge.blocks, edge.source, edge.target).on_rank(rank)
     rows = tagged(edge.source, rank, width)

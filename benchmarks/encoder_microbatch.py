@@ -101,11 +101,12 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=12, help="measured (default 12)")
     parser.add_argument("--warmup", type=int, default=2, help="rounds before (default 2)")
     parser.add_argument("--scale", type=float, default=1.0, help="of widths (default 1)")
+    parser.add_argument("--placements", nargs="*", choices=tuple(PLACEMENTS), default=list(PLACEMENTS))
     given = parser.parse_args(argv)
     results: dict[str, list[dict[str, Any]]] = {}
     for size in (LARGE, SMALL):
-        for name, layouts in PLACEMENTS.items():
-            settings = budgets(scaled(replace(size, layouts=layouts), given.scale))
+        for name in given.placements:
+            settings = budgets(scaled(replace(size, layouts=PLACEMENTS[name]), given.scale))
             turns = [Turn(setting) for setting in settings]
             ranks = (pool or Pool()).run(2, run_turns, turns, given.warmup, given.rounds, timeout=600)
             results[f"{size.name}, {name}"] = compare(settings, gather(ranks))
@@ -117,17 +118,15 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> None:
             (
                 name,
                 f"{lines[0]['step_ms']:.0f}",
-                *(
-                    f"{shown(x['ratio'])} ({x['simulated_ratio']:.2f}) {x['microbatches']} mb" for x in lines
-                ),
+                *(f"{shown(x['ratio'])} ({x['simulated_ratio']:.2f}) {x['microbatches']} mb" for x in lines),
                 f"{lines[0]['rounds']}{'' if lines[0]['undisturbed'] else ' disturbed'}",
                 f"{statistics.median(x['lost'] for x in lines):.0%}",
             )
             for name, lines in results.items()
         ],
         [
-            "x: budget in mean rows of the encoder per instance and microbatch of the step; mb: microbatches of the encoder",
-            "rounds: those in which no step was disturbed by other processes, if there are 3; else all, marked disturbed",
+            "x: budget in mean rows of the encoder per instance and microbatch of the step; mb: its microbatches",
+            "rounds: those in which no step was disturbed by other processes if there are 3, else all: 'disturbed'",
         ],
     )
     settings_ = {name: value for name, value in vars(given).items() if name != "json"}

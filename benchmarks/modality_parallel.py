@@ -58,7 +58,7 @@ def compare(both: Sequence[Setting], steps: Sequence[Gathered], timeline: Path |
         known = planned(setting, 0)
         costs = mean([durations(known, s) for s in chosen])
         simulation = simulated(known, costs, 0.0)
-        by_module = {name: 0.0 for name in setting.layouts}
+        by_module = dict.fromkeys(setting.layouts, 0.0)
         for action, seconds in costs.items():
             by_module[action.node.module] += 1e3 * float(seconds.max())
         found[setting.name] = {
@@ -123,10 +123,10 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[st
         ],
         [
             f"parallel / chain = {shown(found['ratio'])} in {found['undisturbed']} undisturbed rounds,"
-            f" {found['ratio_of_all']:.3f} in all {found['rounds']}, {found['ratio_of_fastest']:.3f} of the fastest steps,"
-            f" {found['simulated_ratio']:.3f} simulated (goal at most {GOAL})",
+            f" {found['ratio_of_all']:.3f} in all {found['rounds']}, {found['ratio_of_fastest']:.3f} of the fastest"
+            f" steps, {found['simulated_ratio']:.3f} simulated (goal at most {GOAL})",
             f"{found['lost']:.0%} of a step lost to other processes, in the median over all",
-            "vision, audio, llm ms: sum of the actions of a step; as the first and the last ms, of undisturbed rounds if any",
+            "vision, audio, llm ms: sum of the actions of a step; all ms are of undisturbed rounds if there are any",
         ],
     )
     options = {name: str(v) if isinstance(v, Path) else v for name, v in vars(given).items() if name != "json"}

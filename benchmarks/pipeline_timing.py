@@ -58,9 +58,7 @@ SETTINGS = (
     Setting("vision, audio beside llm pp2", {"vision": _on(0), "audio": _on(1), "llm": _on(0, 1, pp=2)}),
     Setting("llm pp2, vision colocated, zb_h1", {"vision": _on(0), "llm": _on(0, 1, pp=2, split=(2, 4))}, "zb_h1"),
     Setting("llm pp2*vpp2, vision colocated", {"vision": _on(1), "llm": _on(0, 1, pp=2, vpp=2)}, "interleaved_1f1b"),
-    Setting(
-        "llm v, vision colocated, zbv", {"vision": _on(0), "llm": _on(0, 1, pp=2, vpp=2, pp_style="v")}, "zbv"
-    ),
+    Setting("llm v, vision colocated, zbv", {"vision": _on(0), "llm": _on(0, 1, pp=2, vpp=2, pp_style="v")}, "zbv"),
     Setting("vision | audio -> llm pp2", {"vision": _on(0), "audio": _on(1), "llm": _on(2, 3, pp=2)}),
     Setting("vision pp2 -> llm pp2, zb_h1", {"vision": _on(0, 1, pp=2), "llm": _on(2, 3, pp=2, split=(2, 4))}, "zb_h1"),
     Setting("vision dp2 -> llm pp2", {"vision": _on(0, 1, dp_replicate=2), "llm": _on(2, 3, pp=2)}),
@@ -88,16 +86,21 @@ def durations(known: Planned, step: Gathered) -> dict[Action, np.ndarray]:
 
 
 def latencies(known: Planned, step: Gathered) -> list[float]:
-    """Seconds from the end of an action that sent rows to the start of the one that waited for them, other ranks only."""
+    """Seconds from the end of an action that sent rows to the start of the one that waited for them, on other ranks.
+
+    Between nodes of one instance each: of several, who waits for whom is in the routes.
+    """
+    stages = known.schedule.graph.stages
     ended = {(action, rank): end for rank, events in step.events.items() for action, _, end in events}
     found = []
     for rank, events in step.events.items():
         free = step.span[0]
         for action, start, end in events:
             sources = known.schedule.dependencies.crossing(action)
-            ranks = {(s, int(r)) for s in sources for r in known.schedule.graph.stages[s.node].grid.flat}
+            ranks = {(s, int(r)) for s in sources for r in stages[s.node].grid.flat}
+            single = all(len(stages[n].grid) == 1 for n in (action.node, *(s.node for s in sources)))
             sent = max((ended[key] for key in ranks), default=0.0)
-            if sent > free and all(r != rank for _, r in ranks):
+            if single and sent > free and all(r != rank for _, r in ranks):
                 found.append(max(0.0, start - sent))
             free = end
     return found
@@ -114,9 +117,7 @@ def fitted(known: Planned, costs: Iterable[tuple[Planned, Seconds]]) -> dict[Act
     for other, seconds in costs:
         for action, found in seconds.items():
             flops = other.costs.of_instances(action) if action.microbatch >= 0 else np.zeros(len(found))
-            samples += [
-                Sample(action.node, action.kind, float(f), float(s)) for f, s in zip(flops, found, strict=True)
-            ]
+            samples += [Sample(action.node, action.kind, float(f), float(s)) for f, s in zip(flops, found, strict=True)]
     profile = Profile(samples)
     shapes = {n: np.zeros(len(stage.grid)) for n, stage in known.schedule.graph.stages.items()}
     actions = {a for lane in known.schedule.lanes for a in lane.actions}
@@ -195,7 +196,9 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> None:
     parser.add_argument("--settings", default="", help="only settings whose name contains this")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="only settings of so many ranks")
     parser.add_argument("--scale", type=float, default=1.0, help="of widths (default 1)")
-    parser.add_argument("--timeline", metavar="FOLDER", type=Path, help="picture and trace of every setting's median step")
+    parser.add_argument(
+        "--timeline", metavar="FOLDER", type=Path, help="picture and trace of every setting's median step"
+    )
     given = parser.parse_args(argv)
     results = []
     for setting in SETTINGS:
@@ -238,7 +241,9 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> None:
 
 def scaled(setting: Setting, scale: float) -> Setting:
     """The same with other widths (multiples of 64, at least 64)."""
-    sizes = {n: (max(1, round(getattr(setting, n)[0] * scale / 64)) * 64, getattr(setting, n)[1]) for n in setting.layouts}
+    sizes = {
+        n: (max(1, round(getattr(setting, n)[0] * scale / 64)) * 64, getattr(setting, n)[1]) for n in setting.layouts
+    }
     return replace(setting, **sizes)  # type: ignore[arg-type]
 
 

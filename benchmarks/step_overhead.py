@@ -16,7 +16,7 @@ import logging
 import statistics
 import sys
 import warnings
-from collections.abc import Hashable, Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -112,7 +112,8 @@ def _inputs(plan: StepPlan, number: int, vocabulary: int, generator: torch.Gener
     for end, count in zip(np.cumsum(lengths), plan.metadata.labels[assignments["llm"].units], strict=True):
         labels[end - 1 - count : end - 1] = ids[end - count : end]
     places: dict[Hashable, torch.Tensor] = {
-        (e, number): torch.from_numpy(slots(edge_blocks(plan, e, number, "llm", number), 0)) for e in ("vision", "audio")
+        (encoder, number): torch.from_numpy(slots(edge_blocks(plan, encoder, number, "llm", number), 0))
+        for encoder in ("vision", "audio")
     }
     return {
         "vision": EncoderInputs(patches, grids, rows["vision"], Packing.of(grids.prod(1))),

@@ -102,7 +102,7 @@ def test_imports_go_down_only() -> None:
 
 
 def test_pure_files_import_no_processes() -> None:
-    pure = {"hetero_strategy." + name.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".") for name in PURE}
+    pure = {"hetero_strategy." + n.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".") for n in PURE}
     for name in PURE:
         for module, line in imports(PACKAGE / name):
             assert not module.startswith(("torch.distributed", "lightning")), f"{name}:{line} imports {module}"

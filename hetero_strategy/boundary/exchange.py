@@ -6,7 +6,9 @@ route holds them all. Rows that stay on their rank are copied at most once, and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 import torch
@@ -20,13 +22,30 @@ from hetero_strategy.model.inputs import host_index
 class InFlight:
     """Sends that may still be running, with the buffers they read. Drain it once per step."""
 
-    pending: list[tuple[dist.Work, torch.Tensor]] = field(default_factory=list)
+    pending: dict[int, tuple[dist.Work, tuple[torch.Tensor, ...]]] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    def add(self, work: dist.Work, buffers: Iterable[torch.Tensor]) -> int:
+        """Keep buffers until their send is done; returns its number."""
+        number = next(self._numbers)
+        self.pending[number] = (work, tuple(buffers))
+        return number
+
+    def finish(self, number: int) -> None:
+        """Wait for one send (stream-ordered on CUDA) and let its buffers go."""
+        found = self.pending.pop(number, None)
+        if found is not None:
+            found[0].wait()
+
+    def prune(self) -> None:
+        """Let buffers of sends go that are done; gloo does not tell before it is waited for."""
+        for number in [n for n, (work, _) in self.pending.items() if work.is_completed()]:
+            self.finish(number)
 
     def drain(self) -> None:
-        """Wait for all sends (stream-ordered on CUDA) and let their buffers go."""
-        for work, _ in self.pending:
-            work.wait()
-        self.pending.clear()
+        """Wait for all sends and let their buffers go."""
+        for number in list(self.pending):
+            self.finish(number)
 
 
 @dataclass(frozen=True)
@@ -73,6 +92,7 @@ class Crossing:
         self.form = form
         self._rows: torch.Tensor | None = None
         self._arriving: list[tuple[dist.Work, Rows, torch.Tensor]] | None = None
+        self._sent: list[int] = []
 
     def send(self, rows: torch.Tensor) -> None:
         """Let rows ``[inputs, width]`` leave; returns at once. Receives of the same crossing start with the sends."""
@@ -117,6 +137,11 @@ class Crossing:
         self._finish(self._start(transfer.second, out, first=False), out, adds)
         return out if adds or add_to is None else add_to.add_(out)
 
+    def settle(self) -> None:
+        """The rows are known to have arrived: let the buffers they were sent from go."""
+        for number in self._sent:
+            self.channel.in_flight.finish(number)
+
     def _start(self, hop: Hop, rows: torch.Tensor | None, *, first: bool) -> list[tuple[dist.Work, Rows, torch.Tensor]]:
         if not hop.sends and not hop.receives:
             return []
@@ -134,10 +159,11 @@ class Crossing:
             ops.append(dist.P2POp(dist.isend, outgoing[-1], peer, group, tag))
         works = dist.batch_isend_irecv(ops)
         if len(works) == len(ops):
-            self.channel.in_flight.pending += list(zip(works[len(buffers) :], outgoing, strict=True))
+            sends = zip(works[len(buffers) :], outgoing, strict=True)
+            self._sent += [self.channel.in_flight.add(work, (buffer,)) for work, buffer in sends]
             return [(work, place, buffer) for work, (place, buffer) in zip(works, buffers, strict=False)]
-        # NCCL returns one work for the whole batch.
-        self.channel.in_flight.pending += [(works[0], buffer) for buffer in outgoing]
+        if outgoing:  # NCCL returns one work for the whole batch
+            self._sent.append(self.channel.in_flight.add(works[0], outgoing))
         return [(works[0], place, buffer) for place, buffer in buffers]
 
     @staticmethod

@@ -117,6 +117,7 @@ class Executor:
                 for coming in actions[number : number + 1 + AHEAD]:
                     step.post(coming)
                 step.do(action)
+                self.in_flight.prune()
             if train:
                 self.tied.settle()
         for node, stage in self.stages.items():
@@ -261,6 +262,9 @@ class _Step:
                 gradient = self._arrive(source, node, microbatch)
             else:
                 gradient = self._arrive(source, node, microbatch, add_to=gradient)
+            sent = self.crossings.pop((Action("F", node, microbatch), source.node, source.microbatch), None)
+            if sent is not None:  # whoever sends gradients has had the rows
+                sent.settle()
         with self.x.recorder.timing(action):
             roots = []
             if live.loss is not None and live.loss.requires_grad:
@@ -281,8 +285,8 @@ class _Step:
                     backward.whole(roots)
             for source, leaf in live.leaves.items():
                 if leaf.requires_grad:
-                    sent = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                    self._crossing(action, source.node, source.microbatch).send(sent)
+                    back = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                    self._crossing(action, source.node, source.microbatch).send(back)
             live.leaves = {}
 
     def _seed(self, module: str, loss: torch.Tensor) -> torch.Tensor:

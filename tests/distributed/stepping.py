@@ -170,7 +170,7 @@ class Reference:
         for name, gradient in gradients.items():
             expected = self.gradients[name]
             size = float(expected.norm())
-            if name.endswith("k_proj.bias") or name.endswith("wk.bias"):
+            if name.endswith(("k_proj.bias", "wk.bias")):
                 # Softmax ignores a shift of all keys: this gradient is zero, and what is there is rounding noise of
                 # the size of its weight's gradient.
                 size = float(self.gradients[name.replace("bias", "weight")].norm())
@@ -303,7 +303,7 @@ def steps_on_rank(
 
     steps = [step(number) for number in counts]
     breaks = _breaks(made.executor.graph) if damages else {}
-    names = list(breaks) if world <= MOST else [list(breaks)[0], list(breaks)[-1]]
+    names = list(breaks) if world <= MOST else [next(iter(breaks)), list(breaks)[-1]]
     found = {name: step(damages, breaks[name]).errors for name in names}
     dist.barrier()
     return Run(steps, found)

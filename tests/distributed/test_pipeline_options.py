@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,10 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "tied, replicated": (REPLICATED, TIED, ("1f1b",)),
     "recompute": (BOTH, {"recompute": ("vision", "llm")}, ("1f1b", "zb_h1", "zbv")),
     "recompute, sharded": (SHARDED, {"recompute": ("vision", "llm")}, ("1f1b", "zb_h1")),
-    **{
-        f"frozen: {name}": (BOTH, {"freeze": freeze}, ("1f1b", "zb_h1", "zbv"))
-        for name, freeze in FROZEN.items()
-    },
+    **{f"frozen: {name}": (BOTH, {"freeze": freeze}, ("1f1b", "zb_h1", "zbv")) for name, freeze in FROZEN.items()},
     "frozen on other ranks": (
         {"vision": on(0, 1, pp=2), "llm": on(2, 3, pp=2)},
         {"freeze": ("vision.backbone", "llm")},

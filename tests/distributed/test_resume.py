@@ -1,4 +1,5 @@
-"""A checkpoint of one layout in any other, other pipelines too: parameters and Adam moments bit by bit, and the same next losses."""
+"""A checkpoint of one layout in any other, of other pipelines too: parameters and Adam moments bit by bit, and the same
+next losses."""
 
 from __future__ import annotations
 

@@ -40,6 +40,12 @@ def test_a_run_leaves_a_report(tmp_path: Path, given: tuple[str, ...]) -> None:
     assert Path(report["checkpoint"]).is_dir() and len(report["examples"]) == 5
     assert {"question", "answer", "prediction", "files", "exact"} <= set(report["examples"][0])
     assert (tmp_path / "examples.png").stat().st_size > 1000
+    last = report["timeline"]
+    assert last["measured_seconds"] > 0 and last["simulated_seconds"] > 0 and 0 <= last["measured_bubble"] < 1
+    assert (tmp_path / "timeline.png").stat().st_size > 1000
+    trace = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    ran = [{(e["tid"], e["name"]) for e in trace if e["ph"] == "X" and e["pid"] == pid} for pid in (0, 1)]
+    assert ran[0] == ran[1], "simulated and measured are one schedule"
     python, _, arguments = report["resume"].partition(" ")
     assert shutil.which(python) and arguments == f"-m recipes.train resume={tmp_path}"
     assert result.output.count(report["resume"]) == 2 and "exact match" in result.output
