@@ -11,8 +11,6 @@ step's" has none.
 large: an action of tens of ms; small: a few rows per microbatch, where the fixed cost of a pass counts. Ratios are
 medians over rounds of budget / "as the step's" within a round; below 1 is faster. Simulated: the schedules with a mean
 cost per row taken from "as the step's" alone, so without the fixed cost: what the order alone gains or loses.
-
-{conclusion}
 """
 
 from __future__ import annotations

@@ -108,10 +108,11 @@ class Crossing:
         if len(self.transfer.local[0]):
             self._rows = rows
 
-    def post(self) -> None:
-        """Start receiving, unless this rank also sends here: then that has to start at the same time."""
+    def post(self) -> bool:
+        """Start receiving; says whether it has. A rank that also sends here starts both at the same time."""
         if self._arriving is None and not self.transfer.first.sends:
             self._arriving = self._start(Hop((), self.transfer.first.receives), None, first=True)
+        return self._arriving is not None
 
     def receive(self, add_to: torch.Tensor | None = None) -> torch.Tensor:
         """Wait for the rows: ``[outputs, width]``, zero where nothing arrives; or add them to ``add_to`` in place."""
@@ -133,7 +134,8 @@ class Crossing:
             assert rows is not None, "rows that stay on their rank were never sent"
             _place(out, to_rows, _pick(rows, from_rows), adds)
         self._rows = None
-        self._finish(self._arriving or [], out, adds)
+        arriving, self._arriving = self._arriving or [], []  # its buffers are not kept
+        self._finish(arriving, out, adds)
         self._finish(self._start(transfer.second, out, first=False), out, adds)
         return out if adds or add_to is None else add_to.add_(out)
 

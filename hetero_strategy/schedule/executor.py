@@ -7,14 +7,15 @@ action that needs them, and nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from hetero_strategy.boundary.exchange import Crossing, InFlight
+from hetero_strategy.boundary.exchange import InFlight
+from hetero_strategy.boundary.line import Line, Pair
 from hetero_strategy.data.batch import Batch
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import LMOutput
@@ -27,7 +28,7 @@ from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.graph import PlannedCosts, StageCost, work_of
 from hetero_strategy.schedule.outcome import Counter, Outcome
 from hetero_strategy.schedule.recorder import Recorder
-from hetero_strategy.schedule.wiring import Wiring
+from hetero_strategy.schedule.wiring import NodeEdge, Wiring
 
 AHEAD = 2
 """Actions whose receives are posted before they are reached."""
@@ -148,7 +149,7 @@ class _Step:
         self.schedule = schedule
         self.seed_scale = seed_scale
         self.live: dict[tuple[Node, int], _Live] = {}
-        self.crossings: dict[tuple[Action, Node, int], Crossing] = {}
+        self.lines: dict[tuple[NodeEdge, bool], Line] = {}
         self.wires = executor.wiring.step(batch.plan, executor.in_flight)
         self.counter = Counter(executor.wiring, batch, train=schedule.train, device=executor.device)
         self.last = {
@@ -160,25 +161,33 @@ class _Step:
     def post(self, action: Action) -> None:
         """Start the receives of an action to come."""
         for source in self.schedule.dependencies.crossing(action):
-            self._crossing(source, action.node, action.microbatch).post()
+            line, pair = self._line(source, action.node, action.microbatch)
+            line.post(pair)
 
-    def _crossing(self, source: Action, node: Node, microbatch: int) -> Crossing:
-        """From an action that makes rows (F) or gradient rows (B, I) to a node and its microbatch; made once."""
-        key = (source, node, microbatch)
-        found = self.crossings.get(key)
-        if found is None:
-            if source.kind == "F":
-                found = self.wires.forward(source.node, source.microbatch, node, microbatch)
-            else:
-                found = self.wires.backward(node, microbatch, source.node, source.microbatch)
-            self.crossings[key] = found
-        return found
+    def _line(self, source: Action, node: Node, microbatch: int) -> tuple[Line, Pair]:
+        """Where what an action makes (rows by F, gradient rows by B or I) travels to a node and its microbatch."""
+        forward = source.kind == "F"
+        edge = (source.node, node) if forward else (node, source.node)
+        if (edge, forward) not in self.lines:
+            self.lines[edge, forward] = self.wires.line(edge, self._pairs(edge), forward=forward)
+        pair = (source.microbatch, microbatch) if forward else (microbatch, source.microbatch)
+        return self.lines[edge, forward], pair
+
+    def _pairs(self, edge: NodeEdge) -> Sequence[Pair]:
+        source, target = edge
+        if source.module == target.module:
+            return [(span.number, span.number) for span in self.schedule.work.microbatches[source.module]]
+        return self.schedule.work.feeds[(source.module, target.module)]
 
     def _arrive(self, source: Action, node: Node, microbatch: int, add_to: torch.Tensor | None = None) -> torch.Tensor:
         """Wait for what an action sent to a node and microbatch."""
-        crossing = self._crossing(source, node, microbatch)
-        del self.crossings[(source, node, microbatch)]
-        return crossing.receive(add_to)
+        line, pair = self._line(source, node, microbatch)
+        return line.receive(pair, add_to)
+
+    def _send(self, action: Action, node: Node, microbatch: int, rows: torch.Tensor) -> None:
+        """Let what an action made leave for a node and microbatch."""
+        line, pair = self._line(action, node, microbatch)
+        line.send(pair, rows)
 
     # ---- actions ---------------------------------------------------------------------------------------------------
 
@@ -238,7 +247,7 @@ class _Step:
         made = made.to(self.x.wiring.form(node, targets[0][0]).dtype)
         live.rows = made
         for target, number in targets:
-            self._crossing(action, target, number).send(made.detach())
+            self._send(action, target, number, made.detach())
 
     def _targets(self, node: Node, microbatch: int) -> list[tuple[Node, int]]:
         """Nodes and microbatches that read a forward's rows."""
@@ -262,9 +271,8 @@ class _Step:
                 gradient = self._arrive(source, node, microbatch)
             else:
                 gradient = self._arrive(source, node, microbatch, add_to=gradient)
-            sent = self.crossings.pop((Action("F", node, microbatch), source.node, source.microbatch), None)
-            if sent is not None:  # whoever sends gradients has had the rows
-                sent.settle()
+            line, pair = self._line(Action("F", node, microbatch), source.node, source.microbatch)
+            line.settle(pair)  # whoever sends gradients has had the rows
         with self.x.recorder.timing(action):
             roots = []
             if live.loss is not None and live.loss.requires_grad:
@@ -286,7 +294,7 @@ class _Step:
             for source, leaf in live.leaves.items():
                 if leaf.requires_grad:
                     back = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                    self._crossing(action, source.node, source.microbatch).send(back)
+                    self._send(action, source.node, source.microbatch, back)
             live.leaves = {}
 
     def _seed(self, module: str, loss: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hetero_strategy.boundary.exchange import Channel, Crossing, Format, InFlight
+from hetero_strategy.boundary.line import Line, Pair
 from hetero_strategy.boundary.route import Route, Side, local_slots, route, stage_route
 from hetero_strategy.data.batch import ModuleInputs
 from hetero_strategy.data.plan import StepPlan, edge_blocks, slots
@@ -95,15 +96,16 @@ class StepWires:
         self._in_flight = in_flight
         self._routes: dict[tuple[Node, int, Node, int], Route] = {}
 
-    def forward(self, source: Node, p: int, target: Node, t: int) -> Crossing:
-        """Rows of microbatch ``p`` of a stage for microbatch ``t`` of another."""
-        channel = self._wiring.channel((source, target), self._in_flight, forward=True)
-        return Crossing(self._route(source, p, target, t).forward, channel, self._wiring.form(source, target))
+    def line(self, edge: NodeEdge, pairs: Sequence[Pair], *, forward: bool) -> Line:
+        """All crossings of an edge, of rows (forward) or of their gradients, on their way back to the source."""
+        channel = self._wiring.channel(edge, self._in_flight, forward=forward)
+        form = self._wiring.form(*edge)
 
-    def backward(self, source: Node, p: int, target: Node, t: int) -> Crossing:
-        """Gradients of those rows, back to the source."""
-        channel = self._wiring.channel((source, target), self._in_flight, forward=False)
-        return Crossing(self._route(source, p, target, t).backward, channel, self._wiring.form(source, target))
+        def make(pair: Pair) -> Crossing:
+            way = self._route(edge[0], pair[0], edge[1], pair[1])
+            return Crossing(way.forward if forward else way.backward, channel, form)
+
+        return Line(pairs, make)
 
     def localized(self, inputs: Inputs, node: Node, microbatch: int) -> Inputs:
         """The inputs with slots as row numbers of this rank, where rows are sharded over the instance."""

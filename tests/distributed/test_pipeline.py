@@ -44,7 +44,7 @@ def test_gradients_are_those_of_one_process(pool: Pool, folders: dict[bool, str]
     setting = setting_of(folders, LAYOUTS[layout], order)
     wanted = expected(setting)
     runs = pool.run(setting.world, steps_on_rank, setting, wanted, COUNTS, 4, timeout=120)
-    assert len(runs[0].damaged) >= 4
+    assert {name.split()[0] for name in runs[0].damaged} == {"forward", "backward"}
     compare(wanted, runs)
 
 
