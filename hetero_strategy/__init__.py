@@ -6,14 +6,15 @@ Importing the package registers ``Trainer(strategy="hetero")``.
 from hetero_strategy.data.datamodule import MultimodalDataModule
 from hetero_strategy.errors import HeteroError
 from hetero_strategy.layout import ModuleLayout, Placement
-from hetero_strategy.model import CausalLM, Edge, Encoder, ModelOutput, MultimodalModel
-from hetero_strategy.monitor.throughput import ThroughputMonitor
+from hetero_strategy.model import CausalLM, Edge, Encoder, Generator, ModelOutput, MultimodalModel
+from hetero_strategy.monitor import ThroughputMonitor, TimelineMonitor
 from hetero_strategy.strategy import HeteroStrategy
 
 __all__ = [
     "CausalLM",
     "Edge",
     "Encoder",
+    "Generator",
     "HeteroError",
     "HeteroStrategy",
     "ModelOutput",
@@ -22,4 +23,5 @@ __all__ = [
     "MultimodalModel",
     "Placement",
     "ThroughputMonitor",
+    "TimelineMonitor",
 ]
