@@ -177,6 +177,10 @@ def checkpoint_of(run: str | Path, *names: str) -> Path:
     raise CheckpointError(f"{run}: no checkpoint ({', '.join(c.name for c in choices)}) was written yet; start anew")
 
 
+GROUPS = ("optimizer", "strategy", "checkpoint", "monitor", "report")
+"""Nodes of the configuration that have the same fields in every run of one version."""
+
+
 def saved_configuration(cfg: DictConfig, run: str | Path) -> DictConfig:
     """The configuration of a run, with what this command line changes.
 
@@ -193,6 +197,9 @@ def saved_configuration(cfg: DictConfig, run: str | Path) -> DictConfig:
     with open_dict(saved):
         for name in set(cfg) - set(saved):  # fields of `evaluate`, or of a newer version
             saved[name] = cfg[name]
+        for name in GROUPS:
+            for field in set(cfg[name]) - set(saved[name]):
+                saved[name][field] = cfg[name][field]
         for override in overrides:
             key = str(override.key_or_group).replace("/", ".").split("@")[0]
             if key == "experiment":

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import register_dataclass
 
 from hetero_strategy.errors import DataError
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, given_rows
@@ -29,6 +30,10 @@ class LMOutput:
     """``[T, vocabulary]``, where asked for."""
     hidden: Tensor | None = None
     """``[T_local, width]``: rows after the last block, before the final norm; what edges to other modules carry."""
+
+
+# Or FSDP of torch before 2.13 does not see its tensors, and gathers no weights for their backward.
+register_dataclass(LMOutput)
 
 
 class CausalLM(Adapter):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_dataclass
 
 from hetero_strategy.errors import DataError
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, given_rows
@@ -23,6 +24,9 @@ class GeneratorOutput:
     drawn: Tensor | None = None
     """``[R, feature]`` in evaluation: target rows made from the conditions. None where the module is pipelined: making
     them takes many passes through all stages."""
+
+
+register_dataclass(GeneratorOutput)  # as LMOutput
 
 
 class Generator(Adapter):

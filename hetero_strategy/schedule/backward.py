@@ -1,8 +1,9 @@
 """One stage's backward, whole or in two halves.
 
 The halves are those of torch.distributed.pipelining (``_backward.py``), whose search for the parts of the autograd
-graph that belong to parameters is used as it is; its driver is not, because it detaches outputs in place, which views
-(the last operation of most modules here) do not allow.
+graph that belong to parameters is used as it is. Its drivers are not: that of I detaches outputs in place, which views
+(the last operation of most modules here) do not allow, and that of W counts a weight twice that is used twice in a row,
+before torch 2.13.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining._backward import (
     _get_grad_fn_or_grad_acc,
     construct_reverse_graph,
     get_param_groups,
-    stage_backward_weight,
 )
 
 Roots = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -67,7 +68,29 @@ def inputs_first(roots: Roots, inputs: Sequence[torch.Tensor], weights: list[nn.
 
 
 def _weights(weights: list[nn.Parameter], groups: list[dict[str, Any]]) -> None:
-    stage_backward_weight(iter(weights), groups)
+    """Go on from the nodes at which a group's weights join the way of the inputs, with the gradients kept there."""
+    accumulates = {_get_grad_fn_or_grad_acc(weight): weight for weight in weights}
+    for group in groups:
+        kept = [(node, grads) for node, grads in zip(group["intermediates"], group["grads"], strict=True) if grads]
+        starts = [(GradientEdge(node, i), g) for node, grads in kept for i, g in enumerate(grads) if g is not None]
+        if not starts:
+            continue
+        # What reaches a node from another one of the group is in its kept gradient already.
+        handles = [node.register_prehook(_constant(grads)) for node, grads in kept] if len(kept) > 1 else []
+        ends = [GradientEdge(node, 0) for node in group["params"]]
+        try:
+            found = torch.autograd.grad([edge for edge, _ in starts], ends, [g for _, g in starts])
+        finally:
+            for handle in handles:
+                handle.remove()
+        for node, gradient in zip(group["params"], found, strict=True):
+            weight = accumulates[node]
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        group.clear()  # nodes and gradients hold each other
+
+
+def _constant(grads: Any):  # type: ignore[no-untyped-def]
+    return lambda _: grads
 
 
 def _keeper(grads: list[Any], place: int):  # type: ignore[no-untyped-def]
