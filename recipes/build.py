@@ -95,7 +95,7 @@ def strategy(
     *,
     recompute: list[str],
     order: str,
-    max_in_flight: dict[str, int],
+    max_in_flight: dict[str, int] | None,
     gather: str,
     process_group_backend: str | None,
     timeout_minutes: float,

@@ -95,7 +95,8 @@ def _explained(error: HydraException) -> str:
     found = re.search(r"Could not override '([^']+)'", str(error))
     if found is None:
         return str(error).split("Config search path")[0].strip()
-    path, _, name = found[1].rpartition(".")
+    missing = re.search(r"full_key: (\S+)", str(error.__cause__))  # where a mapping is given, one of its keys
+    path, _, name = (missing[1] if missing else found[1]).rpartition(".")
     with hydra.initialize_config_dir(CONF, version_base=None):
         cfg = hydra.compose("evaluate", overrides=["run=none"])
     node = OmegaConf.select(cfg, path) if path else cfg

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch.distributed as dist
+from lightning.pytorch.loggers import WandbLogger
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import Coordinate
@@ -103,7 +104,8 @@ def _pair(executor: Executor, plan: Any, schedule: Any, reports: list[_Report]) 
 class TimelineMonitor(L.Callback):
     """Writes ``timeline.png`` and ``timeline.json`` (for ui.perfetto.dev) of the last training step, at the end of fit.
 
-    Both show the step twice: as simulated, with the costs of actions profiled on the steps before, and as measured.
+    Both show the step twice: as simulated, with the costs of actions profiled on the steps before, and as measured. The
+    picture also goes to Weights & Biases where that is a logger.
 
     Args:
         folder: where they go; default: the Trainer's ``default_root_dir``.
@@ -137,6 +139,8 @@ class TimelineMonitor(L.Callback):
         folder.mkdir(parents=True, exist_ok=True)
         pair = (self.last.simulated, self.last.measured)
         write_trace(folder / "timeline.json", *pair)
-        draw(
-            folder / "timeline.png", *pair, title=f"step {trainer.global_step}, order {strategy.executor.program.order}"
-        )
+        order = strategy.executor.program.order
+        draw(folder / "timeline.png", *pair, title=f"step {trainer.global_step}, order {order}")
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_image("timeline", [str(folder / "timeline.png")])

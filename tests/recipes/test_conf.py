@@ -7,7 +7,7 @@ from pathlib import Path
 import hydra
 import pytest
 import torch
-from hydra.errors import InstantiationException
+from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from hetero_strategy.data.datamodule import MultimodalDataModule
@@ -89,12 +89,25 @@ def test_a_misspelt_field_is_named(field: str, hint: str) -> None:
         ("+layout.llm.tpp=2", "unknown field tpp"),
         ("trainer.devices=3", "do not exist in a world of 3"),
         ("trainer.devices=auto", "trainer.devices=auto"),
-        ("+layout.llm.vpp=2", "vpp=2 with pp=1"),
+        ("layout.llm.vpp=2", "vpp=2 with pp=1"),
     ],
 )
 def test_layouts_that_cannot_be(override: str, message: str) -> None:
     with pytest.raises(HeteroError, match=message.replace("[", r"\[").replace("]", r"\]")):
         build.placement(compose("layout.llm.tp=2", override))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("layout.llm={ranks:[2,3],pp:2,vp:4}", "layout.llm: no field 'vp'; did you mean vpp?"),
+        ("layout.lm.pp=2", "layout: no field 'lm'; did you mean llm?"),
+    ],
+)
+def test_a_key_that_hydra_refuses_is_named(override: str, message: str) -> None:
+    with pytest.raises(HydraException) as error:
+        compose(override)
+    assert cli._explained(error.value) == message
 
 
 def test_a_module_can_be_left_out_of_the_layouts_by_name() -> None:
