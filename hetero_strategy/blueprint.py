@@ -12,6 +12,7 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.apply import check_all
+from hetero_strategy.parallelize.stages import cut
 from hetero_strategy.planner.stages import with_splits
 from hetero_strategy.schedule.action import Node, Span, StageGraph, Work
 from hetero_strategy.schedule.build import SPLIT, make_schedule
@@ -100,30 +101,15 @@ def blueprint(
     for name, module in modules.items():
         split = chosen[name].split
         assert split is not None
-        for node, stage in zip(_nodes(name, split), _stages(module, split), strict=True):
-            trains[node] = any(p.requires_grad for p in stage.parameters())
-        for node, cost in zip(_nodes(name, split), _costs(module, split, name in recompute), strict=True):
-            costs[node] = cost
+        for number, stage in cut(module, split, range(len(split))).items():
+            trains[Node(name, number)] = any(p.requires_grad for p in stage.parameters())
+        for number, cost in enumerate(_costs(module, split, name in recompute)):
+            costs[Node(name, number)] = cost
     gathered = {name for name, layout in chosen.items() if scheduling.gathered(layout)}
     graph = stage_graph(model.topological(), edges, chosen, trains, gathered, recompute)
     once = Work({n: (Span(0, 0, 0),) for n in modules}, dict.fromkeys(edges, ((0, 0),)))
     make_schedule(scheduling.order, graph, once, max_in_flight=scheduling.max_in_flight)
     return Blueprint(chosen, graph, costs)
-
-
-def _nodes(name: str, split: Sequence[int]) -> list[Node]:
-    return [Node(name, number) for number in range(len(split))]
-
-
-def _stages(module: Adapter, split: Sequence[int]) -> list[Adapter]:
-    """All stages of a module, on the meta device."""
-    if len(split) == 1:
-        return [module]
-    blocks, ends = list(module.blocks()), np.cumsum(split)
-    return [
-        module.stage(blocks[end - count : end], first=number == 0, last=number == len(split) - 1)
-        for number, (end, count) in enumerate(zip(ends, split, strict=True))
-    ]
 
 
 def _costs(module: Adapter, split: Sequence[int], recomputed: bool) -> list[StageCost]:

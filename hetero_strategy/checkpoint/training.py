@@ -52,12 +52,6 @@ class TrainingState:
         self._asynchronous = asynchronous
         self._checkpointer = Checkpointer(group)
 
-    def model_parameters(self) -> dict[str, nn.Parameter]:
-        """Owned parameters by global name."""
-        return {
-            self._names[id(p)]: p for module in self._modules.values() for p in module.parameters() if not p.is_meta
-        }
-
     def model_tensors(self) -> dict[str, torch.Tensor]:
         """Owned parameters and persistent buffers by global name."""
         return {

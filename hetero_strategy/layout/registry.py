@@ -73,20 +73,20 @@ class GroupRegistry:
         key = tuple(sorted(ranks))
         if self.device_type != "cuda" or len(key) < 2:
             return self.group(key)
-        group = dist.new_group(list(key), timeout=self._timeout)
-        if self._rank not in key:
-            return None
-        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-        return group
+        return self._new(key)
 
     def _create(self, ranks: tuple[int, ...]) -> None:
-        if len(ranks) < 2 or ranks in self._groups:
-            return
+        if len(ranks) > 1 and ranks not in self._groups:
+            self._groups[ranks] = self._new(ranks)
+
+    def _new(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         group = dist.new_group(list(ranks), timeout=self._timeout)
-        self._groups[ranks] = group if self._rank in ranks else None
-        if self.device_type == "cuda" and self._rank in ranks:
+        if self._rank not in ranks:
+            return None
+        if self.device_type == "cuda":
             # NCCL connects a group on its first use, and a first use by sends alone would have to involve every rank.
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+        return group
 
     def _mesh(self, layout: ModuleLayout) -> DeviceMesh | None:
         axes = tuple(name for name in MESH_AXES if getattr(layout, name) > 1)

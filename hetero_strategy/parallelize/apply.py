@@ -55,7 +55,8 @@ def parallelize(
     module.twin()  # the module as it was, for initialisation and counting
     with ties_kept([module]):
         module.to("meta")  # a part that came with values gets them back in shards
-    stages = cut(module, layout, split, pp_rank)
+    assert layout.pipeline.stages in (1, len(split)), f"split {split} of {layout.pipeline.stages} stages"
+    stages = cut(module, split, layout.pipeline.stages_of(pp_rank))
     for stage in stages.values():
         if layout.tp > 1:
             assert mesh is not None

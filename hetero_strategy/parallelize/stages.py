@@ -8,35 +8,26 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 
 
-def even_split(blocks: int, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage, as equal as can be; the first stages have one more."""
-    each, more = divmod(blocks, stages)
-    return tuple(each + (stage < more) for stage in range(stages))
-
-
-def cut(module: Adapter, layout: ModuleLayout, split: Sequence[int], pp_rank: int) -> dict[int, Adapter]:
-    """The stages of one pipeline rank by number; the module itself where it is not pipelined.
+def cut(module: Adapter, split: Sequence[int], numbers: Iterable[int]) -> dict[int, Adapter]:
+    """Stages of a module by number; the module itself where it is not pipelined.
 
     Args:
         module: whole.
-        layout: resolved.
-        split: blocks of each stage; not read without a pipeline.
-        pp_rank: whose stages.
+        split: blocks of each stage; fewer than two entries: no pipeline.
+        numbers: of the stages to make.
     """
-    pipeline = layout.pipeline
-    if pipeline.stages == 1:
+    if len(split) < 2:
         return {0: module}
     blocks = list(module.blocks())
-    assert len(split) == pipeline.stages and sum(split) == len(blocks), f"split {split} of {len(blocks)} blocks"
+    assert sum(split) == len(blocks), f"split {split} of {len(blocks)} blocks"
     stages = {}
-    for number in pipeline.stages_of(pp_rank):
+    for number in numbers:
         before = sum(split[:number])
         mine = blocks[before : before + split[number]]
-        stages[number] = module.stage(mine, first=number == 0, last=number == pipeline.stages - 1)
+        stages[number] = module.stage(mine, first=number == 0, last=number == len(split) - 1)
     return stages
 
 

@@ -180,17 +180,22 @@ class Dependencies:
                 found += [Action("F", source, p) for p in numbers]
         return tuple(found)
 
-    def gradients_from(self, node: Node, microbatch: int) -> tuple[Action, ...]:
-        """Backwards (B or I) whose gradient rows B or I of this node reads."""
+    def readers(self, node: Node, microbatch: int) -> tuple[tuple[Node, int], ...]:
+        """Nodes, and their microbatches, that read the rows of F of this node."""
         found = []
         for target in self._graph.outgoing[node]:
-            kind: Kind = "I" if target in self._split else "B"
             if target.module == node.module:
-                found.append(Action(kind, target, microbatch))
+                found.append((target, microbatch))
             else:
                 numbers = self._targets.get((node.module, target.module), {}).get(microbatch, ())
-                found += [Action(kind, target, t) for t in numbers]
+                found += [(target, t) for t in numbers]
         return tuple(found)
+
+    def gradients_from(self, node: Node, microbatch: int) -> tuple[Action, ...]:
+        """Backwards (B or I) whose gradient rows B or I of this node reads."""
+        return tuple(
+            Action("I" if target in self._split else "B", target, t) for target, t in self.readers(node, microbatch)
+        )
 
     def crossing(self, action: Action) -> tuple[Action, ...]:
         """Actions of other nodes whose rows or gradient rows this one reads."""

@@ -240,7 +240,7 @@ class _Step:
 
     def _send_rows(self, action: Action, made: torch.Tensor | None, live: _Live) -> None:
         node, microbatch = action.node, action.microbatch
-        targets = self._targets(node, microbatch)
+        targets = self.schedule.dependencies.readers(node, microbatch)
         if not targets:
             return
         assert made is not None
@@ -248,17 +248,6 @@ class _Step:
         live.rows = made
         for target, number in targets:
             self._send(action, target, number, made.detach())
-
-    def _targets(self, node: Node, microbatch: int) -> list[tuple[Node, int]]:
-        """Nodes and microbatches that read a forward's rows."""
-        found = []
-        for target in self.x.graph.outgoing[node]:
-            if target.module == node.module:
-                found.append((target, microbatch))
-            else:
-                feeds = self.schedule.work.feeds[(node.module, target.module)]
-                found += [(target, t) for p, t in feeds if p == microbatch]
-        return found
 
     def _backward(self, action: Action) -> None:
         node, microbatch = action.node, action.microbatch

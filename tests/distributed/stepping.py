@@ -283,7 +283,8 @@ def steps_on_rank(
     """
     made = assembled(setting, rank, world)
     share = share_of(placed(setting, world), setting, rank)
-    owned = made.state.model_parameters()
+    modules = made.executor.wiring.modules
+    owned = {f"{n}.{fqn}": p for n, m in modules.items() for fqn, p in m.named_parameters() if not p.is_meta}
 
     def step(number: int, damage: str = "") -> Stepped:
         with damaged(damage), counted() as peaks:
@@ -295,7 +296,7 @@ def steps_on_rank(
         for name, p in owned.items():
             if p.grad is not None:
                 whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-                gradients[name.removeprefix("model.")] = whole.detach()
+                gradients[name] = whole.detach()
             p.grad = None
         held = {node: most for node, most in schedule.in_flight.items() if node in made.executor.stages and most}
         losses = {n: float(x.detach()) for n, x in outcome.losses.items()}

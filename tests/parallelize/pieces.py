@@ -17,7 +17,7 @@ from hetero_strategy.model.init import materialize
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.apply import check_all, parallelize
 from hetero_strategy.parallelize.gradients import global_norm, owned_parameters, settle
-from hetero_strategy.parallelize.stages import cut, even_split
+from hetero_strategy.parallelize.stages import cut
 from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
 from hetero_strategy.schedule import backward
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, clips, images, tokens
@@ -33,6 +33,12 @@ MAKE = {
 GRIDS = [[(2, 4), (2, 2)], [(4, 4)], [], [(2, 2)]]
 FRAMES = [[7, 4], [12], [], [9, 3]]
 TEXTS = [[3, 5], [4, 2, 2], [], [6]]
+
+
+def even_split(blocks: int, stages: int) -> tuple[int, ...]:
+    """Blocks of each stage, as equal as can be; the first stages have one more."""
+    each, more = divmod(blocks, stages)
+    return tuple(each + (stage < more) for stage in range(stages))
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ def reference(piece: Piece, layout: ModuleLayout, split: tuple[int, ...]) -> tup
     freeze(module, piece)
     materialize(module, 3, name="m")
     module.double().train()
-    numbered = {n: s for r in range(layout.pp) for n, s in cut(module, layout, split, r).items()}
+    numbered = cut(module, split, range(layout.pipeline.stages))
     stages = [numbered[n] for n in sorted(numbered)]
     rows: dict[tuple[int, int], list[torch.Tensor | None]] = {}
     grads: dict[tuple[int, int], list[torch.Tensor | None]] = {}

@@ -12,10 +12,9 @@ from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model.init import materialize
 from hetero_strategy.parallelize.apply import check_all
-from hetero_strategy.parallelize.stages import even_split
 from hetero_strategy.parallelize.tied import tied_rank_sets
 from tests.distributed.harness import Pool
-from tests.parallelize.pieces import MAKE, Piece, evaluate_then_train, run, worst
+from tests.parallelize.pieces import MAKE, Piece, evaluate_then_train, even_split, run, worst
 
 PIPE = {"ranks": 2, "pp": 2, "split": [1, 3]}
 FSDP = {"ranks": 4, "pp": 2, "dp_shard": 2, "split": [3, 1]}

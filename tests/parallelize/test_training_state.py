@@ -16,9 +16,8 @@ from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.init import materialize
 from hetero_strategy.parallelize.apply import parallelize
-from hetero_strategy.parallelize.stages import even_split
 from tests.distributed.harness import Pool
-from tests.parallelize.pieces import MAKE
+from tests.parallelize.pieces import MAKE, even_split
 
 ONE: dict[str, Any] = {"ranks": 1, "dp_shard": 1}
 LAYOUTS: dict[str, dict[str, Any]] = {
