@@ -36,6 +36,8 @@ class Assembled:
     state: TrainingState
     background: dist.ProcessGroup
     """All ranks, on the host."""
+    loading: dist.ProcessGroup
+    """The same for the thread that loads data."""
 
 
 def find_model(module: nn.Module, agree: Callable[[bool], bool]) -> tuple[str, MultimodalModel]:
@@ -146,7 +148,7 @@ def assemble(
         device,
     )
     state = TrainingState(prefix, modules, group=registry.background, asynchronous=async_checkpoint)
-    return Assembled(executor, owned_parameters(stages, layouts), state, registry.background)
+    return Assembled(executor, owned_parameters(stages, layouts), state, registry.background, registry.loading)
 
 
 def _groups(registry: GroupRegistry, ranks: frozenset[int], graph: StageGraph, edge: NodeEdge) -> Groups:

@@ -116,6 +116,7 @@ class HeteroStrategy(WorldCollectives):
         self._runner: StepRunner | None = None
         self._training_state: TrainingState | None = None
         self._background: dist.ProcessGroup | None = None
+        self._loading: dist.ProcessGroup | None = None
 
     # ---- what others may ask ---------------------------------------------------------------------------------------
 
@@ -140,6 +141,11 @@ class HeteroStrategy(WorldCollectives):
         """All ranks, on the host: for what runs beside training; after ``setup``."""
         assert self._background is not None
         return self._background
+
+    @property
+    def loading(self) -> dist.ProcessGroup | None:
+        """All ranks, on the host: for the thread that loads data; None before ``setup``."""
+        return self._loading
 
     @property
     def row_multiple(self) -> dict[str, int]:
@@ -276,6 +282,7 @@ class HeteroStrategy(WorldCollectives):
         self._owned = assembled.owned
         self._training_state = assembled.state
         self._background = assembled.background
+        self._loading = assembled.loading
         model = self._multimodal
         self._runner = StepRunner(
             assembled.executor,

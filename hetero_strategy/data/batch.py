@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +14,16 @@ from hetero_strategy.model.inputs import EncoderInputs, GeneratorInputs, Sequenc
 ModuleInputs = EncoderInputs | SequenceInputs | GeneratorInputs
 
 
+@dataclass(frozen=True)
+class LoadTimes:
+    """Seconds that making a batch took where it was made, ahead of need or not."""
+
+    plan: float
+    """Balancing, packing, ordering, composing: the step plan."""
+    payload: float
+    """Reading and decoding what this rank computes."""
+
+
 class Batch:
     """One global batch as one rank sees it: the whole plan, and the payload of what this rank computes.
 
@@ -20,8 +31,11 @@ class Batch:
     apart field by field. It moves as a whole, by :meth:`to`.
     """
 
-    def __init__(self, plan: StepPlan, inputs: Mapping[str, tuple[ModuleInputs | None, ...]]) -> None:
+    def __init__(
+        self, plan: StepPlan, inputs: Mapping[str, tuple[ModuleInputs | None, ...]], times: LoadTimes | None = None
+    ) -> None:
         self.plan = plan
+        self.times = times
         self.inputs = inputs
         """By module, then by its microbatch; None where the whole module is idle. Without modules this rank lacks."""
 
@@ -35,7 +49,7 @@ class Batch:
 
     def _each(self, change: Callable[[ModuleInputs], ModuleInputs]) -> Batch:
         made = {n: tuple(None if x is None else change(x) for x in inputs) for n, inputs in self.inputs.items()}
-        return Batch(self.plan, made)
+        return Batch(self.plan, made, self.times)
 
     def __len__(self) -> int:
         """Samples of the global batch."""

@@ -10,8 +10,9 @@ import lightning as L
 import torch
 
 from hetero_strategy.data.index import DatasetIndex, Verify, build_index
-from hetero_strategy.data.loader import Share, StepDataset, StepLoader
+from hetero_strategy.data.loader import StepLoader
 from hetero_strategy.data.media import Processor, TargetProcessor
+from hetero_strategy.data.steps import Share, StepDataset
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError
 

@@ -7,7 +7,7 @@ at a payload.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -100,6 +100,24 @@ class Assignment:
 
 
 @dataclass(frozen=True)
+class ModuleLoad:
+    """What a step costs each instance of one module, in units of the module's cost; float64 ``[microbatches,
+    instances]``.
+    """
+
+    before: np.ndarray
+    """As sampled: units dealt in order to microbatches and instances."""
+    after: np.ndarray
+    """As planned."""
+
+    @staticmethod
+    def imbalance(loads: np.ndarray) -> float:
+        """Time of the slowest instance of every microbatch over the mean of all instances; 1 where nobody waits."""
+        mean = float(loads.mean(axis=1).sum())
+        return float(loads.max(axis=1).sum()) / mean if mean else 1.0
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """Who computes what for one global batch."""
 
@@ -108,6 +126,8 @@ class StepPlan:
     """Of the step: groups of samples, and what consumers compute at a time."""
     assignments: Mapping[str, tuple[Assignment, ...]]
     """By module: its microbatches. An item's module may have fewer or more of them than the step."""
+    loads: Mapping[str, ModuleLoad] = field(default_factory=dict)
+    """By module, where its cost is known."""
 
     @property
     def loss_tokens(self) -> int:

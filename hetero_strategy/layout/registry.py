@@ -48,6 +48,8 @@ class GroupRegistry:
         self._meshes = {name: self._mesh(layout) for name, layout in placement.layouts.items()}
         self.background = dist.new_group(backend="gloo", timeout=timeout)
         """Everyone, on the host: for what runs beside training (checkpoints)."""
+        self.loading = dist.new_group(backend="gloo", timeout=timeout)
+        """Everyone, on the host: for loading data, by one thread per rank."""
 
     def mesh(self, module: str) -> DeviceMesh | None:
         """The mesh of this rank's pipeline slice of the module, over its axes above 1 (``dp_replicate, dp_shard, tp``);

@@ -10,7 +10,8 @@ import torch
 from hetero_strategy.data.batch import Batch
 from hetero_strategy.data.digits import digit_processors, draw_processors
 from hetero_strategy.data.index import DatasetIndex, build_index
-from hetero_strategy.data.loader import Share, StepDataset, StepLoader, epoch_order
+from hetero_strategy.data.loader import StepLoader
+from hetero_strategy.data.steps import Share, StepDataset, epoch_order
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import CheckpointError, ConfigError, DataError
 from hetero_strategy.model.inputs import EncoderInputs, GeneratorInputs, SequenceInputs

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from hetero_strategy.assembly import Assembled, Scheduling, assemble
 from hetero_strategy.data.datamodule import MultimodalDataModule
 from hetero_strategy.data.digits import digit_processors, draw_processors, write_digits, write_digits_draw
-from hetero_strategy.data.loader import Share, StepDataset
+from hetero_strategy.data.steps import Share, StepDataset
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model import (
