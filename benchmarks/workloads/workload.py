@@ -1,0 +1,76 @@
+"""A workload: what a step plan needs to know of many samples, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero_strategy.data.plan import StepItems, StepMetadata
+
+
+@dataclass(frozen=True)
+class WorkloadItems:
+    """Items of one modality; all int64 ``[n]``."""
+
+    sample: np.ndarray
+    """Number of the item's sample, ascending."""
+    hidden: np.ndarray
+    """Rows inside the encoder, without padding."""
+    rows: np.ndarray
+    """Rows that reach the LLM: after the downsampling before the connector."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Samples drawn from published statistics."""
+
+    name: str
+    text: np.ndarray
+    """Text tokens of each sample, int64 ``[samples]``."""
+    items: Mapping[str, WorkloadItems]
+    """By encoder: "vision", "audio"."""
+    padding: Mapping[str, str]
+    """By module, "llm" included: how the paper batches its items ("none" or "full", as in a balancing cost)."""
+    assumptions: tuple[str, ...]
+    """What no source prints, one sentence each."""
+
+    def tokens(self) -> np.ndarray:
+        """The whole interleaved LLM sequence of each sample, text and the rows of its items; int64 ``[samples]``."""
+        total: np.ndarray = np.sum([self.text, *map(self._rows, self.items.values())], axis=0)
+        return total
+
+    def metadata(self) -> StepMetadata:
+        """One global batch of all samples.
+
+        A sample's items, modality by modality, lie between equal pieces of its text; every text token but a leading
+        one has a loss. Where items lie does not change who computes what.
+        """
+        count = len(self.text)
+        number = {m: _number(items.sample, count) for m, items in self.items.items()}
+        per_sample = {m: np.bincount(items.sample, minlength=count) for m, items in self.items.items()}
+        gaps = np.sum([*per_sample.values()], axis=0) + 1
+        before, items_before = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        placed = {}
+        for modality, items in self.items.items():
+            s = items.sample
+            total = np.cumsum(items.rows) - items.rows
+            within = total - total[np.searchsorted(s, s)]
+            text = self.text[s] * (items_before[s] + number[modality] + 1) // gaps[s]
+            placed[modality] = StepItems(s, items.rows, text + before[s] + within, items.hidden)
+            before = before + self._rows(items)
+            items_before = items_before + per_sample[modality]
+        labels = np.maximum(self.text - 1, 0)
+        return StepMetadata(0, 0, np.arange(count), self.tokens(), labels, placed)
+
+    def _rows(self, items: WorkloadItems) -> np.ndarray:
+        rows: np.ndarray = np.bincount(items.sample, weights=items.rows, minlength=len(self.text)).astype(np.int64)
+        return rows
+
+
+def _number(sample: np.ndarray, samples: int) -> np.ndarray:
+    """Number of each item within its sample, int64 ``[n]``."""
+    first = np.concatenate([[0], np.cumsum(np.bincount(sample, minlength=samples))])
+    number: np.ndarray = np.arange(len(sample)) - first[sample]
+    return number
