@@ -9,7 +9,7 @@ import numpy as np
 
 from hetero_strategy.data.plan import StepPlan
 from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.schedule.action import Action, Node, Span, Stage, StageGraph, Work
+from hetero_strategy.schedule.action import Action, Kind, Node, Span, Stage, StageGraph, Work
 
 
 def stage_graph(
@@ -65,7 +65,7 @@ def work_of(plan: StepPlan, graph: StageGraph) -> Work:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Forward FLOPs of a stage, as a function of the lengths of its sequences."""
+    """Forward FLOPs of a stage on each rank of an instance, as a function of the lengths of its sequences."""
 
     per_row: float
     per_pair: float
@@ -78,11 +78,7 @@ class StageCost:
 
 
 class PlannedCosts:
-    """Cost of every action in FLOPs of its slowest instance, from a step plan: what orders are built with.
-
-    Backward costs a forward for the gradient of the rows, one for the gradient of the weights, where they train, and
-    one more where activations are recomputed.
-    """
+    """Cost of every action in FLOPs of a rank of its slowest instance, from a step plan: what orders are built with."""
 
     def __init__(self, plan: StepPlan, graph: StageGraph, stages: Mapping[Node, StageCost]) -> None:
         self._graph = graph
@@ -104,12 +100,16 @@ class PlannedCosts:
         return self._forward[action.node][action.microbatch] * self._times(action)
 
     def _times(self, action: Action) -> int:
-        """How many forwards an action costs."""
-        kind, node, _ = action
-        if kind == "F":
-            return 1
-        repeats = int(self._stages[node].recomputed)
-        return repeats + (1 + int(self._graph.stages[node].trains) if kind == "B" else 1)
+        return forwards(action.kind, self._graph.stages[action.node], self._stages[action.node])
+
+
+def forwards(kind: Kind, stage: Stage, cost: StageCost) -> int:
+    """How many forwards an action costs: a backward one for the gradient of the rows, one for the gradient of the
+    weights, where they train, and one more where activations are recomputed.
+    """
+    if kind == "F":
+        return 1
+    return int(cost.recomputed) + (1 + int(stage.trains) if kind == "B" else 1)
 
 
 def _sizes(plan: StepPlan, module: str, number: int) -> tuple[np.ndarray, np.ndarray]:

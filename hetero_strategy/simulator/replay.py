@@ -1,0 +1,135 @@
+"""`Replay`: how long one schedule takes with many sets of durations at once. Pure.
+
+The longest path through what :func:`simulate` walks action by action, with the candidates as a numpy axis: actions that
+wait for none of each other run in one operation. Transfers take no time here, and the instances of a node run an action
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from hetero_strategy.schedule.action import Action, Kind, Node, Schedule
+from hetero_strategy.simulator.order import running_order
+
+BLOCK = 128
+"""Candidates handled at once: their times stay in the processor's cache."""
+
+
+class Replay:
+    """A schedule compiled to arrays: make it once, ask it often.
+
+    It equals ``simulate(schedule, costs, synchronous=<all nodes>).time`` with each action's slowest instance as its
+    cost. That is ``simulate(schedule, costs).time`` itself where every node has one instance, and also where the
+    instances of a node take equal time and lie in the same lanes; anywhere else it is never less: what waits here for
+    all instances waits there for some of them.
+
+    Args:
+        schedule: as the executor runs it.
+
+    Raises:
+        ScheduleError: the lists cannot run.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        order, readers = running_order(schedule)
+        before: dict[Action, list[Action]] = {action: [] for action in order}
+        for source, targets in readers.items():
+            for target in targets:
+                before[target].append(source)
+        for lane in schedule.lanes:  # F before B, and I before W, of one node: lanes have them in that order
+            for first, second in zip(lane.actions, lane.actions[1:], strict=False):
+                if first not in before[second]:
+                    before[second].append(first)
+        level: dict[Action, int] = {}
+        for action in order:
+            level[action] = max((level[b] + 1 for b in before[action]), default=0)
+        self.actions: tuple[Action, ...] = tuple(sorted(order, key=level.__getitem__))
+        """Every action once, in an order in which they can run."""
+        place = {action: i for i, action in enumerate(self.actions)}
+        self._levels = _levels([level[a] for a in self.actions], [[place[b] for b in before[a]] for a in self.actions])
+        self._last = np.array(sorted({place[lane.actions[-1]] for lane in schedule.lanes if lane.actions}), np.int64)
+        self.lines: tuple[tuple[Kind, Node], ...] = tuple(dict.fromkeys((a.kind, a.node) for a in self.actions))
+        """What is done with microbatches: the rows of a table of costs."""
+        line = {name: i for i, name in enumerate(self.lines)}
+        self._line = np.array([line[a.kind, a.node] for a in self.actions], np.int64)
+        self._position = np.array([max(0, a.microbatch) for a in self.actions], np.int64)
+
+    def durations(self, costs: Callable[[Action], float | np.ndarray]) -> np.ndarray:
+        """Seconds of every action's slowest instance, float64 ``[actions]``, from a cost function of `simulate`."""
+        return np.array([float(np.max(costs(action))) for action in self.actions])
+
+    def table(self, costs: Mapping[tuple[Kind, Node], np.ndarray], microbatches: int) -> np.ndarray:
+        """Costs as `of_orders` takes them, float64 ``[lines, microbatches]``.
+
+        Args:
+            costs: seconds of every kind of work per microbatch of the step, float64 ``[microbatches]``; UNSHARD and
+                REDUCE (one number for all) take no time where they are left out.
+            microbatches: of the step.
+        """
+        found = np.zeros((len(self.lines), microbatches))
+        for i, name in enumerate(self.lines):
+            if name in costs or name[0] not in ("UNSHARD", "REDUCE"):
+                found[i] = costs[name]
+        return found
+
+    def times(self, durations: np.ndarray) -> np.ndarray:
+        """Seconds of the step, float64 ``[candidates]``.
+
+        Args:
+            durations: of `actions`, float64 ``[candidates, actions]``.
+        """
+        found = np.empty(len(durations))
+        for a in range(0, len(durations), BLOCK):
+            found[a : a + BLOCK] = self._times(self._run(np.ascontiguousarray(durations[a : a + BLOCK].T)))
+        return found
+
+    def of_orders(self, table: np.ndarray, orders: np.ndarray) -> np.ndarray:
+        """Seconds of the step when position ``k`` of the schedule runs microbatch ``orders[:, k]``; ``[candidates]``.
+
+        Args:
+            table: see `table`.
+            orders: permutations of the step's microbatches, int64 ``[candidates, microbatches]``.
+        """
+        found = np.empty(len(orders))
+        cells = self._line * table.shape[1] + self._position
+        for a in range(0, len(orders), BLOCK):
+            block = np.ascontiguousarray(orders[a : a + BLOCK].T)
+            by_cell = table.take(block, axis=1).reshape(-1, block.shape[1])
+            found[a : a + BLOCK] = self._times(self._run(by_cell.take(cells, axis=0)))
+        return found
+
+    def ends(self, durations: np.ndarray) -> np.ndarray:
+        """When every action ends, float64 ``[actions]``, for one set of durations ``[actions]``."""
+        return self._run(durations[:, None].copy())[:, 0]
+
+    def _run(self, durations: np.ndarray) -> np.ndarray:
+        """Durations ``[actions, candidates]`` become ends, in place."""
+        for start, stop, before in self._levels:
+            ready = durations.take(before[0], axis=0)
+            for more in before[1:]:
+                np.maximum(ready, durations.take(more, axis=0), out=ready)
+            durations[start:stop] += ready
+        return durations
+
+    def _times(self, ends: np.ndarray) -> np.ndarray:
+        if not len(self._last):
+            return np.zeros(ends.shape[1])
+        return np.asarray(ends[self._last].max(axis=0))
+
+
+def _levels(level: list[int], before: list[list[int]]) -> list[tuple[int, int, np.ndarray]]:
+    """(first action, last + 1, what they wait for int64 ``[most, actions]``) of all levels that wait for something."""
+    found = []
+    start = 0
+    for stop in range(1, len(level) + 1):
+        if stop < len(level) and level[stop] == level[start]:
+            continue
+        most = max(map(len, before[start:stop]))
+        if most:  # a shorter list repeats its first
+            padded = [b + [b[0]] * (most - len(b)) for b in before[start:stop]]
+            found.append((start, stop, np.ascontiguousarray(np.array(padded, np.int64).T)))
+        start = stop
+    return found
