@@ -21,7 +21,7 @@ from hetero_strategy.data.datamodule import MultimodalDataModule
 from hetero_strategy.data.index import DatasetIndex
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.layout.placement import Placement
-from hetero_strategy.monitor import TimelineMonitor
+from hetero_strategy.monitor import BalanceMonitor, TimelineMonitor
 from recipes import cli
 from recipes.drawings import Drawing, Judge, draw_grid, drawings_of
 from recipes.lit import LitMultimodal
@@ -223,6 +223,7 @@ def write_report(
         "tokens_per_second": round(totals.tokens / totals.seconds, 1) if totals.seconds else None,
         "data_wait_seconds": round(totals.wait, 2),
         "timeline": last_step(trainer),
+        "balance": balance(trainer, totals),
         "resume": cli.command("recipes.train", resume=folder),
     }
     save(report, folder / "report.json", readback)
@@ -238,6 +239,22 @@ def last_step(trainer: L.Trainer) -> dict[str, float] | None:
         f"{name}_{what}": value
         for name, timeline in (("measured", pairs[0].measured), ("simulated", pairs[0].simulated))
         for what, value in (("seconds", timeline.time), ("bubble", timeline.bubble))
+    }
+
+
+def balance(trainer: L.Trainer, totals: Totals) -> dict[str, Any] | None:
+    """How evenly the work was spread over instances, and whether training waited for it; None if nobody watched."""
+    found = [c.last for c in trainer.callbacks if isinstance(c, BalanceMonitor) and c.last is not None]  # type: ignore[attr-defined]
+    if not found:
+        return None
+    seen = found[0]
+    return {
+        "imbalance": {m: [round(s.imbalance_before, 4), round(s.imbalance_after, 4)] for m, s in seen.spreads.items()},
+        "data_wait_share": round(totals.wait / totals.seconds, 4) if totals.seconds else None,
+        "plan_seconds": seen.plan_seconds,
+        "plan_hidden_share": seen.plan_hidden_share,
+        "bytes_within_nodes": None if seen.traffic is None else round(seen.traffic.within),
+        "bytes_between_nodes": None if seen.traffic is None else round(seen.traffic.between),
     }
 
 
@@ -281,6 +298,7 @@ def print_report(report: dict[str, Any], folder: Path) -> None:
         table.add_row(name, value)
     console.print(table)
     pictures = "examples.png, drawings.png" if report["drawings"] else "examples.png"
+    pictures += ", balance.png" if (report.get("balance") or {}).get("imbalance") else ""
     pictures += ", timeline.png, timeline.json (for ui.perfetto.dev)" if report.get("timeline") else ""
     console.print(f"report      {_short(folder / 'report.json')}, {pictures}")
     if "resume" in report:
@@ -288,15 +306,7 @@ def print_report(report: dict[str, Any], folder: Path) -> None:
 
 
 def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
-    if report["exact_match"] is None:
-        return [("exact match", "none: no validation")]
-    kinds = ", ".join(f"{kind} {share:.3f}" for kind, share in report["exact_match_by_kind"].items())
-    lines = [("exact match", f"{report['exact_match']:.3f} of {report['samples']} samples ({kinds})")]
-    if report["drawn_right"]:
-        kinds = ", ".join(f"{kind} {share:.3f}" for kind, share in report["drawn_right"].items() if kind != "all")
-        share = report["drawn_right"]["all"]
-        lines.append(("drawn right", f"{share:.3f} of {report['drawings']} drawings ({kinds})"))
-    lines.append(("val loss", f"{report['val_loss']:.4f}"))
+    lines = [("exact match", "none: no validation")] if report["exact_match"] is None else _validation_lines(report)
     if report.get("steps"):
         speed = f", {report['tokens_per_second']:.0f} tokens/s" if report["tokens_per_second"] else ""
         waits = f", waited {report['data_wait_seconds']:.1f} s for data"
@@ -309,8 +319,40 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
                 f" bubble {timeline['measured_bubble']:.0%}, simulated {timeline['simulated_bubble']:.0%}",
             )
         )
+    if report.get("balance"):
+        lines += _balance_lines(report["balance"])
     lines.append(("checkpoint", _short(report["checkpoint"]) if report["checkpoint"] else "none"))
     return lines
+
+
+def _validation_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+    kinds = ", ".join(f"{kind} {share:.3f}" for kind, share in report["exact_match_by_kind"].items())
+    lines = [("exact match", f"{report['exact_match']:.3f} of {report['samples']} samples ({kinds})")]
+    if report["drawn_right"]:
+        kinds = ", ".join(f"{kind} {share:.3f}" for kind, share in report["drawn_right"].items() if kind != "all")
+        share = report["drawn_right"]["all"]
+        lines.append(("drawn right", f"{share:.3f} of {report['drawings']} drawings ({kinds})"))
+    lines.append(("val loss", f"{report['val_loss']:.4f}"))
+    return lines
+
+
+def _balance_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = []
+    if found["imbalance"]:
+        ratios = ", ".join(f"{m} {was:.2f} -> {now:.2f}" for m, (was, now) in found["imbalance"].items())
+        lines.append(("balance", f"busiest instance over the mean, as sampled -> as planned: {ratios}"))
+    said = []
+    if found["data_wait_share"] is not None:
+        said.append(f"{found['data_wait_share']:.1%} of the time waiting")
+    if found["plan_seconds"] is not None:
+        hidden = f" ({found['plan_hidden_share']:.0%} hidden)" if found["plan_hidden_share"] is not None else ""
+        said.append(f"plan {1e3 * found['plan_seconds']:.1f} ms a step{hidden}")
+    if found["bytes_between_nodes"] is not None:
+        said.append(
+            f"{found['bytes_between_nodes'] / 2**20:.2f} MiB a step between nodes,"
+            f" {found['bytes_within_nodes'] / 2**20:.2f} within"
+        )
+    return [*lines, ("data", ", ".join(said))] if said else lines
 
 
 def _placement(rows: list[tuple[str, str, str]], title: str, parameters: dict[str, int]) -> Table:

@@ -10,7 +10,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from omegaconf import DictConfig
 
-from hetero_strategy.monitor import ThroughputMonitor, TimelineMonitor
+from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
 from recipes import build, cli
 from recipes.lit import LitMultimodal
 from recipes.report import Readback, Totals, print_report, print_start, write_report
@@ -57,7 +57,7 @@ def train(cfg: DictConfig) -> None:
 
 
 def callbacks(cfg: DictConfig) -> list[Callback]:
-    """Checkpoints to go on from and to keep, learning rate, throughput, progress bar."""
+    """Checkpoints to go on from and to keep, learning rate, throughput, balance, timeline, progress bar."""
     place = cli.run_folder() / "checkpoints"
     shared = {"dirpath": place, "enable_version_counter": False, "save_on_train_epoch_end": False}
     every = int(cfg.checkpoint.every_n_steps)
@@ -65,6 +65,7 @@ def callbacks(cfg: DictConfig) -> list[Callback]:
         every = min(every, int(cfg.trainer.max_steps))
     made: list[Callback] = [
         ThroughputMonitor(cfg.monitor.every_n_steps, cfg.monitor.peak_flops),
+        BalanceMonitor(cli.run_folder(), cfg.monitor.every_n_steps),
         TimelineMonitor(cli.run_folder()),
         ModelCheckpoint(filename="last", every_n_train_steps=every, **shared),
         ModelCheckpoint(filename="best", monitor=cfg.checkpoint.monitor, mode=cfg.checkpoint.mode, **shared),

@@ -1,9 +1,10 @@
-"""What a run achieves: throughput, FLOP/s and utilisation per module, memory, and where it is written."""
+"""What a run achieves: throughput, FLOP/s and utilisation per module, memory, balance, and where it is written."""
 
 from __future__ import annotations
 
+from hetero_strategy.monitor.balance import BalanceMonitor
 from hetero_strategy.monitor.logger import csv_logger, wandb_logger
 from hetero_strategy.monitor.throughput import ThroughputMonitor
 from hetero_strategy.monitor.timeline_monitor import TimelineMonitor
 
-__all__ = ["ThroughputMonitor", "TimelineMonitor", "csv_logger", "wandb_logger"]
+__all__ = ["BalanceMonitor", "ThroughputMonitor", "TimelineMonitor", "csv_logger", "wandb_logger"]

@@ -18,6 +18,7 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.encoder import Encoder
 from hetero_strategy.monitor.flops import Part, device_peak_flops, fed_by_trainable, utilization, work
+from hetero_strategy.monitor.measure import Waits, over_ranks
 
 if TYPE_CHECKING:
     from hetero_strategy.data.batch import Batch
@@ -99,7 +100,7 @@ class ThroughputMonitor(L.Callback):
     def _reset(self) -> None:
         self._window = _Window()
         self._mark: float | None = None  # since when wall time is not yet in the window
-        self._last_end = 0.0
+        self._waits = Waits()
         self._step = 0
 
     # ---- hooks -----------------------------------------------------------------------------------------------------
@@ -116,8 +117,7 @@ class ThroughputMonitor(L.Callback):
         now = self._clock()
         if self._mark is None:
             self._mark = now
-        else:
-            self._window.wait += now - self._last_end
+        self._window.wait += self._waits.start(now) or 0.0
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -136,12 +136,13 @@ class ThroughputMonitor(L.Callback):
             metrics = self._log(trainer, pl_module)
             # Equal on all ranks, so no rank has to ask another.
             pl_module.log("tokens/s", metrics["throughput/tokens_per_second"], prog_bar=True, logger=False)
-        self._last_end = self._clock()
+        self._waits.end(self._clock())
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stop the watch; the next training batch starts it again."""
         self._read_watch(trainer)
         self._mark = None
+        self._waits.forget()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the last, shorter window."""
@@ -168,7 +169,7 @@ class ThroughputMonitor(L.Callback):
 
         # A collective, the same on every rank.
         memory_name, memory = _memory(trainer.strategy.root_device)
-        seconds, wait, memory = _reduce(trainer, [window.seconds, window.wait, memory], "max")
+        seconds, wait, memory = over_ranks(trainer, [window.seconds, window.wait, memory], "max")
         parts = {name: _parts(adapter, name, window, trainer.strategy) for name, adapter in modules.items()}
         trainable = {name: _trainable(adapter) for name, adapter in modules.items()}
         fed = fed_by_trainable(trainable, edges)
@@ -230,12 +231,6 @@ def _parts(adapter: Adapter, name: str, window: _Window, strategy: Any) -> list[
 
 def _trainable(module: torch.nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def _reduce(trainer: L.Trainer, values: list[float], how: str) -> list[float]:
-    tensor = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
-    reduced: list[float] = trainer.strategy.reduce(tensor, reduce_op=how).tolist()
-    return reduced
 
 
 def _memory(device: torch.device) -> tuple[str, float]:

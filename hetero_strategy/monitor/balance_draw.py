@@ -1,0 +1,136 @@
+"""`draw`: how even the work of every module's instances was, as a picture: bars as sampled beside bars as planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from hetero_strategy.monitor.balance import BalanceSummary, Spread
+from hetero_strategy.monitor.timeline_draw import FAINT, IDLE, INK, MODULES, STRIPE, WIDTH
+
+SEPARATE = 96
+"""Most instances whose bars are drawn apart."""
+ROW = 2.5
+"""Height of one module, in inches."""
+
+
+def draw(path: Path | str, summary: BalanceSummary) -> None:
+    """Write the picture; ``path`` ends in .png or .svg."""
+    figure(summary).savefig(path, dpi=150, facecolor="white")
+
+
+def figure(summary: BalanceSummary) -> Figure:
+    """The picture as a figure of its own: a row per module, before on the left and after on the right.
+
+    Bars are the loads of the module's instances, in every microbatch the busiest first, averaged over the run; 1 is the
+    mean before. What is hatched is time in which an instance waits for the busiest one.
+    """
+    count = max(1, len(summary.spreads))
+    picture = Figure(figsize=(WIDTH, ROW * count + 1.35))
+    picture.set_layout_engine(ConstrainedLayoutEngine(hspace=0.09, wspace=0.04, h_pad=0.09, w_pad=0.08))
+    picture.suptitle(_headline(summary), fontsize=13, fontweight="bold", color=INK)
+    grid = picture.add_gridspec(count, 2)
+    for row, (module, spread) in enumerate(summary.spreads.items()):
+        unit = float(spread.before.mean()) or 1.0
+        top = 1.12 * max(float(spread.before.max()), float(spread.after.max()), unit) / unit
+        for column, (name, loads, ratio) in enumerate(
+            (
+                ("as sampled", spread.before / unit, spread.imbalance_before),
+                ("as planned", spread.after / unit, spread.imbalance_after),
+            )
+        ):
+            axes = picture.add_subplot(grid[row, column])
+            _bars(axes, loads, to_rgb(MODULES[row % len(MODULES)]))
+            _lines(axes, loads, top, sampled=float(spread.before.max(initial=0.0)) / unit)
+            _frame(axes, top, len(loads), first=column == 0, last=row == count - 1)
+            axes.set_title(f"{module}, {name}", loc="left", fontsize=11, fontweight="bold", color=INK)
+            axes.set_title(_says(spread, ratio, after=column == 1), loc="right", fontsize=10, color=FAINT)
+    handles = [
+        Patch(facecolor="#6d7380", label="work of an instance, busiest first"),
+        Patch(facecolor=IDLE, hatch="////", edgecolor=STRIPE, label="waits for the busiest"),
+    ]
+    picture.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, labelcolor=INK, fontsize=9)
+    return picture
+
+
+def _headline(summary: BalanceSummary) -> str:
+    said = [f"{m} {s.imbalance_before:.2f} → {s.imbalance_after:.2f}" for m, s in summary.spreads.items()]
+    ratios = f":  {', '.join(said)}" if len(said) <= 5 else ""  # as many as fit
+    return f"busiest instance over the mean, {summary.steps} step{'s' * (summary.steps != 1)}{ratios}"
+
+
+def _says(spread: Spread, ratio: float, *, after: bool) -> str:
+    idle = f"max/mean {ratio:.2f}   ·   {1 - 1 / ratio:.0%} is waiting"
+    if not after:
+        return idle
+    change = spread.saved
+    return f"{idle}   ·   busiest has {abs(change):.0%} {'less' if change >= 0 else 'more'}"
+
+
+def _bars(axes: Axes, loads: np.ndarray, colour: tuple[float, float, float]) -> None:
+    """Loads from the busiest to the idlest, the wait above each."""
+    count, highest = len(loads), float(loads.max(initial=0.0))
+    gap = 0.08 if count <= SEPARATE else 0.0
+    left, right = np.arange(count) + gap, np.arange(count) + 1 - gap
+    work: list[list[tuple[float, float]]]
+    wait: list[list[tuple[float, float]]]
+    if gap:
+        work = [[(a, 0), (b, 0), (b, y), (a, y)] for a, b, y in zip(left, right, loads, strict=True)]
+        wait = [[(a, y), (b, y), (b, highest), (a, highest)] for a, b, y in zip(left, right, loads, strict=True)]
+    else:  # one area: edges of thousands of boxes thinner than a pixel show as noise
+        x, y = np.repeat(np.arange(count + 1), 2)[1:-1], np.repeat(loads, 2)
+        line = list(zip(x.tolist(), y.tolist(), strict=True))
+        work, wait = [[(0, 0), *line, (count, 0)]], [[(0, highest), *line, (count, highest)]]
+    axes.add_collection(PolyCollection(wait, facecolors=[IDLE], edgecolors=[STRIPE], hatch="////", linewidths=0))
+    axes.add_collection(PolyCollection(work, facecolors=[colour], linewidths=0, zorder=2))
+
+
+def _lines(axes: Axes, loads: np.ndarray, top: float, sampled: float) -> None:
+    """The mean across the bars, and how far the busiest went as sampled; names where they have space."""
+    count, mean = len(loads), float(loads.mean()) if len(loads) else 0.0
+    axes.axhline(mean, color=INK, linewidth=1.0, linestyle=(0, (4, 3)), zorder=3)
+    axes.axhline(sampled, color=FAINT, linewidth=0.8, linestyle=(0, (1, 2)), zorder=3)
+    heights = {"mean": (mean, INK)}
+    if sampled - mean > 0.13 * top:
+        heights["max\nsampled"] = (sampled, FAINT)
+    for name, (height, colour) in heights.items():
+        axes.annotate(
+            name,
+            (count, height),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8.5,
+            linespacing=0.9,
+            color=colour,
+            annotation_clip=False,
+        )
+
+
+def _frame(axes: Axes, top: float, count: int, *, first: bool, last: bool) -> None:
+    axes.set_xlim(0, count)
+    axes.set_ylim(0, top)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(axis="both", length=0, labelsize=9, labelcolor=FAINT)
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.tick_params(axis="y", labelleft=first)
+    axes.grid(axis="y", color=STRIPE, linewidth=0.6, zorder=0)
+    axes.set_axisbelow(True)
+    if first:
+        axes.set_ylabel("load (mean sampled = 1)", fontsize=9, color=FAINT)
+    step = max(1, -(-count // (16 if count <= SEPARATE else 8)))
+    shown = [0, *range(step - 1 if step > 1 else 1, count - 1, step), count - 1] if count > 1 else [0]
+    shown = sorted(set(shown))
+    if len(shown) > 2 and shown[-1] - shown[-2] < 0.6 * step:
+        shown.pop(-2)
+    axes.set_xticks([i + 0.5 for i in shown], [str(i + 1) for i in shown])
+    if last:
+        axes.set_xlabel("instances, busiest first", fontsize=9, color=FAINT)

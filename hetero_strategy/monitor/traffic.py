@@ -1,0 +1,133 @@
+"""Rows that really move between ranks at an edge, within and between nodes: counted from a step plan alone. Pure.
+
+What is counted is what the boundary's protocol sends (see `hetero_strategy.boundary.route`): a row that a rank has
+already does not move; a replica set that lacks a row gets it once, and its members pass their shares on. In sum it is
+:func:`hetero_strategy.boundary.route.least_rows`. Unlike routes it is made for all ranks at once and without a row
+being written out, so that it can be asked for thousands of instances.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hetero_strategy.boundary.route import Side
+from hetero_strategy.data.plan import EdgeBlocks
+
+_MOST_LINKS = 1 << 22
+"""Pairs of ranks looked at together: bounds memory."""
+
+
+class Traffic(NamedTuple):
+    """Rows or bytes between ranks."""
+
+    within: float
+    """Ranks of one node."""
+    between: float
+    """Ranks of different nodes."""
+
+    def __add__(self, other: object) -> Traffic:
+        if not isinstance(other, Traffic):
+            return NotImplemented
+        return Traffic(self.within + other.within, self.between + other.between)
+
+    def times(self, factor: float) -> Traffic:
+        return Traffic(self.within * factor, self.between * factor)
+
+
+def traffic(blocks: EdgeBlocks, source: Side, target: Side, ranks_per_node: int, *, backward: bool = False) -> Traffic:
+    """Rows that one direction of an edge moves between ranks in one microbatch of each side.
+
+    The sum is exact. How it divides is exact up to one row per group of rows with the same ranks on both sides, where
+    replicas share the sending and the rows do not divide by their number.
+
+    Args:
+        blocks: of the edge.
+        source, target: how rows lie on the ranks of either side.
+        ranks_per_node: ranks ``[k * n, (k + 1) * n)`` share a node.
+        backward: count gradient rows, on their way back.
+    """
+    if not len(blocks.rows):
+        return Traffic(0.0, 0.0)
+    run, _, rows, from_shard = _cut(blocks.source_start, blocks.rows, source, blocks.source_instance)
+    ahead = np.cumsum(rows) - rows
+    first = np.flatnonzero(np.diff(run, prepend=-1))  # pieces of one run follow each other
+    offset = ahead - np.repeat(ahead[first], np.diff(np.append(first, len(run))))
+    piece, _, rows, to_shard = _cut(blocks.target_start[run] + offset, rows, target, blocks.target_instance[run])
+    run = run[piece]
+    here = _key(source, blocks.source_instance[run], from_shard[piece])
+    there = _key(target, blocks.target_instance[run], to_shard)
+    keys = len(_ranks(target))
+    pairs, number = np.unique(here * keys + there, return_inverse=True)
+    count = np.bincount(number, weights=rows, minlength=len(pairs))
+    one, other = np.divmod(pairs, keys)
+    turn = one // _per_instance(source) + other // _per_instance(target)
+    holders, needers = _ranks(source)[one], _ranks(target)[other]
+    if backward:
+        holders, needers = needers, holders
+    total = Traffic(0.0, 0.0)
+    step = max(1, _MOST_LINKS // (needers.shape[1] * max(needers.shape[1], holders.shape[1])))
+    for i in range(0, len(count), step):
+        part = slice(i, i + step)
+        within, between = _links(holders[part], needers[part], turn[part], ranks_per_node)
+        total += Traffic(float(within @ count[part]), float(between @ count[part]))
+    return total
+
+
+def _links(
+    holders: np.ndarray, needers: np.ndarray, turn: np.ndarray, ranks_per_node: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Moves of one row from each set of holders to its needers, within and between nodes: float64 ``[n]`` each."""
+    has = (needers[:, :, None] == holders[:, None, :]).any(axis=2)
+    having, size = has.sum(axis=1), needers.shape[1]
+    node = needers // ranks_per_node
+    away = node[:, :, None] != node[:, None, :]  # [n, sender, receiver]
+    # Some needers have the row: each of them sends an equal share to every one that lacks it.
+    shares = has[:, :, None] & ~has[:, None, :]
+    # None has it: needer k gets its share of the rows from a holder and passes it on to all others.
+    none = having == 0
+    shares[none] = ~np.eye(size, dtype=bool)
+    weight = 1.0 / np.where(none, size, having)
+    between = (shares & away).sum(axis=(1, 2)) * weight
+    within = (shares & ~away).sum(axis=(1, 2)) * weight
+    if none.any():
+        giver = (np.arange(size)[None, :] + turn[none, None]) % holders.shape[1]
+        entry = np.take_along_axis(holders[none], giver, axis=1) // ranks_per_node != node[none]
+        between[none] += entry.mean(axis=1)
+        within[none] += 1.0 - entry.mean(axis=1)
+    return within, between
+
+
+def _cut(
+    start: np.ndarray, rows: np.ndarray, side: Side, instance: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Runs of rows cut where a sharded side's next rank begins; all int64 ``[pieces]``.
+
+    Returns:
+        (run of each piece, its first row, its rows, its shard).
+    """
+    if _per_instance(side) == 1:
+        return np.arange(len(rows)), start, rows, np.zeros(len(rows), np.int64)
+    size = np.maximum(np.asarray(side.totals)[instance] // side.instances.shape[1], 1)
+    first, last = start // size, (start + np.maximum(rows, 1) - 1) // size
+    pieces = last - first + 1
+    run = np.repeat(np.arange(len(rows)), pieces)
+    shard = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces) + first[run]
+    low = np.maximum(start[run], shard * size[run])
+    high = np.minimum((start + rows)[run], (shard + 1) * size[run])
+    return run, low, high - low, shard
+
+
+def _per_instance(side: Side) -> int:
+    """Sets of ranks with rows of their own in one instance."""
+    return side.instances.shape[1] if side.sharded else 1
+
+
+def _key(side: Side, instance: np.ndarray, shard: np.ndarray) -> np.ndarray:
+    return instance * _per_instance(side) + shard
+
+
+def _ranks(side: Side) -> np.ndarray:
+    """Ranks that have the rows of each key, int64 ``[keys, ranks]``."""
+    return side.instances.reshape(-1, 1) if side.sharded else side.instances

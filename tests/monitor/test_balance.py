@@ -1,0 +1,263 @@
+"""`BalanceMonitor` over plans made by hand and a clock of known seconds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import Logger, WandbLogger
+from matplotlib.collections import PolyCollection
+
+from hetero_strategy.boundary.route import Side
+from hetero_strategy.data.batch import LoadTimes
+from hetero_strategy.data.plan import ModuleLoad, StepPlan
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor
+from hetero_strategy.monitor.balance import BalanceSummary, Spread, step_traffic
+from hetero_strategy.monitor.balance_draw import SEPARATE, figure
+from hetero_strategy.monitor.measure import Waits
+from hetero_strategy.monitor.traffic import Traffic
+from hetero_strategy.schedule.action import Node
+from tests.monitor.fakes import WAIT, Clock, Counted, CountedEncoder, Lit, Loader, Model, make_batch
+from tests.monitor.fakes import Remember as Throughput
+
+BEFORE = np.array([[1.0, 3.0], [5.0, 1.0]])
+AFTER = np.array([[2.0, 2.0], [3.0, 3.0]])
+"""[microbatches, instances]: over the step every instance has about the same, in every microbatch it has not."""
+
+
+class Remember(Logger):
+    name, version = "remember", 0
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if any(name.startswith(("data/", "balance/")) for name in metrics):
+            self.rows.append((step or 0, metrics))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Wandb(WandbLogger):
+    """Keeps the pictures that it is given."""
+
+    def __init__(self) -> None:
+        self.images: dict[str, list[str]] = {}
+        self.log_metrics = self.log_hyperparams = self.save = self.finalize = lambda *a, **k: None  # type: ignore[method-assign,assignment]
+
+    name = version = save_dir = "wandb"  # type: ignore[assignment]
+
+    def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: Any) -> None:
+        self.images[key] = images
+
+    def after_save_checkpoint(self, *args: Any) -> None:
+        pass
+
+
+def loaded_batch(times: LoadTimes | None = None, loads: dict[str, ModuleLoad] | None = None, **more: Any) -> Any:
+    plan = replace(make_batch().plan, loads={"llm": ModuleLoad(BEFORE, AFTER)} if loads is None else loads)
+    return SimpleNamespace(plan=plan, times=times, **more)
+
+
+def fit(
+    folder: Path,
+    batch: Any,
+    *,
+    steps: int = 4,
+    every: int = 2,
+    others: tuple[Any, ...] = (),
+    clock: Clock | None = None,
+    **options: Any,
+) -> tuple[list[tuple[int, dict[str, float]]], BalanceMonitor]:
+    clock, logger = clock or Clock(), Remember()
+    monitor = BalanceMonitor(folder, every, clock=clock)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        logger=[logger, *(x for x in others if isinstance(x, Logger))],
+        callbacks=[monitor, *(x for x in others if isinstance(x, L.Callback))],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        log_every_n_steps=1,
+        **(options or {"limit_val_batches": 0}),
+    )
+    loader = Loader(clock, batch)
+    loader.restarts = 2  # type: ignore[attr-defined]
+    trainer.fit(Lit(clock, Model(llm=Counted(1.0), vision=CountedEncoder())), loader, Loader(clock, batch))
+    return logger.rows, monitor
+
+
+def test_logs_of_known_loads_and_seconds(tmp_path: Path) -> None:
+    rows, monitor = fit(tmp_path, loaded_batch(LoadTimes(plan=2 * WAIT, payload=3.0), skipped=1), steps=5)
+    assert [step for step, _ in rows] == [1, 3, 4]
+    for _, metrics in rows:
+        assert metrics["balance/llm/imbalance_before"] == pytest.approx((3 + 5) / (2 + 3))
+        assert metrics["balance/llm/imbalance_after"] == pytest.approx(1.0)
+        assert metrics["data/plan_seconds"] == pytest.approx(2 * WAIT)
+        assert metrics["data/payload_seconds"] == pytest.approx(3.0)
+        assert metrics["data/plan_hidden_share"] == pytest.approx(0.5)  # half of it fits into the wait
+        assert metrics["data/microbatches"] == 2 and metrics["data/worker_restarts"] == 2
+        assert not any(name.startswith("balance/bytes") for name in metrics)  # one device: no placement
+        assert "data/wait_seconds" not in metrics  # ThroughputMonitor's
+    assert [metrics["data/skipped_samples"] for _, metrics in rows] == [2, 2, 1]
+    assert monitor.last is not None and monitor.last.steps == 5 and monitor.last.skipped_samples == 5
+    assert monitor.last.wait_seconds == pytest.approx(4 * WAIT / 5)  # the first step's is not known
+
+
+def test_a_wait_shorter_than_the_plan_hides_the_rest_and_a_longer_one_hides_nothing(tmp_path: Path) -> None:
+    for plan, hidden in ((10 * WAIT, 0.9), (WAIT, 0.0), (WAIT / 2, 0.0)):
+        rows, _ = fit(tmp_path, loaded_batch(LoadTimes(plan, 0.0)), steps=3, every=3)
+        assert rows[0][1]["data/plan_hidden_share"] == pytest.approx(hidden)
+
+
+def test_what_is_not_known_is_not_logged(tmp_path: Path) -> None:
+    rows, monitor = fit(tmp_path, loaded_batch(loads={}), steps=2)
+    assert set(rows[0][1]) == {"data/microbatches", "data/skipped_samples", "data/worker_restarts"}
+    written = json.loads((tmp_path / "balance.json").read_text())
+    assert written["modules"] == {} and written["plan_seconds"] is None and written["bytes_between_nodes"] is None
+    assert not (tmp_path / "balance.png").exists()
+    assert monitor.last is not None and monitor.last.spreads == {}
+
+
+def test_validation_is_no_wait(tmp_path: Path) -> None:
+    options = {"limit_val_batches": 1, "val_check_interval": 1, "limit_train_batches": 3}
+    _, monitor = fit(tmp_path, loaded_batch(LoadTimes(1.0, 1.0)), steps=3, **options)
+    assert monitor.last is not None and monitor.last.wait_seconds == 0.0 and monitor.last.plan_hidden_share is None
+
+
+def test_the_two_monitors_measure_the_same_wait(tmp_path: Path) -> None:
+    clock, logger = Clock(), Throughput()
+    _, monitor = fit(
+        tmp_path, loaded_batch(), steps=5, every=5, others=(ThroughputMonitor(5, clock=clock), logger), clock=clock
+    )
+    assert monitor.last is not None
+    assert monitor.last.wait_seconds == pytest.approx(logger.rows[0][1]["throughput/data_wait_seconds"])
+    assert monitor.last.wait_seconds > 0
+
+
+def test_waits() -> None:
+    waits = Waits()
+    assert waits.start(5.0) is None
+    waits.end(7.0)
+    assert waits.start(9.5) == 2.5
+    waits.forget()
+    assert waits.start(11.0) is None
+
+
+def test_leaves_a_file_and_a_picture(tmp_path: Path) -> None:
+    wandb = Wandb()
+    fit(tmp_path / "run", loaded_batch(), others=(wandb,))
+    written = json.loads((tmp_path / "run" / "balance.json").read_text())["modules"]["llm"]
+    assert written["instances"] == 2 and written["imbalance_before"] == pytest.approx(1.6)
+    assert written["sorted_loads_before"] == [1.6, 0.4] and written["sorted_loads_after"] == [1.0, 1.0]
+    assert written["slowest_saves"] == pytest.approx(1 - 5 / 8)
+    assert (tmp_path / "run" / "balance.png").stat().st_size > 10_000
+    assert wandb.images == {"balance": [str(tmp_path / "run" / "balance.png")]}
+
+
+def test_spread_is_the_imbalance_of_all_microbatches() -> None:
+    rng = np.random.default_rng(0)
+    steps = [(rng.random((m, 7)), rng.random((m + 1, 7))) for m in (1, 3, 2)]  # before and after may differ in number
+    spread = Spread.of(ModuleLoad(*steps[0]))
+    for before, after in steps[1:]:
+        spread = spread + Spread.of(ModuleLoad(before, after))
+    for side, found in ((0, spread.imbalance_before), (1, spread.imbalance_after)):
+        assert found == pytest.approx(ModuleLoad.imbalance(np.concatenate([step[side] for step in steps])))
+    # Summed over steps instead, instances would look even: chance levels them, their waits do not come back.
+    assert spread.imbalance_before > 1.2 > ModuleLoad.imbalance(np.concatenate([s[0] for s in steps]).sum(0)[None])
+    assert (np.diff(spread.before) <= 0).all()
+
+
+def executor(*, backward: bool, plan: StepPlan, grids: dict[str, np.ndarray]) -> Any:
+    """As much of one as bytes need; the encoder is 2 ranks, a pipeline of 2 stages that this test does not count."""
+    nodes = [Node("vision", 0), Node("vision", 1), Node("llm", 0)]
+
+    def side(node: Node, plan: StepPlan, number: int, *, hidden: bool) -> Side:
+        return Side(grids[node.module], plan.assignments[node.module][number].totals(hidden=hidden))
+
+    return SimpleNamespace(
+        graph=SimpleNamespace(
+            edges=((nodes[0], nodes[1]), (nodes[1], nodes[2])),
+            stages={node: SimpleNamespace(backward=backward) for node in nodes},
+        ),
+        wiring=SimpleNamespace(side=side, form=lambda s, t: SimpleNamespace(width=5, dtype=torch.bfloat16)),
+    )
+
+
+@pytest.mark.parametrize(("backward", "directions"), [(True, 2), (False, 1)])
+def test_bytes_of_rows_and_of_gradients_where_they_flow(backward: bool, directions: int) -> None:
+    """One image of 4 rows: 4 rows x 5 numbers x 2 bytes a direction, if the encoder is on another rank."""
+    plan = make_batch().plan
+    own = {"vision": np.array([[0]]), "llm": np.array([[3]])}
+    far = step_traffic(executor(backward=backward, plan=plan, grids=own), plan, 2)
+    assert far == Traffic(0.0, 4 * 5 * 2.0 * directions)
+    near = step_traffic(executor(backward=backward, plan=plan, grids=own), plan, 4)
+    assert near == Traffic(4 * 5 * 2.0 * directions, 0.0)
+    shared = {"vision": np.array([[3]]), "llm": np.array([[3]])}
+    assert step_traffic(executor(backward=backward, plan=plan, grids=shared), plan, 2) == Traffic(0.0, 0.0)
+
+
+def test_bytes_are_those_of_a_windows_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[StepPlan] = []
+    monkeypatch.setattr(
+        BalanceMonitor, "_moved", lambda self, trainer, plan: counted.append(plan) or Traffic(1.0, len(counted))
+    )
+    monitor, batch = BalanceMonitor(every_n_steps=2), loaded_batch()
+    trainer: Any = SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0)),
+        strategy=SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda x, reduce_op: x),
+        loggers=[Remember()],
+        train_dataloader=None,
+        world_size=1,
+    )
+    module: Any = None
+    for number in range(4):
+        monitor.on_train_batch_start(trainer, module, batch, number)
+        monitor.on_train_batch_end(trainer, module, None, batch, number)
+    assert len(counted) == 2
+    assert [row["balance/bytes_between_nodes"] for _, row in trainer.loggers[0].rows] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("instances", [1, 2, SEPARATE, SEPARATE + 1, 2560])
+def test_picture(instances: int) -> None:
+    before = np.sort(np.random.default_rng(1).random(instances))[::-1] + 0.5
+    after = np.full(instances, before.mean())
+    spreads = {"vision": Spread(before, after), "llm": Spread(after, after)}
+    picture = figure(BalanceSummary(3, spreads, None, 0.0, None, None, None, 1.0, 0, 0))
+    assert len(picture.axes) == 4
+    for axes, loads in zip(picture.axes, (before, after, after, after), strict=True):
+        wait, work = (c for c in axes.collections if isinstance(c, PolyCollection))
+        unit = float((before if "vision" in axes.get_title(loc="left") else after).mean())
+        tops = np.concatenate([path.vertices for path in work.get_paths()])[:, 1]
+        assert tops.max() == pytest.approx(loads.max() / unit)
+        assert len(work.get_paths()) == (instances if instances <= SEPARATE else 1)
+        assert axes.get_ylim()[1] > loads.max() / unit
+        assert np.concatenate([path.vertices for path in wait.get_paths()])[:, 1].max() == pytest.approx(tops.max())
+        assert len(axes.get_xticks()) <= 18
+    assert f"max/mean {before.max() / before.mean():.2f}" in picture.axes[0].get_title(loc="right")
+    assert f"vision {before.max() / before.mean():.2f} → 1.00" in picture.get_suptitle()
+    picture.draw_without_rendering()
+
+
+@pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"ranks_per_node": 0}])
+def test_bad_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        BalanceMonitor(**options)
+
+
+def test_a_batch_without_a_plan_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="list without a step plan"):
+        fit(tmp_path, [1], steps=1)

@@ -1,0 +1,42 @@
+"""What the report says of balance."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero_strategy.monitor import BalanceMonitor
+from hetero_strategy.monitor.balance import BalanceSummary, Spread
+from hetero_strategy.monitor.traffic import Traffic
+from recipes.report import Totals, _balance_lines, balance
+
+SPREAD = Spread(np.array([3.0, 1.0]), np.array([2.2, 1.8]))
+
+
+def reported(summary: BalanceSummary | None, seconds: float = 10.0) -> Any:
+    monitor, totals = BalanceMonitor(), Totals()
+    monitor.last, totals.seconds, totals.wait = summary, seconds, 0.5
+    trainer: Any = SimpleNamespace(callbacks=[monitor, totals])
+    return balance(trainer, totals)
+
+
+def test_balance_of_a_run() -> None:
+    found = reported(BalanceSummary(5, {"llm": SPREAD}, Traffic(2**20, 2**21), 0.1, 0.0123, 0.2, 0.75, 2.0, 0, 0))
+    assert found["imbalance"] == {"llm": [1.5, 1.1]} and found["data_wait_share"] == 0.05
+    assert found["bytes_between_nodes"] == 2**21 and found["plan_hidden_share"] == 0.75
+    (name, ratios), (other, data) = _balance_lines(found)
+    assert (name, other) == ("balance", "data") and "llm 1.50 -> 1.10" in ratios
+    assert data == (
+        "5.0% of the time waiting, plan 12.3 ms a step (75% hidden), 2.00 MiB a step between nodes, 1.00 within"
+    )
+
+
+@pytest.mark.parametrize("seconds", [0.0, 10.0])
+def test_says_only_what_is_known(seconds: float) -> None:
+    found = reported(BalanceSummary(5, {}, None, 0.0, None, None, None, 1.0, 0, 0), seconds)
+    lines = _balance_lines(found)
+    assert lines == ([("data", "5.0% of the time waiting")] if seconds else [])
+    assert reported(None) is None
