@@ -15,10 +15,12 @@ from lightning.pytorch.loggers import WandbLogger
 
 from hetero_strategy.data.plan import ModuleLoad, StepPlan, edge_blocks
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.monitor.fitted import fitted_costs
 from hetero_strategy.monitor.measure import Waits, over_ranks
 from hetero_strategy.monitor.traffic import Traffic, traffic
 
 if TYPE_CHECKING:
+    from hetero_strategy.data.balance import Cost
     from hetero_strategy.data.batch import Batch
     from hetero_strategy.schedule.executor import Executor
 
@@ -164,7 +166,9 @@ class BalanceMonitor(L.Callback):
     have the callback, since log points reduce over all ranks.
 
     At the end of fit it writes ``balance.json`` and ``balance.png``: the load of every module's instances over the
-    whole run, before and after. The picture also goes to Weights & Biases where that is a logger.
+    whole run, before and after; and in ``balance.json``, under ``costs``, the seconds that the forward of every module
+    was measured to take in the last steps, as ``balance.costs`` of another run takes them. The picture also goes to
+    Weights & Biases where that is a logger.
 
     Args:
         folder: where they go; default: the Trainer's ``default_root_dir``.
@@ -240,8 +244,10 @@ class BalanceMonitor(L.Callback):
         if not self._total.steps:
             return
         self.last = _summary(trainer, self._total)
+        strategy: Any = trainer.strategy
+        costs = fitted_costs(strategy.executor, strategy.background) if hasattr(strategy, "executor") else None
         if trainer.is_global_zero:
-            self._write(trainer, self.last)
+            self._write(trainer, self.last, costs or {})
 
     # ---- numbers ---------------------------------------------------------------------------------------------------
 
@@ -272,10 +278,11 @@ class BalanceMonitor(L.Callback):
         for logger in trainer.loggers:
             logger.log_metrics({name: value for name, value in metrics.items() if value is not None}, step=self._step)
 
-    def _write(self, trainer: L.Trainer, summary: BalanceSummary) -> None:
+    def _write(self, trainer: L.Trainer, summary: BalanceSummary, costs: Mapping[str, Cost]) -> None:
         folder = self.folder or Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "balance.json").write_text(json.dumps(summary.to_json(), indent=1))
+        found = {**summary.to_json(), "costs": {name: asdict(cost) for name, cost in costs.items()}}
+        (folder / "balance.json").write_text(json.dumps(found, indent=1))
         if not summary.spreads:
             return
         from hetero_strategy.monitor.balance_draw import draw  # matplotlib takes a second to import

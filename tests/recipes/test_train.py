@@ -10,8 +10,10 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from hetero_strategy.data.balancing import Balance
 from tests.recipes.commands import SMALL, run, start, wait_until_gone
 
 pytestmark = pytest.mark.slow
@@ -46,6 +48,10 @@ def test_a_run_leaves_a_report(tmp_path: Path, given: tuple[str, ...]) -> None:
     trace = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     ran = [{(e["tid"], e["name"]) for e in trace if e["ph"] == "X" and e["pid"] == pid} for pid in (0, 1)]
     assert ran[0] == ran[1], "simulated and measured are one schedule"
+    costs = Balance.of({"costs": json.loads((tmp_path / "balance.json").read_text())["costs"]}).costs
+    assert set(costs) == {"vision", "audio", "llm"}
+    for cost in costs.values():
+        assert 0 < cost.alone(np.array([30]))[0] < 10, "seconds of a forward"
     python, _, arguments = report["resume"].partition(" ")
     assert shutil.which(python) and arguments == f"-m recipes.train resume={tmp_path}"
     assert result.output.count(report["resume"]) == 2 and "exact match" in result.output
