@@ -32,7 +32,8 @@ from benchmarks.counting import counted
 from benchmarks.gather_then_slice import MIMO, Moved, refuses
 from hetero_strategy.boundary.exchange import Channel, Crossing, Format, InFlight, cross
 from hetero_strategy.boundary.route import Side, least_rows, route
-from hetero_strategy.data.plan import EdgeBlocks, edge_blocks, plan_step, round_robin
+from hetero_strategy.data.orchestrator import plan_step
+from hetero_strategy.data.plan import EdgeBlocks, edge_blocks
 from hetero_strategy.layout import ModuleLayout, Placement, place
 from tests.distributed.harness import Pool
 
@@ -113,7 +114,7 @@ def edge_of(pair: Pair, assignment: str, samples: int, seed: int = 0) -> Edge:
         placement.instances(),
         ("llm",),
         row_multiple={"llm": tp} if pair.sequence else {},
-        assign=aligned if assignment == "aligned" else round_robin,
+        assign=aligned if assignment == "aligned" else None,
     )
     layouts, assignments = placement.layouts, plan.assignments
     source = Side(layouts["encoder"].stage_grid(0), assignments["encoder"][0].totals())

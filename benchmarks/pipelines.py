@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,9 +14,11 @@ import torch.distributed as dist
 
 from benchmarks.common import ragged_step
 from hetero_strategy.assembly import Assembled, assemble
-from hetero_strategy.blueprint import Blueprint, Scheduling, blueprint
+from hetero_strategy.blueprint import Blueprint, Scheduling, blueprint, surroundings
+from hetero_strategy.data.balancing import Balance
 from hetero_strategy.data.batch import Batch, ModuleInputs
-from hetero_strategy.data.plan import Assignment, StepPlan, edge_blocks, plan_step, slots
+from hetero_strategy.data.orchestrator import plan_step
+from hetero_strategy.data.plan import Assignment, StepMetadata, StepPlan, edge_blocks, slots
 from hetero_strategy.layout import ModuleLayout, Placement, place
 from hetero_strategy.model import MultimodalModel, siglip2_encoder, titan_llama, whisper_encoder
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, Packing, SequenceInputs
@@ -50,6 +53,8 @@ class Setting:
     """Fewest and most text tokens of a sample."""
     tokens: Mapping[str, int] = field(default_factory=dict)
     """``encoder_microbatch_tokens``."""
+    balance: Mapping[str, Any] | None = None
+    """None: all units are dealt in order."""
 
     @property
     def world(self) -> int:
@@ -85,7 +90,11 @@ class Setting:
             }  # fmt: skip
             return MultimodalModel({n: m for n, m in modules.items() if n in self.layouts}, seed=7).train()
 
-    def plan(self, seed: int) -> StepPlan:
+    @cached_property
+    def blueprint(self) -> Blueprint:
+        return blueprint(self.model(), self.placement.layouts, self.scheduling)
+
+    def metadata(self, seed: int) -> StepMetadata:
         """Of a ragged global batch, the same on every rank."""
         low, high = self.cells
         draws = {
@@ -98,13 +107,22 @@ class Setting:
             images = metadata.items["vision"]
             merged = replace(images, hidden=images.rows * MERGE**2)
             metadata = replace(metadata, items={**metadata.items, "vision": merged})
-        placement = self.placement
+        return metadata
+
+    def plan(self, seed: int) -> StepPlan:
+        """Of the global batch, the same on every rank."""
+        instances = self.placement.instances()
+        balancing = None
+        if self.balance is not None:
+            around = surroundings(self.blueprint, ("llm",), self.scheduling, self.placement, self.world)
+            balancing = Balance.of(self.balance).resolve(instances, around)
         return plan_step(
-            metadata,
-            placement.instances(),
+            self.metadata(seed),
+            instances,
             ("llm",),
             microbatches=self.microbatches,
             microbatch_tokens=self.tokens,
+            balancing=balancing,
         )
 
     def batch(self, seed: int, rank: int) -> Batch:
@@ -271,7 +289,6 @@ class Planned(NamedTuple):
 
 def planned(setting: Setting, seed: int) -> Planned:
     """The schedule that every rank makes of this batch."""
-    made = blueprint(setting.model(), setting.placement.layouts, setting.scheduling)
-    plan = setting.plan(seed)
+    made, plan = setting.blueprint, setting.plan(seed)
     costs = PlannedCosts(plan, made.graph, made.costs)
     return Planned(plan, made, costs, make_schedule(setting.order, made.graph, work_of(plan, made.graph), costs))

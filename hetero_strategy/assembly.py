@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetero_strategy.blueprint import Scheduling, blueprint
+from hetero_strategy.blueprint import Scheduling, blueprint, surroundings
 from hetero_strategy.checkpoint.training import TrainingState
+from hetero_strategy.data.balancing import Surroundings
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.layout.registry import GroupRegistry
@@ -38,6 +39,8 @@ class Assembled:
     """All ranks, on the host."""
     loading: dist.ProcessGroup
     """The same for the thread that loads data."""
+    surroundings: Surroundings
+    """For balancing."""
 
 
 def find_model(module: nn.Module, agree: Callable[[bool], bool]) -> tuple[str, MultimodalModel]:
@@ -86,6 +89,7 @@ def assemble(
     rank: int,
     device: torch.device,
     *,
+    ranks_per_node: int = 1 << 30,
     wire_dtype: torch.dtype,
     hidden_dtype: torch.dtype,
     scheduling: Scheduling,
@@ -101,6 +105,7 @@ def assemble(
         placement: of all modules.
         rank: this rank.
         device: of this rank.
+        ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; default: all on one.
         wire_dtype: of rows between modules.
         hidden_dtype: of rows between stages of a module.
         scheduling: of steps.
@@ -148,7 +153,9 @@ def assemble(
         device,
     )
     state = TrainingState(prefix, modules, group=registry.background, asynchronous=async_checkpoint)
-    return Assembled(executor, owned_parameters(stages, layouts), state, registry.background, registry.loading)
+    around = surroundings(plan, model.consumers(), scheduling, placement, ranks_per_node)
+    owned = owned_parameters(stages, layouts)
+    return Assembled(executor, owned, state, registry.background, registry.loading, around)
 
 
 def _groups(registry: GroupRegistry, ranks: frozenset[int], graph: StageGraph, edge: NodeEdge) -> Groups:

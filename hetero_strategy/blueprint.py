@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from hetero_strategy.data.balance import Cost
+from hetero_strategy.data.balancing import Surroundings
+from hetero_strategy.data.orchestrator import Near, Orderer
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.placement import Placement
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.multimodal import MultimodalModel
@@ -17,6 +21,7 @@ from hetero_strategy.planner.stages import with_splits
 from hetero_strategy.schedule.action import Node, Span, StageGraph, Work
 from hetero_strategy.schedule.build import SPLIT, make_schedule
 from hetero_strategy.schedule.graph import StageCost, stage_graph
+from hetero_strategy.simulator.reordering import Reorderer
 
 GATHER = ("auto", "step", "microbatch")
 
@@ -103,7 +108,8 @@ def blueprint(
         assert split is not None
         for number, stage in cut(module, split, range(len(split))).items():
             trains[Node(name, number)] = any(p.requires_grad for p in stage.parameters())
-        for number, cost in enumerate(_costs(module, split, name in recompute)):
+        ranks = chosen[name].tp * chosen[name].cp
+        for number, cost in enumerate(_costs(module, split, name in recompute, ranks)):
             costs[Node(name, number)] = cost
     gathered = {name for name, layout in chosen.items() if scheduling.gathered(layout)}
     graph = stage_graph(model.topological(), edges, chosen, trains, gathered, recompute)
@@ -112,9 +118,58 @@ def blueprint(
     return Blueprint(chosen, graph, costs)
 
 
-def _costs(module: Adapter, split: Sequence[int], recomputed: bool) -> list[StageCost]:
-    """Linear and quadratic part of every stage's FLOPs, from two lengths."""
+def surroundings(
+    plan: Blueprint, consumers: Collection[str], scheduling: Scheduling, placement: Placement, ranks_per_node: int
+) -> Surroundings:
+    """What balancing has to know: what modules cost, which instances lie near each other, what orders microbatches.
+
+    Args:
+        plan: of the model.
+        consumers: modules whose units are whole samples.
+        scheduling: of steps.
+        placement: of all modules.
+        ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``.
+    """
+    of: dict[str, list[StageCost]] = {name: [] for name in plan.layouts}
+    for node, cost in plan.costs.items():
+        of[node.module].append(cost)
+    costs = {n: Cost(linear=sum(c.per_row for c in found), quadratic=sum(c.per_pair for c in found))
+             for n, found in of.items()}  # fmt: skip
+    between = {(s.module, t.module): (s, t) for s, t in plan.graph.edges if s.module != t.module}
+    near: dict[str, Near] = {}
+    for (source, target), nodes in between.items():
+        item, consumer = (source, target) if target in consumers else (target, source)
+        grids = {node.module: plan.graph.stages[node].grid for node in nodes}
+        found = _near(grids[item], grids[consumer], ranks_per_node, placement.world_size)
+        if found is not None:
+            near.setdefault(item, Near(*found, consumer))
+
+    def orderer(search: str) -> Orderer | None:
+        made = Reorderer(plan.graph, scheduling.order, plan.costs, scheduling.max_in_flight, search)
+        return made if made.needed else None
+
+    return Surroundings({n: c for n, c in costs.items() if c.linear or c.quadratic}, near, orderer)
+
+
+def _near(
+    items: np.ndarray, consumer: np.ndarray, ranks_per_node: int, world: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Places of both sides' instances, from their ranks ``[instances, ranks]``; None where no place is shared.
+
+    Nodes where there are several; on one node the instances of the consumer, each with its ranks.
+    """
+    if world > ranks_per_node:
+        slots, homes = items[:, 0] // ranks_per_node, consumer[:, 0] // ranks_per_node
+    else:
+        homes = np.arange(len(consumer))
+        at = {int(rank): instance for instance, ranks in enumerate(consumer) for rank in ranks}
+        slots = np.array([at.get(int(ranks[0]), len(consumer) + i) for i, ranks in enumerate(items)], dtype=np.int64)
+    return (slots, homes) if np.isin(slots, homes).any() else None
+
+
+def _costs(module: Adapter, split: Sequence[int], recomputed: bool, ranks: int) -> list[StageCost]:
+    """Linear and quadratic part of the FLOPs of every stage on each of an instance's ranks, from two lengths."""
     short, long = (module.stage_flops(np.array([length]), split) for length in (64, 128))
     per_pair = np.maximum((long - 2 * short) / (128**2 - 2 * 64**2), 0.0)
     per_row = (short - per_pair * 64**2) / 64
-    return [StageCost(float(a), float(b), recomputed) for a, b in zip(per_row, per_pair, strict=True)]
+    return [StageCost(float(a), float(b), recomputed) for a, b in zip(per_row / ranks, per_pair / ranks, strict=True)]

@@ -28,10 +28,11 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from hetero_strategy.assembly import assemble, find_model
+from hetero_strategy.assembly import Assembled, assemble, find_model
 from hetero_strategy.blueprint import Scheduling
 from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.collectives import WorldCollectives
+from hetero_strategy.data.balancing import Surroundings
 from hetero_strategy.data.batch import Batch
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.launch import (
@@ -114,9 +115,7 @@ class HeteroStrategy(WorldCollectives):
         self._multimodal: MultimodalModel | None = None
         self._prefix = ""
         self._runner: StepRunner | None = None
-        self._training_state: TrainingState | None = None
-        self._background: dist.ProcessGroup | None = None
-        self._loading: dist.ProcessGroup | None = None
+        self._assembled: Assembled | None = None
 
     # ---- what others may ask ---------------------------------------------------------------------------------------
 
@@ -139,13 +138,18 @@ class HeteroStrategy(WorldCollectives):
     @property
     def background(self) -> dist.ProcessGroup:
         """All ranks, on the host: for what runs beside training; after ``setup``."""
-        assert self._background is not None
-        return self._background
+        assert self._assembled is not None
+        return self._assembled.background
 
     @property
     def loading(self) -> dist.ProcessGroup | None:
         """All ranks, on the host: for the thread that loads data; None before ``setup``."""
-        return self._loading
+        return None if self._assembled is None else self._assembled.loading
+
+    @property
+    def surroundings(self) -> Surroundings:
+        """What model and layouts say about balancing; nothing before ``setup``."""
+        return Surroundings() if self._assembled is None else self._assembled.surroundings
 
     @property
     def row_multiple(self) -> dict[str, int]:
@@ -265,12 +269,13 @@ class HeteroStrategy(WorldCollectives):
             self._layouts = {n: ModuleLayout(ranks=everyone) for n in self._multimodal.modules_by_name}
             self._placement = place(self._layouts, self.world_size)
         assert self._placement is not None
-        assembled = assemble(
+        self._assembled = assembled = assemble(
             self._prefix,
             self._multimodal,
             self._placement,
             self.global_rank,
             self.root_device,
+            ranks_per_node=self.num_processes,
             wire_dtype=wire_dtype(self.precision_plugin),
             hidden_dtype=hidden_dtype(self.precision_plugin),
             scheduling=self._scheduling,
@@ -280,9 +285,6 @@ class HeteroStrategy(WorldCollectives):
         )
         self._move_rest(module)
         self._owned = assembled.owned
-        self._training_state = assembled.state
-        self._background = assembled.background
-        self._loading = assembled.loading
         model = self._multimodal
         self._runner = StepRunner(
             assembled.executor,
@@ -353,8 +355,8 @@ class HeteroStrategy(WorldCollectives):
 
     @property
     def state(self) -> TrainingState:
-        assert self._training_state is not None
-        return self._training_state
+        assert self._assembled is not None
+        return self._assembled.state
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Tensors this rank owns, by global name."""
@@ -404,8 +406,8 @@ class HeteroStrategy(WorldCollectives):
             wait_for_the_end(self.global_rank, 0.0 if told_to_end else 10.0)
 
     def teardown(self) -> None:
-        if self._training_state is not None:
-            self._training_state.finalize()
+        if self._assembled is not None:
+            self._assembled.state.finalize()
         if self._multimodal is not None:
             self._multimodal.detach()
         assert self.cluster_environment is not None and self.accelerator is not None

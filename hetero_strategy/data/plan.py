@@ -6,13 +6,11 @@ at a payload.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-
-Assigner = Callable[[str, np.ndarray, int], np.ndarray]
-"""(module, rows of each unit int64 [n], instances) -> instance of each unit, int64 [n]: where balancing plugs in."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +89,12 @@ class Assignment:
 
     def starts(self, *, hidden: bool = False) -> np.ndarray:
         """First row of each unit among its instance's rows, int64 ``[n]``."""
-        before = _before(self.hidden if hidden else self.rows)
-        return before[:-1] - np.repeat(before[self.offsets[:-1]], np.diff(self.offsets))
+        ahead = before(self.hidden if hidden else self.rows)
+        return ahead[:-1] - np.repeat(ahead[self.offsets[:-1]], np.diff(self.offsets))
 
     def totals(self, *, hidden: bool = False) -> np.ndarray:
         """Rows of each instance, alignment included, int64 ``[instances]``."""
-        return np.diff(_before(self.hidden if hidden else self.rows)[self.offsets]) + self.padding
+        return np.diff(before(self.hidden if hidden else self.rows)[self.offsets]) + self.padding
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ class ModuleLoad:
     """
 
     before: np.ndarray
-    """As sampled: units dealt in order to microbatches and instances."""
+    """As sampled: samples dealt in order to microbatches and instances, items with their samples."""
     after: np.ndarray
     """As planned."""
 
@@ -146,6 +144,15 @@ class StepPlan:
         """Data set indices of the global batch, int64 ``[S]``."""
         return self.metadata.samples
 
+    def digest(self) -> int:
+        """Of who computes what, below 2^62: equal plans have equal ones."""
+        found = hashlib.blake2b(self.samples.tobytes(), digest_size=8)
+        for module in sorted(self.assignments):
+            for assignment in self.assignments[module]:
+                found.update(assignment.units.tobytes())
+                found.update(assignment.offsets.tobytes())
+        return int.from_bytes(found.digest()) >> 2
+
     def active(self, module: str) -> list[int]:
         """The module's microbatches in which any instance has a unit."""
         return [i for i, assignment in enumerate(self.assignments[module]) if not assignment.idle]
@@ -156,8 +163,10 @@ class StepPlan:
         items = self.metadata.items[of_items]
         item_microbatch = self._microbatch_of(of_items, len(items.sample))
         sample_microbatch = self._microbatch_of(of_samples, len(self.samples))[items.sample]
-        pairs = [item_microbatch, sample_microbatch] if source == of_items else [sample_microbatch, item_microbatch]
-        return [(int(p), int(t)) for p, t in np.unique(np.stack(pairs, axis=1), axis=0)]
+        pair = [item_microbatch, sample_microbatch] if source == of_items else [sample_microbatch, item_microbatch]
+        targets = len(self.assignments[target])
+        found = np.flatnonzero(np.bincount(pair[0] * targets + pair[1]))
+        return [(int(p), int(t)) for p, t in zip(*np.divmod(found, targets), strict=True)]
 
     def _sides(self, source: str, target: str) -> tuple[str, str]:
         """(module whose units are items, consumer) of an edge."""
@@ -186,90 +195,6 @@ class EdgeBlocks:
     rows: np.ndarray
 
 
-def round_robin(module: str, rows: np.ndarray, instances: int) -> np.ndarray:
-    """Unit ``k`` to instance ``k mod instances``, whatever it costs."""
-    return np.arange(len(rows)) % instances
-
-
-def plan_step(
-    metadata: StepMetadata,
-    instances: Mapping[str, int],
-    consumers: Iterable[str],
-    *,
-    microbatches: int = 1,
-    row_multiple: Mapping[str, int] | None = None,
-    microbatch_tokens: Mapping[str, int] | None = None,
-    assign: Assigner = round_robin,
-) -> StepPlan:
-    """Assign samples to microbatches, then the units of each microbatch to the instances of every module.
-
-    Args:
-        metadata: of the global batch.
-        instances: data-parallel instances of every module.
-        consumers: modules whose units are whole samples (the LLM); all others have items.
-        microbatches: number of microbatches; sample ``s`` goes to microbatch ``s mod microbatches``.
-        row_multiple: modules whose rows per instance must be a positive multiple of this (tensor-parallel degree where
-            rows are sharded over it); missing rows are added as :attr:`Assignment.padding`.
-        microbatch_tokens: encoders and generators with microbatches of their own: about this many rows inside the
-            module per instance and microbatch. Step microbatches are joined or split; others keep the step's.
-        assign: chooses the instance of every unit.
-    """
-    multiple, tokens = row_multiple or {}, microbatch_tokens or {}
-    consumers = tuple(consumers)
-    sample_microbatch = np.arange(len(metadata.samples)) % microbatches
-    made: dict[str, tuple[Assignment, ...]] = {}
-    for module, count in instances.items():
-        if module in consumers:
-            rows = hidden = metadata.tokens
-            of_step = group = sample_microbatch
-            groups = microbatches
-        else:
-            items = metadata.items[module]
-            rows, hidden = items.rows, items.hidden
-            of_step = group = sample_microbatch[items.sample]
-            groups = microbatches
-            if module in tokens:
-                group, groups = regroup(of_step, hidden, microbatches, tokens[module] * count)
-        made[module] = tuple(
-            _assignment(
-                module, np.flatnonzero(group == number), of_step, rows, hidden, count, multiple.get(module, 1), assign
-            )
-            for number in range(groups)
-        )
-    return StepPlan(metadata, microbatches, made)
-
-
-def regroup(of_step: np.ndarray, rows: np.ndarray, microbatches: int, budget: int) -> tuple[np.ndarray, int]:
-    """Microbatches of about ``budget`` rows: joins neighbouring step microbatches, splits large ones.
-
-    Args:
-        of_step: step microbatch of each unit, int64 ``[n]``.
-        rows: of each unit, int64 ``[n]``.
-        microbatches: of the step.
-        budget: rows of one microbatch over all instances.
-
-    Returns:
-        The new microbatch of each unit, int64 ``[n]``, and how many there are (at least 1).
-    """
-    group = np.zeros(len(of_step), dtype=np.int64)
-    totals = np.bincount(of_step, weights=rows, minlength=microbatches)
-    number, filled = 0, 0.0
-    for microbatch in range(microbatches):
-        units = np.flatnonzero(of_step == microbatch)
-        if not len(units):
-            continue
-        if filled and filled + totals[microbatch] > budget:
-            number, filled = number + 1, 0.0
-        pieces = max(1, -(-int(totals[microbatch]) // budget))
-        # A unit goes to the piece in which its middle row lies, so that pieces are about equal.
-        middle = np.cumsum(rows[units]) - rows[units] / 2
-        piece = np.minimum((middle * pieces / max(1, totals[microbatch])).astype(np.int64), pieces - 1)
-        used, dense = np.unique(piece, return_inverse=True)
-        group[units] = number + dense
-        number, filled = number + len(used) - 1, (filled + totals[microbatch] if len(used) == 1 else float(budget))
-    return group, number + 1
-
-
 def edge_blocks(plan: StepPlan, source: str, source_microbatch: int, target: str, target_microbatch: int) -> EdgeBlocks:
     """Which rows of a microbatch of ``source`` fill which rows of a microbatch of ``target``."""
     produced = plan.assignments[source][source_microbatch]
@@ -280,35 +205,37 @@ def edge_blocks(plan: StepPlan, source: str, source_microbatch: int, target: str
     else:
         items = plan.metadata.items[target]
         of_items, of_samples = consumed, produced
-    unit = np.full(len(plan.samples), -1, dtype=np.int64)  # sample number -> its unit in the consumer's assignment
-    unit[of_samples.units] = np.arange(len(of_samples.units))
-    sample_unit = unit[items.sample[of_items.units]]
-    mine = np.flatnonzero(sample_unit >= 0)
-    sample_unit = sample_unit[mine]
+    # Items lie by sample, so those of the consumer's samples, in its order, are runs of them: nothing is sorted.
+    bounds = before(np.bincount(items.sample, minlength=len(plan.samples)))
+    counts = np.diff(bounds)[of_samples.units]
+    item = expand(bounds[of_samples.units], counts)
+    place = np.full(len(items.sample), -1, dtype=np.int64)  # item -> its unit in the assignment of its module
+    place[of_items.units] = np.arange(len(of_items.units))
+    sample_unit, unit = np.repeat(np.arange(len(counts)), counts), place[item]
+    if len(of_items.units) < len(items.sample):
+        mine = np.flatnonzero(unit >= 0)
+        sample_unit, unit, item = sample_unit[mine], unit[mine], item[mine]
+    if source not in plan.metadata.items:  # by the item's module
+        place[:] = -1
+        place[unit] = np.arange(len(unit))
+        order = place[place >= 0]
+        sample_unit, unit, item = sample_unit[order], unit[order], item[order]
     in_sequence = (
         of_samples.instance()[sample_unit],
-        of_samples.starts()[sample_unit] + items.start[of_items.units[mine]],
+        of_samples.starts()[sample_unit] + items.start[item],
     )
-    if source in plan.metadata.items:
-        sides = (produced.instance()[mine], produced.starts()[mine]), in_sequence
-    else:
-        sides = in_sequence, (consumed.instance()[mine], consumed.starts(hidden=True)[mine])
-    (source_instance, source_start), (target_instance, target_start) = sides
-    order = np.lexsort((target_start, target_instance))
-    return EdgeBlocks(
-        source_instance=source_instance[order],
-        source_start=source_start[order],
-        target_instance=target_instance[order],
-        target_start=target_start[order],
-        rows=of_items.rows[mine][order],
+    of_item = (of_items.instance()[unit], of_items.starts(hidden=source not in plan.metadata.items)[unit])
+    (source_instance, source_start), (target_instance, target_start) = (
+        (of_item, in_sequence) if source in plan.metadata.items else (in_sequence, of_item)
     )
+    return EdgeBlocks(source_instance, source_start, target_instance, target_start, rows=of_items.rows[unit])
 
 
 def expand(starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Row numbers of runs: ``expand([5, 0], [2, 3]) == [5, 6, 0, 1, 2]``; int64 ``[sum(rows)]``."""
     total = int(rows.sum())
-    before = np.cumsum(rows) - rows
-    return np.arange(total, dtype=np.int64) + np.repeat(starts - before, rows)
+    ahead = np.cumsum(rows) - rows
+    return np.arange(total, dtype=np.int64) + np.repeat(starts - ahead, rows)
 
 
 def slots(blocks: EdgeBlocks, instance: int) -> np.ndarray:
@@ -317,27 +244,6 @@ def slots(blocks: EdgeBlocks, instance: int) -> np.ndarray:
     return expand(blocks.target_start[mine], blocks.rows[mine])
 
 
-def _before(rows: np.ndarray) -> np.ndarray:
+def before(rows: np.ndarray) -> np.ndarray:
+    """Rows before each unit and, last, of all of them: ``before([2, 3]) == [0, 2, 5]``."""
     return np.concatenate([[0], np.cumsum(rows)])
-
-
-def _assignment(
-    module: str,
-    units: np.ndarray,
-    of_step: np.ndarray,
-    rows: np.ndarray,
-    hidden: np.ndarray,
-    instances: int,
-    multiple: int,
-    assign: Assigner,
-) -> Assignment:
-    where = np.asarray(assign(module, hidden[units], instances), dtype=np.int64)
-    units = units[np.argsort(where, kind="stable")].astype(np.int64)
-    offsets = _before(np.bincount(where, minlength=instances)).astype(np.int64)
-    rows, hidden = rows[units].astype(np.int64), hidden[units].astype(np.int64)
-    padding = np.zeros(instances, np.int64)
-    if multiple > 1:  # at least one alignment row per rank, so that no rank works on nothing
-        totals = np.diff(_before(hidden)[offsets])
-        padding = np.maximum(-(-totals // multiple), 1) * multiple - totals
-    first, last = (int(of_step[units].min()), int(of_step[units].max())) if len(units) else (0, 0)
-    return Assignment(units, rows, hidden, offsets, padding, first, last)

@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hetero_strategy.data.batch import Batch
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.data.plan import StepPlan
+from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.model.inputs import Ragged
 from hetero_strategy.model.multimodal import ModelOutput
 from hetero_strategy.parallelize.gradients import accumulate, scale
@@ -49,11 +51,13 @@ class StepRunner:
         self._seed_scale = seed_scale
         self._training = training
         self._about_to_zero = about_to_zero
+        self._steps = 0
 
     def __call__(self, batch: Batch, *, keep_logits: bool = False) -> ModelOutput:
         """One global batch; a collective over the world.
 
         Raises:
+            DataError: ranks have different step plans; looked at in steps 1, 2, 4, 8, ...
             ConfigError: logits are asked for: they exist only on the ranks that computed them; or the batch is none
                 of :class:`MultimodalDataModule`.
         """
@@ -68,6 +72,9 @@ class StepRunner:
                 " use out.predictions, or strategy='auto' on one device"
             )
         plan = batch.plan
+        self._steps += 1
+        if self._steps.bit_count() == 1:  # 1, 2, 4, 8, ...: what differs between ranks differs soon
+            self._agree(plan)
         if self._training() and torch.is_grad_enabled():
             outcome, loss = self._train(batch)
         else:
@@ -85,6 +92,17 @@ class StepRunner:
             losses={n: self._as_loss(self.executor.weights[n] * x) for n, x in outcome.losses.items()},
             drawn=outcome.drawn or None,
         )
+
+    def _agree(self, plan: StepPlan) -> None:
+        """Refuse ranks with different plans, whose messages would not fit together."""
+        digest = plan.digest()
+        most = torch.tensor([digest, -digest], device=self.executor.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        if most[0] != -most[1]:
+            raise DataError(
+                f"ranks made different plans for step {plan.metadata.step} of epoch {plan.metadata.epoch}: all of them"
+                " must have the same data files, options and versions of this library and numpy; compare the nodes"
+            )
 
     def _train(self, batch: Batch) -> tuple[Outcome, torch.Tensor]:
         if sum(p.requires_grad for p in self._all) != self._trainable:  # seen on every rank, whoever owns it

@@ -6,16 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_strategy.data.plan import (
-    StepItems,
-    StepMetadata,
-    StepPlan,
-    edge_blocks,
-    expand,
-    plan_step,
-    regroup,
-    slots,
-)
+from hetero_strategy.data.orchestrator import plan_step
+from hetero_strategy.data.pack import regroup
+from hetero_strategy.data.plan import StepItems, StepMetadata, StepPlan, edge_blocks, expand, slots
 
 
 def array(values: list[int]) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hetero_strategy.assembly import Assembled, Scheduling, assemble
+from hetero_strategy.data.balancing import Balance, Surroundings
 from hetero_strategy.data.datamodule import MultimodalDataModule
 from hetero_strategy.data.digits import digit_processors, draw_processors, write_digits, write_digits_draw
+from hetero_strategy.data.plan import StepPlan
 from hetero_strategy.data.steps import Share, StepDataset
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.spec import ModuleLayout
@@ -55,8 +57,11 @@ class Setting:
     recompute: tuple[str, ...] = ()
     gather: str = "auto"
     max_in_flight: Mapping[str, int] = field(default_factory=dict)
-    tokens: Mapping[str, int] = field(default_factory=dict)
+    tokens: Mapping[str, Any] = field(default_factory=dict)
     """``encoder_microbatch_tokens``."""
+    balance: Mapping[str, Any] | None = None
+    """None: all units are dealt in order."""
+    ranks_per_node: int = 1 << 30
     tied: bool = False
 
     @property
@@ -126,7 +131,9 @@ def data_of(folder: str, draws: bool) -> MultimodalDataModule:
     return made
 
 
-def steps_of(setting: Setting, microbatches: int, share: Share) -> StepDataset:
+def steps_of(
+    setting: Setting, microbatches: int | None, share: Share, around: Surroundings | None = None
+) -> StepDataset:
     """Batches of a rank; step 0 has the whole data set."""
     made = data_of(setting.folder, "draw" in setting.modules)
     return StepDataset(
@@ -137,22 +144,17 @@ def steps_of(setting: Setting, microbatches: int, share: Share) -> StepDataset:
         global_batch_size=SAMPLES,
         microbatches=microbatches,
         microbatch_tokens=setting.tokens,
+        balancing=None
+        if setting.balance is None
+        else Balance.of(setting.balance).resolve(share.instances, around or Surroundings()),
         shuffle=False,
     )
 
 
 def share_of(placement: Placement, setting: Setting, rank: int) -> Share:
     """What a rank computes, as the strategy and the data module say it."""
-    layouts = placement.layouts
-    seats = {name: placement.coordinate(name, rank) for name in setting.modules}
-    stages = {n: () if c is None else layouts[n].pipeline.stages_of(c.pp) for n, c in seats.items()}
-    return Share(
-        instances={n: layouts[n].dp for n in setting.modules},
-        mine={n: None if c is None else c.instance for n, c in seats.items()},
-        row_multiple={"llm": layouts["llm"].tp * ROW_ALIGNMENT} if layouts["llm"].tp > 1 else {},
-        without_first=frozenset(n for n in setting.modules if 0 not in stages[n]),
-        without_last=frozenset(n for n in setting.modules if layouts[n].pipeline.stages - 1 not in stages[n]),
-    )
+    tp = placement.layouts["llm"].tp
+    return Share.of(placement, setting.modules, rank, {"llm": tp * ROW_ALIGNMENT} if tp > 1 else {})
 
 
 @dataclass
@@ -221,6 +223,7 @@ def assembled(setting: Setting, rank: int, world: int, *, train: bool = True) ->
             hidden_dtype=torch.float64,
             scheduling=Scheduling(setting.order, setting.max_in_flight, setting.gather),
             recompute=setting.recompute,
+            ranks_per_node=setting.ranks_per_node,
         )
 
 
@@ -252,6 +255,7 @@ class Stepped:
     peaks: dict[Node, int]
     in_flight: dict[Node, int]
     """What the schedule says of the same nodes."""
+    plan: StepPlan
 
 
 @dataclass(frozen=True)
@@ -268,8 +272,9 @@ def steps_on_rank(
     world: int,
     setting: Setting,
     expected: Reference,
-    counts: Sequence[int],
+    counts: Sequence[int | None],
     damages: int = 0,
+    balances: Sequence[Mapping[str, Any]] = (),
 ) -> Run:
     """One training step for every number of microbatches, then one for every damage, through one executor.
 
@@ -280,15 +285,16 @@ def steps_on_rank(
         counts: numbers of microbatches.
         damages: number of microbatches of steps in which one edge is damaged in one direction: all that carry
             anything, in large worlds (where steps are slow) the first and the last of them; 0: none.
+        balances: ways to spread the work, every number of microbatches with each of them; default: the setting's.
     """
     made = assembled(setting, rank, world)
     share = share_of(placed(setting, world), setting, rank)
     modules = made.executor.wiring.modules
     owned = {f"{n}.{fqn}": p for n, m in modules.items() for fqn, p in m.named_parameters() if not p.is_meta}
 
-    def step(number: int, damage: str = "") -> Stepped:
+    def step(number: int | None, setting: Setting, damage: str = "") -> Stepped:
         with damaged(damage), counted() as peaks:
-            outcome = made.executor.run(steps_of(setting, number, share)[0], train=True)
+            outcome = made.executor.run(steps_of(setting, number, share, made.surroundings)[0], train=True)
         schedule = made.executor.recorder.steps[-1].schedule
         if not damage and rank == 0:
             check(schedule)
@@ -300,12 +306,14 @@ def steps_on_rank(
             p.grad = None
         held = {node: most for node, most in schedule.in_flight.items() if node in made.executor.stages and most}
         losses = {n: float(x.detach()) for n, x in outcome.losses.items()}
-        return Stepped(losses, expected.errors(gradients), dict(peaks), held)
+        plan = made.executor.recorder.steps[-1].plan
+        return Stepped(losses, expected.errors(gradients), dict(peaks), held, plan)
 
-    steps = [step(number) for number in counts]
+    ways = [replace(setting, balance=balance) for balance in balances] or [setting]
+    steps = [step(number, way) for way in ways for number in counts]
     breaks = _breaks(made.executor.graph) if damages else {}
     names = list(breaks) if world <= MOST else [next(iter(breaks)), list(breaks)[-1]]
-    found = {name: step(damages, breaks[name]).errors for name in names}
+    found = {name: step(damages, setting, breaks[name]).errors for name in names}
     dist.barrier()
     return Run(steps, found)
 

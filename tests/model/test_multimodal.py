@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hetero_strategy.data.batch import Batch
 from hetero_strategy.data.digits import draw_processors, write_digits_draw
 from hetero_strategy.data.index import build_index
-from hetero_strategy.data.plan import plan_step
+from hetero_strategy.data.orchestrator import plan_step
 from hetero_strategy.data.steps import Share, StepDataset
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ModelError

@@ -1,0 +1,139 @@
+"""How long a whole step plan takes: balance three modules, keep items near their samples, pack, compose the routes.
+
+One thread, OrchMLLM's 10B workload: vision and audio encoders and the LLM on every instance, 60 samples per instance, 8
+instances per node. Beside it OrchMLLM's overhead per step in its table 2 (64 to 2560 H100; its solver is C++, and the
+figure holds what it could not hide). Parts are timed alone:
+
+  plan      all of plan_step: every module balanced on its own cost, items near samples, loads before and after
+  compose   which rows fill which slots, for both edges
+  total     both; here nothing of it is hidden, in training all of it runs in loader workers
+
+Rows of 4 microbatches pack the same samples into as many; the last rows have up to 100 times as many samples as the
+first of them, at 8 instances, for the cost per sample.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from benchmarks.common import arguments, report, write_json
+from benchmarks.workloads import WORKLOADS
+from hetero_strategy.data.balance import Cost
+from hetero_strategy.data.orchestrator import Balancing, Near, plan_step
+from hetero_strategy.data.plan import ModuleLoad, StepMetadata, edge_blocks
+
+PAPER = {64: 16.66, 128: 18.49, 256: 21.32, 512: 24.64, 1024: 31.37, 2560: 53.88}
+"""Instances -> ms (OrchMLLM, table 2)."""
+MODULES = ("vision", "audio", "llm")
+COSTS = {
+    "vision": Cost(linear=12 * 2048.0, quadratic=2.0),
+    "audio": Cost(linear=12 * 1280.0, quadratic=2.0, padding="full"),
+    "llm": Cost(linear=12 * 3584.0, quadratic=2.0),
+}
+"""FLOPs of a layer's forward over its width, of OrchMLLM's 10B model: 24 h^2 per row and 4 h per pair of rows."""
+PER_NODE = 8
+
+
+def balancing(instances: int, rearrange: Literal["home", "permute", "none"]) -> Balancing:
+    """Every module on every instance."""
+    nodes = np.arange(instances) // PER_NODE
+    near = {} if rearrange == "none" else {name: Near(nodes, nodes, "llm") for name in ("vision", "audio")}
+    return Balancing(
+        policy=dict.fromkeys(MODULES, "auto"),
+        costs=COSTS,
+        near=near,
+        rearrange="home" if rearrange == "none" else rearrange,
+    )
+
+
+def measure(
+    metadata: StepMetadata,
+    instances: int,
+    rearrange: Literal["home", "permute", "none"],
+    microbatches: int,
+    rounds: int,
+) -> dict[str, Any]:
+    """Medians in ms, and how balanced it is."""
+    chosen = balancing(instances, rearrange)
+    count = dict.fromkeys(MODULES, instances)
+    plans, composes = [], []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        plan = plan_step(metadata, count, ("llm",), microbatches=microbatches, balancing=chosen)
+        planned = time.perf_counter()
+        for encoder in ("vision", "audio"):
+            for p, t in plan.feeds(encoder, "llm"):
+                edge_blocks(plan, encoder, p, "llm", t)
+        plans.append(1e3 * (planned - began))
+        composes.append(1e3 * (time.perf_counter() - planned))
+    return {
+        "instances": instances,
+        "samples": len(metadata.samples),
+        "rearrange": rearrange,
+        "microbatches": microbatches,
+        "plan_ms": statistics.median(plans),
+        "compose_ms": statistics.median(composes),
+        "total_ms": statistics.median(a + b for a, b in zip(plans, composes, strict=True)),
+        "before": {m: ModuleLoad.imbalance(x.before) for m, x in plan.loads.items()},
+        "after": {m: ModuleLoad.imbalance(x.after) for m, x in plan.loads.items()},
+    }
+
+
+def row(found: Mapping[str, Any]) -> tuple[Any, ...]:
+    """As the table shows it."""
+    paper = PAPER.get(found["instances"])
+    usual = found["microbatches"] == 1
+    return (
+        f"{found['instances']} x {found['samples'] // found['instances']}",
+        found["rearrange"],
+        found["microbatches"],
+        *(f"{found[key]:.1f}" for key in ("plan_ms", "compose_ms", "total_ms")),
+        f"{1e3 * found['total_ms'] / found['samples']:.2f}",
+        paper if usual else None,
+        *(f"{found['before'][m]:.2f} {found['after'][m]:.4f}" for m in MODULES),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Run, print, write.
+
+    Args:
+        argv: the command line.
+
+    Returns:
+        The figures.
+    """
+    parser = arguments(__doc__)
+    parser.add_argument("--instances", type=int, nargs="+", default=[64, 512, 2560], help="default 64 512 2560")
+    parser.add_argument("--samples", type=int, default=60, help="per instance (default 60)")
+    parser.add_argument("--rounds", type=int, default=7, help="of which the median is taken (default 7)")
+    given = parser.parse_args(argv)
+    make = WORKLOADS["orchmllm_10b"]
+    found = []
+    for instances in given.instances:
+        metadata = make(instances * given.samples, 0).metadata()
+        for rearrange in ("none", "permute", "home"):
+            found.append(measure(metadata, instances, rearrange, 1, given.rounds))  # type: ignore[arg-type]
+        found.append(measure(metadata, instances, "home", 4, given.rounds))
+    for times in (1, 10, 100):
+        metadata = make(8 * given.samples * times, 0).metadata()
+        found.append(measure(metadata, 8, "none", 1, given.rounds))
+    report(
+        "step_plan",
+        "a whole step plan, one thread, milliseconds",
+        ("instances x samples", "near", "microbatches", "plan", "compose", "total", "us/sample", "OrchMLLM",
+         *(f"{m} max/mean" for m in MODULES)),
+        [row(x) for x in found],
+        ["max/mean: as sampled, then as planned"],
+    )  # fmt: skip
+    write_json(given.json, "step_plan", "cpu", {k: v for k, v in vars(given).items() if k != "json"}, found)
+    return found
+
+
+if __name__ == "__main__":
+    main()

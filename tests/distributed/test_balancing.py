@@ -1,0 +1,197 @@
+"""However work is spread, losses and gradients are those of one process and of the samples as drawn, fp64."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero_strategy.data.plan import StepPlan
+from hetero_strategy.errors import DataError
+from hetero_strategy.schedule import executor as running
+from hetero_strategy.schedule.step import StepRunner
+from tests.distributed.exact import compare, expected, on, setting_of
+from tests.distributed.harness import Pool
+from tests.distributed.stepping import (
+    Reference,
+    Setting,
+    assembled,
+    data,
+    placed,
+    share_of,
+    steps_of,
+    steps_on_rank,
+)
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "unequal dp, mixed": {"vision": on(0, 1, 2), "audio": on(2, 3), "llm": on(0, 1, 2, 3, tp=2)},
+    "disjoint": {"vision": on(0), "audio": on(1), "llm": on(2, 3)},
+    "pipelined": {"vision": on(0, 1), "audio": on(2), "llm": on(2, 3, pp=2)},
+    "unequal dp": {"vision": on(0, 1, 2), "audio": on(0, 1), "llm": on(0, 1, 2)},
+    "generator": {"vision": on(0, 1), "llm": on(0, 1, 2), "draw": on(1, 2)},
+}
+PADDED = {"quadratic": 0.01, "padding": "full"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "lpt": {"policy": "lpt"},
+    "padded": {"policy": "padded", "costs": {"vision": PADDED, "llm": PADDED}},
+    "tolerance": {"policy": "tolerance", "costs": {"llm": {"quadratic": 0.1}}},
+    "conv": {"policy": "conv", "costs": {"vision": {"quadratic": 0.1, "padding": "attention"}}},
+    "disttrain": {"policy": "disttrain"},
+    "karmarkar_karp": {"policy": "karmarkar_karp"},
+    "permute": {"rearrange": "permute"},
+    "ilp": {"rearrange": "ilp"},
+    "interval": {"reorder": "interval"},
+    "anywhere": {"rearrange": "none"},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
+    root = tmp_path_factory.mktemp("balancing")
+    return {draws: data(root / str(draws), draws=draws) for draws in (False, True)}
+
+
+def balanced(folders: dict[bool, str], layout: str, **options: Any) -> Setting:
+    return setting_of(folders, LAYOUTS[layout], options.pop("order", "1f1b"), **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_those_of_the_samples_as_drawn(pool: Pool, folders: dict[bool, str], layout: str) -> None:
+    setting = balanced(folders, layout)
+    wanted, ways = expected(setting), list(OPTIONS.values())
+    compare(wanted, pool.run(setting.world, steps_on_rank, setting, wanted, (2,), 0, ways, timeout=120))
+
+
+@pytest.mark.parametrize("order", ["gpipe", "zb_h1", "interleaved_1f1b"])
+def test_other_orders(pool: Pool, folders: dict[bool, str], order: str) -> None:
+    setting = balanced(folders, "pipelined", order=order, balance={"policy": "auto", "reorder": "search"})
+    wanted = expected(setting)
+    compare(wanted, pool.run(setting.world, steps_on_rank, setting, wanted, (4, 9), 4, timeout=120))
+
+
+@pytest.mark.parametrize("layout", ["unequal dp, mixed", "pipelined", "generator"])
+def test_microbatches_by_budget_and_of_equal_cost(pool: Pool, folders: dict[bool, str], layout: str) -> None:
+    """As many microbatches as budgets ask for, encoders with more or equal ones of their own, nodes of two ranks."""
+    free = balanced(folders, layout, balance={"policy": "auto"})
+    plan = plan_of(free, None, budget={"llm": 10**6})
+    longest, items = int(plan.metadata.tokens.max()), plan.metadata.items["vision"].hidden
+    setting = balanced(
+        folders,
+        layout,
+        balance={"budget": {"llm": longest + 8, "vision": int(items.max())}},
+        tokens={name: "equal" for name in ("audio", "draw") if name in LAYOUTS[layout]},
+        ranks_per_node=2,
+    )
+    wanted = expected(balanced(folders, layout))
+    runs = pool.run(setting.world, steps_on_rank, setting, wanted, (None,), 0, timeout=120)
+    compare(wanted, runs)
+    chosen = runs[0].steps[0].plan
+    assert chosen.microbatches > 1
+    assert max(a.totals().max() - a.padding.max() for a in chosen.assignments["llm"]) <= longest + 8
+    assert max(a.totals(hidden=True).max() for a in chosen.assignments["vision"]) <= items.max()
+    assert len(chosen.assignments["vision"]) >= chosen.microbatches
+
+
+def plan_of(setting: Setting, microbatches: int | None, **balance: Any) -> StepPlan:
+    """Without processes: rank 0's."""
+    changed = replace(setting, balance={**(setting.balance or {}), **balance})
+    share = share_of(placed(changed, changed.world), changed, 0)
+    return steps_of(changed, microbatches, share).plan(0, 0)
+
+
+def places(plan: StepPlan) -> dict[str, list[list[list[int]]]]:
+    """Module -> microbatch -> instance -> units."""
+    return {
+        name: [[a.of(i).tolist() for i in range(len(a.offsets) - 1)] for a in made]
+        for name, made in plan.assignments.items()
+    }
+
+
+def test_every_option_changes_the_batch(pool: Pool, folders: dict[bool, str]) -> None:
+    """Each option, told apart from leaving it out, in plans as ranks made them."""
+    costs = {"llm": {"linear": 1.0, "quadratic": 0.1}, "vision": {"padding": "full"}, "audio": {"padding": "full"}}
+    names = ("none", "auto", "lpt", "disttrain", "karmarkar_karp", "padded")
+    ways = [
+        *({"policy": name, "costs": costs, "rearrange": "none"} for name in names),
+        {},
+        {"costs": {"vision": {"linear": 0.0, "fixed": 1.0}}},
+        {"speeds": {"vision": [1, 5, 1]}},
+        {"rearrange": "none"},
+    ]
+    setting = balanced(folders, "unequal dp")
+    found = plans(pool, setting, 1, ways)
+    by_policy, (plain, *changed) = found[: len(names)], found[len(names) :]
+    for name, made in zip(names, by_policy, strict=True):
+        assert by_policy.count(made) == 1, f"{name} is like another"
+    for way, made in zip(ways[len(names) + 1 :], changed, strict=True):
+        assert made != plain, way
+    dealt, equal = [{"policy": "none"}], replace(setting, tokens={"vision": "equal"})
+    assert plans(pool, equal, 3, dealt) != plans(pool, setting, 3, dealt)
+    pipelined = balanced(folders, "pipelined")
+    none, interval, search = plans(pool, pipelined, 5, [{"reorder": r} for r in ("none", "interval", "search")])
+    assert none not in (interval, search)
+
+
+def plans(pool: Pool, setting: Setting, count: int, ways: list[dict[str, Any]]) -> list[Any]:
+    """Who computed what, of steps that ran."""
+    wanted = expected(setting)
+    runs = pool.run(setting.world, steps_on_rank, setting, wanted, (count,), 0, ways, timeout=120)
+    compare(wanted, runs)
+    return [places(step.plan) for step in runs[0].steps]
+
+
+def exchanges_on_rank(rank: int, world: int, setting: Setting, wanted: Reference) -> dict[str, int]:
+    """Exchanges that a rank starts in one step, by edge and direction."""
+    made = assembled(setting, rank, world)
+    share = share_of(placed(setting, world), setting, rank)
+    started: Counter[str] = Counter()
+    original = running._Step._send
+
+    def send(self: Any, action: Any, node: Any, microbatch: int, rows: Any) -> None:
+        started[f"{action.kind} {action.node.module} to {node.module}"] += 1
+        original(self, action, node, microbatch, rows)
+
+    running._Step._send = send  # type: ignore[method-assign]
+    try:
+        made.executor.run(steps_of(setting, 1, share, made.surroundings)[0], train=True)
+    finally:
+        running._Step._send = original  # type: ignore[method-assign]
+    return dict(started)
+
+
+@pytest.mark.parametrize("policy", ["none", "auto"])
+def test_one_exchange_per_edge_and_direction(pool: Pool, folders: dict[bool, str], policy: str) -> None:
+    setting = balanced(folders, "unequal dp", balance={"policy": policy})
+    ranks = pool.run(setting.world, exchanges_on_rank, setting, expected(setting))
+    assert all(count == 1 for counts in ranks for count in counts.values())
+    assert set().union(*ranks) == {"F vision to llm", "F audio to llm", "B llm to vision", "B llm to audio"}
+
+
+def disagreeing_on_rank(rank: int, world: int, setting: Setting) -> str:
+    made = assembled(setting, rank, world)
+    share = share_of(placed(setting, world), setting, rank)
+    runner = StepRunner(made.executor, [], lambda: None, lambda: True, lambda: False)
+    mine = replace(setting, balance={"policy": "none" if rank else "auto"})
+    with pytest.raises(DataError) as error:
+        runner(steps_of(mine, 2, share, made.surroundings)[0])
+    return str(error.value)
+
+
+def test_ranks_with_different_plans_say_so(pool: Pool, folders: dict[bool, str]) -> None:
+    setting = balanced(folders, "disjoint")
+    for message in pool.run(setting.world, disagreeing_on_rank, setting):
+        assert message.startswith("ranks made different plans for step 0 of epoch 0")
+
+
+def test_loads_are_reported_and_better(folders: dict[bool, str]) -> None:
+    plan = plan_of(balanced(folders, "unequal dp", balance={"policy": "auto", "rearrange": "none"}), 1)
+    for name, load in plan.loads.items():
+        hidden = plan.metadata.tokens if name == "llm" else plan.metadata.items[name].hidden
+        assert load.before.sum() == load.after.sum() == hidden.sum()
+        assert load.imbalance(load.after) <= load.imbalance(load.before)
+    assert any(load.imbalance(load.after) < load.imbalance(load.before) for load in plan.loads.values())
+    assert np.isfinite([load.imbalance(load.after) for load in plan.loads.values()]).all()
