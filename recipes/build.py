@@ -172,7 +172,7 @@ def check_model(make: Callable[[], MultimodalModel], data: MultimodalDataModule,
                 )
     for index in data.indices.values():
         for name, table in index.items.items():
-            if len(table.rows):
+            if len(table.rows) and index.measured:  # otherwise sizes are known in their step
                 _check_items(index, name, modules[name], data.processors[name])
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
 
+from hetero_strategy.data.balancing import Balance, Surroundings
 from hetero_strategy.data.index import DatasetIndex, Verify, build_index
-from hetero_strategy.data.loader import StepLoader
+from hetero_strategy.data.loading.agree import Agree
+from hetero_strategy.data.loading.ahead import Ahead
+from hetero_strategy.data.loading.dispatch import Dispatch
+from hetero_strategy.data.loading.loader import Engine, StepLoader
 from hetero_strategy.data.media import Processor, TargetProcessor
+from hetero_strategy.data.reading import OnError
+from hetero_strategy.data.sampled import SampledDataset
 from hetero_strategy.data.steps import Share, StepDataset
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError
@@ -24,6 +30,7 @@ STAGES: dict[str, tuple[Split, ...]] = {
     "predict": ("predict",),
 }
 PathLike = str | Path
+Payload = Literal["fetch", "all_to_all"]
 
 
 class MultimodalDataModule(L.LightningDataModule):
@@ -40,17 +47,27 @@ class MultimodalDataModule(L.LightningDataModule):
             `ImageTarget`.
         global_batch_size: samples per optimizer step (per batch of an accumulation), over all ranks.
         eval_batch_size: the same for val, test and predict; default: ``global_batch_size``.
-        microbatches: pieces of a global batch.
+        microbatches: pieces of a global batch; ``auto``: as few as the first consumer's ``balance.budget`` allows.
         eval_microbatches: the same for val, test and predict; default: ``microbatches``, at most ``eval_batch_size``.
         encoder_microbatch_tokens: encoders and generators with microbatches of their own: about this many rows inside
-            the module per instance and microbatch; others keep the step's. See `plan_step`.
+            the module per instance and microbatch, or ``equal``; others keep the step's. See `plan_step`.
+        balance: how work is spread over instances and microbatches: a policy, a `Balance` or its fields.
+        payload: how training items get to where they are computed. ``fetch``: each rank reads what it computes; the
+            sizes of all media are measured when the index is built. ``all_to_all``: no training file is opened before
+            its step; each rank reads a part of the samples, then sizes are exchanged, the step is planned, and items
+            are sent where they are computed, all ahead of need. The batches are the same. Other splits are fetched.
         consumers: modules whose units are whole samples: the LLM.
         edges: (encoder, consumer) and (consumer, generator) pairs; default: every encoder to every consumer, and the
             first consumer to every generator.
         seed: of the order of training samples.
         shuffle: permute training samples anew in every epoch.
         drop_last: leave out the last training step of an epoch if it is not full.
-        num_workers, prefetch_factor, pin_memory: as in torch's DataLoader; pin_memory defaults to True on CUDA.
+        num_workers, prefetch_factor, pin_memory: processes that make steps beside training, steps that each of them
+            is ahead, and page-locked memory (default: on CUDA); see `StepLoader`.
+        engine: ``local``: workers are processes of this machine; ``ray``: actors on any machine of a Ray cluster.
+        on_error: what a file that cannot be read or a worker that dies does: ``stop`` the run, or ``skip`` the sample
+            (counted and named) and replace the worker.
+        max_skipped: samples of an epoch that may be skipped; default: 1%, at least 10.
         media_folder: what media paths are relative to; default: each manifest's folder.
         cache_folder: where indices lie; default: ``.hetero_index`` beside each manifest.
         verify: see `build_index`.
@@ -72,9 +89,11 @@ class MultimodalDataModule(L.LightningDataModule):
         processors: Mapping[str, Processor | TargetProcessor],
         global_batch_size: int,
         eval_batch_size: int | None = None,
-        microbatches: int = 1,
-        eval_microbatches: int | None = None,
-        encoder_microbatch_tokens: Mapping[str, int] | None = None,
+        microbatches: int | Literal["auto"] = 1,
+        eval_microbatches: int | Literal["auto"] | None = None,
+        encoder_microbatch_tokens: Mapping[str, int | Literal["equal"]] | None = None,
+        balance: Balance | str | Mapping[str, Any] | None = None,
+        payload: Payload = "fetch",
         consumers: Sequence[str] = ("llm",),
         edges: Sequence[tuple[str, str]] | None = None,
         seed: int = 0,
@@ -83,6 +102,9 @@ class MultimodalDataModule(L.LightningDataModule):
         num_workers: int = 0,
         prefetch_factor: int = 2,
         pin_memory: bool | None = None,
+        engine: Engine = "local",
+        on_error: OnError = "stop",
+        max_skipped: int | None = None,
         media_folder: PathLike | None = None,
         cache_folder: PathLike | None = None,
         verify: Verify = "auto",
@@ -105,13 +127,20 @@ class MultimodalDataModule(L.LightningDataModule):
         self._check_edges()
         self.encoder_microbatch_tokens = dict(encoder_microbatch_tokens or {})
         self._check_microbatch_tokens()
+        self.balance = Balance.of(balance)
+        self.balance.check(self.modules)
+        self.payload: Payload = payload
+        self._check_payload(verify)
         self.global_batch_size = global_batch_size
         self.eval_batch_size = global_batch_size if eval_batch_size is None else eval_batch_size
-        self.microbatches = microbatches
-        fewest = min(microbatches, self.eval_batch_size)
-        self.eval_microbatches = fewest if eval_microbatches is None else eval_microbatches
+        self.microbatches = self._count("microbatches", microbatches)
+        fewest = None if self.microbatches is None else min(self.microbatches, self.eval_batch_size)
+        self.eval_microbatches = (
+            fewest if eval_microbatches is None else self._count("eval_microbatches", eval_microbatches)
+        )
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.num_workers, self.prefetch_factor, self.pin_memory = num_workers, prefetch_factor, pin_memory
+        self.engine, self.on_error, self.max_skipped = engine, on_error, max_skipped
         self._index_options: dict[str, Any] = {
             "media_folder": media_folder,
             "cache_folder": cache_folder,
@@ -121,6 +150,7 @@ class MultimodalDataModule(L.LightningDataModule):
         self.tokenizer = ChatTokenizer(tokenizer, bos=bos, eos=eos, placeholders=placeholders)
         self.indices: dict[Split, DatasetIndex] = {}
         self._loaders: dict[Split, StepLoader] = {}
+        self._ahead = Ahead()
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -145,6 +175,7 @@ class MultimodalDataModule(L.LightningDataModule):
         for loader in self._loaders.values():
             loader.close()
         self._loaders.clear()
+        self._ahead.close()
 
     def train_dataloader(self) -> StepLoader:
         return self._loader("train")
@@ -183,27 +214,20 @@ class MultimodalDataModule(L.LightningDataModule):
                 f"MultimodalDataModule feeds {', '.join(self.modules)} but the layouts place {', '.join(placed)};"
                 " use the same names in processors, consumers and layouts"
             )
-        coordinates = {name: placement.coordinate(name, trainer.global_rank) for name in self.modules}
-        without: dict[str, set[str]] = {"first": set(), "last": set()}
-        for name, where in coordinates.items():
-            pipeline = placement.layouts[name].pipeline
-            stages = () if where is None else pipeline.stages_of(where.pp)
-            without["first"] |= set() if 0 in stages else {name}
-            without["last"] |= set() if pipeline.stages - 1 in stages else {name}
-        return Share(
-            instances={name: placement.layouts[name].dp for name in self.modules},
-            mine={name: None if where is None else where.instance for name, where in coordinates.items()},
-            row_multiple=dict(getattr(trainer.strategy, "row_multiple", None) or {}),
-            without_first=frozenset(without["first"]),
-            without_last=frozenset(without["last"]),
-        )
+        row_multiple = getattr(trainer.strategy, "row_multiple", None)
+        return Share.of(placement, self.modules, trainer.global_rank, row_multiple)
 
     def _index(self, split: Split, progress: bool = True) -> DatasetIndex | None:
         manifest = self.manifests[split]
         if manifest is not None and split not in self.indices:
-            answers = split != "predict"
             self.indices[split] = build_index(
-                manifest, self.tokenizer, self.processors, answers=answers, progress=progress, **self._index_options
+                manifest,
+                self.tokenizer,
+                self.processors,
+                answers=split != "predict",
+                measure=not self._dispatches(split),
+                progress=progress,
+                **self._index_options,
             )
         return self.indices.get(split)
 
@@ -213,27 +237,79 @@ class MultimodalDataModule(L.LightningDataModule):
             raise ConfigError(f"MultimodalDataModule: no {split} manifest was given; pass {split}=<manifest>")
         training = split == "train"
         overfit = training and self.trainer is not None and bool(getattr(self.trainer, "overfit_batches", 0))
-        steps = StepDataset(
-            index,
-            self.processors,
-            self.edges,
-            self.share(),
-            consumers=self.consumers,
-            global_batch_size=self.global_batch_size if training else self.eval_batch_size,
-            microbatches=self.microbatches if training else self.eval_microbatches,
-            microbatch_tokens=self.encoder_microbatch_tokens,
-            seed=self.seed,
-            shuffle=training and self.shuffle and not overfit,
-            drop_last=training and self.drop_last,
-            same_noise=not training,
-        )
+        share = self.share()
+        around = getattr(getattr(self.trainer, "strategy", None), "surroundings", None) or Surroundings()
+        options: dict[str, Any] = {
+            "consumers": self.consumers,
+            "global_batch_size": self.global_batch_size if training else self.eval_batch_size,
+            "microbatches": self.microbatches if training else self.eval_microbatches,
+            "microbatch_tokens": self.encoder_microbatch_tokens,
+            "balancing": self.balance.resolve(share.instances, around),
+            "window": self.balance.window if training and not overfit else 1,
+            "seed": self.seed,
+            "shuffle": training and self.shuffle and not overfit,
+            "drop_last": training and self.drop_last,
+            "same_noise": not training,
+        }
+        steps, finish = self._steps(split, index, share, options)
+        strategy = getattr(self.trainer, "strategy", None)
+        if self.on_error == "skip":
+            finish.append(Agree(getattr(strategy, "loading", None)))
         pin = torch.cuda.is_available() if self.pin_memory is None else self.pin_memory
         if split in self._loaders:
             self._loaders[split].close()
         self._loaders[split] = StepLoader(
-            steps, num_workers=self.num_workers, prefetch_factor=self.prefetch_factor, pin_memory=pin
+            steps,
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor,
+            pin_memory=pin,
+            engine=self.engine,
+            on_error=self.on_error,
+            max_skipped=self.max_skipped,
+            finish=finish,
+            background=self._ahead,
+            device=getattr(strategy, "root_device", None),
         )
         return self._loaders[split]
+
+    def _steps(
+        self, split: Split, index: DatasetIndex, share: Share, options: Mapping[str, Any]
+    ) -> tuple[StepDataset, list[Callable[[Any], Any]]]:
+        """The steps of a split and what makes batches of them."""
+        if not self._dispatches(split):
+            return StepDataset(index, self.processors, self.edges, share, **options), []
+        shares, rank = self._shares(share)
+        steps = SampledDataset(index, self.processors, self.edges, share, **options, rank=rank, world=len(shares))
+        return steps, [Dispatch(steps, shares, getattr(getattr(self.trainer, "strategy", None), "loading", None))]
+
+    def _dispatches(self, split: Split) -> bool:
+        return split == "train" and self.payload == "all_to_all"
+
+    def _shares(self, mine: Share) -> tuple[list[Share], int]:
+        """What every rank computes, and this rank."""
+        trainer = self.trainer
+        placement = None if trainer is None else getattr(trainer.strategy, "placement", None)
+        if trainer is None or placement is None:
+            return [mine], 0
+        row_multiple = getattr(trainer.strategy, "row_multiple", None)
+        ranks = range(trainer.world_size)
+        return [Share.of(placement, self.modules, rank, row_multiple) for rank in ranks], trainer.global_rank
+
+    def _check_payload(self, verify: str) -> None:
+        if self.payload not in get_args(Payload):
+            raise ConfigError(f"MultimodalDataModule: payload is {self.payload!r}; use 'fetch' or 'all_to_all'")
+        if self.payload == "fetch":
+            return
+        if verify != "auto":
+            raise ConfigError(
+                f"MultimodalDataModule: verify is {verify!r}, but with payload='all_to_all' no training file is opened"
+                " before its step; leave verify out or use payload='fetch'"
+            )
+        if self.balance.window != 1:
+            raise ConfigError(
+                f"MultimodalDataModule: balance.window is {self.balance.window}, but with payload='all_to_all' the"
+                " tokens of a sample are known only in its step; use window=1 or payload='fetch'"
+            )
 
     def _check_edges(self) -> None:
         for name in self.processors:
@@ -259,14 +335,30 @@ class MultimodalDataModule(L.LightningDataModule):
                 raise ConfigError(f"generator '{name}' is fed by {feeding} modules; give it one consumer in edges")
 
     def _check_microbatch_tokens(self) -> None:
-        for name, rows in self.encoder_microbatch_tokens.items():
+        given: dict[str, Any] = self.encoder_microbatch_tokens
+        for name, rows in given.items():
             if name not in self.processors:
                 raise ConfigError(
                     f"encoder_microbatch_tokens names '{name}', which is not in processors"
                     f" ({', '.join(self.processors)}); consumers keep the step's microbatches"
                 )
-            if rows < 1:
-                raise ConfigError(f"encoder_microbatch_tokens of '{name}' is {rows}; use at least 1")
+            if rows != "equal" and (isinstance(rows, str) or rows < 1):
+                raise ConfigError(
+                    f"encoder_microbatch_tokens of '{name}' is {rows!r}; use a number of rows, at least 1, or 'equal'"
+                )
+
+    def _count(self, name: str, given: int | str) -> int | None:
+        """Microbatches of a step; None: by budget."""
+        if isinstance(given, int):
+            return given
+        if given != "auto":
+            raise ConfigError(f"MultimodalDataModule: {name} is {given!r}; use a number or 'auto'")
+        if self.consumers[0] not in self.balance.budget:
+            raise ConfigError(
+                f"MultimodalDataModule: {name}=auto follows from a budget, but balance.budget has none for"
+                f" '{self.consumers[0]}'; give budget={{{self.consumers[0]}: <tokens of an instance in a microbatch>}}"
+            )
+        return None
 
     def _all_edges(self) -> tuple[tuple[str, str], ...]:
         encoders = [name for name in self.processors if name not in self.generators]

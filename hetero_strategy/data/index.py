@@ -3,6 +3,9 @@
 Built once, then memory mapped by every rank and worker, so that step plans need no payload. The index lies beside the
 manifest in ``.hetero_index/<manifest>-<key>``; the key is a hash of the manifest's bytes, the tokenizer's bytes and all
 settings that decide the contents. Arrays are plain ``.npy`` files and the header is JSON: nothing is unpickled.
+
+An index may also be built without opening a media file. Then sizes become known when items are decoded, and each item
+is one placeholder token until then; see :mod:`hetero_strategy.data.loading.dispatch`.
 """
 
 from __future__ import annotations
@@ -12,10 +15,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +26,8 @@ from tqdm import tqdm
 
 from hetero_strategy.data.manifest import Faults, Sample, parse_manifest, resolve
 from hetero_strategy.data.media import Media, TargetProcessor
-from hetero_strategy.data.plan import StepItems, StepMetadata, expand
+from hetero_strategy.data.stored import DatasetIndex as DatasetIndex
+from hetero_strategy.data.stored import load_index
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
 
@@ -37,97 +40,8 @@ DECODE_LIMIT = 20_000
 Verify = Literal["auto", "header", "decode"]
 CHUNK = 2048
 
-
-@dataclass(frozen=True)
-class Strings:
-    """Texts in one memory-mapped array."""
-
-    data: np.ndarray
-    """uint8, UTF-8 of all texts end to end."""
-    offsets: np.ndarray
-    """int64 [n + 1]."""
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, number: int) -> str:
-        return bytes(self.data[self.offsets[number] : self.offsets[number + 1]]).decode()
-
-
-@dataclass(frozen=True)
-class ItemTable:
-    """Items of one encoder or generator over the whole data set, in (sample, order within the sample) order."""
-
-    sample: np.ndarray
-    """int64 [n], ascending."""
-    sizes: np.ndarray
-    """int64 [n, k], as the module's processor measures them."""
-    rows: np.ndarray
-    """int64 [n], rows that cross the module's edges: an encoder's output, a generator's condition."""
-    hidden: np.ndarray
-    """int64 [n], rows inside the module."""
-    start: np.ndarray
-    """int64 [n], first row inside the sample's token sequence."""
-    offsets: np.ndarray
-    """int64 [samples + 1]: sample s has items offsets[s] : offsets[s + 1]."""
-    paths: Strings
-    """As written in the manifest."""
-    targets: np.ndarray | None = None
-    """int64 [n], elements that a generator's loss counts; None for an encoder."""
-
-
-@dataclass(frozen=True)
-class DatasetIndex:
-    """A data set without its payload; see the module's docstring."""
-
-    folder: Path
-    """Where the index lies; its name ends with the key."""
-    media_folder: Path
-    content: str
-    """Hash of all arrays: equal for equal data, wherever it lies and however it was checked."""
-    ids: np.ndarray
-    """int32, token ids of all samples end to end, items expanded to their rows."""
-    loss: np.ndarray
-    """bool, which of these tokens are to be predicted."""
-    offsets: np.ndarray
-    """int64 [samples + 1]."""
-    labels: np.ndarray
-    """int64 [samples], loss tokens of each sample."""
-    names: Strings
-    """The manifest's sample ids."""
-    items: Mapping[str, ItemTable]
-    """By encoder or generator name."""
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __reduce__(self) -> tuple[Callable[..., DatasetIndex], tuple[Path, Path]]:
-        return load_index, (self.folder, self.media_folder)  # a worker maps the files itself instead of copying them
-
-    def item_numbers(self, module: str, samples: np.ndarray) -> np.ndarray:
-        """Items of some samples, in (sample, order) order: row k of the step's item table is item ``result[k]``."""
-        offsets = self.items[module].offsets
-        return expand(offsets[samples], offsets[samples + 1] - offsets[samples])
-
-    def path(self, module: str, item: int) -> Path:
-        """File of one item."""
-        return resolve(self.media_folder, self.items[module].paths[item])
-
-    def metadata(self, epoch: int, step: int, samples: np.ndarray) -> StepMetadata:
-        """What a step plan is made of, for the global batch of these samples."""
-        items = {}
-        for module, table in self.items.items():
-            numbers = self.item_numbers(module, samples)
-            counts = table.offsets[samples + 1] - table.offsets[samples]
-            items[module] = StepItems(
-                sample=np.repeat(np.arange(len(samples), dtype=np.int64), counts),
-                rows=np.asarray(table.rows[numbers]),
-                start=np.asarray(table.start[numbers]),
-                hidden=np.asarray(table.hidden[numbers]),
-                targets=None if table.targets is None else np.asarray(table.targets[numbers]),
-            )
-        tokens = np.asarray(self.offsets[samples + 1] - self.offsets[samples])
-        return StepMetadata(epoch, step, samples, tokens, np.asarray(self.labels[samples]), items)
+ARRAY_HEADER = 128
+"""Bytes of a ``.npy`` file besides its numbers."""
 
 
 def build_index(
@@ -140,6 +54,7 @@ def build_index(
     verify: Verify = "auto",
     max_tokens: int | None = None,
     answers: bool = True,
+    measure: bool = True,
     progress: bool = True,
 ) -> DatasetIndex:
     """The index of a manifest: the stored one if nothing has changed, else a new one.
@@ -154,6 +69,8 @@ def build_index(
         verify: ``header`` reads headers only, ``decode`` decodes every file once, ``auto`` decodes up to 20000 files.
         max_tokens: longer samples are faults.
         answers: whether every sample must have a non-empty answer.
+        measure: False: no media file is opened; sizes become known when items are decoded, and what is wrong with a
+            file as well.
         progress: show progress bars.
 
     Raises:
@@ -169,6 +86,11 @@ def build_index(
         )
     if verify not in ("auto", "header", "decode"):
         raise ConfigError(f"verify is {verify!r}; use 'auto', 'header' or 'decode'")
+    if not measure and verify != "auto":
+        raise ConfigError(
+            f"verify is {verify!r} but measure is False (payload='all_to_all'): no media file is opened before it is"
+            " needed, so there is nothing to verify; leave verify out, or measure"
+        )
     if not manifest.is_file():
         raise DataError(f"{manifest}: manifest is missing; check the path, or write it first")
     settings = {
@@ -180,6 +102,8 @@ def build_index(
         "answers": answers,
         "media_folder": None if media_folder is None else str(Path(media_folder).absolute()),
     }
+    if not measure:
+        settings["measure"] = False
     key = _key(settings, manifest, tokenizer.path)
     caches = Path(cache_folder) if cache_folder is not None else manifest.parent / ".hetero_index"
     place = caches / f"{manifest.stem}-{key}"
@@ -187,41 +111,12 @@ def build_index(
         faults = Faults(manifest)
         drawn = [p.field for p in processors.values() if isinstance(p, TargetProcessor)]
         samples = parse_manifest(manifest, fields, answers, faults, drawn=drawn)
-        measured = _measure(samples, processors, folder, verify, faults, progress)
+        measured = _measure(samples, processors, folder, verify, faults, progress) if measure else None
         arrays = _arrays(samples, tokenizer, processors, measured, max_tokens, faults, progress)
         faults.check()
-        _write(place, arrays, {"settings": settings, "samples": len(samples), "modules": list(processors)})
+        header = {"settings": settings, "samples": len(samples), "modules": list(processors)}
+        _write(place, arrays, header | {"widths": [len(p.size_names) for p in processors.values()]})
     return load_index(place, folder)
-
-
-def load_index(place: Path, media_folder: Path) -> DatasetIndex:
-    """Map an index that `build_index` wrote."""
-    header = json.loads((place / "header.json").read_text())
-
-    def array(name: str) -> np.ndarray:
-        return np.load(place / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-
-    def strings(name: str) -> Strings:
-        return Strings(array(f"{name}.data"), array(f"{name}.offsets"))
-
-    tables = {}
-    for number, module in enumerate(header["modules"]):
-        names = ["sample", "sizes", "rows", "hidden", "start", "offsets"]
-        if (place / f"items{number}.targets.npy").is_file():
-            names.append("targets")
-        columns = {column: array(f"items{number}.{column}") for column in names}
-        tables[module] = ItemTable(**columns, paths=strings(f"items{number}.paths"))
-    return DatasetIndex(
-        folder=place,
-        media_folder=media_folder,
-        content=header["content"],
-        ids=array("ids"),
-        loss=array("loss"),
-        offsets=array("offsets"),
-        labels=array("labels"),
-        names=strings("names"),
-        items=tables,
-    )
 
 
 Measured = Mapping[tuple[str, str], tuple[tuple[int, ...], int]]
@@ -274,18 +169,22 @@ def _arrays(
     samples: Sequence[Sample],
     tokenizer: ChatTokenizer,
     processors: Mapping[str, Media],
-    measured: Measured,
+    measured: Measured | None,
     max_tokens: int | None,
     faults: Faults,
     progress: bool,
 ) -> dict[str, np.ndarray]:
-    samples = [s for s in samples if all((f, name) in measured for f, names in s.items.items() for name in names)]
+    if measured is not None:
+        samples = [s for s in samples if all((f, name) in measured for f, names in s.items.items() for name in names)]
     ids: list[np.ndarray] = [np.zeros(0, np.int32)]
     loss: list[np.ndarray] = [np.zeros(0, bool)]
     starts: dict[str, list[np.ndarray]] = {name: [np.zeros(0, np.int64)] for name in processors}
     for chunk in _bar(range(0, len(samples), CHUNK), "tokenise", None, progress):
         some = samples[chunk : chunk + CHUNK]
-        rows = [{f: [measured[f, name][1] for name in names] for f, names in s.items.items()} for s in some]
+        rows = [
+            {f: [1 if measured is None else measured[f, name][1] for name in names] for f, names in s.items.items()}
+            for s in some
+        ]
         for sample, encoded in zip(some, tokenizer.encode_batch([s.turns for s in some], rows), strict=True):
             if max_tokens is not None and len(encoded.ids) > max_tokens:
                 message = (
@@ -309,26 +208,29 @@ def _arrays(
     for number, (module, processor) in enumerate(processors.items()):
         counts = np.array([len(sample.items.get(processor.field, ())) for sample in samples], np.int64)
         names = [name for sample in samples for name in sample.items.get(processor.field, ())]
-        found = [measured[processor.field, name] for name in names]
-        width = len(processor.size_names)
-        sizes = np.array([sizes for sizes, _ in found], np.int64).reshape(-1, width)
         columns = {
             "sample": np.repeat(np.arange(len(samples), dtype=np.int64), counts),
-            "sizes": sizes,
-            "rows": np.array([rows for _, rows in found], np.int64),
-            "hidden": processor.hidden_rows(sizes),
             "start": np.concatenate(starts[module]),
             "offsets": _cumulative(counts),
             **_strings("paths", names),
         }
-        if isinstance(processor, TargetProcessor):
-            columns["targets"] = processor.target_elements(sizes)
+        if measured is not None:
+            found = [measured[processor.field, name] for name in names]
+            sizes = np.array([sizes for sizes, _ in found], np.int64).reshape(-1, len(processor.size_names))
+            columns |= {
+                "sizes": sizes,
+                "rows": np.array([rows for _, rows in found], np.int64),
+                "hidden": processor.hidden_rows(sizes),
+            }
+            if isinstance(processor, TargetProcessor):
+                columns["targets"] = processor.target_elements(sizes)
         arrays |= {f"items{number}.{column}": values for column, values in columns.items()}
     return arrays
 
 
 def _write(place: Path, arrays: Mapping[str, np.ndarray], header: Mapping[str, Any]) -> None:
-    with atomic_folder(place) as folder:
+    need = sum(values.nbytes + ARRAY_HEADER for values in arrays.values())
+    with atomic_folder(place, need=need, fix="free some room, or choose another cache_folder") as folder:
         for name, values in arrays.items():
             np.save(folder / f"{name}.npy", values, allow_pickle=False)
         digest = hashlib.sha256()
@@ -339,15 +241,23 @@ def _write(place: Path, arrays: Mapping[str, np.ndarray], header: Mapping[str, A
 
 
 @contextmanager
-def atomic_folder(place: Path) -> Iterator[Path]:
+def atomic_folder(place: Path, *, need: int | None = None, fix: str = "choose another folder") -> Iterator[Path]:
     """A new folder that takes its name only when everything in it is written; where another process was first, theirs
-    is kept. Raises DataError where nothing can be written.
+    is kept. Nothing half-written stays behind.
+
+    Args:
+        place: the folder's name at last.
+        need: bytes that will be written, where known.
+        fix: what to do where they cannot be.
+
+    Raises:
+        DataError: something cannot be written: no permission, no room, a quota.
     """
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
     except OSError as error:
-        raise DataError(f"{place.parent}: cannot be written ({error.strerror}); choose another folder") from None
+        raise DataError(_unwritten(place.parent, error, need, fix)) from None
     try:
         folder.chmod(0o755)
         yield folder
@@ -356,8 +266,21 @@ def atomic_folder(place: Path) -> Iterator[Path]:
         except OSError:
             if not place.is_dir():
                 raise
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)  # before the free room is looked at
+        raise DataError(_unwritten(place.parent, error, need, fix)) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unwritten(folder: Path, error: OSError, need: int | None, fix: str) -> str:
+    # numpy says "123 requested and 45 written" of a full disk, and gives no errno.
+    reason = error.strerror or f"the disk took a part only: {error}"
+    try:
+        room = f"; {need} bytes are needed and {shutil.disk_usage(folder).free} are free" if need else ""
+    except OSError:  # the folder itself could not be made
+        room = f"; {need} bytes are needed" if need else ""
+    return f"{folder}: cannot be written ({reason}){room}; {fix}"
 
 
 def _key(settings: Mapping[str, Any], *files: Path) -> str:

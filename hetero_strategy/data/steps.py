@@ -7,20 +7,26 @@ never from the process's random state.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from hetero_strategy.data.batch import Batch, LoadTimes, ModuleInputs
+from hetero_strategy.data.content import Content, Fetched
 from hetero_strategy.data.index import DatasetIndex
 from hetero_strategy.data.media import Processor, TargetProcessor
-from hetero_strategy.data.plan import Assignment, StepPlan, edge_blocks, expand, plan_step, slots
+from hetero_strategy.data.orchestrator import Balancing, plan_step
+from hetero_strategy.data.pack import levelled
+from hetero_strategy.data.plan import Assignment, StepMetadata, StepPlan, edge_blocks, slots
+from hetero_strategy.data.reading import OnError, Reader
 from hetero_strategy.data.targets import targets
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.placement import Placement
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, Packing, SequenceInputs
 
 
@@ -38,6 +44,31 @@ class Share:
     """Modules of which this rank holds later pipeline stages only: it reads no payload for them."""
     without_last: frozenset[str] = frozenset()
     """Modules of which this rank lacks the last pipeline stage: it needs no labels or targets for them."""
+
+    @classmethod
+    def of(
+        cls, placement: Placement, modules: Sequence[str], rank: int, row_multiple: Mapping[str, int] | None = None
+    ) -> Share:
+        """What a rank computes of some of the placed modules."""
+        seats = {name: placement.coordinate(name, rank) for name in modules}
+        pipelines = {name: placement.layouts[name].pipeline for name in modules}
+        stages = {name: () if seat is None else pipelines[name].stages_of(seat.pp) for name, seat in seats.items()}
+        return cls(
+            instances={name: placement.layouts[name].dp for name in modules},
+            mine={name: None if seat is None else seat.instance for name, seat in seats.items()},
+            row_multiple=dict(row_multiple or {}),
+            without_first=frozenset(name for name in modules if 0 not in stages[name]),
+            without_last=frozenset(name for name in modules if pipelines[name].stages - 1 not in stages[name]),
+        )
+
+    def reads(self, module: str, *, target: bool = False) -> bool:
+        """Whether this rank takes payload of a module whose instance it is part of.
+
+        Args:
+            module: encoder, or generator if ``target``: its first stage sees noised targets, its last compares with
+                them.
+        """
+        return module not in self.without_first or (target and module not in self.without_last)
 
     @classmethod
     def whole(cls, modules: tuple[str, ...]) -> Share:
@@ -62,8 +93,10 @@ class StepDataset(Dataset[Batch]):
         edges: (encoder, consumer) and (consumer, generator) pairs; a consumer's units are whole samples.
         share: what this rank computes.
         global_batch_size: samples per step, over all ranks.
-        microbatches: per step.
+        microbatches: per step; None: as few as the first consumer's budget allows.
         microbatch_tokens: encoders and generators with microbatches of their own; see `plan_step`.
+        balancing: how work is spread; default: all units are dealt in order.
+        window: steps among which samples move so that steps cost the same; 1: none leaves its step.
         seed: of the order.
         shuffle: whether epochs are permuted; otherwise manifest order.
         drop_last: leave out the last step of an epoch if it is not full.
@@ -79,26 +112,30 @@ class StepDataset(Dataset[Batch]):
         *,
         consumers: tuple[str, ...] = ("llm",),
         global_batch_size: int,
-        microbatches: int = 1,
-        microbatch_tokens: Mapping[str, int] | None = None,
+        microbatches: int | None = 1,
+        microbatch_tokens: Mapping[str, int | Literal["equal"]] | None = None,
+        balancing: Balancing | None = None,
+        window: int = 1,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
         same_noise: bool = False,
     ) -> None:
         for name, value in (("global_batch_size", global_batch_size), ("microbatches", microbatches)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; use at least 1")
-        if microbatches > global_batch_size:
+        if microbatches is not None and microbatches > global_batch_size:
             raise ConfigError(
                 f"microbatches is {microbatches} but global_batch_size is {global_batch_size}: some microbatches would"
                 f" always be empty; use at most {global_batch_size} microbatches"
             )
         self.index, self.processors, self.edges, self.share = index, dict(processors), edges, share
-        self.consumers = consumers
+        self.consumers, self.balancing, self.window = consumers, balancing, window
         self.microbatch_tokens = dict(microbatch_tokens or {})
         self.global_batch_size, self.microbatches = global_batch_size, microbatches
         self.seed, self.shuffle, self.drop_last, self.same_noise = seed, shuffle, drop_last, same_noise
+        self.on_error: OnError = "stop"
+        """What an item that cannot be read does; the loader sets it."""
         if not len(self):
             raise ConfigError(
                 f"drop_last with global_batch_size {global_batch_size} leaves nothing of {len(index)} samples;"
@@ -111,19 +148,31 @@ class StepDataset(Dataset[Batch]):
 
     def plan(self, epoch: int, step: int) -> StepPlan:
         """The step plan, the same on every rank."""
-        first = step * self.global_batch_size
-        if self.shuffle:
-            samples = epoch_order(len(self.index), self.seed, epoch)[first : first + self.global_batch_size]
-        else:
-            samples = np.arange(first, min(first + self.global_batch_size, len(self.index)), dtype=np.int64)
+        return self.plan_of(self.index.metadata(epoch, step, self.samples(epoch, step)))
+
+    def plan_of(self, metadata: StepMetadata) -> StepPlan:
+        """The step plan of a global batch."""
         return plan_step(
-            self.index.metadata(epoch, step, samples),
+            metadata,
             self.share.instances,
             self.consumers,
             microbatches=self.microbatches,
             row_multiple=self.share.row_multiple,
             microbatch_tokens=self.microbatch_tokens,
+            balancing=self.balancing,
         )
+
+    def samples(self, epoch: int, step: int) -> np.ndarray:
+        """Data set indices of a step's global batch, int64 ``[S]``."""
+        size, total = self.global_batch_size, len(self.index)
+        order = epoch_order(total, self.seed, epoch) if self.shuffle else np.arange(total, dtype=np.int64)
+        first = step // self.window * self.window
+        drawn = order[first * size : (first + self.window) * size]
+        if self.window == 1 or len(drawn) < self.window * size:  # an epoch's last window keeps its steps
+            return order[step * size : (step + 1) * size]
+        tokens = np.asarray(self.index.offsets[drawn + 1] - self.index.offsets[drawn])
+        costs = (self.balancing or Balancing()).cost(self.consumers[0]).alone(tokens)
+        return drawn[levelled(costs, size, self.window) == step - first]
 
     def __getitem__(self, place: int | tuple[int, int]) -> Batch:
         """The batch of (epoch, step), or of a step of epoch 0. Raises DataError where a file has gone bad."""
@@ -133,24 +182,29 @@ class StepDataset(Dataset[Batch]):
         began = time.perf_counter()
         plan = self.plan(epoch, step)
         planned = time.perf_counter()
-        inputs: dict[str, tuple[ModuleInputs | None, ...]] = {}
-        for module, assignments in plan.assignments.items():
-            instance = self.share.mine.get(module)
-            if instance is not None:
-                inputs[module] = tuple(
-                    None if assignment.idle else self._inputs(plan, module, number, instance)
-                    for number, assignment in enumerate(assignments)
-                )
-        return Batch(plan, inputs, LoadTimes(planned - began, time.perf_counter() - planned))
+        reader = Reader(self.index, self.on_error)
+        inputs = self.inputs(plan, Fetched(self.index, self.processors, plan.samples, reader))
+        times = LoadTimes(planned - began, time.perf_counter() - planned)
+        return Batch(plan, inputs, times, mine=self.share.mine, failed=reader.failed)
 
-    def _inputs(self, plan: StepPlan, module: str, number: int, instance: int) -> ModuleInputs:
+    def inputs(self, plan: StepPlan, content: Content) -> dict[str, tuple[ModuleInputs | None, ...]]:
+        """What this rank computes, by module and microbatch."""
+        return {
+            module: tuple(
+                None if assignment.idle else self._inputs(plan, module, number, instance, content)
+                for number, assignment in enumerate(assignments)
+            )
+            for module, assignments in plan.assignments.items()
+            if (instance := self.share.mine.get(module)) is not None
+        }
+
+    def _inputs(self, plan: StepPlan, module: str, number: int, instance: int, content: Content) -> ModuleInputs:
         if module in self.consumers:
-            return self._sequence(plan, number, module, instance)
+            return self._sequence(plan, number, module, instance, content)
         processor = self.processors[module]
         if not isinstance(processor, TargetProcessor):
-            return self._items(plan, module, processor, plan.assignments[module][number], instance)
+            return self._items(plan, module, processor, plan.assignments[module][number], instance, content)
         return targets(
-            self.index,
             processor,
             plan,
             module,
@@ -159,40 +213,40 @@ class StepDataset(Dataset[Batch]):
             self._slots(plan, number, module, instance),
             self.seed,
             epoch=0 if self.same_noise else plan.metadata.epoch,
-            # The first stage sees noised targets, the last compares with them.
-            reads=not (module in self.share.without_first and module in self.share.without_last),
+            reads=self.share.reads(module, target=True),
+            content=content,
         )
 
     def _items(
-        self, plan: StepPlan, encoder: str, processor: Processor, assignment: Assignment, instance: int
+        self,
+        plan: StepPlan,
+        encoder: str,
+        processor: Processor,
+        assignment: Assignment,
+        instance: int,
+        content: Content,
     ) -> EncoderInputs:
-        table = self.index.items[encoder]
-        numbers = self.index.item_numbers(encoder, plan.samples)[assignment.of(instance)]
-        sizes, rows = np.asarray(table.sizes[numbers]), np.asarray(table.rows[numbers])
-        if encoder in self.share.without_first:
+        units = assignment.of(instance)
+        items = content.items(encoder, units)
+        if not self.share.reads(encoder):
             empty = torch.zeros(0, processor.feature)
-            return EncoderInputs(empty, sizes, rows, Packing.of(assignment.hidden_of(instance)))
-        values = [
-            processor.load(self.index.path(encoder, int(number)), tuple(size.tolist()))
-            for number, size in zip(numbers, sizes, strict=True)
-        ]
-        return processor.collate(values, sizes, rows)
+            return EncoderInputs(empty, items.sizes, items.rows, Packing.of(assignment.hidden_of(instance)))
+        return processor.collate(content.values(encoder, units), items.sizes, items.rows)
 
-    def _sequence(self, plan: StepPlan, number: int, consumer: str, instance: int) -> SequenceInputs:
+    def _sequence(self, plan: StepPlan, number: int, consumer: str, instance: int, content: Content) -> SequenceInputs:
         assignment = plan.assignments[consumer][number]
-        samples = plan.samples[assignment.of(instance)]
         lengths = assignment.rows_of(instance)
-        tokens = expand(np.asarray(self.index.offsets[samples]), lengths)
+        tokens, learnt = content.text(assignment.of(instance))
         total = len(tokens) + int(assignment.padding[instance])
         ids = np.zeros(total, np.int64)
-        ids[: len(tokens)] = self.index.ids[tokens]
+        ids[: len(tokens)] = tokens
         labels = np.full(total, IGNORE, np.int64)
         # Shifted within each sample: its last token predicts nothing, whatever sample lies behind it.
         last = np.zeros(len(tokens), bool)
-        last[np.cumsum(lengths) - 1] = True
+        last[np.cumsum(lengths)[lengths > 0] - 1] = True
         source = np.flatnonzero(~last)
-        learnt = source[self.index.loss[tokens[source + 1]]]
-        labels[learnt] = ids[learnt + 1]
+        source = source[learnt[source + 1]]
+        labels[source] = ids[source + 1]
         packing = Packing.of(assignment.hidden_of(instance))
         places = self._slots(plan, number, consumer, instance)
         return SequenceInputs(torch.from_numpy(ids), torch.from_numpy(labels), packing, places)

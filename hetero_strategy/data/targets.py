@@ -7,18 +7,16 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from hetero_strategy.data.content import Content
 from hetero_strategy.data.media import ImageProcessor, Sizes, TargetProcessor
 from hetero_strategy.data.plan import StepPlan
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.inputs import GeneratorInputs, Packing
-
-if TYPE_CHECKING:
-    from hetero_strategy.data.index import DatasetIndex
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,6 @@ class ImageTarget:
 
 
 def targets(
-    index: DatasetIndex,
     processor: TargetProcessor,
     plan: StepPlan,
     generator: str,
@@ -111,11 +108,11 @@ def targets(
     *,
     epoch: int,
     reads: bool,
+    content: Content,
 ) -> GeneratorInputs:
     """What one instance of a generator draws in one of its microbatches.
 
     Args:
-        index: of the data set.
         processor: of the generator.
         plan: of the step.
         generator: its name.
@@ -125,26 +122,26 @@ def targets(
         seed: of noise and times, which are functions of (seed, epoch, generator, item of the data set) alone.
         epoch: of noise and times.
         reads: whether this rank has a stage that sees target rows: the first or the last.
+        content: of the step.
     """
     assignment = plan.assignments[generator][number]
-    table = index.items[generator]
-    numbers = index.item_numbers(generator, plan.samples)[assignment.of(instance)]
-    sizes = np.asarray(table.sizes[numbers])
-    drawn = [np.zeros((0, processor.feature), np.float32)]
-    noise = [np.zeros((0, processor.feature), np.float32)]
-    time = np.zeros(len(numbers), np.float32)
-    for place, (item, size) in enumerate(zip(numbers.tolist(), sizes, strict=True)):
+    units = assignment.of(instance)
+    items = content.items(generator, units)
+    empty = np.zeros((0, processor.feature), np.float32)
+    drawn = content.values(generator, units) if reads else []
+    noise = [empty]
+    time = np.zeros(len(units), np.float32)
+    for place, item in enumerate(items.numbers.tolist()):
         random = np.random.Generator(np.random.PCG64([seed, epoch, item, zlib.crc32(generator.encode())]))
         time[place] = random.random(dtype=np.float32)  # first, so that ranks that read no payload draw the same
         if reads:
-            drawn.append(processor.load(index.path(generator, item), tuple(size.tolist())))
-            noise.append(random.standard_normal(drawn[-1].shape, np.float32))
+            noise.append(random.standard_normal(drawn[place].shape, np.float32))
     return GeneratorInputs(
-        values=torch.from_numpy(np.concatenate(drawn)),
+        values=torch.from_numpy(np.concatenate([empty, *drawn])),
         noise=torch.from_numpy(np.concatenate(noise)),
         time=torch.from_numpy(time),
-        sizes=sizes,
-        rows=np.asarray(table.rows[numbers]),
+        sizes=items.sizes,
+        rows=items.rows,
         packing=Packing.of(assignment.hidden_of(instance)),
         slots=dict(slots),
     )

@@ -121,7 +121,10 @@ class FlowDecoder(Generator):
         values, noise, _ = self._targets(inputs)
         velocity = self._velocity(hidden, inputs)
         with torch.autocast(hidden.device.type, enabled=False):
-            return (velocity.to(values.dtype) - (values - noise)).square().sum()
+            error = (velocity.to(values.dtype) - (values - noise)).square()
+            if inputs.counted is not None:
+                error = error * inputs.counted[self._item_of_rows(inputs)][:, None]
+            return error.sum()
 
     def draw(self, inputs: GeneratorInputs, conditions: Tensor, places: Tensor) -> Tensor:
         """Euler's method in ``sample_steps`` equal steps."""
@@ -215,8 +218,12 @@ class FlowDecoder(Generator):
         """(values, noise, time of every target row ``[R, 1]``), fp64 in an fp64 model, else fp32."""
         dtype = next(self.parameters()).dtype
         dtype = dtype if dtype == torch.float64 else torch.float32
-        item = host_index(np.repeat(np.arange(len(inputs.rows)), inputs.target_rows), inputs.time)
-        return inputs.values.to(dtype), inputs.noise.to(dtype), inputs.time.to(dtype)[item][:, None]
+        time = inputs.time.to(dtype)[self._item_of_rows(inputs)]
+        return inputs.values.to(dtype), inputs.noise.to(dtype), time[:, None]
+
+    def _item_of_rows(self, inputs: GeneratorInputs) -> Tensor:
+        """Item of every target row, int64 ``[R]``."""
+        return host_index(np.repeat(np.arange(len(inputs.rows)), inputs.target_rows), inputs.time)
 
     def _patch_places(self, inputs: GeneratorInputs) -> Tensor:
         """Packed rows that are patches, int64 ``[R]``."""

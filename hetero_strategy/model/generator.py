@@ -56,7 +56,9 @@ class Generator(Adapter):
 
     @abstractmethod
     def loss(self, hidden: Tensor, inputs: GeneratorInputs) -> Tensor:
-        """Scalar, summed over target elements, of the last blocks' rows ``[T, hidden_width]``."""
+        """Scalar, summed over target elements of the items that count (:attr:`GeneratorInputs.counted`), of the last
+        blocks' rows ``[T, hidden_width]``.
+        """
 
     @abstractmethod
     def draw(self, inputs: GeneratorInputs, conditions: Tensor, places: Tensor) -> Tensor:

@@ -171,6 +171,8 @@ class GeneratorInputs:
     """Over the rows inside the module."""
     slots: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     """(source module, its microbatch) -> int64 positions in the packed rows that its rows fill, ascending."""
+    counted: torch.Tensor | None = None
+    """bool ``[n]``, items whose loss counts; None: all."""
 
     @property
     def target_rows(self) -> np.ndarray:
@@ -201,6 +203,18 @@ def host_index(index: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     if like.device.type == "cuda":
         return tensor.pin_memory().to(like.device, non_blocking=True)
     return tensor.to(like.device)
+
+
+def tensors_of(data: Any) -> list[torch.Tensor]:
+    """Every tensor in one of these dataclasses."""
+    found: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    _moved(data, keep)
+    return found
 
 
 def _similar(lengths: np.ndarray) -> list[np.ndarray]:

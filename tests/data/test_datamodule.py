@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from hetero_strategy.data.batch import Batch
 from hetero_strategy.data.datamodule import MultimodalDataModule
 from hetero_strategy.data.digits import digit_processors, draw_processors
-from hetero_strategy.data.loader import StepLoader
+from hetero_strategy.data.loading.loader import StepLoader
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import place
 from hetero_strategy.layout.spec import ModuleLayout

@@ -10,7 +10,7 @@ import torch
 from hetero_strategy.data.batch import Batch
 from hetero_strategy.data.digits import digit_processors, draw_processors
 from hetero_strategy.data.index import DatasetIndex, build_index
-from hetero_strategy.data.loader import StepLoader
+from hetero_strategy.data.loading.loader import StepLoader
 from hetero_strategy.data.steps import Share, StepDataset, epoch_order
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import CheckpointError, ConfigError, DataError
@@ -302,3 +302,27 @@ def test_refusals(index: DatasetIndex) -> None:
         steps(index, global_batch_size=100, drop_last=True)
     with pytest.raises(IndexError):
         steps(index)[0, 4]
+
+
+def test_a_window_levels_steps_and_keeps_every_sample(index: DatasetIndex) -> None:
+    few = {"global_batch_size": 6, "drop_last": True}
+    alone, moved = steps(index, **few), steps(index, window=4, **few)
+    assert len(alone) == len(moved) >= 8
+
+    def epoch(made: StepDataset) -> list[np.ndarray]:
+        return [made.samples(2, step) for step in range(len(made))]
+
+    def tokens(drawn: list[np.ndarray]) -> np.ndarray:
+        return np.array([np.asarray(index.offsets[s + 1] - index.offsets[s]).sum() for s in drawn])
+
+    plain, levelled = epoch(alone), epoch(moved)
+    full = len(alone) // 4 * 4
+    for first in range(0, full, 4):
+        window = slice(first, first + 4)
+        assert sorted(np.concatenate(plain[window])) == sorted(np.concatenate(levelled[window]))
+    assert all(len(drawn) == 6 for drawn in levelled)
+    for one, other in zip(plain[full:], levelled[full:], strict=True):
+        assert np.array_equal(one, other)  # too few steps are left for a window
+    spread = [np.ptp(tokens(drawn[:full]).reshape(-1, 4), axis=1).mean() for drawn in (plain, levelled)]
+    assert spread[1] < 0.3 * spread[0]
+    assert np.array_equal(moved[2, 1].plan.samples, levelled[1])

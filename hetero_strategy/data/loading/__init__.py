@@ -1,0 +1,1 @@
+"""Batches ahead of need: workers, the background thread, dispatch, copies to the device."""

@@ -1,0 +1,256 @@
+"""Payload read where it is sampled and dispatched to where it is computed: the same batches and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hetero_strategy.data.balancing import Surroundings
+from hetero_strategy.data.datamodule import MultimodalDataModule
+from hetero_strategy.data.index import DatasetIndex, build_index
+from hetero_strategy.data.loading import dispatch as room
+from hetero_strategy.data.loading.agree import Agree
+from hetero_strategy.data.loading.dispatch import Dispatch, Traffic
+from hetero_strategy.data.loading.loader import StepLoader
+from hetero_strategy.data.sampled import SampledDataset
+from hetero_strategy.data.steps import Share, StepDataset
+from tests.data.loading.compared import differences
+from tests.distributed import scenario, stepping
+from tests.distributed.exact import compare, expected, on, setting_of
+from tests.distributed.harness import Pool, WorkerError
+from tests.distributed.stepping import SAMPLES, Reference, Run, Setting, data, data_of, placed, share_of, steps_on_rank
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "unequal dp, tp replicas": {"vision": on(0, 1, 2), "audio": on(2, 3), "llm": on(0, 1, 2, 3, tp=2)},
+    "ranks that read for others only": {"vision": on(0, 1, pp=2), "audio": on(2, 3, tp=2), "llm": on(0, 2)},
+    "generator": {"vision": on(0, 1), "llm": on(0, 1, 2), "draw": on(1, 2)},
+    "pipelined generator": {"vision": on(0, 1), "llm": on(0, 1, 2, 3, tp=2), "draw": on(1, 2, 3, pp=3)},
+}
+BALANCES: tuple[Mapping[str, Any] | None, ...] = (None, {}, {"policy": "lpt"})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
+    root = tmp_path_factory.mktemp("dispatch")
+    return {draws: data(root / str(draws), draws=draws) for draws in (False, True)}
+
+
+def unmeasured(setting: Setting) -> DatasetIndex:
+    made = data_of(setting.folder, "draw" in setting.modules)
+    manifest = Path(setting.folder) / "train.json"
+    return build_index(manifest, made.tokenizer, made.processors, measure=False, progress=False)
+
+
+def sampled_like(fetch: StepDataset, setting: Setting, rank: int, world: int) -> SampledDataset:
+    """The same steps, read where they are sampled."""
+    return SampledDataset(
+        unmeasured(setting),
+        fetch.processors,
+        fetch.edges,
+        fetch.share,
+        consumers=fetch.consumers,
+        global_batch_size=fetch.global_batch_size,
+        microbatches=fetch.microbatches,
+        microbatch_tokens=fetch.microbatch_tokens,
+        balancing=fetch.balancing,
+        seed=fetch.seed,
+        shuffle=fetch.shuffle,
+        rank=rank,
+        world=world,
+    )
+
+
+def shares_of(setting: Setting, world: int) -> list[Share]:
+    return [share_of(placed(setting, world), setting, rank) for rank in range(world)]
+
+
+@dataclass
+class Seen:
+    """Of one rank."""
+
+    differences: list[str]
+    traffic: list[Traffic]
+
+
+def batches_on_rank(
+    rank: int, world: int, settings: Sequence[Setting], sizes: Sequence[tuple[int, int]], damage: bool = False
+) -> Seen:
+    """Batches of (samples, microbatches), fetched and dispatched."""
+    group = dist.new_group(backend="gloo")
+    shares, seen = shares_of(settings[0], world), Seen([], [])
+    exchange = dist.all_to_all_single
+
+    def damaged(incoming: torch.Tensor, *args: Any, **options: Any) -> None:
+        exchange(incoming, *args, **options)
+        if incoming.numel():
+            incoming.view(-1)[0] += 1e-3
+
+    if damage:
+        room.dist.all_to_all_single = damaged  # type: ignore[attr-defined]
+    for setting, (samples, microbatches) in product(settings, sizes):
+        fetch = stepping.steps_of(setting, microbatches, shares[rank])
+        fetch.global_batch_size = samples
+        sampled = sampled_like(fetch, setting, rank, world)
+        dispatch = Dispatch(sampled, shares, group)
+        for step in range(len(fetch)):
+            wanted, found = fetch[step], dispatch(sampled[step])
+            seen.differences += [f"{samples} {step} {path}" for path in differences(wanted, found)]
+            seen.traffic.append(dispatch.traffic)
+    return seen
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equal_batches(pool: Pool, folders: dict[bool, str], layout: str) -> None:
+    """Whole epochs: steps of one sample have ranks without items and modules without any."""
+    settings = [setting_of(folders, LAYOUTS[layout], "1f1b", balance=balance) for balance in BALANCES]
+    seen = pool.run(settings[0].world, batches_on_rank, settings, [(SAMPLES, 3), (2, 1), (1, 1)])
+    assert [one.differences for one in seen] == [[]] * settings[0].world
+    for traffic in zip(*(one.traffic for one in seen), strict=True):
+        assert sum(one.sent for one in traffic) == sum(one.received for one in traffic)
+    assert sum(one.sent for rank in seen for one in rank.traffic) > 0
+
+
+def test_a_damaged_message_is_noticed(pool: Pool, folders: dict[bool, str]) -> None:
+    setting = setting_of(folders, LAYOUTS["generator"], "1f1b")
+    seen = pool.run(setting.world, batches_on_rank, [setting], [(SAMPLES, 1)], True)
+    for rank, one in enumerate(seen):
+        assert bool(one.differences) == (one.traffic[0].received > 0), rank
+    assert any(one.differences for one in seen)
+
+
+def bytes_on_rank(rank: int, world: int, setting: Setting) -> tuple[int, int, list[int]]:
+    """(payload bytes handed to the all-to-all, received, least that each rank has to receive), of one step."""
+    group = dist.new_group(backend="gloo")
+    shares = shares_of(setting, world)
+    fetch = stepping.steps_of(setting, 2, shares[rank])
+    handed = [0, 0]
+    exchange = dist.all_to_all_single
+
+    def counted(incoming: torch.Tensor, outgoing: torch.Tensor, *args: Any, **options: Any) -> None:
+        handed[0] += outgoing.nbytes
+        handed[1] += incoming.nbytes
+        exchange(incoming, outgoing, *args, **options)
+
+    room.dist.all_to_all_single = counted  # type: ignore[attr-defined]
+    sampled = sampled_like(fetch, setting, rank, world)
+    dispatch = Dispatch(sampled, shares, group)
+    dispatch(sampled[0])
+    assert handed == [dispatch.traffic.sent, dispatch.traffic.received]
+    # From what is computed without any dispatch: the payload of each rank's own batch, less what is at home there.
+    least = []
+    index = fetch.index
+    for r in range(world):
+        batch = StepDataset(
+            index, fetch.processors, fetch.edges, shares[r], global_batch_size=SAMPLES, microbatches=2, shuffle=False
+        )[0]
+        total = 0
+        for name in fetch.processors:
+            for number, inputs in enumerate(batch.inputs.get(name, ())):
+                if inputs is None or not len(inputs.values):  # type: ignore[union-attr]
+                    continue
+                instance = shares[r].mine[name]
+                assert instance is not None
+                units = batch.plan.assignments[name][number].of(instance)
+                pieces = inputs.values.split(inputs.sizes.prod(axis=1).tolist())  # type: ignore[union-attr]
+                of_sample = batch.plan.metadata.items[name].sample[units]
+                total += sum(p.nbytes for p, k in zip(pieces, of_sample, strict=True) if k % world != r)
+        least.append(total)
+    return handed[0], handed[1], least
+
+
+@pytest.mark.parametrize("layout", ["unequal dp, tp replicas", "pipelined generator"])
+def test_no_byte_too_many(pool: Pool, folders: dict[bool, str], layout: str) -> None:
+    setting = setting_of(folders, LAYOUTS[layout], "1f1b")
+    seen = pool.run(setting.world, bytes_on_rank, setting)
+    least = seen[0][2]
+    assert [received for _, received, _ in seen] == least and sum(sent for sent, _, _ in seen) == sum(least) > 0
+
+
+def dispatched_steps_on_rank(
+    rank: int, world: int, setting: Setting, wanted: Reference, counts: Sequence[int | None]
+) -> Run:
+    """Training steps whose batches were dispatched, in a loader's background thread."""
+    group = dist.new_group(backend="gloo")
+    shares, original = shares_of(setting, world), stepping.steps_of
+
+    def steps_of(setting: Setting, number: int | None, share: Share, around: Surroundings | None = None) -> Any:
+        sampled = sampled_like(original(setting, number, share, around), setting, rank, world)
+        return list(StepLoader(sampled, finish=[Dispatch(sampled, shares, group)]))
+
+    stepping.steps_of = steps_of  # type: ignore[assignment]
+    return steps_on_rank(rank, world, setting, wanted, counts)
+
+
+def test_gradients_are_those_of_one_process(pool: Pool, folders: dict[bool, str]) -> None:
+    setting = setting_of(folders, LAYOUTS["pipelined generator"], "1f1b", balance={})
+    wanted = expected(setting)
+    compare(wanted, pool.run(setting.world, dispatched_steps_on_rank, setting, wanted, (3,), timeout=120))
+
+
+def failing_on_rank(rank: int, world: int, setting: Setting, on_error: str) -> tuple[list[int], int]:
+    """A step in which rank 1 cannot read one of its files: (its samples that failed, labels that are left)."""
+    group = dist.new_group(backend="gloo")
+    shares = shares_of(setting, world)
+    sampled = sampled_like(stepping.steps_of(setting, 1, shares[rank]), setting, rank, world)
+    sampled.on_error = on_error  # type: ignore[assignment]
+    images = sampled.index.items["vision"]
+    bad = int(np.asarray(images.sample)[np.asarray(images.sample) % world == 1][0])
+    broken = range(int(images.offsets[bad]), int(images.offsets[bad + 1]))
+    original = DatasetIndex.path
+
+    def path(self: DatasetIndex, module: str, item: int) -> Path:
+        return Path("nowhere.png") if module == "vision" and item in broken else original(self, module, item)
+
+    DatasetIndex.path = path  # type: ignore[method-assign]
+    batch = Agree(group)(Dispatch(sampled, shares, group)(sampled[0]))
+    assert batch.plan.metadata.labels[bad] == 0 and batch.skipped == 1
+    assert bad not in batch.plan.metadata.items["vision"].sample
+    return sorted(batch.failed), batch.plan.loss_tokens
+
+
+def test_all_ranks_hear_of_a_bad_file(pool: Pool, folders: dict[bool, str]) -> None:
+    setting = setting_of(folders, LAYOUTS["unequal dp, tp replicas"], "1f1b")
+    seen = pool.run(4, failing_on_rank, setting, "skip")
+    assert [len(failed) for failed, _ in seen] == [0, 1, 0, 0] and len({left for _, left in seen}) == 1
+    with pytest.raises(WorkerError, match=r"nowhere\.png: file is missing") as caught:
+        pool.run(4, failing_on_rank, setting, "stop")
+    assert caught.value.error == "DataError" and "failed too" in str(caught.value)
+
+
+def trained_on_rank(rank: int, world: int, job: scenario.Job, payload: str) -> scenario.Result:
+    """A Trainer's run."""
+    original = scenario.datamodule
+
+    def datamodule(job: scenario.Job) -> MultimodalDataModule:
+        made = original(job)
+        return MultimodalDataModule(
+            made.manifests["train"],
+            tokenizer=job.folder,
+            processors=made.processors,
+            global_batch_size=job.batch,
+            microbatches=job.microbatches,
+            seed=1,
+            payload=payload,  # type: ignore[arg-type]
+        )
+
+    scenario.datamodule = datamodule
+    return scenario.train_on_rank(rank, world, job)
+
+
+def test_a_trainer_trains_the_same(pool: Pool, tmp_path: Path) -> None:
+    folder = scenario.data(tmp_path / "data")
+    layouts = {"vision": on(0), "audio": on(1), "llm": on(0, 1)}
+    job = scenario.Job(str(folder), layouts, steps=3, trainer={"max_epochs": 1})
+    runs = [pool.run(2, trained_on_rank, job, payload, group=False) for payload in ("fetch", "all_to_all")]
+    for fetched, dispatched in zip(*runs, strict=True):
+        assert fetched.losses == dispatched.losses and len(fetched.losses) == 3
+        assert fetched.gradients.keys() == dispatched.gradients.keys()
+        assert all(torch.equal(x, dispatched.gradients[name]) for name, x in fetched.gradients.items())
