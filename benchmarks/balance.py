@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,12 +152,12 @@ def table(title: str, lines: list[dict[str, Any]], notes: tuple[str, ...] = (), 
     report("balance", title, columns, rows, notes)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = arguments(__doc__)
     parser.add_argument("--quick", action="store_true", help="one model, at most 64 instances (for the test suite)")
     parser.add_argument("--rounds", type=int, default=9, help="timings per figure, of which the median counts")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     names = ["orchmllm_10b"] if options.quick else list(WIDTHS)
     sizes = (8, 64) if options.quick else (8, 64, 512, 2560)
     lines = [line for name in names for bins in sizes for line in quality(name, bins, options.rounds)]

@@ -279,13 +279,13 @@ def summary(ranks: Sequence[Found], steps: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = arguments(__doc__)
     parser.add_argument("--samples", type=int, default=24, help="samples of a step (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="steps (default: %(default)s)")
     parser.add_argument("--wire", action="store_true", help="also count what loopback carries; leaves waits out")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     pool, results, rows = Pool(), {}, []
     with tempfile.TemporaryDirectory(prefix="dispatch-") as root:
         folder = Path(root) / "data"

@@ -24,7 +24,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -186,14 +186,14 @@ def figure21(folder: Path, cases: list[tuple[int, int]], steps: int) -> list[dic
     return found
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=40, help="measured steps of every loop")
     parser.add_argument("--images", type=int, default=12, help="images of a step in table 1")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the data are kept")
     parser.add_argument("--only", nargs="*", choices=list(SETTINGS), default=list(SETTINGS), help="rows of table 1")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     torch.set_num_threads(1)
     photographs(args.folder)

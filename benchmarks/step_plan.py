@@ -17,6 +17,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +27,8 @@ from benchmarks.workloads import WORKLOADS
 from hetero_strategy.data.balance import Cost
 from hetero_strategy.data.orchestrator import Balancing, Near, plan_step
 from hetero_strategy.data.plan import ModuleLoad, StepMetadata, edge_blocks
+from hetero_strategy.monitor.balance import BalanceSummary, Spread
+from hetero_strategy.monitor.balance_draw import draw
 
 PAPER = {64: 16.66, 128: 18.49, 256: 21.32, 512: 24.64, 1024: 31.37, 2560: 53.88}
 """Instances -> ms (OrchMLLM, table 2)."""
@@ -84,6 +87,18 @@ def measure(
     }
 
 
+def picture(file: str, samples: int, instances: int = 32) -> None:
+    """Loads of one step's instances."""
+    plan = plan_step(
+        WORKLOADS["orchmllm_10b"](instances * samples, 0).metadata(),
+        dict.fromkeys(MODULES, instances),
+        ("llm",),
+        balancing=balancing(instances, "home"),
+    )
+    spreads = {module: Spread.of(load) for module, load in plan.loads.items()}
+    draw(Path(file), BalanceSummary(1, spreads, None, 0.0, None, None, None, 1.0, 0, 0))
+
+
 def row(found: Mapping[str, Any]) -> tuple[Any, ...]:
     """As the table shows it."""
     paper = PAPER.get(found["instances"])
@@ -112,6 +127,10 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--instances", type=int, nargs="+", default=[64, 512, 2560], help="default 64 512 2560")
     parser.add_argument("--samples", type=int, default=60, help="per instance (default 60)")
     parser.add_argument("--rounds", type=int, default=7, help="of which the median is taken (default 7)")
+    parser.add_argument("--growth", type=int, default=100, help="of the samples in the last rows (default 100)")
+    parser.add_argument(
+        "--picture", metavar="FILE", help="also draw the loads of 32 instances, as sampled and as planned"
+    )
     given = parser.parse_args(argv)
     make = WORKLOADS["orchmllm_10b"]
     found = []
@@ -120,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         for rearrange in ("none", "permute", "home"):
             found.append(measure(metadata, instances, rearrange, 1, given.rounds))  # type: ignore[arg-type]
         found.append(measure(metadata, instances, "home", 4, given.rounds))
-    for times in (1, 10, 100):
+    for times in sorted({1, max(1, given.growth // 10), given.growth}):
         metadata = make(8 * given.samples * times, 0).metadata()
         found.append(measure(metadata, 8, "none", 1, given.rounds))
     report(
@@ -131,6 +150,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         [row(x) for x in found],
         ["max/mean: as sampled, then as planned"],
     )  # fmt: skip
+    if given.picture:
+        picture(given.picture, given.samples)
     write_json(given.json, "step_plan", "cpu", {k: v for k, v in vars(given).items() if k != "json"}, found)
     return found
 

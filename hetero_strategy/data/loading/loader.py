@@ -163,8 +163,8 @@ class StepLoader:
         """
         epoch, consumed = int(state["epoch"]), int(state["consumed"])
         if 0 < consumed < int(state["steps"]):
-            now = self._identity()
-            changed = [f"{name} was {state[name]}, is {now[name]}" for name in now if state[name] != now[name]]
+            was, now = {"window": 1, **state}, self._identity()  # older runs had no windows
+            changed = [f"{name} was {was[name]}, is {now[name]}" for name in now if was[name] != now[name]]
             if changed:
                 raise CheckpointError(
                     f"cannot resume in the middle of epoch {epoch}, after {consumed} of {state['steps']} steps:"
@@ -260,6 +260,7 @@ class StepLoader:
             "seed": steps.seed,
             "shuffle": steps.shuffle,
             "data": steps.index.content,
+            "window": steps.window,
         }
 
 

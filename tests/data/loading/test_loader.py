@@ -326,3 +326,7 @@ def test_a_window_levels_steps_and_keeps_every_sample(index: DatasetIndex) -> No
     spread = [np.ptp(tokens(drawn[:full]).reshape(-1, 4), axis=1).mean() for drawn in (plain, levelled)]
     assert spread[1] < 0.3 * spread[0]
     assert np.array_equal(moved[2, 1].plan.samples, levelled[1])
+    state = {**StepLoader(alone).state_dict(), "consumed": 2}
+    StepLoader(alone).load_state_dict({name: value for name, value in state.items() if name != "window"})
+    with pytest.raises(CheckpointError, match="window was 1, is 4"):
+        StepLoader(moved).load_state_dict(state)
