@@ -33,6 +33,9 @@ class Ahead:
         self._thread: threading.Thread | None = None
         self._work = _Work()
 
+    def __reduce__(self) -> tuple[type[Ahead], tuple[str]]:
+        return Ahead, (self._name,)  # a data module goes to spawned processes, each of which has a thread of its own
+
     @property
     def alive(self) -> bool:
         """Whether the thread is there."""

@@ -11,7 +11,7 @@ On a cluster:
 2. One Ray cluster: ``ray start --head --port=6379`` on a CPU node, ``ray start --address=<head>:6379`` on the others.
    Machines that train join it too but offer no processor, so that no actor lands there:
    ``ray start --address=<head>:6379 --num-cpus=0``.
-3. Training is started with ``RAY_ADDRESS=<head>:6379``. Without it the ranks of a machine share one Ray of their own.
+3. Training is started with ``RAY_ADDRESS=<head>:6379``. Without it a process that trains alone starts a Ray of its own.
 
 How many: every rank has ``num_workers`` actors of one processor each for training data and as many for validation. A
 rank waits for nothing where ``num_workers >= seconds to make its part of a step / seconds of a step``. Up to
@@ -20,18 +20,15 @@ rank waits for nothing where ``num_workers >= seconds to make its part of a step
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import signal
-import tempfile
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +50,7 @@ class Actors:
         size: number of them.
 
     Raises:
-        ConfigError: Ray is not installed, or not all actors find a processor.
+        ConfigError: Ray is not installed, has no address, or not all actors find a processor.
     """
 
     def __init__(self, steps: Steps, size: int) -> None:
@@ -158,41 +155,24 @@ def _ray() -> Any:
 
 
 def _connect(ray: Any, actors: int) -> None:
-    """To the cluster of RAY_ADDRESS, else to a Ray of our own that the ranks of this machine share.
+    """To the cluster of RAY_ADDRESS; a process that trains alone may have a Ray of its own.
 
     In the main thread: a Ray ends with the thread that starts it, and ends its processes with it.
     """
     if ray.is_initialized():
         return
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    with _own_signals():
-        if os.environ.get("RAY_ADDRESS"):
-            ray.init(address=os.environ["RAY_ADDRESS"], **quiet)
-            return
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    address = os.environ.get("RAY_ADDRESS")
+    if not address and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "engine='ray' in several processes needs the address of one Ray cluster for all of them: start it with"
+            " `ray start --head --port=6379` and train with RAY_ADDRESS=<that machine>:6379; or use engine='local'"
+        )
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if not address:
         # As many as are wanted: what is on this machine anyway, processors do not limit.
-        room = max(os.cpu_count() or 1, LOADERS * actors * ranks)
-        with _note() as note:
-            owner, _, address = note.read().partition(" ")
-            if address and _alive(int(owner)):
-                ray.init(address=address, **quiet)
-                return
-            found = ray.init(address="local", num_cpus=room, include_dashboard=False, **quiet)
-            note.seek(0)
-            note.truncate()
-            note.write(f"{os.getpid()} {found.address_info['gcs_address']}")
-
-
-@contextmanager
-def _note() -> Iterator[IO[str]]:
-    """A locked file in which the first rank of a machine leaves its Ray's address for the others."""
-    job = "-".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    job = job if int(os.environ.get("WORLD_SIZE", "1")) > 1 else str(os.getpid())
-    path = Path(tempfile.gettempdir()) / f"hetero_strategy-ray-{os.getuid()}-{job}"
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
-        file.flush()
+        quiet |= {"num_cpus": max(os.cpu_count() or 1, LOADERS * actors), "include_dashboard": False}
+    with _own_signals():
+        ray.init(address=address or "local", **quiet)
 
 
 @contextmanager
@@ -206,16 +186,6 @@ def _own_signals() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _line(error: BaseException) -> str:

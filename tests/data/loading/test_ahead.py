@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -409,3 +410,11 @@ def test_tasks_run_in_the_order_submitted(script: list[tuple[str, int]]) -> None
     assert ahead.close() and ran == expected and not ahead.alive
     assert ahead.submit(os.getpid).result() == os.getpid()  # and starts anew
     assert ahead.close()
+
+
+def test_a_thread_does_not_travel() -> None:
+    ahead = Ahead("name")
+    assert ahead.submit(lambda: 3).result() == 3
+    other = pickle.loads(pickle.dumps(ahead))
+    assert not other.alive and other.submit(lambda: 4).result() == 4
+    assert ahead.close() and other.close()
