@@ -7,7 +7,7 @@ recording or mostly text. The same global batches are trained on
   llm only     the LLM balanced on its sequences, items where their samples are: what balancing before the step can do
   all          every module balanced on its own cost
 
-in turns in one run, without optimizer. Expected: the same ratio by FLOPs of the slowest instance of every module, which
+in turns in one run, without optimizer. By loads: the same ratio of FLOPs of the slowest instance of every module, which
 is max/mean of loads over all modules, since the ranks meet at every edge.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import arguments, report, write_json
-from benchmarks.pipeline_timing import scaled
+from benchmarks.pipeline_timing import durations, fitted, scaled, simulated
 from benchmarks.pipelines import MERGE, Gathered, Setting, Turn, gather, planned, run_turns
 from hetero_strategy.data.plan import ModuleLoad, StepItems, StepMetadata
 from hetero_strategy.layout import ModuleLayout
@@ -42,9 +42,9 @@ class Incoherent(Setting):
     def metadata(self, seed: int) -> StepMetadata:
         rng = np.random.default_rng(seed)
         kind = rng.integers(0, 3, self.samples)
-        text = np.maximum(4, rng.lognormal(np.where(kind == 2, 5.0, 3.0), 0.5)).astype(np.int64)
-        side = np.clip(rng.lognormal(1.9, 0.35, self.samples), 2, 14).astype(np.int64)
-        clip = np.clip(rng.lognormal(5.0, 0.5, self.samples), 16, 700).astype(np.int64)
+        text = np.maximum(4, rng.lognormal(np.where(kind == 2, 6.0, 3.0), 0.5)).astype(np.int64)
+        side = np.clip(rng.lognormal(2.3, 0.35, self.samples), 2, 20).astype(np.int64)
+        clip = np.clip(rng.lognormal(6.0, 0.5, self.samples), 16, 1400).astype(np.int64)
         items, before = {}, np.zeros(self.samples, dtype=np.int64)
         for name, mine, rows in (("vision", kind == 0, side**2), ("audio", kind == 1, clip)):
             sample = np.flatnonzero(mine)
@@ -82,18 +82,26 @@ def compare(variants: Mapping[str, Setting], steps: Sequence[Gathered], seeds: i
     turns = {name: [[s for s in steps if s.turn == i * seeds + k] for k in range(seeds)]
              for i, name in enumerate(variants)}  # fmt: skip
     base = [expected(variants["as sampled"], seed)[0] for seed in range(seeds)]
+    known = {name: [planned(setting, seed) for seed in range(seeds)] for name, setting in variants.items()}
+    sampled = [
+        (known["as sampled"][seed], durations(known["as sampled"][seed], step))
+        for seed, group in enumerate(turns["as sampled"])
+        for step in group
+    ]
+    seconds = {name: [simulated(k, fitted(k, sampled), 0.0).time for k in plans] for name, plans in known.items()}
     for name, setting in variants.items():
         pairs = list(zip(turns[name], turns["as sampled"], strict=True))
         ratios = [a.wall / b.wall for mine, other in pairs for a, b in zip(mine, other, strict=True)]
         fastest = [min(s.wall for s in mine) / min(s.wall for s in other) for mine, other in pairs]
-        known = [expected(setting, seed) for seed in range(seeds)]
+        loads = [expected(setting, seed) for seed in range(seeds)]
         found[name] = {
             "step_ms": 1e3 * statistics.median(s.wall for group in turns[name] for s in group),
             "ratio": statistics.median(ratios),
             "ratio_of_fastest": statistics.mean(fastest),
             "ratios": ratios,
-            "expected": statistics.mean(flops / b for (flops, _), b in zip(known, base, strict=True)),
-            "imbalance": {m: statistics.mean(k[1][m] for k in known) for m in setting.layouts},
+            "expected": statistics.mean(flops / b for (flops, _), b in zip(loads, base, strict=True)),
+            "simulated": statistics.mean(a / b for a, b in zip(seconds[name], seconds["as sampled"], strict=True)),
+            "imbalance": {m: statistics.mean(k[1][m] for k in loads) for m in setting.layouts},
         }
     return found
 
@@ -121,20 +129,33 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[st
     report(
         "balanced_steps",
         f"training steps on 2 ranks, {given.batches} global batches, {given.rounds} rounds",
-        ("", "step ms", "over as sampled", "of the fastest", "expected", "max/mean vision", "audio", "llm"),
+        (
+            "",
+            "step ms",
+            "over as sampled",
+            "of the fastest",
+            "by loads",
+            "simulated",
+            "max/mean vision",
+            "audio",
+            "llm",
+        ),
         [
             (
                 name,
                 f"{x['step_ms']:.0f}",
                 x["ratio"],
+                x["ratio_of_fastest"],
                 x["expected"],
+                x["simulated"],
                 *(x["imbalance"][m] for m in variants[name].layouts),
             )
             for name, x in found.items()
         ],
         [
             "over as sampled: median over rounds and batches; of the fastest: of every batch's fastest steps, mean",
-            "expected: ratio of the FLOPs of the slowest instance of every module, summed over a step",
+            "by loads: FLOPs of the slowest instance of every module, summed over a step; simulated: with the seconds"
+            " that actions took as sampled, fitted as constant + FLOPs",
         ],
     )
     options = {name: v for name, v in vars(given).items() if name != "json"}
