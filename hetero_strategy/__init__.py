@@ -7,10 +7,11 @@ from hetero_strategy.data.datamodule import MultimodalDataModule
 from hetero_strategy.errors import HeteroError
 from hetero_strategy.layout import ModuleLayout, Placement
 from hetero_strategy.model import CausalLM, Edge, Encoder, Generator, ModelOutput, MultimodalModel
-from hetero_strategy.monitor import ThroughputMonitor, TimelineMonitor
+from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
 from hetero_strategy.strategy import HeteroStrategy
 
 __all__ = [
+    "BalanceMonitor",
     "CausalLM",
     "Edge",
     "Encoder",

@@ -253,6 +253,8 @@ def balance(trainer: L.Trainer, totals: Totals) -> dict[str, Any] | None:
         "data_wait_share": round(totals.wait / totals.seconds, 4) if totals.seconds else None,
         "plan_seconds": seen.plan_seconds,
         "plan_hidden_share": seen.plan_hidden_share,
+        "skipped_samples": seen.skipped_samples,
+        "worker_restarts": seen.worker_restarts,
         "bytes_within_nodes": None if seen.traffic is None else round(seen.traffic.within),
         "bytes_between_nodes": None if seen.traffic is None else round(seen.traffic.between),
     }
@@ -347,6 +349,9 @@ def _balance_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     if found["plan_seconds"] is not None:
         hidden = f" ({found['plan_hidden_share']:.0%} hidden)" if found["plan_hidden_share"] is not None else ""
         said.append(f"plan {1e3 * found['plan_seconds']:.1f} ms a step{hidden}")
+    for name, what in (("skipped_samples", "samples skipped"), ("worker_restarts", "workers replaced")):
+        if found[name]:
+            said.append(f"{found[name]} {what}")
     if found["bytes_between_nodes"] is not None:
         said.append(
             f"{found['bytes_between_nodes'] / 2**20:.2f} MiB a step between nodes,"

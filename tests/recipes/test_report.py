@@ -40,3 +40,8 @@ def test_says_only_what_is_known(seconds: float) -> None:
     lines = _balance_lines(found)
     assert lines == ([("data", "5.0% of the time waiting")] if seconds else [])
     assert reported(None) is None
+
+
+def test_what_was_skipped_is_said() -> None:
+    found = reported(BalanceSummary(5, {}, None, 0.0, None, None, None, 1.0, 3, 1))
+    assert _balance_lines(found) == [("data", "5.0% of the time waiting, 3 samples skipped, 1 workers replaced")]
