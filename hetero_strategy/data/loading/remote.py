@@ -11,7 +11,8 @@ On a cluster:
 2. One Ray cluster: ``ray start --head --port=6379`` on a CPU node, ``ray start --address=<head>:6379`` on the others.
    Machines that train join it too but offer no processor, so that no actor lands there:
    ``ray start --address=<head>:6379 --num-cpus=0``.
-3. Training is started with ``RAY_ADDRESS=<head>:6379``. Without it a process that trains alone starts a Ray of its own.
+3. Training is started with ``RAY_ADDRESS=<head>:6379``, and with ``RAY_AUTH_MODE=token`` and the token where the
+   cluster asks for one. Without an address a process that trains alone starts a Ray of its own.
 
 How many: every rank has ``num_workers`` actors of one processor each for training data and as many for validation. A
 rank waits for nothing where ``num_workers >= seconds to make its part of a step / seconds of a step``. Up to
@@ -172,7 +173,13 @@ def _connect(ray: Any, actors: int) -> None:
         # As many as are wanted: what is on this machine anyway, processors do not limit.
         quiet |= {"num_cpus": max(os.cpu_count() or 1, LOADERS * actors), "include_dashboard": False}
     with _own_signals():
-        ray.init(address=address or "local", **quiet)
+        try:
+            ray.init(address=address or "local", **quiet)
+        except (ConnectionError, RuntimeError) as error:
+            raise ConfigError(
+                f"Ray at {address or 'this machine'} cannot be reached ({_line(error)}); look whether it runs, whether"
+                " it has the same version, and whether it asks for a token (RAY_AUTH_MODE)"
+            ) from None
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
 from tests.data.loading.test_ahead import settled, steps
 from tests.data.loading.test_loader import flat
-from tests.distributed.harness import Pool
 
 
 def test_ray_is_named_where_it_is_missing(digits: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -123,27 +122,12 @@ def test_too_few_processors(index: DatasetIndex, tmp_path: Path, monkeypatch: py
         next(iter(loader))
 
 
-def on_rank(rank: int, world: int, digits: str, folder: str, address: str) -> tuple[str, list[Any]]:
-    """What a rank says without an address, and loads with one."""
-    index = build_index(Path(digits) / "train.json", ChatTokenizer(Path(digits)), digit_processors(), progress=False)
-    mine = Path(folder) / str(rank)
-    mine.mkdir()
-    loader = StepLoader(steps(index, mine), num_workers=1, engine="ray")
-    os.environ.pop("RAY_ADDRESS", None)
-    with pytest.raises(ConfigError) as error:
-        next(iter(loader))
-    os.environ["RAY_ADDRESS"] = address
-    made = [flat(b) for b in loader]
-    loader.close()
+def test_several_processes_need_an_address(
+    index: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ray.shutdown()
-    return str(error.value), made
-
-
-def test_ranks_share_the_ray_of_the_address(pool: Pool, index: DatasetIndex, digits: Path, tmp_path: Path) -> None:
-    if not ray.is_initialized():
-        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    address = ray.get_runtime_context().gcs_address
-    expected = [flat(b) for b in StepLoader(steps(index, tmp_path))]
-    for said, made in pool.run(2, on_rank, str(digits), str(tmp_path), address, timeout=100):
-        assert "RAY_ADDRESS" in said and made == expected
-    assert ray.is_initialized()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match="needs the address of one Ray cluster.*RAY_ADDRESS"):
+        next(iter(StepLoader(steps(index, tmp_path), num_workers=1, engine="ray")))
+    assert not ray.is_initialized()
