@@ -128,6 +128,6 @@ def test_several_processes_need_an_address(
     ray.shutdown()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(ConfigError, match="needs the address of one Ray cluster.*RAY_ADDRESS"):
+    with pytest.raises(ConfigError, match=r"needs the address of one Ray cluster.*RAY_ADDRESS"):
         next(iter(StepLoader(steps(index, tmp_path), num_workers=1, engine="ray")))
     assert not ray.is_initialized()
