@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.common import arguments, report, write_json
 from benchmarks.pipeline_timing import durations, fitted, scaled, simulated
-from benchmarks.pipelines import MERGE, Gathered, Setting, Turn, gather, planned, run_turns
+from benchmarks.pipelines import MERGE, Gathered, Planned, Setting, Turn, gather, planned, run_turns
 from hetero_strategy.data.plan import ModuleLoad, StepItems, StepMetadata
 from hetero_strategy.layout import ModuleLayout
 from tests.distributed.harness import Pool
@@ -63,16 +63,14 @@ def settings(scale: float) -> dict[str, Setting]:
     return {name: replace(scaled(one, scale), balance=balance) for name, balance in VARIANTS.items()}
 
 
-def expected(setting: Setting, seed: int) -> tuple[float, dict[str, float]]:
+def expected(known: Planned) -> tuple[float, dict[str, float]]:
     """FLOPs of the slowest instance, summed over the step; max/mean of each module's loads."""
-    known = planned(setting, seed)
     flops = sum(known.costs(action) for action in known.schedule.of(0) if action.microbatch >= 0)
-    loads = {name: known.plan.assignments[name] for name in setting.layouts}
     found = {}
-    for name, made in loads.items():
+    for name in known.plan.assignments:
         per_instance = np.stack([known.costs.of_instances(a) for a in known.schedule.of(0)
                                  if a.kind == "F" and a.node.module == name])  # fmt: skip
-        found[name] = ModuleLoad.imbalance(per_instance) if made else 1.0
+        found[name] = ModuleLoad.imbalance(per_instance)
     return flops, found
 
 
@@ -81,19 +79,19 @@ def compare(variants: Mapping[str, Setting], steps: Sequence[Gathered], seeds: i
     found: dict[str, Any] = {}
     turns = {name: [[s for s in steps if s.turn == i * seeds + k] for k in range(seeds)]
              for i, name in enumerate(variants)}  # fmt: skip
-    base = [expected(variants["as sampled"], seed)[0] for seed in range(seeds)]
     known = {name: [planned(setting, seed) for seed in range(seeds)] for name, setting in variants.items()}
     sampled = [
         (known["as sampled"][seed], durations(known["as sampled"][seed], step))
         for seed, group in enumerate(turns["as sampled"])
         for step in group
     ]
+    base = [expected(k)[0] for k in known["as sampled"]]
     seconds = {name: [simulated(k, fitted(k, sampled), 0.0).time for k in plans] for name, plans in known.items()}
     for name, setting in variants.items():
         pairs = list(zip(turns[name], turns["as sampled"], strict=True))
         ratios = [a.wall / b.wall for mine, other in pairs for a, b in zip(mine, other, strict=True)]
         fastest = [min(s.wall for s in mine) / min(s.wall for s in other) for mine, other in pairs]
-        loads = [expected(setting, seed) for seed in range(seeds)]
+        loads = [expected(k) for k in known[name]]
         found[name] = {
             "step_ms": 1e3 * statistics.median(s.wall for group in turns[name] for s in group),
             "ratio": statistics.median(ratios),

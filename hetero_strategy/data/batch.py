@@ -57,7 +57,7 @@ class Batch:
         return self._each(lambda x: x.to(device, non_blocking))
 
     def pin_memory(self) -> Batch:
-        """This batch in page-locked memory; torch's DataLoader calls it."""
+        """This batch in page-locked memory."""
         return self._each(lambda x: x.pin_memory())
 
     def _each(self, change: Callable[[ModuleInputs], ModuleInputs]) -> Batch:
