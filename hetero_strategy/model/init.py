@@ -108,6 +108,7 @@ def materialize(module: nn.Module, seed: int, *, name: str = "", device: torch.d
             continue
         value = value.to(device)
         made = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        made.__dict__.update(vars(tensor))
         for table, key in holders[id(tensor)]:
             table[key] = made
 
