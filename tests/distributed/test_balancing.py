@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -184,6 +185,24 @@ def disagreeing_on_rank(rank: int, world: int, setting: Setting) -> str:
 def test_ranks_with_different_plans_say_so(pool: Pool, folders: dict[bool, str]) -> None:
     setting = balanced(folders, "disjoint")
     for message in pool.run(setting.world, disagreeing_on_rank, setting):
+        assert message.startswith("ranks made different plans for step 0 of epoch 0")
+
+
+def disagreeing_later_on_rank(rank: int, world: int, setting: Setting) -> str:
+    """From the third step on rank 1 has a plan of the same sizes."""
+    made = assembled(setting, rank, world)
+    share = share_of(placed(setting, world), setting, rank)
+    for step in range(3):
+        batch = steps_of(setting, 2, share, made.surroundings)[0]
+        if step == 2 and rank == 1:
+            batch.plan.__dict__["digest"] = batch.plan.digest ^ 1 << 20
+        with pytest.raises(DataError) if step == 2 else nullcontext() as error:
+            made.executor.run(batch, train=True)
+    return str(error.value)  # type: ignore[union-attr]
+
+
+def test_ranks_with_different_plans_of_the_same_sizes_say_so_in_that_step(pool: Pool, folders: dict[bool, str]) -> None:
+    for message in pool.run(4, disagreeing_later_on_rank, balanced(folders, "disjoint")):
         assert message.startswith("ranks made different plans for step 0 of epoch 0")
 
 
