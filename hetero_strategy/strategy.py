@@ -292,6 +292,7 @@ class HeteroStrategy(WorldCollectives):
             self._seed_scale,
             lambda: model.training,
             self._about_to_zero_gradients,
+            self.precision_plugin.forward_context,
         )
         plugin = cast(Any, self.precision_plugin)
         plugin.owned_by = self.owned_by

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hetero_strategy.errors import ModelError
+from hetero_strategy.model.random_numbers import RandomNumbers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,6 +44,8 @@ class Adapter(nn.Module):
     """Holds what comes before the blocks; false in the later stages of a pipeline, which take rows instead."""
     last_stage: bool = True
     """Holds what comes after the blocks; false in the earlier stages of a pipeline, which give rows instead."""
+    random_numbers: RandomNumbers | None = None
+    """Of this module in its model."""
 
     # ---- structure -------------------------------------------------------------------------------------------------
 
@@ -147,6 +151,8 @@ class Adapter(nn.Module):
         if faults := self.check_tp(mesh.size()):
             raise ModelError(f"{type(self).__name__}: {'; '.join(faults)}")
         parallelize_module(self, mesh, plan)
+        if self.random_numbers is not None:
+            _part_random_numbers(self, plan, self.random_numbers)
         self.after_tp(mesh.size())
 
     def after_tp(self, tp: int) -> None:
@@ -248,6 +254,18 @@ def _follow(pairs: list[tuple[nn.Module, nn.Module]]) -> None:
     """
     for original, copied in pairs:
         copied.training = original.training
+
+
+def _part_random_numbers(module: nn.Module, plan: Mapping[str, ParallelStyle], numbers: RandomNumbers) -> None:
+    """Between a columnwise and the next rowwise layer every rank has columns, and random numbers, of its own."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    for fqn, part in module.named_modules():
+        style = next((style for pattern, style in plan.items() if fnmatchcase(fqn, pattern)), None)
+        if isinstance(style, ColwiseParallel):
+            part.register_forward_hook(lambda *_, place=fqn: numbers.part(place))
+        elif isinstance(style, RowwiseParallel):
+            part.register_forward_pre_hook(lambda *_: numbers.join())
 
 
 def given_rows(hidden: Tensor | None) -> Tensor:

@@ -63,6 +63,8 @@ class Setting:
     """None: all units are dealt in order."""
     ranks_per_node: int = 1 << 30
     tied: bool = False
+    dropout: Mapping[str, float] = field(default_factory=dict)
+    """Of what in every module that has it: ``dropout``, ``attention_dropout``, ``activation_dropout``."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -75,7 +77,8 @@ class Setting:
     def model_key(self) -> tuple[Any, ...]:
         """What a one-process run depends on."""
         layers = (self.vision_layers, self.audio_layers, self.llm_layers, self.draw_layers)
-        return (self.folder, self.modules, self.lm, self.tied, self.freeze, layers)
+        dropout = tuple(sorted(self.dropout.items()))
+        return (self.folder, self.modules, self.lm, self.tied, self.freeze, layers, dropout)
 
 
 def data(folder: Path, *, draws: bool = False) -> str:
@@ -87,16 +90,17 @@ def data(folder: Path, *, draws: bool = False) -> str:
 def model_of(setting: Setting, vocabulary: int) -> MultimodalModel:
     """The same small model for every layout."""
     modules: dict[str, Any] = {}
+    attention = {n: p for n, p in setting.dropout.items() if n == "attention_dropout"}
     for name in setting.modules:
         if name == "vision":
             modules[name] = siglip2_encoder(
                 out_width=WIDTH, merge=2, hidden_size=32, intermediate_size=64, num_hidden_layers=setting.vision_layers,
-                num_attention_heads=4, num_channels=1, patch_size=8, num_patches=16,
+                num_attention_heads=4, num_channels=1, patch_size=8, num_patches=16, **attention,
             )  # fmt: skip
         elif name == "audio":
             modules[name] = whisper_encoder(
                 out_width=WIDTH, d_model=32, encoder_layers=setting.audio_layers, encoder_attention_heads=4,
-                encoder_ffn_dim=64, num_mel_bins=40, max_source_positions=256,
+                encoder_ffn_dim=64, num_mel_bins=40, max_source_positions=256, **setting.dropout,
             )  # fmt: skip
         elif name == "draw":
             modules[name] = flow_decoder(
@@ -112,7 +116,7 @@ def model_of(setting: Setting, vocabulary: int) -> MultimodalModel:
             modules[name] = hf_llama(
                 vocab_size=vocabulary, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=setting.llm_layers,
                 num_attention_heads=4, num_key_value_heads=4, head_dim=8, max_position_embeddings=512,
-                tie_word_embeddings=setting.tied,
+                tie_word_embeddings=setting.tied, **attention,
             )  # fmt: skip
     return MultimodalModel(modules, freeze=setting.freeze, seed=11)
 
@@ -207,15 +211,21 @@ def placed(setting: Setting, world: int) -> Placement:
     return place({n: ModuleLayout.from_config(n, dict(v)) for n, v in setting.layouts.items()}, world)
 
 
-def assembled(setting: Setting, rank: int, world: int, *, train: bool = True) -> Assembled:
+def empty_model(setting: Setting, *, train: bool = True) -> MultimodalModel:
+    """Without values, fp64."""
+    vocabulary = data_of(setting.folder, "draw" in setting.modules).tokenizer.vocab_size
+    with fp64(), torch.device("meta"):
+        return model_of(setting, vocabulary).double().train(train)
+
+
+def assembled(
+    setting: Setting, rank: int, world: int, *, train: bool = True, model: MultimodalModel | None = None
+) -> Assembled:
     """The model on its ranks, fp64."""
     with fp64():
-        vocabulary = data_of(setting.folder, "draw" in setting.modules).tokenizer.vocab_size
-        with torch.device("meta"):
-            model = model_of(setting, vocabulary).double().train(train)
         return assemble(
             "model",
-            model,
+            model or empty_model(setting, train=train),
             placed(setting, world),
             rank,
             torch.device("cpu"),
