@@ -62,7 +62,7 @@ def export(
         raise CheckpointError(f"{target} is not an empty folder; choose another one to export to")
 
     chosen = _renamed(_of_module(index, module, source), names)
-    with TensorReader(source) as reader:
+    with TensorReader(source, index.files) as reader:
         entries = [_entry(reader, index, key, name, dtype) for name, key in sorted(chosen.items())]
         temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
         try:
