@@ -152,7 +152,7 @@ def judged(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def _loads(ranks: Sequence[Sequence[tuple[str, bool, float, float]]], place: str, nbytes: int) -> dict[str, float]:
-    """Medians over rounds: seconds of the slowest rank; what checks add to them and to the processor time of all ranks."""
+    """Medians over rounds: seconds of the slowest rank; what checks add to them, and to all ranks' processor time."""
     wall, cpu = {}, {}
     for verify in (True, False):
         rounds = [runs for runs in zip(*ranks, strict=True) if runs[0][:2] == (place, verify)]
