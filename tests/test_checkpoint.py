@@ -10,7 +10,6 @@ import os
 import pickle
 import random
 import signal
-import sys
 import zlib
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -677,25 +676,36 @@ def test_background_fault_is_raised_where_training_waits(tmp_path: Path, monkeyp
 
 
 def test_export_one_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorded = {"vision": {"names": {"w": "visual.weight"}, "config": {"hidden": 3}}}
-    ck.save(owned(), {ck.EXPORT_KEY: recorded, "global_step": 5}, tmp_path / "c")
+    config = {"hidden": 3, "dtype": "float64", "architectures": ["Eye"]}
+    recorded = {"vision": {"names": {"w": "visual.weight"}, "config": config}}
+    tensors = owned() | {"model.vision.scale": torch.ones(2), "model.count": torch.tensor(3)}
+    ck.save(tensors, {ck.EXPORT_KEY: recorded, "global_step": 5}, tmp_path / "c")
     assert (
         main(["export", str(tmp_path / "c"), str(tmp_path / "out"), "--module", "vision", "--dtype", "bfloat16"]) == 0
     )
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "extra.safetensors", "model.safetensors"]
     assert same(
         load_file(tmp_path / "out" / "model.safetensors"), {"visual.weight": owned()["model.vision.w"].bfloat16()}
     )
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"hidden": 3}
+    assert same(load_file(tmp_path / "out" / "extra.safetensors"), {"scale": torch.ones(2, dtype=torch.bfloat16)})
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config | {"dtype": "bfloat16"}
+    assert "1 tensors for transformers' Eye; 1 more in extra.safetensors" in capsys.readouterr().out
+    main(["export", str(tmp_path / "c"), str(tmp_path / "all")])
+    assert sorted(os.listdir(tmp_path / "all")) == ["extra.safetensors", "vision"]
+    outside = {key.removeprefix("model."): t for key, t in tensors.items() if key in ("model.count",) or "llm" in key}
+    assert same(dict(sorted(load_file(tmp_path / "all" / "extra.safetensors").items())), dict(sorted(outside.items())))
+    assert "extra.safetensors: 4 tensors outside the modules" in capsys.readouterr().out
     assert main(["describe", str(tmp_path / "c")]) == 0
     assert "model.vision.w  float32 [4, 3]" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "c"), str(tmp_path / "out"), "--module", "vision"]) == 1
     assert "not an empty folder" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "c"), str(tmp_path / "new"), "--module", "audio"]) == 1
-    assert "no parameters for module 'audio': there is llm, vision" in capsys.readouterr().err
-    with pytest.raises(CheckpointError, match="no exported name for 3 parameters"):
-        ck.export(tmp_path / "c", tmp_path / "new", module="llm", names={})
-    assert sorted(os.listdir(tmp_path)) == ["c", "out"]
+    assert "no parameters for module 'audio': there is count, llm, vision" in capsys.readouterr().err
+    recorded = {"llm": {"names": {"lost": "w"}}}
+    ck.save(owned(), {ck.EXPORT_KEY: recorded}, tmp_path / "d")
+    with pytest.raises(CheckpointError, match="lacks 1 parameters of a module, such as 'lost'"):
+        ck.export(tmp_path / "d", tmp_path / "new", module="llm")
+    assert sorted(os.listdir(tmp_path)) == ["all", "c", "d", "out"]
 
 
 def test_export_in_several_files(tmp_path: Path) -> None:
@@ -713,11 +723,3 @@ def test_a_folder_of_safetensors_is_no_checkpoint(tmp_path: Path) -> None:
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="not a checkpoint of hetero_strategy"):
         ck.load({"model.w": torch.zeros(1)}, tmp_path)
-
-
-def test_the_command_runs(tmp_path: Path) -> None:
-    assert folders.INDEX == "checkpoint.json"
-    code = os.spawnv(
-        os.P_WAIT, sys.executable, [sys.executable, "-m", "hetero_strategy.checkpoint", "describe", str(tmp_path)]
-    )
-    assert code == 1

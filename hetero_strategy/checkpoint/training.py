@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from hetero_strategy.checkpoint.exporting import EXPORT_KEY, export_record
 from hetero_strategy.checkpoint.folder import remove
 from hetero_strategy.checkpoint.loading import describe_together, load
 from hetero_strategy.checkpoint.saving import Checkpointer
@@ -86,6 +87,7 @@ class TrainingState:
         metadata = {
             **checkpoint,
             "param_groups": [state["param_groups"] for state in optimizers],
+            EXPORT_KEY: export_record(self._modules),
         }
         self._checkpointer.save(tensors, metadata, path, rank_state=random_state(), async_=self._asynchronous)
 
@@ -109,6 +111,7 @@ class TrainingState:
         with torch.no_grad():
             loaded = load(tensors, path, verify=verify, process_group=self._group)
         groups = loaded.metadata.pop("param_groups", [])
+        loaded.metadata.pop(EXPORT_KEY, None)
         for i, (optimizer, state) in enumerate(zip(optimizers, fresh, strict=True)):
             if i >= len(groups) or len(groups[i]) != len(optimizer.param_groups):
                 raise CheckpointError(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import resource
 import signal
@@ -393,24 +392,3 @@ def test_killed_while_saving_the_one_before_stays(pool: Pool, tmp_path: Path, as
     into = {"model.0": torch.zeros(4), "model.1": torch.zeros(4)}
     assert ck.load(into, path).metadata == {"n": 1}
     assert into["model.0"].tolist() == into["model.1"].tolist() == [1.0] * 4
-
-
-def export_live(rank: int, world: int, folder: str) -> tuple[dict[str, torch.Tensor], str]:
-    modules = build({"vision": ("fsdp", [1, 2]), "llm": ("tp", [0, 1])}, rank, seed=5)
-    vision = modules["vision"].state_dict() if "vision" in modules else {}
-    names = {key: f"encoder.{key}" for key in ("up.weight", "up.bias", "down.weight", "down.bias", "norm.weight")}
-    faulty = told(lambda: ck.export_module("vision", vision, folder, names=names))
-    names |= {key: f"encoder.{key}" for key in ("norm.bias", "unused", "seen")}
-    ck.export_module("vision", vision, folder, names=names, config={"width": 6})
-    return whole(vision), faulty
-
-
-def test_export_of_a_live_module(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(3, export_live, str(tmp_path / "out"))
-    expected = merged([part for part, _ in results])
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert_same({key.removeprefix("encoder."): t for key, t in found.items()}, expected)
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"width": 6}
-    assert {faulty for _, faulty in results} == {results[0][1]}
-    assert "module 'vision'" in results[0][1] and "no exported name for 3 parameters" in results[0][1]
-    assert os.listdir(tmp_path) == ["out"]
