@@ -79,6 +79,7 @@ class HeteroStrategy(WorldCollectives):
         process_group_backend: default: by device.
         timeout: of every collective.
         async_checkpoint: write checkpoints in the background, while training goes on.
+        verify_checkpoints: compare the checksums of all tensors that are loaded with those they were saved with.
 
     Raises:
         LayoutError: when the Trainer is made, before any process starts: layouts that cannot be placed.
@@ -99,6 +100,7 @@ class HeteroStrategy(WorldCollectives):
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         async_checkpoint: bool = False,
+        verify_checkpoints: bool = True,
     ) -> None:
         super().__init__()
         if start_method not in START_METHODS:
@@ -109,7 +111,7 @@ class HeteroStrategy(WorldCollectives):
         self._start_method = start_method
         self._process_group_backend = process_group_backend
         self._timeout = timeout
-        self._async_checkpoint = async_checkpoint
+        self._async_checkpoint, self._verify = async_checkpoint, verify_checkpoints
         self.num_nodes = 1
         self._placement: Placement | None = None
         self._multimodal: MultimodalModel | None = None
@@ -265,8 +267,7 @@ class HeteroStrategy(WorldCollectives):
         self._prefix, self._multimodal = find_model(module, self._any)
         self.model = self.precision_plugin.convert_module(module)
         if self._layouts is None:
-            everyone = tuple(range(self.world_size))
-            self._layouts = {n: ModuleLayout(ranks=everyone) for n in self._multimodal.modules_by_name}
+            self._layouts = dict.fromkeys(self._multimodal.modules_by_name, ModuleLayout(tuple(range(self.world_size))))
             self._placement = place(self._layouts, self.world_size)
         assert self._placement is not None
         self._assembled = assembled = assemble(
@@ -381,7 +382,7 @@ class HeteroStrategy(WorldCollectives):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill owned tensors in place, from any layout; returns the rest of Lightning's checkpoint."""
         torch.cuda.empty_cache()
-        return self.state.load(Path(self.broadcast(os.fspath(checkpoint_path))), self.optimizers)
+        return self.state.load(Path(self.broadcast(os.fspath(checkpoint_path))), self.optimizers, verify=self._verify)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         pass  # done in load_checkpoint

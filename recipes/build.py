@@ -100,6 +100,7 @@ def strategy(
     process_group_backend: str | None,
     timeout_minutes: float,
     async_checkpoint: bool,
+    verify_checkpoints: bool,
 ) -> HeteroStrategy:
     """HeteroStrategy from the fields of ``strategy``."""
     return HeteroStrategy(
@@ -111,6 +112,7 @@ def strategy(
         process_group_backend=process_group_backend,
         timeout=timedelta(minutes=timeout_minutes),
         async_checkpoint=async_checkpoint,
+        verify_checkpoints=verify_checkpoints,
     )
 
 

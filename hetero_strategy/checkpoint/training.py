@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from hetero_strategy.checkpoint.exporting import EXPORT_KEY, export_record
 from hetero_strategy.checkpoint.folder import remove
 from hetero_strategy.checkpoint.loading import describe_together, load
 from hetero_strategy.checkpoint.saving import Checkpointer
@@ -86,13 +87,15 @@ class TrainingState:
         metadata = {
             **checkpoint,
             "param_groups": [state["param_groups"] for state in optimizers],
+            EXPORT_KEY: export_record(self._modules),
         }
         self._checkpointer.save(tensors, metadata, path, rank_state=random_state(), async_=self._asynchronous)
 
-    def load(self, path: Path, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    def load(self, path: Path, optimizers: Sequence[Optimizer], *, verify: bool = True) -> dict[str, Any]:
         """Fill owned parameters and optimizer state; returns the rest of Lightning's checkpoint. A collective.
 
-        Optimizer state is made after the checkpoint's own description, so any optimizer works.
+        Optimizer state is made after the checkpoint's own description, so any optimizer works. Without ``verify`` the
+        checksums of tensors are not compared.
 
         Raises:
             CheckpointError: there is none, it is damaged, or it was saved from another model.
@@ -106,8 +109,9 @@ class TrainingState:
         for i, state in enumerate(fresh):
             tensors |= {f"optim.{i}.{self._names[id(p)]}.{k}": v for p, s in state.items() for k, v in s.items()}
         with torch.no_grad():
-            loaded = load(tensors, path, process_group=self._group)
+            loaded = load(tensors, path, verify=verify, process_group=self._group)
         groups = loaded.metadata.pop("param_groups", [])
+        loaded.metadata.pop(EXPORT_KEY, None)
         for i, (optimizer, state) in enumerate(zip(optimizers, fresh, strict=True)):
             if i >= len(groups) or len(groups[i]) != len(optimizer.param_groups):
                 raise CheckpointError(

@@ -177,13 +177,12 @@ class Adapter(nn.Module):
         """What config.json of that folder holds; None: it has none."""
         return None
 
-    def to_export(self, fqn: str, tensor: Tensor) -> Tensor:
-        """A full parameter of ours as the Hugging Face folder holds it."""
-        return tensor
+    def paired_heads(self) -> dict[str, int]:
+        """FQN -> heads, of projections whose rows lie as rotary embeddings of neighbouring numbers want them.
 
-    def from_export(self, fqn: str, tensor: Tensor) -> Tensor:
-        """The inverse of :meth:`to_export`."""
-        return tensor
+        Hugging Face's rotate halves, so its folders hold these rows in another order (``model.checkpoint``).
+        """
+        return {}
 
     def unused_export(self, name: str) -> bool:
         """Whether a tensor of a Hugging Face folder is rightly left out by this module."""

@@ -181,6 +181,11 @@ class Encoder(Adapter):
         names = self.backbone.export_names() if isinstance(self.backbone, Adapter) else {}
         return {f"backbone.{fqn}": name for fqn, name in names.items()}
 
+    def paired_heads(self) -> dict[str, int]:
+        """The backbone's."""
+        heads = self.backbone.paired_heads() if isinstance(self.backbone, Adapter) else {}
+        return {f"backbone.{fqn}": n for fqn, n in heads.items()}
+
     def export_config(self) -> dict[str, Any] | None:
         """The backbone's config.json."""
         return self.backbone.export_config() if isinstance(self.backbone, Adapter) else None
