@@ -26,6 +26,11 @@ PARTS = {
 """What may be frozen of a module, or of a kind of language model."""
 
 
+PLAIN = ("balance", "tokens", "freeze", "recompute", "max_in_flight", "gather", "edges", "loss_weights", "kv_heads",
+         "ranks_per_node", "tied", "lm", "order")  # fmt: skip
+"""Options that a smaller setting has as they are by default, in the order in which that is tried."""
+
+
 @dataclass(frozen=True)
 class Data:
     """A data set to draw batches from."""
@@ -107,6 +112,7 @@ class _Drawing:
         for name in modules:
             if name in ITEM_MODULES and self.often(0.25):
                 tokens[name] = self.one_of({"equal": 3, 4: 1, 8: 1, 20: 1, 100: 1, 1000: 2})
+        losses = [name for name in modules if ITEM_MODULES.get(name) != "encoder"]
         splits = order in ("zb_h1", "zbv")
         return Setting(
             self.data.folder,
@@ -114,6 +120,7 @@ class _Drawing:
             order,
             lm,
             edges=self.edges(modules),
+            loss_weights={n: rng.choice((0.0, 0.5, 3.0)) for n in losses if self.often(0.15)},
             kv_heads=self.one_of({4: 8, 2: 1}),
             **layers,
             freeze=self.freeze(modules, lm),
@@ -256,16 +263,17 @@ def smaller(setting: Setting) -> Iterator[Setting]:
         if name != "llm":
             yield _without(setting, name)
     if len(setting.batches) > 1:
-        yield from (replace(setting, batches=(batch,)) for batch in setting.batches)
+        yield from (_of_batches(setting, (batch,)) for batch in setting.batches)
     for number, batch in enumerate(setting.batches):
         halves = (batch[: len(batch) // 2], batch[len(batch) // 2 :])
         for half in halves if len(batch) > 1 else ():
             yield _of_batches(setting, (*setting.batches[:number], half, *setting.batches[number + 1 :]))
     plain = Setting("", {})
-    for option in ("balance", "tokens", "freeze", "recompute", "max_in_flight", "gather", "edges", "kv_heads",
-                   "ranks_per_node", "tied", "lm", "order"):  # fmt: skip
+    for option in PLAIN:
         if getattr(setting, option) != getattr(plain, option):
             yield _plain(setting, option)
+    if setting.order == "zbv":
+        yield replace(_plain(setting, "order"), order="zb_h1")
     for option in ("freeze", "recompute"):
         parts = getattr(setting, option)
         for part in parts if len(parts) > 1 else ():
@@ -301,6 +309,7 @@ def _without(setting: Setting, module: str) -> Setting:
         edges=edges,
         freeze=tuple(part for part in setting.freeze if part.split(".")[0] != module),
         recompute=tuple(name for name in setting.recompute if name != module),
+        loss_weights={n: v for n, v in setting.loss_weights.items() if n != module},
         max_in_flight={n: v for n, v in setting.max_in_flight.items() if n != module},
         tokens={n: v for n, v in setting.tokens.items() if n != module},
         balance=balance,
@@ -335,6 +344,11 @@ def _smaller_layouts(layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if len(ranks) > 1:
         yield {"ranks": ranks[:1]}
         yield {"ranks": ranks[-1:]}
+    pp = layout.get("pp", 1)
+    if pp > 2 and pp % 2 == 0:
+        yield {key: value for key, value in layout.items() if key != "split"} | {"ranks": ranks[::2], "pp": pp // 2}
+    if pp == len(ranks) > 2:
+        yield {key: value for key, value in layout.items() if key != "split"} | {"ranks": ranks[:2], "pp": 2}
     for degree in DEGREES:
         if (size := layout.get(degree, 1)) > 1:
             without = ("split", "vpp", "pp_style") if degree == "pp" else ()

@@ -68,9 +68,10 @@ def differences(wanted: Reference, steps: Sequence[Stepped], bound: float = EXAC
         for name, error in step.errors.items():
             if not error <= bound:
                 found.append(f"gradient of {name} on rank {rank} is off by {error:.2g}")
-        for name, loss in wanted.losses.items():
-            if not abs(step.losses.get(name, float("nan")) - loss) <= bound * abs(loss):
-                found.append(f"loss of {name} on rank {rank} is {step.losses.get(name)}, not {loss}")
+        for kind, losses in (("loss", step.losses), ("loss in evaluation", step.evaluated or step.losses)):
+            for name, loss in wanted.losses.items():
+                if not abs(losses.get(name, float("nan")) - loss) <= bound * abs(loss):
+                    found.append(f"{kind} of {name} on rank {rank} is {losses.get(name)}, not {loss}")
         if step.peaks != step.in_flight:
             found.append(f"rank {rank} held {step.peaks} microbatches, not {step.in_flight}")
     return found

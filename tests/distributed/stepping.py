@@ -36,6 +36,7 @@ from hetero_strategy.model import (
 from hetero_strategy.schedule import executor as running
 from hetero_strategy.schedule.action import Action, Node, StageGraph
 from hetero_strategy.schedule.check import check
+from hetero_strategy.schedule.outcome import Outcome
 from hetero_strategy.strategy import ROW_ALIGNMENT
 from tests.distributed.damage import damaged
 
@@ -62,6 +63,7 @@ class Setting:
     """Or hf_llama, hf_qwen3."""
     edges: tuple[tuple[str, str], ...] | None = None
     """None: every encoder feeds every language model, the first of which feeds the generators."""
+    loss_weights: Mapping[str, float] = field(default_factory=dict)
     kv_heads: int = 4
     vision_layers: int = 2
     audio_layers: int = 1
@@ -108,7 +110,8 @@ class Setting:
     def model_key(self) -> tuple[Any, ...]:
         """What a one-process run depends on."""
         layers = (self.vision_layers, self.audio_layers, self.llm_layers, self.draw_layers)
-        model = (self.modules, self.lm, self.tied, self.kv_heads, self.freeze, layers, self.edges)
+        weights = tuple(self.loss_weights.items())
+        model = (self.modules, self.lm, self.tied, self.kv_heads, self.freeze, layers, self.edges, weights)
         return (self.folder, *model, tuple(sorted(self.dropout.items())), self.batches)
 
 
@@ -149,7 +152,7 @@ def model_of(setting: Setting, vocabulary: int) -> MultimodalModel:
                 num_attention_heads=4, num_key_value_heads=setting.kv_heads, head_dim=8, max_position_embeddings=512,
                 tie_word_embeddings=setting.tied, **attention,
             )  # fmt: skip
-    return MultimodalModel(modules, setting.flows(), freeze=setting.freeze, seed=11)
+    return MultimodalModel(modules, setting.flows(), freeze=setting.freeze, loss_weights=setting.loss_weights, seed=11)
 
 
 @lru_cache(maxsize=4)
@@ -325,6 +328,8 @@ class Stepped:
     in_flight: dict[Node, int]
     """What the schedule says of the same nodes."""
     plan: StepPlan
+    evaluated: dict[str, float] = field(default_factory=dict)
+    """Losses of the same batch without backwards, where it was run so."""
 
 
 @dataclass(frozen=True)
@@ -402,19 +407,34 @@ class OnRank:
                 gradients[name] = whole.detach()
             p.grad = None
         held = {node: most for node, most in schedule.in_flight.items() if node in self.executor.stages and most}
-        losses = {n: float(x.detach()) for n, x in outcome.losses.items()}
         trains = {name: p.requires_grad for name, p in self.owned.items()}
         plan = self.executor.recorder.steps[-1].plan
-        return Stepped(losses, expected.errors(gradients), trains, dict(peaks), held, plan)
+        return Stepped(self._losses(outcome), expected.errors(gradients), trains, dict(peaks), held, plan)
+
+    def evaluate(self, setting: Setting) -> dict[str, float]:
+        """Losses of the first batch, forwards alone."""
+        for module in self.executor.wiring.modules.values():
+            module.eval()
+        batch: Batch = steps_of(setting, setting.microbatches, self.share, self.made.surroundings)[0]
+        with torch.no_grad():
+            outcome = self.executor.run(batch, train=False)
+        return self._losses(outcome)
+
+    def _losses(self, outcome: Outcome) -> dict[str, float]:
+        """Shares of the loss."""
+        return {name: self.executor.weights[name] * float(x.detach()) for name, x in outcome.losses.items()}
 
 
 def batches_on_rank(
     rank: int, world: int, setting: Setting, expected: Sequence[Reference], damage: str = ""
 ) -> list[Stepped] | str:
-    """All batches of a setting, each as it is expected, through one executor; or why the setting is refused."""
+    """All batches of a setting, each as it is expected, through one executor, and the first once more without
+    backwards; or why the setting is refused.
+    """
     try:
         made = OnRank(rank, world, setting)
         found = [made.step(one, setting.microbatches, setting, damage, step) for step, one in enumerate(expected)]
+        found[0].evaluated = made.evaluate(setting)
     except HeteroError as refusal:
         return str(refusal)
     dist.barrier()
