@@ -224,8 +224,8 @@ def _items(
             if names:
                 reader = "no generator draws" if media_field == "draw" else "no encoder reads"
                 problems.append(
-                    f"has '{media_field}', which {reader}; give a processor for it, drop the field, or leave such samples"
-                    f" out with leave_out=[{media_field}]"
+                    f"has '{media_field}', which {reader}; give a processor for it, drop the field, or leave such"
+                    f" samples out with leave_out=[{media_field}]"
                 )
             continue
         mark = placeholder(media_field)
