@@ -49,12 +49,12 @@ def start(task: Callable[[], None], outputs: str = "outputs") -> None:
     try:
         from recipes import jobs
 
-        if jobs.is_sweep(resumed(sys.argv[1:])):
+        if (folder := resumed(sys.argv[1:])) and jobs.is_sweep(folder):
             if len(sys.argv) > 2:
                 raise ConfigError(
                     "a sweep goes on with the jobs that it has: give resume=<its folder> and nothing else"
                 )
-            if failed := jobs.go_on(resumed(sys.argv[1:])):
+            if failed := jobs.go_on(folder):
                 fail(failed)
             return
         sys.argv[1:] = with_run_folder(sys.argv[1:], outputs)

@@ -43,7 +43,7 @@ class Job:
     """Its run folder, below the sweep's."""
     state: Literal["waiting", "running", "done", "failed"] = "waiting"
     seconds: float = 0.0
-    """Over all attempts."""
+    """Over all attempts but those that ended with the sweep."""
     code: int | None = None
     """Exit code of the last attempt; negative: the signal that ended it."""
     message: str | None = None
@@ -88,7 +88,7 @@ class Sweep:
     def differences(self) -> list[dict[str, str]]:
         """Of every job: the settings that not all jobs share."""
         settings = [job.settings for job in self.jobs]
-        shared = set.intersection(*(set(s.items()) for s in settings)) if len(settings) > 1 else set()
+        shared = set.intersection(*(set(s.items()) for s in settings)) if settings else set()
         return [{field: value for field, value in s.items() if (field, value) not in shared} for s in settings]
 
     def label(self, number: int) -> str:
@@ -240,7 +240,9 @@ def _environment(sweep: Sweep, number: int) -> dict[str, str]:
     """This process's, in which nothing was trained; `python` is the same one, and a run knows its group."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     ours = {"PATH": path, "PYTHONUNBUFFERED": "1", "WANDB_RUN_ID": f"{sweep.key}-{number}"}
-    return {"WANDB_RUN_GROUP": sweep.name, **os.environ, **ours}
+    found = {"WANDB_RUN_GROUP": sweep.name, **os.environ, **ours}
+    found.pop("WANDB_SERVICE", None)  # of this process: it ends with the table of an earlier batch of jobs
+    return found
 
 
 def _copy(process: subprocess.Popen[bytes], log: Path, keep: int = 2**16) -> str:
