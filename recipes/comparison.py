@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,38 +74,36 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def draw(sweep: Sweep, path: Path) -> None:
-    """A PNG with a bar for every job and metric; equal placements have equal colours, failed jobs their message."""
+    """A PNG with a bar for every job and metric; colours say where modules lived, failed jobs show their message."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     jobs, places = sweep.jobs, range(len(sweep.jobs))
-    kinds = list(dict.fromkeys(placement(job) for job in jobs))
-    figure = Figure(figsize=(11, 1.2 + 0.6 * len(jobs)), layout="constrained")
+    kinds = list(dict.fromkeys(placement(job) for job in jobs if job.report))
+    colors = [f"C{kinds.index(placement(job)) % 10}" if job.report else "none" for job in jobs]
+    figure = Figure(figsize=(11, 1.2 + 0.45 * len(jobs) + 0.25 * len(kinds)), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(f"sweep {sweep.name}", parse_math=False)
     axes = figure.subplots(1, len(METRICS), sharey=True, squeeze=False)[0]
     for axis, (title, field) in zip(axes, METRICS.items(), strict=True):
         values = [(job.report or {}).get(field) for job in jobs]
-        bars = axis.barh(
-            places, [v or 0.0 for v in values], color=[f"C{kinds.index(placement(job)) % 10}" for job in jobs]
-        )
+        bars = axis.barh(places, [v or 0.0 for v in values], color=colors)
         axis.bar_label(bars, ["" if v is None else FORMATS[title].format(v) for v in values], padding=3, fontsize=8)
         axis.set_title(title, fontsize=10)
         axis.margins(x=0.2)
+        axis.patch.set_visible(False)  # a failed job's message reaches over all metrics
         axis.spines[["top", "right"]].set_visible(False)
     for number in (n for n in places if jobs[n].state == "failed"):
-        said = failure(sweep, number).removeprefix(sweep.label(number)).strip()
-        said = said if len(said) < 150 else f"{said[:147]}..."
-        axes[0].text(0, number, f" failed {said}", va="center", fontsize=8, color="firebrick", parse_math=False)
-    axes[0].set_yticks(places, [_named(sweep, number) for number in places], fontsize=8, parse_math=False)
+        said = textwrap.fill(textwrap.shorten(f"failed, {jobs[number].reason}", 280), 140)
+        shown = axes[0].text(0, number, said, va="center", fontsize=8, color="firebrick", parse_math=False)
+        shown.set_in_layout(False)
+    labels = [f"{n}: " + textwrap.fill(sweep.label(n), 40) for n in places]
+    axes[0].set_yticks(places, labels, fontsize=8, parse_math=False)
     axes[0].invert_yaxis()
+    keys = [Patch(color=f"C{number % 10}", label=where) for number, where in enumerate(kinds)]
+    where = "where modules lived"
+    figure.legend(handles=keys, loc="outside lower left", fontsize=8, frameon=False, title=where, alignment="left")
     figure.savefig(path, dpi=110)
-
-
-def _named(sweep: Sweep, number: int) -> str:
-    """What is different in a job and, below, where its modules lived."""
-    job = sweep.jobs[number]
-    return f"{sweep.label(number)}\n{placement(job) or job.state}"
 
 
 def _log(sweep: Sweep, columns: list[str], rows: list[list[str]]) -> None:

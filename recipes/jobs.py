@@ -57,6 +57,11 @@ class Job:
         given = (a.lstrip("+").partition("=") for a in self.command if "=" in a and not a.startswith("-"))
         return {field: value for field, _, value in given}
 
+    @property
+    def reason(self) -> str:
+        """Of its failure."""
+        return f"exit code {self.code}: {self.message}"
+
 
 @dataclass
 class Sweep:
@@ -174,8 +179,7 @@ def run(sweep: Sweep) -> HeteroError | None:
 
 def failure(sweep: Sweep, number: int) -> str:
     """One line on a job that failed."""
-    job = sweep.jobs[number]
-    return f"{sweep.label(number)} (exit code {job.code}): {job.message}"
+    return f"{sweep.label(number)}, {sweep.jobs[number].reason}"
 
 
 def _go_on(folder: Path) -> str:

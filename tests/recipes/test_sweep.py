@@ -70,11 +70,11 @@ def test_table_and_picture_say_what_differed(compared: jobs.Sweep, capsys: pytes
     assert rows[0][4] == "" and rows[2] == ["2", "colocated", "2", "failed", "", "", "", "3 s", "", ""]
     comparison.show(compared, Console(width=100))
     said = capsys.readouterr().out
-    assert "job 2 failed: layout=colocated lr=2 (exit code 1): lr is $2, too | much" in said
+    assert "job 2 failed: layout=colocated lr=2, exit code 1: lr is $2, too | much" in said
     assert "job 0, 1: vision 0; llm 0-1 dp_shard=2" in said
     written = (compared.folder / "sweep.md").read_text().splitlines()
     assert len(written) == 7 and written[3].startswith("| 1 | colocated | 1 | done | 0.500 |")
-    assert "Job 2 failed: layout=colocated lr=2 (exit code 1)" in written[6]
+    assert "Job 2 failed: layout=colocated lr=2, exit code 1" in written[6]
     with Image.open(compared.folder / "sweep.png") as picture:
         assert picture.width > 900 and len(picture.convert("RGB").getcolors(10**6) or []) > 10
 
@@ -247,7 +247,7 @@ def test_a_killed_sweep_goes_on(killed: dict[str, Any]) -> None:
     assert first.report["steps"] == last.report["steps"] == 6
     assert "from" in (folder / "0" / jobs.OUTPUT).read_text().split("run folder")[2], "goes on at its checkpoint"
     assert refused.code == 1 and "'audio'" in str(refused.message)
-    assert f"1 of 3 jobs failed: layout=digits_draw (exit code 1): {refused.message}" in killed["failed"]
+    assert f"1 of 3 jobs failed: layout=digits_draw, exit code 1: {refused.message}" in killed["failed"]
     assert "| 0 | colocated | done |" in (folder / "sweep.md").read_text() and (folder / "sweep.png").is_file()
 
 
