@@ -70,12 +70,17 @@ def call(path: str, node: DictConfig, function: Callable[..., Made], **more: Any
     return function(**fields, **more)
 
 
+def taken_out(cfg: DictConfig) -> list[str]:
+    """Modules that ``model.modules.<name>=null`` takes out; their layouts and processors go with them."""
+    return [str(name) for name, module in cfg.model.modules.items() if module is None]
+
+
 def placement(cfg: DictConfig) -> Placement:
     """Layouts of all modules over the processes of the run, which are as many as the layouts need by default."""
     layouts = {
         str(n): ModuleLayout.from_config(str(n), OmegaConf.to_container(v) if isinstance(v, DictConfig) else v)
         for n, v in cfg.layout.items()
-        if v is not None  # layout.audio=null takes a module out
+        if v is not None and n not in taken_out(cfg)
     }
     nodes = int(cfg.trainer.num_nodes)
     if cfg.trainer.devices is None:
@@ -124,12 +129,21 @@ def datamodule(cfg: DictConfig) -> MultimodalDataModule:
         else:
             _wait_for(Path(cfg.data.write.folder))
     node = cfg.data.module.copy()
-    with open_dict(node):  # data.module.processors.audio=null takes a module out
-        node.processors = {name: processor for name, processor in node.processors.items() if processor is not None}
     node._set_parent(cfg.data)  # for interpolations
+    given = {name: processor for name, processor in node.processors.items() if processor is not None}
+    unread = [hydra.utils.instantiate(given.pop(name)).field for name in taken_out(cfg) if name in given]
+    with open_dict(node):
+        node.processors = given
+        node.leave_out = [*node.get("leave_out", []), *unread]
     data: MultimodalDataModule = hydra.utils.instantiate(node, _convert_="all")
     if rank() == 0:
         data.prepare_data()
+        for split, index in data.indices.items():
+            if index.left_out:
+                print(
+                    f"{split}: {index.left_out} of {len(index) + index.left_out} samples are left out,"
+                    f" as they hold {', '.join(node.leave_out)}"
+                )
     return data
 
 
@@ -142,6 +156,9 @@ def model_maker(cfg: DictConfig, data: MultimodalDataModule) -> Callable[[], Mul
     """What makes the model; language models without a ``vocab_size`` get the tokenizer's."""
     node = cfg.model.copy()
     with open_dict(node):
+        node.modules = {name: module for name, module in node.modules.items() if module is not None}
+        if node.get("loss_weights"):
+            node.loss_weights = {n: weight for n, weight in node.loss_weights.items() if n not in taken_out(cfg)}
         for module in node.modules.values():
             if "vocab_size" in module and module.vocab_size is None:
                 module.vocab_size = data.tokenizer.vocab_size

@@ -47,6 +47,16 @@ def start(task: Callable[[], None], outputs: str = "outputs") -> None:
     die_with_script()  # before the slow imports: rank 0 may be killed while this process is still starting
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hydra raises what it would print, and cuts no traceback short
     try:
+        from recipes import jobs
+
+        if (folder := resumed(sys.argv[1:])) and jobs.is_sweep(folder):
+            if len(sys.argv) > 2:
+                raise ConfigError(
+                    "a sweep goes on with the jobs that it has: give resume=<its folder> and nothing else"
+                )
+            if failed := jobs.go_on(folder):
+                fail(failed)
+            return
         sys.argv[1:] = with_run_folder(sys.argv[1:], outputs)
         task()
     except HydraException as error:
@@ -95,6 +105,8 @@ def _explained(error: HydraException) -> str:
     found = re.search(r"Could not override '([^']+)'", str(error))
     if found is None:
         return str(error).split("Config search path")[0].strip()
+    if found[1] == "sweep":
+        return "sweep: python -m recipes.sweep sweep=<name> runs it; -m with lists of values needs no file"
     missing = re.search(r"full_key: (\S+)", str(error.__cause__))  # where a mapping is given, one of its keys
     path, _, name = (missing[1] if missing else found[1]).rpartition(".")
     with hydra.initialize_config_dir(CONF, version_base=None):
@@ -115,6 +127,12 @@ def run_folder() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
+def resumed(arguments: list[str]) -> str:
+    """What ``resume=`` names on a command line; empty: nothing."""
+    given = [a.removeprefix("resume=").strip("'\"") for a in arguments if a.startswith("resume=")]
+    return given[-1].replace("null", "") if given else ""
+
+
 def with_run_folder(arguments: list[str], outputs: str = "outputs") -> list[str]:
     """Command-line arguments with ``hydra.run.dir`` where hydra's own choice would not do: when resuming, and where
     every rank composes its configuration at another second.
@@ -124,7 +142,7 @@ def with_run_folder(arguments: list[str], outputs: str = "outputs") -> list[str]
     """
     given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     added = []
-    if resume := given.get("resume", "").strip("'\"").replace("null", ""):
+    if resume := resumed(arguments):
         added += [f'hydra.run.dir="{folder_of(resume)}"', "hydra.output_subdir=null"]
     elif external() and not {"hydra.run.dir", "hydra.sweep.dir"} & set(given):
         added.append(f'hydra.run.dir="{_agreed(outputs)}"')
@@ -216,13 +234,14 @@ def save_configuration(cfg: DictConfig, folder: Path) -> None:
         OmegaConf.save(cfg, folder / SAVED)
 
 
+def near(value: object) -> object:
+    """A path relative to the working directory if it lies below it; anything else as it is."""
+    path = Path(str(value))
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else value
+
+
 def command(module: str, **arguments: object) -> str:
     """A command line to copy, with paths relative to the working directory where they lie below it."""
-
-    def near(value: object) -> object:
-        path = Path(str(value))
-        return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else value
-
     python = "python" if shutil.which("python") == sys.executable else near(sys.executable)
     shown = [shlex.quote(f"{name}={near(value)}") for name, value in arguments.items()]
     return " ".join([shlex.quote(str(python)), "-m", module, *shown])

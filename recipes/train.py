@@ -8,9 +8,10 @@ from __future__ import annotations
 import hydra
 import lightning as L
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
+from hetero_strategy.layout.placement import Placement
+from hetero_strategy.monitor import BalanceMonitor, LogConfiguration, ThroughputMonitor, TimelineMonitor
 from recipes import build, cli
 from recipes.lit import LitMultimodal
 from recipes.report import Readback, Totals, print_report, print_start, write_report
@@ -43,7 +44,7 @@ def train(cfg: DictConfig) -> None:
         default_root_dir=folder,
         strategy=build.call("strategy", cfg.strategy, build.strategy, layouts=placed.layouts),
         logger=hydra.utils.instantiate(cfg.logger) if cfg.logger else False,
-        callbacks=[*callbacks(cfg), totals, readback],
+        callbacks=[*callbacks(cfg, placed), totals, readback],
         enable_progress_bar=cfg.monitor.progress_bar,
     )
     print_start(placed, folder, checkpoint)
@@ -56,8 +57,8 @@ def train(cfg: DictConfig) -> None:
     print_report(report, folder)
 
 
-def callbacks(cfg: DictConfig) -> list[Callback]:
-    """Checkpoints to go on from and to keep, learning rate, throughput, balance, timeline, progress bar."""
+def callbacks(cfg: DictConfig, placed: Placement) -> list[Callback]:
+    """Checkpoints to go on from and to keep; throughput, balance, timeline; what loggers are given; progress bar."""
     place = cli.run_folder() / "checkpoints"
     shared = {"dirpath": place, "enable_version_counter": False, "save_on_train_epoch_end": False}
     every = int(cfg.checkpoint.every_n_steps)
@@ -70,7 +71,10 @@ def callbacks(cfg: DictConfig) -> list[Callback]:
         ModelCheckpoint(filename="last", every_n_train_steps=every, **shared),
         ModelCheckpoint(filename="best", monitor=cfg.checkpoint.monitor, mode=cfg.checkpoint.mode, **shared),
     ]
-    made += [LearningRateMonitor("step")] if cfg.logger else []
+    if cfg.logger:
+        where = {module: f"{ranks} {degrees}" for module, ranks, degrees in placed.table()}
+        found = {"configuration": OmegaConf.to_container(cfg, resolve=True), "layouts": where}
+        made += [LearningRateMonitor("step"), LogConfiguration({**found, "processes": placed.world_size})]
     made += [ProgressBar()] if cfg.monitor.progress_bar else []
     return made
 

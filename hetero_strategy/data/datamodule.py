@@ -68,6 +68,8 @@ class MultimodalDataModule(L.LightningDataModule):
         on_error: what a file that cannot be read or a worker that dies does: ``stop`` the run, or ``skip`` the sample
             (counted and named) and replace the worker.
         max_skipped: samples of an epoch that may be skipped; default: 1%, at least 10.
+        leave_out: media fields, such as ``audio``: samples that hold one are left out, and counted in
+            ``indices[split].left_out``; otherwise a field that no module reads is refused.
         media_folder: what media paths are relative to; default: each manifest's folder.
         cache_folder: where indices lie; default: ``.hetero_index`` beside each manifest.
         verify: see `build_index`.
@@ -105,6 +107,7 @@ class MultimodalDataModule(L.LightningDataModule):
         engine: Engine = "local",
         on_error: OnError = "stop",
         max_skipped: int | None = None,
+        leave_out: Sequence[str] = (),
         media_folder: PathLike | None = None,
         cache_folder: PathLike | None = None,
         verify: Verify = "auto",
@@ -146,6 +149,7 @@ class MultimodalDataModule(L.LightningDataModule):
             "cache_folder": cache_folder,
             "verify": verify,
             "max_tokens": max_tokens,
+            "leave_out": tuple(leave_out),
         }
         self.tokenizer = ChatTokenizer(tokenizer, bos=bos, eos=eos, placeholders=placeholders)
         self.indices: dict[Split, DatasetIndex] = {}

@@ -55,6 +55,7 @@ def build_index(
     max_tokens: int | None = None,
     answers: bool = True,
     measure: bool = True,
+    leave_out: Sequence[str] = (),
     progress: bool = True,
 ) -> DatasetIndex:
     """The index of a manifest: the stored one if nothing has changed, else a new one.
@@ -71,6 +72,7 @@ def build_index(
         answers: whether every sample must have a non-empty answer.
         measure: False: no media file is opened; sizes become known when items are decoded, and what is wrong with a
             file as well.
+        leave_out: media fields; samples that hold one are left out, and counted in the index.
         progress: show progress bars.
 
     Raises:
@@ -104,17 +106,20 @@ def build_index(
     }
     if not measure:
         settings["measure"] = False
+    if leave_out:
+        settings["leave_out"] = sorted(leave_out)
     key = _key(settings, manifest, tokenizer.path)
     caches = Path(cache_folder) if cache_folder is not None else manifest.parent / ".hetero_index"
     place = caches / f"{manifest.stem}-{key}"
     if not (place / "header.json").is_file():
         faults = Faults(manifest)
         drawn = [p.field for p in processors.values() if isinstance(p, TargetProcessor)]
-        samples = parse_manifest(manifest, fields, answers, faults, drawn=drawn)
+        samples = parse_manifest(manifest, fields, answers, faults, drawn=drawn, leave_out=leave_out)
         measured = _measure(samples, processors, folder, verify, faults, progress) if measure else None
         arrays = _arrays(samples, tokenizer, processors, measured, max_tokens, faults, progress)
         faults.check()
         header = {"settings": settings, "samples": len(samples), "modules": list(processors)}
+        header["left_out"] = faults.left_out
         _write(place, arrays, header | {"widths": [len(p.size_names) for p in processors.values()]})
     return load_index(place, folder)
 

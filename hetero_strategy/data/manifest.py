@@ -68,6 +68,8 @@ class Faults:
     manifest: Path
     limit: int = 10
     found: list[tuple[int, str]] = field(default_factory=list)
+    left_out: int = 0
+    """Samples that were left out because they hold what no module reads, as was asked for."""
 
     def add(self, position: int, message: str) -> None:
         """Note one fault of the sample at a place in the manifest."""
@@ -123,14 +125,25 @@ def read_manifest(
 
 
 def parse_manifest(
-    path: Path, fields: Sequence[str], answers: bool, faults: Faults, *, drawn: Sequence[str] = ()
+    path: Path,
+    fields: Sequence[str],
+    answers: bool,
+    faults: Faults,
+    *,
+    drawn: Sequence[str] = (),
+    leave_out: Sequence[str] = (),
 ) -> list[Sample]:
-    """Samples without a structural fault; the faults of the others go to ``faults``. No media file is touched."""
+    """Samples without a structural fault and without the media fields ``leave_out``; the faults of the others go to
+    ``faults``. No media file is touched.
+    """
     samples = []
     for position, entry in _entries(path, faults):
         problems: list[str] = []
         if not isinstance(entry, dict):
             faults.add(position, f"entry {position}: expected an object, found {type(entry).__name__}")
+            continue
+        if any(entry.get(name) for name in leave_out):
+            faults.left_out += 1
             continue
         name = str(entry.get("id", position))
         turns = _turns(entry.get("conversations"), answers, problems)
@@ -140,7 +153,8 @@ def parse_manifest(
         if not problems:
             samples.append(Sample(position, name, turns, items))
     if not samples and not faults.found:
-        raise DataError(f"{path}: the manifest holds no samples; write at least one")
+        rest = f" without {', '.join(leave_out)}, and all others are left out" if faults.left_out else ""
+        raise DataError(f"{path}: the manifest holds no samples{rest}; write at least one")
     return samples
 
 
@@ -209,7 +223,10 @@ def _items(
         if media_field not in fields:
             if names:
                 reader = "no generator draws" if media_field == "draw" else "no encoder reads"
-                problems.append(f"has '{media_field}', which {reader}; give a processor for it or drop the field")
+                problems.append(
+                    f"has '{media_field}', which {reader}; give a processor for it, drop the field, or leave such"
+                    f" samples out with leave_out=[{media_field}]"
+                )
             continue
         mark = placeholder(media_field)
         found = sum(turn.text.count(mark) for turn in turns)

@@ -81,6 +81,8 @@ class DatasetIndex:
     """Whether sizes are known; otherwise they are once an item is decoded."""
     max_tokens: int | None = None
     """Longer samples are faults: found when the index is built or, if it is not measured, when a sample is decoded."""
+    left_out: int = 0
+    """Samples of the manifest that are not here, as they hold media that were to be left out."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -193,4 +195,5 @@ def load_index(place: Path, media_folder: Path) -> DatasetIndex:
         items=tables,
         measured=measured,
         max_tokens=header["settings"]["max_tokens"],
+        left_out=header.get("left_out", 0),
     )

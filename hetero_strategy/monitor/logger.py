@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 
@@ -32,3 +34,20 @@ def wandb_logger(
 def csv_logger(save_dir: str | Path = "outputs", *, name: str = "", **options: Any) -> CSVLogger:
     """``<save_dir>/<name>/version_<n>/metrics.csv``; ``options`` as in :class:`lightning.pytorch.loggers.CSVLogger`."""
     return CSVLogger(save_dir, name=name, **options)
+
+
+class LogConfiguration(L.Callback):
+    """Gives every logger what a run is made of, when training starts.
+
+    Args:
+        configuration: nested, ready for JSON. Weights & Biases ignores names that its sweep has set: give these below
+            another name.
+    """
+
+    def __init__(self, configuration: Mapping[str, Any]) -> None:
+        self.configuration = dict(configuration)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log it once."""
+        for logger in trainer.loggers:
+            logger.log_hyperparams(self.configuration)

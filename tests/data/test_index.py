@@ -57,6 +57,25 @@ def test_by_hand(digits: Path, tmp_path: Path) -> None:
     assert isinstance(copy.ids, np.memmap) and copy.ids.tolist() == index.ids.tolist()
 
 
+def test_samples_with_media_that_nothing_reads_are_refused_or_left_out(digits: Path, tmp_path: Path) -> None:
+    media(tmp_path)
+    manifest = write_manifest(
+        tmp_path,
+        entry("both", "<audio><image>", "4", image="a.png", audio="c.wav"),
+        entry("text", "hi", "3", audio=[]),
+        entry("seen", "<image>", "4", image="a.png"),
+    )
+    vision = {"vision": digit_processors()["vision"]}
+    with pytest.raises(DataError, match=r"'both': has 'audio', which no encoder reads; .* leave_out=\[audio\]"):
+        build_index(manifest, ChatTokenizer(digits), vision, progress=False)
+    for _ in range(2):  # built, then read from its folder
+        index = build_index(manifest, ChatTokenizer(digits), vision, leave_out=["audio"], progress=False)
+        assert [index.names[i] for i in range(len(index))] == ["text", "seen"] and index.left_out == 1
+    with pytest.raises(DataError, match="no samples without image, and all others are left out"):
+        only = write_manifest(tmp_path, entry("x", "<image>", image="a.png"), name="only.json")
+        build_index(only, ChatTokenizer(digits), {}, leave_out=["image"], progress=False)
+
+
 def test_what_is_drawn(digits: Path, drawings: Path, tmp_path: Path) -> None:
     """Rows that the language model gives stand at placeholders in the answer, without a loss of their own."""
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "a.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import hydra
@@ -118,6 +119,29 @@ def test_a_module_can_be_left_out_of_the_layouts_by_name() -> None:
             cfg = compose("model.modules.llm.vocab_size=101")
             modules = hydra.utils.instantiate(cfg.model).modules_by_name
         build.check_all(modules, dict(placed.layouts))
+
+
+def test_one_setting_takes_a_module_out(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = compose(*data_at(small), "model.modules.audio=null")
+    build.check_configuration(cfg)
+    placed = build.placement(cfg)
+    data = build.datamodule(cfg)
+    build.check_model(build.model_maker(cfg, data), data, placed)
+    assert list(placed.layouts) == ["vision", "llm"] and data.modules == ("vision", "llm")
+    heard = {
+        split: sum("audio" in s for s in json.loads((small / f"{split}.json").read_text())) for split in data.indices
+    }
+    assert heard["train"] and {split: index.left_out for split, index in data.indices.items()} == heard
+    said = capsys.readouterr().out
+    assert f"train: {heard['train']} of 48 samples are left out, as they hold audio" in said
+
+
+def test_a_generator_taken_out_leaves_what_is_read(drawings: Path) -> None:
+    cfg, data = drawing(
+        drawings, "model.modules.draw=null", "layout.draw=null", "layout.llm.pp=1", "layout.llm.ranks=[1]"
+    )
+    assert data.modules == ("vision", "llm") and data.indices["train"].left_out > 0
+    build.check_model(build.model_maker(cfg, data), data, build.placement(cfg))
 
 
 def test_a_run_folder_is_found_from_its_checkpoints(tmp_path: Path) -> None:

@@ -1,0 +1,297 @@
+"""Sweeps: what runs, what is compared, and a sweep that was killed and went on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+from rich.console import Console
+from wandb.proto.wandb_internal_pb2 import Record
+from wandb.wandb_agent import Agent
+
+from hetero_strategy.errors import ConfigError
+from recipes import build, cli, comparison, jobs, sweep
+from tests.recipes.commands import ROOT, SMALL, wait_until_gone
+from tests.recipes.test_conf import compose
+
+SWEEPS = sorted(path.stem for path in Path(cli.CONF, "sweep").glob("*.yaml"))
+PLACED = [
+    {"module": "vision", "ranks": "0", "degrees": "one rank"},
+    {"module": "llm", "ranks": "0-1", "degrees": "dp_shard=2"},
+]
+
+
+def job(number: int, *settings: str, **more: Any) -> jobs.Job:
+    return jobs.Job(["python", "-m", "recipes.train", "--config-dir=a=b", *settings], str(number), **more)
+
+
+@pytest.fixture
+def compared(tmp_path: Path) -> jobs.Sweep:
+    """Two jobs that are done and one that failed, on paper."""
+    report = {"exact_match": 0.5, "val_loss": 1.25, "tokens_per_second": 4000.0, "processes": 2, "layouts": PLACED}
+    found = [
+        job(
+            0, "layout=single", "lr=1", "n=3", state="done", seconds=9.6, code=0, report=report | {"exact_match": None}
+        ),
+        job(1, "layout=colocated", "lr=1", "n=3", state="done", seconds=20.2, code=0, report=report),
+        job(2, "layout=colocated", "lr=2", "n=3", state="failed", seconds=3.0, code=1, message="lr is $2, too | much"),
+    ]
+    made = jobs.prepare(tmp_path / "swept", "a/b", found)
+    (made.folder / "0").mkdir()
+    return made
+
+
+def test_table_and_picture_say_what_differed(compared: jobs.Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compared.differences()[1] == {"layout": "colocated", "lr": "1"}
+    columns, rows = comparison.table(compared)
+    assert columns[:4] == ["job", "layout", "lr", "state"] and columns[-1] == "where modules lived"
+    assert rows[1] == [
+        "1",
+        "colocated",
+        "1",
+        "done",
+        "0.500",
+        "1.2500",
+        "4,000",
+        "20 s",
+        "2",
+        "vision 0; llm 0-1 dp_shard=2",
+    ]
+    assert rows[0][4] == "" and rows[2] == ["2", "colocated", "2", "failed", "", "", "", "3 s", "", ""]
+    comparison.show(compared, Console(width=100))
+    said = capsys.readouterr().out
+    assert "job 2 failed: layout=colocated lr=2, exit code 1: lr is $2, too | much" in said
+    assert "job 0, 1: vision 0; llm 0-1 dp_shard=2" in said
+    written = (compared.folder / "sweep.md").read_text().splitlines()
+    assert len(written) == 7 and written[3].startswith("| 1 | colocated | 1 | done | 0.500 |")
+    assert "Job 2 failed: layout=colocated lr=2, exit code 1" in written[6]
+    with Image.open(compared.folder / "sweep.png") as picture:
+        assert picture.width > 900 and len(picture.convert("RGB").getcolors(10**6) or []) > 10
+
+
+def test_a_folder_goes_on_with_its_own_jobs_only(compared: jobs.Sweep) -> None:
+    same = [job(0, "layout=single", "lr=1", "n=3")]
+    again = jobs.prepare(compared.folder, "other", same)
+    assert again == compared and [one.state for one in again.jobs] == ["done", "done", "failed"]
+    with pytest.raises(ConfigError, match=r"holds a sweep of other jobs.*resume="):
+        jobs.prepare(compared.folder, "other", [job(0, "layout=tp")])
+    longer = jobs.prepare(compared.folder, "other", [job(2, *compared.jobs[2].command[4:]), job(3, "lr=9")], first=2)
+    assert [one.folder for one in longer.jobs] == ["0", "1", "2", "3"]
+    assert jobs.is_sweep(compared.folder) and not jobs.is_sweep(compared.folder / "0")
+
+
+def test_a_job_goes_on_at_its_checkpoint(compared: jobs.Sweep) -> None:
+    folder = compared.folder / "0"
+    assert jobs.command_of(compared.jobs[0], folder) == [*compared.jobs[0].command, f'hydra.run.dir="{folder}"']
+    (folder / ".hydra").mkdir()
+    (folder / cli.SAVED).write_text("a: 1")
+    assert jobs.command_of(compared.jobs[0], folder)[-1].startswith("hydra.run.dir")
+    (folder / "checkpoints" / "last.ckpt").mkdir(parents=True)
+    assert jobs.command_of(compared.jobs[0], folder) == [*compared.jobs[0].command[:4], f'resume="{folder}"']
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "message"),
+    [
+        ("fine\nerror: lr: too large\nrank 1: another rank stopped; ending\n", 1, "lr: too large"),
+        ("error: a.json: 1 fault; mend:\n  sample 'x': bad\n", 1, "a.json: 1 fault; mend: sample 'x': bad"),
+        (
+            "Traceback (most recent call last):\n  x\ntorch.OutOfMemoryError: CUDA\n50%\r60%",
+            1,
+            "torch.OutOfMemoryError: CUDA",
+        ),
+        ("something\nlast words\n", 2, "last words"),
+        ("", 1, "it said nothing"),
+        ("error: lr: too large", -9, "ended by SIGKILL"),
+    ],
+)
+def test_why_a_job_failed(output: str, code: int, message: str) -> None:
+    assert jobs.cause(output, code) == message
+
+
+# ---- Weights & Biases' format ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_parameters_are_fields(name: str) -> None:
+    """Every sweep of conf/ forms command lines that compose, whatever its values."""
+    found = sweep.read(name)
+    found["method"] = "random"
+    for settings in sweep.expand(found, 8, random.Random(0)):
+        formed = sweep.command(found, settings)
+        assert formed[:4] == ["/usr/bin/env", "python", "-m", "recipes.train"]
+        cfg = compose(*formed[4:])
+        build.check_configuration(cfg)
+        build.placement(cfg)
+        assert cfg.logger.group == found["name"] and str(cfg.optimizer.lr) == str(settings["optimizer.lr"])
+
+
+def test_grid_and_random_search() -> None:
+    rng = random.Random(0)
+    wide = (
+        {"min": 1, "max": 3},
+        {"min": 0.0, "max": 1.0},
+        {"distribution": "log_uniform_values", "min": 1e-4, "max": 1.0},
+    )
+    rare = {"values": ["a", "b"], "probabilities": [0.0, 1.0]}
+    parameters = dict(zip(("whole", "real", "log"), wide, strict=True)) | {"one": {"value": 7}, "rare": rare}
+    drawn = sweep.expand({"method": "random", "parameters": parameters}, 200, rng)
+    assert len(drawn) == 200 and {d["whole"] for d in drawn} == {1, 2, 3} and {d["one"] for d in drawn} == {7}
+    assert {d["rare"] for d in drawn} == {"b"} and all(0 <= d["real"] <= 1 for d in drawn)
+    assert 0.3 < sum(d["log"] < 1e-2 for d in drawn) / 200 < 0.7, "evenly over powers of ten"
+    listed = {"method": "grid", "parameters": {"a": {"values": [1, 2]}, "b": {"value": 3}, "c": {"values": [4, 5]}}}
+    grid = sweep.expand(listed, 0, rng)
+    assert [tuple(one.values()) for one in grid] == [(1, 3, 4), (1, 3, 5), (2, 3, 4), (2, 3, 5)]
+    assert sweep.expand(listed, 3, rng) == grid[:3]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "bayes"}, "method=bayes needs Weights & Biases' server.*method=random"),
+        ({"method": "random"}, "give count=<runs>"),
+        ({"parameters": {"a": {"min": 0, "max": 1}}}, "parameters a: a grid needs values"),
+        ({"early_terminate": {}}, "early_terminate needs Weights & Biases' server"),
+        ({"parameters": {"a": {"mu": 0, "sigma": 1}}}, r"parameters.a: \['mu', 'sigma'\] needs"),
+        (
+            {"parameters": {"a": {"min": 1, "max": 2, "distribution": "q_beta"}}, "method": "random"},
+            "distribution q_beta",
+        ),
+    ],
+)
+def test_what_the_server_alone_can_do_is_refused(given: dict[str, Any], message: str) -> None:
+    base = {"method": "grid", "parameters": {"a": {"values": [1]}}}
+    with pytest.raises(ConfigError, match=message):
+        sweep.expand(base | given, 3 if "distribution" in message else 0, random.Random(0))
+
+
+def test_online_only_for_who_is_logged_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for mode, key, found in (("offline", "k", False), ("online", "", True), ("", "k", True), ("", "", False)):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        assert sweep.online() is found
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert sweep.online()
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def killed(given: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A sweep that is killed in its first job and goes on; beside it, an agent of Weights & Biases runs a command."""
+    folder = tmp_path_factory.mktemp("swept")
+    small = [*given, *SMALL, "trainer.max_steps=6", "checkpoint.every_n_steps=2", "report.examples=1"]
+    values = "layout=colocated,digits_draw,single"
+    command = [sys.executable, "-m", "recipes.train", "-m", values, f"hydra.sweep.dir={folder}", *small]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    agent = agent_runs(tmp_path_factory.mktemp("agent"), small)
+    end = time.monotonic() + 200
+    while not (folder / "0" / "checkpoints" / "last.ckpt" / "checkpoint.json").exists() and time.monotonic() < end:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    said = process.communicate()[0]
+    left = wait_until_gone(folder)
+    state = [one["state"] for one in json.loads((folder / jobs.STATE).read_text())["jobs"]]
+    here = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        failed = jobs.go_on(folder)
+    finally:
+        os.chdir(here)
+    return {"folder": folder, "said": said, "left": left, "state": state, "failed": str(failed), "agent": agent}
+
+
+def agent_runs(folder: Path, more: list[str]) -> tuple[subprocess.Popen[bytes], list[str], Path]:
+    """What the agent of Weights & Biases starts for the first run of conf/sweep/layouts.yaml, and what we would."""
+    config = yaml.safe_load(Path(cli.CONF, "sweep", "layouts.yaml").read_text())
+    config["command"] += [*more, f"hydra.run.dir={folder}"]
+    settings = {name: parameter["values"][0] for name, parameter in config["parameters"].items()}
+    args = {name: {"value": value} for name, value in settings.items()}
+    before = dict(os.environ)
+    path = f"{Path(sys.executable).parent}:{before['PATH']}"
+    os.environ |= {"WANDB_DIR": str(folder), "WANDB_SWEEP_ID": "s123", "PATH": path, "PYTHONPATH": str(ROOT)}
+    try:
+        agent = Agent(None, None)
+        agent._sweep_command = config["command"]
+        agent._command_run({"run_id": "r456", "args": args, "program": config["program"]})
+    finally:
+        os.environ.clear()
+        os.environ |= before
+    return agent._run_processes["r456"]._popen, sweep.command(config, settings), folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_killed_sweep_goes_on(killed: dict[str, Any]) -> None:
+    said, folder = killed["said"], killed["folder"]
+    assert "3 jobs" in said and f"-m recipes.train resume={folder}" in said
+    assert "elapsed: layout=colocated" in said and "run folder" in said, "what a job says is shown"
+    assert not killed["left"] and killed["state"] == ["running", "waiting", "waiting"]
+    first, refused, last = jobs.Sweep.load(folder).jobs
+    assert [first.state, refused.state, last.state] == ["done", "failed", "done"]
+    assert first.report and last.report and (first.report["processes"], last.report["processes"]) == (2, 1)
+    assert first.report["steps"] == last.report["steps"] == 6
+    assert "from" in (folder / "0" / jobs.OUTPUT).read_text().split("run folder")[2], "goes on at its checkpoint"
+    assert refused.code == 1 and "'audio'" in str(refused.message)
+    assert f"1 of 3 jobs failed: layout=digits_draw, exit code 1: {refused.message}" in killed["failed"]
+    assert "| 0 | colocated | done |" in (folder / "sweep.md").read_text() and (folder / "sweep.png").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_what_is_done_is_not_run_again(killed: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    found = jobs.Sweep.load(killed["folder"])
+    found.jobs = [found.jobs[0], found.jobs[2]]
+    assert jobs.run(found) is None
+    said = capfd.readouterr().out
+    assert "elapsed" not in said and "done" in said and "failed" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_an_agent_of_weights_and_biases_runs_a_job(killed: dict[str, Any]) -> None:
+    process, formed, folder = killed["agent"]
+    assert process.args == formed and formed[4:6] == ["layout=single", "optimizer.lr=0.001"]
+    assert process.wait(150) == 0
+    assert json.loads((folder / "report.json").read_text())["steps"] == 6
+    (run,) = folder.glob("wandb/offline-run-*-r456/run-r456.wandb")
+    found = records(run)
+    (began,) = (record.run for record in found if record.HasField("run"))
+    assert (began.run_group, began.sweep_id, began.project) == ("layouts", "s123", "hetero_strategy")
+    config = {item.key: json.loads(item.value_json) for record in found for item in record.config.update}
+    assert config["configuration"]["optimizer"]["lr"] == 0.001 and config["layouts"]["llm"] == "0 one rank"
+    logged = {item.key or item.nested_key[0] for record in found for item in record.history.item}
+    assert {f"throughput/{name}/rows_per_second" for name in ("vision", "audio", "llm")} <= logged
+    assert {"val/exact_match", "val/loss", "timeline", "balance"} <= logged
+    pictures = {path.name.split("_")[0] for path in run.parent.glob("files/media/images/*.png")}
+    assert pictures == {"timeline", "balance"}
+
+
+def records(path: Path) -> list[Record]:
+    """The records of a run of Weights & Biases, which are in LevelDB's log format: pieces in blocks of 32 KiB."""
+    raw, place, found, pieces = path.read_bytes(), 7, [], b""
+    while place + 7 <= len(raw):
+        if (left := 2**15 - place % 2**15) < 7:
+            place += left
+            continue
+        size, kind = int.from_bytes(raw[place + 4 : place + 6], "little"), raw[place + 6]
+        pieces += raw[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or the last piece
+            found.append(Record.FromString(pieces))
+            pieces = b""
+    return found
