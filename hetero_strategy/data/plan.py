@@ -125,7 +125,7 @@ class StepPlan:
     assignments: Mapping[str, tuple[Assignment, ...]]
     """By module: its microbatches. An item's module may have fewer or more of them than the step."""
     loads: Mapping[str, ModuleLoad] = field(default_factory=dict)
-    """By module, where its cost is known."""
+    """By module, where its cost is known; schedules are made with them."""
 
     @property
     def loss_tokens(self) -> int:
@@ -145,12 +145,14 @@ class StepPlan:
         return self.metadata.samples
 
     def digest(self) -> int:
-        """Of who computes what, below 2^62: equal plans have equal ones."""
+        """Of who computes what and what that costs, below 2^62: equal plans have equal ones."""
         found = hashlib.blake2b(self.samples.tobytes(), digest_size=8)
         for module in sorted(self.assignments):
             for assignment in self.assignments[module]:
                 found.update(assignment.units.tobytes())
                 found.update(assignment.offsets.tobytes())
+        for module in sorted(self.loads):
+            found.update(self.loads[module].after.tobytes())
         return int.from_bytes(found.digest()) >> 2
 
     def active(self, module: str) -> list[int]:

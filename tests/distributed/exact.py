@@ -41,9 +41,12 @@ def expected(setting: Setting) -> Reference:
 
 
 def compare(wanted: Reference, runs: Sequence[Run]) -> None:
-    """Losses on every rank, gradients wherever they are owned, and what the stages held; damage is noticed."""
+    """One plan and schedule, losses on every rank, gradients wherever they are owned, and what the stages held; damage
+    is noticed.
+    """
     for steps in zip(*(run.steps for run in runs), strict=True):
         assert set().union(*(step.errors for step in steps)) == set(wanted.gradients)
+        assert len({step.lanes for step in steps}) == len({step.plan.digest() for step in steps}) == 1
         for rank, step in enumerate(steps):
             for name, error in step.errors.items():
                 assert error <= EXACT, f"{name} on rank {rank}"

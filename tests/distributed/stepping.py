@@ -30,7 +30,7 @@ from hetero_strategy.model import (
     whisper_encoder,
 )
 from hetero_strategy.schedule import executor as running
-from hetero_strategy.schedule.action import Action, Node, StageGraph
+from hetero_strategy.schedule.action import Action, Lane, Node, StageGraph
 from hetero_strategy.schedule.check import check
 from hetero_strategy.strategy import ROW_ALIGNMENT
 from tests.distributed.damage import damaged
@@ -256,6 +256,8 @@ class Stepped:
     in_flight: dict[Node, int]
     """What the schedule says of the same nodes."""
     plan: StepPlan
+    lanes: tuple[Lane, ...]
+    """Of the schedule: what every rank does, as this one has it."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +309,7 @@ def steps_on_rank(
         held = {node: most for node, most in schedule.in_flight.items() if node in made.executor.stages and most}
         losses = {n: float(x.detach()) for n, x in outcome.losses.items()}
         plan = made.executor.recorder.steps[-1].plan
-        return Stepped(losses, expected.errors(gradients), dict(peaks), held, plan)
+        return Stepped(losses, expected.errors(gradients), dict(peaks), held, plan, schedule.lanes)
 
     ways = [replace(setting, balance=balance) for balance in balances] or [setting]
     steps = [step(number, way) for way in ways for number in counts]
