@@ -126,7 +126,7 @@ class StepPlan:
     assignments: Mapping[str, tuple[Assignment, ...]]
     """By module: its microbatches. An item's module may have fewer or more of them than the step."""
     loads: Mapping[str, ModuleLoad] = field(default_factory=dict)
-    """By module, where its cost is known."""
+    """By module, where its cost is known; schedules are made with them."""
 
     @property
     def loss_tokens(self) -> int:
@@ -147,12 +147,14 @@ class StepPlan:
 
     @cached_property
     def digest(self) -> int:
-        """64 bits of who computes what, and of every size: equal plans have equal ones."""
+        """64 bits of who computes what, of every size and of what it costs: equal plans have equal ones."""
         found = hashlib.blake2b(self.samples.tobytes(), digest_size=8)
         for module in sorted(self.assignments):
             for one in self.assignments[module]:
                 for part in (one.units, one.offsets, one.rows, one.hidden, one.padding):
                     found.update(part.tobytes())
+        for module in sorted(self.loads):
+            found.update(self.loads[module].after.tobytes())
         found.update(self.metadata.labels.tobytes())
         return int.from_bytes(found.digest())
 

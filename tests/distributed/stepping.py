@@ -34,7 +34,7 @@ from hetero_strategy.model import (
     whisper_encoder,
 )
 from hetero_strategy.schedule import executor as running
-from hetero_strategy.schedule.action import Action, Node, StageGraph
+from hetero_strategy.schedule.action import Action, Lane, Node, StageGraph
 from hetero_strategy.schedule.check import check
 from hetero_strategy.schedule.outcome import Outcome
 from hetero_strategy.strategy import ROW_ALIGNMENT
@@ -328,6 +328,8 @@ class Stepped:
     in_flight: dict[Node, int]
     """What the schedule says of the same nodes."""
     plan: StepPlan
+    lanes: tuple[Lane, ...]
+    """Of the schedule: what every rank does, as this one has it."""
     evaluated: dict[str, float] = field(default_factory=dict)
     """Losses of the same batch without backwards, where it was run so."""
 
@@ -409,7 +411,8 @@ class OnRank:
         held = {node: most for node, most in schedule.in_flight.items() if node in self.executor.stages and most}
         trains = {name: p.requires_grad for name, p in self.owned.items()}
         plan = self.executor.recorder.steps[-1].plan
-        return Stepped(self._losses(outcome), expected.errors(gradients), trains, dict(peaks), held, plan)
+        errors = expected.errors(gradients)
+        return Stepped(self._losses(outcome), errors, trains, dict(peaks), held, plan, schedule.lanes)
 
     def evaluate(self, setting: Setting) -> dict[str, float]:
         """Losses of the first batch, forwards alone."""
