@@ -17,12 +17,18 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from hetero_strategy.strategy import HeteroStrategy
 from tests.distributed.scenario import Job, Lit, datamodule
 
 STEPS = 4
+
+
+class Told(Callback):
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        if isinstance(module, Script) and torch.distributed.is_initialized():  # and not the parent of the ranks
+            Path(module.asked.folder, f"told{trainer.global_rank}").touch()
 
 
 class Script(Lit):
@@ -34,11 +40,21 @@ class Script(Lit):
         Path(self.asked.folder, f"pid{self.global_rank}").write_text(str(os.getpid()))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        ended = False
+        try:
+            loss = self.step(batch, batch_idx)
+            ended = True
+            return loss
+        finally:
+            if not ended:
+                Path(self.asked.folder, f"finally{self.global_rank}").touch()
+
+    def step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         here = [str(self.global_rank), str(batch_idx)]
         if here in (self.asked.fail, self.asked.kill):
             Path(self.asked.folder, "fell").touch()
         if here == self.asked.fail:
-            raise LookupError(f"rank {self.global_rank} has had enough")
+            raise ConnectionError(f"rank {self.global_rank} has had enough: connection refused, broken pipe")
         if here == self.asked.kill:
             os.kill(os.getpid(), signal.SIGKILL)
         if here == self.asked.sleep:
@@ -72,7 +88,10 @@ def main() -> None:
         num_sanity_val_steps=0,
         limit_val_batches=0,
         default_root_dir=asked.folder,
-        callbacks=[ModelCheckpoint(asked.folder, save_on_exception=True, save_last=True, every_n_epochs=1000)],
+        callbacks=[
+            ModelCheckpoint(asked.folder, save_on_exception=True, save_last=True, every_n_epochs=1000),
+            Told(),
+        ],
     )
     lit = Script(job, dm.tokenizer.vocab_size, asked)
     trainer.fit(lit, datamodule=dm)
