@@ -172,6 +172,22 @@ def lost_a_rank(error: BaseException | None) -> bool:
     return (ours and theirs) or lost_a_rank(error.__cause__)
 
 
+def bear_sigterm(trainer: Trainer) -> None:
+    """Lightning answers SIGTERM with a collective inside the signal handler. Ranks that are gone do not come to it, and
+    its exception would end whatever runs just then, such as a callback's ``on_exception``.
+    """
+    connector = trainer._signal_connector
+    spread = type(connector)._sigterm_notifier_fn
+
+    def told(signum: Any, frame: Any) -> None:
+        try:
+            spread(connector, signum, frame)
+        except RuntimeError:
+            connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = told  # type: ignore[method-assign]
+
+
 def end_together(error: BaseException, rank: int, launcher: _Launcher | None, told_to_end: bool) -> None:
     """What an exception on one rank means for the others, before it goes on its way.
 

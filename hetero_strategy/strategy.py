@@ -38,6 +38,7 @@ from hetero_strategy.launch import (
     START_METHODS,
     MultiProcessingLauncher,
     ScriptLauncher,
+    bear_sigterm,
     check_process_count,
     die_with_script,
     end_together,
@@ -211,6 +212,7 @@ class HeteroStrategy(WorldCollectives):
     def setup_environment(self) -> None:
         if self.lightning_module is not None:
             check_callbacks(self.lightning_module.trainer)
+            bear_sigterm(self.lightning_module.trainer)
             # A sampler put in by Lightning shuffles training data even where it is not to be shuffled.
             self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
         super().setup_environment()

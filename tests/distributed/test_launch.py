@@ -124,9 +124,9 @@ def test_a_rank_that_raises_ends_the_job_with_its_message(start: Starter) -> Non
     for way, run, text, seconds in watch_all(runs):
         assert run.process.returncode != 0, way
         # Its words are those of a lost connection, and still they are the cause and not the other rank's.
-        error = r"ConnectionError: rank {0} has had enough: connection refused, broken pipe\n(\[rank{0}\]: )?rank {0} ended"
-        assert re.search(error.format(way[-1]), text), f"{way}\n{text}"
-        other = 1 - int(way[-1])
+        cause, other = int(way[-1]), 1 - int(way[-1])
+        error = f"ConnectionError: rank {cause} has had enough: connection refused, broken pipe\n"
+        assert re.search(rf"{error}(\[rank{cause}\]: )?rank {cause} ended the run with this", text), f"{way}\n{text}"
         assert f"rank {other} lost another rank, whose own message tells why (here: " in text, f"{way}\n{text}"
         for what in ("told", "finally"):
             assert sorted(p.name for p in run.folder.glob(f"{what}*")) == [f"{what}0", f"{what}1"], f"{way}\n{text}"
