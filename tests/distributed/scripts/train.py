@@ -19,6 +19,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
+from hetero_strategy.errors import ConfigError
 from hetero_strategy.strategy import HeteroStrategy
 from tests.distributed.scenario import Job, Lit, datamodule
 
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--start", default="popen")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--late", action="store_true", help="rank 1 fails after the run")
+    parser.add_argument("--again", action="store_true", help="train anew in other layouts, then with one more process")
     for what in ("--fail", "--kill", "--sleep"):
         parser.add_argument(what, nargs=2)
     asked = parser.parse_args()
@@ -97,6 +99,21 @@ def main() -> None:
     trainer.fit(lit, datamodule=dm)
     if trainer.is_global_zero:
         print(f"loss={float(trainer.callback_metrics['train/loss']):.7f}", flush=True)
+    if asked.again:
+        options: dict[str, Any] = {
+            "accelerator": "cpu",
+            "max_steps": STEPS,
+            "logger": False,
+            "enable_checkpointing": False,
+        }
+        again = L.Trainer(devices=world, strategy=HeteroStrategy(layouts | {"audio": {"ranks": [0]}}), **options)
+        again.fit(Script(job, dm.tokenizer.vocab_size, asked), datamodule=datamodule(job))
+        if again.is_global_zero:
+            print(f"loss={float(again.callback_metrics['train/loss']):.7f}", flush=True)
+        try:
+            L.Trainer(devices=world + 1, strategy=HeteroStrategy(layouts), **options)
+        except ConfigError as error:
+            print(f"refused: {error}", flush=True)
     if asked.late and trainer.global_rank == 1:
         time.sleep(1)
         raise LookupError("rank 1 failed late")
