@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +23,33 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
+_WITHOUT_VALUES: ContextVar[bool] = ContextVar("without_values", default=False)
+
+
+@contextmanager
+def models_without_values() -> Iterator[None]:
+    """Models made inside stay on the meta device; everything else, even beside them, gets its values."""
+    token = _WITHOUT_VALUES.set(True)
+    try:
+        yield
+    finally:
+        _WITHOUT_VALUES.reset(token)
+
+
+def made_without_values() -> bool:
+    """Whether a model that is made now stays on the meta device."""
+    return _WITHOUT_VALUES.get() or torch.get_default_device().type == "meta"
+
+
+def _on_meta_where_asked(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        with torch.device("meta") if _WITHOUT_VALUES.get() else nullcontext():
+            init(*args, **kwargs)
+
+    return wrapped
+
+
 NO_ROWS: Mapping[Hashable, Tensor] = MappingProxyType({})
 """What a module is given where no edge brings it rows."""
 
@@ -27,8 +57,14 @@ NO_ROWS: Mapping[Hashable, Tensor] = MappingProxyType({})
 class Adapter(nn.Module):
     """A module that can be put on a mesh, initialised unit by unit and counted. The defaults suit plain modules.
 
-    Subclasses build their parameters on the meta device; ``model.init`` gives them values.
+    Subclasses build their parameters on the meta device; ``model.init`` gives them values. Inside
+    :func:`models_without_values` their constructors run on it in any case.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in cls.__dict__:
+            cls.__init__ = _on_meta_where_asked(cls.__init__)  # type: ignore[method-assign]
 
     sequence_parallel: bool = False
     """After :meth:`apply_tp` with tp > 1 the rows of this module are sharded over tp ranks (else replicated)."""

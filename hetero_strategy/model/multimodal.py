@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.adapter import Adapter, made_without_values
 from hetero_strategy.model.causal_lm import CausalLM, LMOutput
 from hetero_strategy.model.combine import Generated, ModelOutput, Scored, combine
 from hetero_strategy.model.encoder import Encoder
@@ -85,7 +85,7 @@ class MultimodalModel(nn.Module):
             adapter.random_numbers = RandomNumbers(seed, name, adapter.blocks())
         self._called: tuple[Any, ...] = ()
         self._calls = 0
-        if torch.get_default_device().type != "meta":
+        if not made_without_values():
             materialize(self, seed)
 
     def topological(self) -> tuple[str, ...]:
