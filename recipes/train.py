@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
 from recipes import build, cli
 from recipes.lit import LitMultimodal
-from recipes.report import Readback, Totals, print_report, print_start, write_report
+from recipes.report import Readback, Totals, evaluate_checkpoint, print_report, print_start, write_report
 from recipes.terminal import ProgressBar
 
 
@@ -50,9 +50,9 @@ def train(cfg: DictConfig) -> None:
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
 
     best = trainer.checkpoint_callbacks[-1].best_model_path
-    trainer.validate(module, datamodule=data, ckpt_path=best or None, verbose=False)
+    split = evaluate_checkpoint(trainer, module, data, best or None)
     last = trainer.checkpoint_callbacks[0].best_model_path
-    report = write_report(folder, trainer, module, placed, totals, readback, checkpoint=best or last)
+    report = write_report(folder, trainer, module, placed, totals, readback, checkpoint=best or last, split=split)
     print_report(report, folder)
 
 
