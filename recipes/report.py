@@ -27,7 +27,7 @@ from hetero_strategy.monitor import BalanceMonitor, TimelineMonitor
 from recipes import cli
 from recipes.drawings import Drawing, Judge, draw_grid, drawings_of
 from recipes.lit import LitMultimodal
-from recipes.terminal import blocks, draw_examples, loudness, picture
+from recipes.terminal import GoesOn, blocks, draw_examples, loudness, picture
 
 SOUNDS = (".wav", ".flac", ".ogg", ".mp3")
 
@@ -258,6 +258,7 @@ def write_report(
         "data_wait_seconds": round(totals.wait, 2),
         "timeline": last_step(trainer),
         "balance": balance(trainer, totals),
+        "resumed": next((c.first for c in trainer.callbacks if isinstance(c, GoesOn)), None),  # type: ignore[attr-defined]
         "resume": cli.command("recipes.train", resume=folder),
     }
     save(report, folder / "report.json", readback)

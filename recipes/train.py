@@ -14,7 +14,7 @@ from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineM
 from recipes import build, cli
 from recipes.lit import LitMultimodal
 from recipes.report import Readback, Totals, evaluate_checkpoint, print_report, print_start, write_report
-from recipes.terminal import ProgressBar
+from recipes.terminal import GoesOn, ProgressBar
 
 
 def train(cfg: DictConfig) -> None:
@@ -22,7 +22,7 @@ def train(cfg: DictConfig) -> None:
     resume = cfg.resume
     if resume:
         cfg = cli.saved_configuration(cfg, resume)
-    checkpoint = cli.checkpoint_of(resume, "last") if resume else None
+    checkpoint = cli.last_checkpoint(resume) if resume else None
     build.check_configuration(cfg)
     folder = cli.run_folder()
 
@@ -70,6 +70,7 @@ def callbacks(cfg: DictConfig) -> list[Callback]:
         ModelCheckpoint(filename="last", every_n_train_steps=every, **shared),
         ModelCheckpoint(filename="best", monitor=cfg.checkpoint.monitor, mode=cfg.checkpoint.mode, **shared),
     ]
+    made += [GoesOn()] if cfg.resume else []
     made += [LearningRateMonitor("step")] if cfg.logger else []
     made += [ProgressBar()] if cfg.monitor.progress_bar else []
     return made
