@@ -33,10 +33,15 @@ JOB = (
 """Three epochs of 48 samples, in steps of 8."""
 
 
+def rows(folder: Path, metric: str, version: int = 0) -> list[dict[str, str]]:
+    """Lines of a run's log that have a metric, with all digits of it."""
+    path = folder / "metrics" / f"version_{version}" / "metrics.csv"
+    return [row for row in csv.DictReader(path.open()) if row.get(metric)]
+
+
 def losses(folder: Path, version: int = 0) -> dict[int, str]:
-    """Step -> training loss as it was logged, all digits of it."""
-    rows = csv.DictReader((folder / "metrics" / f"version_{version}" / "metrics.csv").open())
-    return {int(row["step"]): row["train/loss"] for row in rows if row.get("train/loss")}
+    """Step -> training loss."""
+    return {int(row["step"]): row["train/loss"] for row in rows(folder, "train/loss", version)}
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +82,14 @@ def test_a_run_leaves_a_report(tmp_path: Path, whole: tuple[Path, Ended]) -> Non
     assert shutil.which(python) and arguments == f"-m recipes.train resume={folder}"
     assert result.output.count(report["resume"]) == 2 and "exact match" in result.output
 
-    again = run(
-        tmp_path / "again", f"run={folder}", "layout=single", "monitor.progress_bar=false", module="recipes.evaluate"
-    )
+    job = (f"run={folder}", "layout=single", "split=val", "monitor.progress_bar=false")
+    again = run(tmp_path / "again", *job, module="recipes.evaluate")
     assert again.code == 0, again.output
     evaluation = json.loads((tmp_path / "again" / "report.json").read_text())
-    assert (evaluation["processes"], evaluation["split"]) == (1, "test")
-    assert evaluation["exact_match"] == report["exact_match"]
-    assert evaluation["loss"] == pytest.approx(report["loss"], rel=1e-4)
+    assert (evaluation["processes"], evaluation["split"], evaluation["samples"]) == (1, "val", 12)
+    assert evaluation["exact_match"] == report["chosen_by"]["value"]
+    chosen = max(rows(folder, "val/loss"), key=lambda row: float(row["val/exact_match"]))
+    assert evaluation["loss"] == pytest.approx(float(chosen["val/loss"]), rel=1e-4)
 
 
 def killed_at_random(folder: Path, given: tuple[str, ...], seed: int) -> str:
