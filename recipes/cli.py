@@ -197,7 +197,21 @@ def checkpoint_of(run: str | Path, *names: str) -> Path:
     for choice in choices:
         if choice.is_dir() or choice.with_name(choice.name + ".old").is_dir():
             return choice
-    raise CheckpointError(f"{run}: no checkpoint ({', '.join(c.name for c in choices)}) was written yet; start anew")
+    raise CheckpointError(f"{run}: no checkpoint ({', '.join(c.name for c in choices)}) was written yet")
+
+
+def last_checkpoint(run: str | Path) -> Path | None:
+    """The checkpoint that a stopped run goes on from; None: it had written none yet, so it starts at its first step.
+
+    Raises:
+        CheckpointError: ``run`` names a checkpoint that does not exist.
+    """
+    try:
+        return checkpoint_of(run, "last")
+    except CheckpointError:
+        if Path(run).expanduser().absolute() != folder_of(run):
+            raise
+        return None
 
 
 GROUPS = ("optimizer", "strategy", "checkpoint", "monitor", "report")

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
@@ -19,13 +20,14 @@ from rich.text import Text
 from hetero_strategy.data.batch import Batch
 from hetero_strategy.data.datamodule import MultimodalDataModule
 from hetero_strategy.data.index import DatasetIndex
-from hetero_strategy.data.tokenizer import ChatTokenizer
+from hetero_strategy.data.manifest import placeholder
+from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.monitor import BalanceMonitor, TimelineMonitor
 from recipes import cli
 from recipes.drawings import Drawing, Judge, draw_grid, drawings_of
 from recipes.lit import LitMultimodal
-from recipes.terminal import blocks, draw_examples, loudness, picture
+from recipes.terminal import GoesOn, blocks, draw_examples, loudness, picture
 
 SOUNDS = (".wav", ".flac", ".ogg", ".mp3")
 
@@ -65,7 +67,7 @@ class Totals(L.Callback):
 
 
 class Readback(L.Callback):
-    """What the model answered to the samples of the last validation; the same on every rank.
+    """What the model answered to the samples of the last validation or test; the same on every rank.
 
     Args:
         count: samples to show.
@@ -81,9 +83,11 @@ class Readback(L.Callback):
         self.index: DatasetIndex | None = None
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget the validation before."""
+        """Forget the one before."""
         self.answers, self.drawings = {}, []
-        self.index = trainer.datamodule.indices.get("val")  # type: ignore[attr-defined]
+        self.index = trainer.datamodule.indices.get("test" if trainer.testing else "val")  # type: ignore[attr-defined]
+
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_batch_end(
         self,
@@ -102,6 +106,8 @@ class Readback(L.Callback):
         if outputs["drawn"] and self.index is not None:
             processors = trainer.datamodule.processors  # type: ignore[attr-defined]
             self.drawings += drawings_of(batch, outputs["drawn"], self.index, processors)
+
+    on_test_batch_end = on_validation_batch_end
 
     def exact(self) -> dict[int, bool]:
         """Sample -> whether every token is right; samples without an answer are left out."""
@@ -130,7 +136,6 @@ class Readback(L.Callback):
     def examples(self, data: MultimodalDataModule) -> list[dict[str, Any]]:
         """Some samples of every kind with their files, question, answer and prediction."""
         tokenizer = data.tokenizer
-        places = {tokenizer.placeholder_id(p.field): f"<{p.field}>" for p in data.processors.values()}
         exact, kinds = self.exact(), defaultdict(list)
         for sample in exact:
             kinds[kind_of(self.index, sample)].append(sample)
@@ -138,15 +143,13 @@ class Readback(L.Callback):
         shown = []
         for sample in turns[: self.count]:
             assert self.index is not None
-            first, last = self.index.offsets[sample], self.index.offsets[sample + 1]
-            ids, loss = self.index.ids[first:last], self.index.loss[first:last]
             shown.append(
                 {
                     "id": self.index.names[sample],
                     "kind": kind_of(self.index, sample),
                     "files": [str(f) for f in files_of(self.index, sample)],
                     "drawn": [d.pixels.squeeze(-1).tolist() for d in self.drawings if d.sample == sample],
-                    "question": _question(tokenizer, ids[~loss], places),
+                    "question": _question(data, self.index, sample),
                     "answer": tokenizer.decode(wanted(self.index, sample)),
                     "prediction": tokenizer.decode(self.answers[sample]),
                     "exact": exact[sample],
@@ -161,12 +164,17 @@ def wanted(index: DatasetIndex, sample: int) -> list[int]:
     return [int(token) for token in index.ids[first:last][index.loss[first:last]]]
 
 
-def _question(tokenizer: ChatTokenizer, ids: np.ndarray, places: dict[int, str]) -> str:
-    """Text before an answer; the rows of a picture or recording as one placeholder."""
-    pieces: list[str] = []
-    for token, run in itertools.groupby(ids.tolist(), key=lambda token: token if token in places else -1):
-        pieces.append(places[token] if token in places else tokenizer.decode(list(run)))
-    return "".join(pieces).strip()
+def _question(data: MultimodalDataModule, index: DatasetIndex, sample: int) -> str:
+    """Text that is not to be predicted; the rows of a picture or recording as its placeholder."""
+    first, last = index.offsets[sample], index.offsets[sample + 1]
+    item, names = np.zeros(last - first, np.int64), [""]
+    for module, table in index.items.items():
+        for number in index.item_numbers(module, np.array([sample])):
+            item[table.start[number] : table.start[number] + table.rows[number]] = len(names)
+            names.append(placeholder(data.processors[module].field))
+    asked = ~index.loss[first:last]
+    runs = itertools.groupby(zip(item[asked], index.ids[first:last][asked], strict=True), key=lambda pair: pair[0])
+    return "".join(names[number] or data.tokenizer.decode([id for _, id in run]) for number, run in runs).strip()
 
 
 def files_of(index: DatasetIndex, sample: int) -> list[Path]:
@@ -181,10 +189,33 @@ def kind_of(index: DatasetIndex, sample: int) -> str:
     return "+".join(used) or "text"
 
 
+def evaluate_checkpoint(
+    trainer: L.Trainer,
+    module: LitMultimodal,
+    data: MultimodalDataModule,
+    checkpoint: str | Path | None,
+    split: str | None = None,
+) -> str:
+    """Run a checkpoint (None: what the model is now) on the samples that the report is of; returns their split.
+
+    Args:
+        split: ``test`` or ``val``; None: test, whose samples choose nothing, where the data has one.
+
+    Raises:
+        ConfigError: there is no such split.
+    """
+    split = split or ("test" if data.manifests["test"] else "val")
+    if split not in ("test", "val"):
+        raise ConfigError(f"split={split}; use test or val, or null: test where the data has one")
+    run = trainer.test if split == "test" else trainer.validate
+    run(module, datamodule=data, ckpt_path=checkpoint, verbose=False)
+    return split
+
+
 def summarize(
-    trainer: L.Trainer, module: LitMultimodal, placed: Placement, readback: Readback, checkpoint: str
+    trainer: L.Trainer, module: LitMultimodal, placed: Placement, readback: Readback, checkpoint: str, split: str
 ) -> dict[str, Any]:
-    """What validation says of a checkpoint."""
+    """What the samples of a split say of a checkpoint."""
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert module.model is not None
     counts = {
@@ -192,9 +223,10 @@ def summarize(
         for name, adapter in module.model.modules_by_name.items()
     }
     return {
-        "exact_match": metrics.get("val/exact_match"),
+        "split": split,
+        "exact_match": metrics.get(f"{split}/exact_match"),
         "exact_match_by_kind": readback.by_kind(),
-        "val_loss": metrics.get("val/loss"),
+        "loss": metrics.get(f"{split}/loss"),
         "samples": len(readback.answers),
         "drawings": len(readback.drawings),
         "drawn_right": readback.drawn_right(),
@@ -215,19 +247,31 @@ def write_report(
     readback: Readback,
     *,
     checkpoint: str,
+    split: str,
 ) -> dict[str, Any]:
     """Write ``report.json`` and ``examples.png`` (the first rank does), and return the report."""
-    report = summarize(trainer, module, placed, readback, checkpoint) | {
+    report = summarize(trainer, module, placed, readback, checkpoint, split) | {
+        "chosen_by": chosen_by(trainer),
         "steps": trainer.global_step,
         "train_seconds": round(totals.seconds, 2),
         "tokens_per_second": round(totals.tokens / totals.seconds, 1) if totals.seconds else None,
         "data_wait_seconds": round(totals.wait, 2),
         "timeline": last_step(trainer),
         "balance": balance(trainer, totals),
+        "resumed": next((c.first for c in trainer.callbacks if isinstance(c, GoesOn)), None),  # type: ignore[attr-defined]
         "resume": cli.command("recipes.train", resume=folder),
     }
     save(report, folder / "report.json", readback)
     return report
+
+
+def chosen_by(trainer: L.Trainer) -> dict[str, Any] | None:
+    """The metric of validation that chose the best checkpoint, and what it was there; None without validation."""
+    best = trainer.checkpoint_callbacks[-1]
+    assert isinstance(best, ModelCheckpoint)
+    if best.best_model_score is None:
+        return None
+    return {"metric": best.monitor, "value": float(best.best_model_score)}
 
 
 def last_step(trainer: L.Trainer) -> dict[str, float] | None:
@@ -323,18 +367,19 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         )
     if report.get("balance"):
         lines += _balance_lines(report["balance"])
-    lines.append(("checkpoint", _short(report["checkpoint"]) if report["checkpoint"] else "none"))
+    best = f" ({chosen['metric']} {chosen['value']:.4f})" if (chosen := report.get("chosen_by")) else ""
+    lines.append(("checkpoint", f"{_short(report['checkpoint'])}{best}" if report["checkpoint"] else "none"))
     return lines
 
 
 def _validation_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     kinds = ", ".join(f"{kind} {share:.3f}" for kind, share in report["exact_match_by_kind"].items())
-    lines = [("exact match", f"{report['exact_match']:.3f} of {report['samples']} samples ({kinds})")]
+    lines = [("exact match", f"{report['exact_match']:.3f} of {report['samples']} {report['split']} samples ({kinds})")]
     if report["drawn_right"]:
         kinds = ", ".join(f"{kind} {share:.3f}" for kind, share in report["drawn_right"].items() if kind != "all")
         share = report["drawn_right"]["all"]
         lines.append(("drawn right", f"{share:.3f} of {report['drawings']} drawings ({kinds})"))
-    lines.append(("val loss", f"{report['val_loss']:.4f}"))
+    lines.append((f"{report['split']} loss", f"{report['loss']:.4f}"))
     return lines
 
 

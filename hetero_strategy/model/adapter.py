@@ -74,6 +74,8 @@ class Adapter(nn.Module):
     """Size of the rows between its blocks, which one pipeline stage gives to the next."""
     checkpoint: str | None = None
     """Local Hugging Face folder that the initial values come from."""
+    name: str = ""
+    """In the model that it is part of."""
     has_loss: bool = False
     """Its last stage gives a loss."""
     first_stage: bool = True

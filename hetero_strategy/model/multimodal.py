@@ -73,6 +73,7 @@ class MultimodalModel(nn.Module):
         for name, module in modules.items():
             _check_module(name, module, self)
             self.modules_by_name[name] = module  # type: ignore[assignment]
+            module.name = name  # type: ignore[assignment]
             self.add_module(name, module)
         self.edges = _checked_edges(self.modules_by_name, edges)
         self.loss_weights = _checked_weights(self.with_loss(), loss_weights or {})

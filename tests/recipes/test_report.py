@@ -1,17 +1,22 @@
-"""What the report says of balance."""
+"""What the report says of balance, and what it shows of samples."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hetero_strategy.data.datamodule import MultimodalDataModule
+from hetero_strategy.data.digits import digit_processors
 from hetero_strategy.monitor import BalanceMonitor
 from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.traffic import Traffic
-from recipes.report import Totals, _balance_lines, balance
+from recipes.report import Totals, _balance_lines, _question, balance
+from tests import stock
 
 SPREAD = Spread(np.array([3.0, 1.0]), np.array([2.2, 1.8]))
 
@@ -45,3 +50,18 @@ def test_says_only_what_is_known(seconds: float) -> None:
 def test_what_was_skipped_is_said() -> None:
     found = reported(BalanceSummary(5, {}, None, 0.0, None, None, None, 1.0, 3, 1))
     assert _balance_lines(found) == [("data", "5.0% of the time waiting, 3 samples skipped, 1 workers replaced")]
+
+
+def test_questions_are_shown_as_they_were_asked(small: Path, tmp_path: Path) -> None:
+    """Whatever tokens the tokenizer has for pictures and recordings."""
+    data = MultimodalDataModule(
+        val=small / "val.json",
+        tokenizer=stock.tokenizer(tmp_path, stock.LLAMA_3),
+        processors=digit_processors(),
+        global_batch_size=4,
+        cache_folder=tmp_path,
+    )
+    data.prepare_data()
+    asked = [sample["conversations"][0]["value"] for sample in json.loads((small / "val.json").read_text())]
+    assert [_question(data, data.indices["val"], sample) for sample in range(len(asked))] == asked
+    assert any("<image> <audio>" in question for question in asked)
