@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,47 +21,14 @@ from hetero_strategy.data.datamodule import MultimodalDataModule
 from hetero_strategy.data.index import DatasetIndex
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.layout.placement import Placement
-from hetero_strategy.monitor import BalanceMonitor, TimelineMonitor
+from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
+from hetero_strategy.monitor.throughput import Totals
 from recipes import cli
 from recipes.drawings import Drawing, Judge, draw_grid, drawings_of
 from recipes.lit import LitMultimodal
 from recipes.terminal import blocks, draw_examples, loudness, picture
 
 SOUNDS = (".wav", ".flac", ".ogg", ".mp3")
-
-
-class Totals(L.Callback):
-    """Steps, tokens and time of training, validation left out."""
-
-    def __init__(self) -> None:
-        self.steps = self.tokens = 0
-        self.seconds = self.wait = 0.0
-        self._mark: float | None = None
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """The batch has come."""
-        now = time.perf_counter()
-        if self._mark is not None:
-            self.wait += now - self._mark
-            self.seconds += now - self._mark
-        self._mark = now
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
-    ) -> None:
-        """The step is done."""
-        now = time.perf_counter()
-        assert self._mark is not None
-        self.steps += 1
-        self.tokens += int(batch.plan.metadata.tokens.sum())
-        self.seconds += now - self._mark
-        self._mark = now
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Time that passes now is not training."""
-        self._mark = None
 
 
 class Readback(L.Callback):
@@ -211,23 +178,32 @@ def write_report(
     trainer: L.Trainer,
     module: LitMultimodal,
     placed: Placement,
-    totals: Totals,
     readback: Readback,
     *,
     checkpoint: str,
 ) -> dict[str, Any]:
     """Write ``report.json`` and ``examples.png`` (the first rank does), and return the report."""
+    totals = next(c.last for c in trainer.callbacks if isinstance(c, ThroughputMonitor))  # type: ignore[attr-defined]
     report = summarize(trainer, module, placed, readback, checkpoint) | {
         "steps": trainer.global_step,
-        "train_seconds": round(totals.seconds, 2),
-        "tokens_per_second": round(totals.tokens / totals.seconds, 1) if totals.seconds else None,
-        "data_wait_seconds": round(totals.wait, 2),
+        **(throughput(totals) if totals is not None else {}),
         "timeline": last_step(trainer),
         "balance": balance(trainer, totals),
         "resume": cli.command("recipes.train", resume=folder),
     }
     save(report, folder / "report.json", readback)
     return report
+
+
+def throughput(totals: Totals) -> dict[str, Any]:
+    """How fast training was and where its time went, on the rank that waited longest for data."""
+    spent = totals.spent
+    return {
+        "train_seconds": round(spent.training, 2),
+        "tokens_per_second": round(totals.tokens / spent.training, 1) if spent.training else None,
+        "data_wait_seconds": round(spent.data, 2),
+        "seconds": {"rank": totals.rank} | {part: round(value, 2) for part, value in asdict(spent).items()},
+    }
 
 
 def last_step(trainer: L.Trainer) -> dict[str, float] | None:
@@ -242,16 +218,19 @@ def last_step(trainer: L.Trainer) -> dict[str, float] | None:
     }
 
 
-def balance(trainer: L.Trainer, totals: Totals) -> dict[str, Any] | None:
+def balance(trainer: L.Trainer, totals: Totals | None) -> dict[str, Any] | None:
     """How evenly the work was spread over instances, and whether training waited for it; None if nobody watched."""
     found = [c.last for c in trainer.callbacks if isinstance(c, BalanceMonitor) and c.last is not None]  # type: ignore[attr-defined]
     if not found:
         return None
     seen = found[0]
+    share = totals.spent.data / totals.spent.training if totals is not None and totals.spent.training else None
     return {
         "imbalance": {m: [round(s.imbalance_before, 4), round(s.imbalance_after, 4)] for m, s in seen.spreads.items()},
-        "data_wait_share": round(totals.wait / totals.seconds, 4) if totals.seconds else None,
+        "data_wait_share": None if share is None else round(share, 4),
+        "workers": getattr(trainer.train_dataloader, "num_workers", None),
         "plan_seconds": seen.plan_seconds,
+        "payload_seconds": seen.payload_seconds,
         "plan_hidden_share": seen.plan_hidden_share,
         "skipped_samples": seen.skipped_samples,
         "worker_restarts": seen.worker_restarts,
@@ -309,10 +288,10 @@ def print_report(report: dict[str, Any], folder: Path) -> None:
 
 def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [("exact match", "none: no validation")] if report["exact_match"] is None else _validation_lines(report)
-    if report.get("steps"):
+    if report.get("seconds"):
         speed = f", {report['tokens_per_second']:.0f} tokens/s" if report["tokens_per_second"] else ""
-        waits = f", waited {report['data_wait_seconds']:.1f} s for data"
-        lines.append(("training", f"{report['steps']} steps, {report['train_seconds']:.1f} s{speed}{waits}"))
+        lines.append(("training", f"{report['steps']} steps, {report['train_seconds']:.1f} s{speed}"))
+        lines.append(("", _spent_line(report["seconds"], report["train_seconds"])))
     if timeline := report.get("timeline"):
         lines.append(
             (
@@ -325,6 +304,22 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         lines += _balance_lines(report["balance"])
     lines.append(("checkpoint", _short(report["checkpoint"]) if report["checkpoint"] else "none"))
     return lines
+
+
+PARTS = {
+    "step": "in steps",
+    "data": "waiting for data",
+    "checkpoint": "on checkpoints",
+    "between": "between steps (callbacks, loggers, Lightning's loop)",
+}
+
+
+def _spent_line(seconds: dict[str, float], total: float) -> str:
+    """Where the time of training went."""
+    shares = ", ".join(
+        f"{seconds[part]:.1f} s {what} ({seconds[part] / (total or 1.0):.1%})" for part, what in PARTS.items()
+    )
+    return f"{shares}; validation {seconds['validation']:.1f} s more"
 
 
 def _validation_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -348,7 +343,9 @@ def _balance_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         said.append(f"{found['data_wait_share']:.1%} of the time waiting")
     if found["plan_seconds"] is not None:
         hidden = f" ({found['plan_hidden_share']:.0%} hidden)" if found["plan_hidden_share"] is not None else ""
-        said.append(f"plan {1e3 * found['plan_seconds']:.1f} ms a step{hidden}")
+        who = "" if found["workers"] else ", made between steps: no workers"
+        payload = f"reading and decoding {1e3 * found['payload_seconds']:.1f} ms{who}"
+        said.append(f"plan {1e3 * found['plan_seconds']:.1f} ms a step{hidden}, {payload}")
     for name, what in (("skipped_samples", "samples skipped"), ("worker_restarts", "workers replaced")):
         if found[name]:
             said.append(f"{found[name]} {what}")

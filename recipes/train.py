@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
 from recipes import build, cli
 from recipes.lit import LitMultimodal
-from recipes.report import Readback, Totals, print_report, print_start, write_report
+from recipes.report import Readback, print_report, print_start, write_report
 from recipes.terminal import ProgressBar
 
 
@@ -36,14 +36,14 @@ def train(cfg: DictConfig) -> None:
 
     L.seed_everything(cfg.seed, verbose=False)
     module = LitMultimodal(make_model, cfg.optimizer)
-    totals, readback = Totals(), Readback(cfg.report.examples, build.judge(cfg))
+    readback = Readback(cfg.report.examples, build.judge(cfg))
     trainer = build.trainer(
         cfg,
         placed,
         default_root_dir=folder,
         strategy=build.call("strategy", cfg.strategy, build.strategy, layouts=placed.layouts),
         logger=hydra.utils.instantiate(cfg.logger) if cfg.logger else False,
-        callbacks=[*callbacks(cfg), totals, readback],
+        callbacks=[*callbacks(cfg), readback],
         enable_progress_bar=cfg.monitor.progress_bar,
     )
     print_start(placed, folder, checkpoint)
@@ -52,7 +52,7 @@ def train(cfg: DictConfig) -> None:
     best = trainer.checkpoint_callbacks[-1].best_model_path
     trainer.validate(module, datamodule=data, ckpt_path=best or None, verbose=False)
     last = trainer.checkpoint_callbacks[0].best_model_path
-    report = write_report(folder, trainer, module, placed, totals, readback, checkpoint=best or last)
+    report = write_report(folder, trainer, module, placed, readback, checkpoint=best or last)
     print_report(report, folder)
 
 

@@ -36,7 +36,12 @@ def test_a_run_leaves_a_report(tmp_path: Path, given: tuple[str, ...]) -> None:
     assert report["steps"] == 3 and report["processes"] == 2 and report["samples"] == 12
     assert 0 <= report["exact_match"] <= 1 and report["val_loss"] > 0
     assert set(report["exact_match_by_kind"]) <= {"vision", "audio", "vision+audio", "text"}
-    assert report["train_seconds"] > 0 and report["tokens_per_second"] > 0 and report["data_wait_seconds"] >= 0
+    assert report["train_seconds"] > 0 and report["tokens_per_second"] > 0 and report["data_wait_seconds"] > 0
+    spent = report["seconds"]
+    assert min(spent[part] for part in ("step", "data", "checkpoint", "between", "validation")) > 0
+    assert spent["step"] + spent["data"] + spent["checkpoint"] + spent["between"] == pytest.approx(
+        report["train_seconds"], abs=0.05
+    )
     assert report["layouts"][2] == {"module": "llm", "ranks": "0-1", "degrees": "dp_shard=2"}
     assert set(report["parameters"]) == {"vision", "audio", "llm"} and min(report["parameters"].values()) > 1000
     assert Path(report["checkpoint"]).is_dir() and len(report["examples"]) == 5
