@@ -187,7 +187,7 @@ def write_report(
     report = summarize(trainer, module, placed, readback, checkpoint) | {
         "steps": trainer.global_step,
         **(throughput(totals) if totals is not None else {}),
-        "timeline": last_step(trainer),
+        "timeline": last_steps(trainer),
         "balance": balance(trainer, totals),
         "resume": cli.command("recipes.train", resume=folder),
     }
@@ -206,15 +206,25 @@ def throughput(totals: Totals) -> dict[str, Any]:
     }
 
 
-def last_step(trainer: L.Trainer) -> dict[str, float] | None:
-    """The last training step as measured and as simulated; on the first rank, None on the others."""
+def last_steps(trainer: L.Trainer) -> dict[str, Any] | None:
+    """The last training steps as measured and as simulated, medians; on the first rank, None on the others."""
     pairs = [c.last for c in trainer.callbacks if isinstance(c, TimelineMonitor) and c.last is not None]  # type: ignore[attr-defined]
     if not pairs:
         return None
-    return {
-        f"{name}_{what}": value
-        for name, timeline in (("measured", pairs[0].measured), ("simulated", pairs[0].simulated))
-        for what, value in (("seconds", timeline.time), ("bubble", timeline.bubble))
+    pair, fitted = pairs[0], pairs[0].fitted
+    medians = {
+        f"{name}_{what}": float(np.median(values[row]))
+        for row, name in enumerate(("measured", "simulated"))
+        for what, values in (("seconds", pair.times), ("bubble", pair.bubbles))
+    }
+    return medians | {
+        "steps": pair.times.shape[1],
+        "ratio": pair.ratio,
+        "transfer_latency": fitted.links.latency,
+        "transfer_bandwidth": fitted.links.bandwidth if np.isfinite(fitted.links.bandwidth) else None,
+        "host_before": fitted.begin,
+        "host_between": float(np.mean(list(fitted.after.values()))) if fitted.after else 0.0,
+        "host_after": fitted.closing,
     }
 
 
@@ -293,13 +303,7 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("training", f"{report['steps']} steps, {report['train_seconds']:.1f} s{speed}"))
         lines.append(("", _spent_line(report["seconds"], report["train_seconds"])))
     if timeline := report.get("timeline"):
-        lines.append(
-            (
-                "last step",
-                f"{1e3 * timeline['measured_seconds']:.0f} ms, simulated {1e3 * timeline['simulated_seconds']:.0f} ms;"
-                f" bubble {timeline['measured_bubble']:.0%}, simulated {timeline['simulated_bubble']:.0%}",
-            )
-        )
+        lines += _timeline_lines(timeline)
     if report.get("balance"):
         lines += _balance_lines(report["balance"])
     lines.append(("checkpoint", _short(report["checkpoint"]) if report["checkpoint"] else "none"))
@@ -320,6 +324,22 @@ def _spent_line(seconds: dict[str, float], total: float) -> str:
         f"{seconds[part]:.1f} s {what} ({seconds[part] / (total or 1.0):.1%})" for part, what in PARTS.items()
     )
     return f"{shares}; validation {seconds['validation']:.1f} s more"
+
+
+def _timeline_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    step = (
+        f"{1e3 * found['measured_seconds']:.0f} ms, simulated {1e3 * found['simulated_seconds']:.0f} ms (measured /"
+        f" simulated {found['ratio']:.2f}); bubble {found['measured_bubble']:.0%}, simulated"
+        f" {found['simulated_bubble']:.0%}; medians of the last {found['steps']}, without optimizer and hooks"
+    )
+    speed = f" and {found['transfer_bandwidth'] / 1e9:.2g} GB/s" if found["transfer_bandwidth"] else ""
+    fitted = (
+        f"what actions take and how it scatters, transfers of {1e3 * found['transfer_latency']:.1f} ms{speed}, a main"
+        f" thread of {1e3 * found['host_before']:.1f} ms before the first action, {1e3 * found['host_between']:.1f}"
+        f" between two, {1e3 * found['host_after']:.1f} after the last: fitted, for each step to the other ones; not"
+        " simulated: which processes compete for a processor"
+    )
+    return [("step", step), ("simulated by", fitted)]
 
 
 def _validation_lines(report: dict[str, Any]) -> list[tuple[str, str]]:

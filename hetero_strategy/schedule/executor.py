@@ -110,6 +110,7 @@ class Executor:
 
         A collective over the world: every rank calls it with the same plan.
         """
+        self.recorder.open()
         schedule = self.schedule(batch, train=train)
         actions = schedule.of(self.rank)
         step = _Step(self, batch, schedule, seed_scale)
@@ -126,6 +127,7 @@ class Executor:
                 fsdp.release(stage)
         outcome = step.counter.outcome()
         self.in_flight.drain()
+        self.recorder.close()
         return outcome
 
     def schedule(self, batch: Batch, *, train: bool) -> Schedule:

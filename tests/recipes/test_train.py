@@ -49,6 +49,8 @@ def test_a_run_leaves_a_report(tmp_path: Path, given: tuple[str, ...]) -> None:
     assert (tmp_path / "examples.png").stat().st_size > 1000
     last = report["timeline"]
     assert last["measured_seconds"] > 0 and last["simulated_seconds"] > 0 and 0 <= last["measured_bubble"] < 1
+    assert last["steps"] == 2 and last["ratio"] > 0, "the first one warms up"
+    assert last["host_before"] > 0 and last["host_after"] > 0, "schedule and routes, sums over ranks"
     assert (tmp_path / "timeline.png").stat().st_size > 1000
     trace = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     ran = [{(e["tid"], e["name"]) for e in trace if e["ph"] == "X" and e["pid"] == pid} for pid in (0, 1)]
