@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping, Sequence
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -118,6 +119,8 @@ class HeteroStrategy(WorldCollectives):
         self._prefix = ""
         self._runner: StepRunner | None = None
         self._assembled: Assembled | None = None
+        self.checkpoint_seconds = 0.0
+        """That this rank has spent on writing and removing checkpoints."""
 
     # ---- what others may ask ---------------------------------------------------------------------------------------
 
@@ -383,7 +386,8 @@ class HeteroStrategy(WorldCollectives):
             # Other ranks may not come: a collective save would hang and hide the error.
             rank_zero_warn(f"no checkpoint is saved after an exception: {filepath}")
             return
-        self.state.save(checkpoint, Path(self.broadcast(os.fspath(filepath))))
+        with self._on_checkpoints():
+            self.state.save(checkpoint, Path(self.broadcast(os.fspath(filepath))))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill owned tensors in place, from any layout; returns the rest of Lightning's checkpoint."""
@@ -407,7 +411,14 @@ class HeteroStrategy(WorldCollectives):
         pass  # done in load_checkpoint
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        self.state.remove(Path(filepath), self.is_global_zero)
+        with self._on_checkpoints():
+            self.state.remove(Path(filepath), self.is_global_zero)
+
+    @contextmanager
+    def _on_checkpoints(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.checkpoint_seconds += time.perf_counter() - began
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,47 +23,14 @@ from hetero_strategy.data.index import DatasetIndex
 from hetero_strategy.data.manifest import placeholder
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import Placement
-from hetero_strategy.monitor import BalanceMonitor, TimelineMonitor
+from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
+from hetero_strategy.monitor.throughput import Totals
 from recipes import cli
 from recipes.drawings import Drawing, Judge, draw_grid, drawings_of
 from recipes.lit import LitMultimodal
 from recipes.terminal import GoesOn, blocks, draw_examples, loudness, picture
 
 SOUNDS = (".wav", ".flac", ".ogg", ".mp3")
-
-
-class Totals(L.Callback):
-    """Steps, tokens and time of training, validation left out."""
-
-    def __init__(self) -> None:
-        self.steps = self.tokens = 0
-        self.seconds = self.wait = 0.0
-        self._mark: float | None = None
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """The batch has come."""
-        now = time.perf_counter()
-        if self._mark is not None:
-            self.wait += now - self._mark
-            self.seconds += now - self._mark
-        self._mark = now
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
-    ) -> None:
-        """The step is done."""
-        now = time.perf_counter()
-        assert self._mark is not None
-        self.steps += 1
-        self.tokens += int(batch.plan.metadata.tokens.sum())
-        self.seconds += now - self._mark
-        self._mark = now
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Time that passes now is not training."""
-        self._mark = None
 
 
 class Readback(L.Callback):
@@ -243,20 +210,18 @@ def write_report(
     trainer: L.Trainer,
     module: LitMultimodal,
     placed: Placement,
-    totals: Totals,
     readback: Readback,
     *,
     checkpoint: str,
     split: str,
 ) -> dict[str, Any]:
     """Write ``report.json`` and ``examples.png`` (the first rank does), and return the report."""
+    totals = next(c.last for c in trainer.callbacks if isinstance(c, ThroughputMonitor))  # type: ignore[attr-defined]
     report = summarize(trainer, module, placed, readback, checkpoint, split) | {
         "chosen_by": chosen_by(trainer),
         "steps": trainer.global_step,
-        "train_seconds": round(totals.seconds, 2),
-        "tokens_per_second": round(totals.tokens / totals.seconds, 1) if totals.seconds else None,
-        "data_wait_seconds": round(totals.wait, 2),
-        "timeline": last_step(trainer),
+        **(throughput(totals) if totals is not None else {}),
+        "timeline": last_steps(trainer),
         "balance": balance(trainer, totals),
         "resumed": next((c.first for c in trainer.callbacks if isinstance(c, GoesOn)), None),  # type: ignore[attr-defined]
         "resume": cli.command("recipes.train", resume=folder),
@@ -274,28 +239,52 @@ def chosen_by(trainer: L.Trainer) -> dict[str, Any] | None:
     return {"metric": best.monitor, "value": float(best.best_model_score)}
 
 
-def last_step(trainer: L.Trainer) -> dict[str, float] | None:
-    """The last training step as measured and as simulated; on the first rank, None on the others."""
-    pairs = [c.last for c in trainer.callbacks if isinstance(c, TimelineMonitor) and c.last is not None]  # type: ignore[attr-defined]
-    if not pairs:
-        return None
+def throughput(totals: Totals) -> dict[str, Any]:
+    """How fast training was and where its time went, on the rank that waited longest for data."""
+    spent = totals.spent
     return {
-        f"{name}_{what}": value
-        for name, timeline in (("measured", pairs[0].measured), ("simulated", pairs[0].simulated))
-        for what, value in (("seconds", timeline.time), ("bubble", timeline.bubble))
+        "train_seconds": round(spent.training, 2),
+        "tokens_per_second": round(totals.tokens / spent.training, 1) if spent.training else None,
+        "data_wait_seconds": round(spent.data, 2),
+        "seconds": {"rank": totals.rank} | {part: round(value, 2) for part, value in asdict(spent).items()},
     }
 
 
-def balance(trainer: L.Trainer, totals: Totals) -> dict[str, Any] | None:
+def last_steps(trainer: L.Trainer) -> dict[str, Any] | None:
+    """The last training steps as measured and as simulated, medians; on the first rank, None on the others."""
+    pairs = [c.last for c in trainer.callbacks if isinstance(c, TimelineMonitor) and c.last is not None]  # type: ignore[attr-defined]
+    if not pairs:
+        return None
+    pair, fitted = pairs[0], pairs[0].fitted
+    medians = {
+        f"{name}_{what}": float(np.median(values[row]))
+        for row, name in enumerate(("measured", "simulated"))
+        for what, values in (("seconds", pair.times), ("bubble", pair.bubbles))
+    }
+    return medians | {
+        "steps": pair.times.shape[1],
+        "ratio": pair.ratio,
+        "transfer_latency": fitted.links.latency,
+        "transfer_bandwidth": fitted.links.bandwidth if np.isfinite(fitted.links.bandwidth) else None,
+        "host_before": fitted.begin,
+        "host_between": float(np.mean(list(fitted.after.values()))) if fitted.after else 0.0,
+        "host_after": fitted.closing,
+    }
+
+
+def balance(trainer: L.Trainer, totals: Totals | None) -> dict[str, Any] | None:
     """How evenly the work was spread over instances, and whether training waited for it; None if nobody watched."""
     found = [c.last for c in trainer.callbacks if isinstance(c, BalanceMonitor) and c.last is not None]  # type: ignore[attr-defined]
     if not found:
         return None
     seen = found[0]
+    share = totals.spent.data / totals.spent.training if totals is not None and totals.spent.training else None
     return {
         "imbalance": {m: [round(s.imbalance_before, 4), round(s.imbalance_after, 4)] for m, s in seen.spreads.items()},
-        "data_wait_share": round(totals.wait / totals.seconds, 4) if totals.seconds else None,
+        "data_wait_share": None if share is None else round(share, 4),
+        "workers": getattr(trainer.train_dataloader, "num_workers", None),
         "plan_seconds": seen.plan_seconds,
+        "payload_seconds": seen.payload_seconds,
         "plan_hidden_share": seen.plan_hidden_share,
         "skipped_samples": seen.skipped_samples,
         "worker_restarts": seen.worker_restarts,
@@ -353,23 +342,49 @@ def print_report(report: dict[str, Any], folder: Path) -> None:
 
 def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [("exact match", "none: no validation")] if report["exact_match"] is None else _validation_lines(report)
-    if report.get("steps"):
+    if report.get("seconds"):
         speed = f", {report['tokens_per_second']:.0f} tokens/s" if report["tokens_per_second"] else ""
-        waits = f", waited {report['data_wait_seconds']:.1f} s for data"
-        lines.append(("training", f"{report['steps']} steps, {report['train_seconds']:.1f} s{speed}{waits}"))
+        lines.append(("training", f"{report['steps']} steps, {report['train_seconds']:.1f} s{speed}"))
+        lines.append(("", _spent_line(report["seconds"], report["train_seconds"])))
     if timeline := report.get("timeline"):
-        lines.append(
-            (
-                "last step",
-                f"{1e3 * timeline['measured_seconds']:.0f} ms, simulated {1e3 * timeline['simulated_seconds']:.0f} ms;"
-                f" bubble {timeline['measured_bubble']:.0%}, simulated {timeline['simulated_bubble']:.0%}",
-            )
-        )
+        lines += _timeline_lines(timeline)
     if report.get("balance"):
         lines += _balance_lines(report["balance"])
     best = f" ({chosen['metric']} {chosen['value']:.4f})" if (chosen := report.get("chosen_by")) else ""
     lines.append(("checkpoint", f"{_short(report['checkpoint'])}{best}" if report["checkpoint"] else "none"))
     return lines
+
+
+PARTS = {
+    "step": "in steps",
+    "data": "waiting for data",
+    "checkpoint": "on checkpoints",
+    "between": "between steps (callbacks, loggers, Lightning's loop)",
+}
+
+
+def _spent_line(seconds: dict[str, float], total: float) -> str:
+    """Where the time of training went."""
+    shares = ", ".join(
+        f"{seconds[part]:.1f} s {what} ({seconds[part] / (total or 1.0):.1%})" for part, what in PARTS.items()
+    )
+    return f"{shares}; validation {seconds['validation']:.1f} s more"
+
+
+def _timeline_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    step = (
+        f"{1e3 * found['measured_seconds']:.0f} ms, simulated {1e3 * found['simulated_seconds']:.0f} ms (measured /"
+        f" simulated {found['ratio']:.2f}); bubble {found['measured_bubble']:.0%}, simulated"
+        f" {found['simulated_bubble']:.0%}; medians of the last {found['steps']}, without optimizer and hooks"
+    )
+    speed = f" and {found['transfer_bandwidth'] / 1e9:.2g} GB/s" if found["transfer_bandwidth"] else ""
+    fitted = (
+        f"what actions take and how it scatters, transfers of {1e3 * found['transfer_latency']:.1f} ms{speed}, a main"
+        f" thread of {1e3 * found['host_before']:.1f} ms before the first action, {1e3 * found['host_between']:.1f}"
+        f" between two, {1e3 * found['host_after']:.1f} after the last: fitted, for each step to the other ones; not"
+        " simulated: which processes compete for a processor"
+    )
+    return [("step", step), ("simulated by", fitted)]
 
 
 def _validation_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -393,7 +408,9 @@ def _balance_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         said.append(f"{found['data_wait_share']:.1%} of the time waiting")
     if found["plan_seconds"] is not None:
         hidden = f" ({found['plan_hidden_share']:.0%} hidden)" if found["plan_hidden_share"] is not None else ""
-        said.append(f"plan {1e3 * found['plan_seconds']:.1f} ms a step{hidden}")
+        who = "" if found["workers"] else ", made between steps: no workers"
+        payload = f"reading and decoding {1e3 * found['payload_seconds']:.1f} ms{who}"
+        said.append(f"plan {1e3 * found['plan_seconds']:.1f} ms a step{hidden}, {payload}")
     for name, what in (("skipped_samples", "samples skipped"), ("worker_restarts", "workers replaced")):
         if found[name]:
             said.append(f"{found[name]} {what}")

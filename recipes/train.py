@@ -14,7 +14,7 @@ from hetero_strategy.layout.placement import Placement
 from hetero_strategy.monitor import BalanceMonitor, LogConfiguration, ThroughputMonitor, TimelineMonitor
 from recipes import build, cli
 from recipes.lit import LitMultimodal
-from recipes.report import Readback, Totals, evaluate_checkpoint, print_report, print_start, write_report
+from recipes.report import Readback, evaluate_checkpoint, print_report, print_start, write_report
 from recipes.terminal import GoesOn, ProgressBar
 
 
@@ -37,14 +37,14 @@ def train(cfg: DictConfig) -> None:
 
     L.seed_everything(cfg.seed, verbose=False)
     module = LitMultimodal(make_model, cfg.optimizer)
-    totals, readback = Totals(), Readback(cfg.report.examples, build.judge(cfg))
+    readback = Readback(cfg.report.examples, build.judge(cfg))
     trainer = build.trainer(
         cfg,
         placed,
         default_root_dir=folder,
         strategy=build.call("strategy", cfg.strategy, build.strategy, layouts=placed.layouts),
         logger=hydra.utils.instantiate(cfg.logger) if cfg.logger else False,
-        callbacks=[*callbacks(cfg, placed), totals, readback],
+        callbacks=[*callbacks(cfg, placed), readback],
         enable_progress_bar=cfg.monitor.progress_bar,
     )
     print_start(placed, folder, checkpoint)
@@ -53,7 +53,7 @@ def train(cfg: DictConfig) -> None:
     best = trainer.checkpoint_callbacks[-1].best_model_path
     split = evaluate_checkpoint(trainer, module, data, best or None)
     last = trainer.checkpoint_callbacks[0].best_model_path
-    report = write_report(folder, trainer, module, placed, totals, readback, checkpoint=best or last, split=split)
+    report = write_report(folder, trainer, module, placed, readback, checkpoint=best or last, split=split)
     print_report(report, folder)
 
 

@@ -125,6 +125,7 @@ class Executor:
         Raises:
             DataError: ranks have different plans.
         """
+        self.recorder.open()
         schedule = self.schedule(batch, train=train)
         actions = schedule.of(self.rank)
         step = _Step(self, batch, schedule, factors or {}, call)
@@ -141,6 +142,7 @@ class Executor:
                 fsdp.release(stage)
         outcome = step.counter.outcome(self.agreement)
         self.in_flight.drain()
+        self.recorder.close()
         self.agreement.check()
         return outcome
 

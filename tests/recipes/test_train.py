@@ -62,7 +62,12 @@ def test_a_run_leaves_a_report(tmp_path: Path, whole: tuple[Path, Ended]) -> Non
     shown = [example["id"] for example in report["examples"]]
     assert all(name.startswith("test-") for name in shown), shown
     assert set(report["exact_match_by_kind"]) <= {"vision", "audio", "vision+audio", "text"}
-    assert report["train_seconds"] > 0 and report["tokens_per_second"] > 0 and report["data_wait_seconds"] >= 0
+    assert report["train_seconds"] > 0 and report["tokens_per_second"] > 0 and report["data_wait_seconds"] > 0
+    spent = report["seconds"]
+    assert min(spent[part] for part in ("step", "data", "checkpoint", "between", "validation")) > 0
+    assert spent["step"] + spent["data"] + spent["checkpoint"] + spent["between"] == pytest.approx(
+        report["train_seconds"], abs=0.05
+    )
     assert report["layouts"][2] == {"module": "llm", "ranks": "0-1", "degrees": "dp_shard=2"}
     assert set(report["parameters"]) == {"vision", "audio", "llm"} and min(report["parameters"].values()) > 1000
     assert Path(report["checkpoint"]).is_dir() and len(report["examples"]) == 5
@@ -70,6 +75,8 @@ def test_a_run_leaves_a_report(tmp_path: Path, whole: tuple[Path, Ended]) -> Non
     assert (folder / "examples.png").stat().st_size > 1000
     last = report["timeline"]
     assert last["measured_seconds"] > 0 and last["simulated_seconds"] > 0 and 0 <= last["measured_bubble"] < 1
+    assert 0 < last["steps"] < STEPS and last["ratio"] > 0, "the first one warms up"
+    assert last["host_before"] > 0 and last["host_after"] > 0, "schedule and routes, sums over ranks"
     assert (folder / "timeline.png").stat().st_size > 1000
     trace = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     ran = [{(e["tid"], e["name"]) for e in trace if e["ph"] == "X" and e["pid"] == pid} for pid in (0, 1)]
