@@ -185,7 +185,7 @@ def bear_sigterm(trainer: Trainer) -> None:
         except RuntimeError:
             connector.received_sigterm = True
 
-    connector._sigterm_notifier_fn = told  # type: ignore[method-assign]
+    vars(connector)["_sigterm_notifier_fn"] = told
 
 
 def end_together(error: BaseException, rank: int, launcher: _Launcher | None, told_to_end: bool) -> None:
