@@ -270,7 +270,7 @@ class Logging(Probe):
         loss = super().training_step(batch, batch_idx)
         self.steps += 1
         self.factor *= self.factor
-        self.statistics.running_mean += loss.detach()
+        self.statistics.running_mean += len(batch)
         self.kept(len(batch))
         self.values.update(loss.detach())
         for how in ("mean", "sum", "max", "min"):
