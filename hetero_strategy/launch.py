@@ -67,7 +67,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             time.sleep(TO_NOTICE)
             self.kill(signal.SIGKILL)
             if not self.failed:
-                sys.stderr.write(f"rank 0: {self.fallen()}; ending\n")
+                sys.stderr.write(f"{self.fallen()}; ending\n")
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def fallen(self) -> str:
@@ -151,7 +151,8 @@ def die_with_parent(parent: int) -> None:
         time.sleep(TO_END)
         os._exit(1)
 
-    threading.Thread(target=watch, name="parent", daemon=True).start()
+    if all(thread.name != "parent" for thread in threading.enumerate()):
+        threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def die_with_script() -> None:
@@ -185,7 +186,7 @@ def bear_sigterm(trainer: Trainer) -> None:
         except RuntimeError:
             connector.received_sigterm = True
 
-    connector._sigterm_notifier_fn = told  # type: ignore[method-assign]
+    vars(connector)["_sigterm_notifier_fn"] = told
 
 
 def end_together(error: BaseException, rank: int, launcher: _Launcher | None, told_to_end: bool) -> None:

@@ -127,6 +127,7 @@ class TrainingState:
         self.finalize()
         tensors = {f"model.{name}": value for name, value in self.model_tensors().items()}
         stored = describe_together(path, process_group=self._group).tensors if optimizers or rest else {}
+        fresh: list[dict[Any, dict[str, torch.Tensor]]]
         fresh = [self._optimizer_state(i, o, stored) for i, o in enumerate(optimizers)]
         beside: dict[str, Any] = {}
         for name, value in (rest or {}).items():

@@ -29,7 +29,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric, SumMetric
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import CheckpointError, ConfigError
 from tests.distributed.harness import Pool
 from tests.distributed.probe import APART, PAIR, PIPELINED, Case, Probe, Seen, both, far, observe, ranked, whole
 from tests.distributed.scenario import Job, data, datamodule
@@ -249,7 +249,7 @@ class Logging(Probe):
         self.total = SumMetric()
         self.average = MeanMetric()
         self.stages: list[str] = []
-        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("steps", torch.zeros(()))
         self.statistics = torch.nn.BatchNorm1d(3, affine=False)
 
     def configure_model(self) -> None:
@@ -262,15 +262,15 @@ class Logging(Probe):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        beside = (self.seen, self.statistics.running_mean, self.factor, self.kept.sum_value, *self.values.value)
+        beside = (self.steps, self.statistics.running_mean, self.factor, self.kept.sum_value, *self.values.value)
         self.began = [x.tolist() for x in beside]
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.stages.append("train")
         loss = super().training_step(batch, batch_idx)
-        self.seen += 1
+        self.steps += 1
         self.factor *= self.factor
-        self.statistics.running_mean += loss.detach()
+        self.statistics.running_mean += len(batch)
         self.kept(len(batch))
         self.values.update(loss.detach())
         for how in ("mean", "sum", "max", "min"):
@@ -421,6 +421,18 @@ class Outside(Probe):
         self.temperature = torch.nn.Parameter(torch.ones(()))
 
 
+class Counting(Probe):
+    """Has a buffer that the checkpoint lacks."""
+
+    def __init__(self, case: Case, vocabulary: int) -> None:
+        super().__init__(case, vocabulary)
+        self.register_buffer("count", torch.tensor(7.0))
+
+
+class Lenient(Counting):
+    strict_loading = False
+
+
 class Unfreezing(Probe):
     """Changes its mind about what trains."""
 
@@ -465,7 +477,7 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
             trainer, lit, dm = ranked(case)
             act(trainer, lit, dm) if act else trainer.fit(lit, dm)
             said[name] = ""
-        except ConfigError as error:
+        except (ConfigError, CheckpointError) as error:
             said[name] = str(error)
 
     unfinished: dict[str, Callback] = {
@@ -498,6 +510,15 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
         assert whole(other).keys() == whole(lit).keys() and not other.seen.start.keys() - whole(other).keys()
 
     attempt("two modules", case, two_modules)
+    plain = str(Path(digits).parent / "plain.ckpt")
+
+    def resumed(trainer: L.Trainer, lit: Probe, dm: Any) -> None:
+        trainer.fit(lit, dm, ckpt_path=plain)
+        assert trainer.global_step == 2 and not lit.losses and float(lit.count) == 7.0
+
+    attempt("saved", case, lambda t, lit, dm: (t.fit(lit, dm), t.save_checkpoint(plain)))
+    attempt("lacking", replace(case, lit=Counting), resumed)
+    attempt("lenient", replace(case, lit=Lenient), resumed)
     seen = observe(replace(case, trainer={"callbacks": [ThroughputMonitor(batch_size_fn=len)], "logger": Remember()}))
     said["throughput"] = " ".join(seen.warned)
     listed = ranked(replace(case, lit=Listed, job=replace(job, shuffle=False)))
@@ -523,7 +544,8 @@ def test_what_cannot_be_done_is_said(pool: Pool, digits: Path) -> None:
         "lists": "got a Tensor",
         "shuffled": "DataLoader(shuffle=True)",
         "storage": "storage_options",
+        "lacking": "plain.ckpt lacks 1 tensors of the model: model.count",
         "order": str([list(range(8)), list(range(8, 16))]),
     }.items():
         assert words in first.pop(name), name
-    assert first == {"two modules": ""}
+    assert first == {"two modules": "", "saved": "", "lenient": ""}

@@ -9,6 +9,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,12 @@ def main() -> None:
         ],
     )
     lit = Script(job, dm.tokenizer.vocab_size, asked)
-    trainer.fit(lit, datamodule=dm)
+    if asked.late:  # the thread that starts the other rank ends before that one does
+        thread = threading.Thread(target=trainer.fit, args=(lit,), kwargs={"datamodule": dm})
+        thread.start()
+        thread.join()
+    else:
+        trainer.fit(lit, datamodule=dm)
     if trainer.is_global_zero:
         print(f"loss={float(trainer.callback_metrics['train/loss']):.7f}", flush=True)
     if asked.again:
