@@ -105,7 +105,7 @@ def strategy(
     process_group_backend: str | None,
     timeout_minutes: float,
     async_checkpoint: bool,
-    verify_checkpoints: bool,
+    verify_checkpoints: bool = True,  # runs from before there was this field go on too
 ) -> HeteroStrategy:
     """HeteroStrategy from the fields of ``strategy``."""
     return HeteroStrategy(

@@ -184,6 +184,10 @@ def test_a_checkpoint_moves_between_layouts(pool: Pool, tmp_path: Path) -> None:
     inside = {key.removeprefix("model.llm."): t for key, t in expected.items() if key.startswith("model.llm.")}
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), inside)
 
+    flip(f"{path}/rank-00003.state.json", 5)  # of use to nobody in this process, but told
+    with pytest.raises(CheckpointError, match=r"rank-00003\.state\.json is damaged"):
+        alone(path, expected)
+
 
 def alone(path: str, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The checkpoint as plain tensors in this process."""
