@@ -111,7 +111,8 @@ def _ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
 def even_out(
     weights: np.ndarray, bin_of: np.ndarray, load: np.ndarray, group_of: np.ndarray, limit: float, *, rounds: int = 8
 ) -> np.ndarray:
-    """Exchange items between bins of the same group until no load is above ``limit``, or the rounds are over.
+    """Exchange items between bins of the same group until no load is above ``limit``, no exchange helps, or the rounds
+    are over.
 
     In every round the heaviest bin of each group is paired with its lightest, the second with the second, and so on;
     each pair with a bin above the limit exchanges the two of some items of either whose difference is nearest to half
@@ -152,6 +153,8 @@ def even_out(
         miss = np.abs(miss, out=miss).reshape(len(half), -1)
         best = np.argmin(miss, axis=1)
         pair = np.flatnonzero(miss[np.arange(len(half)), best] < half)
+        if not len(pair):
+            break
         give_at, take_at = give_at[pair, best[pair] // _LOOKED_AT], take_at[pair, best[pair] % _LOOKED_AT]
         given, taken = order[give_at], order[take_at]
         moved = weights[given] - weights[taken]
