@@ -127,7 +127,7 @@ def test_parameters_are_fields(name: str) -> None:
     """Every sweep of conf/ forms command lines that compose, whatever its values."""
     found = sweep.read(name)
     found["method"] = "random"
-    for settings in sweep.expand(found, 8, random.Random(0)):
+    for settings in sweep.expand(found, 4, random.Random(0)):
         formed = sweep.command(found, settings)
         assert formed[:4] == ["/usr/bin/env", "python", "-m", "recipes.train"]
         cfg = compose(*formed[4:])
@@ -194,7 +194,7 @@ def killed(given: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
     """A sweep that is killed in its first job and goes on; beside it, an agent of Weights & Biases runs a command."""
     folder = tmp_path_factory.mktemp("swept")
     small = [*given, *SMALL, "trainer.max_steps=6", "checkpoint.every_n_steps=2", "report.examples=1"]
-    values = "layout=colocated,digits_draw,single"
+    values = "layout=single,digits_draw,colocated"
     command = [sys.executable, "-m", "recipes.train", "-m", values, f"hydra.sweep.dir={folder}", *small]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     agent = agent_runs(tmp_path_factory.mktemp("agent"), small)
@@ -223,7 +223,8 @@ def agent_runs(folder: Path, more: list[str]) -> tuple[subprocess.Popen[bytes], 
     args = {name: {"value": value} for name, value in settings.items()}
     before = dict(os.environ)
     path = f"{Path(sys.executable).parent}:{before['PATH']}"
-    os.environ |= {"WANDB_DIR": str(folder), "WANDB_SWEEP_ID": "s123", "PATH": path, "PYTHONPATH": str(ROOT)}
+    os.environ |= {"WANDB_SWEEP_ID": "s123", "WANDB_PROJECT": config["project"], "WANDB_DIR": str(folder)}
+    os.environ |= {"PATH": path, "PYTHONPATH": str(ROOT)}
     try:
         agent = Agent(None, None)
         agent._sweep_command = config["command"]
@@ -239,16 +240,16 @@ def agent_runs(folder: Path, more: list[str]) -> tuple[subprocess.Popen[bytes], 
 def test_a_killed_sweep_goes_on(killed: dict[str, Any]) -> None:
     said, folder = killed["said"], killed["folder"]
     assert "3 jobs" in said and f"-m recipes.train resume={folder}" in said
-    assert "elapsed: layout=colocated" in said and "run folder" in said, "what a job says is shown"
+    assert "elapsed: layout=single" in said and "run folder" in said, "what a job says is shown"
     assert not killed["left"] and killed["state"] == ["running", "waiting", "waiting"]
     first, refused, last = jobs.Sweep.load(folder).jobs
     assert [first.state, refused.state, last.state] == ["done", "failed", "done"]
-    assert first.report and last.report and (first.report["processes"], last.report["processes"]) == (2, 1)
+    assert first.report and last.report and (first.report["processes"], last.report["processes"]) == (1, 2)
     assert first.report["steps"] == last.report["steps"] == 6
     assert "from" in (folder / "0" / jobs.OUTPUT).read_text().split("run folder")[2], "goes on at its checkpoint"
     assert refused.code == 1 and "'audio'" in str(refused.message)
     assert f"1 of 3 jobs failed: layout=digits_draw, exit code 1: {refused.message}" in killed["failed"]
-    assert "| 0 | colocated | done |" in (folder / "sweep.md").read_text() and (folder / "sweep.png").is_file()
+    assert "| 2 | colocated | done |" in (folder / "sweep.md").read_text() and (folder / "sweep.png").is_file()
 
 
 @pytest.mark.slow
