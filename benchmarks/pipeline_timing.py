@@ -31,9 +31,9 @@ import numpy as np
 
 from benchmarks.common import arguments, machine, report, write_json
 from benchmarks.pipelines import Gathered, Planned, Setting, Turn, gather, planned, run_turns
-from hetero_strategy.data.plan import edge_blocks
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.monitor.profile import Profile, Sample
+from hetero_strategy.monitor.prediction import Ran, durations, rows_between, samples, starts, transfers
+from hetero_strategy.monitor.profile import Profile
 from hetero_strategy.monitor.timeline import Timeline, from_measured, from_simulation, write_trace
 from hetero_strategy.schedule.action import Action
 from hetero_strategy.simulator import Simulation, simulate
@@ -69,41 +69,14 @@ SETTINGS = (
 )
 
 
-def durations(known: Planned, step: Gathered) -> dict[Action, np.ndarray]:
-    """Seconds of every action on every instance: from when all its ranks have begun until the last has ended."""
-    begun: dict[tuple[Action, int], float] = {}
-    ended: dict[tuple[Action, int], float] = {}
-    for rank, events in step.events.items():
-        for action, start, end in events:
-            begun[action, rank], ended[action, rank] = start, end
-    found = {}
-    for action in {action for action, _ in begun}:
-        grid = known.schedule.graph.stages[action.node].grid
-        start = np.array([[begun[action, int(rank)] for rank in row] for row in grid]).max(axis=1)
-        end = np.array([[ended[action, int(rank)] for rank in row] for row in grid]).max(axis=1)
-        found[action] = np.maximum(end - (start.max() if action.microbatch < 0 else start), 0.0)
-    return found
+def ran(known: Planned, step: Gathered) -> Ran:
+    """A measured step with what was known of it before; of the schedule alone."""
+    return Ran(known.plan, known.schedule, known.costs, step.events, dict.fromkeys(step.events, step.span))
 
 
-def latencies(known: Planned, step: Gathered) -> list[float]:
-    """Seconds from the end of an action that sent rows to the start of the one that waited for them, on other ranks.
-
-    Between nodes of one instance each: of several, who waits for whom is in the routes.
-    """
-    stages = known.schedule.graph.stages
-    ended = {(action, rank): end for rank, events in step.events.items() for action, _, end in events}
-    found = []
-    for rank, events in step.events.items():
-        free = step.span[0]
-        for action, start, end in events:
-            sources = known.schedule.dependencies.crossing(action)
-            ranks = {(s, int(r)) for s in sources for r in stages[s.node].grid.flat}
-            single = all(len(stages[n].grid) == 1 for n in (action.node, *(s.node for s in sources)))
-            sent = max((ended[key] for key in ranks), default=0.0)
-            if single and sent > free and all(r != rank for _, r in ranks):
-                found.append(max(0.0, start - sent))
-            free = end
-    return found
+def latencies(step: Ran) -> list[float]:
+    """Seconds from the end of an action that sent rows to the start of the one that waited for them elsewhere."""
+    return [seconds for _, seconds in transfers(starts(step, rows_between(step.plan)))]
 
 
 def mean(costs: Sequence[Seconds]) -> dict[Action, np.ndarray]:
@@ -111,48 +84,31 @@ def mean(costs: Sequence[Seconds]) -> dict[Action, np.ndarray]:
     return {action: np.mean([c[action] for c in costs], axis=0) for action in costs[0]}
 
 
-def fitted(known: Planned, costs: Iterable[tuple[Planned, Seconds]]) -> dict[Action, np.ndarray]:
+def fitted(known: Planned, steps: Iterable[Ran]) -> dict[Action, np.ndarray]:
     """Costs of a batch from steps of others."""
-    samples = []
-    for other, seconds in costs:
-        for action, found in seconds.items():
-            flops = other.costs.of_instances(action) if action.microbatch >= 0 else np.zeros(len(found))
-            samples += [Sample(action.node, action.kind, float(f), float(s)) for f, s in zip(flops, found, strict=True)]
-    profile = Profile(samples)
+    profile = Profile(sample for step in steps for sample in samples(step))
     shapes = {n: np.zeros(len(stage.grid)) for n, stage in known.schedule.graph.stages.items()}
     actions = {a for lane in known.schedule.lanes for a in lane.actions}
     return {a: shapes[a.node] + profile.costs(known.costs, a) for a in actions}
 
 
 def simulated(known: Planned, costs: Seconds, latency: float) -> Simulation:
-    """The step with these costs."""
-
-    def rows(source: Action, target: Action) -> float | np.ndarray:
-        """Which instances send to which; bandwidth is no matter here."""
-        if source.node.module == target.node.module:
-            return 1.0
-        back = source.kind != "F"
-        first, second = (target, source) if back else (source, target)
-        blocks = edge_blocks(known.plan, first.node.module, first.microbatch, second.node.module, second.microbatch)
-        stages = known.schedule.graph.stages
-        sent = np.zeros((len(stages[first.node].grid), len(stages[second.node].grid)))
-        np.add.at(sent, (blocks.source_instance, blocks.target_instance), blocks.rows.astype(np.float64))
-        return sent.T if back else sent
-
-    return simulate(known.schedule, lambda action: costs[action], Links(latency=latency), rows)
+    """The step with these costs; bandwidth is no matter here."""
+    return simulate(known.schedule, costs.__getitem__, Links(latency=latency), rows_between(known.plan))
 
 
 def compare(setting: Setting, steps: Sequence[Gathered]) -> dict[str, Any]:
     """Ratios of every step, and the pair of timelines of the step whose `repeat` is the median one."""
     known = [planned(setting, seed) for seed in SEEDS]
-    costs = [durations(known[s.turn], s) for s in steps]
-    waits = [latencies(known[s.turn], s) for s in steps]
+    found = [ran(known[s.turn], s) for s in steps]
+    costs = [durations(one.schedule, one.events) for one in found]
+    waits = [latencies(one) for one in found]
     ratios: dict[str, list[float]] = defaultdict(list)
     pairs: list[tuple[float, Timeline, Timeline]] = []
     for i, step in enumerate(steps):
         here = known[step.turn]
         same = [c for j, c in enumerate(costs) if j != i and steps[j].turn == step.turn]
-        others = [(known[s.turn], c) for s, c in zip(steps, costs, strict=True) if s.turn != step.turn]
+        others = [one for one, s in zip(found, steps, strict=True) if s.turn != step.turn]
         latency = statistics.median([x for j, w in enumerate(waits) if j != i for x in w] or [0.0])
         made = {"repeat": mean(same), "fitted": fitted(here, others), "own": costs[i]}
         for figure in FIGURES:

@@ -35,6 +35,7 @@ import numpy as np
 
 from benchmarks.common import arguments, report, write_json
 from benchmarks.workloads import WORKLOADS
+from hetero_strategy.data.orchestrator import Size
 from hetero_strategy.data.reorder import interval_order
 from hetero_strategy.layout.pipeline import Pipeline
 from hetero_strategy.schedule.action import Kind, Node, Span, Stage, StageGraph, Work
@@ -153,7 +154,7 @@ def measure(one: Case, seed: int) -> dict[str, float]:
     count = len(one.forward["llm"])
     random = np.random.default_rng(seed)
     reorderer = Reorderer(one.graph, one.order, dict.fromkeys(one.graph.stages, StageCost(1.0, 0.0)))
-    sizes = {m: (t[:, None], 0.0 * t[:, None]) for m, t in one.forward.items()}
+    sizes = {m: Size(t[:, None], 0.0 * t[:, None]) for m, t in one.forward.items()}
     reorderer(sizes)
     begin = time.perf_counter()
     order = reorderer(sizes)
@@ -195,7 +196,7 @@ def speed(rounds: int) -> list[dict[str, Any]]:
         one = case("laion", TABLE_3_RANKS, 1, count, 0)
         forward, backward = one.ranks()
         reorderer = Reorderer(one.graph, one.order, dict.fromkeys(one.graph.stages, StageCost(1.0, 0.0)))
-        sizes = {m: (t[:, None], 0.0 * t[:, None]) for m, t in one.forward.items()}
+        sizes = {m: Size(t[:, None], 0.0 * t[:, None]) for m, t in one.forward.items()}
         reorderer(sizes)
         times: dict[str, list[float]] = {"algorithm_3_ms": [], "search_ms": []}
         for _ in range(rounds):

@@ -61,12 +61,13 @@ def find_model(module: nn.Module, agree: Callable[[bool], bool]) -> tuple[str, M
             " built in configure_model()"
         )
     prefix, model = found[0]
-    inside = {f"{prefix}.{n}" if prefix else n for n, _ in model.named_parameters()}
+    start = f"{prefix}." if prefix else ""
+    inside = {f"{start}{name}.{n}" for name, m in model.modules_by_name.items() for n, _ in m.named_parameters()}
     outside = {n for n, _ in module.named_parameters()} - inside
     if outside:
         raise ConfigError(
-            f"HeteroStrategy: parameter '{min(outside)}' of {kind} lies outside its MultimodalModel, so no layout says"
-            " where it lives; make it part of one of the model's modules"
+            f"HeteroStrategy: parameter '{min(outside)}' of {kind} lies outside the modules of its MultimodalModel,"
+            " so no layout says where it lives; make it part of one of them"
         )
     filled = any(
         not p.is_meta and fqn not in adapter.given()

@@ -4,38 +4,51 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher, _WorkerOutput
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.call import _interrupt
 
-from hetero_strategy.errors import ConfigError, HeteroError
+from hetero_strategy.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-PEER_IS_GONE = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "remote process exited",
-)
 START_METHODS = ("popen", "fork", "spawn")
 STARTED_BY = "HETERO_STRATEGY_STARTED_BY"
 """Environment variable of processes that run a script again: id of the process that started them."""
+TO_END = 2.0
+"""Seconds in which a rank that has lost another one ends by itself, or is ended."""
+TO_NOTICE = 10.0
+"""Seconds after which a rank that has not noticed that another one failed is ended with it."""
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Lightning's popen launcher; its processes end with the one that started them, which waits for them at its end."""
+
+    failed = False
+    """This process is on its way out of an exception."""
+
+    def launch(self, function: Any, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the script on all other ranks, then go on with this one."""
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:  # nor has an earlier call made them
+            self._call_children_scripts()
+            threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        return function(*args, **kwargs)
 
     def _call_children_scripts(self) -> None:
         os.environ[STARTED_BY] = str(os.getpid())
@@ -43,17 +56,39 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         super()._call_children_scripts()
         atexit.register(self._await_children)
 
+    def _watch(self) -> None:
+        """A rank that was killed may leave this one in a collective for ever: then both are ended.
+
+        Lightning's own thread for this ends this process at once, and with it the message and the ``finally`` blocks.
+        """
+        while any(process.poll() is None for process in self.procs) and not self.fallen():
+            time.sleep(1.0)
+        if self.fallen():
+            time.sleep(TO_NOTICE)
+            self.kill(signal.SIGKILL)
+            if not self.failed:
+                sys.stderr.write(f"rank 0: {self.fallen()}; ending\n")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def fallen(self) -> str:
+        """Ranks that have ended with an error, and how; empty: none."""
+        first = self.cluster_environment.node_rank() * self.num_processes
+        codes = {first + i: process.poll() for i, process in enumerate(self.procs, 1)}
+        return ", ".join(f"rank {rank} ended with code {code}" for rank, code in codes.items() if code)
+
+    def wait(self, seconds: float) -> None:
+        """For the other ranks to end."""
+        end = time.monotonic() + seconds
+        for process in self.procs:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+
     def _await_children(self, seconds: float = 60.0) -> None:
         """Let the others finish the script; after an error here they are not waited for, as they may wait for us."""
         if hasattr(sys, "last_value"):
             return
-        end = time.monotonic() + seconds
-        for process in self.procs:
-            try:
-                process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                break
-        if any(process.poll() for process in self.procs):
+        self.wait(seconds)
+        if self.fallen():
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # an exit code cannot be changed in any other way here
@@ -67,9 +102,15 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
         self._started_by = os.getpid()
         return super().launch(*args, **kwargs)
 
-    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+    def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
         die_with_parent(self._started_by)
-        super()._wrapping_function(*args, **kwargs)
+        try:
+            super()._wrapping_function(process_idx, trainer, *args, **kwargs)
+        except BaseException as error:
+            if trainer is not None:  # Lightning does this in the process that started the ranks, and in no rank
+                _interrupt(trainer, error)
+                trainer._teardown()
+            raise
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> _WorkerOutput | None:
         callback = trainer.checkpoint_callback
@@ -90,15 +131,27 @@ def check_process_count(environment: ClusterEnvironment, expected: int) -> None:
             f"the launcher started {environment.world_size()} processes, but Trainer(devices x num_nodes) says"
             f" {expected}; start {expected} processes or set devices and num_nodes to match"
         )
+    if dist.is_initialized() and dist.get_world_size() != expected:
+        raise ConfigError(
+            f"an earlier Trainer made this process one of {dist.get_world_size()}, but Trainer(devices x num_nodes)"
+            f" says {expected}; use as many in all Trainers of a script, or give each number a script of its own"
+        )
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when the one that started it ends, however that ends: no orphans."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before that
-            os._exit(1)
+    """End this process soon after the one that started it, however that ends: no orphans.
+
+    Until then it may notice by itself, and run its ``finally`` blocks. (Linux can do this too, but at once, and with
+    the thread that started this process.)
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        time.sleep(TO_END)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def die_with_script() -> None:
@@ -107,18 +160,64 @@ def die_with_script() -> None:
         die_with_parent(int(os.environ[STARTED_BY]))
 
 
-def lost_another_rank(exception: BaseException) -> bool:
-    """Whether an exception only says that some other process went away."""
-    if isinstance(exception, HeteroError):
+def lost_a_rank(error: BaseException | None) -> bool:
+    """Whether an exception, or its cause, only says that another rank went away: torch.distributed raised it where this
+    package called it, in a world of more than one.
+    """
+    if error is None or not (dist.is_initialized() and dist.get_world_size() > 1):
         return False
-    text = str(exception).lower()
-    return any(sign in text for sign in PEER_IS_GONE)
+    files = {Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)} - {Path(__file__)}
+    ours = any(file.is_relative_to(Path(__file__).parent) for file in files)
+    theirs = isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
+    return (ours and theirs) or lost_a_rank(error.__cause__)
 
 
-def wait_for_the_end(rank: int, seconds: float) -> None:
-    """A rank that merely lost a peer stays quiet until it is ended with the others: the cause is what is read."""
-    with contextlib.suppress(ValueError):  # of another thread than the main one
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    sys.stderr.write(f"rank {rank}: another rank stopped; ending\n")
-    time.sleep(seconds)
-    os._exit(1)
+def bear_sigterm(trainer: Trainer) -> None:
+    """Lightning answers SIGTERM with a collective inside the signal handler. Ranks that are gone do not come to it, and
+    its exception would end whatever runs just then, such as a callback's ``on_exception``.
+    """
+    connector = trainer._signal_connector
+    spread = type(connector)._sigterm_notifier_fn
+
+    def told(signum: Any, frame: Any) -> None:
+        try:
+            spread(connector, signum, frame)
+        except RuntimeError:
+            connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = told  # type: ignore[method-assign]
+
+
+def end_together(error: BaseException, rank: int, launcher: _Launcher | None, told_to_end: bool) -> None:
+    """What an exception on one rank means for the others, before it goes on its way.
+
+    One that only says that another rank is lost is marked as such and lets that rank be heard first. Ranks that never
+    notice are ended.
+
+    Args:
+        error: what ends this rank.
+        rank: this one.
+        launcher: of the Trainer; None: the processes were started from outside.
+        told_to_end: whoever started the processes ends them already.
+    """
+    lost = lost_a_rank(error)
+    if lost:
+        text = f"rank {rank} lost another rank, whose own message tells why"
+        sys.stderr.write(f"{text} (here: {str(error).splitlines()[0]})\n")
+        error.add_note(text)
+    elif dist.is_initialized() and dist.get_world_size() > 1:
+        error.add_note(f"rank {rank} ended the run with this")
+    if isinstance(launcher, ScriptLauncher):
+        launcher.failed = True
+        if lost:
+            launcher.wait(TO_END)
+            error.add_note(launcher.fallen())
+        late = threading.Timer(TO_NOTICE, launcher.kill, [signal.SIGKILL])
+        late.daemon = True
+        late.start()
+    elif lost and STARTED_BY not in os.environ and not told_to_end:
+        # torchrun, SLURM and the process that forked this one take the first rank that ends for the cause.
+        told = threading.Event()
+        with contextlib.suppress(ValueError):  # of another thread than the main one
+            signal.signal(signal.SIGTERM, lambda *_: told.set())
+        told.wait(TO_END)

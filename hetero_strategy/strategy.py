@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Generator, Mapping, Sequence
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +21,10 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -39,13 +39,14 @@ from hetero_strategy.launch import (
     START_METHODS,
     MultiProcessingLauncher,
     ScriptLauncher,
+    bear_sigterm,
     check_process_count,
     die_with_script,
-    lost_another_rank,
-    wait_for_the_end,
+    end_together,
 )
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.model.adapter import Adapter, models_without_values
 from hetero_strategy.model.multimodal import ModelOutput, MultimodalModel
 from hetero_strategy.parallelize.gradients import Owned
 from hetero_strategy.parallelize.kernels import choose_kernels
@@ -79,6 +80,7 @@ class HeteroStrategy(WorldCollectives):
         process_group_backend: default: by device.
         timeout: of every collective.
         async_checkpoint: write checkpoints in the background, while training goes on.
+        verify_checkpoints: compare the checksums of all tensors that are loaded with those they were saved with.
 
     Raises:
         LayoutError: when the Trainer is made, before any process starts: layouts that cannot be placed.
@@ -99,6 +101,7 @@ class HeteroStrategy(WorldCollectives):
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         async_checkpoint: bool = False,
+        verify_checkpoints: bool = True,
     ) -> None:
         super().__init__()
         if start_method not in START_METHODS:
@@ -109,13 +112,15 @@ class HeteroStrategy(WorldCollectives):
         self._start_method = start_method
         self._process_group_backend = process_group_backend
         self._timeout = timeout
-        self._async_checkpoint = async_checkpoint
+        self._async_checkpoint, self._verify = async_checkpoint, verify_checkpoints
         self.num_nodes = 1
         self._placement: Placement | None = None
         self._multimodal: MultimodalModel | None = None
         self._prefix = ""
         self._runner: StepRunner | None = None
         self._assembled: Assembled | None = None
+        self.checkpoint_seconds = 0.0
+        """That this rank has spent on writing and removing checkpoints."""
 
     # ---- what others may ask ---------------------------------------------------------------------------------------
 
@@ -212,6 +217,7 @@ class HeteroStrategy(WorldCollectives):
     def setup_environment(self) -> None:
         if self.lightning_module is not None:
             check_callbacks(self.lightning_module.trainer)
+            bear_sigterm(self.lightning_module.trainer)
             # A sampler put in by Lightning shuffles training data even where it is not to be shuffled.
             self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
         super().setup_environment()
@@ -235,8 +241,11 @@ class HeteroStrategy(WorldCollectives):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Models are built on the meta device: no rank ever holds a module that it does not own."""
-        with torch.device("meta"), self.precision_plugin.tensor_init_context():
+        """The model is built on the meta device: no rank ever holds a module that it does not own. What is made beside
+        it, and modules given to it with values, are made from one random state on all ranks.
+        """
+        torch.set_rng_state(self.broadcast(torch.get_rng_state()))
+        with models_without_values(), self.precision_plugin.tensor_init_context():
             yield
 
     def setup(self, trainer: Trainer) -> None:
@@ -253,6 +262,7 @@ class HeteroStrategy(WorldCollectives):
             self._build(self.lightning_module)
         assert self._multimodal is not None and self._runner is not None
         self._multimodal.attach(self._run)
+        self._move_rest(self.lightning_module)
         for metric in self.lightning_module.modules():
             if isinstance(metric, Metric):
                 metric.distributed_available_fn = _never  # every rank has the global value already
@@ -265,8 +275,7 @@ class HeteroStrategy(WorldCollectives):
         self._prefix, self._multimodal = find_model(module, self._any)
         self.model = self.precision_plugin.convert_module(module)
         if self._layouts is None:
-            everyone = tuple(range(self.world_size))
-            self._layouts = {n: ModuleLayout(ranks=everyone) for n in self._multimodal.modules_by_name}
+            self._layouts = dict.fromkeys(self._multimodal.modules_by_name, ModuleLayout(tuple(range(self.world_size))))
             self._placement = place(self._layouts, self.world_size)
         assert self._placement is not None
         self._assembled = assembled = assemble(
@@ -283,7 +292,6 @@ class HeteroStrategy(WorldCollectives):
             timeout=self._timeout,
             async_checkpoint=self._async_checkpoint,
         )
-        self._move_rest(module)
         self._owned = assembled.owned
         model = self._multimodal
         self._runner = StepRunner(
@@ -292,16 +300,21 @@ class HeteroStrategy(WorldCollectives):
             self._seed_scale,
             lambda: model.training,
             self._about_to_zero_gradients,
+            self.precision_plugin.forward_context,
         )
         plugin = cast(Any, self.precision_plugin)
         plugin.owned_by = self.owned_by
         plugin.norm_device = self.root_device
 
-    def _move_rest(self, module: LightningModule) -> None:
-        """Whatever the LightningModule holds besides the model (metrics, buffers) goes to this rank's device."""
-        for child in module.children():
-            if not any(isinstance(m, MultimodalModel) for m in child.modules()):
-                child.to(self.root_device)
+    def _move_rest(self, module: nn.Module) -> None:
+        """What the LightningModule holds besides the model's modules (metrics, buffers) goes to this rank's device."""
+        if not any(isinstance(m, Adapter) for m in module.modules()):
+            module.to(self.root_device)
+        elif not isinstance(module, Adapter):
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self.root_device))
+            for child in module.children():
+                self._move_rest(child)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
@@ -339,13 +352,9 @@ class HeteroStrategy(WorldCollectives):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _run(self, batch: Batch, **options: Any) -> ModelOutput:
-        """What ``model(batch)`` does; on a rank that only lost a peer nothing comes after, no callback's last words."""
+        """What ``model(batch)`` does."""
         assert self._runner is not None
-        try:
-            return self._runner(batch, **options)
-        except RuntimeError as error:
-            self._end_quietly(error)
-            raise
+        return self._runner(batch, **options)
 
     def process_dataloader(self, dataloader: object) -> object:
         check_dataloader(dataloader)
@@ -359,8 +368,10 @@ class HeteroStrategy(WorldCollectives):
         return self._assembled.state
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Tensors this rank owns, by global name."""
-        return self.state.model_tensors()
+        """Tensors this rank owns, by global name; rank 0 owns what lies beside the model."""
+        assert self.lightning_module is not None
+        rest = self.state.rest_of(self.lightning_module) if self.is_global_zero else {}
+        return self.state.model_tensors() | rest
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self.state.optimizer_tensors(getattr(optimizer, "_optimizer", optimizer))
@@ -375,35 +386,46 @@ class HeteroStrategy(WorldCollectives):
             # Other ranks may not come: a collective save would hang and hide the error.
             rank_zero_warn(f"no checkpoint is saved after an exception: {filepath}")
             return
-        self.state.save(checkpoint, Path(self.broadcast(os.fspath(filepath))))
+        with self._on_checkpoints():
+            self.state.save(checkpoint, Path(self.broadcast(os.fspath(filepath))))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill owned tensors in place, from any layout; returns the rest of Lightning's checkpoint."""
+        assert self.lightning_module is not None
         torch.cuda.empty_cache()
-        return self.state.load(Path(self.broadcast(os.fspath(checkpoint_path))), self.optimizers)
+        return self.state.load(
+            Path(self.broadcast(os.fspath(checkpoint_path))),
+            self.optimizers,
+            self.state.rest_of(self.lightning_module),
+            strict=self.lightning_module.strict_loading,
+            verify=self._verify,
+        )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        pass  # done in load_checkpoint
+        """What lies beside the model; the model is filled, and names are compared, in :meth:`load_checkpoint`."""
+        assert self.lightning_module is not None
+        nn.Module.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=False)
+        self._move_rest(self.lightning_module)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         pass  # done in load_checkpoint
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        self.state.remove(Path(filepath), self.is_global_zero)
+        with self._on_checkpoints():
+            self.state.remove(Path(filepath), self.is_global_zero)
+
+    @contextmanager
+    def _on_checkpoints(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.checkpoint_seconds += time.perf_counter() - began
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """A rank that only lost a peer stays quiet; the one with the cause shows it and ends the others."""
-        self._end_quietly(exception)
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
-            self._launcher.kill(signal.SIGKILL)
-
-    def _end_quietly(self, exception: BaseException) -> None:
-        if lost_another_rank(exception):
-            trainer = None if self.lightning_module is None else self.lightning_module._trainer
-            told_to_end = trainer is not None and trainer.received_sigterm
-            wait_for_the_end(self.global_rank, 0.0 if told_to_end else 10.0)
+        """All ranks end; the one with the cause is heard."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        end_together(exception, self.global_rank, self._launcher, trainer is not None and trainer.received_sigterm)
 
     def teardown(self) -> None:
         if self._assembled is not None:

@@ -23,11 +23,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from hetero_strategy.errors import CheckpointError, ConfigError, HeteroError
-from hetero_strategy.launch import die_with_script
+from hetero_strategy.launch import die_with_script, lost_a_rank
 
 CONF = str(Path(__file__).parent.parent / "conf")
 SAVED = Path(".hydra") / "config.yaml"
-PATIENCE = 3.0
+PATIENCE = 4.0
 """Seconds that ranks above 0 hold back a message: where rank 0 has the same one, it ends them in that time."""
 
 
@@ -80,7 +80,11 @@ def one_message(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], No
             task(cfg)
         except OmegaConfBaseException as error:
             fail(ConfigError(str(error).splitlines()[0]))
-        except (HeteroError, InstantiationException) as error:
+        except Exception as error:
+            if lost_a_rank(error):  # as was said; the message is that one's
+                os._exit(1)
+            if not isinstance(error, (HeteroError, InstantiationException)):
+                raise
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, HeteroError):
                 cause = cause.__cause__
@@ -193,7 +197,21 @@ def checkpoint_of(run: str | Path, *names: str) -> Path:
     for choice in choices:
         if choice.is_dir() or choice.with_name(choice.name + ".old").is_dir():
             return choice
-    raise CheckpointError(f"{run}: no checkpoint ({', '.join(c.name for c in choices)}) was written yet; start anew")
+    raise CheckpointError(f"{run}: no checkpoint ({', '.join(c.name for c in choices)}) was written yet")
+
+
+def last_checkpoint(run: str | Path) -> Path | None:
+    """The checkpoint that a stopped run goes on from; None: it had written none yet, so it starts at its first step.
+
+    Raises:
+        CheckpointError: ``run`` names a checkpoint that does not exist.
+    """
+    try:
+        return checkpoint_of(run, "last")
+    except CheckpointError:
+        if Path(run).expanduser().absolute() != folder_of(run):
+            raise
+        return None
 
 
 GROUPS = ("optimizer", "strategy", "checkpoint", "monitor", "report")

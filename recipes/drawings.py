@@ -1,4 +1,4 @@
-"""What generators drew in validation: as pictures beside what was asked for, and judged."""
+"""What generators drew in validation or test: as pictures beside what was asked for, and judged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Judge(Protocol):
 
 
 class DigitJudge:
-    """Reads 8x8 drawings with a classifier that has seen scikit-learn's digits, but none of the validation's.
+    """Reads 8x8 drawings with a classifier that has seen scikit-learn's digits, but none of validation's and test's.
 
     The digit that was asked for ends the name of the target's file; see `write_digits_draw`.
 
@@ -50,9 +50,9 @@ class DigitJudge:
         splits = split_digits(seed)
         images, labels = splits["train"]
         self._classifier = SVC(gamma=0.001).fit(images.reshape(len(images), -1), labels)
-        images, labels = splits["val"]
+        images, labels = splits["test"]
         self.accuracy = float(self._classifier.score(images.reshape(len(images), -1), labels))
-        """On validation digits that people wrote: what a perfect drawer could reach."""
+        """On test digits that people wrote: what a perfect drawer could reach."""
 
     def __call__(self, drawings: Sequence[Drawing]) -> np.ndarray:
         if not drawings:

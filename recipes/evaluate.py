@@ -1,4 +1,4 @@
-"""Validate a training run's checkpoint in any layout: `python -m recipes.evaluate run=<folder>`."""
+"""Test or validate a training run's checkpoint in any layout: `python -m recipes.evaluate run=<folder>`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from hetero_strategy.errors import ConfigError
 from recipes import build, cli
 from recipes.lit import LitMultimodal
-from recipes.report import Readback, print_report, save, summarize
+from recipes.report import Readback, evaluate_checkpoint, print_report, save, summarize
 from recipes.terminal import ProgressBar
 
 
@@ -19,7 +19,7 @@ def evaluate(cfg: DictConfig) -> None:
         raise ConfigError("run is missing: python -m recipes.evaluate run=outputs/<date>/<time>")
     cfg = cli.saved_configuration(cfg, run)
     checkpoint = cli.checkpoint_of(run, "best", "last")
-    build.check_configuration(cfg, "run")
+    build.check_configuration(cfg, "run", "split")
     folder = cli.run_folder()
 
     placed = build.placement(cfg)
@@ -39,8 +39,8 @@ def evaluate(cfg: DictConfig) -> None:
         enable_progress_bar=cfg.monitor.progress_bar,
         enable_checkpointing=False,
     )
-    trainer.validate(module, datamodule=data, ckpt_path=checkpoint, verbose=False)
-    report = summarize(trainer, module, placed, readback, str(checkpoint))
+    split = evaluate_checkpoint(trainer, module, data, checkpoint, cfg.split)
+    report = summarize(trainer, module, placed, readback, str(checkpoint), split)
     save(report, folder / "report.json", readback)
     print_report(report, folder)
 

@@ -45,17 +45,24 @@ class LitMultimodal(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         """Loss and exact match; predicted tokens and drawings are for callbacks."""
+        return self._evaluate("val", batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        """The same of samples that choose no checkpoint."""
+        return self._evaluate("test", batch)
+
+    def _evaluate(self, stage: str, batch: Batch) -> dict[str, Any]:
         out = self.model(batch)
-        self.log("val/loss", out.loss, batch_size=len(batch), sync_dist=True)
-        self.log("val/exact_match", out.exact_match, batch_size=len(batch), prog_bar=True, sync_dist=True)
-        self._log_losses("val", out, batch)
+        self.log(f"{stage}/loss", out.loss, batch_size=len(batch), sync_dist=True)
+        self.log(f"{stage}/exact_match", out.exact_match, batch_size=len(batch), prog_bar=True, sync_dist=True)
+        self._log_losses(stage, out, batch)
         return {"predictions": out.predictions, "drawn": out.drawn}
 
     def _log_losses(self, stage: str, out: ModelOutput, batch: Batch) -> None:
         """The share of every module, where several have a loss."""
         if len(out.losses) > 1:
             shares = {f"{stage}/loss_{name}": share.detach() for name, share in out.losses.items()}
-            self.log_dict(shares, batch_size=len(batch), sync_dist=stage == "val")
+            self.log_dict(shares, batch_size=len(batch), sync_dist=stage != "train")
 
     def configure_optimizers(self) -> Any:
         """AdamW, with warm-up and cosine decay over all steps of the run."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
@@ -19,53 +20,21 @@ from rich.text import Text
 from hetero_strategy.data.batch import Batch
 from hetero_strategy.data.datamodule import MultimodalDataModule
 from hetero_strategy.data.index import DatasetIndex
-from hetero_strategy.data.tokenizer import ChatTokenizer
+from hetero_strategy.data.manifest import placeholder
+from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import Placement
-from hetero_strategy.monitor import BalanceMonitor, TimelineMonitor
+from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
+from hetero_strategy.monitor.throughput import Totals
 from recipes import cli
 from recipes.drawings import Drawing, Judge, draw_grid, drawings_of
 from recipes.lit import LitMultimodal
-from recipes.terminal import blocks, draw_examples, loudness, picture
+from recipes.terminal import GoesOn, blocks, draw_examples, loudness, picture
 
 SOUNDS = (".wav", ".flac", ".ogg", ".mp3")
 
 
-class Totals(L.Callback):
-    """Steps, tokens and time of training, validation left out."""
-
-    def __init__(self) -> None:
-        self.steps = self.tokens = 0
-        self.seconds = self.wait = 0.0
-        self._mark: float | None = None
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """The batch has come."""
-        now = time.perf_counter()
-        if self._mark is not None:
-            self.wait += now - self._mark
-            self.seconds += now - self._mark
-        self._mark = now
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
-    ) -> None:
-        """The step is done."""
-        now = time.perf_counter()
-        assert self._mark is not None
-        self.steps += 1
-        self.tokens += int(batch.plan.metadata.tokens.sum())
-        self.seconds += now - self._mark
-        self._mark = now
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Time that passes now is not training."""
-        self._mark = None
-
-
 class Readback(L.Callback):
-    """What the model answered to the samples of the last validation; the same on every rank.
+    """What the model answered to the samples of the last validation or test; the same on every rank.
 
     Args:
         count: samples to show.
@@ -81,9 +50,11 @@ class Readback(L.Callback):
         self.index: DatasetIndex | None = None
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget the validation before."""
+        """Forget the one before."""
         self.answers, self.drawings = {}, []
-        self.index = trainer.datamodule.indices.get("val")  # type: ignore[attr-defined]
+        self.index = trainer.datamodule.indices.get("test" if trainer.testing else "val")  # type: ignore[attr-defined]
+
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_batch_end(
         self,
@@ -102,6 +73,8 @@ class Readback(L.Callback):
         if outputs["drawn"] and self.index is not None:
             processors = trainer.datamodule.processors  # type: ignore[attr-defined]
             self.drawings += drawings_of(batch, outputs["drawn"], self.index, processors)
+
+    on_test_batch_end = on_validation_batch_end
 
     def exact(self) -> dict[int, bool]:
         """Sample -> whether every token is right; samples without an answer are left out."""
@@ -130,7 +103,6 @@ class Readback(L.Callback):
     def examples(self, data: MultimodalDataModule) -> list[dict[str, Any]]:
         """Some samples of every kind with their files, question, answer and prediction."""
         tokenizer = data.tokenizer
-        places = {tokenizer.placeholder_id(p.field): f"<{p.field}>" for p in data.processors.values()}
         exact, kinds = self.exact(), defaultdict(list)
         for sample in exact:
             kinds[kind_of(self.index, sample)].append(sample)
@@ -138,15 +110,13 @@ class Readback(L.Callback):
         shown = []
         for sample in turns[: self.count]:
             assert self.index is not None
-            first, last = self.index.offsets[sample], self.index.offsets[sample + 1]
-            ids, loss = self.index.ids[first:last], self.index.loss[first:last]
             shown.append(
                 {
                     "id": self.index.names[sample],
                     "kind": kind_of(self.index, sample),
                     "files": [str(f) for f in files_of(self.index, sample)],
                     "drawn": [d.pixels.squeeze(-1).tolist() for d in self.drawings if d.sample == sample],
-                    "question": _question(tokenizer, ids[~loss], places),
+                    "question": _question(data, self.index, sample),
                     "answer": tokenizer.decode(wanted(self.index, sample)),
                     "prediction": tokenizer.decode(self.answers[sample]),
                     "exact": exact[sample],
@@ -161,12 +131,17 @@ def wanted(index: DatasetIndex, sample: int) -> list[int]:
     return [int(token) for token in index.ids[first:last][index.loss[first:last]]]
 
 
-def _question(tokenizer: ChatTokenizer, ids: np.ndarray, places: dict[int, str]) -> str:
-    """Text before an answer; the rows of a picture or recording as one placeholder."""
-    pieces: list[str] = []
-    for token, run in itertools.groupby(ids.tolist(), key=lambda token: token if token in places else -1):
-        pieces.append(places[token] if token in places else tokenizer.decode(list(run)))
-    return "".join(pieces).strip()
+def _question(data: MultimodalDataModule, index: DatasetIndex, sample: int) -> str:
+    """Text that is not to be predicted; the rows of a picture or recording as its placeholder."""
+    first, last = index.offsets[sample], index.offsets[sample + 1]
+    item, names = np.zeros(last - first, np.int64), [""]
+    for module, table in index.items.items():
+        for number in index.item_numbers(module, np.array([sample])):
+            item[table.start[number] : table.start[number] + table.rows[number]] = len(names)
+            names.append(placeholder(data.processors[module].field))
+    asked = ~index.loss[first:last]
+    runs = itertools.groupby(zip(item[asked], index.ids[first:last][asked], strict=True), key=lambda pair: pair[0])
+    return "".join(names[number] or data.tokenizer.decode([id for _, id in run]) for number, run in runs).strip()
 
 
 def files_of(index: DatasetIndex, sample: int) -> list[Path]:
@@ -181,10 +156,33 @@ def kind_of(index: DatasetIndex, sample: int) -> str:
     return "+".join(used) or "text"
 
 
+def evaluate_checkpoint(
+    trainer: L.Trainer,
+    module: LitMultimodal,
+    data: MultimodalDataModule,
+    checkpoint: str | Path | None,
+    split: str | None = None,
+) -> str:
+    """Run a checkpoint (None: what the model is now) on the samples that the report is of; returns their split.
+
+    Args:
+        split: ``test`` or ``val``; None: test, whose samples choose nothing, where the data has one.
+
+    Raises:
+        ConfigError: there is no such split.
+    """
+    split = split or ("test" if data.manifests["test"] else "val")
+    if split not in ("test", "val"):
+        raise ConfigError(f"split={split}; use test or val, or null: test where the data has one")
+    run = trainer.test if split == "test" else trainer.validate
+    run(module, datamodule=data, ckpt_path=checkpoint, verbose=False)
+    return split
+
+
 def summarize(
-    trainer: L.Trainer, module: LitMultimodal, placed: Placement, readback: Readback, checkpoint: str
+    trainer: L.Trainer, module: LitMultimodal, placed: Placement, readback: Readback, checkpoint: str, split: str
 ) -> dict[str, Any]:
-    """What validation says of a checkpoint."""
+    """What the samples of a split say of a checkpoint."""
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert module.model is not None
     counts = {
@@ -192,9 +190,10 @@ def summarize(
         for name, adapter in module.model.modules_by_name.items()
     }
     return {
-        "exact_match": metrics.get("val/exact_match"),
+        "split": split,
+        "exact_match": metrics.get(f"{split}/exact_match"),
         "exact_match_by_kind": readback.by_kind(),
-        "val_loss": metrics.get("val/loss"),
+        "loss": metrics.get(f"{split}/loss"),
         "samples": len(readback.answers),
         "drawings": len(readback.drawings),
         "drawn_right": readback.drawn_right(),
@@ -211,47 +210,81 @@ def write_report(
     trainer: L.Trainer,
     module: LitMultimodal,
     placed: Placement,
-    totals: Totals,
     readback: Readback,
     *,
     checkpoint: str,
+    split: str,
 ) -> dict[str, Any]:
     """Write ``report.json`` and ``examples.png`` (the first rank does), and return the report."""
-    report = summarize(trainer, module, placed, readback, checkpoint) | {
+    totals = next(c.last for c in trainer.callbacks if isinstance(c, ThroughputMonitor))  # type: ignore[attr-defined]
+    report = summarize(trainer, module, placed, readback, checkpoint, split) | {
+        "chosen_by": chosen_by(trainer),
         "steps": trainer.global_step,
-        "train_seconds": round(totals.seconds, 2),
-        "tokens_per_second": round(totals.tokens / totals.seconds, 1) if totals.seconds else None,
-        "data_wait_seconds": round(totals.wait, 2),
-        "timeline": last_step(trainer),
+        **(throughput(totals) if totals is not None else {}),
+        "timeline": last_steps(trainer),
         "balance": balance(trainer, totals),
+        "resumed": next((c.first for c in trainer.callbacks if isinstance(c, GoesOn)), None),  # type: ignore[attr-defined]
         "resume": cli.command("recipes.train", resume=folder),
     }
     save(report, folder / "report.json", readback)
     return report
 
 
-def last_step(trainer: L.Trainer) -> dict[str, float] | None:
-    """The last training step as measured and as simulated; on the first rank, None on the others."""
-    pairs = [c.last for c in trainer.callbacks if isinstance(c, TimelineMonitor) and c.last is not None]  # type: ignore[attr-defined]
-    if not pairs:
+def chosen_by(trainer: L.Trainer) -> dict[str, Any] | None:
+    """The metric of validation that chose the best checkpoint, and what it was there; None without validation."""
+    best = trainer.checkpoint_callbacks[-1]
+    assert isinstance(best, ModelCheckpoint)
+    if best.best_model_score is None:
         return None
+    return {"metric": best.monitor, "value": float(best.best_model_score)}
+
+
+def throughput(totals: Totals) -> dict[str, Any]:
+    """How fast training was and where its time went, on the rank that waited longest for data."""
+    spent = totals.spent
     return {
-        f"{name}_{what}": value
-        for name, timeline in (("measured", pairs[0].measured), ("simulated", pairs[0].simulated))
-        for what, value in (("seconds", timeline.time), ("bubble", timeline.bubble))
+        "train_seconds": round(spent.training, 2),
+        "tokens_per_second": round(totals.tokens / spent.training, 1) if spent.training else None,
+        "data_wait_seconds": round(spent.data, 2),
+        "seconds": {"rank": totals.rank} | {part: round(value, 2) for part, value in asdict(spent).items()},
     }
 
 
-def balance(trainer: L.Trainer, totals: Totals) -> dict[str, Any] | None:
+def last_steps(trainer: L.Trainer) -> dict[str, Any] | None:
+    """The last training steps as measured and as simulated, medians; on the first rank, None on the others."""
+    pairs = [c.last for c in trainer.callbacks if isinstance(c, TimelineMonitor) and c.last is not None]  # type: ignore[attr-defined]
+    if not pairs:
+        return None
+    pair, fitted = pairs[0], pairs[0].fitted
+    medians = {
+        f"{name}_{what}": float(np.median(values[row]))
+        for row, name in enumerate(("measured", "simulated"))
+        for what, values in (("seconds", pair.times), ("bubble", pair.bubbles))
+    }
+    return medians | {
+        "steps": pair.times.shape[1],
+        "ratio": pair.ratio,
+        "transfer_latency": fitted.links.latency,
+        "transfer_bandwidth": fitted.links.bandwidth if np.isfinite(fitted.links.bandwidth) else None,
+        "host_before": fitted.begin,
+        "host_between": float(np.mean(list(fitted.after.values()))) if fitted.after else 0.0,
+        "host_after": fitted.closing,
+    }
+
+
+def balance(trainer: L.Trainer, totals: Totals | None) -> dict[str, Any] | None:
     """How evenly the work was spread over instances, and whether training waited for it; None if nobody watched."""
     found = [c.last for c in trainer.callbacks if isinstance(c, BalanceMonitor) and c.last is not None]  # type: ignore[attr-defined]
     if not found:
         return None
     seen = found[0]
+    share = totals.spent.data / totals.spent.training if totals is not None and totals.spent.training else None
     return {
         "imbalance": {m: [round(s.imbalance_before, 4), round(s.imbalance_after, 4)] for m, s in seen.spreads.items()},
-        "data_wait_share": round(totals.wait / totals.seconds, 4) if totals.seconds else None,
+        "data_wait_share": None if share is None else round(share, 4),
+        "workers": getattr(trainer.train_dataloader, "num_workers", None),
         "plan_seconds": seen.plan_seconds,
+        "payload_seconds": seen.payload_seconds,
         "plan_hidden_share": seen.plan_hidden_share,
         "skipped_samples": seen.skipped_samples,
         "worker_restarts": seen.worker_restarts,
@@ -309,32 +342,59 @@ def print_report(report: dict[str, Any], folder: Path) -> None:
 
 def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [("exact match", "none: no validation")] if report["exact_match"] is None else _validation_lines(report)
-    if report.get("steps"):
+    if report.get("seconds"):
         speed = f", {report['tokens_per_second']:.0f} tokens/s" if report["tokens_per_second"] else ""
-        waits = f", waited {report['data_wait_seconds']:.1f} s for data"
-        lines.append(("training", f"{report['steps']} steps, {report['train_seconds']:.1f} s{speed}{waits}"))
+        lines.append(("training", f"{report['steps']} steps, {report['train_seconds']:.1f} s{speed}"))
+        lines.append(("", _spent_line(report["seconds"], report["train_seconds"])))
     if timeline := report.get("timeline"):
-        lines.append(
-            (
-                "last step",
-                f"{1e3 * timeline['measured_seconds']:.0f} ms, simulated {1e3 * timeline['simulated_seconds']:.0f} ms;"
-                f" bubble {timeline['measured_bubble']:.0%}, simulated {timeline['simulated_bubble']:.0%}",
-            )
-        )
+        lines += _timeline_lines(timeline)
     if report.get("balance"):
         lines += _balance_lines(report["balance"])
-    lines.append(("checkpoint", _short(report["checkpoint"]) if report["checkpoint"] else "none"))
+    best = f" ({chosen['metric']} {chosen['value']:.4f})" if (chosen := report.get("chosen_by")) else ""
+    lines.append(("checkpoint", f"{_short(report['checkpoint'])}{best}" if report["checkpoint"] else "none"))
     return lines
+
+
+PARTS = {
+    "step": "in steps",
+    "data": "waiting for data",
+    "checkpoint": "on checkpoints",
+    "between": "between steps (callbacks, loggers, Lightning's loop)",
+}
+
+
+def _spent_line(seconds: dict[str, float], total: float) -> str:
+    """Where the time of training went."""
+    shares = ", ".join(
+        f"{seconds[part]:.1f} s {what} ({seconds[part] / (total or 1.0):.1%})" for part, what in PARTS.items()
+    )
+    return f"{shares}; validation {seconds['validation']:.1f} s more"
+
+
+def _timeline_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    step = (
+        f"{1e3 * found['measured_seconds']:.0f} ms, simulated {1e3 * found['simulated_seconds']:.0f} ms (measured /"
+        f" simulated {found['ratio']:.2f}); bubble {found['measured_bubble']:.0%}, simulated"
+        f" {found['simulated_bubble']:.0%}; medians of the last {found['steps']}, without optimizer and hooks"
+    )
+    speed = f" and {found['transfer_bandwidth'] / 1e9:.2g} GB/s" if found["transfer_bandwidth"] else ""
+    fitted = (
+        f"what actions take and how it scatters, transfers of {1e3 * found['transfer_latency']:.1f} ms{speed}, a main"
+        f" thread of {1e3 * found['host_before']:.1f} ms before the first action, {1e3 * found['host_between']:.1f}"
+        f" between two, {1e3 * found['host_after']:.1f} after the last: fitted, for each step to the other ones; not"
+        " simulated: which processes compete for a processor"
+    )
+    return [("step", step), ("simulated by", fitted)]
 
 
 def _validation_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     kinds = ", ".join(f"{kind} {share:.3f}" for kind, share in report["exact_match_by_kind"].items())
-    lines = [("exact match", f"{report['exact_match']:.3f} of {report['samples']} samples ({kinds})")]
+    lines = [("exact match", f"{report['exact_match']:.3f} of {report['samples']} {report['split']} samples ({kinds})")]
     if report["drawn_right"]:
         kinds = ", ".join(f"{kind} {share:.3f}" for kind, share in report["drawn_right"].items() if kind != "all")
         share = report["drawn_right"]["all"]
         lines.append(("drawn right", f"{share:.3f} of {report['drawings']} drawings ({kinds})"))
-    lines.append(("val loss", f"{report['val_loss']:.4f}"))
+    lines.append((f"{report['split']} loss", f"{report['loss']:.4f}"))
     return lines
 
 
@@ -348,7 +408,9 @@ def _balance_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         said.append(f"{found['data_wait_share']:.1%} of the time waiting")
     if found["plan_seconds"] is not None:
         hidden = f" ({found['plan_hidden_share']:.0%} hidden)" if found["plan_hidden_share"] is not None else ""
-        said.append(f"plan {1e3 * found['plan_seconds']:.1f} ms a step{hidden}")
+        who = "" if found["workers"] else ", made between steps: no workers"
+        payload = f"reading and decoding {1e3 * found['payload_seconds']:.1f} ms{who}"
+        said.append(f"plan {1e3 * found['plan_seconds']:.1f} ms a step{hidden}, {payload}")
     for name, what in (("skipped_samples", "samples skipped"), ("worker_restarts", "workers replaced")):
         if found[name]:
             said.append(f"{found[name]} {what}")

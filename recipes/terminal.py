@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
+from rich.console import Console
+
+from hetero_strategy.data.batch import Batch
 
 
 class ProgressBar(TQDMProgressBar):
@@ -23,6 +28,30 @@ class ProgressBar(TQDMProgressBar):
         if "tokens/s" in metrics:
             metrics["tokens/s"] = f"{float(metrics['tokens/s']):.0f}"
         return {str(name).removeprefix("train/"): value for name, value in metrics.items()}
+
+
+class GoesOn(L.Callback):
+    """Says where a run goes on that was stopped: its first step and the samples of it."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, Any] | None = None
+        """``step`` (optimizer steps done before), ``epoch``, ``samples`` (ids of the manifest)."""
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        """The first batch has come."""
+        if self.first is None:
+            names = trainer.datamodule.indices["train"].names  # type: ignore[attr-defined]
+            samples = [names[int(sample)] for sample in batch.plan.samples]
+            self.first = {"step": trainer.global_step, "epoch": batch.plan.metadata.epoch, "samples": samples}
+            self._say(**self.first)
+
+    @rank_zero_only
+    def _say(self, step: int, epoch: int, samples: list[str]) -> None:
+        shown = ", ".join([*samples[:3], *(["..."] if len(samples) > 3 else [])])
+        where = f"at step {step} (epoch {epoch}), with samples {shown}"
+        Console(highlight=False).print(f"goes on     {where}", markup=False, soft_wrap=True)
 
 
 def picture(path: Path, columns: int, height: int = 16) -> str:

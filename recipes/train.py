@@ -14,8 +14,8 @@ from hetero_strategy.layout.placement import Placement
 from hetero_strategy.monitor import BalanceMonitor, LogConfiguration, ThroughputMonitor, TimelineMonitor
 from recipes import build, cli
 from recipes.lit import LitMultimodal
-from recipes.report import Readback, Totals, print_report, print_start, write_report
-from recipes.terminal import ProgressBar
+from recipes.report import Readback, evaluate_checkpoint, print_report, print_start, write_report
+from recipes.terminal import GoesOn, ProgressBar
 
 
 def train(cfg: DictConfig) -> None:
@@ -23,7 +23,7 @@ def train(cfg: DictConfig) -> None:
     resume = cfg.resume
     if resume:
         cfg = cli.saved_configuration(cfg, resume)
-    checkpoint = cli.checkpoint_of(resume, "last") if resume else None
+    checkpoint = cli.last_checkpoint(resume) if resume else None
     build.check_configuration(cfg)
     folder = cli.run_folder()
 
@@ -37,23 +37,23 @@ def train(cfg: DictConfig) -> None:
 
     L.seed_everything(cfg.seed, verbose=False)
     module = LitMultimodal(make_model, cfg.optimizer)
-    totals, readback = Totals(), Readback(cfg.report.examples, build.judge(cfg))
+    readback = Readback(cfg.report.examples, build.judge(cfg))
     trainer = build.trainer(
         cfg,
         placed,
         default_root_dir=folder,
         strategy=build.call("strategy", cfg.strategy, build.strategy, layouts=placed.layouts),
         logger=hydra.utils.instantiate(cfg.logger) if cfg.logger else False,
-        callbacks=[*callbacks(cfg, placed), totals, readback],
+        callbacks=[*callbacks(cfg, placed), readback],
         enable_progress_bar=cfg.monitor.progress_bar,
     )
     print_start(placed, folder, checkpoint)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
 
     best = trainer.checkpoint_callbacks[-1].best_model_path
-    trainer.validate(module, datamodule=data, ckpt_path=best or None, verbose=False)
+    split = evaluate_checkpoint(trainer, module, data, best or None)
     last = trainer.checkpoint_callbacks[0].best_model_path
-    report = write_report(folder, trainer, module, placed, totals, readback, checkpoint=best or last)
+    report = write_report(folder, trainer, module, placed, readback, checkpoint=best or last, split=split)
     print_report(report, folder)
 
 
@@ -71,6 +71,7 @@ def callbacks(cfg: DictConfig, placed: Placement) -> list[Callback]:
         ModelCheckpoint(filename="last", every_n_train_steps=every, **shared),
         ModelCheckpoint(filename="best", monitor=cfg.checkpoint.monitor, mode=cfg.checkpoint.mode, **shared),
     ]
+    made += [GoesOn()] if cfg.resume else []
     if cfg.logger:
         where = {module: f"{ranks} {degrees}" for module, ranks, degrees in placed.table()}
         found = {"configuration": OmegaConf.to_container(cfg, resolve=True), "layouts": where}

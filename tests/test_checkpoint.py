@@ -10,7 +10,7 @@ import os
 import pickle
 import random
 import signal
-import sys
+import zlib
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch import nn
 
 from hetero_strategy import checkpoint as ck
 from hetero_strategy.checkpoint import folder as folders
+from hetero_strategy.checkpoint import tensorfile
 from hetero_strategy.checkpoint.__main__ import main
 from hetero_strategy.checkpoint.tensorfile import DTYPES, Entry, TensorReader, write_tensors
 from hetero_strategy.errors import CheckpointError
@@ -220,16 +221,57 @@ def test_tensor_file_is_what_safetensors_reads(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.arange(6).reshape(2, 3).to(dtype) for i, dtype in enumerate(DTYPES.values())}
     tensors |= {"scalar": torch.tensor(2.5), "none": torch.zeros(0, 4), "odd": torch.ones(3, dtype=torch.bool)}
     tensors["turned"] = torch.arange(6.0).reshape(2, 3).T
-    size = write_tensors(tmp_path / "f", [Entry.of(name, tensor) for name, tensor in tensors.items()])
-    assert size == (tmp_path / "f").stat().st_size
+    stored = write_tensors(tmp_path / "f", [Entry.of(name, tensor) for name, tensor in tensors.items()])
+    assert stored.nbytes == (tmp_path / "f").stat().st_size
     found = load_file(tmp_path / "f")
     assert set(found) == set(tensors)
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
         assert torch.equal(found[name].view(torch.uint8) if tensor.ndim else found[name], bits(tensor)), name
-    with TensorReader(tmp_path) as reader:
+    with TensorReader(tmp_path, {"f": stored}) as reader:
         assert reader.read("f", "turned", (1, 0), (2, 1)).tolist() == [[1.0], [2.0]]
         assert reader.read("f", "scalar").item() == 2.5
+        with pytest.raises(CheckpointError, match="no file of the checkpoint"):
+            reader.read("g", "scalar")
+
+
+def test_a_slice_is_checked_by_the_blocks_it_touches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorfile, "BLOCK", 16)
+    tensors = {"before": torch.arange(5, dtype=torch.int16), "t": torch.arange(60.0).reshape(5, 3, 4)}
+    stored = write_tensors(tmp_path / "f", [Entry.of(name, tensor) for name, tensor in tensors.items()])
+    assert len(stored.checksums) == 1 + 240 // 16 + 1
+    size = (tmp_path / "f").stat().st_size
+    start = size - 10 - 240  # wide dtypes lie first
+    draw = random.Random(1)
+    noticed = 0
+    for at in range(start, size - 10):
+        flip(tmp_path / "f", at)
+        for _ in range(5):
+            offsets = tuple(draw.randrange(n) for n in (5, 3, 4))
+            sizes = tuple(draw.randint(1, n - o) for o, n in zip(offsets, (5, 3, 4), strict=True))
+            window = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+            touched = torch.arange(60).reshape(5, 3, 4)[window]
+            with TensorReader(tmp_path, {"f": stored}) as reader:
+                assert reader.read("f", "before").tolist() == list(range(5))
+                try:
+                    assert torch.equal(reader.read("f", "t", offsets, sizes), tensors["t"][window])
+                    assert (at - start) // 4 not in touched
+                except CheckpointError as fault:
+                    assert f"{tmp_path / 'f'} is damaged" in str(fault) and "of 't'" in str(fault)
+                    block = (at - start) // 16 * 4
+                    assert touched.min() < block + 4 and touched.max() >= block
+                    noticed += 1
+        flip(tmp_path / "f", at)
+    assert 300 < noticed < 900
+
+
+def flip(file: Path, at: int, bits: int = 1) -> None:
+    """Turns bits of one byte around."""
+    with open(file, "r+b") as stream:
+        stream.seek(at)
+        (byte,) = stream.read(1)
+        stream.seek(at)
+        stream.write(bytes([byte ^ bits]))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -358,9 +400,14 @@ def test_foreign_paths_are_left_alone(tmp_path: Path) -> None:
 
 
 def rewrite(**changes: Any) -> Callable[[Path], None]:
+    """An index with other content and the right checksum, or without any for version 1."""
+
     def act(path: Path) -> None:
         content = json.loads((path / "checkpoint.json").read_text())
-        (path / "checkpoint.json").write_text(json.dumps(content | changes))
+        del content["crc32"]
+        body = json.dumps(content | changes)[:-1]
+        end = f',"crc32":"{zlib.crc32(body.encode()):08x}"' if changes.get("version") != 1 else ""
+        (path / "checkpoint.json").write_text(f"{body}{end}}}")
 
     return act
 
@@ -382,8 +429,8 @@ def garbage(path: Path) -> None:
         (lambda path: (path / "metadata.json").unlink(), "not complete"),
         (lambda path: (path / "checkpoint.json").unlink(), "cut short"),
         (lambda path: (path / "metadata.json").write_text("}" * (path / "metadata.json").stat().st_size), "damaged"),
-        (lambda path: (path / "checkpoint.json").write_bytes(b"\x80\x04\xff"), "cannot be read"),
-        (garbage, "cannot be opened"),
+        (lambda path: (path / "checkpoint.json").write_bytes(b"\x80\x04\xff"), "is damaged"),
+        (garbage, "its header changed since it was written"),
         (rewrite(version=9), "version 9"),
         (rewrite(files={"../../etc/passwd": 1}), "damaged"),
         (rewrite(tensors={}), "lacks 4 tensors"),
@@ -393,6 +440,65 @@ def test_damage_is_told(tmp_path: Path, damage: Callable[[Path], None], said: st
     ck.save(owned(), {"k": 1}, tmp_path / "c")
     damage(tmp_path / "c")
     with pytest.raises(CheckpointError, match=said):
+        ck.load(blank(), tmp_path / "c")
+
+
+def all_kinds(path: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint with a file of every kind, and tensors to load it into."""
+    ck.save(owned(), {"epoch": 1, "t": torch.arange(3.0)}, path, rank_state={"rng": torch.arange(5), "n": 1})
+    assert len(os.listdir(path)) == 6
+    return blank()
+
+
+def test_a_flip_of_any_byte_is_noticed(tmp_path: Path) -> None:
+    into, draw = all_kinds(tmp_path / "c"), random.Random(0)
+    ck.load(into, tmp_path / "c")
+    named: list[str] = []
+    for file in sorted((tmp_path / "c").iterdir()):
+        size, header = file.stat().st_size, 8 + int.from_bytes(file.read_bytes()[:8], "little")
+        for at in range(size):
+            flip(file, at, bits := draw.randrange(1, 256))
+            with pytest.raises(CheckpointError) as fault:
+                ck.load(into, tmp_path / "c")
+            assert str(file) in str(fault.value), (at, bits)
+            if file.name == "rank-00000.safetensors" and at >= header:
+                named.append(str(fault.value).split("of '")[1].split("'")[0])
+            flip(file, at, bits)
+    assert {key: named.count(key) for key in named} == {key: t.nbytes for key, t in owned().items() if t.nbytes}
+    ck.load(into, tmp_path / "c")
+    assert same(into, owned())
+
+
+def test_checks_of_tensors_can_be_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    into = all_kinds(path)
+    flip(path / "rank-00000.safetensors", (path / "rank-00000.safetensors").stat().st_size - 1, 0x40)
+    ck.load(into, path, verify=False)
+    assert not torch.equal(into["model.llm.b"], owned()["model.llm.b"])
+    with pytest.raises(CheckpointError, match=r"of 'model\.llm\.b' changed since it was written"):
+        ck.export(path, tmp_path / "out")
+    flip(path / "metadata.safetensors", (path / "metadata.safetensors").stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=r"metadata\.safetensors is damaged"):
+        ck.load(into, path, verify=False)
+
+
+def test_a_checkpoint_without_checksums_loads_and_says_so(tmp_path: Path) -> None:
+    into = all_kinds(tmp_path / "c")
+    files = {
+        name: entry[0] for name, entry in json.loads((tmp_path / "c" / folders.INDEX).read_text())["files"].items()
+    }
+    rewrite(version=1, files=files)(tmp_path / "c")
+    with pytest.warns(UserWarning, match="saved without checksums: damage of its tensors is not noticed"):
+        ck.load(into, tmp_path / "c")
+    assert same(into, owned())
+
+
+def test_a_damaged_index_is_told_though_an_older_one_is_there(tmp_path: Path) -> None:
+    ck.save(owned(), {}, tmp_path / "c.old")
+    ck.save(owned(2), {}, tmp_path / "new")
+    os.rename(tmp_path / "new", tmp_path / "c")
+    flip(tmp_path / "c" / folders.INDEX, 50)
+    with pytest.raises(CheckpointError, match=r"c/checkpoint\.json"):
         ck.load(blank(), tmp_path / "c")
 
 
@@ -570,25 +676,36 @@ def test_background_fault_is_raised_where_training_waits(tmp_path: Path, monkeyp
 
 
 def test_export_one_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorded = {"vision": {"names": {"w": "visual.weight"}, "config": {"hidden": 3}}}
-    ck.save(owned(), {ck.EXPORT_KEY: recorded, "global_step": 5}, tmp_path / "c")
+    config = {"hidden": 3, "dtype": "float64", "architectures": ["Eye"]}
+    recorded = {"vision": {"names": {"w": "visual.weight"}, "config": config}}
+    tensors = owned() | {"model.vision.scale": torch.ones(2), "model.count": torch.tensor(3)}
+    ck.save(tensors, {ck.EXPORT_KEY: recorded, "global_step": 5}, tmp_path / "c")
     assert (
         main(["export", str(tmp_path / "c"), str(tmp_path / "out"), "--module", "vision", "--dtype", "bfloat16"]) == 0
     )
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "extra.safetensors", "model.safetensors"]
     assert same(
         load_file(tmp_path / "out" / "model.safetensors"), {"visual.weight": owned()["model.vision.w"].bfloat16()}
     )
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"hidden": 3}
+    assert same(load_file(tmp_path / "out" / "extra.safetensors"), {"scale": torch.ones(2, dtype=torch.bfloat16)})
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config | {"dtype": "bfloat16"}
+    assert "1 tensors for transformers' Eye; 1 more in extra.safetensors" in capsys.readouterr().out
+    main(["export", str(tmp_path / "c"), str(tmp_path / "all")])
+    assert sorted(os.listdir(tmp_path / "all")) == ["extra.safetensors", "vision"]
+    outside = {key.removeprefix("model."): t for key, t in tensors.items() if key in ("model.count",) or "llm" in key}
+    assert same(dict(sorted(load_file(tmp_path / "all" / "extra.safetensors").items())), dict(sorted(outside.items())))
+    assert "extra.safetensors: 4 tensors outside the modules" in capsys.readouterr().out
     assert main(["describe", str(tmp_path / "c")]) == 0
     assert "model.vision.w  float32 [4, 3]" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "c"), str(tmp_path / "out"), "--module", "vision"]) == 1
     assert "not an empty folder" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "c"), str(tmp_path / "new"), "--module", "audio"]) == 1
-    assert "no parameters for module 'audio': there is llm, vision" in capsys.readouterr().err
-    with pytest.raises(CheckpointError, match="no exported name for 3 parameters"):
-        ck.export(tmp_path / "c", tmp_path / "new", module="llm", names={})
-    assert sorted(os.listdir(tmp_path)) == ["c", "out"]
+    assert "no parameters for module 'audio': there is count, llm, vision" in capsys.readouterr().err
+    recorded = {"llm": {"names": {"lost": "w"}}}
+    ck.save(owned(), {ck.EXPORT_KEY: recorded}, tmp_path / "d")
+    with pytest.raises(CheckpointError, match="lacks 1 parameters of a module, such as 'lost'"):
+        ck.export(tmp_path / "d", tmp_path / "new", module="llm")
+    assert sorted(os.listdir(tmp_path)) == ["all", "c", "d", "out"]
 
 
 def test_export_in_several_files(tmp_path: Path) -> None:
@@ -606,11 +723,3 @@ def test_a_folder_of_safetensors_is_no_checkpoint(tmp_path: Path) -> None:
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="not a checkpoint of hetero_strategy"):
         ck.load({"model.w": torch.zeros(1)}, tmp_path)
-
-
-def test_the_command_runs(tmp_path: Path) -> None:
-    assert folders.INDEX == "checkpoint.json"
-    code = os.spawnv(
-        os.P_WAIT, sys.executable, [sys.executable, "-m", "hetero_strategy.checkpoint", "describe", str(tmp_path)]
-    )
-    assert code == 1

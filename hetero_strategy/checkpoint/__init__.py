@@ -5,7 +5,7 @@ A checkpoint is a folder of safetensors and JSON (`folder` tells its files); not
 """
 
 from hetero_strategy.checkpoint.codec import decode, encode
-from hetero_strategy.checkpoint.exporting import EXPORT_KEY, export, export_module
+from hetero_strategy.checkpoint.exporting import EXPORT_KEY, Exported, export
 from hetero_strategy.checkpoint.folder import Description, Piece, StoredTensor, describe, remove
 from hetero_strategy.checkpoint.loading import Loaded, describe_together, load, load_metadata
 from hetero_strategy.checkpoint.saving import Checkpointer, PendingSave, save
@@ -14,6 +14,7 @@ __all__ = [
     "EXPORT_KEY",
     "Checkpointer",
     "Description",
+    "Exported",
     "Loaded",
     "PendingSave",
     "Piece",
@@ -23,7 +24,6 @@ __all__ = [
     "describe_together",
     "encode",
     "export",
-    "export_module",
     "load",
     "load_metadata",
     "remove",

@@ -6,10 +6,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hetero_strategy.checkpoint.exporting import FILE_BYTES, export
+from hetero_strategy.checkpoint.exporting import EXTRA, FILE_BYTES, Exported, export
 from hetero_strategy.checkpoint.folder import describe
 from hetero_strategy.checkpoint.tensorfile import DTYPES
 from hetero_strategy.errors import CheckpointError
+
+EXPORT_HELP = f"""
+Writes weights and config.json that from_pretrained of transformers loads: of titan_llama, hf_llama and hf_qwen3 as a
+causal language model, of siglip2_encoder the backbone as a Siglip2VisionModel, of whisper_encoder the backbone as a
+WhisperEncoder (of transformers.models.whisper.modeling_whisper). An encoder's projector lies beside its backbone in
+{EXTRA}. A flow_decoder and modules of one's own keep their own names in model.safetensors and have no config.json; so
+does all of a checkpoint that was not saved by a run, or before runs recorded these names.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,10 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("describe", help="list step, tensors, shapes and dtypes")
     show.add_argument("checkpoint")
-    out = commands.add_parser("export", help="write plain safetensors and config.json")
-    out.add_argument("checkpoint")
-    out.add_argument("folder", help="must not exist or be empty")
-    out.add_argument("--module", help="only this module, such as vision")
+    out = commands.add_parser("export", help="write every module as Hugging Face does", description=EXPORT_HELP)
+    out.add_argument("checkpoint", help="of a run, in any layout")
+    out.add_argument("folder", help="must not exist or be empty; every module becomes a folder in it")
+    out.add_argument("--module", help="only this module, such as vision, right in the folder")
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values() if dtype.is_floating_point}
     out.add_argument("--dtype", choices=sorted(dtypes), help="cast floating tensors; default: as stored")
     out.add_argument(
@@ -44,12 +52,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 dtype=dtypes.get(chosen.dtype),
                 file_bytes=int(chosen.file_gb * 1e9),
             )
-            lines = [f"{len(written)} tensors written to {chosen.folder}"]
+            lines = [_told(one) for one in written]
     except CheckpointError as fault:
         sys.stderr.write(f"{fault}\n")
         return 1
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
+
+
+def _told(one: Exported) -> str:
+    if not one.names:
+        return f"{one.folder / EXTRA}: {len(one.extra)} tensors outside the modules"
+    how = f"for transformers' {one.architecture}" if one.architecture else "under their own names"
+    more = f"; {len(one.extra)} more in {EXTRA}, under their own names" if one.extra else ""
+    return f"{one.folder}: {len(one.names)} tensors {how}{more}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Plain weights for other programs: safetensors with an index and a config.json, as Hugging Face writes them."""
+"""Plain weights for other programs, from any checkpoint of a run: safetensors and config.json as Hugging Face has them.
+
+A save leaves in its metadata, under :data:`EXPORT_KEY`, what every module's parameters are called in its Hugging Face
+folder and what config.json says there, so that an export needs no model. Without such a record names stay ours.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,60 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hetero_strategy.checkpoint import folder as folders
 from hetero_strategy.checkpoint.folder import METADATA, Index, StoredTensor, rank_stem
-from hetero_strategy.checkpoint.saving import save
-from hetero_strategy.checkpoint.team import Team
 from hetero_strategy.checkpoint.tensorfile import Entry, TensorReader, check_dtype, write_tensors
 from hetero_strategy.errors import CheckpointError
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.checkpoint import pairs_to_halves
 
-# Metadata key under which a save may leave, per module, what other programs call its parameters:
-# {module: {"names": {fqn inside the module: exported name}, "config": {...}}}
 EXPORT_KEY = "hetero_export"
+EXTRA = "extra.safetensors"
+"""Tensors that have no place in the Hugging Face model, under our own names."""
 FILE_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One folder of an export.
+
+    Attributes:
+        folder: where it is.
+        names: of its tensors in model.safetensors.
+        architecture: the transformers class whose ``from_pretrained`` loads it; None: names are our own.
+        extra: names of its tensors in :data:`EXTRA`.
+    """
+
+    folder: Path
+    names: tuple[str, ...]
+    architecture: str | None
+    extra: tuple[str, ...]
+
+
+def export_record(modules: Mapping[str, Adapter]) -> dict[str, dict[str, Any]]:
+    """What a save keeps under :data:`EXPORT_KEY`.
+
+    Args:
+        modules: start of the names of a module's parameters (``model.llm.``) -> the module.
+    """
+    record = {}
+    for start, module in modules.items():
+        names = module.export_names()
+        tied = module.tied_weight()
+        if tied is not None and names:
+            names[tied[1]] = names[tied[0]]  # one parameter under two names of ours has one there
+        record[start.removesuffix(".")] = {
+            "names": names,
+            "config": module.export_config(),
+            "paired_heads": module.paired_heads(),
+        }
+    return record
 
 
 def export(
@@ -30,130 +72,121 @@ def export(
     folder: str | os.PathLike[str],
     *,
     module: str | None = None,
-    names: Mapping[str, str] | None = None,
-    config: Mapping[str, object] | None = None,
     dtype: torch.dtype | None = None,
     file_bytes: int = FILE_BYTES,
-) -> tuple[str, ...]:
+) -> tuple[Exported, ...]:
     """Writes a checkpoint's parameters to `folder`, in one process and without a model; one full tensor at a time.
+
+    Every module becomes a folder of its name, with model.safetensors (several files and an index where it is large) and
+    config.json. What the Hugging Face model has no place for, such as a projector, is beside them in
+    :data:`EXTRA`; a module that has no such model keeps its own names. A checkpoint without a record gives one folder.
 
     Args:
         checkpoint: a checkpoint of any layout.
         folder: where to; must not exist or be empty.
-        module: only this module's parameters, under their names inside it (`vision`; a dotted path is possible).
-        names: exported name of every parameter; default: what the checkpoint says under `EXPORT_KEY`, else unchanged.
-        config: written to config.json; default as for `names`, else no such file.
+        module: only this module's parameters, right in `folder` (`vision`; a dotted path is possible).
         dtype: cast floating tensors to it; default: as stored.
-        file_bytes: greatest size of a file, unless a single tensor is larger.
-
-    Returns:
-        The exported names.
+        file_bytes: greatest size of a file of model weights, unless a single tensor is larger.
 
     Raises:
         CheckpointError: the checkpoint is damaged, has no such module, or `folder` cannot be written.
     """
     source, index = folders.locate(Path(checkpoint))
     metadata = folders.read_values(source, METADATA, index)
-    recorded = metadata.get(EXPORT_KEY, {}).get(module, {}) if isinstance(metadata, dict) and module else {}
-    names = recorded.get("names") if names is None else names
-    config = recorded.get("config") if config is None else config
+    record = metadata.get(EXPORT_KEY, {}) if isinstance(metadata, dict) else {}
     target = Path(os.path.abspath(folder))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is not an empty folder; choose another one to export to")
-
-    chosen = _renamed(_of_module(index, module, source), names)
-    with TensorReader(source) as reader:
-        entries = [_entry(reader, index, key, name, dtype) for name, key in sorted(chosen.items())]
-        temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    written = []
+    with TensorReader(source, index.files) as reader:
         try:
             temporary.mkdir(parents=True)
-            _write(temporary, entries, config, file_bytes)
+            writer = _Writer(reader, index, dtype, file_bytes)
+            for place, keys in _places(index, module, source, record).items():
+                inside = place.rpartition(".")[2] if module is None and record else ""
+                if module is None and record and not place:
+                    names: tuple[str, ...] = ()
+                    architecture, extra = None, writer.write_extra(temporary, keys)
+                else:
+                    names, architecture, extra = writer.write(temporary / inside, keys, record.get(place, {}))
+                written.append(Exported(target / inside, names, architecture, extra))
             os.rename(temporary, target)
         except (OSError, TypeError) as fault:  # TypeError: a config that JSON cannot hold
             raise CheckpointError(f"cannot export to {target}: {fault}") from fault
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    return tuple(entry.name for entry in entries)
+    return tuple(written)
 
 
-def export_module(
-    name: str,
-    parameters: Mapping[str, torch.Tensor],
-    folder: str | os.PathLike[str],
-    *,
-    names: Mapping[str, str] | None = None,
-    config: Mapping[str, object] | None = None,
-    dtype: torch.dtype | None = None,
-    file_bytes: int = FILE_BYTES,
-    process_group: dist.ProcessGroup | None = None,
-) -> None:
-    """Writes one live module as `export` does. Every rank of the group calls it, with what it owns (perhaps nothing).
-
-    The module goes through a temporary checkpoint beside `folder`, so no rank ever holds more than its shards and one
-    full tensor of host memory, and pipeline stages, whose parameters no single mesh has, need nothing special.
-
-    Args:
-        name: the module, for messages.
-        parameters: FQN inside the module -> owned tensor or DTensor.
-        folder, names, config, dtype, file_bytes: see `export`; rank 0's are used.
-        process_group: ranks that include the module's.
-
-    Raises:
-        CheckpointError: on all ranks alike; the message names the module.
-    """
-    team = Team.of(process_group)
-    target = team.from_first(lambda: Path(os.path.abspath(folder)))
-    scratch = target.with_name(f"{target.name}.gathered")
-    try:
-        save({f"model.{fqn}": tensor for fqn, tensor in parameters.items()}, {}, scratch, process_group=process_group)
-        team.from_first(lambda: export(scratch, target, names=names, config=config, dtype=dtype, file_bytes=file_bytes))
-    except CheckpointError as fault:
-        raise CheckpointError(f"export of module {name!r}: {fault}") from fault
-    finally:
-        if team.rank == 0:
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _of_module(index: Index, module: str | None, source: Path) -> dict[str, str]:
-    """Name inside the module -> key in the checkpoint."""
+def _places(index: Index, module: str | None, source: Path, record: Mapping[str, object]) -> dict[str, dict[str, str]]:
+    """Path of a module in the LightningModule -> name inside it -> key in the checkpoint; "" what is in no module."""
     keys = {key.removeprefix("model."): key for key in index.tensors if key.startswith("model.")}
     if module is None:
-        return keys
+        places: dict[str, dict[str, str]] = {}
+        for name, key in keys.items():
+            place = next((place for place in record if name.startswith(f"{place}.")), "")
+            places.setdefault(place, {})[name.removeprefix(f"{place}.") if place else name] = key
+        return places
     # the module may lie deeper than the root, below the LightningModule's own attribute
     inside: dict[str, dict[str, str]] = {}
     for name, key in keys.items():
         at = f".{name}".find(f".{module}.")
         if at >= 0:
-            inside.setdefault(name[:at], {})[name[at + len(module) + 1 :]] = key
+            inside.setdefault(name[:at] + module, {})[name[at + len(module) + 1 :]] = key
     if len(inside) != 1:
         known = sorted({name.split(".")[0] for name in keys}) if not inside else sorted(inside)
         problem = "no parameters" if not inside else "several places"
         raise CheckpointError(
             f"{source}: {problem} for module {module!r}: there is {', '.join(known)}; give its full path"
         )
-    return next(iter(inside.values()))
+    return inside
 
 
-def _renamed(keys: Mapping[str, str], names: Mapping[str, str] | None) -> dict[str, str]:
-    """Exported name -> key in the checkpoint."""
-    if names is None:
-        return dict(keys)
-    lacking = sorted(set(keys) - set(names))
-    if lacking:
-        raise CheckpointError(
-            f"no exported name for {len(lacking)} parameters, the first is {lacking[0]!r}: add it to `names`"
-        )
-    renamed = {names[name]: key for name, key in keys.items()}
-    if len(renamed) != len(keys):
-        raise CheckpointError("`names` gives two parameters the same exported name")
-    return renamed
+@dataclass(frozen=True)
+class _Writer:
+    """Writes one folder; arguments as of :func:`export`."""
 
+    reader: TensorReader
+    index: Index
+    dtype: torch.dtype | None
+    file_bytes: int
 
-def _entry(reader: TensorReader, index: Index, key: str, name: str, dtype: torch.dtype | None) -> Entry:
-    stored = index.tensors[key]
-    out = dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
-    check_dtype(name, out)
-    return Entry(name, out, stored.shape, lambda: _whole(reader, key, stored).to(out))
+    def write(
+        self, folder: Path, keys: Mapping[str, str], record: Mapping[str, Any]
+    ) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
+        """Names in model.safetensors, architecture, names in :data:`EXTRA`."""
+        names, heads, config = (record.get(field) or {} for field in ("names", "paired_heads", "config"))
+        if lacking := sorted(set(names) - set(keys)):
+            raise CheckpointError(f"the checkpoint lacks {len(lacking)} parameters of a module, such as {lacking[0]!r}")
+        weights = {theirs: fqn for fqn, theirs in names.items()} or {fqn: fqn for fqn in keys}
+        extra = {fqn: key for fqn, key in keys.items() if fqn not in names} if names else {}
+        entries = [self._entry(theirs, keys[fqn], heads.get(fqn)) for theirs, fqn in sorted(weights.items())]
+        folder.mkdir(exist_ok=True)
+        _write(folder, entries, self.file_bytes)
+        if config:
+            # transformers would load the weights in the dtype that the model once had
+            kinds = {entry.dtype for entry in entries if entry.dtype.is_floating_point}
+            stored = {"dtype": str(kinds.pop()).removeprefix("torch.")} if len(kinds) == 1 else {}
+            (folder / "config.json").write_text(json.dumps({**config, **stored}, indent=2))
+        architecture = next(iter(config.get("architectures") or ()), None)
+        return tuple(sorted(weights)), architecture, self.write_extra(folder, extra) if extra else ()
+
+    def write_extra(self, folder: Path, keys: Mapping[str, str]) -> tuple[str, ...]:
+        """Names in :data:`EXTRA`."""
+        write_tensors(folder / EXTRA, [self._entry(fqn, key) for fqn, key in keys.items()])
+        return tuple(sorted(keys))
+
+    def _entry(self, name: str, key: str, heads: int | None = None) -> Entry:
+        stored = self.index.tensors[key]
+        out = self.dtype if self.dtype is not None and stored.dtype.is_floating_point else stored.dtype
+        check_dtype(name, out)
+
+        def get() -> torch.Tensor:
+            full = _whole(self.reader, key, stored).to(out)
+            return full if heads is None else pairs_to_halves(full, heads)
+
+        return Entry(name, out, stored.shape, get)
 
 
 def _whole(reader: TensorReader, key: str, stored: StoredTensor) -> torch.Tensor:
@@ -169,7 +202,7 @@ def _whole(reader: TensorReader, key: str, stored: StoredTensor) -> torch.Tensor
     return full
 
 
-def _write(folder: Path, entries: list[Entry], config: Mapping[str, object] | None, file_bytes: int) -> None:
+def _write(folder: Path, entries: list[Entry], file_bytes: int) -> None:
     files: list[list[Entry]] = [[]]
     for entry in entries:
         if files[-1] and sum(other.nbytes for other in files[-1]) + entry.nbytes > file_bytes:
@@ -177,13 +210,11 @@ def _write(folder: Path, entries: list[Entry], config: Mapping[str, object] | No
         files[-1].append(entry)
     if len(files) == 1:
         write_tensors(folder / "model.safetensors", files[0])
-    else:
-        weight_map: dict[str, str] = {}
-        for number, group in enumerate(files, start=1):
-            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            write_tensors(folder / name, group)
-            weight_map |= {entry.name: name for entry in group}
-        content = {"metadata": {"total_size": sum(e.nbytes for e in entries)}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
-    if config is not None:
-        (folder / "config.json").write_text(json.dumps(dict(config), indent=2))
+        return
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        write_tensors(folder / name, group)
+        weight_map |= {entry.name: name for entry in group}
+    content = {"metadata": {"total_size": sum(e.nbytes for e in entries)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))

@@ -1,7 +1,8 @@
 """What lies in a checkpoint's folder, and how a new one takes the place of an old one.
 
-    checkpoint.json             index: every tensor's dtype, shape and pieces; every file's size. Written last: the
-                                folder is complete if and only if this file is there and the sizes are right
+    checkpoint.json             index: every tensor's dtype, shape and pieces; every file's size and checksums, and at
+                                its end its own checksum. Written last: the folder is complete if and only if this file
+                                is there and the sizes are right
     rank-00000.safetensors      the pieces that rank 0 wrote, and so on
     metadata.json, metadata.safetensors                  what is not a parameter, see `codec`
     rank-00000.state.json, rank-00000.state.safetensors  what one rank alone knows (random number states)
@@ -16,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +26,23 @@ from typing import Any
 import torch
 
 from hetero_strategy.checkpoint.codec import decode
-from hetero_strategy.checkpoint.tensorfile import DTYPE_NAMES, DTYPES, Entry, TensorReader, write_tensors
+from hetero_strategy.checkpoint.tensorfile import (
+    DTYPE_NAMES,
+    DTYPES,
+    Entry,
+    StoredFile,
+    TensorReader,
+    damaged,
+    write_tensors,
+)
 from hetero_strategy.errors import CheckpointError
 
 INDEX = "checkpoint.json"
 METADATA = "metadata"
 FORMAT = "hetero_strategy"
-VERSION = 1
+VERSION = 2
+WITHOUT_CHECKSUMS = 1
+"""The version before; it is read too."""
 _OURS = re.compile(r"(checkpoint\.json(\.part)?|(metadata|rank-\d{5,}(\.state)?)\.(json|safetensors))$")
 _TEMPORARY = re.compile(r"(?P<path>.+)\.(tmp-[0-9a-f]+|old)$")
 
@@ -59,13 +71,18 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Index:
-    """Everything about a checkpoint that can be known without reading tensors. `files`: name -> size in bytes."""
+    """Everything about a checkpoint that can be known without reading tensors."""
 
     world_size: int
     epoch: int | None
     step: int | None
     tensors: Mapping[str, StoredTensor]
-    files: Mapping[str, int]
+    files: Mapping[str, StoredFile]
+
+    @property
+    def has_checksums(self) -> bool:
+        """False: written by a version before there were any, so damage is not noticed."""
+        return all(file.checksums for file in self.files.values())
 
 
 @dataclass(frozen=True)
@@ -87,7 +104,8 @@ def describe(path: str | os.PathLike[str]) -> Description:
         CheckpointError: there is no complete checkpoint at `path`.
     """
     folder, index = locate(Path(path))
-    return Description(folder, index.epoch, index.step, index.world_size, index.tensors, sum(index.files.values()))
+    nbytes = sum(file.nbytes for file in index.files.values())
+    return Description(folder, index.epoch, index.step, index.world_size, index.tensors, nbytes)
 
 
 def remove(path: str | os.PathLike[str]) -> None:
@@ -128,6 +146,10 @@ def refuse_foreign(path: Path) -> None:
         raise CheckpointError(f"{path} is a file; a checkpoint of hetero_strategy is a folder: choose another path")
 
 
+class _Incomplete(CheckpointError):
+    """What a killed save or removal leaves; a damaged checkpoint is another thing."""
+
+
 def locate(path: Path) -> tuple[Path, Index]:
     """The complete checkpoint of a path: the folder itself, or `<path>.old` after a killed save, and its index.
 
@@ -145,7 +167,7 @@ def locate(path: Path) -> tuple[Path, Index]:
     for candidate in candidates:
         try:
             return candidate, read_index(candidate)
-        except CheckpointError as fault:
+        except _Incomplete as fault:
             first = first or fault
     assert first is not None
     raise first
@@ -160,23 +182,25 @@ def read_index(folder: Path) -> Index:
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file; a checkpoint of hetero_strategy is a folder (never a pickle)")
     if not folder.is_dir():
-        raise CheckpointError(f"no checkpoint at {folder}")
+        raise _Incomplete(f"no checkpoint at {folder}")
     try:
-        text = (folder / INDEX).read_text()
+        data = (folder / INDEX).read_bytes()
     except FileNotFoundError:
-        raise CheckpointError(
+        raise _Incomplete(
             f"{folder} has no {INDEX}: not a checkpoint of hetero_strategy, or one whose save or removal was cut short"
         ) from None
-    except (OSError, UnicodeDecodeError) as fault:
+    except OSError as fault:
         raise CheckpointError(f"{folder / INDEX}: cannot be read: {fault}") from fault
-    index = _parse_index(text, folder / INDEX)
-    for name, size in index.files.items():
+    index = _parse_index(data, folder / INDEX)
+    for name, file in index.files.items():
         try:
             found = os.path.getsize(folder / name)
         except OSError as fault:
-            raise CheckpointError(f"{folder / name}: {fault.strerror}; the checkpoint is not complete") from fault
-        if found != size:
-            raise CheckpointError(f"{folder / name} has {found} bytes instead of {size}; the checkpoint is damaged")
+            raise _Incomplete(f"{folder / name}: {fault.strerror}; the checkpoint is not complete") from fault
+        if found != file.nbytes:
+            raise CheckpointError(
+                f"{folder / name} has {found} bytes instead of {file.nbytes}; the checkpoint is damaged"
+            )
     return index
 
 
@@ -196,23 +220,34 @@ def write_index(folder: Path, index: Index) -> None:
         "world_size": index.world_size,
         "epoch": index.epoch,
         "step": index.step,
-        "files": dict(index.files),
+        "files": {name: [file.nbytes, file.checksums] for name, file in index.files.items()},
         "tensors": tensors,
     }
     part = folder / f"{INDEX}.part"
-    _write_json(part, content)
+    body = _json(content)[:-1]
+    _write(part, body + _own_checksum(body))
     os.rename(part, folder / INDEX)
     _sync(folder)
 
 
-def _parse_index(text: str, file: Path) -> Index:
+def _own_checksum(body: bytes) -> bytes:
+    """Last field and closing brace of an index whose other bytes are `body`."""
+    return b',"crc32":"%08x"}' % zlib.crc32(body)
+
+
+def _parse_index(data: bytes, file: Path) -> Index:
     try:
-        content = json.loads(text)
-        if content["format"] != FORMAT or content["version"] != VERSION:
+        content = json.loads(data)
+        version = content["version"]
+        if content["format"] != FORMAT or version not in (VERSION, WITHOUT_CHECKSUMS):
             raise CheckpointError(
-                f"{file} is of format {content['format']!r} version {content['version']!r}, "
+                f"{file} is of format {content['format']!r} version {version!r}, "
                 f"this library reads {FORMAT!r} version {VERSION}"
             )
+        body = data[: -len(_own_checksum(b""))]
+        # a damaged version does not make a checkpoint one without checksums: the field at the end is still there
+        if not data.endswith(_own_checksum(body)) and (version == VERSION or "crc32" in content):
+            raise CheckpointError(damaged(file, "it"))
         tensors = {
             key: StoredTensor(
                 DTYPES[entry["dtype"]],
@@ -221,7 +256,10 @@ def _parse_index(text: str, file: Path) -> Index:
             )
             for key, entry in content["tensors"].items()
         }
-        files = dict(content["files"])
+        files = {
+            name: StoredFile(entry) if version == WITHOUT_CHECKSUMS else StoredFile(entry[0], tuple(entry[1]))
+            for name, entry in content["files"].items()
+        }
         # names come from a file anyone may have written: none may lead out of the folder
         if not all(_OURS.match(name) for name in files):
             raise ValueError(f"files {sorted(files)}")
@@ -232,27 +270,36 @@ def _parse_index(text: str, file: Path) -> Index:
         raise CheckpointError(f"{file} is damaged: {type(fault).__name__}: {fault}") from fault
 
 
-def write_values(folder: Path, stem: str, encoded: object, tensors: list[torch.Tensor]) -> dict[str, int]:
-    """Writes what `codec.encode` returned; returns file name -> size in bytes."""
-    sizes = {f"{stem}.json": _write_json(folder / f"{stem}.json", encoded)}
+def write_values(folder: Path, stem: str, encoded: object, tensors: list[torch.Tensor]) -> dict[str, StoredFile]:
+    """Writes what `codec.encode` returned; returns the files by name."""
+    files = {f"{stem}.json": _write(folder / f"{stem}.json", _json(encoded))}
     if tensors:
         entries = [Entry.of(str(number), tensor) for number, tensor in enumerate(tensors)]
-        sizes[f"{stem}.safetensors"] = write_tensors(folder / f"{stem}.safetensors", entries)
-    return sizes
+        files[f"{stem}.safetensors"] = write_tensors(folder / f"{stem}.safetensors", entries)
+    return files
 
 
 def read_values(folder: Path, stem: str, index: Index) -> Any:
-    """The inverse of `write_values`; None where the checkpoint has no such file."""
+    """The inverse of `write_values`, checked in full; None where the checkpoint has no such file.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
     if f"{stem}.json" not in index.files:
         return None
     file = folder / f"{stem}.json"
     try:
-        encoded = json.loads(file.read_text())
+        data = file.read_bytes()
+        if (checksums := index.files[file.name].checksums) and zlib.crc32(data) != checksums[0]:
+            raise CheckpointError(damaged(file, "it"))
+        encoded = json.loads(data)
     except (OSError, ValueError) as fault:
+        if isinstance(fault, CheckpointError):
+            raise
         raise CheckpointError(f"{file} is damaged: {fault}") from fault
     tensors: list[torch.Tensor] = []
     if f"{stem}.safetensors" in index.files:
-        with TensorReader(folder) as reader:
+        with TensorReader(folder, index.files) as reader:
             names = reader.names(f"{stem}.safetensors")
             tensors = [reader.read(f"{stem}.safetensors", str(number)).clone() for number in range(len(names))]
     return decode(encoded, tensors)
@@ -289,12 +336,16 @@ def _delete(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _write_json(file: Path, content: object) -> int:
-    with open(file, "w") as stream:
-        json.dump(content, stream, allow_nan=False, separators=(",", ":"))
+def _json(content: object) -> bytes:
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _write(file: Path, data: bytes) -> StoredFile:
+    with open(file, "wb") as stream:
+        stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-        return os.fstat(stream.fileno()).st_size
+    return StoredFile(len(data), (zlib.crc32(data),))
 
 
 def _sync(folder: Path) -> None:

@@ -7,6 +7,7 @@ files. Nothing in a checkpoint is ever unpickled or imported.
 from __future__ import annotations
 
 import os
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ def load(
     path: str | os.PathLike[str],
     *,
     strict: bool = True,
+    verify: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """Fills `tensors` in place, bit by bit as saved, whatever layout and number of ranks saved them. Collective.
@@ -65,6 +67,8 @@ def load(
         tensors: what this rank owns under global names; plain tensors or DTensors on any mesh, not on meta.
         path: the checkpoint (rank 0's is used); after a killed save its predecessor stands in.
         strict: refuse `model.` names on one side only, and another dtype. Otherwise these are reported, and cast.
+        verify: compare the checksum of every block of a tensor that is read. Those of index, headers and metadata, of
+            all ranks, are always compared: they are small.
         process_group: the ranks that take part; default: all.
 
     Raises:
@@ -73,6 +77,8 @@ def load(
     """
     team = Team.of(process_group)
     folder, index = team.from_first(lambda: folders.locate(Path(os.path.abspath(path))))
+    if verify and team.rank == 0 and not index.has_checksums:
+        warnings.warn(f"{folder} was saved without checksums: damage of its tensors is not noticed", stacklevel=2)
     names = sorted(key for key in index.tensors if key.startswith("model."))
 
     def check() -> tuple[tuple[str, ...], bytes]:
@@ -92,10 +98,12 @@ def load(
     missing = tuple(key for key in tensors if key not in index.tensors)
 
     def read() -> tuple[dict[str, Any], dict[str, Any] | None]:
-        _fill({key: tensor for key, tensor in tensors.items() if key in index.tensors}, folder, index)
+        _fill({key: tensor for key, tensor in tensors.items() if key in index.tensors}, folder, index, verify)
         metadata = folders.read_values(folder, METADATA, index)
-        same_world = index.world_size == team.size
-        state = folders.read_values(folder, f"{rank_stem(team.rank)}.state", index) if same_world else None
+        # in another world nobody needs the ranks' states, but a damaged one is told: the file system may be at fault
+        saved = range(team.rank, index.world_size, team.size)
+        states = [folders.read_values(folder, f"{rank_stem(rank)}.state", index) for rank in saved]
+        state = states[0] if index.world_size == team.size else None
         if not isinstance(metadata, dict) or not isinstance(state, dict | None):
             raise CheckpointError(f"{folder}: metadata is not a dict; the checkpoint is damaged")
         return metadata, state
@@ -173,7 +181,7 @@ def _some(names: tuple[str, ...] | list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
 
 
-def _fill(tensors: Mapping[str, torch.Tensor], folder: Path, index: Index) -> None:
+def _fill(tensors: Mapping[str, torch.Tensor], folder: Path, index: Index, verify: bool) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), _dcp_metadata(index, tensors))
     try:
@@ -182,7 +190,7 @@ def _fill(tensors: Mapping[str, torch.Tensor], folder: Path, index: Index) -> No
         raise CheckpointError(f"{folder} cannot be matched with the model: {fault}") from fault
     pieces = {(key, piece.offsets): piece for key in tensors for piece in index.tensors[key].pieces}
     filled: dict[str, int] = defaultdict(int)
-    with TensorReader(folder) as reader:
+    with TensorReader(folder, index.files, verify=verify) as reader:
         for item in sorted(items, key=lambda item: pieces[_source(item)].rank):
             key, offsets = _source(item)
             piece = pieces[key, offsets]

@@ -26,7 +26,7 @@ from hetero_strategy.checkpoint import folder as folders
 from hetero_strategy.checkpoint.codec import encode
 from hetero_strategy.checkpoint.folder import METADATA, Index, Piece, StoredTensor, rank_stem
 from hetero_strategy.checkpoint.team import Team
-from hetero_strategy.checkpoint.tensorfile import Entry, check_dtype, write_tensors
+from hetero_strategy.checkpoint.tensorfile import Entry, StoredFile, check_dtype, write_tensors
 from hetero_strategy.errors import CheckpointError
 
 _Values = tuple[object, list[torch.Tensor]]
@@ -175,24 +175,24 @@ class _Work:
             _discard(self.team, self.temporary)
             raise
 
-    def _write(self) -> dict[str, int]:
+    def _write(self) -> dict[str, StoredFile]:
         try:
             self.temporary.mkdir(exist_ok=True)
-            sizes: dict[str, int] = {}
+            files: dict[str, StoredFile] = {}
             if self.pieces:
                 name = f"{rank_stem(self.team.rank)}.safetensors"
-                sizes[name] = write_tensors(self.temporary / name, self.pieces)
+                files[name] = write_tensors(self.temporary / name, self.pieces)
             for stem, (encoded, tensors) in self.values:
-                sizes |= folders.write_values(self.temporary, stem, encoded, tensors)
-            return sizes
+                files |= folders.write_values(self.temporary, stem, encoded, tensors)
+            return files
         except OSError as fault:
             raise CheckpointError(
                 f"cannot write checkpoint {self.target}: {fault.strerror or fault}; "
                 "a previous checkpoint there is untouched"
             ) from fault
 
-    def _publish(self, sizes: list[dict[str, int]]) -> list[None]:
-        files = {name: size for part in sizes for name, size in part.items()}
+    def _publish(self, written: list[dict[str, StoredFile]]) -> list[None]:
+        files = {name: file for part in written for name, file in part.items()}
         epoch, step = self.position
         folders.write_index(self.temporary, Index(self.team.size, epoch, step, self.stored, files))
         folders.publish(self.temporary, self.target)

@@ -1,8 +1,11 @@
-"""Safetensors files: written one tensor at a time, read by slices.
+"""Safetensors files: written one tensor at a time, read by slices, with a checksum for every byte.
 
 The writer is our own because the library's takes all tensors as host copies at once, which would double the host memory
 of a save; the format is eight bytes of header length, a JSON header and the raw bytes
 (https://huggingface.co/docs/safetensors). Reading goes through the library, which checks the header against the file.
+
+Checksums are CRC-32 as in zlib, made of the bytes on their way to the file: one of the header and one of every block of
+every tensor, so that a reader of a slice checks the blocks that it touches and no others.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +45,25 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+BLOCK = 4 * 2**20
+"""Bytes of a tensor that share a checksum; a tensor's last block is shorter. Part of the format."""
+HEADER_LIMIT = 100_000_000
+"""Greatest header that the library reads, so that a damaged length does not ask for all memory."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """What the index knows of a file.
+
+    Attributes:
+        nbytes: its size.
+        checksums: of its head (a safetensors header with its length, or a whole JSON file), then of the blocks of its
+            tensors in the order they lie. Empty: written before there were checksums.
+    """
+
+    nbytes: int
+    checksums: tuple[int, ...] = ()
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -62,8 +85,8 @@ class Entry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def write_tensors(path: Path, entries: Iterable[Entry]) -> int:
-    """Writes and syncs a safetensors file and returns its size in bytes.
+def write_tensors(path: Path, entries: Iterable[Entry]) -> StoredFile:
+    """Writes and syncs a safetensors file.
 
     Raises:
         OSError: it could not be written. CheckpointError: a dtype that safetensors does not have.
@@ -82,18 +105,28 @@ def write_tensors(path: Path, entries: Iterable[Entry]) -> int:
         end += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    head = struct.pack("<Q", len(text)) + text
+    checksums = [zlib.crc32(head)]
     with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(head)
         for entry in ordered:
             tensor = entry.get()
             if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
                 raise RuntimeError(f"{entry.name}: {tensor.dtype} {tuple(tensor.shape)}, promised {entry}")
-            if entry.nbytes:
-                flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-                file.write(flat.view(torch.uint8).numpy().data)
+            data = _bytes_of(tensor.detach().to("cpu").contiguous())
+            for start in range(0, entry.nbytes, BLOCK):
+                block = data[start : start + BLOCK]
+                checksums.append(zlib.crc32(block))
+                file.write(block)
         file.flush()
         os.fsync(file.fileno())
-        return file.tell()
+        return StoredFile(file.tell(), tuple(checksums))
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host; shared memory."""
+    data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return data
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
@@ -103,11 +136,20 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 class TensorReader:
-    """Slices of tensors in the safetensors files of a folder; every file is opened (mapped) once. A context manager."""
+    """Slices of tensors in the safetensors files of a folder; every file is opened (mapped) once. A context manager.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: where they are.
+        files: by name, what was written; others are not opened.
+        verify: compare the checksums of what is read. Headers are always checked.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, StoredFile], *, verify: bool = True) -> None:
         self._folder = folder
+        self._files = files
+        self._verify = verify
         self._open: dict[str, Any] = {}
+        self._first_blocks: dict[str, dict[str, int]] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> TensorReader:
@@ -129,24 +171,64 @@ class TensorReader:
         """
         opened = self._opened(file)
         try:
-            if not sizes:
-                return opened.get_tensor(name)
-            window = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-            return opened.get_slice(name)[window]
+            whole: torch.Tensor = opened.get_tensor(name)  # a view of the mapped file: nothing is read yet
         except (SafetensorError, OSError) as fault:
             raise self._unreadable(file, f"cannot read {name!r}: {fault}") from fault
+        first, end = 0, whole.numel()
+        window = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        if window:
+            first = sum(at.start * step for at, step in zip(window, whole.stride(), strict=True))
+            end = 1 + sum((at.stop - 1) * step for at, step in zip(window, whole.stride(), strict=True))
+        if self._verify and file in self._first_blocks and end > first:
+            self._check(file, name, whole, first * whole.itemsize, end * whole.itemsize)
+        return whole[window] if window else whole
+
+    def _check(self, file: str, name: str, whole: torch.Tensor, start: int, end: int) -> None:
+        """Compares the blocks of a tensor that hold its bytes from `start` to `end`."""
+        data, checksums = _bytes_of(whole), self._files[file].checksums
+        for number in range(start // BLOCK, -(-end // BLOCK)):
+            block = data[number * BLOCK : (number + 1) * BLOCK]
+            if zlib.crc32(block) != checksums[self._first_blocks[file][name] + number]:
+                place = f"bytes {number * BLOCK} to {number * BLOCK + len(block)}"
+                raise CheckpointError(damaged(self._folder / file, f"{place} of {name!r}"))
 
     def _opened(self, file: str) -> Any:
         if file not in self._open:
+            if file not in self._files:
+                raise self._unreadable(file, "is no file of the checkpoint")
             try:
+                if self._files[file].checksums:
+                    self._first_blocks[file] = self._read_header(file)
                 opened = safe_open(self._folder / file, framework="pt", device="cpu")
                 self._open[file] = self._stack.enter_context(opened)
             except (SafetensorError, OSError) as fault:
                 raise self._unreadable(file, f"cannot be opened: {fault}") from fault
         return self._open[file]
 
+    def _read_header(self, file: str) -> dict[str, int]:
+        """Checks the header of a file; the number of each tensor's first checksum."""
+        with open(self._folder / file, "rb") as stream:
+            head = stream.read(8)
+            head += stream.read(min(int.from_bytes(head, "little"), HEADER_LIMIT))
+        if zlib.crc32(head) != self._files[file].checksums[0]:
+            raise CheckpointError(damaged(self._folder / file, "its header"))
+        places = {name: entry["data_offsets"] for name, entry in json.loads(head[8:]).items() if name != "__metadata__"}
+        numbers, number = {}, 1
+        for name, (start, end) in sorted(places.items(), key=lambda place: place[1]):
+            numbers[name] = number
+            number += -(-(end - start) // BLOCK)
+        return numbers
+
     def _unreadable(self, file: str, what: str) -> CheckpointError:
         return CheckpointError(
             f"{self._folder / file}: {what}. The file is damaged or not visible to this rank "
             "(is the folder on a file system that all ranks share?)"
         )
+
+
+def damaged(path: Path, what: str) -> str:
+    """What is said of bytes that are not those written."""
+    return (
+        f"{path} is damaged: {what} changed since it was written (the checksum differs); restore the file from a copy, "
+        "or load another checkpoint"
+    )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from hetero_strategy.checkpoint.exporting import EXPORT_KEY, export_record
 from hetero_strategy.checkpoint.folder import remove
 from hetero_strategy.checkpoint.loading import describe_together, load
 from hetero_strategy.checkpoint.saving import Checkpointer
@@ -61,6 +62,14 @@ class TrainingState:
             if not tensor.is_meta
         }
 
+    def rest_of(self, module: nn.Module) -> dict[str, Any]:
+        """Persistent state of ``module`` beside the model's modules by global name: its buffers, metrics and the like.
+
+        Values are tensors, or what a metric or ``get_extra_state`` makes of them.
+        """
+        state = nn.Module.state_dict(module)
+        return {name: value for name, value in state.items() if not name.startswith(tuple(self._modules))}
+
     def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Any]:
         """State of owned parameters by ``<fqn>.<state>``, and the hyperparameters of every group."""
         tensors = {
@@ -79,35 +88,66 @@ class TrainingState:
         Raises:
             CheckpointError: it cannot be written; a previous one at ``path`` is untouched.
         """
-        tensors = {f"model.{name}": value for name, value in checkpoint.pop("state_dict").items()}
+        owned = checkpoint.pop("state_dict")
+        tensors = {f"model.{name}": value for name, value in owned.items() if isinstance(value, torch.Tensor)}
         optimizers = checkpoint.pop("optimizer_states", [])
         for i, state in enumerate(optimizers):
             tensors |= {f"optim.{i}.{name}": value for name, value in state["tensors"].items()}
         metadata = {
             **checkpoint,
+            "extra_state": {name: value for name, value in owned.items() if f"model.{name}" not in tensors},
             "param_groups": [state["param_groups"] for state in optimizers],
+            EXPORT_KEY: export_record(self._modules),
         }
         self._checkpointer.save(tensors, metadata, path, rank_state=random_state(), async_=self._asynchronous)
 
-    def load(self, path: Path, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    def load(
+        self,
+        path: Path,
+        optimizers: Sequence[Optimizer],
+        rest: Mapping[str, Any] | None = None,
+        *,
+        strict: bool = True,
+        verify: bool = True,
+    ) -> dict[str, Any]:
         """Fill owned parameters and optimizer state; returns the rest of Lightning's checkpoint. A collective.
 
         Optimizer state is made after the checkpoint's own description, so any optimizer works.
+
+        Args:
+            path: of the checkpoint.
+            optimizers: to be filled.
+            rest: :meth:`rest_of` the module; what the checkpoint has of it is returned as ``state_dict``.
+            strict: names on one side only, and other dtypes, are errors.
+            verify: compare the checksums of what is loaded.
 
         Raises:
             CheckpointError: there is none, it is damaged, or it was saved from another model.
         """
         self.finalize()
         tensors = {f"model.{name}": value for name, value in self.model_tensors().items()}
-        fresh: list[dict[Any, dict[str, torch.Tensor]]] = []
-        if optimizers:
-            stored = describe_together(path, process_group=self._group).tensors
-            fresh = [self._optimizer_state(i, o, stored) for i, o in enumerate(optimizers)]
+        stored = describe_together(path, process_group=self._group).tensors if optimizers or rest else {}
+        fresh = [self._optimizer_state(i, o, stored) for i, o in enumerate(optimizers)]
+        beside: dict[str, Any] = {}
+        for name, value in (rest or {}).items():
+            if isinstance(value, torch.Tensor):
+                saved = stored.get(f"model.{name}")  # a metric's state may have another shape than at its start
+                beside[name] = (
+                    torch.empty(saved.shape, dtype=saved.dtype, device=value.device) if saved else value.clone()
+                )
+        tensors |= {f"model.{name}": value for name, value in beside.items()}
         for i, state in enumerate(fresh):
             tensors |= {f"optim.{i}.{self._names[id(p)]}.{k}": v for p, s in state.items() for k, v in s.items()}
         with torch.no_grad():
-            loaded = load(tensors, path, process_group=self._group)
+            loaded = load(tensors, path, strict=strict, verify=verify, process_group=self._group)
+        extra = loaded.metadata.pop("extra_state", {})
+        if strict and (odd := {*extra} ^ ({*(rest or {})} - {*beside})):
+            raise CheckpointError(
+                f"{path}: only one of checkpoint and module has a state {', '.join(sorted(odd))}; build the module it"
+                " was saved from, or set strict_loading=False in the LightningModule"
+            )
         groups = loaded.metadata.pop("param_groups", [])
+        loaded.metadata.pop(EXPORT_KEY, None)
         for i, (optimizer, state) in enumerate(zip(optimizers, fresh, strict=True)):
             if i >= len(groups) or len(groups[i]) != len(optimizer.param_groups):
                 raise CheckpointError(
@@ -119,7 +159,7 @@ class TrainingState:
                 group.update({key: value for key, value in saved.items() if key not in KERNELS})
         if loaded.rank_state is not None:
             restore_random_state(loaded.rank_state)
-        return {"state_dict": {}, "optimizer_states": [{} for _ in optimizers], **loaded.metadata}
+        return {"state_dict": beside | extra, "optimizer_states": [{} for _ in optimizers], **loaded.metadata}
 
     def finalize(self) -> None:
         """Wait for a save in the background. Raises CheckpointError where it failed."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
+
+import numpy as np
 
 from hetero_strategy.data.balance import POLICIES, Cost
 from hetero_strategy.data.orchestrator import AS_SAMPLED, Balancing, Near, Orderer
@@ -12,6 +14,8 @@ from hetero_strategy.data.reorder import SEARCHES
 from hetero_strategy.errors import ConfigError
 
 REARRANGE = ("home", "permute", "ilp", "none")
+TYPICAL = np.array([128])
+"""Rows of an item whose cost is the same by a cost that is given and by the one it replaces."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +34,17 @@ class Surroundings:
 class Balance:
     """How the work of every step is spread over instances and microbatches.
 
-    Nothing of it changes what a step computes: losses and gradients are those of the samples as drawn, up to rounding.
+    Costs and speeds also decide in which order microbatches run and how modules on the same ranks take turns. Nothing
+    of it changes what a step computes: losses and gradients are those of the samples as drawn, up to rounding.
 
     Args:
         policy: for all modules or by module: ``auto`` (the best for the module's cost), ``none`` (as sampled: samples
             dealt in order, items with their samples), or one of :data:`hetero_strategy.data.balance.POLICIES`. Modules
             not named are ``auto``.
         costs: module -> :class:`Cost` or its fields; default: the FLOPs of the module's forward, or a row counts 1.
-        speeds: module -> relative speed of each of its instances; default: equal.
+            Given for all modules, they are in one unit, such as the seconds of a run's ``balance.json``; for some, each
+            is scaled so that an item of 128 rows costs what it costs by default.
+        speeds: module -> how fast each of its instances is, 1: as its cost says; default: all 1.
         budget: module -> most rows inside it that an instance may have in a microbatch. An encoder's or a generator's
             microbatches are split until it is kept; the consumer's are, if ``microbatches`` is ``auto``.
         rearrange: how items are kept near their samples, where modules share ranks or nodes: ``home`` (balance around
@@ -125,13 +132,25 @@ class Balance:
         given = self.policy if isinstance(self.policy, Mapping) else dict.fromkeys(instances, self.policy)
         return Balancing(
             policy={module: given.get(module, "auto") for module in instances},
-            costs={**around.costs, **self.costs},
+            costs={**around.costs, **self._costs(instances, around)},
             speeds={module: tuple(float(s) for s in speeds) for module, speeds in self.speeds.items()},
             budget=self.budget,
             near={} if self.rearrange == "none" else around.near,
             rearrange="home" if self.rearrange == "none" else self.rearrange,  # type: ignore[arg-type]
             order=None if around.orderer is None else around.orderer(self.reorder),
         )
+
+    def _costs(self, instances: Mapping[str, int], around: Surroundings) -> dict[str, Cost]:
+        """Those given, in one unit with those that are not."""
+        found: dict[str, Cost] = dict(self.costs)
+        if set(instances) <= set(found):
+            return found
+        for module, cost in found.items():
+            usual, given = (float(c.alone(TYPICAL)[0]) for c in (around.costs.get(module, Cost()), cost))
+            if given:
+                parts = {name: getattr(cost, name) * usual / given for name in ("linear", "quadratic", "fixed")}
+                found[module] = replace(cost, **parts)
+        return found
 
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> None:

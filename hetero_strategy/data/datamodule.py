@@ -112,8 +112,8 @@ class MultimodalDataModule(L.LightningDataModule):
         cache_folder: PathLike | None = None,
         verify: Verify = "auto",
         max_tokens: int | None = None,
-        bos: str | None = "<bos>",
-        eos: str = "<eos>",
+        bos: str | None = "auto",
+        eos: str = "auto",
         placeholders: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 Images are strips of 1 to 6 of scikit-learn's bundled handwritten digits (UCI "Optical Recognition of Handwritten
 Digits", 8x8 pixels, here 16x16, grey PNG). Audio is 1 to 6 DTMF keys (ITU-T Q.23), one in every 160 ms, with noise,
-8 kHz PCM16 WAV. Training and validation share no digit image. Nothing is downloaded.
+8 kHz PCM16 WAV. Training, validation and test share no digit image. Nothing is downloaded.
 
 The answer repeats, in characters, what the question holds: a tiny model learns that in minutes on a laptop. In the
 data set to draw, an answer may be pictures instead: of digits that the question names or shows in another handwriting.
@@ -25,8 +25,8 @@ from hetero_strategy.data.media import AudioProcessor, ImageProcessor, Processor
 from hetero_strategy.data.targets import ImageTarget
 from hetero_strategy.errors import DataError
 
-VERSION = 2
-DRAW_VERSION = 1
+VERSION = 3
+DRAW_VERSION = 2
 RATE = 8000
 SLOT = RATE * 160 // 1000
 """Samples in which one key lies."""
@@ -57,16 +57,17 @@ def draw_processors() -> dict[str, Processor | TargetProcessor]:
 
 
 def write_digits(
-    folder: str | Path, *, train: int = 6000, val: int = 500, seed: int = 0, progress: bool = True
+    folder: str | Path, *, train: int = 6000, val: int = 500, test: int = 0, seed: int = 0, progress: bool = True
 ) -> Path:
-    """Write ``train.json``, ``val.json``, ``tokenizer.json``, ``images/`` and ``audio/`` to a folder, all or nothing.
+    """Write ``train.json``, ``val.json``, ``test.json``, ``tokenizer.json``, ``images/`` and ``audio/`` to a folder,
+    all or nothing.
 
     A quarter each of the samples has an image, a recording, both, or neither. A folder written with the same settings
     is kept as it is.
 
     Args:
         folder: where to; made if missing.
-        train, val: numbers of samples.
+        train, val, test: numbers of samples; a split of none has no file.
         seed: of everything random.
         progress: show a progress bar.
 
@@ -76,20 +77,21 @@ def write_digits(
     Raises:
         DataError: the folder holds something else.
     """
-    stamp = {"data": "digits", "version": VERSION, "train": train, "val": val, "seed": seed}
+    stamp = {"data": "digits", "version": VERSION, "train": train, "val": val, "test": test, "seed": seed}
     return _write(Path(folder), stamp, ("images", "audio"), SPECIALS, _sample, progress)
 
 
 def write_digits_draw(
-    folder: str | Path, *, train: int = 4000, val: int = 300, seed: int = 0, progress: bool = True
+    folder: str | Path, *, train: int = 4000, val: int = 300, test: int = 0, seed: int = 0, progress: bool = True
 ) -> Path:
-    """Write ``train.json``, ``val.json``, ``tokenizer.json``, ``images/`` and ``digits/`` to a folder, all or nothing.
+    """Write ``train.json``, ``val.json``, ``test.json``, ``tokenizer.json``, ``images/`` and ``digits/`` to a folder,
+    all or nothing.
 
     A third each of the samples reads 1 to 3 digits from an image, draws 1 or 2 digits that are named, and draws 1 or 2
     digits that an image shows. Every drawing is an 8x8 picture of one digit, another one than the image shows; its
     file's name ends with the digit. Arguments, result and errors: see :func:`write_digits`.
     """
-    stamp = {"data": "digits_draw", "version": DRAW_VERSION, "train": train, "val": val, "seed": seed}
+    stamp = {"data": "digits_draw", "version": DRAW_VERSION, "train": train, "val": val, "test": test, "seed": seed}
     return _write(Path(folder), stamp, ("images", "digits"), DRAW_SPECIALS, _drawing_sample, progress)
 
 
@@ -105,7 +107,7 @@ def _write(
     make: Callable[[Path, str, Digits, np.random.Generator], dict[str, object]],
     progress: bool,
 ) -> Path:
-    train, val, seed = (int(str(stamp[name])) for name in ("train", "val", "seed"))
+    counts, seed = {split: int(str(stamp[split])) for split in ("train", "val", "test")}, int(str(stamp["seed"]))
     if folder.is_dir() and any(folder.iterdir()):
         found = folder / "digits.json"
         if found.is_file() and json.loads(found.read_text()) == stamp:
@@ -116,30 +118,35 @@ def _write(
     if folder.is_dir():
         folder.rmdir()
     digits = split_digits(seed)
-    with atomic_folder(folder) as new, tqdm(total=train + val, desc="write digits", disable=not progress) as bar:
+    total = sum(counts.values())
+    with atomic_folder(folder) as new, tqdm(total=total, desc="write digits", disable=not progress) as bar:
         for subfolder in subfolders:
             (new / subfolder).mkdir()
-        for number, (split, count) in enumerate((("train", train), ("val", val))):
+        for number, (split, count) in enumerate(counts.items()):
             rng = np.random.default_rng([seed, number])
             samples = []
             for sample in range(count):
                 samples.append(make(new, f"{split}-{sample:06d}", digits[split], rng))
                 bar.update()
-            (new / f"{split}.json").write_text(json.dumps(samples, indent=0))
+            if samples:
+                (new / f"{split}.json").write_text(json.dumps(samples, indent=0))
         _tokenizer(specials).save(str(new / "tokenizer.json"))
         (new / "digits.json").write_text(json.dumps(stamp))
     return folder
 
 
 def split_digits(seed: int = 0) -> dict[str, Digits]:
-    """split -> (images uint8 [n, 8, 8] of 0..16, labels [n]); one fifth is for validation, and none is in both."""
+    """split -> (images uint8 [n, 8, 8] of 0..16, labels [n]); a tenth each is for validation and test, and none is in
+    two splits.
+    """
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng([seed, 1797]).permutation(len(labels))
     images, labels = images[order].reshape(-1, 8, 8).astype(np.uint8), labels[order]
-    cut = len(labels) // 5
-    return {"train": (images[cut:], labels[cut:]), "val": (images[:cut], labels[:cut])}
+    ends = {"val": (0, len(labels) // 10), "test": (len(labels) // 10, len(labels) // 5)}
+    parts = {"train": (len(labels) // 5, len(labels)), **ends}
+    return {split: (images[first:last], labels[first:last]) for split, (first, last) in parts.items()}
 
 
 def _sample(folder: Path, name: str, digits: Digits, rng: np.random.Generator) -> dict[str, object]:

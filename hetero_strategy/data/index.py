@@ -77,7 +77,8 @@ def build_index(
 
     Raises:
         DataError: one error with the first ten faults of the whole data set.
-        ConfigError: two processors read the same field, or an option is unknown.
+        ConfigError: two processors read the same field, an option is unknown, or the tokenizer has no token for what is
+            to be drawn.
     """
     manifest = Path(manifest)
     folder = Path(media_folder) if media_folder is not None else manifest.parent
@@ -114,6 +115,8 @@ def build_index(
     if not (place / "header.json").is_file():
         faults = Faults(manifest)
         drawn = [p.field for p in processors.values() if isinstance(p, TargetProcessor)]
+        for field in drawn:
+            tokenizer.placeholder_id(field, seen=True)
         samples = parse_manifest(manifest, fields, answers, faults, drawn=drawn, leave_out=leave_out)
         measured = _measure(samples, processors, folder, verify, faults, progress) if measure else None
         arrays = _arrays(samples, tokenizer, processors, measured, max_tokens, faults, progress)

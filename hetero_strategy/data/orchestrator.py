@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,20 @@ from hetero_strategy.errors import ConfigError
 
 Assigner = Callable[[str, np.ndarray, int], np.ndarray]
 """(module, rows of each unit int64 [n], instances) -> instance of each unit, int64 [n]."""
-Sizes = Mapping[str, tuple[np.ndarray, np.ndarray]]
-"""Module -> rows and sums of squared rows, float64 ``[microbatches, instances]`` each."""
+
+
+class Size(NamedTuple):
+    """What one module has to do in a step, float64 ``[microbatches, instances]`` each."""
+
+    rows: np.ndarray
+    squares: np.ndarray
+    """Sums of squared rows."""
+    time: np.ndarray | None = None
+    """In units of the module's cost, instances as fast as they are; None: its FLOPs."""
+
+
+Sizes = Mapping[str, Size]
+"""By module."""
 Orderer = Callable[[Sizes], np.ndarray]
 """Sizes of a step's microbatches -> the order in which to run them, int64 ``[microbatches]``."""
 AS_SAMPLED = "none"
@@ -190,19 +202,21 @@ class _Maker:
         """Of every module's work in each microbatch; that of items spread evenly, as it will be."""
         found = {}
         for module, count in self.instances.items():
-            hidden = self.rows(module)[1].astype(np.float64)
-            group = self.of_step(module, packed)
+            hidden, group = self.rows(module)[1], self.of_step(module, packed)
+            cost, speeds = self.balancing.cost(module), self.balancing.speeds_of(module)
+            speeds = np.ones(count) if speeds is None else speeds
+            rows = hidden.astype(np.float64)
+            sizes = [rows, rows * rows]
             if module == self.consumers[0]:
-                bins = packed.count * count
-                group = group * count + packed.instance
-                sums = [np.bincount(group, weights=x, minlength=bins) for x in (hidden, hidden * hidden)]
-                found[module] = (sums[0].reshape(-1, count), sums[1].reshape(-1, count))
+                bins, group = packed.count * count, group * count + packed.instance
+                sums = [np.bincount(group, weights=x, minlength=bins).reshape(-1, count) for x in sizes]
+                times = loads(hidden, group, bins, cost).reshape(-1, count) / speeds
             else:
-                sums = [np.bincount(group, weights=x, minlength=packed.count) for x in (hidden, hidden * hidden)]
-                found[module] = (
-                    np.repeat(sums[0][:, None] / count, count, 1),
-                    np.repeat(sums[1][:, None] / count, count, 1),
-                )
+                sums = [np.bincount(group, weights=x, minlength=packed.count)[:, None] for x in sizes]
+                sums = [np.repeat(x / count, count, 1) for x in sums]
+                times = np.bincount(group, weights=cost.alone(hidden), minlength=packed.count)[:, None]
+                times = np.repeat(times / speeds.sum(), count, 1)
+            found[module] = Size(sums[0], sums[1], times)
         return found
 
     def spread(

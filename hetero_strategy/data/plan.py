@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -125,7 +126,7 @@ class StepPlan:
     assignments: Mapping[str, tuple[Assignment, ...]]
     """By module: its microbatches. An item's module may have fewer or more of them than the step."""
     loads: Mapping[str, ModuleLoad] = field(default_factory=dict)
-    """By module, where its cost is known."""
+    """By module, where its cost is known; schedules are made with them."""
 
     @property
     def loss_tokens(self) -> int:
@@ -144,14 +145,18 @@ class StepPlan:
         """Data set indices of the global batch, int64 ``[S]``."""
         return self.metadata.samples
 
+    @cached_property
     def digest(self) -> int:
-        """Of who computes what, below 2^62: equal plans have equal ones."""
+        """64 bits of who computes what, of every size and of what it costs: equal plans have equal ones."""
         found = hashlib.blake2b(self.samples.tobytes(), digest_size=8)
         for module in sorted(self.assignments):
-            for assignment in self.assignments[module]:
-                found.update(assignment.units.tobytes())
-                found.update(assignment.offsets.tobytes())
-        return int.from_bytes(found.digest()) >> 2
+            for one in self.assignments[module]:
+                for part in (one.units, one.offsets, one.rows, one.hidden, one.padding):
+                    found.update(part.tobytes())
+        for module in sorted(self.loads):
+            found.update(self.loads[module].after.tobytes())
+        found.update(self.metadata.labels.tobytes())
+        return int.from_bytes(found.digest())
 
     def active(self, module: str) -> list[int]:
         """The module's microbatches in which any instance has a unit."""

@@ -181,6 +181,7 @@ class StepDataset(Dataset[Batch]):
             raise IndexError(f"step {step} of {len(self)}")
         began = time.perf_counter()
         plan = self.plan(epoch, step)
+        assert plan.digest  # made here, ahead of the step that needs it
         planned = time.perf_counter()
         reader = Reader(self.index, self.on_error)
         inputs = self.inputs(plan, Fetched(self.index, self.processors, plan.samples, reader))

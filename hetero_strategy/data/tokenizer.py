@@ -12,16 +12,23 @@ token is tokenised as text.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from hetero_strategy.data.manifest import Turn, placeholder
 from hetero_strategy.errors import ConfigError
+
+USUAL = {
+    "bos": ("<bos>", "<s>", "<|begin_of_text|>"),
+    "eos": ("<eos>", "</s>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>"),
+}
+"""Names that a special token has where no file beside the tokenizer says which it is; the first in the vocabulary."""
 
 
 class Encoded(NamedTuple):
@@ -40,20 +47,22 @@ class ChatTokenizer:
 
     Args:
         path: the ``tokenizer.json``, or the folder it lies in.
-        bos: token at the start of every sample; None for tokenizers that have none.
-        eos: token that ends every answer.
+        bos: token at the start of every sample; None for tokenizers that have none. ``auto``: what
+            ``tokenizer_config.json`` or ``special_tokens_map.json`` beside it say, else a usual name (:data:`USUAL`),
+            else none.
+        eos: token that ends every answer; ``auto``: found in the same way.
         placeholders: media field -> token that fills the rows of an item; default ``<field>``, such as ``<image>``.
 
     Raises:
-        ConfigError: the file is missing or unreadable, or a special token is not in it.
+        ConfigError: a file is missing or unreadable, or a special token is not in it.
     """
 
     def __init__(
         self,
         path: str | Path,
         *,
-        bos: str | None = "<bos>",
-        eos: str = "<eos>",
+        bos: str | None = "auto",
+        eos: str = "auto",
         placeholders: Mapping[str, str] | None = None,
     ) -> None:
         path = Path(path)
@@ -65,10 +74,11 @@ class ChatTokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"tokenizer: {self.path} cannot be read: {error}") from None
         self.tokenizer.encode_special_tokens = True
-        self.bos, self.eos = bos, eos
+        self.bos = self._found("bos") if bos == "auto" else bos
+        self.eos = self._found("eos") if eos == "auto" else eos
         self._placeholders = dict(placeholders or {})
-        self.bos_id = None if bos is None else self._special("bos", bos)
-        self.eos_id = self._special("eos", eos)
+        self.bos_id = None if self.bos is None else self._special("bos", self.bos)
+        self.eos_id = self._special("eos", USUAL["eos"][0] if self.eos is None else self.eos)
         self._ends = {"bos": [] if self.bos_id is None else [self.bos_id], "eos": [self.eos_id]}
 
     @property
@@ -80,11 +90,20 @@ class ChatTokenizer:
         """What, besides the file's bytes, decides the ids; part of the index's key."""
         return {"bos": self.bos, "eos": self.eos, "placeholders": self._placeholders}
 
-    def placeholder_id(self, media_field: str) -> int:
-        """Token id that fills the rows of the field's items."""
-        return self._special(
-            f"placeholders['{media_field}']", self._placeholders.get(media_field, placeholder(media_field))
-        )
+    def placeholder_id(self, media_field: str, *, seen: bool = False) -> int:
+        """Token id that fills the rows of the field's items.
+
+        Args:
+            seen: the language model sees the token itself, as it does where something is to be drawn. Otherwise an
+                encoder's rows take its place, any id will do, and a vocabulary without ``<field>`` gives that of eos.
+
+        Raises:
+            ConfigError: the token is not in the vocabulary.
+        """
+        token = self._placeholders.get(media_field, placeholder(media_field))
+        if not seen and media_field not in self._placeholders and self.tokenizer.token_to_id(token) is None:
+            return self.eos_id
+        return self._special(f"placeholders['{media_field}']", token)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of some ids, special tokens left out."""
@@ -147,6 +166,17 @@ class ChatTokenizer:
                     parts.append(("text", newline, False))
         return parts
 
+    def _found(self, name: str) -> str | None:
+        """The token that a stock tokenizer has for ``bos`` or ``eos``; None: it has none."""
+        for file in ("tokenizer_config.json", "special_tokens_map.json"):
+            said = _read(self.path.with_name(file))
+            if name == "bos" and said.get("add_bos_token") is False:
+                return None
+            token = said.get(f"{name}_token")
+            if token or (name == "bos" and "bos_token" in said):  # null: a tokenizer may have no bos, but needs an eos
+                return token["content"] if isinstance(token, dict) else token
+        return next((token for token in USUAL[name] if self.tokenizer.token_to_id(token) is not None), None)
+
     def _special(self, option: str, token: str) -> int:
         found = self.tokenizer.token_to_id(token)
         if found is None:
@@ -156,3 +186,14 @@ class ChatTokenizer:
                 f" ({', '.join(known[:12]) or 'none'}) or add it with Tokenizer.add_special_tokens and save"
             )
         return int(found)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object beside the tokenizer; nothing where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"tokenizer: {path} is not JSON: {error}") from None
+    return content

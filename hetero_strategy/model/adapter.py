@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +16,38 @@ import torch
 from torch import Tensor, nn
 
 from hetero_strategy.errors import ModelError
+from hetero_strategy.model.random_numbers import RandomNumbers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
+
+
+_WITHOUT_VALUES: ContextVar[bool] = ContextVar("without_values", default=False)
+
+
+@contextmanager
+def models_without_values() -> Iterator[None]:
+    """Models made inside stay on the meta device; everything else, even beside them, gets its values."""
+    token = _WITHOUT_VALUES.set(True)
+    try:
+        yield
+    finally:
+        _WITHOUT_VALUES.reset(token)
+
+
+def made_without_values() -> bool:
+    """Whether a model that is made now stays on the meta device."""
+    return _WITHOUT_VALUES.get() or torch.get_default_device().type == "meta"
+
+
+def _on_meta_where_asked(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        with torch.device("meta") if _WITHOUT_VALUES.get() else nullcontext():
+            init(*args, **kwargs)
+
+    return wrapped
 
 
 NO_ROWS: Mapping[Hashable, Tensor] = MappingProxyType({})
@@ -25,8 +57,14 @@ NO_ROWS: Mapping[Hashable, Tensor] = MappingProxyType({})
 class Adapter(nn.Module):
     """A module that can be put on a mesh, initialised unit by unit and counted. The defaults suit plain modules.
 
-    Subclasses build their parameters on the meta device; ``model.init`` gives them values.
+    Subclasses build their parameters on the meta device; ``model.init`` gives them values. Inside
+    :func:`models_without_values` their constructors run on it in any case.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in cls.__dict__:
+            cls.__init__ = _on_meta_where_asked(cls.__init__)  # type: ignore[method-assign]
 
     sequence_parallel: bool = False
     """After :meth:`apply_tp` with tp > 1 the rows of this module are sharded over tp ranks (else replicated)."""
@@ -36,12 +74,16 @@ class Adapter(nn.Module):
     """Size of the rows between its blocks, which one pipeline stage gives to the next."""
     checkpoint: str | None = None
     """Local Hugging Face folder that the initial values come from."""
+    name: str = ""
+    """In the model that it is part of."""
     has_loss: bool = False
     """Its last stage gives a loss."""
     first_stage: bool = True
     """Holds what comes before the blocks; false in the later stages of a pipeline, which take rows instead."""
     last_stage: bool = True
     """Holds what comes after the blocks; false in the earlier stages of a pipeline, which give rows instead."""
+    random_numbers: RandomNumbers | None = None
+    """Of this module in its model."""
 
     # ---- structure -------------------------------------------------------------------------------------------------
 
@@ -147,6 +189,8 @@ class Adapter(nn.Module):
         if faults := self.check_tp(mesh.size()):
             raise ModelError(f"{type(self).__name__}: {'; '.join(faults)}")
         parallelize_module(self, mesh, plan)
+        if self.random_numbers is not None:
+            _part_random_numbers(self, plan, self.random_numbers)
         self.after_tp(mesh.size())
 
     def after_tp(self, tp: int) -> None:
@@ -171,13 +215,12 @@ class Adapter(nn.Module):
         """What config.json of that folder holds; None: it has none."""
         return None
 
-    def to_export(self, fqn: str, tensor: Tensor) -> Tensor:
-        """A full parameter of ours as the Hugging Face folder holds it."""
-        return tensor
+    def paired_heads(self) -> dict[str, int]:
+        """FQN -> heads, of projections whose rows lie as rotary embeddings of neighbouring numbers want them.
 
-    def from_export(self, fqn: str, tensor: Tensor) -> Tensor:
-        """The inverse of :meth:`to_export`."""
-        return tensor
+        Hugging Face's rotate halves, so its folders hold these rows in another order (``model.checkpoint``).
+        """
+        return {}
 
     def unused_export(self, name: str) -> bool:
         """Whether a tensor of a Hugging Face folder is rightly left out by this module."""
@@ -248,6 +291,18 @@ def _follow(pairs: list[tuple[nn.Module, nn.Module]]) -> None:
     """
     for original, copied in pairs:
         copied.training = original.training
+
+
+def _part_random_numbers(module: nn.Module, plan: Mapping[str, ParallelStyle], numbers: RandomNumbers) -> None:
+    """Between a columnwise and the next rowwise layer every rank has columns, and random numbers, of its own."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    for fqn, part in module.named_modules():
+        style = next((style for pattern, style in plan.items() if fnmatchcase(fqn, pattern)), None)
+        if isinstance(style, ColwiseParallel):
+            part.register_forward_hook(lambda *_, place=fqn: numbers.part(place))
+        elif isinstance(style, RowwiseParallel):
+            part.register_forward_pre_hook(lambda *_: numbers.join())
 
 
 def given_rows(hidden: Tensor | None) -> Tensor:

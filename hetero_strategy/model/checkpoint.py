@@ -32,6 +32,16 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
+def pairs_to_halves(tensor: Tensor, heads: int) -> Tensor:
+    """Rows of a projection ``[heads * d, ...]`` whose rotary embedding turns neighbours, for one that turns halves."""
+    return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def halves_to_pairs(tensor: Tensor, heads: int) -> Tensor:
+    """The inverse of :func:`pairs_to_halves`."""
+    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
 class TensorFolder:
     """Tensors of a folder by name, whichever file holds them. A context manager; reads are lazy and one by one."""
 

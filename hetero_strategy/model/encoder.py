@@ -129,13 +129,18 @@ class Encoder(Adapter):
         if not self.last_stage:
             return inner
         made: Tensor = self.projector(inner)
-        expected = int(inputs.rows.sum())
-        if len(made) != expected:
-            raise DataError(
-                f"{type(self.backbone).__name__} made {len(made)} rows but inputs.rows sum to {expected}: "
-                "the data's row rule (merge, stack) must match the encoder's"
-            )
+        if len(made) != int(inputs.rows.sum()):
+            raise DataError(self._miscounted(len(made), inputs))
         return made if self.after is None else self.after(made, inputs)
+
+    def _miscounted(self, made: int, inputs: EncoderInputs) -> str:
+        items = [f"{tuple(size)} -> {rows}" for size, rows in zip(inputs.sizes.tolist(), inputs.rows, strict=True)]
+        shown = ", ".join(items[:8]) + (f", ... ({len(items)} items)" if len(items) > 8 else "")
+        return (
+            f"module '{self.name}': {type(self.backbone).__name__} made {made} rows but the data plans"
+            f" {int(inputs.rows.sum())} (size -> rows of each item: {shown or 'no items'}); let the backbone make as"
+            " many rows of an item as its processor says (patch_size, merge, stack)"
+        )
 
     def blocks(self) -> dict[str, nn.Module]:
         """The backbone's blocks."""
@@ -181,6 +186,11 @@ class Encoder(Adapter):
         names = self.backbone.export_names() if isinstance(self.backbone, Adapter) else {}
         return {f"backbone.{fqn}": name for fqn, name in names.items()}
 
+    def paired_heads(self) -> dict[str, int]:
+        """The backbone's."""
+        heads = self.backbone.paired_heads() if isinstance(self.backbone, Adapter) else {}
+        return {f"backbone.{fqn}": n for fqn, n in heads.items()}
+
     def export_config(self) -> dict[str, Any] | None:
         """The backbone's config.json."""
         return self.backbone.export_config() if isinstance(self.backbone, Adapter) else None
@@ -193,12 +203,19 @@ class Encoder(Adapter):
         """The backbone's."""
         return isinstance(self.backbone, Adapter) and self.backbone.unused_export(name)
 
+    @property
+    def sized(self) -> bool:
+        """Whether it says how many rows it makes of an item: a :class:`Backbone` does, any other module shows it only
+        when it runs.
+        """
+        return isinstance(self.backbone, Backbone)
+
     def output_rows(self, sizes: np.ndarray) -> np.ndarray:
-        """Rows the edge carries for items of these sizes, int64 ``[n]``; needs a :class:`Backbone`."""
+        """Rows the edge carries for items of these sizes, int64 ``[n]``; needs :attr:`sized`."""
         return self._sized().output_rows(sizes)
 
     def packing_rows(self, sizes: np.ndarray) -> np.ndarray:
-        """Rows the backbone's transformer sees for items of these sizes, int64 ``[n]``; needs a :class:`Backbone`."""
+        """Rows the backbone's transformer sees for items of these sizes, int64 ``[n]``; needs :attr:`sized`."""
         return self._sized().packing_rows(sizes)
 
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.model.checkpoint import TensorFolder
+from hetero_strategy.model.checkpoint import TensorFolder, halves_to_pairs
 
 
 def initial_units(
@@ -66,7 +66,7 @@ def pretrained_units(
     twin = adapter.twin()
     dtypes = {fqn: tensor.dtype for fqn, tensor in _tensors(twin)}
     with TensorFolder(folder) as tensors:
-        sources = _match(name, adapter, tensors)
+        sources, heads = _match(name, adapter, tensors), adapter.paired_heads()
         for prefix, fqns in _wanted_units(adapter, wanted):
             remaining = [fqn for fqn in fqns if fqn not in sources]
             if remaining:
@@ -74,7 +74,8 @@ def pretrained_units(
                 yield from ((fqn, value) for fqn, value in initialized if fqn not in sources)
             for fqn in fqns:
                 if fqn in sources and (wanted is None or fqn in wanted):
-                    yield fqn, adapter.from_export(fqn, tensors.read(sources[fqn])).to(dtypes[fqn])
+                    value = tensors.read(sources[fqn])
+                    yield fqn, (halves_to_pairs(value, heads[fqn]) if fqn in heads else value).to(dtypes[fqn])
 
 
 def _wanted_units(adapter: Adapter, wanted: Collection[str] | None) -> Iterator[tuple[str, list[str]]]:
@@ -108,6 +109,7 @@ def materialize(module: nn.Module, seed: int, *, name: str = "", device: torch.d
             continue
         value = value.to(device)
         made = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        made.__dict__.update(vars(tensor))
         for table, key in holders[id(tensor)]:
             table[key] = made
 

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.adapter import Adapter, made_without_values
 from hetero_strategy.model.causal_lm import CausalLM, LMOutput
 from hetero_strategy.model.combine import Generated, ModelOutput, Scored, combine
 from hetero_strategy.model.encoder import Encoder
 from hetero_strategy.model.generator import Generator, GeneratorOutput
 from hetero_strategy.model.init import materialize
 from hetero_strategy.model.inputs import EncoderInputs, GeneratorInputs, SequenceInputs
+from hetero_strategy.model.random_numbers import RandomNumbers, kept
 
 __all__ = ["BatchLike", "Edge", "ModelOutput", "MultimodalModel"]
 
@@ -52,7 +53,7 @@ class MultimodalModel(nn.Module):
             encoder feeds the single language model, and this every generator.
         freeze: modules or parts ("vision", "vision.backbone") whose parameters are not trained.
         loss_weights: module with a loss -> factor of its loss; 1 where not given.
-        seed: of the initialisation.
+        seed: of the initialisation and of random numbers inside modules.
 
     Raises:
         ModelError: names, edges, widths, weights or frozen parts do not fit together.
@@ -72,6 +73,7 @@ class MultimodalModel(nn.Module):
         for name, module in modules.items():
             _check_module(name, module, self)
             self.modules_by_name[name] = module  # type: ignore[assignment]
+            module.name = name  # type: ignore[assignment]
             self.add_module(name, module)
         self.edges = _checked_edges(self.modules_by_name, edges)
         self.loss_weights = _checked_weights(self.with_loss(), loss_weights or {})
@@ -79,9 +81,12 @@ class MultimodalModel(nn.Module):
         self._runner: Callable[..., ModelOutput] | None = None
         for part in freeze:
             _part(self, part).requires_grad_(False)
-        for adapter in self.modules_by_name.values():
+        for name, adapter in self.modules_by_name.items():
             adapter.twin()
-        if torch.get_default_device().type != "meta":
+            adapter.random_numbers = RandomNumbers(seed, name, adapter.blocks())
+        self._called: tuple[Any, ...] = ()
+        self._calls = 0
+        if not made_without_values():
             materialize(self, seed)
 
     def topological(self) -> tuple[str, ...]:
@@ -115,8 +120,23 @@ class MultimodalModel(nn.Module):
             batch: plan and inputs.
             keep_logits: return the first consumer's logits.
         """
+        call = self._call(batch)
         if self._runner is not None:
-            return self._runner(batch, keep_logits=keep_logits) if keep_logits else self._runner(batch)
+            return self._runner(batch, call=call, keep_logits=keep_logits)
+        with kept(self._device()):
+            return self._forward(batch, call, keep_logits)
+
+    def _call(self, batch: BatchLike) -> int:
+        """How many times this batch has been given before, one after another: each call has its random numbers."""
+        metadata = getattr(getattr(batch, "plan", None), "metadata", None)
+        moment = (self.training, getattr(metadata, "epoch", None), getattr(metadata, "step", None))
+        self._calls = self._calls + 1 if moment == self._called else 0
+        self._called = moment
+        return self._calls
+
+    def _forward(self, batch: BatchLike, call: int, keep_logits: bool) -> ModelOutput:
+        """On one device."""
+        device = self._device()
         sources = {edge.source for edge in self.edges}
         made: dict[Hashable, Tensor] = {}
         scored: dict[str, list[Scored]] = {name: [] for name in self.consumers()}
@@ -127,6 +147,8 @@ class MultimodalModel(nn.Module):
                     continue
                 units = batch.plan.assignments[name][number].units
                 module = self.modules_by_name[name]
+                assert module.random_numbers is not None
+                module.random_numbers.start(batch.plan.metadata, call, number, 0, 0, device, rows_apart=False)
                 if isinstance(given, EncoderInputs):
                     made[name, number] = module(given)
                     continue
@@ -140,9 +162,7 @@ class MultimodalModel(nn.Module):
                 if name in sources:
                     assert output.hidden is not None
                     made[name, number] = output.hidden
-        return combine(
-            batch.plan, scored, generated, self.loss_weights, evaluation=not self.training, device=self._device()
-        )
+        return combine(batch.plan, scored, generated, self.loss_weights, evaluation=not self.training, device=device)
 
     def _of(self, kind: type[Adapter]) -> tuple[str, ...]:
         return tuple(name for name, module in self.modules_by_name.items() if isinstance(module, kind))

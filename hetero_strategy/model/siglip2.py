@@ -1,4 +1,4 @@
-"""SigLIP 2 (NaFlex): images at native resolution and aspect ratio, packed without padding."""
+"""SigLIP 2 (NaFlex): images at native resolution and aspect ratio, end to end in one row dimension."""
 
 from __future__ import annotations
 

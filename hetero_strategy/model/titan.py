@@ -194,7 +194,8 @@ class TitanLlama(CausalLM):
 
     def export_names(self) -> dict[str, str]:
         """Names of a Hugging Face Llama, from torchtitan's own map."""
-        to_hf = {ours: theirs for theirs, ours in self._state_dict_adapter().from_hf_map.items() if ours is not None}
+        hf_names = _titan().Llama3StateDictAdapter(self.args, None).from_hf_map
+        to_hf = {ours: theirs for theirs, ours in hf_names.items() if ours is not None}
         names = {}
         for fqn, _ in self.twin().named_parameters():
             ours = fqn.removeprefix("model.")
@@ -231,17 +232,12 @@ class TitanLlama(CausalLM):
             },
         }
 
-    def to_export(self, fqn: str, tensor: Tensor) -> Tensor:
-        """Queries and keys reordered: torchtitan rotates neighbouring pairs, Hugging Face halves."""
-        ours = fqn.removeprefix("model.")
-        converted: Tensor = next(iter(self._state_dict_adapter().to_hf({ours: tensor}).values()))
-        return converted
-
-    def from_export(self, fqn: str, tensor: Tensor) -> Tensor:
-        """The inverse reordering."""
-        theirs = self.export_names()[fqn]
-        converted: Tensor = next(iter(self._state_dict_adapter().from_hf({theirs: tensor}).values()))
-        return converted
+    def paired_heads(self) -> dict[str, int]:
+        """Queries and keys."""
+        args = self.args
+        heads = {"wq": args.n_heads, "wk": args.n_kv_heads or args.n_heads}
+        blocks = self.twin().blocks()
+        return {f"{block}.attention.{name}.weight": n for block in blocks for name, n in heads.items()}
 
     def unused_export(self, name: str) -> bool:
         """Old folders hold the rotary frequencies."""
@@ -259,9 +255,6 @@ class TitanLlama(CausalLM):
         block = next(iter(self.twin().model.layers.values()))  # type: ignore[union-attr, operator]
         width: int = block.feed_forward.w1.out_features
         return width
-
-    def _state_dict_adapter(self) -> Any:
-        return _titan().Llama3StateDictAdapter(self.args, None)
 
 
 def titan_llama(

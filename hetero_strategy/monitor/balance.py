@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,7 +173,6 @@ class BalanceMonitor(L.Callback):
         folder: where they go; default: the Trainer's ``default_root_dir``.
         every_n_steps: length of a window.
         ranks_per_node: ranks ``[k * n, (k + 1) * n)`` share a node; default: as many as the strategy starts on one.
-        clock: seconds, never going back.
 
     Raises:
         ConfigError: a bad option; at the first step, if the batch has no step plan.
@@ -185,7 +183,6 @@ class BalanceMonitor(L.Callback):
         folder: Path | str | None = None,
         every_n_steps: int = 10,
         ranks_per_node: int | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if every_n_steps < 1:
             raise ConfigError(f"BalanceMonitor: every_n_steps={every_n_steps}; give a window of at least 1 step")
@@ -196,7 +193,6 @@ class BalanceMonitor(L.Callback):
         self.ranks_per_node = ranks_per_node
         self.last: BalanceSummary | None = None
         """Of the last run; on every rank, but bytes on rank 0 only."""
-        self._clock = clock
         self._reset()
 
     def _reset(self) -> None:
@@ -213,7 +209,7 @@ class BalanceMonitor(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """The wait for data is over: count the batch."""
-        wait = self._waits.start(self._clock())
+        wait = self._waits.next(trainer)
         if not hasattr(batch, "plan"):
             raise ConfigError(
                 f"BalanceMonitor: the batch is a {type(batch).__name__} without a step plan; "
@@ -231,11 +227,6 @@ class BalanceMonitor(L.Callback):
         self._step = trainer.fit_loop.epoch_loop._batches_that_stepped  # the step that self.log writes
         if self._window.steps == self.every_n_steps:
             self._log(trainer)
-        self._waits.end(self._clock())
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Validation is not a wait for training data."""
-        self._waits.forget()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the last, shorter window; draw and write the whole run."""

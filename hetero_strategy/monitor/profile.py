@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
 
-from hetero_strategy.schedule.action import Action, Kind, Node
+from hetero_strategy.schedule.action import Action, Kind, Node, Schedule
 from hetero_strategy.schedule.graph import PlannedCosts
 
 
@@ -38,6 +38,7 @@ class Profile:
         for sample in samples:
             by_kind[sample.node, sample.kind].append((sample.flops, sample.seconds))
         self._lines = {key: _fit(np.array(found)) for key, found in by_kind.items()}
+        self._scatter = {key: _ratios(np.array(found), *self._lines[key]) for key, found in by_kind.items()}
 
     def costs(self, planned: PlannedCosts, action: Action) -> np.ndarray | float:
         """Seconds of an action on every instance, float64 ``[instances]``; what was never measured costs nothing."""
@@ -45,6 +46,32 @@ class Profile:
         if action.microbatch < 0:
             return constant
         return constant + slope * planned.of_instances(action)
+
+    def drawn(
+        self,
+        planned: PlannedCosts,
+        schedule: Schedule,
+        random: np.random.Generator,
+        synchronous: Collection[Node] = (),
+    ) -> dict[Action, np.ndarray]:
+        """Costs of all actions of a schedule, float64 ``[instances]``, each as far from its line as some sample is.
+
+        Instances are drawn by themselves, but for what all of them do together: UNSHARD, REDUCE, ``synchronous`` nodes.
+        """
+        found = {}
+        for action in dict.fromkeys(action for lane in schedule.lanes for action in lane.actions):
+            instances = len(schedule.graph.stages[action.node].grid)
+            as_one = action.microbatch < 0 or action.node in synchronous
+            ratios = self._scatter.get((action.node, action.kind), np.ones(1))
+            factor = ratios[random.integers(len(ratios), size=1 if as_one else instances)]
+            found[action] = np.broadcast_to(self.costs(planned, action) * factor, instances)
+        return found
+
+
+def _ratios(points: np.ndarray, constant: float, slope: float) -> np.ndarray:
+    """Measured over fitted, float64 ``[n]``."""
+    line = constant + slope * points[:, 0]
+    return np.divide(points[:, 1], line, out=np.ones(len(points)), where=line > 0)
 
 
 def _fit(points: np.ndarray) -> tuple[float, float]:

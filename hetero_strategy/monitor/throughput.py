@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning as L
 import numpy as np
@@ -18,7 +18,7 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.encoder import Encoder
 from hetero_strategy.monitor.flops import Part, device_peak_flops, fed_by_trainable, utilization, work
-from hetero_strategy.monitor.measure import Waits, over_ranks
+from hetero_strategy.monitor.measure import Spent, Watch, over_ranks, waited
 
 if TYPE_CHECKING:
     from hetero_strategy.data.batch import Batch
@@ -28,11 +28,9 @@ GIB = 2**30
 
 @dataclass
 class _Window:
-    """Sums over the steps since the last log point. All but the times are the same on every rank."""
+    """Sums over the steps since the last log point, the same on every rank."""
 
     steps: int = 0
-    seconds: float = 0.0
-    wait: float = 0.0
     samples: int = 0
     tokens: int = 0
     padding: int = 0
@@ -51,6 +49,17 @@ class _Window:
                 self.sequences[name].append(assignment.hidden)
 
 
+class Totals(NamedTuple):
+    """Of a whole run."""
+
+    steps: int
+    tokens: int
+    spent: Spent
+    """Of the rank that waited longest for data."""
+    rank: int
+    """Its number."""
+
+
 class ThroughputMonitor(L.Callback):
     """Logs what a run achieves, averaged over windows of ``every_n_steps`` global batches.
 
@@ -58,8 +67,11 @@ class ThroughputMonitor(L.Callback):
     ``throughput/tokens_per_second``         tokens of the samples (encoder rows in them included, padding not)
     ``throughput/samples_per_second``
     ``throughput/<module>/rows_per_second``  rows the module computed for the step, over all its instances
-    ``throughput/step_seconds``              wall time of a step, waiting for data included
-    ``throughput/data_wait_seconds``         of which between the end of a step and the start of the next one
+    ``throughput/step_seconds``              wall time of a step and of what lies between it and the next
+    ``throughput/data_wait_seconds``         of which waiting for the loader's next batch; where the loader says it
+    ``throughput/checkpoint_seconds``        of which writing and removing checkpoints, under HeteroStrategy
+    ``throughput/between_seconds``           of which all else between steps: callbacks, loggers, Lightning's loop
+    ``throughput/validation_seconds``        validation, per training step; not in step_seconds
     ``throughput/padding_share``             alignment rows in all rows, over all modules
     ``tflops/total``, ``tflops/<module>``    model FLOPs per second over all ranks, in 1e12
     ``mfu/total``, ``mfu/<module>``          model FLOPs in the peak of all ranks, of the module's own ranks
@@ -67,9 +79,9 @@ class ThroughputMonitor(L.Callback):
     ``memory/max_allocated_gib``             peak of the fullest rank (``memory/max_rss_gib`` on CPU)
     ======================================== ====================================================================
 
-    Modules that share ranks share their peak: their MFUs add up to the ranks' MFU. Times are those of the slowest rank.
-    Validation is left out of all of them. The device is waited for at log points only. Every rank has to have the
-    callback, since log points reduce over all ranks.
+    Modules that share ranks share their peak: their MFUs add up to the ranks' MFU. Times are those of the slowest rank,
+    each by itself, from the first step on. Validation is left out of all others. The device is waited for at log
+    points only. Every rank has to have the callback, since log points reduce over all ranks.
 
     Args:
         every_n_steps: length of a window.
@@ -94,13 +106,15 @@ class ThroughputMonitor(L.Callback):
             )
         self.every_n_steps = every_n_steps
         self.peak_flops = peak_flops
+        self.last: Totals | None = None
+        """Of the last run, the same on every rank."""
         self._clock = clock
         self._reset()
 
     def _reset(self) -> None:
-        self._window = _Window()
-        self._mark: float | None = None  # since when wall time is not yet in the window
-        self._waits = Waits()
+        self._window, self._watch = _Window(), Watch(self._clock)
+        self._steps = self._tokens = 0
+        self._spent = Spent()
         self._step = 0
 
     # ---- hooks -----------------------------------------------------------------------------------------------------
@@ -113,11 +127,8 @@ class ThroughputMonitor(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """The wait for data is over."""
-        now = self._clock()
-        if self._mark is None:
-            self._mark = now
-        self._window.wait += self._waits.start(now) or 0.0
+        """A step begins."""
+        self._watch.begins("step", trainer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -131,45 +142,54 @@ class ThroughputMonitor(L.Callback):
         self._window.add(batch)
         self._window.steps += 1
         self._step = trainer.fit_loop.epoch_loop._batches_that_stepped  # the step that self.log writes
-        if self._window.steps == self.every_n_steps:
-            self._read_watch(trainer)
+        full = self._window.steps == self.every_n_steps
+        if full:
+            _wait_for_device(trainer)
+        self._watch.begins("between", trainer)
+        if full:
             metrics = self._log(trainer, pl_module)
             # Equal on all ranks, so no rank has to ask another.
             pl_module.log("tokens/s", metrics["throughput/tokens_per_second"], prog_bar=True, logger=False)
-        self._waits.end(self._clock())
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop the watch; the next training batch starts it again."""
-        self._read_watch(trainer)
-        self._mark = None
-        self._waits.forget()
+        """What the device has still to do is training."""
+        self._finish_step(trainer)
+        self._watch.begins("validation", trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Training goes on."""
+        self._watch.begins("between", trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the last, shorter window."""
-        self._read_watch(trainer)
+        """Log the last, shorter window; add up the run."""
+        self._finish_step(trainer)
         if self._window.steps:
             self._log(trainer, pl_module)
+        self._spent += self._watch.read()
+        self.last = Totals(self._steps, self._tokens, *self._spent.of_slowest(trainer))
 
     # ---- numbers ---------------------------------------------------------------------------------------------------
 
-    def _read_watch(self, trainer: L.Trainer) -> None:
-        if self._mark is None:
-            return
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(trainer.strategy.root_device)
-        now = self._clock()
-        self._window.seconds += now - self._mark
-        self._mark = now
+    def _finish_step(self, trainer: L.Trainer) -> None:
+        if trainer.strategy.root_device.type == "cuda" and self._steps + self._window.steps:
+            self._watch.begins("step", trainer)
+            _wait_for_device(trainer)
+        self._watch.begins("between", trainer)
 
     def _log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float]:
         window, self._window = self._window, _Window()
+        spent = self._watch.read()
+        self._steps, self._tokens, self._spent = (
+            self._steps + window.steps, self._tokens + window.tokens, self._spent + spent,
+        )  # fmt: skip
         modules, edges = _model(pl_module)
         placement = getattr(trainer.strategy, "placement", None)  # without one every module is on the only device
         ranks = {name: len(placement.layouts[name].ranks) if placement else 1 for name in modules}
 
         # A collective, the same on every rank.
         memory_name, memory = _memory(trainer.strategy.root_device)
-        seconds, wait, memory = over_ranks(trainer, [window.seconds, window.wait, memory], "max")
+        mine = [spent.training, spent.data, spent.checkpoint, spent.between, spent.validation, memory]
+        seconds, data, checkpoint, between, validation, memory = over_ranks(trainer, mine, "max")
         parts = {name: _parts(adapter, name, window, trainer.strategy) for name, adapter in modules.items()}
         trainable = {name: _trainable(adapter) for name, adapter in modules.items()}
         fed = fed_by_trainable(trainable, edges)
@@ -181,7 +201,10 @@ class ThroughputMonitor(L.Callback):
             "throughput/samples_per_second": window.samples / seconds,
             **{f"throughput/{name}/rows_per_second": window.rows[name] / seconds for name in modules},
             "throughput/step_seconds": seconds / window.steps,
-            "throughput/data_wait_seconds": wait / window.steps,
+            **({} if waited(trainer) is None else {"throughput/data_wait_seconds": data / window.steps}),
+            "throughput/checkpoint_seconds": checkpoint / window.steps,
+            "throughput/between_seconds": between / window.steps,
+            "throughput/validation_seconds": validation / window.steps,
             "throughput/padding_share": window.padding / max(rows + window.padding, 1),
             "tflops/total": sum(w.model for w in works.values()) / seconds / 1e12,
             **{f"tflops/{name}": w.model / seconds / 1e12 for name, w in works.items()},
@@ -199,6 +222,11 @@ class ThroughputMonitor(L.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=self._step)
         return metrics
+
+
+def _wait_for_device(trainer: L.Trainer) -> None:
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.synchronize(trainer.strategy.root_device)
 
 
 def _model(pl_module: L.LightningModule) -> tuple[Mapping[str, Adapter], list[tuple[str, str]]]:

@@ -1,24 +1,26 @@
-"""`TimelineMonitor`: leaves a picture and a trace of the last training step, simulated above measured."""
+"""`TimelineMonitor`: leaves a picture and a trace of a late training step, simulated above measured."""
 
 from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
+import numpy as np
 import torch.distributed as dist
 from lightning.pytorch.loggers import WandbLogger
 
+from hetero_strategy.data.plan import StepPlan
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.layout.placement import Coordinate
-from hetero_strategy.monitor.profile import Profile, Sample
+from hetero_strategy.monitor.prediction import Fitted, Ran, predicted, together
 from hetero_strategy.monitor.timeline import Timeline, from_measured, from_simulation, write_trace
-from hetero_strategy.schedule.action import Action
+from hetero_strategy.schedule.action import Action, Node, Schedule
 from hetero_strategy.schedule.executor import Executor
 from hetero_strategy.schedule.graph import PlannedCosts
-from hetero_strategy.simulator import Simulation, simulate
+from hetero_strategy.simulator import Simulation
 
 MOST_RANKS = 64
 """Ranks in the picture and the trace."""
@@ -30,27 +32,36 @@ class _Report(NamedTuple):
     host: str
     clock: float
     """Its clock at a moment common to all ranks."""
-    samples: list[Sample]
-    events: list[tuple[Action, float, float]]
-    """Of the last step."""
-    span: tuple[float, float]
+    steps: list[tuple[list[tuple[Action, float, float]], tuple[float, float]]]
+    """Events, and from when it was asked for the step until it had what the step yields."""
 
 
 class Pair(NamedTuple):
-    """A step twice: what the simulator makes of its schedule, with costs from the steps before, and what ran."""
+    """The last steps twice: what the simulator makes of them, with what is fitted to the others, and what ran."""
 
     simulation: Simulation
+    """Of the step that took the median time."""
     simulated: Timeline
     measured: Timeline
+    """Of the same step."""
+    place: tuple[int, int]
+    """Its epoch, and its number in it."""
+    times: np.ndarray
+    """Seconds of every step, float64 ``[2, steps]``: measured, simulated."""
+    bubbles: np.ndarray
+    """Likewise the idle part of all ranks' time."""
+    fitted: Fitted
+    """To all of these steps."""
 
     @property
     def ratio(self) -> float:
-        """Measured over simulated step time."""
-        return self.measured.time / self.simulated.time
+        """Median of the measured step times over that of the simulated ones."""
+        measured, simulated = np.median(self.times, axis=1)
+        return float(measured / simulated)
 
 
 def compare(executor: Executor, group: dist.ProcessGroup | None) -> Pair | None:
-    """Simulate the last recorded step with costs profiled on the steps before it, and gather what was measured.
+    """Simulate each of the last recorded steps with what is fitted to the others, and gather what was measured.
 
     A collective over all ranks, after training; waits for the device.
 
@@ -61,51 +72,70 @@ def compare(executor: Executor, group: dist.ProcessGroup | None) -> Pair | None:
     Returns:
         On rank 0; None on the others, and where no step was recorded.
     """
-    steps = executor.recorder.steps
+    steps = executor.recorder.last
     if not steps:
         return None
-    samples = []
-    for step in list(steps)[:-1] or list(steps):
-        planned = PlannedCosts(step.plan, executor.graph, executor.program.costs)
-        for action, start, end in step.events():
-            flops = 0.0
-            if action.microbatch >= 0:
-                where = executor.wiring.placement.coordinate(action.node.module, executor.rank)
-                assert isinstance(where, Coordinate)
-                flops = float(planned.of_instances(action)[where.instance])
-            samples.append(Sample(action.node, action.kind, flops, end - start))
-    last = steps[-1]
     dist.barrier(group=group)
-    mine = _Report(socket.gethostname(), time.perf_counter(), samples, last.events(), last.span())
+    mine = _Report(socket.gethostname(), time.perf_counter(), [(step.events(), step.whole()) for step in steps])
     reports: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, reports if executor.rank == 0 else None, group=group)
     if executor.rank:
         return None
-    return _pair(executor, last.plan, last.schedule, reports)
-
-
-def _pair(executor: Executor, plan: Any, schedule: Any, reports: list[_Report]) -> Pair:
-    profile = Profile(sample for report in reports for sample in report.samples)
-    planned = PlannedCosts(plan, executor.graph, executor.program.costs)
-    simulation = simulate(schedule, lambda action: profile.costs(planned, action))
     # One machine has one clock; others are set by the moment at which all ranks left a barrier.
     shifts = [0.0 if report.host == reports[0].host else reports[0].clock - report.clock for report in reports]
-    events = {
-        rank: [(action, start + shift, end + shift) for action, start, end in report.events]
-        for rank, (report, shift) in enumerate(zip(reports, shifts, strict=True))
-        if report.events or rank in simulation.ranks
-    }
-    begin = min(report.span[0] + shift for report, shift in zip(reports, shifts, strict=True))
-    end = max(report.span[1] + shift for report, shift in zip(reports, shifts, strict=True))
-    measured = from_measured(events, (begin, end), MOST_RANKS)
-    return Pair(simulation, from_simulation(simulation, MOST_RANKS), measured)
+    ran = [
+        _ran(executor, step.plan, step.schedule, [r.steps[i] for r in reports], shifts) for i, step in enumerate(steps)
+    ]
+    return _pair(executor, ran)
+
+
+def _ran(
+    executor: Executor,
+    plan: StepPlan,
+    schedule: Schedule,
+    ranks: Sequence[tuple[list[tuple[Action, float, float]], tuple[float, float]]],
+    shifts: Sequence[float],
+) -> Ran:
+    """One step of all ranks on the clock of the first."""
+    events, spans = {}, {}
+    for rank, ((own, (begin, end)), shift) in enumerate(zip(ranks, shifts, strict=True)):
+        events[rank] = [(action, start + shift, stop + shift) for action, start, stop in own]
+        spans[rank] = begin + shift, end + shift
+    return Ran(plan, schedule, PlannedCosts(plan, executor.graph, executor.program.costs), events, spans)
+
+
+def _pair(executor: Executor, steps: Sequence[Ran]) -> Pair:
+    def width(source: Node, target: Node) -> float:
+        form = executor.wiring.form(source, target)
+        return float(form.width * form.dtype.itemsize)
+
+    stages, layouts = executor.graph.stages, executor.wiring.placement.layouts
+    synchronous = {n for n, stage in stages.items() if layouts[n.module].dp_shard > 1 and not stage.sharded}
+    simulations = predicted(steps, width, synchronous)
+    measured = []
+    for step in steps:
+        events = together(step.schedule, step.events, synchronous)
+        shown = {rank: own for rank, own in events.items() if own or rank in simulations[0].ranks}
+        measured.append(from_measured(shown, (step.begin, step.begin + step.seconds), MOST_RANKS))
+    middle = int(np.argsort([timeline.time for timeline in measured], kind="stable")[len(steps) // 2])
+    simulation, metadata = simulations[middle], steps[middle].plan.metadata
+    return Pair(
+        simulation,
+        from_simulation(simulation, MOST_RANKS),
+        measured[middle],
+        (metadata.epoch, metadata.step),
+        np.array([[x.time for x in measured], [x.time for x in simulations]]),
+        np.array([[x.bubble for x in measured], [x.bubble for x in simulations]]),
+        Fitted(steps, width, synchronous),
+    )
 
 
 class TimelineMonitor(L.Callback):
-    """Writes ``timeline.png`` and ``timeline.json`` (for ui.perfetto.dev) of the last training step, at the end of fit.
+    """Writes ``timeline.png`` and ``timeline.json`` (for ui.perfetto.dev) of a training step, at the end of fit.
 
-    Both show the step twice: as simulated, with the costs of actions profiled on the steps before, and as measured. The
-    picture also goes to Weights & Biases where that is a logger.
+    It is the one of the last steps that took the median time. Both show it twice: as simulated, with what is fitted to
+    the other ones (see :mod:`hetero_strategy.monitor.prediction`), and as measured. The picture also goes to Weights &
+    Biases where that is a logger.
 
     Args:
         folder: where they go; default: the Trainer's ``default_root_dir``.
@@ -140,7 +170,8 @@ class TimelineMonitor(L.Callback):
         pair = (self.last.simulated, self.last.measured)
         write_trace(folder / "timeline.json", *pair)
         order = strategy.executor.program.order
-        draw(folder / "timeline.png", *pair, title=f"step {trainer.global_step}, order {order}")
+        epoch, step = self.last.place
+        draw(folder / "timeline.png", *pair, title=f"step {step} of epoch {epoch}, order {order}")
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_image("timeline", [str(folder / "timeline.png")])

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils.checkpoint import checkpoint
 
 from hetero_strategy.errors import LayoutError
@@ -21,6 +22,7 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.init import initial_units
 from hetero_strategy.parallelize.fsdp import apply_fsdp
 from hetero_strategy.parallelize.stages import adopt, allocate, cut, owned_tensors, ties_kept
+from hetero_strategy.parallelize.traits import check_traits, hand_on, traits_of
 
 
 def parallelize(
@@ -51,8 +53,12 @@ def parallelize(
 
     Returns:
         This rank's stages by number; ``{0: module}`` without a pipeline.
+
+    Raises:
+        ModelError: a parameter is not what it was: see :func:`check_traits`.
     """
     module.twin()  # the module as it was, for initialisation and counting
+    traits = traits_of(dict(module.named_parameters()))
     with ties_kept([module]):
         module.to("meta")  # a part that came with values gets them back in shards
     assert layout.pipeline.stages in (1, len(split)), f"split {split} of {layout.pipeline.stages} stages"
@@ -61,6 +67,7 @@ def parallelize(
         if layout.tp > 1:
             assert mesh is not None
             stage.apply_tp(mesh["tp"] if mesh.ndim > 1 else mesh)
+            hand_on(traits, owned_tensors(stage))  # before FSDP, which sorts parameters by what trains
         if recompute:
             apply_recompute(stage.blocks().values())
         if layout.dp_shard > 1:
@@ -69,6 +76,8 @@ def parallelize(
             apply_fsdp(stage, mesh if mesh.ndim == 1 else mesh[axes])
     allocate(stages.values(), device)
     for stage in stages.values():
+        hand_on(traits, owned_tensors(stage))
+        check_traits(name, traits, owned_tensors(stage))
         wanted = {*owned_tensors(stage), *(fqn for fqn, _ in stage.named_buffers())}
         fill(stage, initial_units(name, module, seed, wanted))
     adopt(module, stages)
@@ -78,12 +87,26 @@ def parallelize(
 def check(name: str, module: Adapter, layout: ModuleLayout) -> list[str]:
     """Faults of a layout for this very module; empty when it fits. Pure."""
     faults = [f"layout of '{name}': {fault}" for fault in _stage_faults(module, layout)]
+    faults += [
+        f"module '{name}': {fqn} is a {type(layer).__name__} in training mode, whose statistics are those of one"
+        " instance's microbatch; use a GroupNorm or LayerNorm, or, for a frozen one, call its eval() in"
+        " configure_model()"
+        for fqn, layer in module.named_modules()
+        if layer.training and _has_statistics(layer)
+    ]
     if layout.tp == 1:
         return faults
     if module.tp_plan() is None:
         kind = type(module).__name__
         return [*faults, f"layout of '{name}': tp={layout.tp}, but {kind} has no tensor-parallel plan; set tp=1"]
     return faults + [f"layout of '{name}': {fault}" for fault in module.check_tp(layout.tp)]
+
+
+def _has_statistics(layer: nn.Module) -> bool:
+    """Whether the output of a layer depends on what else is in the batch, or training changes its buffers."""
+    if isinstance(layer, nn.modules.instancenorm._InstanceNorm):
+        return layer.track_running_stats
+    return isinstance(layer, (nn.modules.batchnorm._BatchNorm, _SpectralNorm))
 
 
 def _stage_faults(module: Adapter, layout: ModuleLayout) -> list[str]:

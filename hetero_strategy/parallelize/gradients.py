@@ -19,17 +19,20 @@ BUCKET_BYTES = 32 * 2**20
 
 
 def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup | None) -> None:
-    """Bring gradients to their parameters' placements and sum them over replicas.
+    """Bring gradients to their parameters' placements and sum them over replicas, where a missing one counts as zero:
+    each rank of the group brings as many bytes.
 
     Args:
-        parameters: of one module.
+        parameters: that train, of one module.
         replicas: group of the ranks that hold equal copies and saw different data (``dp_replicate`` without FSDP);
             None where FSDP does it, or there is one replica.
     """
     grads = []
     for p in parameters:
-        if p.grad is None:
+        if p.grad is None and replicas is None:
             continue
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
         if isinstance(p.grad, DTensor) and isinstance(p, DTensor) and p.grad.placements != p.placements:
             # Tensor-parallel norms and embeddings leave partial sums behind.
             p.grad = p.grad.redistribute(p.device_mesh, p.placements)

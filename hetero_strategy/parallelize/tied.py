@@ -5,7 +5,7 @@ Both owners start from the same values and see the same summed gradient, so the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,20 +20,24 @@ class Tied:
     """Shared weights that this rank owns.
 
     Args:
-        owned: parameters with the group of their two owners.
+        owned: module, parameter and the group of its two owners.
     """
 
-    def __init__(self, owned: Sequence[tuple[nn.Parameter, dist.ProcessGroup]]) -> None:
+    def __init__(self, owned: Sequence[tuple[str, nn.Parameter, dist.ProcessGroup]]) -> None:
         self._owned = list(owned)
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Sum the gradients of both owners, each already summed over data-parallel ranks. A collective of the two.
+    def settle(self, worked: Collection[str]) -> None:
+        """Sum the gradients of both owners, each already summed over data-parallel ranks; a missing one counts as zero.
+        A collective of the two.
 
-        Without a gradient nothing happens: then the module had no work, on either side.
+        Args:
+            worked: modules with a backward in this step; the others have no gradients, on either side.
         """
-        for parameter, group in self._owned:
-            if parameter.grad is not None:
+        for module, parameter, group in self._owned:
+            if module in worked:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(local(parameter.grad), group=group)
 
 
@@ -60,7 +64,7 @@ def find_tied(
                 parameter = module.get_parameter(weight[0])
                 assert owners is not None
                 if parameter.requires_grad:
-                    found.append((parameter, owners))
+                    found.append((name, parameter, owners))
     return Tied(found)
 
 

@@ -38,6 +38,9 @@ WeightsLater = Callable[[], None]
 def inputs_first(roots: Roots, inputs: Sequence[torch.Tensor], weights: list[nn.Parameter]) -> WeightsLater:
     """I: gradients of ``inputs`` (leaves) into ``.grad``; keeps what W needs.
 
+    A weight that is used in several places, such as a tied embedding in a stage that holds both ends, gets its gradient
+    here: between its places lies what W would have to run through a second time.
+
     Args:
         roots: see :data:`Roots`.
         inputs: leaves that require a gradient.
@@ -48,53 +51,42 @@ def inputs_first(roots: Roots, inputs: Sequence[torch.Tensor], weights: list[nn.
     outputs, gradients = [r for r, _ in roots], [g for _, g in roots]
     starts = [node for node in map(_get_grad_fn_or_grad_acc, outputs) if node is not None]
     input_nodes = [node for node in map(_get_grad_fn_or_grad_acc, inputs) if node is not None]
-    weight_nodes = [node for node in map(_get_grad_fn_or_grad_acc, weights) if node is not None]
-    groups = get_param_groups(input_nodes, weight_nodes, construct_reverse_graph(starts))
+    accumulates: dict[Any, nn.Parameter] = {_get_grad_fn_or_grad_acc(weight): weight for weight in weights}
+    groups = get_param_groups(input_nodes, list(accumulates), construct_reverse_graph(starts))
+    groups = [group for group in groups if len(group["intermediates"]) == 1]
+    later = {node for group in groups for node in group["params"]}
+    now = [weight for node, weight in accumulates.items() if node not in later]
     handles = []
     for group in groups:
-        group["intermediates"] = list(group["intermediates"])
-        group["grads"] = [None] * len(group["intermediates"])
-        for i, node in enumerate(group["intermediates"]):
-            handles.append(node.register_prehook(_keeper(group["grads"], i)))
+        (group["intermediate"],) = group["intermediates"]
+        handles.append(group["intermediate"].register_prehook(partial(_keep, group)))
+    leaves = [*inputs, *now]
     try:
-        found = torch.autograd.grad(outputs, list(inputs), gradients, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(outputs, leaves, gradients, retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
-    for leaf, gradient in zip(inputs, found, strict=True):
-        if gradient is not None:
-            leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
-    return partial(_weights, weights, groups)
+    for leaf, gradient in zip(leaves, found, strict=True):
+        _add(leaf, gradient)
+    return partial(_weights, accumulates, groups)
 
 
-def _weights(weights: list[nn.Parameter], groups: list[dict[str, Any]]) -> None:
-    """Go on from the nodes at which a group's weights join the way of the inputs, with the gradients kept there."""
-    accumulates = {_get_grad_fn_or_grad_acc(weight): weight for weight in weights}
+def _weights(accumulates: dict[Any, nn.Parameter], groups: list[dict[str, Any]]) -> None:
+    """Go on from the node at which a group's weights join the way of the inputs, with the gradients kept there."""
     for group in groups:
-        kept = [(node, grads) for node, grads in zip(group["intermediates"], group["grads"], strict=True) if grads]
-        starts = [(GradientEdge(node, i), g) for node, grads in kept for i, g in enumerate(grads) if g is not None]
-        if not starts:
-            continue
-        # What reaches a node from another one of the group is in its kept gradient already.
-        handles = [node.register_prehook(_constant(grads)) for node, grads in kept] if len(kept) > 1 else []
-        ends = [GradientEdge(node, 0) for node in group["params"]]
-        try:
-            found = torch.autograd.grad([edge for edge, _ in starts], ends, [g for _, g in starts])
-        finally:
-            for handle in handles:
-                handle.remove()
-        for node, gradient in zip(group["params"], found, strict=True):
-            weight = accumulates[node]
-            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        kept = [(GradientEdge(group["intermediate"], i), g) for i, g in enumerate(group["grads"]) if g is not None]
+        if kept:
+            ends = [GradientEdge(node, 0) for node in group["params"]]
+            found = torch.autograd.grad([edge for edge, _ in kept], ends, [g for _, g in kept])
+            for node, gradient in zip(group["params"], found, strict=True):
+                _add(accumulates[node], gradient)
         group.clear()  # nodes and gradients hold each other
 
 
-def _constant(grads: Any):  # type: ignore[no-untyped-def]
-    return lambda _: grads
+def _keep(group: dict[str, Any], gradients: Any) -> None:
+    group["grads"] = gradients
 
 
-def _keeper(grads: list[Any], place: int):  # type: ignore[no-untyped-def]
-    def keep(gradients):  # type: ignore[no-untyped-def]
-        grads[place] = gradients
-
-    return keep
+def _add(leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    if gradient is not None:
+        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient

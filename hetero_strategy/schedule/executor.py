@@ -19,11 +19,13 @@ from hetero_strategy.boundary.line import Line, Pair
 from hetero_strategy.data.batch import Batch
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import LMOutput
+from hetero_strategy.model.random_numbers import kept
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.gradients import settle
 from hetero_strategy.parallelize.tied import Tied
 from hetero_strategy.schedule import backward
 from hetero_strategy.schedule.action import Action, Node, Schedule, StageGraph
+from hetero_strategy.schedule.agreement import Agreement
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.graph import PlannedCosts, StageCost, work_of
 from hetero_strategy.schedule.outcome import Counter, Outcome
@@ -99,33 +101,49 @@ class Executor:
         self.rank = dist.get_rank()
         self.in_flight = InFlight()
         self.recorder = Recorder(device)
+        self.agreement = Agreement()
 
-    def run(self, batch: Batch, *, train: bool, seed_scale: torch.Tensor | None = None) -> Outcome:
+    def run(
+        self,
+        batch: Batch,
+        *,
+        train: bool,
+        factors: Mapping[str, float | torch.Tensor | None] | None = None,
+        call: int = 0,
+    ) -> Outcome:
         """Run one global batch: forwards, and with ``train`` backwards into ``p.grad`` of the owned parameters.
 
         Args:
             batch: as this rank's loader made it.
             train: with backward.
-            seed_scale: scalar tensor that multiplies the loss before backward (fp16 loss scaling), or None.
+            factors: module -> what multiplies its loss before backward, a number or a scalar tensor, or None where the
+                loss is not used; 1 for the others.
+            call: how often the model was given this batch before, for random numbers of its own.
 
         A collective over the world: every rank calls it with the same plan.
+
+        Raises:
+            DataError: ranks have different plans.
         """
+        self.recorder.open()
         schedule = self.schedule(batch, train=train)
         actions = schedule.of(self.rank)
-        step = _Step(self, batch, schedule, seed_scale)
-        with self.recorder.step(schedule, batch.plan):
+        step = _Step(self, batch, schedule, factors or {}, call)
+        with kept(self.device), self.recorder.step(schedule, batch.plan):
             for number, action in enumerate(actions):
                 for coming in actions[number : number + 1 + AHEAD]:
                     step.post(coming)
                 step.do(action)
                 self.in_flight.prune()
             if train:
-                self.tied.settle()
+                self.tied.settle({node.module for node in step.last})
         for node, stage in self.stages.items():
             if isinstance(stage, FSDPModule) and not (train and self.graph.stages[node].backward):
                 fsdp.release(stage)
-        outcome = step.counter.outcome()
+        outcome = step.counter.outcome(self.agreement)
         self.in_flight.drain()
+        self.recorder.close()
+        self.agreement.check()
         return outcome
 
     def schedule(self, batch: Batch, *, train: bool) -> Schedule:
@@ -143,11 +161,19 @@ class Executor:
 class _Step:
     """One step in progress."""
 
-    def __init__(self, executor: Executor, batch: Batch, schedule: Schedule, seed_scale: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        batch: Batch,
+        schedule: Schedule,
+        factors: Mapping[str, float | torch.Tensor | None],
+        call: int,
+    ) -> None:
         self.x = executor
         self.batch = batch
         self.schedule = schedule
-        self.seed_scale = seed_scale
+        self.factors = factors
+        self.call = call
         self.live: dict[tuple[Node, int], _Live] = {}
         self.lines: dict[tuple[NodeEdge, bool], Line] = {}
         self.wires = executor.wiring.step(batch.plan, executor.in_flight)
@@ -227,6 +253,7 @@ class _Step:
                 rows[(source.node.module, source.microbatch)] = leaf
         with self.x.recorder.timing(action):
             inputs = self.wires.localized(inputs, node, microbatch)
+            self._random_numbers(node, microbatch)
             with torch.set_grad_enabled(differentiable):
                 out = self.x.stages[node](inputs, rows, hidden)
             made: torch.Tensor | None = out if isinstance(out, torch.Tensor) else None
@@ -263,9 +290,12 @@ class _Step:
             line, pair = self._line(Action("F", node, microbatch), source.node, source.microbatch)
             line.settle(pair)  # whoever sends gradients has had the rows
         with self.x.recorder.timing(action):
+            self._random_numbers(node, microbatch)
             roots = []
-            if live.loss is not None and live.loss.requires_grad:
-                roots.append((live.loss, self._seed(node.module, live.loss)))
+            factor = self.factors.get(node.module, 1.0)
+            if live.loss is not None and live.loss.requires_grad and factor is not None:
+                weight = self.x.weights[node.module] / self.batch.plan.normalizer(node.module)
+                roots.append((live.loss, torch.full_like(live.loss, weight) * factor))
             if live.rows is not None and live.rows.requires_grad:
                 if gradient is None:
                     gradient = torch.zeros_like(live.rows)
@@ -286,10 +316,19 @@ class _Step:
                     self._send(action, source.node, source.microbatch, back)
             live.leaves = {}
 
-    def _seed(self, module: str, loss: torch.Tensor) -> torch.Tensor:
-        """Gradient of the step's loss with respect to one microbatch's sum."""
-        seed = torch.full_like(loss, self.x.weights[module] / self.batch.plan.normalizer(module))
-        return seed if self.seed_scale is None else seed * self.seed_scale.to(seed.dtype)
+    def _random_numbers(self, node: Node, microbatch: int) -> None:
+        stage = self.x.stages[node]
+        where = self.x.wiring.placement.coordinate(node.module, self.x.rank)
+        assert where is not None and stage.random_numbers is not None
+        stage.random_numbers.start(
+            self.batch.plan.metadata,
+            self.call,
+            microbatch,
+            where.instance,
+            where.shard,
+            self.x.device,
+            rows_apart=stage.sequence_parallel,
+        )
 
     def _sync(self, action: Action) -> None:
         """Before gradients of weights are made: whether FSDP reduces them at once."""

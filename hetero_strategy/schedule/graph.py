@@ -77,18 +77,43 @@ class StageCost:
         return self.per_row * rows + self.per_pair * squares
 
 
+def forward_times(
+    stages: Sequence[StageCost], rows: np.ndarray, squares: np.ndarray, whole: np.ndarray | None
+) -> list[np.ndarray]:
+    """Time of the forward of every stage of a module, in the shape of ``rows``.
+
+    Args:
+        stages: of the module.
+        rows, squares: rows of an instance in a microbatch, and the sum of its squared lengths.
+        whole: time of the whole module, which its stages share in proportion to their FLOPs; None: the FLOPs are it.
+    """
+    flops = [stage.of(rows, squares) for stage in stages]
+    if whole is None:
+        return flops
+    total, equal = np.sum(flops, axis=0), np.full(rows.shape, 1 / len(stages))
+    return [whole * np.divide(each, total, out=equal.copy(), where=total > 0) for each in flops]
+
+
 class PlannedCosts:
-    """Cost of every action in FLOPs of a rank of its slowest instance, from a step plan: what orders are built with."""
+    """Cost of every action on its slowest instance, from a step plan: what orders are built with.
+
+    In the units of :attr:`StepPlan.loads`, measured costs and unequal speeds included; FLOPs of a rank where the plan
+    says no loads.
+    """
 
     def __init__(self, plan: StepPlan, graph: StageGraph, stages: Mapping[Node, StageCost]) -> None:
         self._graph = graph
         self._stages = stages
-        self._forward: dict[Node, list[np.ndarray]] = {}
+        self._forward: dict[Node, np.ndarray] = {}
         for module in graph.pipelines:
+            nodes, load = graph.nodes_of(module), plan.loads.get(module)
             sizes = [_sizes(plan, module, number) for number in range(len(plan.assignments[module]))]
-            for node in graph.nodes_of(module):
-                self._forward[node] = [stages[node].of(rows, squares) for rows, squares in sizes]
-        self._slowest = {node: [float(x.max(initial=0.0)) for x in found] for node, found in self._forward.items()}
+            rows, squares = np.stack([r for r, _ in sizes]), np.stack([s for _, s in sizes])
+            times = forward_times([stages[n] for n in nodes], rows, squares, None if load is None else load.after)
+            self._forward.update(zip(nodes, times, strict=True))
+        self._slowest: dict[Node, list[float]] = {
+            node: found.max(axis=1, initial=0.0).tolist() for node, found in self._forward.items()
+        }
 
     def __call__(self, action: Action) -> float:
         if action.microbatch < 0:
@@ -97,7 +122,8 @@ class PlannedCosts:
 
     def of_instances(self, action: Action) -> np.ndarray:
         """The same of every instance, float64 ``[instances]``; not for UNSHARD and REDUCE."""
-        return self._forward[action.node][action.microbatch] * self._times(action)
+        found: np.ndarray = self._forward[action.node][action.microbatch] * self._times(action)
+        return found
 
     def _times(self, action: Action) -> int:
         return forwards(action.kind, self._graph.stages[action.node], self._stages[action.node])

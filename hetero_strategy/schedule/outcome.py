@@ -14,6 +14,7 @@ from hetero_strategy.model.causal_lm import LMOutput
 from hetero_strategy.model.generator import Generator, GeneratorOutput
 from hetero_strategy.model.inputs import IGNORE, SequenceInputs, host_index
 from hetero_strategy.schedule.action import Node
+from hetero_strategy.schedule.agreement import Agreement
 from hetero_strategy.schedule.wiring import Wiring
 
 
@@ -40,7 +41,8 @@ class Counter:
         self._wiring, self._plan, self._train, self._device = wiring, batch.plan, train, device
         self._with_loss = [n for n, m in wiring.modules.items() if m.has_loss]
         self._consumers = [n for n in self._with_loss if n not in self._plan.metadata.items]
-        self._totals = torch.zeros(len(self._with_loss), 3, dtype=torch.float64, device=device)
+        self._totals = torch.zeros(len(self._with_loss) + 2, 3, dtype=torch.float64, device=device)
+        Agreement.write(batch.plan, self._totals[-2:, :2])
         self._predicted = torch.zeros(0 if train else self._plan.loss_tokens, dtype=torch.int64, device=device)
         draws = [n for n in self._with_loss if n not in self._consumers and self._is_whole(n) and not train]
         self._drawn = {name: self._canvas(name) for name in draws}
@@ -64,9 +66,10 @@ class Counter:
         assert isinstance(inputs, SequenceInputs)
         self._count_tokens(mine, name, assignment, units, inputs, out)
 
-    def outcome(self) -> Outcome:
+    def outcome(self, agreement: Agreement) -> Outcome:
         """Sums over all ranks. A collective over the world; nothing waits for the device."""
         dist.all_reduce(self._totals)
+        agreement.note(self._plan, self._totals[-2:, :2])
         if not self._train:
             dist.all_reduce(self._predicted)
             for drawn in self._drawn.values():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hetero_strategy.simulator.account import Footprint, Memory
+from hetero_strategy.simulator.account import Footprint, Host, Memory
 from hetero_strategy.simulator.links import Links
 from hetero_strategy.simulator.result import CAUSES, Cause, Simulation
 from hetero_strategy.simulator.simulate import Costs, Rows, simulate
 
-__all__ = ["CAUSES", "Cause", "Costs", "Footprint", "Links", "Memory", "Rows", "Simulation", "simulate"]
+__all__ = ["CAUSES", "Cause", "Costs", "Footprint", "Host", "Links", "Memory", "Rows", "Simulation", "simulate"]

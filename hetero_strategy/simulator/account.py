@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,23 +27,41 @@ class Footprint:
 
 
 Memory = Callable[[Node], Footprint]
-_WAITS: tuple[Cause, ...] = ("dependency", "boundary", "straggler")
+_WAITS: tuple[Cause, ...] = ("host", "dependency", "boundary", "straggler")
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the main threads of ranks do besides actions: computing and waiting stand still there."""
+
+    begins: Mapping[int, float]
+    """Seconds from the step's start until a rank can begin its first action; others: 0."""
+    after: Callable[[Action], float]
+    """Seconds from the end of an action until its ranks can begin another."""
+    closing: float
+    """Seconds from the end of the last action of all ranks until the step is over."""
+
+
+NO_HOST = Host({}, lambda action: 0.0, 0.0)
 
 
 class Account:
     """Per rank: when it is free, what it waited for, what it holds. Ranks are numbered by place here."""
 
-    def __init__(self, schedule: Schedule, memory: Memory | None) -> None:
+    def __init__(self, schedule: Schedule, memory: Memory | None, host: Host = NO_HOST) -> None:
         self._schedule = schedule
+        self._host = host
         stages = schedule.graph.stages
         self._ranks = np.unique(np.concatenate([s.grid.ravel() for s in stages.values()]))
         self.grids = {node: np.searchsorted(self._ranks, stage.grid) for node, stage in stages.items()}
         """Node -> places of its ranks, int64 ``[instances, ranks per instance]``."""
         count = len(self._ranks)
-        self.free = np.zeros(count)
-        """When each rank has finished what it ran so far."""
+        self.free = np.array([host.begins.get(int(rank), 0.0) for rank in self._ranks])
+        """When each rank can begin what comes next."""
+        self._ended = self.free.copy()
         self._busy = np.zeros(count)
         self._idle = {cause: np.zeros(count) for cause in CAUSES}
+        self._idle["host"] += self.free
         self._warm = np.zeros(count, dtype=bool)
         self._cold_nodes = set(stages)
         self._footprints = None if memory is None else {node: memory(node) for node in stages}
@@ -80,7 +98,10 @@ class Account:
             self._warm_up(grid)
             self._cold_nodes.discard(action.node)
         self._busy[grid] += (end - start)[:, None]
-        self.free[grid] = end[:, None]
+        after = self._host.after(action)
+        self._idle["host"][grid] += after
+        self._ended[grid] = end[:, None]
+        self.free[grid] = end[:, None] + after
         if self._footprints is not None:
             self._hold(action, grid, self._footprints[action.node])
 
@@ -101,8 +122,9 @@ class Account:
 
     def close(self, start: dict[Action, np.ndarray], end: dict[Action, np.ndarray]) -> Simulation:
         """The result, when all actions are booked."""
-        time = float(self.free.max(initial=0.0))
-        rest = time - self.free
+        time = float(self._ended.max(initial=0.0)) + self._host.closing
+        self._idle["host"] -= self.free - self._ended
+        rest = time - self._ended
         self._idle["cool-down"] += np.where(self._warm, rest, 0.0)
         self._idle["warm-up"] += np.where(self._warm, 0.0, rest)
         peak = None if self._footprints is None else self._peak

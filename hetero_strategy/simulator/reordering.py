@@ -9,11 +9,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from hetero_strategy.data.orchestrator import Sizes
 from hetero_strategy.data.reorder import SEARCHES, best_order, interval_order
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.schedule.action import Action, Kind, Node, Schedule, Span, StageGraph, Work
 from hetero_strategy.schedule.build import SPLIT, make_schedule
-from hetero_strategy.schedule.graph import StageCost, forwards
+from hetero_strategy.schedule.graph import StageCost, forward_times, forwards
 from hetero_strategy.simulator.replay import Replay
 
 Table = Mapping[tuple[Kind, Node], np.ndarray]
@@ -36,7 +37,7 @@ class Reorderer:
     Args:
         graph: stages of all modules.
         order: name of the order that schedules are made with, one of ``schedule.build.ORDERS``.
-        costs: forward cost of every node, in one unit for all.
+        costs: forward FLOPs of every node: its part of the time that a module is said to take, or the time itself.
         max_in_flight: as for `make_schedule`.
         search: how, one of ``data.reorder.SEARCHES``.
 
@@ -69,13 +70,12 @@ class Reorderer:
         """Whether the order can matter: some ranks run other stages than others, and so may wait for them."""
         return self._search != "none" and len(self._graph.hosts) > 1
 
-    def __call__(self, sizes: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    def __call__(self, sizes: Sizes) -> np.ndarray:
         """The order, int64 ``[l]``: position ``k`` should run what is now microbatch ``order[k]``.
 
         Args:
-            sizes: by module, rows and sums of squared lengths of every instance in every microbatch of the step, each
-                float64 ``[l, instances]``. A microbatch in which all instances of a module have 0 rows is one that the
-                module skips.
+            sizes: of every instance in every microbatch of the step. A microbatch in which all instances of a module
+                have 0 rows is one that the module skips.
 
         Raises:
             ConfigError: a module has no sizes, or of other shapes.
@@ -86,7 +86,7 @@ class Reorderer:
         if not self.needed or count < 2:
             return planned
         table = self._table(sizes)
-        active = {module: np.asarray((rows > 0).any(axis=1)) for module, (rows, _) in sizes.items()}
+        active = {module: np.asarray((size.rows > 0).any(axis=1)) for module, size in sizes.items()}
         forward, backward = self._of_ranks(table, count)
         if self._search == "interval":
             best = interval_order(forward, backward)
@@ -101,23 +101,26 @@ class Reorderer:
         took = [self._time(table, active, order) for order in (planned, best)]
         return best if took[1] < took[0] else planned
 
-    def _count(self, sizes: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> int:
+    def _count(self, sizes: Sizes) -> int:
         """Microbatches of the step."""
-        shapes = {m: tuple(x.shape for x in sizes[m]) if m in sizes else "nothing" for m in self._graph.pipelines}
-        counts = {x.shape[0] for m in self._graph.pipelines if m in sizes for x in sizes[m] if x.ndim == 2}
+        given = {m: [x for x in sizes[m] if x is not None] for m in self._graph.pipelines if m in sizes}
+        shapes = {m: tuple(x.shape for x in given[m]) if m in given else "nothing" for m in self._graph.pipelines}
+        counts = {x.shape[0] for arrays in given.values() for x in arrays if x.ndim == 2}
         if len(counts) != 1 or any(len(set(s)) != 1 or len(s[0]) != 2 for s in shapes.values()):
             raise ConfigError(
                 f"reordering needs rows and squares [microbatches, instances] of every module, got {shapes}"
             )
         return int(counts.pop())
 
-    def _table(self, sizes: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Table:
+    def _table(self, sizes: Sizes) -> Table:
         found: dict[tuple[Kind, Node], np.ndarray] = {}
         kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
-        for node, stage in self._graph.stages.items():
-            cost = self._costs[node]
-            slowest = cost.of(*sizes[node.module]).max(axis=1, initial=0.0)
-            found |= {(kind, node): slowest * forwards(kind, stage, cost) for kind in kinds}
+        for module in self._graph.pipelines:
+            nodes = self._graph.nodes_of(module)
+            costs = [self._costs[node] for node in nodes]
+            for node, cost, times in zip(nodes, costs, forward_times(costs, *sizes[module]), strict=True):
+                slowest, stage = times.max(axis=1, initial=0.0), self._graph.stages[node]
+                found |= {(kind, node): slowest * forwards(kind, stage, cost) for kind in kinds}
         return found
 
     def _of_ranks(self, table: Table, count: int) -> tuple[np.ndarray, np.ndarray]:

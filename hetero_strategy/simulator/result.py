@@ -11,12 +11,13 @@ import numpy as np
 
 from hetero_strategy.schedule.action import Action, Schedule
 
-Cause = Literal["warm-up", "dependency", "boundary", "straggler", "cool-down"]
+Cause = Literal["warm-up", "host", "dependency", "boundary", "straggler", "cool-down"]
 """Why a rank is idle.
 
 warm-up: it has not computed anything yet in this step, whatever it waits for (a rank without work: all of the step).
-dependency: what it needs is not computed yet. boundary: that is computed, its rows are on the way. straggler: its rows
-have arrived, another rank that must take part has not. cool-down: it has run its last action.
+host: its main thread is at what lies between actions. dependency: what it needs is not computed yet. boundary: that is
+computed, its rows are on the way. straggler: its rows have arrived, another rank that must take part has not.
+cool-down: it has run its last action.
 """
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
@@ -30,7 +31,7 @@ class Simulation:
     """Of every action, in an order in which they can run: float64 ``[instances of its node]``."""
     end: Mapping[Action, np.ndarray]
     time: float
-    """Of the step: end of the last action."""
+    """Of the step: end of the last action, and of what the main thread does after it."""
     ranks: np.ndarray
     """Global ranks, int64 ``[ranks]``, ascending: those of any stage."""
     busy: np.ndarray

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero_strategy.schedule.action import Action, Node, Schedule
-from hetero_strategy.simulator.account import Account, Memory
+from hetero_strategy.simulator.account import NO_HOST, Account, Host, Memory
 from hetero_strategy.simulator.links import Links
 from hetero_strategy.simulator.order import running_order
 from hetero_strategy.simulator.result import Simulation
@@ -36,6 +36,7 @@ def simulate(
     rows: Rows | None = None,
     memory: Memory | None = None,
     synchronous: Collection[Node] = (),
+    host: Host = NO_HOST,
 ) -> Simulation:
     """Start and end of every action on every instance, and what its ranks waited for.
 
@@ -50,12 +51,13 @@ def simulate(
         rows: bytes per transfer; None: 0, so that only latencies count.
         memory: bytes per node; None: peak memory is not computed.
         synchronous: nodes all of whose actions start together on all instances (FSDP that gathers per microbatch).
+        host: what main threads do besides; default: nothing.
 
     Raises:
         ScheduleError: the lists cannot run, with the first rank, action and what it waits for.
     """
     order, readers = running_order(schedule)
-    account = Account(schedule, memory)
+    account = Account(schedule, memory, host)
     transfers = _Transfers(schedule, links or Links(), rows)
     start: dict[Action, np.ndarray] = {}
     end: dict[Action, np.ndarray] = {}

@@ -23,8 +23,10 @@ def test_step_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = step_plan.main([*sizes, "--json", str(file), "--picture", str(picture)])
     assert "OrchMLLM" in capsys.readouterr().out
     assert json.loads(file.read_text())["results"] == found and picture.stat().st_size > 10_000
+    packed = [one for one in found if one["instances"] == 16 and one["rearrange"] == "home"]
+    assert [one["microbatches"] for one in packed] == [1, 2, 4, 8]
     for one in found:
-        assert one["total_ms"] > 0
+        assert one["total_ms"] > 0 < one["wall_ms"]
         for module in step_plan.MODULES:
             assert 1.0 <= one["after"][module] <= one["before"][module] + 1e-9
 
@@ -46,4 +48,8 @@ def test_node_rearrangement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     file = tmp_path / "nodes.json"
     node_rearrangement.main(["--seconds", "0", "--seeds", "1", "--repeats", "1", "--json", str(file)])
     assert "near home" in capsys.readouterr().out
-    assert json.loads(file.read_text())["benchmark"] == "node_rearrangement"
+    written = json.loads(file.read_text())
+    assert written["benchmark"] == "node_rearrangement"
+    for row in written["results"]["bytes"]:  # every module has figures, as the product places it
+        assert row["permuted"] == (row["module"] == "audio") and (row["near"] == row["fast"]) == row["permuted"]
+        assert 0 <= row["near"]["max"] <= row["fast"]["max"] < 1

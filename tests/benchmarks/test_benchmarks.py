@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks import boundary_bytes, step_overhead
+from benchmarks import boundary_bytes, checkpoint_integrity, step_overhead
 from benchmarks.common import ragged_step
 from benchmarks.gather_then_slice import MIMO, Moved
 from hetero_strategy.boundary.route import Side, route
@@ -76,6 +76,18 @@ def test_runs_count_what_was_planned(pool, pair: str, tmp_path, capsys: pytest.C
         for who in ("ours", "peer"):
             assert one[who]["bytes"] == one[who]["planned_bytes"]
             assert one[who]["ms"] > 0
+
+
+@pytest.mark.distributed
+def test_checkpoint_integrity(pool, capsys: pytest.CaptureFixture[str]) -> None:
+    found = checkpoint_integrity.main(["--flips", "24", "--width", "64", "--rounds", "1"], pool)
+    assert found["noticed"] == len(found["flips"]) == 24
+    assert not any("not noticed" in line for line in capsys.readouterr().out.splitlines())
+    inside = [one for one in found["flips"] if one["kind"] == "parameters, moments"]
+    assert len(inside) > 3 and not any(one["noticed_unchecked"] for one in inside)  # negative control: the flag works
+    assert {one["file"] for one in found["flips"]} >= {"checkpoint.json", "metadata.json", "rank-00001.state.json"}
+    for place in ("page cache", "disk"):
+        assert found["loads"][place]["with"] > 0 and found["loads"][place]["without"] > 0
 
 
 @pytest.mark.distributed

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import encoder_microbatch, modality_parallel, pipeline_timing
 from benchmarks.pipelines import Gathered, planned
+from hetero_strategy.monitor.prediction import durations
 from hetero_strategy.schedule.check import check
 
 TINY = "--rounds 2 --warmup 1 --scale 0.25"
@@ -37,12 +38,11 @@ def test_a_step_gives_back_the_costs_and_the_latency_it_was_made_of(setting) -> 
     actions = sorted({a for lane in known.schedule.lanes for a in lane.actions})
     stages = known.schedule.graph.stages
     costs = {a: random.uniform(0.01, 0.03, len(stages[a.node].grid)) for a in actions}
-    step = ran(known, costs)
-    for action, found in pipeline_timing.durations(known, step).items():
+    step = pipeline_timing.ran(known, ran(known, costs))
+    for action, found in durations(step.schedule, step.events).items():
         np.testing.assert_allclose(found, costs[action], rtol=1e-9, atol=1e-12)
-    waits = pipeline_timing.latencies(known, step)
-    assert all(wait == pytest.approx(0.002) for wait in waits)
-    assert waits or setting.layouts["llm"].dp_replicate > 1
+    waits = pipeline_timing.latencies(step)
+    assert waits and all(wait == pytest.approx(0.002) for wait in waits)
 
 
 def test_fitted_costs_predict_another_batch() -> None:
@@ -51,9 +51,10 @@ def test_fitted_costs_predict_another_batch() -> None:
 
     def law(known):  # type: ignore[no-untyped-def]
         actions = {a for lane in known.schedule.lanes for a in lane.actions}
-        return {a: 0.001 + 1e-10 * known.costs.of_instances(a) for a in actions if a.microbatch >= 0}
+        return {a: 0.001 + (1e-10 * known.costs.of_instances(a) if a.microbatch >= 0 else 0.0) for a in actions}
 
-    found, expected = pipeline_timing.fitted(other, [(one, law(one))]), law(other)
+    step = pipeline_timing.ran(one, ran(one, law(one)))
+    found, expected = pipeline_timing.fitted(other, [step]), law(other)
     for action, seconds in expected.items():
         np.testing.assert_allclose(found[action], seconds, rtol=1e-3)
 

@@ -12,14 +12,16 @@ from hetero_strategy.data.digits import write_digits, write_digits_draw
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 training and 20 validation samples of the digits data."""
-    return write_digits(tmp_path_factory.mktemp("data") / "digits", train=60, val=20, seed=3, progress=False)
+    """60 training, 20 validation and 20 test samples of the digits data."""
+    return write_digits(tmp_path_factory.mktemp("data") / "digits", train=60, val=20, test=20, seed=3, progress=False)
 
 
 @pytest.fixture(scope="session")
 def drawings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 training and 20 validation samples of the data to draw."""
-    return write_digits_draw(tmp_path_factory.mktemp("data") / "drawings", train=60, val=20, seed=3, progress=False)
+    """60 training, 20 validation and 20 test samples of the data to draw."""
+    return write_digits_draw(
+        tmp_path_factory.mktemp("data") / "drawings", train=60, val=20, test=20, seed=3, progress=False
+    )
 
 
 def entry(name: str, question: str, answer: str = "1", **media: object) -> dict[str, object]:

@@ -28,14 +28,15 @@ def blocks(strip: np.ndarray) -> set[bytes]:
 
 def test_splits_share_no_digit(digits: Path) -> None:
     splits = {name: {image.tobytes() for image in images} for name, (images, _) in split_digits(3).items()}
-    assert len(splits["train"]) + len(splits["val"]) == 1797 and not splits["train"] & splits["val"]
+    assert set(splits) == {"train", "val", "test"} and len(set().union(*splits.values())) == 1797
+    assert sum(map(len, splits.values())) == 1797, "none is in two"
     seen = {
         name: set().union(*(blocks(np.asarray(Image.open(p))) for p in digits.glob(f"images/{name}-*")))
         for name in splits
     }
-    for name, other in (("train", "val"), ("val", "train")):
+    for name, others in ((name, set(splits) - {name}) for name in splits):
         assert len(seen[name] & splits[name]) > 15  # the strips are made of these digits ...
-        assert not seen[name] & splits[other]  # ... and of none of the others
+        assert not any(seen[name] & splits[other] for other in others)  # ... and of none of the others
 
 
 def test_answers_are_right(digits: Path) -> None:
@@ -99,8 +100,10 @@ def test_idempotent_and_seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (a / "train.json").read_bytes() != (c / "train.json").read_bytes()
     monkeypatch.setattr(room, "_sample", None)  # writing again would fail
     assert write_digits(a, train=6, val=3) == a
-    with pytest.raises(DataError, match="other settings"):
-        write_digits(a, train=7, val=3)
+    assert {p.name for p in a.glob("*.json")} == {"train.json", "val.json", "tokenizer.json", "digits.json"}
+    for other in ({"train": 7, "val": 3}, {"train": 6, "val": 3, "test": 1}):
+        with pytest.raises(DataError, match="other settings"):
+            write_digits(a, **other)
     with pytest.raises(TypeError):
         write_digits(tmp_path / "d", train=1, val=1, progress=False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c"]  # nothing half written
@@ -114,7 +117,7 @@ def test_drawings_are_asked_for_truly(drawings: Path) -> None:
         for image, label in zip(images, labels, strict=True)
     }
     kinds, files = [], set()
-    for split in ("train", "val"):
+    for split in ("train", "val", "test"):
         for sample in json.loads((drawings / f"{split}.json").read_text()):
             question, answer = (turn["value"] for turn in sample["conversations"])
             asked, shown = question.split(" ")[1], []
@@ -139,6 +142,6 @@ def test_drawings_are_asked_for_truly(drawings: Path) -> None:
 
 
 def test_both_data_sets_keep_to_their_folder(drawings: Path, digits: Path) -> None:
-    assert write_digits_draw(drawings, train=60, val=20, seed=3, progress=False) == drawings
+    assert write_digits_draw(drawings, train=60, val=20, test=20, seed=3, progress=False) == drawings
     with pytest.raises(DataError, match="holds other files or digits with other settings"):
-        write_digits_draw(digits, train=60, val=20, seed=3, progress=False)
+        write_digits_draw(digits, train=60, val=20, test=20, seed=3, progress=False)

@@ -155,13 +155,19 @@ def test_the_orderer_sees_every_module_whole() -> None:
         seen.append(sizes)
         return np.arange(3)
 
-    metadata = step(3)
-    plan_step(metadata, MODULES, ("llm",), microbatches=3, balancing=full(order=order))
+    metadata, speeds = step(3), {"llm": (1.0, 2.0, 2.0, 4.0), "draw": (3.0, 1.0)}
+    plan = plan_step(metadata, MODULES, ("llm",), microbatches=3, balancing=full(order=order, speeds=speeds))
+    np.testing.assert_allclose(seen[0]["llm"].time, plan.loads["llm"].after)
     for name, count in MODULES.items():
-        rows, squares = seen[0][name]
+        rows, squares, time = seen[0][name]
         hidden = metadata.tokens if name == "llm" else metadata.items[name].hidden
         assert rows.shape == squares.shape == (3, count)
         assert rows.sum() == pytest.approx(hidden.sum()) and squares.sum() == pytest.approx((hidden**2).sum())
+        assert time is not None and time.shape == rows.shape
+        if name != "llm":  # as if its items could be spread evenly: all instances are done at the same time
+            pace = sum(speeds.get(name, [1.0] * count))
+            assert time.sum() == pytest.approx(count * COSTS[name].alone(hidden).sum() / pace)
+            assert (time == time[:, :1]).all()
 
 
 def test_unequal_instances_get_unequal_work() -> None:
@@ -248,6 +254,12 @@ def test_options_reach_the_plan() -> None:
         MODULES, Surroundings(costs=COSTS)
     )
     assert made.policy == {"vision": "lpt", "audio": "auto", "llm": "auto", "draw": "auto"}
-    assert made.cost("vision") == Cost(quadratic=3.0) and made.cost("llm") == COSTS["llm"] and made.rearrange == "ilp"
+    assert made.cost("llm") == COSTS["llm"] and made.rearrange == "ilp"
+    vision, typical = made.cost("vision"), np.array([128])  # in the unit of the others, which have none of their own
+    assert vision.quadratic == pytest.approx(3 * vision.linear)
+    assert vision.alone(typical) == pytest.approx(COSTS["vision"].alone(typical))
+    every = {name: {"fixed": 2.0, "linear": 0.0} for name in MODULES}
+    measured = Balance.of({"costs": every}).resolve(MODULES, Surroundings(costs=COSTS))
+    assert set(measured.costs.values()) == {Cost(0.0, 0.0, 2.0)}, "costs of all modules are in one unit already"
     assert Balance.of("none").resolve(MODULES, Surroundings()).policy_of("llm") == "none"
     assert Balance.of(None) == Balance()

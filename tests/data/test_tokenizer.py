@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hetero_strategy.data.manifest import Turn
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError
+from tests import stock
 
 HUMAN, GPT = "human", "gpt"
 
@@ -56,4 +59,52 @@ def test_missing_specials_and_files(digits: Path, tmp_path: Path) -> None:
         ChatTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
+        ChatTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("specials", "said", "bos", "eos"),
+    [
+        (stock.LLAMA_3, {}, "<|begin_of_text|>", "<|end_of_text|>"),
+        (
+            stock.LLAMA_3,
+            {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+            "<|begin_of_text|>",
+            "<|eot_id|>",
+        ),
+        (stock.QWEN_3, {}, None, "<|im_end|>"),
+        (stock.QWEN_3, {"bos_token": None, "eos_token": "<|endoftext|>"}, None, "<|endoftext|>"),
+        (("<s>", "</s>"), {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": None}, "<s>", "</s>"),
+        (("<s>", "</s>"), {"add_bos_token": False, "bos_token": "<s>", "eos_token": "</s>"}, None, "</s>"),
+    ],
+)
+def test_stock_tokenizers(
+    tmp_path: Path, specials: tuple[str, ...], said: dict[str, Any], bos: str | None, eos: str
+) -> None:
+    """Begin and end are those of the tokenizer's folder; what an encoder fills needs no token."""
+    tokenizer = ChatTokenizer(stock.tokenizer(tmp_path, specials, **said))
+    turns = [Turn(HUMAN, "a<image>b<audio>"), Turn(GPT, "1é")]
+    encoded = tokenizer.encode(turns, {"image": [2], "audio": [1]})
+    expected = [*([bos] if bos else []), "a", eos, eos, "b", eos, "Ċ", "1", "Ã", "©", eos]
+    assert pieces(tokenizer, encoded.ids.tolist()) == expected
+    first = len(expected) - 4
+    assert encoded.loss.nonzero()[0].tolist() == [first, first + 1, first + 2, first + 3]
+    assert encoded.starts["image"].tolist() == [len(expected) - 9] and encoded.starts["audio"].tolist() == [first - 2]
+    assert tokenizer.decode(encoded.ids[encoded.loss]) == "1é"
+    with pytest.raises(ConfigError, match=r"no token '<draw>' \(placeholders\['draw'\]\)"):
+        tokenizer.placeholder_id("draw", seen=True)
+    named = ChatTokenizer(tokenizer.path, placeholders={"draw": specials[0]})
+    assert named.placeholder_id("draw", seen=True) == 256 and named.settings() != tokenizer.settings()
+
+
+def test_what_a_tokenizers_folder_says_must_be_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no token '<eos>' \(eos\).*<pad>"):
+        ChatTokenizer(stock.tokenizer(tmp_path, ["<pad>"]))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<pad>"}))
+    assert ChatTokenizer(tmp_path).eos == "<pad>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    with pytest.raises(ConfigError, match=r"no token '<end>' \(eos\)"):
+        ChatTokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json is not JSON"):
         ChatTokenizer(tmp_path)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pytest
-
-from tests.distributed.stepping import Reference, Run, Setting, reference
+from tests.distributed.stepping import Reference, Run, Setting, Stepped, reference
 
 EXACT = 1e-10
 """Relative error of a loss, and of any parameter's gradient in the 2-norm."""
@@ -41,14 +39,40 @@ def expected(setting: Setting) -> Reference:
 
 
 def compare(wanted: Reference, runs: Sequence[Run]) -> None:
-    """Losses on every rank, gradients wherever they are owned, and what the stages held; damage is noticed."""
+    """One plan and schedule on all ranks, every step is that of one process; damage is noticed."""
     for steps in zip(*(run.steps for run in runs), strict=True):
-        assert set().union(*(step.errors for step in steps)) == set(wanted.gradients)
-        for rank, step in enumerate(steps):
-            for name, error in step.errors.items():
-                assert error <= EXACT, f"{name} on rank {rank}"
-            assert step.losses == pytest.approx(wanted.losses, rel=EXACT)
-            assert step.peaks == step.in_flight, f"rank {rank}"
+        assert len({step.lanes for step in steps}) == len({step.plan.digest for step in steps}) == 1
+        assert not differences(wanted, steps)
     for damage in runs[0].damaged:
         worst = max(error for run in runs for error in run.damaged[damage].values())
         assert worst > NOTICED, f"{damage} went unnoticed"
+
+
+def differences(wanted: Reference, steps: Sequence[Stepped], bound: float = EXACT) -> list[str]:
+    """What is not as in one process: losses on every rank, gradients wherever parameters are owned, what is frozen,
+    and what the stages held.
+
+    Args:
+        wanted: one process.
+        steps: the same step as every rank saw it.
+        bound: of relative errors.
+    """
+    found = []
+    nowhere = set(wanted.gradients).difference(*(step.errors for step in steps))
+    found += [f"no rank has a gradient of {name}" for name in sorted(nowhere)]
+    for rank, step in enumerate(steps):
+        for name, trained in step.trains.items():
+            if trained != (name in wanted.trains):
+                found.append(f"{name} on rank {rank} is {'not ' * (not trained)}trained")
+            elif name in wanted.gradients and name not in step.errors:
+                found.append(f"{name} on rank {rank} has no gradient")
+        for name, error in step.errors.items():
+            if not error <= bound:
+                found.append(f"gradient of {name} on rank {rank} is off by {error:.2g}")
+        for kind, losses in (("loss", step.losses), ("loss in evaluation", step.evaluated or step.losses)):
+            for name, loss in wanted.losses.items():
+                if not abs(losses.get(name, float("nan")) - loss) <= bound * abs(loss):
+                    found.append(f"{kind} of {name} on rank {rank} is {losses.get(name)}, not {loss}")
+        if step.peaks != step.in_flight:
+            found.append(f"rank {rank} held {step.peaks} microbatches, not {step.in_flight}")
+    return found

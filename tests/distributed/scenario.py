@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ class Job:
     microbatches: int = 2
     precision: str = "32-true"
     lm: str = "titan"
+    """Kind of the language models; several kinds, with spaces between, for several of them."""
     consumers: tuple[str, ...] = ("llm",)
     freeze: tuple[str, ...] = ()
     manifest: str = "train.json"
@@ -102,8 +104,8 @@ class Lit(L.LightningModule):
                 num_mel_bins=40, max_source_positions=256,
             ),
         }  # fmt: skip
-        for name in self.job.consumers:
-            modules[name] = language_model(self.job.lm, self.vocabulary)
+        for name, kind in zip(self.job.consumers, itertools.cycle(self.job.lm.split())):
+            modules[name] = language_model(kind, self.vocabulary)
         edges = [(e, c) for e in ("vision", "audio") for c in self.job.consumers]
         self.model = MultimodalModel(modules, edges, freeze=self.job.freeze, seed=11)
 

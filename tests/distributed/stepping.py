@@ -9,46 +9,62 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hetero_strategy.assembly import Assembled, Scheduling, assemble
 from hetero_strategy.data.balancing import Balance, Surroundings
+from hetero_strategy.data.batch import Batch
 from hetero_strategy.data.datamodule import MultimodalDataModule
 from hetero_strategy.data.digits import digit_processors, draw_processors, write_digits, write_digits_draw
 from hetero_strategy.data.plan import StepPlan
 from hetero_strategy.data.steps import Share, StepDataset
+from hetero_strategy.errors import HeteroError
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model import (
     MultimodalModel,
     flow_decoder,
     hf_llama,
+    hf_qwen3,
     siglip2_encoder,
     titan_llama,
     whisper_encoder,
 )
 from hetero_strategy.schedule import executor as running
-from hetero_strategy.schedule.action import Action, Node, StageGraph
+from hetero_strategy.schedule.action import Action, Lane, Node, StageGraph
 from hetero_strategy.schedule.check import check
+from hetero_strategy.schedule.outcome import Outcome
 from hetero_strategy.strategy import ROW_ALIGNMENT
 from tests.distributed.damage import damaged
 
 WIDTH = 32
 SAMPLES = 9
+NEGLIGIBLE = 1e-5
+"""Of a module's largest gradient: errors of smaller ones are judged as if they were so large."""
 MOST = 6
 """Ranks of a world in which everything is damaged, one by one."""
 
 
+ITEM_MODULES = {"vision": "encoder", "audio": "encoder", "draw": "generator"}
+"""All others are language models."""
+
+
 @dataclass(frozen=True)
 class Setting:
-    """A model in its layouts."""
+    """A model in its layouts, and what it is trained on."""
 
     folder: str
     layouts: Mapping[str, Mapping[str, Any]]
     order: str = "1f1b"
     lm: str = "titan"
+    """Or hf_llama, hf_qwen3."""
+    edges: tuple[tuple[str, str], ...] | None = None
+    """None: every encoder feeds every language model, the first of which feeds the generators."""
+    loss_weights: Mapping[str, float] = field(default_factory=dict)
+    kv_heads: int = 4
     vision_layers: int = 2
     audio_layers: int = 1
     llm_layers: int = 4
@@ -63,6 +79,12 @@ class Setting:
     """None: all units are dealt in order."""
     ranks_per_node: int = 1 << 30
     tied: bool = False
+    dropout: Mapping[str, float] = field(default_factory=dict)
+    """Of what in every module that has it: ``dropout``, ``attention_dropout``, ``activation_dropout``."""
+    batches: tuple[tuple[int, ...], ...] = (tuple(range(SAMPLES)),)
+    """Samples of each step."""
+    microbatches: int | None = 2
+    """Where a test does not say; None: by budget."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -72,10 +94,25 @@ class Setting:
     def world(self) -> int:
         return 1 + max(max(layout["ranks"]) for layout in self.layouts.values())
 
+    @property
+    def consumers(self) -> tuple[str, ...]:
+        """Language models."""
+        return tuple(name for name in self.layouts if name not in ITEM_MODULES)
+
+    def flows(self) -> tuple[tuple[str, str], ...]:
+        """All edges."""
+        if self.edges is not None:
+            return self.edges
+        of = {kind: [n for n in self.layouts if ITEM_MODULES.get(n) == kind] for kind in ("encoder", "generator")}
+        reads = tuple((e, c) for e in of["encoder"] for c in self.consumers)
+        return (*reads, *((self.consumers[0], g) for g in of["generator"]))
+
     def model_key(self) -> tuple[Any, ...]:
         """What a one-process run depends on."""
         layers = (self.vision_layers, self.audio_layers, self.llm_layers, self.draw_layers)
-        return (self.folder, self.modules, self.lm, self.tied, self.freeze, layers)
+        weights = tuple(self.loss_weights.items())
+        model = (self.modules, self.lm, self.tied, self.kv_heads, self.freeze, layers, self.edges, weights)
+        return (self.folder, *model, tuple(sorted(self.dropout.items())), self.batches)
 
 
 def data(folder: Path, *, draws: bool = False) -> str:
@@ -87,16 +124,17 @@ def data(folder: Path, *, draws: bool = False) -> str:
 def model_of(setting: Setting, vocabulary: int) -> MultimodalModel:
     """The same small model for every layout."""
     modules: dict[str, Any] = {}
+    attention = {n: p for n, p in setting.dropout.items() if n == "attention_dropout"}
     for name in setting.modules:
         if name == "vision":
             modules[name] = siglip2_encoder(
                 out_width=WIDTH, merge=2, hidden_size=32, intermediate_size=64, num_hidden_layers=setting.vision_layers,
-                num_attention_heads=4, num_channels=1, patch_size=8, num_patches=16,
+                num_attention_heads=4, num_channels=1, patch_size=8, num_patches=16, **attention,
             )  # fmt: skip
         elif name == "audio":
             modules[name] = whisper_encoder(
                 out_width=WIDTH, d_model=32, encoder_layers=setting.audio_layers, encoder_attention_heads=4,
-                encoder_ffn_dim=64, num_mel_bins=40, max_source_positions=256,
+                encoder_ffn_dim=64, num_mel_bins=40, max_source_positions=256, **setting.dropout,
             )  # fmt: skip
         elif name == "draw":
             modules[name] = flow_decoder(
@@ -105,16 +143,16 @@ def model_of(setting: Setting, vocabulary: int) -> MultimodalModel:
             )  # fmt: skip
         elif setting.lm == "titan":
             modules[name] = titan_llama(
-                vocab_size=vocabulary, dim=WIDTH, n_layers=setting.llm_layers, n_heads=4, n_kv_heads=4, multiple_of=16,
-                max_seq_len=512,
+                vocab_size=vocabulary, dim=WIDTH, n_layers=setting.llm_layers, n_heads=4, n_kv_heads=setting.kv_heads,
+                multiple_of=16, max_seq_len=512,
             )  # fmt: skip
         else:
-            modules[name] = hf_llama(
+            modules[name] = {"hf_llama": hf_llama, "hf_qwen3": hf_qwen3}[setting.lm](
                 vocab_size=vocabulary, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=setting.llm_layers,
-                num_attention_heads=4, num_key_value_heads=4, head_dim=8, max_position_embeddings=512,
-                tie_word_embeddings=setting.tied,
+                num_attention_heads=4, num_key_value_heads=setting.kv_heads, head_dim=8, max_position_embeddings=512,
+                tie_word_embeddings=setting.tied, **attention,
             )  # fmt: skip
-    return MultimodalModel(modules, freeze=setting.freeze, seed=11)
+    return MultimodalModel(modules, setting.flows(), freeze=setting.freeze, loss_weights=setting.loss_weights, seed=11)
 
 
 @lru_cache(maxsize=4)
@@ -131,17 +169,32 @@ def data_of(folder: str, draws: bool) -> MultimodalDataModule:
     return made
 
 
+class Steps(StepDataset):
+    """Batches of given samples."""
+
+    def __init__(self, batches: Sequence[Sequence[int]], *args: Any, **options: Any) -> None:
+        self.batches = batches
+        super().__init__(*args, global_batch_size=max(map(len, batches)), **options)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def samples(self, epoch: int, step: int) -> np.ndarray:
+        return np.asarray(self.batches[step], dtype=np.int64)
+
+
 def steps_of(
     setting: Setting, microbatches: int | None, share: Share, around: Surroundings | None = None
 ) -> StepDataset:
-    """Batches of a rank; step 0 has the whole data set."""
+    """Batches of a rank; by default one, of the whole data set."""
     made = data_of(setting.folder, "draw" in setting.modules)
-    return StepDataset(
+    return Steps(
+        setting.batches,
         made.indices["train"],
         made.processors,
-        tuple((s, t) for s, t in made.edges if s in setting.modules and t in setting.modules),
+        setting.flows(),
         share,
-        global_batch_size=SAMPLES,
+        consumers=setting.consumers,
         microbatches=microbatches,
         microbatch_tokens=setting.tokens,
         balancing=None
@@ -153,8 +206,8 @@ def steps_of(
 
 def share_of(placement: Placement, setting: Setting, rank: int) -> Share:
     """What a rank computes, as the strategy and the data module say it."""
-    tp = placement.layouts["llm"].tp
-    return Share.of(placement, setting.modules, rank, {"llm": tp * ROW_ALIGNMENT} if tp > 1 else {})
+    tp = {name: placement.layouts[name].tp for name in setting.consumers}
+    return Share.of(placement, setting.modules, rank, {n: d * ROW_ALIGNMENT for n, d in tp.items() if d > 1})
 
 
 @dataclass
@@ -163,20 +216,29 @@ class Reference:
 
     losses: dict[str, float]
     gradients: dict[str, torch.Tensor]
+    trains: frozenset[str] = frozenset()
+    """Parameters that are not frozen."""
     predicted: torch.Tensor | None = None
     drawn: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def errors(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Relative error of every parameter's gradient, in the 2-norm."""
+        """Relative error of every parameter's gradient, in the 2-norm; infinite where there should be none."""
         found = {}
+        largest: dict[str, float] = {}
+        for name, expected in self.gradients.items():
+            module = name.split(".")[0]
+            largest[module] = max(largest.get(module, 0.0), float(expected.norm()))
         for name, gradient in gradients.items():
+            if name not in self.gradients:
+                found[name] = float("inf")
+                continue
             expected = self.gradients[name]
-            size = float(expected.norm())
+            size = max(float(expected.norm()), NEGLIGIBLE * largest[name.split(".")[0]])
             if name.endswith(("k_proj.bias", "wk.bias")):
                 # Softmax ignores a shift of all keys: this gradient is zero, and what is there is rounding noise of
                 # the size of its weight's gradient.
                 size = float(self.gradients[name.replace("bias", "weight")].norm())
-            found[name] = float((gradient - expected).norm()) / size
+            found[name] = float((gradient - expected).norm()) / (size or 1.0)
         return found
 
 
@@ -189,33 +251,41 @@ def fp64() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-def reference(setting: Setting, microbatches: int, *, train: bool = True) -> Reference:
-    """The one-process step."""
+def reference(setting: Setting, microbatches: int, *, train: bool = True, step: int = 0) -> Reference:
+    """A step of one process, samples dealt in order."""
+    setting = replace(setting, balance=None, tokens={})
     with fp64():
         vocabulary = data_of(setting.folder, "draw" in setting.modules).tokenizer.vocab_size
         model = model_of(setting, vocabulary).double().train(train)
-        out = model(steps_of(setting, microbatches, Share.whole(setting.modules))[0])
-        if train:
+        out = model(steps_of(setting, microbatches, Share.whole(setting.modules))[step])
+        if train and out.loss.requires_grad:
             out.loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    trains = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     predicted = None if out.predictions is None else out.predictions.values
     losses = {n: float(x.detach()) for n, x in out.losses.items()}
-    return Reference(losses, gradients, predicted, dict(out.drawn or {}))
+    return Reference(losses, gradients, trains, predicted, dict(out.drawn or {}))
 
 
 def placed(setting: Setting, world: int) -> Placement:
     return place({n: ModuleLayout.from_config(n, dict(v)) for n, v in setting.layouts.items()}, world)
 
 
-def assembled(setting: Setting, rank: int, world: int, *, train: bool = True) -> Assembled:
+def empty_model(setting: Setting, *, train: bool = True) -> MultimodalModel:
+    """Without values, fp64."""
+    vocabulary = data_of(setting.folder, "draw" in setting.modules).tokenizer.vocab_size
+    with fp64(), torch.device("meta"):
+        return model_of(setting, vocabulary).double().train(train)
+
+
+def assembled(
+    setting: Setting, rank: int, world: int, *, train: bool = True, model: MultimodalModel | None = None
+) -> Assembled:
     """The model on its ranks, fp64."""
     with fp64():
-        vocabulary = data_of(setting.folder, "draw" in setting.modules).tokenizer.vocab_size
-        with torch.device("meta"):
-            model = model_of(setting, vocabulary).double().train(train)
         return assemble(
             "model",
-            model,
+            model or empty_model(setting, train=train),
             placed(setting, world),
             rank,
             torch.device("cpu"),
@@ -252,10 +322,16 @@ class Stepped:
     losses: dict[str, float]
     errors: dict[str, float]
     """Of the gradients of parameters that this rank owns, against the reference."""
+    trains: dict[str, bool]
+    """Parameter that this rank owns -> whether it is trained."""
     peaks: dict[Node, int]
     in_flight: dict[Node, int]
     """What the schedule says of the same nodes."""
     plan: StepPlan
+    lanes: tuple[Lane, ...]
+    """Of the schedule: what every rank does, as this one has it."""
+    evaluated: dict[str, float] = field(default_factory=dict)
+    """Losses of the same batch without backwards, where it was run so."""
 
 
 @dataclass(frozen=True)
@@ -287,35 +363,85 @@ def steps_on_rank(
             anything, in large worlds (where steps are slow) the first and the last of them; 0: none.
         balances: ways to spread the work, every number of microbatches with each of them; default: the setting's.
     """
-    made = assembled(setting, rank, world)
-    share = share_of(placed(setting, world), setting, rank)
-    modules = made.executor.wiring.modules
-    owned = {f"{n}.{fqn}": p for n, m in modules.items() for fqn, p in m.named_parameters() if not p.is_meta}
+    made = OnRank(rank, world, setting)
+    ways = [replace(setting, balance=balance) for balance in balances] or [setting]
+    steps = [made.step(expected, number, way) for way in ways for number in counts]
+    breaks = _breaks(made.executor.graph) if damages else {}
+    names = list(breaks) if world <= MOST else [next(iter(breaks)), list(breaks)[-1]]
+    found = {name: made.step(expected, damages, setting, breaks[name]).errors for name in names}
+    dist.barrier()
+    return Run(steps, found)
 
-    def step(number: int | None, setting: Setting, damage: str = "") -> Stepped:
+
+class OnRank:
+    """A model in place on this rank, to be compared with one process."""
+
+    def __init__(self, rank: int, world: int, setting: Setting) -> None:
+        self.rank = rank
+        self.share = share_of(placed(setting, world), setting, rank)
+        self.made = assembled(setting, rank, world)
+        self.executor = self.made.executor
+        modules = self.executor.wiring.modules
+        self.owned = {f"{n}.{fqn}": p for n, m in modules.items() for fqn, p in m.named_parameters() if not p.is_meta}
+
+    def step(
+        self, expected: Reference, microbatches: int | None, setting: Setting, damage: str = "", number: int = 0
+    ) -> Stepped:
+        """One training step.
+
+        Args:
+            expected: of this step.
+            microbatches: None: by budget.
+            setting: as it was assembled, but for how work is spread.
+            damage: see :func:`damaged`.
+            number: of the step in the setting's batches.
+        """
+        batch: Batch = steps_of(setting, microbatches, self.share, self.made.surroundings)[number]
         with damaged(damage), counted() as peaks:
-            outcome = made.executor.run(steps_of(setting, number, share, made.surroundings)[0], train=True)
-        schedule = made.executor.recorder.steps[-1].schedule
-        if not damage and rank == 0:
+            outcome = self.executor.run(batch, train=True)
+        schedule = self.executor.recorder.steps[-1].schedule
+        if not damage and self.rank == 0:
             check(schedule)
         gradients = {}
-        for name, p in owned.items():
+        for name, p in self.owned.items():
             if p.grad is not None:
                 whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
                 gradients[name] = whole.detach()
             p.grad = None
-        held = {node: most for node, most in schedule.in_flight.items() if node in made.executor.stages and most}
-        losses = {n: float(x.detach()) for n, x in outcome.losses.items()}
-        plan = made.executor.recorder.steps[-1].plan
-        return Stepped(losses, expected.errors(gradients), dict(peaks), held, plan)
+        held = {node: most for node, most in schedule.in_flight.items() if node in self.executor.stages and most}
+        trains = {name: p.requires_grad for name, p in self.owned.items()}
+        plan = self.executor.recorder.steps[-1].plan
+        errors = expected.errors(gradients)
+        return Stepped(self._losses(outcome), errors, trains, dict(peaks), held, plan, schedule.lanes)
 
-    ways = [replace(setting, balance=balance) for balance in balances] or [setting]
-    steps = [step(number, way) for way in ways for number in counts]
-    breaks = _breaks(made.executor.graph) if damages else {}
-    names = list(breaks) if world <= MOST else [next(iter(breaks)), list(breaks)[-1]]
-    found = {name: step(damages, setting, breaks[name]).errors for name in names}
+    def evaluate(self, setting: Setting) -> dict[str, float]:
+        """Losses of the first batch, forwards alone."""
+        for module in self.executor.wiring.modules.values():
+            module.eval()
+        batch: Batch = steps_of(setting, setting.microbatches, self.share, self.made.surroundings)[0]
+        with torch.no_grad():
+            outcome = self.executor.run(batch, train=False)
+        return self._losses(outcome)
+
+    def _losses(self, outcome: Outcome) -> dict[str, float]:
+        """Shares of the loss."""
+        return {name: self.executor.weights[name] * float(x.detach()) for name, x in outcome.losses.items()}
+
+
+def batches_on_rank(
+    rank: int, world: int, setting: Setting, expected: Sequence[Reference], damage: str = ""
+) -> list[Stepped] | str:
+    """All batches of a setting, each as it is expected, through one executor, and the first once more without
+    backwards; or why the setting is refused.
+    """
+    try:
+        made = OnRank(rank, world, setting)
+        found = [made.step(one, setting.microbatches, setting, damage, step) for step, one in enumerate(expected)]
+        found[0].evaluated = made.evaluate(setting)
+    except HeteroError as refusal:
+        return str(refusal)
     dist.barrier()
-    return Run(steps, found)
+    return found
 
 
 def _breaks(graph: StageGraph) -> dict[str, str]:

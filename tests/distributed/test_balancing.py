@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.distributed.harness import Pool
 from tests.distributed.stepping import (
     Reference,
     Setting,
+    Stepped,
     assembled,
     data,
     placed,
@@ -46,6 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ilp": {"rearrange": "ilp"},
     "interval": {"reorder": "interval"},
     "anywhere": {"rearrange": "none"},
+    "measured": {"costs": {"vision": {"fixed": 0.5}, "llm": {"linear": 0.0, "quadratic": 2e-3}}},
 }
 
 
@@ -134,14 +137,27 @@ def test_every_option_changes_the_batch(pool: Pool, folders: dict[bool, str]) ->
     pipelined = balanced(folders, "pipelined")
     none, interval, search = plans(pool, pipelined, 5, [{"reorder": r} for r in ("none", "interval", "search")])
     assert none not in (interval, search)
+    measured = {"costs": {"vision": {"linear": 1e-3}, "audio": {"linear": 1.0}, "llm": {"linear": 1e-6}}}
+    sampled = [{"policy": "none", "reorder": "none"}, {"policy": "none"}]
+    ways = [{**way, **more} for way in sampled for more in ({}, measured, {"speeds": {"audio": [1e-4]}})]
+    flops, seconds, slow, *ordered = ran(pool, pipelined, 5, ways)
+    assert places(flops.plan) == places(seconds.plan) == places(slow.plan)
+    assert flops.lanes not in (seconds.lanes, slow.lanes), "costs and speeds decide who comes first on a shared rank"
+    by_flops, *by_time = (places(step.plan) for step in ordered)
+    assert by_flops not in by_time, "and in which order microbatches run"
+
+
+def ran(pool: Pool, setting: Setting, count: int, ways: list[dict[str, Any]]) -> list[Stepped]:
+    """Steps that really ran, as rank 0 saw them; all ranks had the same plans and schedules."""
+    wanted = expected(setting)
+    runs = pool.run(setting.world, steps_on_rank, setting, wanted, (count,), 0, ways, timeout=120)
+    compare(wanted, runs)
+    return runs[0].steps
 
 
 def plans(pool: Pool, setting: Setting, count: int, ways: list[dict[str, Any]]) -> list[Any]:
     """Who computed what, of steps that ran."""
-    wanted = expected(setting)
-    runs = pool.run(setting.world, steps_on_rank, setting, wanted, (count,), 0, ways, timeout=120)
-    compare(wanted, runs)
-    return [places(step.plan) for step in runs[0].steps]
+    return [places(step.plan) for step in ran(pool, setting, count, ways)]
 
 
 def exchanges_on_rank(rank: int, world: int, setting: Setting, wanted: Reference) -> dict[str, int]:
@@ -184,6 +200,24 @@ def disagreeing_on_rank(rank: int, world: int, setting: Setting) -> str:
 def test_ranks_with_different_plans_say_so(pool: Pool, folders: dict[bool, str]) -> None:
     setting = balanced(folders, "disjoint")
     for message in pool.run(setting.world, disagreeing_on_rank, setting):
+        assert message.startswith("ranks made different plans for step 0 of epoch 0")
+
+
+def disagreeing_later_on_rank(rank: int, world: int, setting: Setting) -> str:
+    """From the third step on rank 1 has a plan of the same sizes."""
+    made = assembled(setting, rank, world)
+    share = share_of(placed(setting, world), setting, rank)
+    for step in range(3):
+        batch = steps_of(setting, 2, share, made.surroundings)[0]
+        if step == 2 and rank == 1:
+            batch.plan.__dict__["digest"] = batch.plan.digest ^ 1 << 20
+        with pytest.raises(DataError) if step == 2 else nullcontext() as error:
+            made.executor.run(batch, train=True)
+    return str(error.value)  # type: ignore[union-attr]
+
+
+def test_ranks_with_different_plans_of_the_same_sizes_say_so_in_that_step(pool: Pool, folders: dict[bool, str]) -> None:
+    for message in pool.run(4, disagreeing_later_on_rank, balanced(folders, "disjoint")):
         assert message.startswith("ranks made different plans for step 0 of epoch 0")
 
 

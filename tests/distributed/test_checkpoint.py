@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import resource
 import signal
@@ -274,10 +273,14 @@ def refusals(rank: int, world: int, path: str) -> dict[str, str]:
         "fine": told(lambda: ck.load(good, path)),
     }
     assert good[f"model.{rank}"].tolist() == [rank] * 4
-    dist.barrier()
+    file = os.path.join(path, "rank-00001.safetensors")
+    size = os.path.getsize(file)
     if rank == 1:
-        file = os.path.join(path, "rank-00001.safetensors")
-        size = os.path.getsize(file)
+        flip(file, size - 1)
+    dist.barrier()
+    messages["flipped"] = told(lambda: ck.load(good, path))
+    messages["unchecked"] = told(lambda: ck.load(good, path, verify=False))
+    if rank == 1:
         with open(file, "wb") as stream:
             stream.write(b"\xff" * size)
     dist.barrier()
@@ -287,6 +290,14 @@ def refusals(rank: int, world: int, path: str) -> dict[str, str]:
     dist.barrier()
     messages["truncated"] = told(lambda: ck.load(good, path))
     return messages
+
+
+def flip(file: str, at: int) -> None:
+    with open(file, "r+b") as stream:
+        stream.seek(at)
+        (byte,) = stream.read(1)
+        stream.seek(at)
+        stream.write(bytes([byte ^ 1]))
 
 
 def test_every_rank_is_told_the_same(pool: Pool, tmp_path: Path) -> None:
@@ -307,11 +318,12 @@ def test_every_rank_is_told_the_same(pool: Pool, tmp_path: Path) -> None:
         "shape": "model.shared has shape (2,)",
         "unexpected": "1 tensors that the model does not have: model.1",
         "nowhere": "no checkpoint at",
-        "garbage": "rank-00001.safetensors: cannot be opened",
+        "flipped": "rank-00001.safetensors is damaged: bytes 0 to 16 of 'model.1' changed since it was written",
+        "garbage": "rank-00001.safetensors is damaged: its header changed",
         "truncated": "bytes instead of",
     }.items():
         assert said in first.pop(name), name
-    assert first == {"fine": ""}
+    assert first == {"fine": "", "unchecked": ""}
     assert os.listdir(tmp_path) == ["c"]
 
 
@@ -332,19 +344,25 @@ def background(rank: int, world: int, path: str) -> list[Any]:
     into = distribute_tensor(torch.zeros(10), mesh, [Shard(0)])
     steps = [ck.load({"model.w": into}, f"{path}{i}").metadata["step"] for i in (0, 1)]
 
+    file = f"{path}0/rank-{rank:05d}.safetensors"
+    flip(file, os.path.getsize(file) - 1)
+    dist.barrier()
+    noticed = told(lambda: ck.load({"model.w": into}, f"{path}0"))
+
     if rank == 1:  # one rank's file cannot be written: the others hear of it at their next save
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
     saver.save({"model.w": weight}, {"step": 9}, f"{path}1", async_=True)
     message = told(lambda: saver.save({"model.w": weight}, {"step": 10}, f"{path}1", async_=True))
     after = ck.load({"model.w": into}, f"{path}1").metadata["step"]
-    return [set(ticks), steps, whole({"w": into})["w"].tolist(), message, after]
+    return [set(ticks), steps, whole({"w": into})["w"].tolist(), message, after, noticed]
 
 
 def test_saves_in_the_background(pool: Pool, tmp_path: Path) -> None:
     results = pool.run(2, background, str(tmp_path / "c"))
     assert results[0] == results[1]
-    ticks, steps, values, message, after = results[0]
+    ticks, steps, values, message, after, noticed = results[0]
+    assert "0/rank-00000.safetensors is damaged: bytes 0 to 20 of 'model.w@0'" in noticed
     assert ticks == {2.0} and steps == [2, 3] and after == 3
     assert values == [60.0 + i for i in range(10)]
     assert "File too large" in message and "[rank 1]" in message
@@ -374,24 +392,3 @@ def test_killed_while_saving_the_one_before_stays(pool: Pool, tmp_path: Path, as
     into = {"model.0": torch.zeros(4), "model.1": torch.zeros(4)}
     assert ck.load(into, path).metadata == {"n": 1}
     assert into["model.0"].tolist() == into["model.1"].tolist() == [1.0] * 4
-
-
-def export_live(rank: int, world: int, folder: str) -> tuple[dict[str, torch.Tensor], str]:
-    modules = build({"vision": ("fsdp", [1, 2]), "llm": ("tp", [0, 1])}, rank, seed=5)
-    vision = modules["vision"].state_dict() if "vision" in modules else {}
-    names = {key: f"encoder.{key}" for key in ("up.weight", "up.bias", "down.weight", "down.bias", "norm.weight")}
-    faulty = told(lambda: ck.export_module("vision", vision, folder, names=names))
-    names |= {key: f"encoder.{key}" for key in ("norm.bias", "unused", "seen")}
-    ck.export_module("vision", vision, folder, names=names, config={"width": 6})
-    return whole(vision), faulty
-
-
-def test_export_of_a_live_module(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(3, export_live, str(tmp_path / "out"))
-    expected = merged([part for part, _ in results])
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert_same({key.removeprefix("encoder."): t for key, t in found.items()}, expected)
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"width": 6}
-    assert {faulty for _, faulty in results} == {results[0][1]}
-    assert "module 'vision'" in results[0][1] and "no exported name for 3 parameters" in results[0][1]
-    assert os.listdir(tmp_path) == ["out"]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,13 +93,15 @@ def start(digits: Path, tmp_path: Path) -> Iterator[Starter]:
 @pytest.mark.slow
 def test_every_way_to_start_gives_the_same_loss(start: Starter, digits: Path) -> None:
     expected = train(Job(str(digits), steps=STEPS, batch=8, capture=False)).losses[-1]
-    ways = [{"torchrun": 2}, {}, {"start": "fork"}, {"start": "spawn"}]
+    ways: list[dict[str, Any]] = [{"torchrun": 2}, {"again": True}, {"start": "fork"}, {"start": "spawn"}]
     for pair in (ways[:2], ways[2:]):  # two at a time: most of it is imports
         runs = [
             (
                 way,
                 start(
-                    *(["--start", str(way["start"])] if "start" in way else []), torchrun=int(way.get("torchrun", 0))
+                    *(["--start", way["start"]] if "start" in way else []),
+                    *(["--again"] if "again" in way else []),
+                    torchrun=way.get("torchrun", 0),
                 ),
             )
             for way in pair
@@ -107,8 +110,10 @@ def test_every_way_to_start_gives_the_same_loss(start: Starter, digits: Path) ->
             text = run.end()
             assert run.process.returncode == 0, f"{way}\n{text}"
             losses = re.findall(r"loss=([\d.]+)", text)
-            assert len(losses) == 1, f"{way}\n{text}"
-            assert float(losses[0]) == pytest.approx(expected, rel=1e-5), way
+            assert len(losses) == (2 if "again" in way else 1), f"{way}\n{text}"
+            assert [float(x) for x in losses] == pytest.approx([expected] * len(losses), rel=1e-5), way
+            refused = "an earlier Trainer made this process one of 2, but Trainer(devices x num_nodes) says 3"
+            assert text.count(refused) == (2 if "again" in way else 0), f"{way}\n{text}"  # by both ranks
             assert survivors(run) == []
             assert (run.folder / "last.ckpt").exists(), way
 
@@ -123,8 +128,13 @@ def test_a_rank_that_raises_ends_the_job_with_its_message(start: Starter) -> Non
     }
     for way, run, text, seconds in watch_all(runs):
         assert run.process.returncode != 0, way
-        assert f"LookupError: rank {way[-1]} has had enough" in text, f"{way}\n{text}"
-        assert "Connection closed" not in text, f"{way}\n{text}"
+        # Its words are those of a lost connection, and still they are the cause and not the other rank's.
+        cause, other = int(way[-1]), 1 - int(way[-1])
+        error = f"ConnectionError: rank {cause} has had enough: connection refused, broken pipe\n"
+        assert re.search(rf"{error}(\[rank{cause}\]: )?rank {cause} ended the run with this", text), f"{way}\n{text}"
+        assert f"rank {other} lost another rank, whose own message tells why (here: " in text, f"{way}\n{text}"
+        for what in ("told", "finally"):
+            assert sorted(p.name for p in run.folder.glob(f"{what}*")) == [f"{what}0", f"{what}1"], f"{way}\n{text}"
         assert seconds < SECONDS, f"{way} took {seconds:.0f} s to end\n{text}"
         assert survivors(run) == [], way
         assert not (run.folder / "last.ckpt").exists(), way

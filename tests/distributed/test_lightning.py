@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric, SumMetric
+from torchmetrics import CatMetric, MeanMetric, SumMetric
 
 from hetero_strategy.errors import ConfigError
 from tests.distributed.harness import Pool
@@ -249,10 +249,30 @@ class Logging(Probe):
         self.total = SumMetric()
         self.average = MeanMetric()
         self.stages: list[str] = []
+        self.register_buffer("seen", torch.zeros(()))
+        self.statistics = torch.nn.BatchNorm1d(3, affine=False)
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.register_buffer("factor", torch.full((2,), 0.5))
+            self.kept, self.values = SumMetric(), CatMetric()
+            for metric in (self.kept, self.values):
+                metric.persistent(True)
+        super().configure_model()
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        beside = (self.seen, self.statistics.running_mean, self.factor, self.kept.sum_value, *self.values.value)
+        self.began = [x.tolist() for x in beside]
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.stages.append("train")
         loss = super().training_step(batch, batch_idx)
+        self.seen += 1
+        self.factor *= self.factor
+        self.statistics.running_mean += loss.detach()
+        self.kept(len(batch))
+        self.values.update(loss.detach())
         for how in ("mean", "sum", "max", "min"):
             self.log(f"train/{how}", loss, on_step=False, on_epoch=True, reduce_fx=how, sync_dist=True)
         self.log("train/both", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(batch))
@@ -317,6 +337,7 @@ def live(case: Case, folder: str) -> dict[str, Any]:
         told[f"{name} place"] = (trainer.current_epoch, trainer.global_step)
         told[f"{name} losses"] = [float(x) for x in lit.losses]
         told[f"{name} stages"] = " ".join(lit.stages)
+        told[f"{name} began"] = lit.began
 
     trainer, lit, dm, saving, logger = fresh()
     told["validated"] = trainer.validate(lit, dm)
@@ -377,6 +398,8 @@ def test_a_whole_life(pool: Pool, digits: Path, tmp_path: Path, layouts: Any) ->
     assert len(expected["top"]) == 2 and "last.ckpt" in expected["files"]
     assert expected["fit metrics"]["train/count"] == 3.0
     assert expected["resumed losses"]
+    began = expected["resumed began"]
+    assert began[0] > 3 and len(began) == 4 + began[0], "nothing beside the model was restored"
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

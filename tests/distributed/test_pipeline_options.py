@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.exact import EXACT, compare, expected, on, setting_of
+from tests.distributed.exact import EXACT, NOTICED, compare, expected, on, setting_of
 from tests.distributed.harness import Pool
 from tests.distributed.stepping import (
     Reference,
@@ -40,9 +41,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "tied": (PLAIN, TIED, ("1f1b", "zb_h1", "interleaved_1f1b", "zbv")),
     "tied, sharded": (SHARDED, TIED, ("1f1b", "zb_h1")),
     "tied, replicated": (REPLICATED, TIED, ("1f1b",)),
+    "tied, both ends in one stage": ({"vision": on(0, 1, pp=2), "llm": on(1)}, TIED, ("zb_h1",)),
     "recompute": (BOTH, {"recompute": ("vision", "llm")}, ("1f1b", "zb_h1", "zbv")),
     "recompute, sharded": (SHARDED, {"recompute": ("vision", "llm")}, ("1f1b", "zb_h1")),
     **{f"frozen: {name}": (BOTH, {"freeze": freeze}, ("1f1b", "zb_h1", "zbv")) for name, freeze in FROZEN.items()},
+    "frozen, tensor parallel": ({"vision": on(1), "llm": on(0, 1, tp=2)}, {"freeze": ("llm",)}, ("1f1b",)),
     "frozen on other ranks": (
         {"vision": on(0, 1, pp=2), "llm": on(2, 3, pp=2)},
         {"freeze": ("vision.backbone", "llm")},
@@ -81,9 +84,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
     return {draws: data(root / str(draws), draws=draws) for draws in (False, True)}
 
 
-def several(rank: int, world: int, settings: list[Setting], wanted: Reference, damages: int) -> list[Run]:
+def several(
+    rank: int,
+    world: int,
+    settings: list[Setting],
+    wanted: Reference,
+    damages: int,
+    counts: tuple[int, ...] = (1, 4, 9),
+) -> list[Run]:
     """One run for each of several settings of one model."""
-    return [steps_on_rank(rank, world, setting, wanted, (1, 4, 9), damages) for setting in settings]
+    return [steps_on_rank(rank, world, setting, wanted, counts, damages) for setting in settings]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -107,6 +117,33 @@ def test_frozen_parts_have_no_gradients(folders: dict[bool, str], freeze: tuple[
     wanted = expected(setting_of(folders, BOTH, "1f1b", freeze=freeze))
     assert wanted.gradients
     assert not any(name.startswith(part) for name in wanted.gradients for part in freeze)
+
+
+EVERYWHERE = {"dropout": 0.2, "attention_dropout": 0.1, "activation_dropout": 0.15}
+DROPOUT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "in stages, run forward twice": (
+        {"vision": on(0, 1, pp=2), "audio": on(0, 1, pp=2), "llm": on(0, 1, pp=2)},
+        {"recompute": ("vision", "audio", "llm"), "dropout": EVERYWHERE},
+        ("1f1b", "zb_h1", "interleaved_1f1b"),
+    ),
+    "of rows that tensor-parallel ranks share": (
+        {"vision": on(0), "audio": on(0, 1, tp=2), "llm": on(1)},
+        {"dropout": {"dropout": 0.2}, "recompute": ("audio",)},
+        ("1f1b",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUT)
+def test_the_same_random_numbers_wherever_a_module_lives(pool: Pool, folders: dict[bool, str], name: str) -> None:
+    layouts, options, orders = DROPOUT[name]
+    layers = {f"{module}_layers": 4 for module in layouts}
+    settings = [setting_of(folders, layouts, order, lm="hf_llama", **layers, **options) for order in orders]
+    wanted = reference(settings[0], 4)
+    without = reference(replace(settings[0], dropout={}), 4)
+    assert max(without.errors(wanted.gradients).values()) > NOTICED
+    for runs in zip(*pool.run(settings[0].world, several, settings, wanted, 4, (4,), timeout=120), strict=True):
+        compare(wanted, runs)
 
 
 def test_idle_ranks(pool: Pool, folders: dict[bool, str]) -> None:

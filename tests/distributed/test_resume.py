@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.harness import Pool
+from tests.distributed.harness import Pool, WorkerError
 from tests.distributed.scenario import Job, data, train, train_on_rank
 
 SAVED_AT = 3
@@ -96,13 +96,19 @@ def test_any_layout_continues_the_curve(pool: Pool, tmp_path: Path, background: 
 
 
 def test_a_changed_checkpoint_is_noticed(pool: Pool, tmp_path: Path) -> None:
-    """Negative control: another seed's weights do not continue the curve."""
+    """Negative control: other weights do not continue the curve; nor do those of a disk that lost a bit, unless one
+    insists.
+    """
     folder = data(tmp_path / "digits")
     job = Job(str(folder), steps=SAVED_AT, capture=False)
     whole = train(replace(job, steps=SAVED_AT + 2))
     path = str(tmp_path / "saved")
     pool.run(1, run, replace(job, layouts=LAYOUTS["one rank"][1], lr=4e-3), path, timeout=60)
-    ((losses, _),) = pool.run(
-        1, run, replace(job, layouts=LAYOUTS["one rank"][1], steps=SAVED_AT + 2, resume=path), None, timeout=60
-    )
+    again = replace(job, layouts=LAYOUTS["one rank"][1], steps=SAVED_AT + 2, resume=path)
+    file = Path(path, "rank-00000.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+    with pytest.raises(WorkerError, match=r"CheckpointError: .*rank-00000\.safetensors is damaged: bytes .* of 'optim"):
+        pool.run(1, run, again, None, timeout=60)
+    insisting = replace(again, strategy={"verify_checkpoints": False})
+    ((losses, _),) = pool.run(1, run, insisting, None, timeout=60)
     assert losses != pytest.approx(whole.losses[SAVED_AT:], rel=1e-6)

@@ -99,7 +99,7 @@ class HandBatch:
         }
         return SimpleNamespace(
             assignments=assignments,
-            metadata=SimpleNamespace(labels=self.labels),
+            metadata=SimpleNamespace(epoch=0, step=0, labels=self.labels),
             normalizer=lambda name: max(1, int(self.labels.sum())),
         )
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
@@ -18,9 +19,14 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+from hetero_strategy.checkpoint.__main__ import main
+from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model import (
+    Encoder,
     MultimodalModel,
+    Projector,
+    flow_decoder,
     hf_llama,
     hf_qwen3,
     materialize,
@@ -68,25 +74,47 @@ def test_titan_takes_llama3_rope_scaling(tmp_path):
     torch.testing.assert_close(out.logits, logits_of(theirs, inputs), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("make", [lambda: titan_llama(**TITAN), lambda: hf_llama(**LLAMA)])
-def test_language_models_export_a_folder(tmp_path, make):
-    ours = ready(make(), dtype=torch.float32)
-    parameters = dict(ours.named_parameters())
-    names = ours.export_names()
-    assert names.keys() == parameters.keys()
-    folder = {theirs: ours.to_export(fqn, parameters[fqn].detach()).contiguous() for fqn, theirs in names.items()}
-    save_file(folder, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(ours.export_config()))
-    theirs, info = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    inputs = tokens([5, 3])
+def export(tmp_path, **modules):
+    """What the command writes of a run's checkpoint."""
+    state = TrainingState("net", modules, group=None)
+    state.save({"state_dict": state.model_tensors()}, tmp_path / "saved")
+    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out")]) == 0
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    ("make", "fields"),
+    [(titan_llama, TITAN), (hf_llama, LLAMA), (hf_llama, LLAMA | {"tie_word_embeddings": True}), (hf_qwen3, LLAMA)],
+    ids=["titan_llama", "hf_llama", "tied", "hf_qwen3"],
+)
+def test_language_models_export_a_folder(tmp_path, make, fields):
+    ours = ready(make(**fields), dtype=torch.float32)
+    folder = export(tmp_path, llm=ours) / "llm"
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    theirs, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert type(theirs).__name__ == json.loads((folder / "config.json").read_text())["architectures"][0]
+    inputs = tokens([11, 3])
     out = ours(inputs, {}, keep_logits=True)
     torch.testing.assert_close(out.logits, logits_of(theirs, inputs), rtol=1e-4, atol=1e-5)
-    again = (type(ours).__name__ == "TitanLlama" and titan_llama) or hf_llama
-    again = again(checkpoint=tmp_path)
+    again = make(checkpoint=folder)
     materialize(again, 5)
+    expected = ours.state_dict()
     for fqn, value in again.state_dict().items():
-        assert torch.equal(value, parameters[fqn]), fqn
+        assert torch.equal(value, expected[fqn]), fqn
+
+
+def test_modules_without_a_hugging_face_form_keep_their_names(tmp_path, capsys):
+    own = Encoder(lambda: torch.nn.Linear(3, 4), Projector(4, 8))
+    modules = {"draw": flow_decoder(width=8, patch_size=2, dim=8, n_layers=1, n_heads=2), "own": own}
+    for name, module in modules.items():
+        materialize(module, 0, name=name)
+    folder = export(tmp_path, **modules)
+    assert capsys.readouterr().out.count("tensors under their own names") == 2
+    for name, module in modules.items():
+        assert [path.name for path in (folder / name).iterdir()] == ["model.safetensors"]
+        found, expected = load_file(folder / name / "model.safetensors"), module.state_dict()
+        assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -20,6 +20,8 @@ from hetero_strategy.model import (
     titan_llama,
     whisper_encoder,
 )
+from hetero_strategy.model.adapter import models_without_values
+from hetero_strategy.model.encoder import Backbone
 from hetero_strategy.model.init import unit_tensors
 from hetero_strategy.model.titan import _titan
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, clips, images
@@ -204,3 +206,25 @@ def test_twins_are_no_submodules_and_cost_nothing():
     assert all(p.is_meta for p in model.llm.twin().parameters())
     assert not any("twin" in name for name, _ in model.named_modules())
     assert set(model.state_dict()) == {"llm." + name for name, _ in model.llm.named_parameters()}
+
+
+class Own(Backbone):
+    """A person's adapter that does not think of the meta device."""
+
+    hidden_width = width = 16
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 16)
+
+
+def test_models_without_values_leave_values_to_all_else():
+    with models_without_values():
+        beside, ready = torch.full((2,), 3.0), Plain()
+        encoders = {"own": Own(), "made": Plain, "ready": ready}
+        modules = {name: Encoder(backbone, Projector(16, 16)) for name, backbone in encoders.items()}
+        model = MultimodalModel({**modules, "llm": hf_llama(**LLAMA)})
+    given = {f"ready.backbone.linear.{name}" for name in ("weight", "bias")}
+    assert {name for name, p in model.named_parameters() if not p.is_meta} == given
+    assert model.ready.backbone is ready and beside.tolist() == [3.0, 3.0]
+    assert not Own().linear.weight.is_meta

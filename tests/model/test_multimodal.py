@@ -195,7 +195,7 @@ def test_two_consumers_of_one_encoder():
 
 def test_a_runner_takes_over():
     model, data = model_of(), batch()
-    model.attach(lambda given: ("ran", given))
+    model.attach(lambda given, **_: ("ran", given))
     assert model(data) == ("ran", data)
     model.detach()
     assert model(data).loss > 0

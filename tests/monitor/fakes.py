@@ -80,10 +80,12 @@ class Lit(L.LightningModule):
 class Loader:
     def __init__(self, clock: Clock, batch: Any) -> None:
         self.clock, self.batch = clock, batch
+        self.waited = 0.0
 
     def __iter__(self) -> Iterator[Any]:
         while True:
             self.clock.now += WAIT
+            self.waited += WAIT
             yield self.batch
 
 

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.monitor import ThroughputMonitor, csv_logger, wandb_logger
+from hetero_strategy.monitor.measure import Spent
 from tests.monitor.fakes import (
     STEP,
     VALIDATION,
@@ -33,17 +36,20 @@ def fit(
     model: nn.Module | None = None,
     recompute: Any = (),
     trainer_options: dict[str, Any] | None = None,
+    clock: Clock | None = None,
+    monitor: ThroughputMonitor | None = None,
+    callbacks: Sequence[L.Callback] = (),
     **options: Any,
 ) -> tuple[list[tuple[int, dict[str, float]]], L.Trainer]:
-    clock, logger = Clock(), Remember()
+    clock, logger = clock or Clock(), Remember()
     lit = Lit(clock, model or Model(llm=Counted(100.0), vision=CountedEncoder()))
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
         max_steps=steps,
         logger=[logger],
-        callbacks=[ThroughputMonitor(clock=clock, **options)],
-        enable_checkpointing=False,
+        callbacks=[monitor or ThroughputMonitor(clock=clock, **options), *callbacks],
+        enable_checkpointing=bool(callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
@@ -63,6 +69,8 @@ def test_throughput_of_known_seconds(tmp_path: Path) -> None:
     seconds = STEP + WAIT  # the loader is asked for each batch between two steps
     assert metrics["throughput/step_seconds"] == pytest.approx(seconds)
     assert metrics["throughput/data_wait_seconds"] == pytest.approx(WAIT)
+    for nothing in ("checkpoint", "between", "validation"):
+        assert metrics[f"throughput/{nothing}_seconds"] == pytest.approx(0.0)
     assert metrics["throughput/tokens_per_second"] == pytest.approx(60 / seconds)
     assert metrics["throughput/samples_per_second"] == pytest.approx(3 / seconds)
     assert metrics["throughput/llm/rows_per_second"] == pytest.approx(60 / seconds)
@@ -71,6 +79,31 @@ def test_throughput_of_known_seconds(tmp_path: Path) -> None:
     assert metrics["memory/max_rss_gib"] > 0.05
     assert not any(name.startswith(("mfu", "hfu")) for name in metrics)  # no peak is known for a CPU
     assert trainer.progress_bar_metrics["tokens/s"] == pytest.approx(60 / seconds)
+
+
+class Saves(Checkpoint):
+    """Takes its time after every step, of which the strategy says 4 s were spent on the checkpoint."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.clock.now += 4 + 3
+        trainer.strategy.checkpoint_seconds = getattr(trainer.strategy, "checkpoint_seconds", 0.0) + 4  # type: ignore[attr-defined]
+
+
+def test_nobody_elses_time_is_a_wait_for_data(tmp_path: Path) -> None:
+    clock = Clock()
+    monitor = ThroughputMonitor(2, clock=clock)
+    options = {"limit_val_batches": 1, "val_check_interval": 2, "limit_train_batches": 4}
+    rows, _ = fit(tmp_path, steps=4, monitor=monitor, clock=clock, callbacks=[Saves(clock)], trainer_options=options)
+    assert [metrics["throughput/data_wait_seconds"] for _, metrics in rows] == [WAIT / 2, WAIT], "first is not known"
+    assert [metrics["throughput/checkpoint_seconds"] for _, metrics in rows] == [2, 4]
+    assert [metrics["throughput/between_seconds"] for _, metrics in rows] == [1.5, 3]
+    assert [metrics["throughput/validation_seconds"] for _, metrics in rows] == [0, (VALIDATION + WAIT) / 2]
+    assert rows[1][1]["throughput/step_seconds"] == STEP + WAIT + 4 + 3
+    assert monitor.last is not None and (monitor.last.steps, monitor.last.tokens) == (4, 240)
+    assert monitor.last.spent == Spent(4 * STEP, 3 * WAIT, 4 * 4, 4 * 3, 2 * (VALIDATION + WAIT))
 
 
 LLM, VISION = 60 * 100.0, 16 * 1010.0

@@ -178,7 +178,7 @@ def run(rank: int, world: int, piece: Piece) -> dict[str, Any]:
             replicas = mesh.get_group("dp_replicate")
         settle((p for p in stage.parameters() if p.requires_grad), replicas)
     if piece.forget != "tied":
-        tied.settle()
+        tied.settle(["m"])
     found = {}
     for stage in stages.values():
         for name, parameter in _owned(stage).items():

@@ -9,14 +9,14 @@ from hetero_strategy.data.digits import write_digits, write_digits_draw
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """48 training and 12 validation samples."""
-    return write_digits(tmp_path_factory.mktemp("data") / "digits", train=48, val=12, progress=False)
+    """48 training, 12 validation and 10 test samples."""
+    return write_digits(tmp_path_factory.mktemp("data") / "digits", train=48, val=12, test=10, progress=False)
 
 
 @pytest.fixture(scope="session")
 def drawings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """48 training and 12 validation samples to draw."""
-    return write_digits_draw(tmp_path_factory.mktemp("data") / "drawings", train=48, val=12, progress=False)
+    """48 training, 12 validation and 10 test samples to draw."""
+    return write_digits_draw(tmp_path_factory.mktemp("data") / "drawings", train=48, val=12, test=10, progress=False)
 
 
 @pytest.fixture(scope="session")
@@ -30,5 +30,6 @@ def data_at(folder: Path) -> tuple[str, ...]:
         "data.write=null",
         f"data.module.train={folder}/train.json",
         f"data.module.val={folder}/val.json",
+        f"data.module.test={folder}/test.json",
         f"data.module.tokenizer={folder}",
     )

@@ -12,7 +12,7 @@ from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from hetero_strategy.data.datamodule import MultimodalDataModule
-from hetero_strategy.errors import ConfigError, HeteroError, LayoutError
+from hetero_strategy.errors import ConfigError, DataError, HeteroError, LayoutError
 from recipes import build, cli
 from recipes.drawings import DigitJudge
 from tests.recipes.conftest import data_at
@@ -212,3 +212,26 @@ def test_drawing_models_that_cannot_be(drawings: Path, override: str, message: s
     cfg, data = drawing(drawings, override)
     with pytest.raises(InstantiationException, match=message), torch.device("meta"):
         build.model_maker(cfg, data)()
+
+
+@pytest.mark.parametrize("side", [2, 1])
+def test_any_module_is_an_encoder(small: Path, side: int) -> None:
+    """It says nothing of its rows, so they are compared when it runs."""
+    cfg = compose("data.module.global_batch_size=4", *data_at(small))
+    own = {"_target_": "tests.recipes.own.own_encoder", "feature": 64, "out_width": 128, "side": side}
+    OmegaConf.update(cfg, "model.modules.vision", own, merge=False, force_add=True)
+    build.check_configuration(cfg)
+    data = build.datamodule(cfg)
+    make = build.model_maker(cfg, data)
+    build.check_model(make, data, build.placement(cfg))
+    model, batch = make(), next(iter(data.train_dataloader()))
+    (given,) = batch.inputs["vision"]
+    assert given is not None and len(given.rows)
+    if side == 2:
+        model(batch).loss.backward()
+        assert model.vision.backbone.first.weight.grad.abs().sum() > 0
+        return
+    (height, width), rows = given.sizes[0].tolist(), int(given.rows[0])
+    message = rf"module 'vision': Cells made {4 * given.rows.sum()} rows but the data plans {given.rows.sum()} .*"
+    with pytest.raises(DataError, match=message + rf"\({height}, {width}\) -> {rows}.*patch_size, merge, stack"):
+        model(batch)

@@ -1,26 +1,44 @@
-"""What the report says of balance."""
+"""What the report says of balance, and what it shows of samples."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hetero_strategy.data.datamodule import MultimodalDataModule
+from hetero_strategy.data.digits import digit_processors
 from hetero_strategy.monitor import BalanceMonitor
 from hetero_strategy.monitor.balance import BalanceSummary, Spread
+from hetero_strategy.monitor.measure import Spent
+from hetero_strategy.monitor.throughput import Totals
 from hetero_strategy.monitor.traffic import Traffic
-from recipes.report import Totals, _balance_lines, balance
+from recipes.report import _balance_lines, _question, _spent_line, balance, throughput
+from tests import stock
 
 SPREAD = Spread(np.array([3.0, 1.0]), np.array([2.2, 1.8]))
 
 
 def reported(summary: BalanceSummary | None, seconds: float = 10.0) -> Any:
-    monitor, totals = BalanceMonitor(), Totals()
-    monitor.last, totals.seconds, totals.wait = summary, seconds, 0.5
-    trainer: Any = SimpleNamespace(callbacks=[monitor, totals])
-    return balance(trainer, totals)
+    monitor = BalanceMonitor()
+    monitor.last = summary
+    trainer: Any = SimpleNamespace(callbacks=[monitor], train_dataloader=SimpleNamespace(num_workers=0))
+    spent = Spent(step=seconds - 0.5, data=0.5) if seconds else Spent()
+    return balance(trainer, Totals(5, 100, spent, 2))
+
+
+def test_where_the_time_went() -> None:
+    found = throughput(Totals(4, 1000, Spent(step=6.0, data=1.0, checkpoint=0.5, between=2.5, validation=7.0), 3))
+    assert found["train_seconds"] == 10.0 and found["tokens_per_second"] == 100.0 and found["data_wait_seconds"] == 1.0
+    assert found["seconds"]["rank"] == 3 and sum(found["seconds"].values()) == 3 + 10.0 + 7.0
+    assert _spent_line(found["seconds"], found["train_seconds"]) == (
+        "6.0 s in steps (60.0%), 1.0 s waiting for data (10.0%), 0.5 s on checkpoints (5.0%), 2.5 s between steps"
+        " (callbacks, loggers, Lightning's loop) (25.0%); validation 7.0 s more"
+    )
 
 
 def test_balance_of_a_run() -> None:
@@ -30,7 +48,8 @@ def test_balance_of_a_run() -> None:
     (name, ratios), (other, data) = _balance_lines(found)
     assert (name, other) == ("balance", "data") and "llm 1.50 -> 1.10" in ratios
     assert data == (
-        "5.0% of the time waiting, plan 12.3 ms a step (75% hidden), 2.00 MiB a step between nodes, 1.00 within"
+        "5.0% of the time waiting, plan 12.3 ms a step (75% hidden), reading and decoding 200.0 ms, made between steps:"
+        " no workers, 2.00 MiB a step between nodes, 1.00 within"
     )
 
 
@@ -45,3 +64,18 @@ def test_says_only_what_is_known(seconds: float) -> None:
 def test_what_was_skipped_is_said() -> None:
     found = reported(BalanceSummary(5, {}, None, 0.0, None, None, None, 1.0, 3, 1))
     assert _balance_lines(found) == [("data", "5.0% of the time waiting, 3 samples skipped, 1 workers replaced")]
+
+
+def test_questions_are_shown_as_they_were_asked(small: Path, tmp_path: Path) -> None:
+    """Whatever tokens the tokenizer has for pictures and recordings."""
+    data = MultimodalDataModule(
+        val=small / "val.json",
+        tokenizer=stock.tokenizer(tmp_path, stock.LLAMA_3),
+        processors=digit_processors(),
+        global_batch_size=4,
+        cache_folder=tmp_path,
+    )
+    data.prepare_data()
+    asked = [sample["conversations"][0]["value"] for sample in json.loads((small / "val.json").read_text())]
+    assert [_question(data, data.indices["val"], sample) for sample in range(len(asked))] == asked
+    assert any("<image> <audio>" in question for question in asked)

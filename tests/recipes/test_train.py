@@ -5,85 +5,157 @@ from __future__ import annotations
 import csv
 import json
 import os
+import random
+import re
+import secrets
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hetero_strategy.checkpoint import describe
 from hetero_strategy.data.balancing import Balance
-from tests.recipes.commands import SMALL, run, start, wait_until_gone
+from hetero_strategy.errors import CheckpointError
+from recipes import cli
+from tests.recipes.commands import ROOT, SMALL, Ended, run, start, wait_until_gone
 
 pytestmark = pytest.mark.slow
 
-
-def losses(folder: Path) -> dict[int, float]:
-    """Step -> training loss, over all parts of a run."""
-    found = {}
-    for path in sorted(folder.glob("metrics/version_*/metrics.csv")):
-        for row in csv.DictReader(path.open()):
-            if row.get("train/loss"):
-                found[int(row["step"])] = float(row["train/loss"])
-    return found
+STEPS, SAVED_EVERY = 18, 3
+JOB = (
+    *("layout=colocated", *SMALL, f"trainer.max_steps={STEPS}", "trainer.val_check_interval=9"),
+    f"checkpoint.every_n_steps={SAVED_EVERY}",
+)
+"""Three epochs of 48 samples, in steps of 8."""
 
 
-def test_a_run_leaves_a_report(tmp_path: Path, given: tuple[str, ...]) -> None:
-    result = run(tmp_path, "layout=colocated", *given, *SMALL)
+def rows(folder: Path, metric: str, version: int = 0) -> list[dict[str, str]]:
+    """Lines of a run's log that have a metric, with all digits of it."""
+    path = folder / "metrics" / f"version_{version}" / "metrics.csv"
+    return [row for row in csv.DictReader(path.open()) if row.get(metric)]
+
+
+def losses(folder: Path, version: int = 0) -> dict[int, str]:
+    """Step -> training loss."""
+    return {int(row["step"]): row["train/loss"] for row in rows(folder, "train/loss", version)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, given: tuple[str, ...]) -> tuple[Path, Ended]:
+    """A run that nobody stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(folder, *JOB, *given)
+
+
+def test_a_run_leaves_a_report(tmp_path: Path, whole: tuple[Path, Ended]) -> None:
+    folder, result = whole
     assert result.code == 0, result.output
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["steps"] == 3 and report["processes"] == 2 and report["samples"] == 12
-    assert 0 <= report["exact_match"] <= 1 and report["val_loss"] > 0
+    report = json.loads((folder / "report.json").read_text())
+    assert report["steps"] == STEPS and report["processes"] == 2 and report["resumed"] is None
+    assert (report["split"], report["samples"]) == ("test", 10) and "of 10 test samples" in result.output
+    assert 0 <= report["exact_match"] <= 1 and report["loss"] > 0
+    assert report["chosen_by"]["metric"] == "val/exact_match" and 0 <= report["chosen_by"]["value"] <= 1
+    shown = [example["id"] for example in report["examples"]]
+    assert all(name.startswith("test-") for name in shown), shown
     assert set(report["exact_match_by_kind"]) <= {"vision", "audio", "vision+audio", "text"}
-    assert report["train_seconds"] > 0 and report["tokens_per_second"] > 0 and report["data_wait_seconds"] >= 0
+    assert report["train_seconds"] > 0 and report["tokens_per_second"] > 0 and report["data_wait_seconds"] > 0
+    spent = report["seconds"]
+    assert min(spent[part] for part in ("step", "data", "checkpoint", "between", "validation")) > 0
+    assert spent["step"] + spent["data"] + spent["checkpoint"] + spent["between"] == pytest.approx(
+        report["train_seconds"], abs=0.05
+    )
     assert report["layouts"][2] == {"module": "llm", "ranks": "0-1", "degrees": "dp_shard=2"}
     assert set(report["parameters"]) == {"vision", "audio", "llm"} and min(report["parameters"].values()) > 1000
     assert Path(report["checkpoint"]).is_dir() and len(report["examples"]) == 5
     assert {"question", "answer", "prediction", "files", "exact"} <= set(report["examples"][0])
-    assert (tmp_path / "examples.png").stat().st_size > 1000
+    assert (folder / "examples.png").stat().st_size > 1000
     last = report["timeline"]
     assert last["measured_seconds"] > 0 and last["simulated_seconds"] > 0 and 0 <= last["measured_bubble"] < 1
-    assert (tmp_path / "timeline.png").stat().st_size > 1000
-    trace = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert 0 < last["steps"] < STEPS and last["ratio"] > 0, "the first one warms up"
+    assert last["host_before"] > 0 and last["host_after"] > 0, "schedule and routes, sums over ranks"
+    assert (folder / "timeline.png").stat().st_size > 1000
+    trace = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     ran = [{(e["tid"], e["name"]) for e in trace if e["ph"] == "X" and e["pid"] == pid} for pid in (0, 1)]
     assert ran[0] == ran[1], "simulated and measured are one schedule"
-    costs = Balance.of({"costs": json.loads((tmp_path / "balance.json").read_text())["costs"]}).costs
+    costs = Balance.of({"costs": json.loads((folder / "balance.json").read_text())["costs"]}).costs
     assert set(costs) == {"vision", "audio", "llm"}
     for cost in costs.values():
         assert 0 < cost.alone(np.array([30]))[0] < 10, "seconds of a forward"
     python, _, arguments = report["resume"].partition(" ")
-    assert shutil.which(python) and arguments == f"-m recipes.train resume={tmp_path}"
+    assert shutil.which(python) and arguments == f"-m recipes.train resume={folder}"
     assert result.output.count(report["resume"]) == 2 and "exact match" in result.output
 
-    again = run(
-        tmp_path / "again", f"run={tmp_path}", "layout=single", "monitor.progress_bar=false", module="recipes.evaluate"
-    )
+    job = (f"run={folder}", "layout=single", "split=val", "monitor.progress_bar=false")
+    again = run(tmp_path / "again", *job, module="recipes.evaluate")
     assert again.code == 0, again.output
     evaluation = json.loads((tmp_path / "again" / "report.json").read_text())
-    assert evaluation["processes"] == 1 and evaluation["exact_match"] == report["exact_match"]
-    assert evaluation["val_loss"] == pytest.approx(report["val_loss"], rel=1e-4)
+    assert (evaluation["processes"], evaluation["split"], evaluation["samples"]) == (1, "val", 12)
+    assert evaluation["exact_match"] == report["chosen_by"]["value"]
+    chosen = max(rows(folder, "val/loss"), key=lambda row: float(row["val/exact_match"]))
+    assert evaluation["loss"] == pytest.approx(float(chosen["val/loss"]), rel=1e-4)
 
 
-def test_killed_and_resumed_is_the_same_curve(tmp_path: Path, given: tuple[str, ...]) -> None:
-    job = ("layout=colocated", *given, *SMALL, "trainer.max_steps=9", "checkpoint.every_n_steps=3")
-    whole = start(tmp_path / "whole", *job)
-    folder = tmp_path / "killed"
-    process = start(folder, *job, "trainer.limit_val_batches=0")
-    end = time.monotonic() + 90
-    while not (folder / "checkpoints" / "last.ckpt" / "checkpoint.json").exists() and time.monotonic() < end:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
+def killed_at_random(folder: Path, given: tuple[str, ...], seed: int) -> str:
+    """Start the job and kill its first process somewhere in the steps between one of its first four checkpoints and
+    the next one, or while either is written; returns what it printed.
+    """
+    chance = random.Random(seed)
+    process = start(folder, *JOB, *given)
+    last, seen = folder / "checkpoints" / "last.ckpt", [time.monotonic()]
+    for number in range(1, chance.randint(1, 4) + 1):
+        while saved_step(last) < number * SAVED_EVERY:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.005)
+        seen.append(time.monotonic())
+    interval = seen[-1] - seen[-2] if len(seen) > 2 else 0.3
+    time.sleep(chance.random() * interval)
     os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert not wait_until_gone(folder)
+    return process.communicate()[0]
 
-    output, _ = whole.communicate(timeout=120)
-    assert whole.returncode == 0, output
-    resumed = run(folder, f"resume={folder}")
-    assert resumed.code == 0, resumed.output
-    expected, found = losses(tmp_path / "whole"), losses(folder)
-    assert set(expected) == set(range(9))
-    later = {step: loss for step, loss in found.items() if step >= 3}
-    assert max(later) == 8 and later == pytest.approx({step: expected[step] for step in later}, rel=1e-5)
-    assert json.loads((folder / "report.json").read_text())["steps"] == 9
+
+def saved_step(checkpoint: Path) -> int:
+    """Optimizer steps of a checkpoint, 0 while there is none."""
+    try:
+        return describe(checkpoint).step or 0
+    except CheckpointError:
+        return 0
+
+
+def test_killed_and_resumed_is_the_same_run(tmp_path: Path, whole: tuple[Path, Ended], given: tuple[str, ...]) -> None:
+    seed = int(os.environ.get("KILL_SEED", secrets.randbelow(10**6)))
+    print(f"repeat with KILL_SEED={seed}")
+    folder = tmp_path / "run"
+    output = killed_at_random(folder, given, seed)
+    assert not wait_until_gone(folder) and not (folder / "report.json").exists(), output
+    step = saved_step(folder / "checkpoints" / "last.ckpt")
+    assert step in range(SAVED_EVERY, STEPS, SAVED_EVERY)
+    print(f"killed after the checkpoint of step {step}")
+
+    (command,) = re.findall(r"^resume +(.+)$", output, re.M)
+    resumed = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    report = json.loads((folder / "report.json").read_text())
+    epoch, place = divmod(step, 6)
+    order = np.random.Generator(np.random.PCG64([0, epoch])).permutation(48)
+    samples = [f"train-{number:06d}" for number in order[8 * place : 8 * place + 8]]
+    assert report["resumed"] == {"step": step, "epoch": epoch, "samples": samples}
+    assert f"goes on     at step {step} (epoch {epoch}), with samples {samples[0]}, " in resumed.stdout
+
+    found, expected = losses(folder, version=1), losses(whole[0])
+    assert list(expected) == list(range(STEPS)) and len(set(expected.values())) == STEPS
+    assert found == {number: loss for number, loss in expected.items() if number >= step}
+    unbroken = json.loads((whole[0] / "report.json").read_text())
+    for name in ("steps", "exact_match", "loss", "chosen_by", "examples"):
+        assert report[name] == unbroken[name], name
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / cli.SAVED).write_text("")
+    assert cli.last_checkpoint(tmp_path) is None
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        cli.last_checkpoint(tmp_path / "checkpoints" / "last.ckpt")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_strategy.data.orchestrator import plan_step
+from hetero_strategy.data.balancing import Balance, Surroundings
+from hetero_strategy.data.orchestrator import Size, plan_step
 from hetero_strategy.data.plan import StepItems, StepMetadata
 from hetero_strategy.errors import ConfigError, ScheduleError
 from hetero_strategy.schedule.action import Action, Node, Span, StageGraph, Work
@@ -20,7 +22,7 @@ from hetero_strategy.schedule.graph import PlannedCosts, StageCost
 from hetero_strategy.simulator.reordering import Reorderer
 from tests.schedule.cases import Module, cases, graph, makespan
 
-Sizes = dict[str, tuple[np.ndarray, np.ndarray]]
+Sizes = dict[str, Size]
 EDGES = (("vision", "llm"), ("llm", "draw"))
 APART = graph({"vision": Module([[0], [1]]), "llm": Module([[r] for r in range(2, 7)]), "draw": Module([[7]])}, EDGES)
 TOGETHER = graph({"vision": Module([[0, 1, 2, 3]]), "llm": Module([[0], [1], [2], [3]]), "draw": Module([[3]])}, EDGES)
@@ -35,7 +37,7 @@ def drawn(stages: StageGraph, count: int, seed: int, skipped: float = 0.0) -> Si
         rows = random.lognormal(3, 0.8, (count, 1)) * random.uniform(0.7, 1.0, (count, instances))
         if module != "llm":
             rows *= random.random((count, 1)) >= skipped
-        found[module] = rows, rows * rows
+        found[module] = Size(rows, rows * rows)
     return found
 
 
@@ -66,7 +68,7 @@ def taken(
         if action.microbatch < 0:
             return 0.0
         node, law = action.node, costs[action.node]
-        rows, squares = (x[order[action.microbatch]] for x in sizes[node.module])
+        rows, squares = (x[order[action.microbatch]] for x in sizes[node.module][:2])
         once = max(law.per_row * r + law.per_pair * s for r, s in zip(rows, squares, strict=True))
         parts = {"F": 1, "I": 1, "W": 1, "B": 2 if stages.stages[node].trains else 1}[action.kind]
         return float(once * (parts + (law.recomputed and action.kind != "F")))
@@ -132,7 +134,8 @@ def test_where_all_ranks_do_the_same_it_is_not_needed() -> None:
         assert Reorderer(APART, "1f1b", costs_of(APART))(drawn(APART, count, 0)).tolist() == list(range(count))
 
 
-def test_costs_are_those_that_schedules_are_made_with() -> None:
+@pytest.mark.parametrize("measured", [False, True])
+def test_costs_are_those_that_schedules_are_made_with(measured: bool) -> None:
     """The table of costs against `PlannedCosts` of a step plan whose microbatches lie in the order found."""
     random = np.random.default_rng(0)
     samples = 24
@@ -140,18 +143,47 @@ def test_costs_are_those_that_schedules_are_made_with() -> None:
     items = StepItems(np.arange(samples), rows, np.zeros(samples, np.int64), 4 * rows)
     tokens = rows + random.integers(5, 60, samples)
     metadata = StepMetadata(0, 0, np.arange(samples), tokens, tokens - 1, {"vision": items})
-    stages = graph({"vision": Module([[0], [1]]), "llm": Module([[2], [3]])}, EDGES[:1])
-    plan = plan_step(metadata, {"vision": 1, "llm": 1}, ("llm",), microbatches=6)
+    stages = graph({"vision": Module([[0], [1]]), "llm": Module([[2, 4], [3, 5]])}, EDGES[:1])
     costs = costs_of(stages)
-    planned = PlannedCosts(plan, stages, costs)
-    sizes: Sizes = {}
-    for module, assignments in plan.assignments.items():
-        hidden = [a.hidden.astype(np.float64) for a in assignments]
-        sizes[module] = tuple(np.array([[f(h)] for h in hidden]) for f in (np.sum, lambda h: (h * h).sum()))  # type: ignore[assignment]
-    table = Reorderer(stages, "1f1b", costs)._table(sizes)
-    for (kind, node), found in table.items():
+    tables = []
+
+    def order(sizes: Sizes) -> np.ndarray:
+        made = Reorderer(stages, "1f1b", costs)
+        tables.append(made._table(sizes if measured else {m: Size(s.rows, s.squares) for m, s in sizes.items()}))
+        return np.arange(6)
+
+    given = {"vision": {"linear": 3.0, "fixed": 70.0}, "llm": {"linear": 0.0, "quadratic": 9.0}}
+    around = Surroundings(orderer=lambda search: order)
+    balance = Balance.of({"policy": "none", "costs": given, "speeds": {"llm": [1, 4], "vision": [0.5]}})
+    instances = {"vision": 1, "llm": 2}
+    plan = plan_step(metadata, instances, ("llm",), microbatches=6, balancing=balance.resolve(instances, around))
+    planned = PlannedCosts(plan if measured else replace(plan, loads={}), stages, costs)
+    for (kind, node), found in tables[0].items():
         expected = [planned(Action(kind, node, k)) for k in range(6)]
         np.testing.assert_allclose(found, expected, rtol=1e-12)
+    # The stages of a module share its time, here that of the slowest instance, as they share its FLOPs.
+    for number, a in enumerate(plan.assignments["llm"] if measured else ()):
+        times = [9.0 * float((a.hidden_of(i) ** 2).sum()) / pace for i, pace in enumerate((1, 4))]
+        parts = [planned.of_instances(Action("F", node, number)) for node in stages.nodes_of("llm")]
+        np.testing.assert_allclose(sum(parts), times, rtol=1e-12)
+        flops = [costs[n].of(*(np.array([(a.hidden_of(i) ** p).sum() for i in (0, 1)]) for p in (1, 2)))
+                 for n in stages.nodes_of("llm")]  # fmt: skip
+        np.testing.assert_allclose(parts[0] / parts[1], flops[0] / flops[1], rtol=1e-12)
+
+
+def test_a_measured_cost_changes_the_order() -> None:
+    """FLOPs say that all microbatches are alike; the run said that one module's take very different times."""
+    rows, costs = np.full((8, 1), 100.0), dict.fromkeys(APART.stages, StageCost(1.0, 0.0))
+    alike = {m: Size(rows.repeat(len(APART.stages[Node(m, 0)].grid), 1), rows * rows) for m in APART.pipelines}
+    reorderer = Reorderer(APART, "1f1b", costs)
+    assert reorderer(alike).tolist() == list(range(8))
+    time = np.random.default_rng(0).lognormal(3, 1, (8, 1))
+    known = {**alike, "llm": alike["llm"]._replace(time=time)}
+    order = reorderer(known)
+    seen = {**alike, "llm": Size(time / 5, 0.0 * time)}  # the same told in rows: five stages share them
+    assert order.tolist() != list(range(8)) and taken("1f1b", APART, costs, seen, order) < taken(
+        "1f1b", APART, costs, seen, np.arange(8)
+    )
 
 
 def test_bounds_are_kept() -> None:
@@ -171,8 +203,11 @@ def test_what_is_wrong_is_said() -> None:
     with pytest.raises(ConfigError, match=r"vision\.1, draw\.0 have none"):
         Reorderer(APART, "1f1b", {n: c for n, c in costs.items() if str(n) not in ("vision.1", "draw.0")})
     reorderer = Reorderer(APART, "1f1b", costs)
-    rows, squares = sizes["llm"]
-    for wrong in ((rows[:3], squares[:3]), (rows, squares[:2]), (rows[:, 0], squares[:, 0])):
+    rows, squares, _ = sizes["llm"]
+    for wrong in (
+        Size(rows[:3], squares[:3]), Size(rows, squares[:2]), Size(rows[:, 0], squares[:, 0]),
+        Size(rows, squares, squares[:2]),
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match="of every module"):
             reorderer({**sizes, "llm": wrong})
     with pytest.raises(ConfigError, match="of every module"):

@@ -17,7 +17,7 @@ from hetero_strategy.errors import ScheduleError
 from hetero_strategy.schedule.action import Action, Lane, Node, Schedule
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
-from hetero_strategy.simulator import CAUSES, Footprint, Links, Simulation, simulate
+from hetero_strategy.simulator import CAUSES, Footprint, Host, Links, Simulation, simulate
 from tests.simulator.schedules import chain, graph_of, random_schedule, schedule_of, work_of
 
 UNIFORM = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "UNSHARD": 0.0, "REDUCE": 0.0}
@@ -95,6 +95,19 @@ def test_transfers_take_time_but_not_the_sender() -> None:
     assert found.idle["warm-up"].tolist() == [0, 4.5]
     assert found.idle["boundary"].tolist() == [0, 2]
     assert found.idle["cool-down"].tolist() == [6.5, 0]
+    assert_adds_up(found)
+
+
+def test_main_threads_take_time_before_between_and_after_actions() -> None:
+    """Two stages, two microbatches: rank 0 begins at 0.5, rank 1 could at 1; 0.25 s after actions, 2 s at the end."""
+    found = simulate(chain(2, 2), uniform, host=Host({0: 0.5, 1: 1.0}, lambda action: 0.25, 2.0))
+    assert [start for _, start, _ in found.of(0)] == [0.5, 1.75, 4.75, 8.25]
+    assert [start for _, start, _ in found.of(1)] == [1.5, 2.75, 5.0, 6.25]
+    assert found.time == 10.25 + 2.0
+    assert found.idle["warm-up"].tolist() == [0.5, 1.5]
+    assert found.idle["host"].tolist() == [0.75, 0.75]
+    assert found.idle["cool-down"].tolist() == [2.0, 4.0]
+    assert found.busy.tolist() == [6.0, 6.0]
     assert_adds_up(found)
 
 

@@ -132,6 +132,7 @@ class Dispatch:
         known = time.perf_counter()
         metadata = steps.index.metadata(decoded.epoch, decoded.step, samples, measured)
         plan = steps.plan_of(metadata)
+        assert plan.digest  # as in StepDataset
         planned = time.perf_counter()
         sent = received = everything = 0
         pieces: dict[str, dict[int, np.ndarray]] = {}

@@ -9,6 +9,7 @@ DistTrain's asynchronous loader (sections 5 and 7.3.2) decodes on CPU nodes whil
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -90,6 +91,8 @@ class StepLoader:
         """Samples that counted for nothing, over all epochs."""
         self.restarts = 0
         """Workers replaced."""
+        self.waited = 0.0
+        """Seconds that whoever iterates has waited for batches, over all epochs."""
         self.num_workers, self.prefetch_factor, self.engine, self.on_error = (
             num_workers, prefetch_factor, engine, on_error,
         )  # fmt: skip
@@ -119,6 +122,7 @@ class StepLoader:
             self.epoch, self.consumed, self._resume_at = epoch, 0, 0
 
     def __iter__(self) -> Iterator[Batch]:
+        asked = time.perf_counter()
         first, self._resume_at = self._resume_at, 0
         self.consumed = first
         self._skipped_in_epoch = self._skipped_in_epoch if first else 0
@@ -128,7 +132,9 @@ class StepLoader:
         for number, batch in enumerate(batches, first + 1):
             self.consumed = number
             self._count(batch)
+            self.waited += time.perf_counter() - asked
             yield batch
+            asked = time.perf_counter()
 
     def close(self) -> None:
         """Stop the workers; the next iteration starts new ones. Waits no longer than some seconds for a thread that

@@ -71,27 +71,28 @@ def place_items(
 
 
 def propose(gains: np.ndarray, cells: Cells) -> np.ndarray:
-    """Cell of each batch, int64 ``[batches]``, by rounds of proposals; ``gains`` is float64 ``[batches, cells]``."""
+    """Cell of each batch, int64 ``[batches]``, by rounds of proposals; ``gains`` is float64 ``[batches, cells]``.
+
+    A batch of which no node with room holds anything waits until the others are placed, and takes what is left.
+    """
     cell = np.full(len(gains), -1, dtype=np.int64)
     for kind in range(len(cells.room)):
         room = cells.room[kind].copy()
-        waiting = np.flatnonzero(cells.of_batch == kind)
-        mine = gains if len(waiting) == len(gains) else gains[waiting]
-        open_cells = np.flatnonzero(room > 0)
-        if len(open_cells) < mine.shape[1]:
-            mine = mine[:, open_cells]
+        of_kind = np.flatnonzero(cells.of_batch == kind)
+        waiting, mine = of_kind, gains if len(of_kind) == len(gains) else gains[of_kind]
         while len(waiting):
             best = np.argmax(mine, axis=1)
-            value = np.take_along_axis(mine, best[:, None], axis=1)[:, 0]
+            value = mine[np.arange(len(mine)), best]
             order = np.lexsort((-value, best))
+            order = order[value[order] > 0]
             asked = best[order]
             place_in_line = np.arange(len(asked)) - np.searchsorted(asked, asked)
-            accepted = place_in_line < room[open_cells][asked]
-            cell[waiting[order[accepted]]] = open_cells[asked[accepted]]
-            room -= np.bincount(open_cells[asked[accepted]], minlength=len(room))
+            accepted = place_in_line < room[asked]
+            cell[waiting[order[accepted]]] = asked[accepted]
+            room -= np.bincount(asked[accepted], minlength=len(room))
             left = np.sort(order[~accepted])
-            still = room[open_cells] > 0
-            waiting, mine, open_cells = waiting[left], mine[np.ix_(left, np.flatnonzero(still))], open_cells[still]
+            waiting, mine = waiting[left], np.where(room > 0, mine[left], 0.0)
+        cell[of_kind[cell[of_kind] < 0]] = np.repeat(np.arange(len(room)), room)
     return cell
 
 

@@ -147,9 +147,9 @@ def even_out(
         if not len(heavy):
             break
         give_at, take_at = _looked_at(first, count, heavy, turn), _looked_at(first, count, light, turn)
-        differs = weights[order[give_at]][:, :, None] - weights[order[take_at]][:, None, :]
         half = (load[heavy] - load[light]) / 2
-        miss = np.abs(differs - half[:, None, None]).reshape(len(half), -1)
+        miss = (weights[order[give_at]] - half[:, None])[:, :, None] - weights[order[take_at]][:, None, :]
+        miss = np.abs(miss, out=miss).reshape(len(half), -1)
         best = np.argmin(miss, axis=1)
         pair = np.flatnonzero(miss[np.arange(len(half)), best] < half)
         give_at, take_at = give_at[pair, best[pair] // _LOOKED_AT], take_at[pair, best[pair] % _LOOKED_AT]

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
+from time import sleep
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,6 +77,26 @@ def test_labels_and_slots_of_a_packed_microbatch(digits: Path, tmp_path: Path) -
     assert batch.plan.loss_tokens == 5 == int((sequence.labels != none).sum())
     vision = inputs["vision"]
     assert isinstance(vision, EncoderInputs) and vision.rows.tolist() == [2, 1] and vision.values.shape == (12, 64)
+
+
+@pytest.mark.parametrize("finish", [(), (lambda batch: batch,)], ids=["in the loop", "in a thread"])
+def test_waits_are_the_loaders_time_and_nobody_elses(index: DatasetIndex, finish: tuple[Any, ...]) -> None:
+    class Slow(StepDataset):
+        def __getitem__(self, place: Any) -> Batch:
+            sleep(0.1)
+            return super().__getitem__(place)
+
+    given = Slow(index, digit_processors(), EDGES, Share.whole(MODULES), global_batch_size=4)
+    loader = StepLoader(given, finish=finish, prefetch_factor=1)
+    batches = iter(loader)
+    next(batches)
+    first = loader.waited
+    assert first >= 0.1
+    sleep(0.5)  # a checkpoint, say
+    next(batches)
+    second = loader.waited - first
+    assert (second < 0.1) if finish else (0.1 <= second < 0.4), "the thread has made it meanwhile"
+    loader.close()
 
 
 @pytest.mark.parametrize("multiple", [1, 4])

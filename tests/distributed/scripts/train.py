@@ -17,12 +17,19 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
+from hetero_strategy.errors import ConfigError
 from hetero_strategy.strategy import HeteroStrategy
 from tests.distributed.scenario import Job, Lit, datamodule
 
 STEPS = 4
+
+
+class Told(Callback):
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        if isinstance(module, Script) and torch.distributed.is_initialized():  # and not the parent of the ranks
+            Path(module.asked.folder, f"told{trainer.global_rank}").touch()
 
 
 class Script(Lit):
@@ -34,11 +41,21 @@ class Script(Lit):
         Path(self.asked.folder, f"pid{self.global_rank}").write_text(str(os.getpid()))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        ended = False
+        try:
+            loss = self.step(batch, batch_idx)
+            ended = True
+            return loss
+        finally:
+            if not ended:
+                Path(self.asked.folder, f"finally{self.global_rank}").touch()
+
+    def step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         here = [str(self.global_rank), str(batch_idx)]
         if here in (self.asked.fail, self.asked.kill):
             Path(self.asked.folder, "fell").touch()
         if here == self.asked.fail:
-            raise LookupError(f"rank {self.global_rank} has had enough")
+            raise ConnectionError(f"rank {self.global_rank} has had enough: connection refused, broken pipe")
         if here == self.asked.kill:
             os.kill(os.getpid(), signal.SIGKILL)
         if here == self.asked.sleep:
@@ -54,6 +71,7 @@ def main() -> None:
     parser.add_argument("--start", default="popen")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--late", action="store_true", help="rank 1 fails after the run")
+    parser.add_argument("--again", action="store_true", help="train anew in other layouts, then with one more process")
     for what in ("--fail", "--kill", "--sleep"):
         parser.add_argument(what, nargs=2)
     asked = parser.parse_args()
@@ -72,12 +90,30 @@ def main() -> None:
         num_sanity_val_steps=0,
         limit_val_batches=0,
         default_root_dir=asked.folder,
-        callbacks=[ModelCheckpoint(asked.folder, save_on_exception=True, save_last=True, every_n_epochs=1000)],
+        callbacks=[
+            ModelCheckpoint(asked.folder, save_on_exception=True, save_last=True, every_n_epochs=1000),
+            Told(),
+        ],
     )
     lit = Script(job, dm.tokenizer.vocab_size, asked)
     trainer.fit(lit, datamodule=dm)
     if trainer.is_global_zero:
         print(f"loss={float(trainer.callback_metrics['train/loss']):.7f}", flush=True)
+    if asked.again:
+        options: dict[str, Any] = {
+            "accelerator": "cpu",
+            "max_steps": STEPS,
+            "logger": False,
+            "enable_checkpointing": False,
+        }
+        again = L.Trainer(devices=world, strategy=HeteroStrategy(layouts | {"audio": {"ranks": [0]}}), **options)
+        again.fit(Script(job, dm.tokenizer.vocab_size, asked), datamodule=datamodule(job))
+        if again.is_global_zero:
+            print(f"loss={float(again.callback_metrics['train/loss']):.7f}", flush=True)
+        try:
+            L.Trainer(devices=world + 1, strategy=HeteroStrategy(layouts), **options)
+        except ConfigError as error:
+            print(f"refused: {error}", flush=True)
     if asked.late and trainer.global_rank == 1:
         time.sleep(1)
         raise LookupError("rank 1 failed late")

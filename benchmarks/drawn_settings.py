@@ -1,0 +1,372 @@
+"""Settings drawn at random, and smaller ones of a given one."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hetero_strategy.data.balance import EQUAL_SPEEDS, POLICIES
+from hetero_strategy.data.digits import write_digits, write_digits_draw
+from tests.distributed.stepping import ITEM_MODULES, Setting
+
+SAMPLES = 40
+DEGREES = ("dp_replicate", "dp_shard", "tp", "pp")
+PARTS = {
+    "vision": ("backbone", "projector", "backbone.model.embeddings", "backbone.model.encoder.layers.0"),
+    "audio": ("backbone", "projector", "backbone.model.layers.0", "backbone.model.conv2"),
+    "draw": ("layers.0", "condition_in", "patch_out"),
+    "titan": ("model.tok_embeddings", "model.output", "model.layers.0", "model.norm"),
+    "hf": ("model.model.embed_tokens", "model.lm_head", "model.model.layers.0", "model.model.norm"),
+}
+"""What may be frozen of a module, or of a kind of language model."""
+
+
+PLAIN = ("balance", "tokens", "freeze", "recompute", "max_in_flight", "gather", "edges", "loss_weights", "kv_heads",
+         "ranks_per_node", "tied", "lm", "order")  # fmt: skip
+"""Options that a smaller setting has as they are by default, in the order in which that is tried."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set to draw batches from."""
+
+    folder: str
+    kinds: Mapping[tuple[str, ...], tuple[int, ...]]
+    """Modules that have items in a sample -> samples."""
+
+
+def write(folder: Path) -> dict[bool, Data]:
+    """Both data sets, without and with drawings; in each some samples with several items."""
+    made = {False: write_digits, True: write_digits_draw}
+    return {draws: _data(folder / f"draw-{draws}", make) for draws, make in made.items()}
+
+
+def _data(folder: Path, make: Any) -> Data:
+    manifest = folder / "train.json"
+    if not manifest.exists():
+        make(folder, train=SAMPLES, val=1, seed=3, progress=False)
+        samples = json.loads(manifest.read_text())
+        parts = [[s for s in samples if s.get(key)] for key in ("image", "audio")]
+        images, audios = ([s[key] for s in found] for key, found in zip(("image", "audio"), parts, strict=True))
+        for number in range(4):
+            image, audio = images[: 2 * number + 2], audios[:number]
+            question = "<image>".join(["Read "] + [" "] * len(image)) + "<audio>" * len(audio)
+            talk = [{"from": "human", "value": question}, {"from": "gpt", "value": f"{len(image)}{len(audio)}"}]
+            samples.append({"id": f"many-{number}", "image": image, "audio": audio, "conversations": talk})
+        manifest.write_text(json.dumps(samples))
+    kinds: dict[tuple[str, ...], tuple[int, ...]] = {}
+    for number, sample in enumerate(json.loads(manifest.read_text())):
+        fields = {"vision": "image", "audio": "audio", "draw": "draw"}
+        kind = tuple(module for module, name in fields.items() if sample.get(name))
+        kinds[kind] = (*kinds.get(kind, ()), number)
+    return Data(str(folder), kinds)
+
+
+def draw(seed: int, number: int, data: Mapping[bool, Data]) -> Setting:
+    """One setting, a function of the first two arguments.
+
+    Args:
+        seed: of all settings.
+        number: of this one.
+        data: without and with drawings.
+    """
+    return _Drawing(random.Random(f"{seed} {number}"), data).setting()
+
+
+class _Drawing:
+    """What the parts of one setting share."""
+
+    def __init__(self, rng: random.Random, data: Mapping[bool, Data]) -> None:
+        self.rng = rng
+        self.data = data[self.often(0.25)]
+        self.draws = self.data is data[True]
+
+    def often(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+    def one_of(self, weights: Mapping[Any, float]) -> Any:
+        return self.rng.choices(list(weights), list(weights.values()))[0]
+
+    def setting(self) -> Setting:
+        rng = self.rng
+        modules = self.modules()
+        world = self.one_of({1: 2, 2: 26, 3: 26, 4: 32, 5: 4, 6: 6, 8: 4})
+        layouts = {name: self.layout(world) for name in modules}
+        pipelined = [name for name in modules if layouts[name]["pp"] > 1]
+        order = self.order(pipelined)
+        for name in pipelined:
+            layouts[name] |= self.virtual(order)
+        lm = self.one_of({"titan": 5, "hf_llama": 3, "hf_qwen3": 2})
+        layers = self.layers(modules, layouts)
+        instances = {name: one["dp_replicate"] * one["dp_shard"] for name, one in layouts.items()}
+        batches = self.batches()
+        balance = self.balance(modules, instances) if self.often(0.6) else None
+        largest = max(map(len, batches))
+        auto = bool(balance and "llm" in balance.get("budget", {}) and self.often(0.6))
+        tokens = {}
+        for name in modules:
+            if name in ITEM_MODULES and self.often(0.25):
+                tokens[name] = self.one_of({"equal": 3, 4: 1, 8: 1, 20: 1, 100: 1, 1000: 2})
+        losses = [name for name in modules if ITEM_MODULES.get(name) != "encoder"]
+        splits = order in ("zb_h1", "zbv")
+        return Setting(
+            self.data.folder,
+            {name: self.written(one) for name, one in layouts.items()},
+            order,
+            lm,
+            edges=self.edges(modules),
+            loss_weights={n: rng.choice((0.0, 0.5, 3.0)) for n in losses if self.often(0.15)},
+            kv_heads=self.one_of({4: 8, 2: 1}),
+            **layers,
+            freeze=self.freeze(modules, lm),
+            recompute=tuple(name for name in modules if self.often(0.15)),
+            gather=self.one_of({"auto": 6, "step": 2, "microbatch": 0.2 if splits else 2}),
+            max_in_flight={rng.choice(modules): rng.randint(1, 4)} if self.often(0.12) else {},
+            tokens=tokens,
+            balance=balance,
+            ranks_per_node=self.one_of({1 << 30: 4, 2: 1}),
+            tied=lm != "titan" and self.often(0.4),
+            batches=batches,
+            microbatches=None if auto else rng.randint(1, min(6, largest)),
+        )
+
+    def modules(self) -> list[str]:
+        if self.draws:
+            found = ["vision"] * self.often(0.75) + ["llm", "draw"]
+        else:
+            found = self.one_of({("vision",): 3, ("audio",): 3, ("vision", "audio"): 5, (): 1})
+            found = [*found, "llm"]
+        if self.often(0.15):
+            found.append("caption")
+        if self.often(0.25):
+            self.rng.shuffle(found)
+        return found
+
+    def edges(self, modules: Sequence[str]) -> tuple[tuple[str, str], ...] | None:
+        """Usually all."""
+        readers = [name for name in modules if name not in ITEM_MODULES]
+        if len(readers) == 1 or self.often(0.5):
+            return None
+        found = []
+        for name in modules:
+            if ITEM_MODULES.get(name) == "encoder":
+                found += [(name, r) for r in self.rng.sample(readers, self.rng.randint(1, len(readers)))]
+            elif name == "draw":
+                found.append((self.rng.choice(readers), name))
+        return tuple(found)
+
+    def layout(self, world: int) -> dict[str, Any]:
+        count = self.rng.randint(1, world)
+        found: dict[str, Any] = {"ranks": sorted(self.rng.sample(range(world), count)), **dict.fromkeys(DEGREES, 1)}
+        for factor in (2, 2, 2, 3, 5, 7):
+            if count % factor == 0:
+                count //= factor
+                heads = factor == 2 and found["tp"] < 4
+                degree = self.one_of({"dp_replicate": 2, "dp_shard": 3, "tp": 3 * heads, "pp": 4})
+                found[degree] *= factor
+        return found
+
+    def order(self, pipelined: Sequence[str]) -> str:
+        found = {"1f1b": 3, "gpipe": 1, "zb_h1": 3, "sequential": 1, "auto": 2}
+        return str(self.one_of({**found, **dict.fromkeys(("interleaved_1f1b", "zbv"), 2.5 if pipelined else 0.1)}))
+
+    def virtual(self, order: str) -> dict[str, Any]:
+        """Stages that an order is made for, mostly."""
+        loop, style = {"vpp": self.rng.choice((2, 2, 3))}, {"vpp": 2, "pp_style": "v"}
+        if order == "interleaved_1f1b":
+            return loop if self.often(0.9) else {}
+        if order == "zbv":
+            return style if self.often(0.9) else {}
+        if order in ("auto", "gpipe", "sequential") and self.often(0.3):
+            return self.rng.choice((loop, style))
+        return {}
+
+    def layers(self, modules: Sequence[str], layouts: dict[str, dict[str, Any]]) -> dict[str, int]:
+        """Layers by module, and at times how they are split."""
+        found: dict[str, int] = {}
+        for name in modules:
+            kind = name if name in ITEM_MODULES else "llm"
+            stages = layouts[name]["pp"] * layouts[name].get("vpp", 1)
+            found[f"{kind}_layers"] = max(found.get(f"{kind}_layers", 0), stages + self.rng.randint(0, 2))
+        for name, one in layouts.items():
+            stages = one["pp"] * one.get("vpp", 1)
+            if stages > 1 and self.often(0.3):
+                blocks = found[f"{name if name in ITEM_MODULES else 'llm'}_layers"]
+                cuts = [0, *sorted(self.rng.sample(range(1, blocks), stages - 1)), blocks]
+                one["split"] = [b - a for a, b in pairwise(cuts)]
+        return found
+
+    def written(self, layout: Mapping[str, Any]) -> dict[str, Any]:
+        """As a person would: without ones, at times with a degree left to be derived."""
+        found = {name: value for name, value in layout.items() if value != 1 or name in ("ranks", "dp_shard")}
+        if self.often(0.3):
+            unknown = self.rng.choice([name for name in DEGREES if name in found])
+            return found | {unknown: -1}
+        return found
+
+    def freeze(self, modules: Sequence[str], lm: str) -> tuple[str, ...]:
+        """Whole modules, but not all of them, and parts."""
+        if self.often(0.6):
+            return ()
+        whole = self.rng.sample(list(modules), self.rng.choice((0, 1, 1, 2)) if len(modules) > 2 else len(modules) - 1)
+        found = [name for name in whole if self.often(0.7)]
+        for name in modules:
+            if name not in found and self.often(0.35):
+                kind = name if name in ITEM_MODULES else lm.split("_")[0]
+                found += [f"{name}.{part}" for part in self.rng.sample(PARTS[kind], self.rng.choice((1, 1, 2)))]
+        return tuple(found)
+
+    def batches(self) -> tuple[tuple[int, ...], ...]:
+        """Some of them without a certain kind of item."""
+        found = []
+        for _ in range(self.one_of({1: 6, 2: 3, 3: 1})):
+            size = self.one_of({1: 1, 2: 2, 3: 2, 5: 3, 8: 3, 12: 2})
+            kinds = list(self.data.kinds)
+            if self.often(0.4):
+                kinds = self.rng.sample(kinds, self.rng.randint(1, len(kinds) - 1))
+            samples = [sample for kind in kinds for sample in self.data.kinds[kind]]
+            found.append(tuple(self.rng.sample(samples, min(size, len(samples)))))
+        return tuple(found)
+
+    def balance(self, modules: Sequence[str], instances: Mapping[str, int]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        policies = [*POLICIES, "none"]
+        if self.often(0.15):
+            policies = [name for name in policies if name not in EQUAL_SPEEDS or self.often(0.02)]
+            found["speeds"] = {n: [self.rng.choice((1, 2, 3.5)) for _ in range(instances[n])] for n in modules}
+        if self.often(0.5):
+            found["policy"] = self.rng.choice(policies)
+        elif self.often(0.5):
+            found["policy"] = {name: self.rng.choice(policies) for name in modules}
+        if self.often(0.4):
+            found["rearrange"] = self.rng.choice(("home", "permute", "ilp", "none"))
+        if self.often(0.4):
+            found["reorder"] = self.rng.choice(("search", "interval", "none"))
+        if self.often(0.3):
+            padding = self.rng.choice(("none", "full", "attention"))
+            found["costs"] = {self.rng.choice(modules): {"quadratic": self.rng.choice((0.0, 0.1)), "padding": padding}}
+        if self.often(0.3):
+            rows = {"vision": (120, 300), "audio": (400, 800), "draw": (32, 64)}
+            chosen = {name: self.rng.choice(rows.get(name, (150, 300, 600))) for name in modules if self.often(0.5)}
+            found["budget"] = chosen
+        return found
+
+
+def smaller(setting: Setting) -> Iterator[Setting]:
+    """Settings with less of something, those with much less first."""
+    for name in setting.modules:
+        if name != "llm":
+            yield _without(setting, name)
+    if len(setting.batches) > 1:
+        yield from (_of_batches(setting, (batch,)) for batch in setting.batches)
+    for number, batch in enumerate(setting.batches):
+        halves = (batch[: len(batch) // 2], batch[len(batch) // 2 :])
+        for half in halves if len(batch) > 1 else ():
+            yield _of_batches(setting, (*setting.batches[:number], half, *setting.batches[number + 1 :]))
+    plain = Setting("", {})
+    for option in PLAIN:
+        if getattr(setting, option) != getattr(plain, option):
+            yield _plain(setting, option)
+    if setting.order == "zbv":
+        yield replace(_plain(setting, "order"), order="zb_h1")
+    for option in ("freeze", "recompute"):
+        parts = getattr(setting, option)
+        for part in parts if len(parts) > 1 else ():
+            yield replace(setting, **{option: tuple(p for p in parts if p != part)})
+    for option in ("balance", "tokens"):
+        given = getattr(setting, option) or {}
+        for key in given if len(given) > 1 else ():
+            yield replace(setting, **{option: {k: v for k, v in given.items() if k != key}})
+    for name, layout in setting.layouts.items():
+        yield from (_with_layout(setting, name, one) for one in _smaller_layouts(layout))
+    yield _renumbered(setting)
+    for option in ("vision_layers", "audio_layers", "llm_layers", "draw_layers"):
+        if getattr(setting, option) > 1:
+            yield replace(setting, **{option: 1})
+            yield replace(setting, **{option: getattr(setting, option) - 1})
+    if setting.microbatches is None:
+        yield replace(setting, microbatches=2)
+    elif setting.microbatches > 1:
+        yield replace(setting, microbatches=1)
+        yield replace(setting, microbatches=setting.microbatches - 1)
+
+
+def _without(setting: Setting, module: str) -> Setting:
+    """The same without a module and what is said of it."""
+    edges = setting.edges and tuple(e for e in setting.edges if module not in e)
+    balance = setting.balance and {
+        key: {n: v for n, v in given.items() if n != module} if isinstance(given, Mapping) else given
+        for key, given in setting.balance.items()
+    }
+    return replace(
+        setting,
+        layouts={n: v for n, v in setting.layouts.items() if n != module},
+        edges=edges,
+        freeze=tuple(part for part in setting.freeze if part.split(".")[0] != module),
+        recompute=tuple(name for name in setting.recompute if name != module),
+        loss_weights={n: v for n, v in setting.loss_weights.items() if n != module},
+        max_in_flight={n: v for n, v in setting.max_in_flight.items() if n != module},
+        tokens={n: v for n, v in setting.tokens.items() if n != module},
+        balance=balance,
+    )
+
+
+def _of_batches(setting: Setting, batches: tuple[tuple[int, ...], ...]) -> Setting:
+    count = setting.microbatches and min(setting.microbatches, max(map(len, batches)))
+    return replace(setting, batches=batches, microbatches=count)
+
+
+def _plain(setting: Setting, option: str) -> Setting:
+    """The same with the default of an option."""
+    changed: dict[str, Any] = {option: getattr(Setting("", {}), option)}
+    if option == "lm":
+        names = {"model.embed_tokens": "tok_embeddings", "lm_head": "output", "model.layers.0": "layers.0"}
+        renamed = setting.freeze
+        for old, new in names.items():
+            renamed = tuple(part.replace(f".model.{old}", f".model.{new}") for part in renamed)
+        changed |= {"freeze": renamed, "tied": False}
+    if option == "order":
+        keys = ("vpp", "pp_style", "split")
+        changed["layouts"] = {n: {k: v for k, v in one.items() if k not in keys} for n, one in setting.layouts.items()}
+    if option == "balance" and setting.microbatches is None:
+        changed["microbatches"] = 2
+    return replace(setting, **changed)
+
+
+def _smaller_layouts(layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """One rank, one degree less, or fewer virtual stages."""
+    ranks = list(layout["ranks"])
+    if len(ranks) > 1:
+        yield {"ranks": ranks[:1]}
+        yield {"ranks": ranks[-1:]}
+    pp = layout.get("pp", 1)
+    if pp > 2 and pp % 2 == 0:
+        yield {key: value for key, value in layout.items() if key != "split"} | {"ranks": ranks[::2], "pp": pp // 2}
+    if pp == len(ranks) > 2:
+        yield {key: value for key, value in layout.items() if key != "split"} | {"ranks": ranks[:2], "pp": 2}
+    for degree in DEGREES:
+        if (size := layout.get(degree, 1)) > 1:
+            without = ("split", "vpp", "pp_style") if degree == "pp" else ()
+            rest = {key: value for key, value in layout.items() if key not in (degree, *without)}
+            yield rest | {"ranks": ranks[: len(ranks) // size]}
+            yield rest | {"ranks": ranks[-len(ranks) // size :]}
+    for key in ("split", "vpp"):
+        if key in layout:
+            dropped = ("split", "pp_style", "vpp") if key == "vpp" else ("split",)
+            yield {name: value for name, value in layout.items() if name not in dropped}
+
+
+def _with_layout(setting: Setting, name: str, layout: Mapping[str, Any]) -> Setting:
+    return replace(setting, layouts={**setting.layouts, name: layout})
+
+
+def _renumbered(setting: Setting) -> Setting:
+    """Without ranks that have nothing."""
+    used = sorted({rank for layout in setting.layouts.values() for rank in layout["ranks"]})
+    layouts = {n: {**one, "ranks": [used.index(r) for r in one["ranks"]]} for n, one in setting.layouts.items()}
+    return replace(setting, layouts=layouts)

@@ -1,0 +1,65 @@
+"""What is said of a parameter stays so when another takes its place: whether it trains, what is noted on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero_strategy.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Of one parameter, besides its values."""
+
+    shape: torch.Size
+    """Of the whole parameter."""
+    dtype: torch.dtype
+    requires_grad: bool
+    hooks: bool
+    """Whether something is called with its gradient."""
+    attributes: dict[str, Any]
+    """What was written on the tensor, such as a factor of the learning rate."""
+
+
+def traits_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Traits]:
+    """Traits of parameters by name."""
+    return {name: _traits(parameter) for name, parameter in parameters.items()}
+
+
+def hand_on(before: Mapping[str, Traits], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Tell the parameters that took others' places what was said of those. Torch's sequence parallel style forgets that
+    a parameter is frozen, and moving one off the meta device forgets what is written on it.
+    """
+    for name, parameter in parameters.items():
+        if name in before:
+            parameter.requires_grad_(before[name].requires_grad)
+            parameter.__dict__.update(before[name].attributes)
+
+
+def check_traits(module: str, before: Mapping[str, Traits], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Compare parameters with what they were.
+
+    Raises:
+        ModelError: naming module, parameter and trait.
+    """
+    for name, parameter in parameters.items():
+        if name not in before:
+            raise ModelError(f"module '{module}': parallelising made a parameter '{name}' that was not there before")
+        was, now = asdict(before[name]), asdict(_traits(parameter))
+        now["attributes"] = {key: value for key, value in now["attributes"].items() if key in was["attributes"]}
+        for trait, value in was.items():
+            if value != now[trait]:
+                raise ModelError(
+                    f"module '{module}': {trait} of parameter '{name}' was {value} and is {now[trait]} once it is"
+                    " parallelised; set it in another way, such as MultimodalModel(freeze=...), or in on_fit_start"
+                )
+
+
+def _traits(parameter: nn.Parameter) -> Traits:
+    hooks = bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return Traits(parameter.shape, parameter.dtype, parameter.requires_grad, hooks, dict(vars(parameter)))

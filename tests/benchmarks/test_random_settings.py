@@ -1,0 +1,89 @@
+"""A fixed number of settings drawn at random, and that the program that draws them can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks import random_settings
+from benchmarks.drawn_settings import Data, draw, smaller
+from benchmarks.random_settings import data_folder, line, masked, of_line, run, run_all, shrunk
+from tests.distributed.exact import on
+from tests.distributed.harness import Pool
+from tests.distributed.stepping import Setting
+
+COUNT, SEED = 12, 1
+
+
+@pytest.fixture(scope="module")
+def data() -> Iterator[dict[bool, Data]]:
+    with data_folder(None) as made:
+        yield made
+
+
+@pytest.mark.distributed
+def test_settings_drawn_at_random(pool: Pool, data: dict[bool, Data]) -> None:
+    found = run_all(pool, data, COUNT, SEED)
+    assert not [f.text for f in found if f.fails]
+    assert sum(f.kind == "right" for f in found) >= 0.8 * COUNT
+
+
+@pytest.mark.distributed
+def test_a_fault_is_found_and_made_small(pool: Pool, data: dict[bool, Data]) -> None:
+    """With the gradients of the first edge halved."""
+    layouts = {"vision": on(0, 2), "llm": on(1, 2, pp=2)}
+    setting = Setting(data[False].folder, layouts, "zb_h1", recompute=("llm",), batches=((0, 1, 2, 3),))
+    wrong = run(pool, setting, damage="backward:0")
+    assert wrong.kind == "wrong" and "gradient of vision." in wrong.text
+    assert run(pool, setting).kind == "right"
+    small = shrunk(wrong, lambda s: run(pool, s, damage="backward:0"), 6).setting
+    assert len(small.batches[0]) < 4 and small != setting
+    assert of_line(line(small), data) == small
+
+
+@pytest.mark.distributed
+def test_a_refusal_is_counted(pool: Pool, data: dict[bool, Data], capsys: pytest.CaptureFixture[str]) -> None:
+    setting = Setting(data[False].folder, {"llm": on(0, 1, pp=2)}, "zbv", batches=((0,),), microbatches=1)
+    results = random_settings.main(["--setting", line(setting)], pool)
+    assert list(results["refused"].values()) == [1] and "vpp=#" in next(iter(results["refused"]))
+    assert "refused: zbv needs a module" in capsys.readouterr().out
+
+
+def test_draws_are_their_numbers_and_cover_everything(data: dict[bool, Data]) -> None:
+    drawn = [draw(7, number, data) for number in range(600)]
+    assert drawn == [draw(7, number, data) for number in range(600)]
+    assert {s.modules for s in drawn} >= {("vision", "audio", "llm"), ("vision", "llm", "draw"), ("llm",)}
+    assert any(set(s.consumers) == {"llm", "caption"} for s in drawn) and any(s.edges for s in drawn)
+    assert {s.order for s in drawn} == {"1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zbv", "sequential", "auto"}
+    assert {s.lm for s in drawn} == {"titan", "hf_llama", "hf_qwen3"} and {s.tied for s in drawn} == {True, False}
+    assert {s.gather for s in drawn} == {"auto", "step", "microbatch"}
+    layouts = [layout for s in drawn for layout in s.layouts.values()]
+    for field in ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "split", "pp_style"):
+        assert sum(field in layout for layout in layouts) > 10
+    assert any(-1 in layout.values() for layout in layouts) and {s.world for s in drawn} >= {1, 2, 3, 4, 6, 8}
+    for option in ("freeze", "recompute", "max_in_flight", "tokens", "balance"):
+        assert sum(bool(getattr(s, option)) for s in drawn) > 30
+    keys = set().union(*(s.balance or {} for s in drawn))
+    assert keys == {"policy", "costs", "speeds", "budget", "rearrange", "reorder"}
+    text = {sample for d in data.values() for sample in d.kinds.get((), ())}
+    assert any(set(batch) <= text for s in drawn for batch in s.batches), "no batch of text alone"
+    assert len({len(s.batches) for s in drawn}) == 3 and None in {s.microbatches for s in drawn}
+    for setting in drawn[:100]:
+        assert of_line(line(setting), data) == setting
+        assert all(len(line(less)) < len(line(setting)) + 200 for less in smaller(setting))
+
+
+def test_smaller_settings_end(data: dict[bool, Data]) -> None:
+    """Taking the first smaller one again and again leads to one that cannot be made smaller."""
+    for number in range(50):
+        setting, seen = draw(3, number, data), set()
+        while setting is not None and line(setting) not in seen:
+            seen.add(line(setting))
+            setting = next((s for s in smaller(setting) if line(s) not in seen), None)
+        assert len(seen) < 100
+        assert setting is None
+
+
+def test_messages_are_counted_without_numbers() -> None:
+    assert masked("tp=4 of 2.5") == masked("tp=2 of 30") == "tp=# of #"

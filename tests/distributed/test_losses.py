@@ -1,0 +1,149 @@
+"""Any expression of a step's losses gives the gradients that one process gives, fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from hetero_strategy.data.batch import Batch
+from hetero_strategy.data.steps import Share
+from hetero_strategy.model import ModelOutput, MultimodalModel
+from hetero_strategy.schedule.step import StepRunner
+from tests.distributed.exact import EXACT, NOTICED, on
+from tests.distributed.harness import Pool
+from tests.distributed.stepping import (
+    Reference,
+    Setting,
+    assembled,
+    data,
+    data_of,
+    empty_model,
+    fp64,
+    model_of,
+    placed,
+    share_of,
+    steps_of,
+)
+
+Call = Callable[[], ModelOutput]
+
+LAYOUTS = {"vision": on(0), "llm": on(0, 1, pp=2), "draw": on(1)}
+DROPOUT = {"attention_dropout": 0.3}
+"""A step that is run once more draws the same random numbers."""
+
+
+def one_after_another(call: Call) -> None:
+    losses = call().losses
+    losses["llm"].backward(retain_graph=True)
+    (0.5 * losses["draw"]).backward()
+
+
+def with_teacher(call: Call) -> None:
+    with torch.no_grad():
+        teacher = call()
+    (call().loss * teacher.losses["llm"]).backward()
+
+
+def two_calls(call: Call) -> None:
+    first, second = call(), call()
+    (first.loss + 0.5 * second.losses["llm"] + 2.0 * second.losses["draw"]).backward()
+
+
+def written(loss: Callable[[ModelOutput], torch.Tensor]) -> Callable[[Call], None]:
+    return lambda call: loss(call()).backward()
+
+
+FORMS: dict[str, tuple[Callable[[Call], None], int]] = {
+    "loss": (written(lambda out: out.loss), 1),
+    "factor": (written(lambda out: 0.25 * out.loss), 1),
+    "sum of shares": (written(lambda out: sum(out.losses.values(), torch.zeros(()))), 1),
+    "weights by module": (written(lambda out: out.losses["llm"] + 0.1 * out.losses["draw"]), 2),
+    "the same weights again": (written(lambda out: 2 * out.losses["llm"] + 0.2 * out.losses["draw"]), 1),
+    "loss and a share": (written(lambda out: out.loss + 3.0 * out.losses["llm"]), 2),
+    "square": (written(lambda out: out.loss**2), 2),
+    "exp": (written(lambda out: torch.exp(0.1 * out.loss)), 1),
+    "product": (written(lambda out: out.losses["llm"] * out.losses["draw"]), 2),
+    "one share": (written(lambda out: out.losses["draw"]), 2),
+    "nothing but the language model": (written(lambda out: out.losses["llm"].log()), 2),
+    "teacher": (with_teacher, 2),
+    "two calls": (two_calls, 4),
+    "one after another": (one_after_another, 3),
+}
+"""What a person writes, and how many times the schedule runs for it."""
+
+
+def gradients(model: MultimodalModel, batch: Batch, form: str) -> dict[str, torch.Tensor]:
+    model._called = ()
+    FORMS[form][0](lambda: model(batch))
+    found = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            found[name] = (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
+        p.grad = None
+    return found
+
+
+def alone(setting: Setting) -> dict[str, Reference]:
+    with fp64():
+        vocabulary = data_of(setting.folder, True).tokenizer.vocab_size
+        model = model_of(setting, vocabulary).double()
+        batch: Any = steps_of(setting, 2, Share.whole(setting.modules))[0]
+        return {form: Reference({}, gradients(model, batch, form)) for form in FORMS}
+
+
+def on_rank(rank: int, world: int, setting: Setting) -> tuple[dict[str, Any], dict[str, int], list[str]]:
+    """Gradients and runs of every form, and what wrong uses raise."""
+    model = empty_model(setting)
+    made = assembled(setting, rank, world, model=model)
+    executor, runs = made.executor, [0]
+    run = executor.run
+
+    def counting(*args: Any, **options: Any) -> Any:
+        runs[0] += 1
+        return run(*args, **options)
+
+    executor.run = counting  # type: ignore[method-assign]
+    model.attach(
+        StepRunner(executor, [o.parameter for o in made.owned.values()], lambda: None, lambda: True, lambda: False)
+    )
+    batch = steps_of(setting, 2, share_of(placed(setting, world), setting, rank))[0]
+    found, counts = {}, {}
+    for form in FORMS:
+        before = runs[0]
+        found[form] = gradients(model, batch, form)
+        counts[form] = runs[0] - before
+    raised = []
+    loss = model(batch).loss
+    loss.backward()
+    with pytest.raises(RuntimeError) as twice:
+        loss.backward()
+    raised.append(str(twice.value))
+    out = model(batch)
+    with torch.no_grad():
+        for owned in made.owned.values():
+            owned.parameter.mul_(1.01)
+    with pytest.raises(RuntimeError) as changed:
+        (out.losses["llm"] + 7 * out.losses["draw"]).backward()
+    raised.append(str(changed.value))
+    return found, counts, raised
+
+
+def test_losses_in_any_expression(pool: Pool, tmp_path: Path) -> None:
+    setting = Setting(data(tmp_path, draws=True), LAYOUTS, dropout=DROPOUT, lm="hf_llama")
+    references = alone(setting)
+    plain = Setting(setting.folder, LAYOUTS, lm="hf_llama")
+    assert max(alone(plain)["loss"].errors(references["loss"].gradients).values()) > NOTICED
+    ranks = pool.run(2, on_rank, setting, timeout=120)
+    for form, expected in references.items():
+        assert set().union(*(found[form] for found, *_ in ranks)) == set(expected.gradients), form
+        for found, counts, _ in ranks:
+            for name, error in expected.errors(found[form]).items():
+                assert error <= EXACT, f"{form}: {name}"
+            assert counts[form] == FORMS[form][1], form
+    for *_, (twice, changed) in ranks:
+        assert "a second time" in twice and "parameters have changed since" in changed

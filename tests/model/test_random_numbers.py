@@ -1,0 +1,76 @@
+"""Random numbers inside modules follow from what is computed; see also the parity of steps with dropout."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hetero_strategy.model.random_numbers import RandomNumbers, kept
+
+CPU = torch.device("cpu")
+
+
+class Noisy(nn.Module):
+    def forward(self) -> torch.Tensor:
+        return torch.rand(4)
+
+
+def drawn(blocks: tuple[str, ...] = ("0", "1"), seed: int = 1, name: str = "vision", **other: Any) -> list[list[float]]:
+    """What a module of blocks draws in one microbatch: before, in and after each of those that are here."""
+    made = {fqn: Noisy() for fqn in ("0", "1")}
+    numbers = RandomNumbers(seed, name, made)
+    given = {"epoch": 0, "step": 0, "call": 0, "microbatch": 0, "instance": 0, "shard": 0, "rows_apart": False} | other
+    metadata = SimpleNamespace(epoch=given.pop("epoch"), step=given.pop("step"))
+    torch.rand(3)  # whatever this rank drew before
+    numbers.start(metadata, device=CPU, **given)
+    found = []
+    for fqn in blocks:
+        found += [made[fqn]().tolist(), torch.rand(4).tolist()]
+    return found
+
+
+def test_numbers_are_those_of_the_place_and_not_of_the_rank() -> None:
+    assert drawn() == drawn() and drawn(("0",)) + drawn(("1",)) == drawn()
+    everything = [number for place in drawn() for number in place]
+    assert len(set(everything)) == len(everything)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"seed": 2}, {"name": "llm"}, {"epoch": 1}, {"step": 1}, {"call": 1}, {"microbatch": 1}, {"instance": 1}],
+    ids=str,
+)
+def test_other_numbers_for_anything_else(other: dict[str, Any]) -> None:
+    assert not {tuple(place) for place in drawn()} & {tuple(place) for place in drawn(**other)}
+
+
+def test_tensor_parallel_ranks_share_the_numbers_of_rows_they_share() -> None:
+    assert drawn(shard=1) == drawn() != drawn(shard=1, rows_apart=True)
+
+
+def test_columns_have_numbers_of_their_own_and_rows_go_on_after_them() -> None:
+    def through(shard: int, width: int) -> list[list[float]]:
+        numbers = RandomNumbers(1, "llm", {})
+        numbers.start(SimpleNamespace(epoch=0, step=0), 0, 0, 0, shard, CPU, rows_apart=False)
+        found = [torch.rand(3).tolist()]
+        numbers.part("q")
+        numbers.part("k")  # one region
+        found.append(torch.rand(width)[:3].tolist())
+        numbers.join()
+        return [*found, torch.rand(3).tolist()]
+
+    (before, inside, after), other = through(0, 4), through(1, 7)
+    assert before == other[0] and after == other[2] and inside != other[1] and inside != after
+
+
+def test_the_process_draws_on_as_if_nothing_had_happened() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    with kept(CPU):
+        drawn()
+    assert torch.equal(torch.rand(4), expected)

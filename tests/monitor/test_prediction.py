@@ -1,0 +1,103 @@
+"""Steps made of known costs, transfers and main threads: what is fitted to them, and what is predicted of others."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from benchmarks.pipelines import Planned, Setting, planned
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.monitor.prediction import Fitted, Ran, durations, links, predicted, rows_between, together
+from hetero_strategy.monitor.timeline import from_measured
+from hetero_strategy.schedule.action import Action, Node
+from hetero_strategy.simulator import Host, Links, Simulation, simulate
+
+SETTING = Setting(
+    "vision dp2 -> llm pp2 dp2",
+    {"vision": ModuleLayout(ranks=[0, 1], dp_replicate=2), "llm": ModuleLayout(ranks=4, pp=2, dp_replicate=2)},
+    microbatches=3,
+)
+LINKS = Links(latency=0.002, bandwidth=1e7)
+CLOSING, BEGIN, AFTER = 0.004, 0.01, 0.0005
+WORLD = range(4)
+
+
+def width(source: Node, target: Node) -> float:
+    return 1024.0
+
+
+@cache
+def known(seed: int) -> Planned:
+    return planned(SETTING, seed)
+
+
+def step(seed: int, scatter: float = 0.0, slower: float = 1.0) -> tuple[Ran, Simulation]:
+    """A step that took what the world's laws say; later ranks begin later."""
+    given, random = known(seed), np.random.default_rng(seed)
+
+    def cost(action: Action) -> np.ndarray:
+        instances = len(given.schedule.graph.stages[action.node].grid)
+        if action.microbatch < 0:
+            return np.full(instances, 0.003 * slower)
+        line = 0.002 + 2e-10 * given.costs.of_instances(action)
+        return line * np.exp(scatter * random.normal(size=instances)) * slower
+
+    host = Host({rank: BEGIN * (1 + rank) for rank in WORLD}, lambda action: AFTER, CLOSING)
+    made = simulate(given.schedule, cost, LINKS, rows_between(given.plan, width), host=host)
+    events = {rank: made.of(rank) for rank in WORLD}
+    for own in events.values():  # by the clock a rank is at a sum over ranks from when it comes to it
+        for place in (i for i, (action, *_) in enumerate(own) if action.kind == "REDUCE"):
+            own[place] = (own[place][0], own[place - 1][2] + AFTER, own[place][2])
+    return Ran(given.plan, given.schedule, given.costs, events, dict.fromkeys(WORLD, (0.0, made.time))), made
+
+
+def test_what_a_step_was_made_of_is_found_again() -> None:
+    steps = [step(seed)[0] for seed in range(3)]
+    found = Fitted(steps, width)
+    assert found.links.latency == pytest.approx(LINKS.latency, rel=0.05)
+    assert found.links.bandwidth == pytest.approx(LINKS.bandwidth, rel=0.05)
+    assert found.closing == pytest.approx(CLOSING)
+    assert np.median(list(found.after.values())) == pytest.approx(AFTER), "some wait for a transfer behind another one"
+    assert [begins[1] for begins in found.begins] == pytest.approx([2 * BEGIN] * 3)
+    other, truth = step(7)
+    predictions = [found.simulate(other.plan, other.schedule, other.planned) for _ in range(2)]
+    assert predictions[0].time == predictions[1].time == pytest.approx(truth.time, rel=0.02)
+    assert predictions[0].bubble == pytest.approx(truth.bubble, abs=0.02)
+
+
+def test_scatter_counts_where_ranks_wait_for_each_other_and_no_step_predicts_itself() -> None:
+    steps = [step(seed, scatter=0.5)[0] for seed in range(6)]
+    found = predicted(steps, width)
+    measured = np.array([one.seconds for one in steps])
+    assert np.median(measured) / np.median([one.time for one in found]) == pytest.approx(1.0, abs=0.1)
+
+    def bare(one: Ran) -> float:
+        """With means of actions and nothing else: what is left out is what this file is about."""
+        profile = Fitted([other for other in steps if other is not one], width).profile
+        grids = {node: len(stage.grid) for node, stage in one.schedule.graph.stages.items()}
+        return simulate(one.schedule, lambda a: np.zeros(grids[a.node]) + profile.costs(one.planned, a)).time
+
+    assert np.median(measured) / np.median([bare(one) for one in steps]) > 1.2
+    disturbed = [step(0, scatter=0.5, slower=5.0)[0], *steps[1:]]
+    again = predicted(disturbed, width)
+    assert again[0].time == found[0].time and again[1].time > found[1].time
+
+
+def test_idle_means_the_same_of_what_ran_and_of_what_is_simulated() -> None:
+    """A rank that comes first to a sum over ranks is at it, by the clock, while it waits for the last one."""
+    ran, made = step(1)
+    span = (0.0, ran.seconds)
+    assert from_measured(together(ran.schedule, ran.events), span).bubble == pytest.approx(made.bubble)
+    assert from_measured(ran.events, span).bubble < made.bubble - 0.02
+    assert durations(ran.schedule, ran.events)[Action("REDUCE", Node("llm", 1))] == pytest.approx([0.003] * 2)
+
+
+def test_transfers_have_a_bandwidth_only_where_it_shows() -> None:
+    sizes = np.linspace(1e3, 1e6, 20)
+    found = links([(size, 0.001 + size / 1e8) for size in sizes])
+    assert found.latency == pytest.approx(0.001) and found.bandwidth == pytest.approx(1e8)
+    noise = np.random.default_rng(0).exponential(0.002, 20)
+    assert links(list(zip(sizes, noise, strict=True))) == Links(float(noise.mean()))
+    assert links([(5.0, 0.5), (5.0, 1.5)]) == Links(1.0) and links([]) == Links()

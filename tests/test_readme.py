@@ -1,0 +1,65 @@
+"""README's example runs as it is printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hetero_strategy.checkpoint import describe, load
+from hetero_strategy.data.digits import write_digits
+from tests import stock
+
+ROOT = Path(__file__).parents[1]
+
+
+KEPT = (
+    "vision.backbone.model.embeddings.patch_embedding.weight",
+    "siglip2-so400m",
+    "embeddings.patch_embedding.weight",
+)
+TRAINED = (
+    ("llm.model.tok_embeddings.weight", "llama-3-8b", "model.embed_tokens.weight"),
+    ("llm.model.norm.weight", "llama-3-8b", "model.norm.weight"),
+    ("audio.backbone.model.conv1.bias", "whisper-large-v3", "encoder.conv1.bias"),
+)
+"""Name in the run's checkpoint, folder, ending of the name in it."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_example_runs_as_printed(tmp_path: Path) -> None:
+    """On eight processes, with models and data of its names; they are tiny, and Lightning's own environment variables
+    end it after an epoch of one step.
+    """
+    (printed,) = re.findall(r"^```python\n(import lightning.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    (tmp_path / "example.py").write_text(printed)
+    stock.models_of_readme(tmp_path / "models")
+    write_digits(tmp_path / "data", train=64, val=4, progress=False)
+    limits = {"MAX_EPOCHS": "1", "NUM_SANITY_VAL_STEPS": "0", "ACCELERATOR": "cpu"}
+    given = os.environ | {f"PL_TRAINER_{name}": value for name, value in limits.items()} | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, env=given, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+    (saved,) = tmp_path.glob("lightning_logs/version_0/checkpoints/*.ckpt")
+    assert describe(saved).step == 1
+    tensors = {f"model.model.{KEPT[0]}": theirs(tmp_path, *KEPT[1:])}
+    tensors |= {f"model.model.{name}": theirs(tmp_path, *place) for name, *place in TRAINED}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    load(tensors, saved, strict=False)
+    changed = {name.removeprefix("model.model."): (tensors[name] - before[name]).abs().max().item() for name in tensors}
+    assert changed.pop(KEPT[0]) == 0, "frozen"
+    assert all(0 < change < 1e-4 for change in changed.values()), changed  # AdamW's first step of 1e-5
+
+
+def theirs(folder: Path, model: str, name: str) -> torch.Tensor:
+    """A tensor of a Hugging Face folder, by the end of its name."""
+    tensors = load_file(folder / "models" / model / "model.safetensors")
+    (found,) = [tensor for key, tensor in tensors.items() if key.endswith(name)]
+    return found
