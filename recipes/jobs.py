@@ -27,7 +27,7 @@ from recipes import cli
 
 STATE = "sweep.json"
 OUTPUT = "output.log"
-REPORTED = ("exact_match", "val_loss", "tokens_per_second", "steps", "processes", "layouts")
+REPORTED = ("split", "exact_match", "loss", "tokens_per_second", "steps", "processes", "layouts")
 """Of a job's report, what a sweep compares."""
 ENDING = 10.0
 """Seconds that a job has after Ctrl-C."""
