@@ -16,9 +16,9 @@ from rich.table import Table
 from recipes import cli
 from recipes.jobs import Job, Sweep, failure
 
-METRICS = {"exact match": "exact_match", "val loss": "val_loss", "tokens/s": "tokens_per_second"}
+METRICS = {"exact match": "exact_match", "loss": "loss", "tokens/s": "tokens_per_second"}
 """Title -> field of a run's report."""
-FORMATS = {"exact match": "{:.3f}", "val loss": "{:.4f}", "tokens/s": "{:,.0f}"}
+FORMATS = {"exact match": "{:.3f}", "loss": "{:.4f}", "tokens/s": "{:,.0f}"}
 
 
 def show(sweep: Sweep, console: Console) -> None:
@@ -55,9 +55,9 @@ def table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
         values = [report.get(name) for name in METRICS.values()]
         numbers = ["" if v is None else FORMATS[m].format(v) for m, v in zip(METRICS, values, strict=True)]
         settings = [difference.get(field, "") for field in fields]
-        where = [str(report.get("processes", "")), placement(job)]
+        where = [str(report.get("processes", "")), report.get("split", ""), placement(job)]
         rows.append([str(number), *settings, job.state, *numbers, f"{job.seconds:.0f} s", *where])
-    return ["job", *fields, "state", *METRICS, "time", "ranks", "where modules lived"], rows
+    return ["job", *fields, "state", *METRICS, "time", "ranks", "samples", "where modules lived"], rows
 
 
 def placement(job: Job) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import json
@@ -22,12 +23,11 @@ from typing import Any, Literal
 from rich.console import Console
 
 from hetero_strategy.errors import CheckpointError, ConfigError, HeteroError
-from hetero_strategy.launch import die_with_parent
 from recipes import cli
 
 STATE = "sweep.json"
 OUTPUT = "output.log"
-REPORTED = ("exact_match", "val_loss", "tokens_per_second", "steps", "processes", "layouts")
+REPORTED = ("split", "exact_match", "loss", "tokens_per_second", "steps", "processes", "layouts")
 """Of a job's report, what a sweep compares."""
 ENDING = 10.0
 """Seconds that a job has after Ctrl-C."""
@@ -210,7 +210,7 @@ def _run(sweep: Sweep, number: int) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=_environment(sweep, number),
-        preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        preexec_fn=functools.partial(_end_with, os.getpid()),
     )
     try:
         output = _copy(process, folder / OUTPUT)
@@ -247,6 +247,15 @@ def _environment(sweep: Sweep, number: int) -> dict[str, str]:
     found = {"WANDB_RUN_GROUP": sweep.name, **os.environ, **ours}
     found.pop("WANDB_SERVICE", None)  # of this process: it ends with the table of an earlier batch of jobs
     return found
+
+
+def _end_with(parent: int) -> None:
+    """In a process that is about to become a job: ask Linux to kill it when the sweep ends, however that ends."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before that
+            os._exit(1)
 
 
 def _copy(process: subprocess.Popen[bytes], log: Path, keep: int = 2**16) -> str:

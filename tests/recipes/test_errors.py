@@ -53,9 +53,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
     "misspelt field": (("trainer.max_stepz=3",), "trainer: no field 'max_stepz'; did you mean max_steps?"),
-    "unknown layout field": (("layout.llm.tpp=2",), "layout.llm: no field 'tpp'"),
-    "small world": (("trainer.devices=2",), "do not exist in a world of 2 processes"),
-    "repeated ranks": (("layout.llm.ranks=[0,0,1,2]",), "ranks repeats [0]"),
     "rows": (("data.module.processors.audio.stack=2",), "use the same merge or stack in both"),
 }
 
