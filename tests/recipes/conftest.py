@@ -15,8 +15,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def drawings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """48 training, 12 validation and 10 test samples to draw."""
-    return write_digits_draw(tmp_path_factory.mktemp("data") / "drawings", train=48, val=12, test=10, progress=False)
+    """48 training, 12 validation and 14 test samples to draw."""
+    return write_digits_draw(tmp_path_factory.mktemp("data") / "drawings", train=48, val=12, test=14, progress=False)
 
 
 @pytest.fixture(scope="session")

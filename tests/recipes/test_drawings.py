@@ -19,16 +19,16 @@ from tests.recipes.conftest import data_at
 
 
 def perfect(folder: Path, **options: object) -> list[Drawing]:
-    """What a generator that draws its targets exactly would leave, in batches of 5 validation samples."""
+    """What a generator that draws its targets exactly would leave, in batches of 5 test samples."""
     data = MultimodalDataModule(
-        val=folder / "val.json",
+        test=folder / "test.json",
         tokenizer=folder,
         processors=draw_processors(),
         global_batch_size=5,
         **options,  # type: ignore[arg-type]
     )
     found = []
-    for batch in data.val_dataloader():
+    for batch in data.test_dataloader():
         items = batch.plan.metadata.items["draw"]
         rows: list[torch.Tensor] = [torch.zeros(0, 4)] * len(items.rows)
         for assignment, given in zip(batch.plan.assignments["draw"], batch.inputs["draw"], strict=True):
@@ -37,7 +37,7 @@ def perfect(folder: Path, **options: object) -> list[Drawing]:
             ):
                 rows[int(unit)] = values
         if rows:
-            found += drawings_of(batch, {"draw": torch.cat(rows)}, data.indices["val"], data.processors)
+            found += drawings_of(batch, {"draw": torch.cat(rows)}, data.indices["test"], data.processors)
     return found
 
 
