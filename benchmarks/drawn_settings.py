@@ -27,7 +27,7 @@ PARTS = {
 
 
 PLAIN = ("balance", "tokens", "freeze", "recompute", "max_in_flight", "gather", "edges", "loss_weights", "kv_heads",
-         "ranks_per_node", "tied", "lm", "order")  # fmt: skip
+         "ranks_per_node", "tied", "dropout", "precision", "lm", "order")  # fmt: skip
 """Options that a smaller setting has as they are by default, in the order in which that is tried."""
 
 
@@ -85,6 +85,8 @@ class _Drawing:
         self.rng = rng
         self.data = data[self.often(0.25)]
         self.draws = self.data is data[True]
+        self.single = self.often(0.12)
+        """One instance of every module: with as many microbatches, random numbers are those of one process."""
 
     def often(self, probability: float) -> bool:
         return self.rng.random() < probability
@@ -105,7 +107,8 @@ class _Drawing:
         layers = self.layers(modules, layouts)
         instances = {name: one["dp_replicate"] * one["dp_shard"] for name, one in layouts.items()}
         batches = self.batches()
-        balance = self.balance(modules, instances) if self.often(0.6) else None
+        dropout = self.dropout(modules, layouts, lm) if self.single else {}
+        balance = self.balance(modules, instances) if not dropout and self.often(0.6) else None
         largest = max(map(len, batches))
         auto = bool(balance and "llm" in balance.get("budget", {}) and self.often(0.6))
         tokens = {}
@@ -131,6 +134,8 @@ class _Drawing:
             balance=balance,
             ranks_per_node=self.one_of({1 << 30: 4, 2: 1}),
             tied=lm != "titan" and self.often(0.4),
+            dropout=dropout,
+            precision=self.one_of({"64-true": 12, "32-true": 1, "bf16-true": 1}),
             batches=batches,
             microbatches=None if auto else rng.randint(1, min(6, largest)),
         )
@@ -167,7 +172,8 @@ class _Drawing:
             if count % factor == 0:
                 count //= factor
                 heads = factor == 2 and found["tp"] < 4
-                degree = self.one_of({"dp_replicate": 2, "dp_shard": 3, "tp": 3 * heads, "pp": 4})
+                many = not self.single
+                degree = self.one_of({"dp_replicate": 2 * many, "dp_shard": 3 * many, "tp": 3 * heads, "pp": 4})
                 found[degree] *= factor
         return found
 
@@ -208,6 +214,16 @@ class _Drawing:
             unknown = self.rng.choice([name for name in DEGREES if name in found])
             return found | {unknown: -1}
         return found
+
+    def dropout(self, modules: Sequence[str], layouts: Mapping[str, Mapping[str, Any]], lm: str) -> dict[str, float]:
+        """Where one process draws the same numbers: inside tensor-parallel layers they are other ones."""
+        apart = [name for name in modules if layouts[name]["tp"] > 1]
+        found = {"dropout": 0.2}
+        if "audio" not in apart:
+            found["activation_dropout"] = 0.1
+        if not apart or (lm == "titan" and set(apart) <= {"llm", "caption", "draw"}):
+            found["attention_dropout"] = 0.1
+        return {name: p for name, p in found.items() if self.often(0.7)}
 
     def freeze(self, modules: Sequence[str], lm: str) -> tuple[str, ...]:
         """Whole modules, but not all of them, and parts."""

@@ -4,10 +4,10 @@
     python -m benchmarks.random_settings --setting '{"layouts": ...}'
 
 A setting is a model (encoders, language models, a generator), a layout for every module, what is frozen, an order, ways
-to spread work, and batches, some of them without anything for some module. It runs on up to 8 gloo processes and, in
-fp64, on one. Every loss on every rank, the gradient of every parameter on every rank that owns it, and what is frozen
-must be the same. A setting that is refused with one of our own errors, by all ranks alike, is counted by message. One
-that fails is made as small as it can be while it still fails, and printed as the line that runs it again.
+to spread work, and batches, some of them without anything for some module. It runs on up to 8 gloo processes and on
+one, mostly in fp64. Every loss on every rank, the gradient of every parameter on every rank that owns it, and what is
+frozen must be the same. A setting that is refused with one of our own errors, by all ranks alike, is counted by
+message. One that fails is made as small as it can be while it still fails, and printed as the line that runs it again.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ from tqdm import tqdm
 from benchmarks.common import arguments, report, write_json
 from benchmarks.drawn_settings import Data, draw, smaller, write
 from hetero_strategy.errors import HeteroError
-from tests.distributed.exact import differences
+from tests.distributed.exact import EXACT, differences
 from tests.distributed.harness import Pool, WorkerError
 from tests.distributed.stepping import Setting, batches_on_rank, reference
 
+BOUNDS = {"64-true": EXACT, "32-true": 1e-3, "bf16-true": 0.3}
+"""Of relative errors."""
 _one_at_a_time = threading.Lock()
 """One process computes with torch's default dtype changed, which all threads see."""
 
@@ -72,7 +74,9 @@ def run(pool: Pool, setting: Setting, *, timeout: float = 60, damage: str = "", 
 
     try:
         with _one_at_a_time:
-            wanted = [reference(setting, 1, step=step) for step in range(len(setting.batches))]
+            count = setting.microbatches if setting.dropout else 1
+            assert count is not None, "dropout depends on microbatches, so their number must be given"
+            wanted = [reference(setting, count, step=step) for step in range(len(setting.batches))]
         ranks = pool.run(setting.world, batches_on_rank, setting, wanted, damage, timeout=timeout)
     except HeteroError as refusal:
         return found("refused", str(refusal))
@@ -81,7 +85,8 @@ def run(pool: Pool, setting: Setting, *, timeout: float = 60, damage: str = "", 
     if any(isinstance(steps, str) for steps in ranks):
         texts = set(map(str, ranks))
         return found("refused", texts.pop()) if len(texts) == 1 else found("refused otherwise", " | ".join(texts))
-    wrong = [d for w, steps in zip(wanted, zip(*ranks, strict=True), strict=True) for d in differences(w, steps)]
+    bound = BOUNDS[setting.precision]
+    wrong = [d for w, s in zip(wanted, zip(*ranks, strict=True), strict=True) for d in differences(w, s, bound)]
     return found("wrong", "; ".join(wrong[:8])) if wrong else found("right")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -42,8 +42,7 @@ from tests.distributed.damage import damaged
 
 WIDTH = 32
 SAMPLES = 9
-NEGLIGIBLE = 1e-5
-"""Of a module's largest gradient: errors of smaller ones are judged as if they were so large."""
+PRECISIONS = {"64-true": torch.float64, "32-true": torch.float32, "bf16-true": torch.bfloat16}
 MOST = 6
 """Ranks of a world in which everything is damaged, one by one."""
 
@@ -85,6 +84,8 @@ class Setting:
     """Samples of each step."""
     microbatches: int | None = 2
     """Where a test does not say; None: by budget."""
+    precision: str = "64-true"
+    """Or 32-true, bf16-true: a key of :data:`PRECISIONS`."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -93,6 +94,10 @@ class Setting:
     @property
     def world(self) -> int:
         return 1 + max(max(layout["ranks"]) for layout in self.layouts.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return PRECISIONS[self.precision]
 
     @property
     def consumers(self) -> tuple[str, ...]:
@@ -112,7 +117,7 @@ class Setting:
         layers = (self.vision_layers, self.audio_layers, self.llm_layers, self.draw_layers)
         weights = tuple(self.loss_weights.items())
         model = (self.modules, self.lm, self.tied, self.kv_heads, self.freeze, layers, self.edges, weights)
-        return (self.folder, *model, tuple(sorted(self.dropout.items())), self.batches)
+        return (self.folder, *model, tuple(sorted(self.dropout.items())), self.batches, self.precision)
 
 
 def data(folder: Path, *, draws: bool = False) -> str:
@@ -212,18 +217,22 @@ def share_of(placement: Placement, setting: Setting, rank: int) -> Share:
 
 @dataclass
 class Reference:
-    """What one process makes of the batch, fp64."""
+    """What one process makes of the batch, in the precision of the setting."""
 
     losses: dict[str, float]
     gradients: dict[str, torch.Tensor]
     trains: frozenset[str] = frozenset()
     """Parameters that are not frozen."""
+    precision: str = "64-true"
     predicted: torch.Tensor | None = None
     drawn: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def errors(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Relative error of every parameter's gradient, in the 2-norm; infinite where there should be none."""
+        """Relative error of every parameter's gradient, in the 2-norm; infinite where there should be none. Gradients
+        that are nothing beside their module's largest one are judged as if they were larger: they are rounding noise.
+        """
         found = {}
+        nothing = torch.finfo(PRECISIONS[self.precision]).eps ** (1 / 3)
         largest: dict[str, float] = {}
         for name, expected in self.gradients.items():
             module = name.split(".")[0]
@@ -233,7 +242,7 @@ class Reference:
                 found[name] = float("inf")
                 continue
             expected = self.gradients[name]
-            size = max(float(expected.norm()), NEGLIGIBLE * largest[name.split(".")[0]])
+            size = max(float(expected.norm()), nothing * largest[name.split(".")[0]])
             if name.endswith(("k_proj.bias", "wk.bias")):
                 # Softmax ignores a shift of all keys: this gradient is zero, and what is there is rounding noise of
                 # the size of its weight's gradient.
@@ -243,20 +252,24 @@ class Reference:
 
 
 @contextmanager
-def fp64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
+def made_in(dtype: torch.dtype) -> Iterator[None]:
+    """What is made here has this dtype."""
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
         torch.set_default_dtype(torch.float32)
 
 
+def fp64() -> AbstractContextManager[None]:
+    return made_in(torch.float64)
+
+
 def reference(setting: Setting, microbatches: int, *, train: bool = True, step: int = 0) -> Reference:
     """A step of one process, samples dealt in order."""
-    setting = replace(setting, balance=None, tokens={})
-    with fp64():
-        vocabulary = data_of(setting.folder, "draw" in setting.modules).tokenizer.vocab_size
-        model = model_of(setting, vocabulary).double().train(train)
+    setting = replace(setting, balance=None)
+    with made_in(setting.dtype):
+        model = _model(setting).train(train)
         out = model(steps_of(setting, microbatches, Share.whole(setting.modules))[step])
         if train and out.loss.requires_grad:
             out.loss.backward()
@@ -264,7 +277,7 @@ def reference(setting: Setting, microbatches: int, *, train: bool = True, step: 
     trains = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     predicted = None if out.predictions is None else out.predictions.values
     losses = {n: float(x.detach()) for n, x in out.losses.items()}
-    return Reference(losses, gradients, trains, predicted, dict(out.drawn or {}))
+    return Reference(losses, gradients, trains, setting.precision, predicted, dict(out.drawn or {}))
 
 
 def placed(setting: Setting, world: int) -> Placement:
@@ -272,25 +285,29 @@ def placed(setting: Setting, world: int) -> Placement:
 
 
 def empty_model(setting: Setting, *, train: bool = True) -> MultimodalModel:
-    """Without values, fp64."""
-    vocabulary = data_of(setting.folder, "draw" in setting.modules).tokenizer.vocab_size
-    with fp64(), torch.device("meta"):
-        return model_of(setting, vocabulary).double().train(train)
+    """Without values."""
+    with made_in(setting.dtype), torch.device("meta"):
+        return _model(setting).train(train)
+
+
+def _model(setting: Setting) -> MultimodalModel:
+    model = model_of(setting, data_of(setting.folder, "draw" in setting.modules).tokenizer.vocab_size)
+    return model.double() if setting.dtype == torch.float64 else model
 
 
 def assembled(
     setting: Setting, rank: int, world: int, *, train: bool = True, model: MultimodalModel | None = None
 ) -> Assembled:
-    """The model on its ranks, fp64."""
-    with fp64():
+    """The model on its ranks."""
+    with made_in(setting.dtype):
         return assemble(
             "model",
             model or empty_model(setting, train=train),
             placed(setting, world),
             rank,
             torch.device("cpu"),
-            wire_dtype=torch.float64,
-            hidden_dtype=torch.float64,
+            wire_dtype=setting.dtype,
+            hidden_dtype=setting.dtype,
             scheduling=Scheduling(setting.order, setting.max_in_flight, setting.gather),
             recompute=setting.recompute,
             ranks_per_node=setting.ranks_per_node,
@@ -437,7 +454,8 @@ def batches_on_rank(
     try:
         made = OnRank(rank, world, setting)
         found = [made.step(one, setting.microbatches, setting, damage, step) for step, one in enumerate(expected)]
-        found[0].evaluated = made.evaluate(setting)
+        if not setting.dropout:
+            found[0].evaluated = made.evaluate(setting)
     except HeteroError as refusal:
         return str(refusal)
     dist.barrier()
