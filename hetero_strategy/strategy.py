@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from hetero_strategy.assembly import Assembled, assemble, find_model
+from hetero_strategy.assembly import Assembled, assemble, find_model, move_rest
 from hetero_strategy.blueprint import Scheduling
 from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.collectives import WorldCollectives
@@ -46,7 +45,7 @@ from hetero_strategy.launch import (
 )
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.model.adapter import Adapter, models_without_values
+from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.model.multimodal import ModelOutput, MultimodalModel
 from hetero_strategy.parallelize.gradients import Owned
 from hetero_strategy.parallelize.kernels import choose_kernels
@@ -119,8 +118,6 @@ class HeteroStrategy(WorldCollectives):
         self._prefix = ""
         self._runner: StepRunner | None = None
         self._assembled: Assembled | None = None
-        self.checkpoint_seconds = 0.0
-        """That this rank has spent on writing and removing checkpoints."""
 
     # ---- what others may ask ---------------------------------------------------------------------------------------
 
@@ -261,8 +258,8 @@ class HeteroStrategy(WorldCollectives):
         if self._multimodal is None or all(m is not self._multimodal for m in self.lightning_module.modules()):
             self._build(self.lightning_module)
         assert self._multimodal is not None and self._runner is not None
-        self._multimodal.attach(self._run)
-        self._move_rest(self.lightning_module)
+        self._multimodal.attach(self._runner)
+        move_rest(self.lightning_module, self.root_device)
         for metric in self.lightning_module.modules():
             if isinstance(metric, Metric):
                 metric.distributed_available_fn = _never  # every rank has the global value already
@@ -306,16 +303,6 @@ class HeteroStrategy(WorldCollectives):
         plugin.owned_by = self.owned_by
         plugin.norm_device = self.root_device
 
-    def _move_rest(self, module: nn.Module) -> None:
-        """What the LightningModule holds besides the model's modules (metrics, buffers) goes to this rank's device."""
-        if not any(isinstance(m, Adapter) for m in module.modules()):
-            module.to(self.root_device)
-        elif not isinstance(module, Adapter):
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(self.root_device))
-            for child in module.children():
-                self._move_rest(child)
-
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
@@ -351,11 +338,6 @@ class HeteroStrategy(WorldCollectives):
             return batch.to(device or self.root_device)
         return super().batch_to_device(batch, device, dataloader_idx)
 
-    def _run(self, batch: Batch, **options: Any) -> ModelOutput:
-        """What ``model(batch)`` does."""
-        assert self._runner is not None
-        return self._runner(batch, **options)
-
     def process_dataloader(self, dataloader: object) -> object:
         check_dataloader(dataloader)
         return dataloader
@@ -366,6 +348,11 @@ class HeteroStrategy(WorldCollectives):
     def state(self) -> TrainingState:
         assert self._assembled is not None
         return self._assembled.state
+
+    @property
+    def checkpoint_seconds(self) -> float:
+        """That this rank has spent on writing and removing checkpoints."""
+        return self.state.seconds
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Tensors this rank owns, by global name; rank 0 owns what lies beside the model."""
@@ -386,8 +373,7 @@ class HeteroStrategy(WorldCollectives):
             # Other ranks may not come: a collective save would hang and hide the error.
             rank_zero_warn(f"no checkpoint is saved after an exception: {filepath}")
             return
-        with self._on_checkpoints():
-            self.state.save(checkpoint, Path(self.broadcast(os.fspath(filepath))))
+        self.state.save(checkpoint, Path(self.broadcast(os.fspath(filepath))))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill owned tensors in place, from any layout; returns the rest of Lightning's checkpoint."""
@@ -405,20 +391,13 @@ class HeteroStrategy(WorldCollectives):
         """What lies beside the model; the model is filled, and names are compared, in :meth:`load_checkpoint`."""
         assert self.lightning_module is not None
         nn.Module.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=False)
-        self._move_rest(self.lightning_module)
+        move_rest(self.lightning_module, self.root_device)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         pass  # done in load_checkpoint
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        with self._on_checkpoints():
-            self.state.remove(Path(filepath), self.is_global_zero)
-
-    @contextmanager
-    def _on_checkpoints(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.checkpoint_seconds += time.perf_counter() - began
+        self.state.remove(Path(filepath), self.is_global_zero)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ class TrainingState:
         self._group = group
         self._asynchronous = asynchronous
         self._checkpointer = Checkpointer(group)
+        self.seconds = 0.0
+        """That this rank has spent on writing and removing checkpoints."""
 
     def model_tensors(self) -> dict[str, torch.Tensor]:
         """Owned parameters and persistent buffers by global name."""
@@ -88,6 +91,7 @@ class TrainingState:
         Raises:
             CheckpointError: it cannot be written; a previous one at ``path`` is untouched.
         """
+        began = time.perf_counter()
         owned = checkpoint.pop("state_dict")
         tensors = {f"model.{name}": value for name, value in owned.items() if isinstance(value, torch.Tensor)}
         optimizers = checkpoint.pop("optimizer_states", [])
@@ -100,6 +104,7 @@ class TrainingState:
             EXPORT_KEY: export_record(self._modules),
         }
         self._checkpointer.save(tensors, metadata, path, rank_state=random_state(), async_=self._asynchronous)
+        self.seconds += time.perf_counter() - began
 
     def load(
         self,
@@ -168,9 +173,11 @@ class TrainingState:
 
     def remove(self, path: Path, first_rank: bool) -> None:
         """Delete a checkpoint; called on every rank, done by the first."""
+        began = time.perf_counter()
         self.finalize()
         if first_rank:
             remove(path)
+        self.seconds += time.perf_counter() - began
 
     def _optimizer_state(
         self, number: int, optimizer: Optimizer, stored: Mapping[str, Any]
