@@ -41,6 +41,8 @@ LAYOUTS = {
     "llm": ModuleLayout(ranks=(0, 1), dp_shard=2),
 }
 WORLD = 2
+Timed = tuple[str, bool, float, float]
+"""A load: from where, with checks, seconds, processor seconds."""
 
 
 class Run:
@@ -74,7 +76,14 @@ class Run:
         return ""
 
 
-def flips_on_rank(rank: int, world: int, folder: str, count: int, seed: int) -> list[dict[str, Any]]:
+def measure_on_rank(
+    rank: int, world: int, folder: str, count: int, seed: int, width: int, rounds: int
+) -> tuple[list[dict[str, Any]], list[Timed]]:
+    """Both parts, of this rank."""
+    return flips_on_rank(rank, folder, count, seed), loads_on_rank(rank, width, folder, rounds)
+
+
+def flips_on_rank(rank: int, folder: str, count: int, seed: int) -> list[dict[str, Any]]:
     """Every flip, with what this rank is told."""
     run = Run(rank, 64, 2, Path(folder) / "flipped")
     files = sorted(run.path.iterdir())
@@ -116,8 +125,8 @@ def _place(file: Path, at: int) -> dict[str, str]:
     return {"kind": "their headers", "tensor": ""}
 
 
-def loads_on_rank(rank: int, world: int, width: int, folder: str, rounds: int) -> list[tuple[str, bool, float, float]]:
-    """(from where, with checks, seconds, processor seconds) of this rank, by round."""
+def loads_on_rank(rank: int, width: int, folder: str, rounds: int) -> list[Timed]:
+    """Of this rank, by round."""
     run = Run(rank, width, 8, Path(folder) / "timed")
     found = []
     for number in range(rounds):
@@ -152,7 +161,7 @@ def judged(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     return found
 
 
-def _loads(ranks: Sequence[Sequence[tuple[str, bool, float, float]]], place: str, nbytes: int) -> dict[str, float]:
+def _loads(ranks: Sequence[Sequence[Timed]], place: str, nbytes: int) -> dict[str, float]:
     """Seconds of the slowest rank, median over rounds; what checks add to them and to the least processor time."""
     wall, cpu = {}, {}
     for verify in (True, False):
@@ -190,8 +199,10 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[st
     given = parser.parse_args(argv)
     pool = pool or Pool()
     with tempfile.TemporaryDirectory(prefix="integrity-") as folder:
-        flips = judged(pool.run(WORLD, flips_on_rank, folder, given.flips, given.seed, timeout=600))
-        timed = pool.run(WORLD, loads_on_rank, given.width, folder, given.rounds, timeout=600)
+        ranks = pool.run(
+            WORLD, measure_on_rank, folder, given.flips, given.seed, given.width, given.rounds, timeout=1200
+        )
+        flips, timed = judged([flipped for flipped, _ in ranks]), [loads for _, loads in ranks]
         nbytes = describe(Path(folder) / "timed").nbytes
         files = len(list((Path(folder) / "flipped").iterdir()))
     kinds = sorted({one["kind"] for one in flips})

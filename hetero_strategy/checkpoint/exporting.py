@@ -165,10 +165,10 @@ class _Writer:
         folder.mkdir(exist_ok=True)
         _write(folder, entries, self.file_bytes)
         if config:
-            # transformers would load the weights in the dtype that the model once had
-            kinds = {entry.dtype for entry in entries if entry.dtype.is_floating_point}
-            stored = {"dtype": str(kinds.pop()).removeprefix("torch.")} if len(kinds) == 1 else {}
-            (folder / "config.json").write_text(json.dumps({**config, **stored}, indent=2))
+            # transformers loads all weights in one dtype, which may not be the one that the model once had
+            widest = max((e.dtype for e in entries if e.dtype.is_floating_point), key=lambda dtype: dtype.itemsize)
+            content = {**config, "dtype": str(widest).removeprefix("torch.")}
+            (folder / "config.json").write_text(json.dumps(content, indent=2))
         architecture = next(iter(config.get("architectures") or ()), None)
         return tuple(sorted(weights)), architecture, self.write_extra(folder, extra) if extra else ()
 

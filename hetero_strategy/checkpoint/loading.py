@@ -77,11 +77,11 @@ def load(
     """
     team = Team.of(process_group)
     folder, index = team.from_first(lambda: folders.locate(Path(os.path.abspath(path))))
-    if verify and team.rank == 0 and not index.has_checksums:
-        warnings.warn(f"{folder} was saved without checksums: damage of its tensors is not noticed", stacklevel=2)
     names = sorted(key for key in index.tensors if key.startswith("model."))
 
     def check() -> tuple[tuple[str, ...], bytes]:
+        if verify and team.rank == 0 and not index.has_checksums:
+            warnings.warn(f"{folder} was saved without checksums: damage of its tensors is not noticed", stacklevel=2)
         missing = _check_wanted(tensors, index, folder, strict)
         return missing, bytes(key in tensors for key in names)
 

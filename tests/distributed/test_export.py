@@ -48,7 +48,7 @@ def test_transformers_loads_what_a_run_exports(pool: Pool, tmp_path: Path) -> No
     job = Job(
         str(folder), steps=1, lr=0.05, consumers=tuple(LANGUAGE_MODELS), lm="titan hf_llama hf_qwen3", capture=False
     )
-    pool.run(2, run, job.on(**LAYOUTS), str(path), timeout=90)
+    pool.run(2, run, job.on(**LAYOUTS), str(path), timeout=120)
     assert any(len(stored.pieces) > 1 for stored in ck.describe(path).tensors.values())
 
     command = [sys.executable, "-m", "hetero_strategy.checkpoint", "export", str(path), str(out)]
