@@ -78,6 +78,11 @@ def test_runs_count_what_was_planned(pool, pair: str, tmp_path, capsys: pytest.C
             assert one[who]["ms"] > 0
 
 
+MOST_CPU = 1.65
+"""Least processor time over that of the plain loop, where the model is next to nothing: 1.1 to 1.4, however busy the
+machine is. A step that costs twice as much besides the model shows here."""
+
+
 @pytest.mark.distributed
 def test_checkpoint_integrity(pool, capsys: pytest.CaptureFixture[str]) -> None:
     found = checkpoint_integrity.main(["--flips", "24", "--width", "64", "--rounds", "1"], pool)
@@ -93,15 +98,16 @@ def test_checkpoint_integrity(pool, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.distributed
 def test_step_overhead(pool, tmp_path) -> None:
     document = pool.run(1, _step_overhead, str(tmp_path / "overhead.json"), group=False)[0]
-    assert document["settings"]["size"] == "tiny"
+    assert document["settings"]["size"] == ["tiny"]
     assert document["machine"]["cores"] and document["machine"]["device"] == "cpu"
-    results = document["results"]
+    results = document["results"]["tiny"]
     assert set(results["contenders"]) == {"hetero", "lightning", "plain"}
     for one in results["contenders"].values():
         assert one["step_ms"] >= one["fastest_ms"] > 0
         assert one["cpu_ms"] > 0
     assert results["contenders"]["plain"]["over_plain"] == 1.0
-    assert results["hetero_over_plain"] > 0
+    hetero, plain = (results["contenders"][name]["least_cpu_ms"] for name in ("hetero", "plain"))
+    assert hetero / plain < MOST_CPU
     assert results["loss_difference"] < 1e-4
 
 
@@ -110,7 +116,7 @@ def _step_overhead(rank: int, world: int, file: str) -> dict[str, object]:
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         del os.environ[name]
-    step_overhead.main(f"--size tiny --rounds 2 --warmup 1 --json {file}".split())
+    step_overhead.main(f"--size tiny --rounds 16 --warmup 2 --json {file}".split())
     with open(file) as f:
         document: dict[str, object] = json.load(f)
     return document
