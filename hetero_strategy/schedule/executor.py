@@ -281,12 +281,13 @@ class _Step:
         live = self.live[(node, microbatch)]
         if action.kind == "B":
             del self.live[(node, microbatch)]
+        sources = self.schedule.dependencies.gradients_from(node, microbatch)
         gradient: torch.Tensor | None = None
-        for source in self.schedule.dependencies.gradients_from(node, microbatch):
-            if gradient is None:
-                gradient = self._arrive(source, node, microbatch)
-            else:
-                gradient = self._arrive(source, node, microbatch, add_to=gradient)
+        if len(sources) > 1:  # added up apart: one that arrived may still be read by sends to other ranks
+            assert live.rows is not None
+            gradient = torch.zeros_like(live.rows)
+        for source in sources:
+            gradient = self._arrive(source, node, microbatch, add_to=gradient)
             line, pair = self._line(Action("F", node, microbatch), source.node, source.microbatch)
             line.settle(pair)  # whoever sends gradients has had the rows
         with self.x.recorder.timing(action):

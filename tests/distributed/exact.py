@@ -42,7 +42,8 @@ def compare(wanted: Reference, runs: Sequence[Run]) -> None:
     """One plan and schedule on all ranks, every step is that of one process; damage is noticed."""
     for steps in zip(*(run.steps for run in runs), strict=True):
         assert len({step.lanes for step in steps}) == len({step.plan.digest for step in steps}) == 1
-        assert not differences(wanted, steps)
+        found = differences(wanted, steps)
+        assert not found, "; ".join(found[:8])
     for damage in runs[0].damaged:
         worst = max(error for run in runs for error in run.damaged[damage].values())
         assert worst > NOTICED, f"{damage} went unnoticed"

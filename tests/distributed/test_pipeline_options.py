@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from hetero_strategy.boundary.exchange import Crossing
+from hetero_strategy.boundary.route import Hop
 from tests.distributed.exact import EXACT, NOTICED, compare, expected, on, setting_of
 from tests.distributed.harness import Pool
 from tests.distributed.stepping import (
@@ -153,6 +156,27 @@ def test_idle_ranks(pool: Pool, folders: dict[bool, str]) -> None:
     runs = pool.run(5, steps_on_rank, setting, wanted, (1, 4, 9), 4, timeout=60)
     compare(wanted, runs)
     assert not runs[1].steps[0].errors and not runs[4].steps[0].errors
+
+
+def late_on_rank(rank: int, world: int, setting: Setting, wanted: Reference) -> Run:
+    """Rank 2 takes what its instance passes on among its ranks long after it was sent."""
+    original = Crossing._start
+
+    def start(self: Crossing, hop: Hop, rows: torch.Tensor | None, *, first: bool) -> Any:
+        if rank == 2 and not first and hop.receives:
+            time.sleep(0.3)
+        return original(self, hop, rows, first=first)
+
+    Crossing._start = start  # type: ignore[method-assign]
+    return steps_on_rank(rank, world, setting, wanted, (1,))
+
+
+def test_gradients_on_their_way_to_other_ranks_are_not_added_to(pool: Pool, folders: dict[bool, str]) -> None:
+    """One row, whose gradient from ``llm`` rank 1 passes on to rank 2, while that from ``caption`` is there to add."""
+    layouts = {"vision": on(1, 2, tp=2), "llm": on(0), "caption": on(1, 2)}
+    setting = setting_of(folders, layouts, "1f1b", batches=((7,),))
+    wanted = reference(setting, 1)
+    compare(wanted, pool.run(setting.world, late_on_rank, setting, wanted))
 
 
 EVALUATED: dict[str, tuple[dict[str, Any], str]] = {
