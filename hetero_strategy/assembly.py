@@ -159,6 +159,17 @@ def assemble(
     return Assembled(executor, owned, state, registry.background, registry.loading, around)
 
 
+def move_rest(module: nn.Module, device: torch.device) -> None:
+    """What a LightningModule holds beside the model's modules (metrics, buffers) goes to the device."""
+    if not any(isinstance(m, Adapter) for m in module.modules()):
+        module.to(device)
+    elif not isinstance(module, Adapter):
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+        for child in module.children():
+            move_rest(child, device)
+
+
 def _groups(registry: GroupRegistry, ranks: frozenset[int], graph: StageGraph, edge: NodeEdge) -> Groups:
     """Where an edge's rows travel: a group of its own per direction and hop where messages of a group wait for one
     another (NCCL), the one group of these ranks where tags tell them apart.

@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from hetero_strategy.assembly import Assembled, assemble, find_model
+from hetero_strategy.assembly import Assembled, assemble, find_model, move_rest
 from hetero_strategy.blueprint import Scheduling
 from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.collectives import WorldCollectives
@@ -45,7 +45,7 @@ from hetero_strategy.launch import (
 )
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.model.adapter import Adapter, models_without_values
+from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.model.multimodal import ModelOutput, MultimodalModel
 from hetero_strategy.parallelize.gradients import Owned
 from hetero_strategy.parallelize.kernels import choose_kernels
@@ -257,7 +257,7 @@ class HeteroStrategy(WorldCollectives):
             self._build(self.lightning_module)
         assert self._multimodal is not None and self._runner is not None
         self._multimodal.attach(self._run)
-        self._move_rest(self.lightning_module)
+        move_rest(self.lightning_module, self.root_device)
         for metric in self.lightning_module.modules():
             if isinstance(metric, Metric):
                 metric.distributed_available_fn = _never  # every rank has the global value already
@@ -300,16 +300,6 @@ class HeteroStrategy(WorldCollectives):
         plugin = cast(Any, self.precision_plugin)
         plugin.owned_by = self.owned_by
         plugin.norm_device = self.root_device
-
-    def _move_rest(self, module: nn.Module) -> None:
-        """What the LightningModule holds besides the model's modules (metrics, buffers) goes to this rank's device."""
-        if not any(isinstance(m, Adapter) for m in module.modules()):
-            module.to(self.root_device)
-        elif not isinstance(module, Adapter):
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(self.root_device))
-            for child in module.children():
-                self._move_rest(child)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
@@ -398,7 +388,7 @@ class HeteroStrategy(WorldCollectives):
         """What lies beside the model; the model is filled, and names are compared, in :meth:`load_checkpoint`."""
         assert self.lightning_module is not None
         nn.Module.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=False)
-        self._move_rest(self.lightning_module)
+        move_rest(self.lightning_module, self.root_device)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         pass  # done in load_checkpoint
