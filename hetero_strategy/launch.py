@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 START_METHODS = ("popen", "fork", "spawn")
 STARTED_BY = "HETERO_STRATEGY_STARTED_BY"
 """Environment variable of processes that run a script again: id of the process that started them."""
-TO_END = 2.0
+TO_END = 3.0
 """Seconds in which a rank that has lost another one ends by itself, or is ended."""
 TO_NOTICE = 10.0
 """Seconds after which a rank that has not noticed that another one failed is ended with it."""
@@ -204,7 +204,7 @@ def end_together(error: BaseException, rank: int, launcher: _Launcher | None, to
     lost = lost_a_rank(error)
     if lost:
         text = f"rank {rank} lost another rank, whose own message tells why"
-        sys.stderr.write(f"{text} (here: {str(error).splitlines()[0]})\n")
+        sys.stderr.write(f"{text} (here: {error!s:.300})\n")
         error.add_note(text)
     elif dist.is_initialized() and dist.get_world_size() > 1:
         error.add_note(f"rank {rank} ended the run with this")
@@ -212,7 +212,7 @@ def end_together(error: BaseException, rank: int, launcher: _Launcher | None, to
         launcher.failed = True
         if lost:
             launcher.wait(TO_END)
-            error.add_note(launcher.fallen())
+            error.add_note(launcher.fallen() or "all ranks that this one started are still there")
         late = threading.Timer(TO_NOTICE, launcher.kill, [signal.SIGKILL])
         late.daemon = True
         late.start()

@@ -27,7 +27,7 @@ from hetero_strategy.launch import die_with_script, lost_a_rank
 
 CONF = str(Path(__file__).parent.parent / "conf")
 SAVED = Path(".hydra") / "config.yaml"
-PATIENCE = 4.0
+PATIENCE = 5.0
 """Seconds that ranks above 0 hold back a message: where rank 0 has the same one, it ends them in that time."""
 
 
@@ -82,6 +82,7 @@ def one_message(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], No
             fail(ConfigError(str(error).splitlines()[0]))
         except Exception as error:
             if lost_a_rank(error):  # as was said; the message is that one's
+                sys.stdout.flush()
                 os._exit(1)
             if not isinstance(error, (HeteroError, InstantiationException)):
                 raise
