@@ -155,7 +155,7 @@ def run(sweep: Sweep) -> HeteroError | None:
     console, began = Console(highlight=False), time.monotonic()
     os.environ.update(sweep.environment)
     with _alone(sweep.folder):
-        console.print(f"sweep       {len(sweep.jobs)} jobs, {cli.near(sweep.folder)}")
+        console.print(f"sweep       {cli.near(sweep.folder)}, jobs: {len(sweep.jobs)}", soft_wrap=True)
         console.print(f"resume      {_go_on(sweep.folder)}", soft_wrap=True)
         for number, job in enumerate(sweep.jobs):
             if job.state == "done":

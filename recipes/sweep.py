@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
         _register(sweep, int(count))
         return
     settings = expand(sweep, int(count), random.Random())
-    print(f"Weights & Biases is offline (`wandb login` changes that): {len(settings)} runs, here, by {sweep['method']}")
+    print(f"{sweep['method']} search here, as Weights & Biases is offline (`wandb login` changes that)")
     folder = Path(given.get("folder") or datetime.now().strftime("outputs/sweeps/%Y-%m-%d/%H-%M-%S")).absolute()
     found = [jobs.Job(command(sweep, one), str(number)) for number, one in enumerate(settings)]
     prepared = jobs.prepare(folder, str(sweep["name"]), found, environment={"WANDB_MODE": "offline"})
