@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
 from recipes import build, cli
-from recipes.lit import LitMultimodal
+from recipes.lit import LastCheckpoint, LitMultimodal
 from recipes.report import Readback, Totals, evaluate_checkpoint, print_report, print_start, write_report
 from recipes.terminal import GoesOn, ProgressBar
 
@@ -49,15 +49,14 @@ def train(cfg: DictConfig) -> None:
     print_start(placed, folder, checkpoint)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
 
-    best = trainer.checkpoint_callbacks[-1].best_model_path
+    best, last = (callback.best_model_path for callback in trainer.checkpoint_callbacks)
     split = evaluate_checkpoint(trainer, module, data, best or None)
-    last = trainer.checkpoint_callbacks[0].best_model_path
     report = write_report(folder, trainer, module, placed, totals, readback, checkpoint=best or last, split=split)
     print_report(report, folder)
 
 
 def callbacks(cfg: DictConfig) -> list[Callback]:
-    """Checkpoints to go on from and to keep, learning rate, throughput, balance, timeline, progress bar."""
+    """Checkpoints to keep and to go on from, learning rate, throughput, balance, timeline, progress bar."""
     place = cli.run_folder() / "checkpoints"
     shared = {"dirpath": place, "enable_version_counter": False, "save_on_train_epoch_end": False}
     every = int(cfg.checkpoint.every_n_steps)
@@ -67,8 +66,8 @@ def callbacks(cfg: DictConfig) -> list[Callback]:
         ThroughputMonitor(cfg.monitor.every_n_steps, cfg.monitor.peak_flops),
         BalanceMonitor(cli.run_folder(), cfg.monitor.every_n_steps),
         TimelineMonitor(cli.run_folder()),
-        ModelCheckpoint(filename="last", every_n_train_steps=every, **shared),
         ModelCheckpoint(filename="best", monitor=cfg.checkpoint.monitor, mode=cfg.checkpoint.mode, **shared),
+        LastCheckpoint(filename="last", every_n_train_steps=every, **shared),
     ]
     made += [GoesOn()] if cfg.resume else []
     made += [LearningRateMonitor("step")] if cfg.logger else []
