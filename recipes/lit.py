@@ -1,4 +1,4 @@
-"""The LightningModule of all recipes: an ordinary one."""
+"""The LightningModule of all recipes, an ordinary one, and its optimizer and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -71,6 +72,24 @@ class LitMultimodal(L.LightningModule):
             raise ConfigError("trainer: the learning rate decays over the run, so give max_steps or max_epochs")
         optimizer, scheduler = adamw_cosine(self, int(steps), **self.optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """A checkpoint every so many steps to go on from; where validation comes after the step, it is saved after that.
+
+    Saved before, it would lose a validation: Lightning goes on with the next step, and neither the callback that keeps
+    the best checkpoint nor a scheduler would hear of what it said. Callbacks that choose by validation come before this
+    one.
+    """
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Save, or let `on_validation_end` do it."""
+        loop = trainer.fit_loop
+        due = trainer.global_step % self._every_n_train_steps == 0
+        if due and loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+            self._defer_save_until_validation = True  # ModelCheckpoint's own, for metrics that only validation has
+        else:
+            super().on_train_batch_end(trainer, *args)
 
 
 def adamw_cosine(

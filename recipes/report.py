@@ -232,7 +232,7 @@ def write_report(
 
 def chosen_by(trainer: L.Trainer) -> dict[str, Any] | None:
     """The metric of validation that chose the best checkpoint, and what it was there; None without validation."""
-    best = trainer.checkpoint_callbacks[-1]
+    best = trainer.checkpoint_callbacks[0]
     assert isinstance(best, ModelCheckpoint)
     if best.best_model_score is None:
         return None

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.monitor import BalanceMonitor, LogConfiguration, ThroughputMonitor, TimelineMonitor
 from recipes import build, cli
-from recipes.lit import LitMultimodal
+from recipes.lit import LastCheckpoint, LitMultimodal
 from recipes.report import Readback, evaluate_checkpoint, print_report, print_start, write_report
 from recipes.terminal import GoesOn, ProgressBar
 
@@ -50,15 +50,14 @@ def train(cfg: DictConfig) -> None:
     print_start(placed, folder, checkpoint)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
 
-    best = trainer.checkpoint_callbacks[-1].best_model_path
+    best, last = (callback.best_model_path for callback in trainer.checkpoint_callbacks)
     split = evaluate_checkpoint(trainer, module, data, best or None)
-    last = trainer.checkpoint_callbacks[0].best_model_path
     report = write_report(folder, trainer, module, placed, readback, checkpoint=best or last, split=split)
     print_report(report, folder)
 
 
 def callbacks(cfg: DictConfig, placed: Placement) -> list[Callback]:
-    """Checkpoints to go on from and to keep; throughput, balance, timeline; what loggers are given; progress bar."""
+    """Checkpoints to keep and to go on from; throughput, balance, timeline; what loggers are given; progress bar."""
     place = cli.run_folder() / "checkpoints"
     shared = {"dirpath": place, "enable_version_counter": False, "save_on_train_epoch_end": False}
     every = int(cfg.checkpoint.every_n_steps)
@@ -68,8 +67,8 @@ def callbacks(cfg: DictConfig, placed: Placement) -> list[Callback]:
         ThroughputMonitor(cfg.monitor.every_n_steps, cfg.monitor.peak_flops),
         BalanceMonitor(cli.run_folder(), cfg.monitor.every_n_steps),
         TimelineMonitor(cli.run_folder()),
-        ModelCheckpoint(filename="last", every_n_train_steps=every, **shared),
         ModelCheckpoint(filename="best", monitor=cfg.checkpoint.monitor, mode=cfg.checkpoint.mode, **shared),
+        LastCheckpoint(filename="last", every_n_train_steps=every, **shared),
     ]
     made += [GoesOn()] if cfg.resume else []
     if cfg.logger:
