@@ -49,6 +49,7 @@ def test_a_run_leaves_a_report(tmp_path: Path, given: tuple[str, ...]) -> None:
     assert (tmp_path / "examples.png").stat().st_size > 1000
     last = report["timeline"]
     assert last["measured_seconds"] > 0 and last["simulated_seconds"] > 0 and 0 <= last["measured_bubble"] < 1
+    assert last["measured_seconds"] < report["train_seconds"], "of one clock"
     assert last["steps"] == 2 and last["ratio"] > 0, "the first one warms up"
     assert last["host_before"] > 0 and last["host_after"] > 0, "schedule and routes, sums over ranks"
     assert (tmp_path / "timeline.png").stat().st_size > 1000
