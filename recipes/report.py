@@ -24,6 +24,7 @@ from hetero_strategy.data.manifest import placeholder
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
+from hetero_strategy.monitor.measure import Spent
 from hetero_strategy.monitor.throughput import Totals
 from recipes import cli
 from recipes.drawings import Drawing, Judge, draw_grid, drawings_of
@@ -216,11 +217,12 @@ def write_report(
     split: str,
 ) -> dict[str, Any]:
     """Write ``report.json`` and ``examples.png`` (the first rank does), and return the report."""
-    totals = next(c.last for c in trainer.callbacks if isinstance(c, ThroughputMonitor))  # type: ignore[attr-defined]
+    found = [c.last for c in trainer.callbacks if isinstance(c, ThroughputMonitor) and c.last is not None]  # type: ignore[attr-defined]
+    totals = found[0] if found else Totals(0, 0, Spent(), 0)
     report = summarize(trainer, module, placed, readback, checkpoint, split) | {
         "chosen_by": chosen_by(trainer),
         "steps": trainer.global_step,
-        **(throughput(totals) if totals is not None else {}),
+        **throughput(totals),
         "timeline": last_steps(trainer),
         "balance": balance(trainer, totals),
         "resumed": next((c.first for c in trainer.callbacks if isinstance(c, GoesOn)), None),  # type: ignore[attr-defined]
@@ -272,13 +274,13 @@ def last_steps(trainer: L.Trainer) -> dict[str, Any] | None:
     }
 
 
-def balance(trainer: L.Trainer, totals: Totals | None) -> dict[str, Any] | None:
+def balance(trainer: L.Trainer, totals: Totals) -> dict[str, Any] | None:
     """How evenly the work was spread over instances, and whether training waited for it; None if nobody watched."""
     found = [c.last for c in trainer.callbacks if isinstance(c, BalanceMonitor) and c.last is not None]  # type: ignore[attr-defined]
     if not found:
         return None
     seen = found[0]
-    share = totals.spent.data / totals.spent.training if totals is not None and totals.spent.training else None
+    share = totals.spent.data / totals.spent.training if totals.spent.training else None
     return {
         "imbalance": {m: [round(s.imbalance_before, 4), round(s.imbalance_after, 4)] for m, s in seen.spreads.items()},
         "data_wait_share": None if share is None else round(share, 4),
@@ -342,10 +344,10 @@ def print_report(report: dict[str, Any], folder: Path) -> None:
 
 def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [("exact match", "none: no validation")] if report["exact_match"] is None else _validation_lines(report)
-    if report.get("seconds"):
+    if report.get("steps"):
         speed = f", {report['tokens_per_second']:.0f} tokens/s" if report["tokens_per_second"] else ""
         lines.append(("training", f"{report['steps']} steps, {report['train_seconds']:.1f} s{speed}"))
-        lines.append(("", _spent_line(report["seconds"], report["train_seconds"])))
+        lines.append(("of that", _spent_line(report["seconds"], report["train_seconds"])))
     if timeline := report.get("timeline"):
         lines += _timeline_lines(timeline)
     if report.get("balance"):

@@ -75,6 +75,7 @@ def test_a_run_leaves_a_report(tmp_path: Path, whole: tuple[Path, Ended]) -> Non
     assert (folder / "examples.png").stat().st_size > 1000
     last = report["timeline"]
     assert last["measured_seconds"] > 0 and last["simulated_seconds"] > 0 and 0 <= last["measured_bubble"] < 1
+    assert last["measured_seconds"] < report["train_seconds"], "of one clock"
     assert 0 < last["steps"] < STEPS and last["ratio"] > 0, "the first one warms up"
     assert last["host_before"] > 0 and last["host_after"] > 0, "schedule and routes, sums over ranks"
     assert (folder / "timeline.png").stat().st_size > 1000
