@@ -27,7 +27,7 @@ PARTS = {
 
 
 PLAIN = ("balance", "tokens", "freeze", "recompute", "max_in_flight", "gather", "edges", "loss_weights", "kv_heads",
-         "ranks_per_node", "tied", "dropout", "precision", "lm", "order")  # fmt: skip
+         "ranks_per_node", "tied", "dropout", "precision", "late", "lm", "order")  # fmt: skip
 """Options that a smaller setting has as they are by default, in the order in which that is tried."""
 
 
@@ -136,6 +136,7 @@ class _Drawing:
             tied=lm != "titan" and self.often(0.4),
             dropout=dropout,
             precision=self.one_of({"64-true": 12, "32-true": 1, "bf16-true": 1}),
+            late=round(rng.uniform(0.001, 0.02), 4) if self.often(0.35) else 0.0,
             batches=batches,
             microbatches=None if auto else rng.randint(1, min(6, largest)),
         )

@@ -182,7 +182,7 @@ def run_all(
         return found
 
     with ThreadPoolExecutor(worlds) as threads:
-        return list(tqdm(threads.map(one, range(count)), total=count, mininterval=10))
+        return list(tqdm(threads.map(one, range(count)), total=count, mininterval=30))
 
 
 def main(argv: list[str] | None = None, pool: Pool | None = None) -> dict[str, Any]:

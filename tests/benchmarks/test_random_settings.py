@@ -13,7 +13,7 @@ from tests.distributed.exact import on
 from tests.distributed.harness import Pool
 from tests.distributed.stepping import Setting
 
-COUNT, SEED = 12, 1
+COUNT, SEED = 16, 1
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,7 @@ def data() -> Iterator[dict[bool, Data]]:
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(300)
 def test_settings_drawn_at_random(pool: Pool, data: dict[bool, Data]) -> None:
     found = run_all(pool, data, COUNT, SEED)
     assert not [f.text for f in found if f.fails]

@@ -1,9 +1,12 @@
-"""Negative controls: break one thing in the product while a run lasts."""
+"""Negative controls: break one thing in the product while a run lasts. And what must not break it: late messages."""
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -37,3 +40,26 @@ def damaged(what: str) -> Iterator[None]:
         yield
     finally:
         Crossing.receive = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def late(seconds: float, rank: int) -> Iterator[None]:
+    """Every other time that this rank starts to send or to receive, it does so at most this much later: results must
+    not depend on which rank is ahead.
+    """
+    if not seconds:
+        yield
+        return
+    original = Crossing._start
+    rng = random.Random(f"{rank} {seconds}")
+
+    def start(self: Crossing, *args: Any, **options: Any) -> Any:
+        if rng.random() < 0.5:
+            time.sleep(rng.random() * seconds)
+        return original(self, *args, **options)
+
+    Crossing._start = start  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Crossing._start = original  # type: ignore[method-assign]

@@ -38,7 +38,7 @@ from hetero_strategy.schedule.action import Action, Lane, Node, StageGraph
 from hetero_strategy.schedule.check import check
 from hetero_strategy.schedule.outcome import Outcome
 from hetero_strategy.strategy import ROW_ALIGNMENT
-from tests.distributed.damage import damaged
+from tests.distributed.damage import damaged, late
 
 WIDTH = 32
 SAMPLES = 9
@@ -86,6 +86,8 @@ class Setting:
     """Where a test does not say; None: by budget."""
     precision: str = "64-true"
     """Or 32-true, bf16-true: a key of :data:`PRECISIONS`."""
+    late: float = 0.0
+    """Seconds by which messages between ranks are late, at most."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -414,7 +416,7 @@ class OnRank:
             number: of the step in the setting's batches.
         """
         batch: Batch = steps_of(setting, microbatches, self.share, self.made.surroundings)[number]
-        with damaged(damage), counted() as peaks:
+        with damaged(damage), late(setting.late, self.rank), counted() as peaks:
             outcome = self.executor.run(batch, train=True)
         schedule = self.executor.recorder.steps[-1].schedule
         if not damage and self.rank == 0:
