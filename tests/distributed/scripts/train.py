@@ -111,6 +111,7 @@ def main() -> None:
             "max_steps": STEPS,
             "logger": False,
             "enable_checkpointing": False,
+            "enable_progress_bar": False,
         }
         again = L.Trainer(devices=world, strategy=HeteroStrategy(layouts | {"audio": {"ranks": [0]}}), **options)
         again.fit(Script(job, dm.tokenizer.vocab_size, asked), datamodule=datamodule(job))
