@@ -90,7 +90,7 @@ def load(
         if extra and strict:
             raise CheckpointError(
                 f"{folder} holds {len(extra)} tensors that the model does not have: {_some(extra)}; "
-                "build the model it was saved from, or load with strict=False"
+                "build the model it was saved from, or load with strict=False (strict_loading=False in a LightningModule)"
             )
         return [extra] * team.size
 
@@ -142,7 +142,7 @@ def _check_wanted(tensors: Mapping[str, torch.Tensor], index: Index, folder: Pat
     if lacking and strict:
         raise CheckpointError(
             f"{folder} lacks {len(lacking)} tensors of the model: {_some(lacking)}; "
-            "build the model it was saved from, or load with strict=False"
+            "build the model it was saved from, or load with strict=False (strict_loading=False in a LightningModule)"
         )
     states: dict[str, set[str]] = defaultdict(set)
     for key in index.tensors:
@@ -172,7 +172,7 @@ def _check_wanted(tensors: Mapping[str, torch.Tensor], index: Index, folder: Pat
         if strict and stored.dtype != tensor.dtype:
             raise CheckpointError(
                 f"{key} is {stored.dtype} in {folder} but {tensor.dtype} in the model; "
-                "use the precision it was saved with, or load with strict=False to cast"
+                "use the precision it was saved with, or load with strict=False (strict_loading=False) to cast"
             )
     return missing
 
