@@ -90,7 +90,7 @@ def load(
         if extra and strict:
             raise CheckpointError(
                 f"{folder} holds {len(extra)} tensors that the model does not have: {_some(extra)}; "
-                "build the model it was saved from, or load with strict=False (strict_loading=False in a LightningModule)"
+                "build the model it was saved from, or load with strict=False (in Lightning: strict_loading=False)"
             )
         return [extra] * team.size
 
@@ -142,7 +142,7 @@ def _check_wanted(tensors: Mapping[str, torch.Tensor], index: Index, folder: Pat
     if lacking and strict:
         raise CheckpointError(
             f"{folder} lacks {len(lacking)} tensors of the model: {_some(lacking)}; "
-            "build the model it was saved from, or load with strict=False (strict_loading=False in a LightningModule)"
+            "build the model it was saved from, or load with strict=False (in Lightning: strict_loading=False)"
         )
     states: dict[str, set[str]] = defaultdict(set)
     for key in index.tensors:
