@@ -80,7 +80,7 @@ def test_scatter_counts_where_ranks_wait_for_each_other_and_no_step_predicts_its
         grids = {node: len(stage.grid) for node, stage in one.schedule.graph.stages.items()}
         return simulate(one.schedule, lambda a: np.zeros(grids[a.node]) + profile.costs(one.planned, a)).time
 
-    assert np.median(measured) / np.median([bare(one) for one in steps]) > ratio + 0.1
+    assert np.median(measured) / np.median([bare(one) for one in steps]) > ratio
     disturbed = [step(0, scatter=0.3, slower=5.0)[0], *steps[1:]]
     again = predicted(disturbed, width)
     assert again[0].time == found[0].time and again[1].time > found[1].time
