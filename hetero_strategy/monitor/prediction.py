@@ -3,7 +3,7 @@
 From the steps that ran come: seconds of actions (a line in planned FLOPs for every stage and kind, and how they scatter
 around it), latency and bandwidth of transfers, and what the main thread of every rank does besides actions (making the
 schedule and routes, posting receives, summing what the step yields). Where ranks wait for each other the slowest one
-counts, so a step of means would be too short: actions are drawn as they scatter, and the median step is taken.
+counts, so a step of means would be too short: actions are drawn as they scatter within a step, and the median is taken.
 
 Where ranks share processors, actions are as slow as they were on average beside the others; who competes with whom
 at a moment is not simulated.
@@ -159,7 +159,9 @@ class Fitted:
 
     def __init__(self, steps: Sequence[Ran], widths: Widths, synchronous: Collection[Node] = ()) -> None:
         self._widths, self._synchronous = widths, synchronous
-        self.profile = Profile(sample for step in steps for sample in samples(step, synchronous))
+        taken = [list(samples(step, synchronous)) for step in steps]
+        self.profile = Profile(sample for own in taken for sample in own)
+        self._scatter = [self.profile.scatter(own) for own in taken]
         found = [starts(step, rows_between(step.plan, widths)) for step in steps]
         self.links = links(transfers(one for own in found for one in own))
         self.after = self._after(one for own in found for one in own)
@@ -192,14 +194,17 @@ class Fitted:
         return float(np.mean([seconds for begins in self.begins for seconds in begins.values()]))
 
     def simulate(self, plan: StepPlan, schedule: Schedule, planned: PlannedCosts, draws: int = DRAWS) -> Simulation:
-        """The median of several simulations of a step, with actions and beginnings drawn as they scatter."""
+        """The median of several simulations of a step, with actions and beginnings as they scattered in some other one.
+
+        In one other step at a time: what disturbs a machine disturbs many actions at once.
+        """
         random = np.random.default_rng(0)
         rows = rows_between(plan, self._widths)
 
         def one() -> Simulation:
-            costs = self.profile.drawn(planned, schedule, random, self._synchronous)
-            begins = self.begins[random.integers(len(self.begins))]
-            host = Host(begins, lambda action: self.after.get((action.node, action.kind), 0.0), self.closing)
+            like = random.integers(len(self.begins))
+            costs = self.profile.drawn(planned, schedule, self._scatter[like], random, self._synchronous)
+            host = Host(self.begins[like], lambda action: self.after.get((action.node, action.kind), 0.0), self.closing)
             return simulate(schedule, costs.__getitem__, self.links, rows, synchronous=self._synchronous, host=host)
 
         return sorted((one() for _ in range(draws)), key=lambda simulation: simulation.time)[draws // 2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,10 @@ class Sample(NamedTuple):
     seconds: float
 
 
+Scatter = Mapping[tuple[Node, Kind], np.ndarray]
+"""Measured over fitted seconds, float64 ``[samples]``."""
+
+
 class Profile:
     """Seconds of every kind of action of every stage, as ``a + b * FLOPs``, both at least 0.
 
@@ -38,7 +42,6 @@ class Profile:
         for sample in samples:
             by_kind[sample.node, sample.kind].append((sample.flops, sample.seconds))
         self._lines = {key: _fit(np.array(found)) for key, found in by_kind.items()}
-        self._scatter = {key: _ratios(np.array(found), *self._lines[key]) for key, found in by_kind.items()}
 
     def costs(self, planned: PlannedCosts, action: Action) -> np.ndarray | float:
         """Seconds of an action on every instance, float64 ``[instances]``; what was never measured costs nothing."""
@@ -47,14 +50,24 @@ class Profile:
             return constant
         return constant + slope * planned.of_instances(action)
 
+    def scatter(self, samples: Iterable[Sample]) -> Scatter:
+        """How far samples are from their lines."""
+        found: dict[tuple[Node, Kind], list[float]] = defaultdict(list)
+        for sample in samples:
+            constant, slope = self._lines[sample.node, sample.kind]
+            line = constant + slope * sample.flops
+            found[sample.node, sample.kind].append(sample.seconds / line if line > 0 else 1.0)
+        return {key: np.array(ratios) for key, ratios in found.items()}
+
     def drawn(
         self,
         planned: PlannedCosts,
         schedule: Schedule,
+        scatter: Scatter,
         random: np.random.Generator,
         synchronous: Collection[Node] = (),
     ) -> dict[Action, np.ndarray]:
-        """Costs of all actions of a schedule, float64 ``[instances]``, each as far from its line as some sample is.
+        """Costs of all actions of a schedule, float64 ``[instances]``, each as far from its line as one of the scatter.
 
         Instances are drawn by themselves, but for what all of them do together: UNSHARD, REDUCE, ``synchronous`` nodes.
         """
@@ -62,16 +75,11 @@ class Profile:
         for action in dict.fromkeys(action for lane in schedule.lanes for action in lane.actions):
             instances = len(schedule.graph.stages[action.node].grid)
             as_one = action.microbatch < 0 or action.node in synchronous
-            ratios = self._scatter.get((action.node, action.kind), np.ones(1))
-            factor = ratios[random.integers(len(ratios), size=1 if as_one else instances)]
+            ratios = scatter.get((action.node, action.kind), np.ones(1))
+            count = 1 if as_one else instances
+            factor = random.choice(ratios, count, replace=count > len(ratios))
             found[action] = np.broadcast_to(self.costs(planned, action) * factor, instances)
         return found
-
-
-def _ratios(points: np.ndarray, constant: float, slope: float) -> np.ndarray:
-    """Measured over fitted, float64 ``[n]``."""
-    line = constant + slope * points[:, 0]
-    return np.divide(points[:, 1], line, out=np.ones(len(points)), where=line > 0)
 
 
 def _fit(points: np.ndarray) -> tuple[float, float]:
