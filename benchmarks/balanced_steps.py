@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import arguments, report, write_json
-from benchmarks.pipeline_timing import durations, fitted, scaled, simulated
+from benchmarks.pipeline_timing import fitted, ran, scaled, simulated
 from benchmarks.pipelines import MERGE, Gathered, Planned, Setting, Turn, gather, planned, run_turns
 from hetero_strategy.data.plan import ModuleLoad, StepItems, StepMetadata
 from hetero_strategy.layout import ModuleLayout
@@ -80,11 +80,7 @@ def compare(variants: Mapping[str, Setting], steps: Sequence[Gathered], seeds: i
     turns = {name: [[s for s in steps if s.turn == i * seeds + k] for k in range(seeds)]
              for i, name in enumerate(variants)}  # fmt: skip
     known = {name: [planned(setting, seed) for seed in range(seeds)] for name, setting in variants.items()}
-    sampled = [
-        (known["as sampled"][seed], durations(known["as sampled"][seed], step))
-        for seed, group in enumerate(turns["as sampled"])
-        for step in group
-    ]
+    sampled = [ran(known["as sampled"][seed], step) for seed, group in enumerate(turns["as sampled"]) for step in group]
     base = [expected(k)[0] for k in known["as sampled"]]
     seconds = {name: [simulated(k, fitted(k, sampled), 0.0).time for k in plans] for name, plans in known.items()}
     for name, setting in variants.items():

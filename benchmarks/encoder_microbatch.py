@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.common import arguments, report, shown, write_json
-from benchmarks.pipeline_timing import durations, fitted, scaled, simulated
+from benchmarks.pipeline_timing import fitted, ran, scaled, simulated
 from benchmarks.pipelines import DISTURBED, Gathered, Setting, Turn, gather, planned, run_turns
 from hetero_strategy.layout import ModuleLayout
 from tests.distributed.harness import Pool
@@ -69,7 +69,7 @@ def compare(settings: Sequence[Setting], steps: Sequence[Gathered]) -> list[dict
     enough = sum(quiet) >= 3
     kept = [[s for s, q in zip(mine, quiet, strict=True) if q or not enough] for mine in by_turn]
     known = [planned(setting, 0) for setting in settings]
-    basis = [(known[0], durations(known[0], s)) for s in kept[0]]
+    basis = [ran(known[0], s) for s in kept[0]]
     predicted = [simulated(k, fitted(k, basis), 0.0).time for k in known]
     lines = []
     for factor, k, mine, seconds in zip(FACTORS, known, kept, predicted, strict=True):

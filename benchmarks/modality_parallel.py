@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import arguments, report, shown, write_json
-from benchmarks.pipeline_timing import durations, mean, scaled, simulated, write_pair
+from benchmarks.pipeline_timing import mean, scaled, simulated, write_pair
 from benchmarks.pipelines import DISTURBED, Gathered, Setting, Turn, gather, planned, run_turns
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.monitor.prediction import durations
 from hetero_strategy.monitor.timeline import from_measured, from_simulation
 from tests.distributed.harness import Pool
 
@@ -56,7 +57,7 @@ def compare(both: Sequence[Setting], steps: Sequence[Gathered], timeline: Path |
     for setting, mine in zip(both, by_turn, strict=True):
         chosen = [s for s, q in zip(mine, quiet, strict=True) if q] or mine
         known = planned(setting, 0)
-        costs = mean([durations(known, s) for s in chosen])
+        costs = mean([durations(known.schedule, s.events) for s in chosen])
         simulation = simulated(known, costs, 0.0)
         by_module = dict.fromkeys(setting.layouts, 0.0)
         for action, seconds in costs.items():
