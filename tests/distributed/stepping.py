@@ -435,11 +435,14 @@ class OnRank:
 
     def evaluate(self, setting: Setting) -> dict[str, float]:
         """Losses of the first batch, forwards alone."""
-        for module in self.executor.wiring.modules.values():
+        modules = self.executor.wiring.modules.values()
+        for module in modules:
             module.eval()
         batch: Batch = steps_of(setting, setting.microbatches, self.share, self.made.surroundings)[0]
         with torch.no_grad():
             outcome = self.executor.run(batch, train=False)
+        for module in modules:
+            module.train()
         return self._losses(outcome)
 
     def _losses(self, outcome: Outcome) -> dict[str, float]:
@@ -450,14 +453,16 @@ class OnRank:
 def batches_on_rank(
     rank: int, world: int, setting: Setting, expected: Sequence[Reference], damage: str = ""
 ) -> list[Stepped] | str:
-    """All batches of a setting, each as it is expected, through one executor, and the first once more without
-    backwards; or why the setting is refused.
+    """All batches of a setting, each as it is expected, through one executor, after the first of them the same
+    once more without backwards; or why the setting is refused.
     """
     try:
         made = OnRank(rank, world, setting)
-        found = [made.step(one, setting.microbatches, setting, damage, step) for step, one in enumerate(expected)]
-        if not setting.dropout:
-            found[0].evaluated = made.evaluate(setting)
+        found: list[Stepped] = []
+        for step, one in enumerate(expected):
+            found.append(made.step(one, setting.microbatches, setting, damage, step))
+            if not step and not setting.dropout:
+                found[0].evaluated = made.evaluate(setting)
     except HeteroError as refusal:
         return str(refusal)
     dist.barrier()
