@@ -111,6 +111,13 @@ def test_main_threads_take_time_before_between_and_after_actions() -> None:
     assert_adds_up(found)
 
 
+def test_bytes_of_several_senders_share_the_receivers_wire() -> None:
+    """Two instances send 20 and 40 bytes at 10 per second; the first is done at 1 s, the second at 1 s too."""
+    schedule = forwards(1, {V: np.array([[0], [1]]), L: np.array([[2]])})
+    found = simulate(schedule, uniform, Links(0.5, 10.0), rows=lambda source, target: np.array([[20.0], [40.0]]))
+    assert found.start[Action("F", L, 0)].tolist() == [1 + 0.5 + 6]
+
+
 def test_links_between_machines_are_slower() -> None:
     links = Links(1.0, 10.0, inter_latency=2.0, inter_bandwidth=5.0, ranks_per_machine=2)
     for second, start in (([[1]], 5.0), ([[2]], 9.0), ([[0]], 1.0)):
