@@ -260,7 +260,10 @@ class _Maker:
             for units in _members(group, groups):
                 at = None if reader is None else reader[units]
                 stays = None if sampled is None else sampled[units]
-                where[units] = self._spread(module, units, stays, at)
+                try:
+                    where[units] = self._spread(module, units, stays, at)
+                except ConfigError as error:
+                    raise ConfigError(f"'{module}', {self.instances[module]} instances: {error}") from None
         if module in self.consumers:
             self.at[module] = where
         return where

@@ -137,6 +137,11 @@ def test_a_budget_that_cannot_be_kept_is_named() -> None:
     longest = int(metadata.tokens.max())
     with pytest.raises(ConfigError, match=r"'llm', 1 microbatches x 4 instances: .*limit"):
         plan_step(metadata, MODULES, ("llm",), microbatches=1, balancing=full(budget={"llm": longest}))
+    two = {"llm": 4, "caption": 2}
+    with pytest.raises(ConfigError, match=r"'caption', 2 instances: balance: \d+ rows do not fit into 2 bins"):
+        plan_step(
+            metadata, two, tuple(two), balancing=Balancing(dict.fromkeys(two, "auto"), budget={"caption": longest})
+        )
 
 
 def test_microbatches_run_in_the_order_that_is_chosen() -> None:
