@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,8 @@ def batches_on_rank(
     if damage:
         room.dist.all_to_all_single = damaged  # type: ignore[attr-defined]
     for setting, (samples, microbatches) in product(settings, sizes):
-        fetch = stepping.steps_of(setting, microbatches, shares[rank])
-        fetch.global_batch_size = samples
+        batches = tuple(tuple(range(a, min(a + samples, SAMPLES))) for a in range(0, SAMPLES, samples))
+        fetch = stepping.steps_of(replace(setting, batches=batches), microbatches, shares[rank])
         sampled = sampled_like(fetch, setting, rank, world)
         dispatch = Dispatch(sampled, shares, group)
         for step in range(len(fetch)):

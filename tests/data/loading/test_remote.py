@@ -34,7 +34,7 @@ def test_ray_is_named_where_it_is_missing(digits: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(builtins, "__import__", without)
     index = build_index(digits / "train.json", ChatTokenizer(digits), digit_processors(), progress=False)
     loader = StepLoader(steps(index, tmp_path), num_workers=1, engine="ray")
-    with pytest.raises(ConfigError, match=r"pip install hetero_strategy\[remote\].*engine='local'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[remote\]'.*engine='local'"):
         next(iter(loader))
 
 
