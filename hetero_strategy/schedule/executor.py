@@ -99,6 +99,7 @@ class Executor:
         self.tied = tied
         self.device = device
         self.rank = dist.get_rank()
+        self.coordinates = {node: wiring.placement.coordinate(node.module, self.rank) for node in stages}
         self.in_flight = InFlight()
         self.recorder = Recorder(device)
         self.agreement = Agreement()
@@ -319,7 +320,7 @@ class _Step:
 
     def _random_numbers(self, node: Node, microbatch: int) -> None:
         stage = self.x.stages[node]
-        where = self.x.wiring.placement.coordinate(node.module, self.x.rank)
+        where = self.x.coordinates[node]
         assert where is not None and stage.random_numbers is not None
         stage.random_numbers.start(
             self.batch.plan.metadata,
