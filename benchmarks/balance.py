@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks.common import arguments, report, write_json
 from benchmarks.workloads import WORKLOADS
-from hetero_strategy.data.balance import Cost, balance, loads, lower_bound
+from hetero_strategy.plan.balance import Cost, balance, loads, lower_bound
 
 SAMPLES = 60
 """Of an instance: the mini-batch of OrchMLLM's table 2."""

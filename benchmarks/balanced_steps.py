@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks.common import arguments, report, write_json
 from benchmarks.pipeline_timing import fitted, ran, scaled, simulated
 from benchmarks.pipelines import MERGE, Gathered, Planned, Setting, Turn, gather, planned, run_turns
-from hetero_strategy.data.plan import ModuleLoad, StepItems, StepMetadata
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.plan.step_plan import ModuleLoad, StepItems, StepMetadata
 from tests.distributed.harness import Pool
 
 BOTH = ModuleLayout(ranks=(0, 1), dp_replicate=2)

@@ -32,9 +32,9 @@ from benchmarks.counting import counted
 from benchmarks.gather_then_slice import MIMO, Moved, refuses
 from hetero_strategy.boundary.exchange import Channel, Crossing, Format, InFlight, cross
 from hetero_strategy.boundary.route import Side, least_rows, route
-from hetero_strategy.data.orchestrator import plan_step
-from hetero_strategy.data.plan import EdgeBlocks, edge_blocks
 from hetero_strategy.layout import ModuleLayout, Placement, place
+from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.plan.step_plan import EdgeBlocks, edge_blocks
 from tests.distributed.harness import Pool
 
 ASSIGNMENTS = ("aligned", "round_robin")

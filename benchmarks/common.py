@@ -15,7 +15,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hetero_strategy.data.plan import StepItems, StepMetadata
+from hetero_strategy import ragged
+from hetero_strategy.plan.step_plan import StepItems, StepMetadata
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 """(random numbers, n) -> rows of n items, int64 ``[n]``."""
@@ -45,7 +46,7 @@ def ragged_step(
     for name, draw in encoders.items():
         sample = np.repeat(np.arange(samples), counts[name])
         rows = np.asarray(draw(rng, len(sample)), dtype=np.int64)
-        running = np.cumsum(rows) - rows
+        running = ragged.starts(rows)
         first = np.searchsorted(sample, np.arange(samples))
         start = running - running[np.minimum(first, max(0, len(rows) - 1))][sample] if len(rows) else running
         placed[name] = StepItems(sample, rows, before[sample] + start, rows)

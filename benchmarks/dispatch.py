@@ -35,19 +35,19 @@ import torch.distributed as dist
 from PIL import Image
 
 from benchmarks.common import arguments, report, write_json
-from hetero_strategy.data.balancing import Balance, Surroundings
-from hetero_strategy.data.batch import Batch
-from hetero_strategy.data.digits import write_digits
-from hetero_strategy.data.index import build_index
-from hetero_strategy.data.loading.dispatch import Dispatch, Moves
-from hetero_strategy.data.loading.loader import StepLoader
+from hetero_strategy.data.build_index import build_index
 from hetero_strategy.data.media import AudioProcessor, ImageProcessor, Processor
-from hetero_strategy.data.sampled import DecodedItems, SampledDataset
-from hetero_strategy.data.steps import Share, StepDataset
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.placement import place
+from hetero_strategy.loading.batch import Batch
+from hetero_strategy.loading.dispatch import Dispatch, Moves
+from hetero_strategy.loading.loader import StepLoader
+from hetero_strategy.loading.read_where_sampled import DecodedItems, SampledDataset
+from hetero_strategy.loading.steps import Share, StepDataset
 from hetero_strategy.model.inputs import EncoderInputs
+from hetero_strategy.plan.config import Balance, Surroundings
+from recipes.digits import write_digits
 from tests.distributed.harness import Pool
 
 MODULES = ("vision", "audio", "llm")

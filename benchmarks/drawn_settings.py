@@ -10,8 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hetero_strategy.data.balance import EQUAL_SPEEDS, POLICIES
-from hetero_strategy.data.digits import write_digits, write_digits_draw
+from hetero_strategy.plan.balance import EQUAL_SPEEDS, POLICIES
+from recipes.digits import write_digits, write_digits_draw
 from tests.distributed.stepping import ITEM_MODULES, Setting
 
 SAMPLES = 40

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hetero_strategy import ragged
 from hetero_strategy.boundary.exchange import Channel, Crossing, Format, InFlight, cross
 from hetero_strategy.boundary.route import Rows, Side, Transfer, least_rows, local_slots, route
-from hetero_strategy.data.plan import EdgeBlocks, expand, slots
+from hetero_strategy.plan.step_plan import EdgeBlocks, slots
 
 
 class Moved(NamedTuple):
@@ -84,9 +85,9 @@ class MIMO:
         b = self.blocks
         for i, j in np.unique(np.stack([b.source_instance, b.target_instance], axis=1), axis=0):
             mine = (b.source_instance == i) & (b.target_instance == j)
-            target_rows = np.searchsorted(slots(b, int(j)), expand(b.target_start[mine], b.rows[mine]))
+            target_rows = np.searchsorted(slots(b, int(j)), ragged.expand(b.target_start[mine], b.rows[mine]))
             sender, receiver = int(self.source.instances[i][-1]), int(self.target.instances[j][0])
-            found.append(_Message(sender, receiver, expand(b.source_start[mine], b.rows[mine]), target_rows))
+            found.append(_Message(sender, receiver, ragged.expand(b.source_start[mine], b.rows[mine]), target_rows))
         return found
 
 

@@ -34,15 +34,15 @@ import torch
 from PIL import Image
 
 from benchmarks.common import arguments, report, write_json
-from hetero_strategy.data.batch import Batch
-from hetero_strategy.data.digits import write_digits
-from hetero_strategy.data.index import DatasetIndex, atomic_folder, build_index
-from hetero_strategy.data.loading.agree import Agree
-from hetero_strategy.data.loading.loader import StepLoader
+from hetero_strategy.data.build_index import DatasetIndex, atomic_folder, build_index
 from hetero_strategy.data.media import ImageProcessor
-from hetero_strategy.data.steps import Share, StepDataset
 from hetero_strategy.data.tokenizer import ChatTokenizer
+from hetero_strategy.loading.agree import Agree
+from hetero_strategy.loading.batch import Batch
+from hetero_strategy.loading.loader import StepLoader
+from hetero_strategy.loading.steps import Share, StepDataset
 from hetero_strategy.model import MultimodalModel, siglip2_encoder, titan_llama
+from recipes.digits import write_digits
 
 GOAL = 0.02
 IMAGES = {1024: 1000, 512: 250}

@@ -26,8 +26,8 @@ import numpy as np
 
 from benchmarks.common import arguments, report, write_json
 from benchmarks.workloads import WORKLOADS, Workload
-from hetero_strategy.data.balance import Cost, balance, loads
-from hetero_strategy.data.nodes import (
+from hetero_strategy.plan.balance import Cost, balance, loads
+from hetero_strategy.plan.nodes import (
     balance_near_home,
     item_bytes_between,
     place_items,

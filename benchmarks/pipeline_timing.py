@@ -6,7 +6,7 @@ simulator is given as the seconds of an action (all from the same run):
 
   repeat    mean over the other steps of the same batch, the step itself left out: is the simulator right?
   fitted    a + b * planned FLOPs per stage and kind, fitted to the steps of the other batch: are predictions of steps
-            that never ran right? (hetero_strategy/monitor/profile.py)
+            that never ran right? (hetero_strategy/simulator/profile.py)
   own       what the very step measured: what is left is what the simulator does not model (gaps between actions,
             the speed of transfers); no prediction
 
@@ -33,11 +33,11 @@ from benchmarks.common import arguments, machine, report, write_json
 from benchmarks.pipelines import Gathered, Planned, Setting, Turn, gather, planned, run_turns
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.monitor.prediction import Ran, durations, rows_between, samples, starts, transfers
-from hetero_strategy.monitor.profile import Profile
 from hetero_strategy.monitor.timeline import Timeline, from_measured, from_simulation, write_trace
 from hetero_strategy.schedule.action import Action
 from hetero_strategy.simulator import Simulation, simulate
 from hetero_strategy.simulator.links import Links
+from hetero_strategy.simulator.profile import Profile
 from tests.distributed.harness import Pool
 
 GOAL = 0.1

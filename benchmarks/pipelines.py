@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import ragged_step
-from hetero_strategy.assembly import Assembled, assemble
-from hetero_strategy.blueprint import Blueprint, Scheduling, blueprint, surroundings
-from hetero_strategy.data.balancing import Balance
-from hetero_strategy.data.batch import Batch, ModuleInputs
-from hetero_strategy.data.orchestrator import plan_step
-from hetero_strategy.data.plan import Assignment, StepMetadata, StepPlan, edge_blocks, slots
 from hetero_strategy.layout import ModuleLayout, Placement, place
+from hetero_strategy.loading.batch import Batch, ModuleInputs
 from hetero_strategy.model import MultimodalModel, siglip2_encoder, titan_llama, whisper_encoder
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, Packing, SequenceInputs
+from hetero_strategy.plan.config import Balance
+from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.plan.step_plan import Assignment, StepMetadata, StepPlan, edge_blocks, slots
 from hetero_strategy.schedule.action import Action, Schedule
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.graph import PlannedCosts, work_of
+from hetero_strategy.strategy.assembly import Assembled, assemble
+from hetero_strategy.strategy.blueprint import Blueprint, Scheduling, blueprint, surroundings
 
 MERGE, PATCH, MELS, VOCABULARY = 2, 8, 40, 512
 

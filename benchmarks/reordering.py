@@ -35,9 +35,9 @@ import numpy as np
 
 from benchmarks.common import arguments, report, write_json
 from benchmarks.workloads import WORKLOADS
-from hetero_strategy.data.orchestrator import Size
-from hetero_strategy.data.reorder import interval_order
 from hetero_strategy.layout.pipeline import Pipeline
+from hetero_strategy.plan.orchestrator import Size
+from hetero_strategy.plan.reorder import interval_order
 from hetero_strategy.schedule.action import Kind, Node, Span, Stage, StageGraph, Work
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.graph import StageCost

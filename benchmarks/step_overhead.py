@@ -28,12 +28,12 @@ import torch.distributed as dist
 
 from benchmarks.common import arguments, ragged_step, report, write_json
 from benchmarks.turns import Block, Contender, take_turns
-from hetero_strategy.data.batch import Batch, ModuleInputs
-from hetero_strategy.data.orchestrator import plan_step
-from hetero_strategy.data.plan import StepPlan, edge_blocks, slots
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.loading.batch import Batch, ModuleInputs
 from hetero_strategy.model import MultimodalModel, siglip2_encoder, titan_llama, whisper_encoder
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, Packing, SequenceInputs
+from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.plan.step_plan import StepPlan, edge_blocks, slots
 from hetero_strategy.strategy import HeteroStrategy
 
 GOAL = 1.03

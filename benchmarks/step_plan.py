@@ -25,11 +25,11 @@ import numpy as np
 
 from benchmarks.common import arguments, report, write_json
 from benchmarks.workloads import WORKLOADS
-from hetero_strategy.data.balance import Cost
-from hetero_strategy.data.orchestrator import Balancing, Near, plan_step
-from hetero_strategy.data.plan import ModuleLoad, StepMetadata, edge_blocks
 from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.balance_draw import draw
+from hetero_strategy.plan.balance import Cost
+from hetero_strategy.plan.orchestrator import Balancing, Near, plan_step
+from hetero_strategy.plan.step_plan import ModuleLoad, StepMetadata, edge_blocks
 
 PAPER = {64: 16.66, 128: 18.49, 256: 21.32, 512: 24.64, 1024: 31.37, 2560: 53.88}
 """Instances -> ms (OrchMLLM, table 2)."""

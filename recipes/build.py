@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
-from hetero_strategy.data.datamodule import MultimodalDataModule
-from hetero_strategy.data.index import DatasetIndex
+from hetero_strategy.data.build_index import DatasetIndex
 from hetero_strategy.data.media import Media
 from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.placement import Placement, place
+from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.model import Adapter, Encoder, Generator, MultimodalModel
 from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.strategy import HeteroStrategy

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from hetero_strategy.errors import CheckpointError, ConfigError, HeteroError
-from hetero_strategy.launch import die_with_script, lost_a_rank
+from hetero_strategy.strategy.launch import die_with_script, lost_a_rank
 
 CONF = str(Path(__file__).parent.parent / "conf")
 SAVED = Path(".hydra") / "config.yaml"

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
-from hetero_strategy.data.batch import Batch
-from hetero_strategy.data.digits import split_digits
-from hetero_strategy.data.index import DatasetIndex
+from hetero_strategy.data.build_index import DatasetIndex
 from hetero_strategy.data.targets import ImageTarget
 from hetero_strategy.errors import DataError
+from hetero_strategy.loading.batch import Batch
+from recipes.digits import split_digits
 
 
 class Drawing(NamedTuple):

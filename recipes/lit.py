@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from hetero_strategy.data.batch import Batch
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model import ModelOutput, MultimodalModel
 
 

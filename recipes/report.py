@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hetero_strategy.data.batch import Batch
-from hetero_strategy.data.datamodule import MultimodalDataModule
-from hetero_strategy.data.index import DatasetIndex
+from hetero_strategy.data.build_index import DatasetIndex
 from hetero_strategy.data.manifest import placeholder
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import Placement
+from hetero_strategy.loading.batch import Batch
+from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
 from hetero_strategy.monitor.measure import Spent
 from hetero_strategy.monitor.throughput import Totals

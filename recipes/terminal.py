@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 from rich.console import Console
 
-from hetero_strategy.data.batch import Batch
+from hetero_strategy.loading.batch import Batch
 
 
 class ProgressBar(TQDMProgressBar):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.digits import write_digits, write_digits_draw
 from tests.distributed.harness import Pool
 
 torch.set_num_threads(1)
@@ -23,6 +24,20 @@ torch.set_num_threads(1)
 def pool() -> Pool:
     """Real processes on gloo: ``pool.run(world, function, *args, timeout=60)``."""
     return Pool()
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 training, 20 validation and 20 test samples of the digits data."""
+    return write_digits(tmp_path_factory.mktemp("data") / "digits", train=60, val=20, test=20, seed=3, progress=False)
+
+
+@pytest.fixture(scope="session")
+def drawings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 training, 20 validation and 20 test samples of the data to draw."""
+    return write_digits_draw(
+        tmp_path_factory.mktemp("data") / "drawings", train=60, val=20, test=20, seed=3, progress=False
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

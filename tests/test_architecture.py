@@ -3,58 +3,40 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "hetero_strategy"
 ROOMS = (
     "strategy",
-    "refusals",
-    "collectives",
-    "assembly",
-    "checkpoint",
-    "blueprint",
     "monitor",
     "planner",
+    "runtime",
     "simulator",
-    "precision",
-    "launch",
+    "loading",
     "schedule",
     "boundary",
     "parallelize",
+    "checkpoint",
+    "plan",
     "data",
     "model",
     "layout",
+    "ragged",
     "errors",
 )
 """From the roof down."""
 PURE = (
     "errors.py",
+    "ragged.py",
     "layout/spec.py",
     "layout/pipeline.py",
     "layout/placement.py",
-    "data/balance/*.py",
-    "data/balancing.py",
-    "data/manifest.py",
-    "data/nodes/*.py",
-    "data/orchestrator.py",
-    "data/pack.py",
-    "data/plan.py",
-    "data/reorder.py",
-    "data/sizes.py",
-    "data/stored.py",
+    "plan/**/*.py",
     "boundary/route.py",
-    "schedule/__init__.py",
-    "schedule/action.py",
-    "schedule/graph.py",
-    "schedule/numbers.py",
-    "schedule/programs.py",
-    "schedule/warmup.py",
-    "schedule/merge.py",
-    "schedule/modules.py",
-    "schedule/build.py",
-    "schedule/check.py",
-    "simulator/*.py",
+    "schedule/**/*.py",
+    "simulator/**/*.py",
     "planner/layers.py",
     "planner/partition.py",
     "planner/predict.py",
@@ -62,8 +44,19 @@ PURE = (
     "monitor/flops.py",
     "monitor/traffic.py",
 )
+LARGEST = 1 / 6
+"""Of the whole package: a room with more is two."""
 LONGEST = 430
 """Lines; a longer file is usually two rooms."""
+
+
+def dotted(path: Path) -> str:
+    """Name by which a file is imported."""
+    parts = ("hetero_strategy", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+FILES = {dotted(p): p for p in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
@@ -79,7 +72,9 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield str(node.module), node.lineno
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield (whole if whole in FILES or node.module == "hetero_strategy" else str(node.module)), node.lineno
 
 
 def room(path: Path) -> str:
@@ -108,7 +103,7 @@ def test_imports_go_down_only() -> None:
 def test_pure_files_import_no_processes() -> None:
     names = sorted(str(p.relative_to(PACKAGE)) for pattern in PURE for p in PACKAGE.glob(pattern))
     assert len(names) > len(PURE)
-    pure = {"hetero_strategy." + n.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".") for n in names}
+    pure = {dotted(PACKAGE / n) for n in names}
     for name in names:
         for module, line in imports(PACKAGE / name):
             assert not module.startswith(("torch.distributed", "lightning")), f"{name}:{line} imports {module}"
@@ -119,3 +114,19 @@ def test_pure_files_import_no_processes() -> None:
 def test_files_are_short() -> None:
     long = {str(p.relative_to(PACKAGE)): n for p in files() if (n := len(p.read_text().splitlines())) > LONGEST}
     assert not long
+
+
+def test_rooms_are_of_a_size() -> None:
+    lines = Counter({room(p): 0 for p in files()})
+    for path in files():
+        lines[room(path)] += len(path.read_text().splitlines())
+    whole = sum(lines.values())
+    assert not {name: n for name, n in lines.items() if n > LARGEST * whole}
+
+
+def test_no_file_is_in_a_circle() -> None:
+    """Imports between files make no circle, those within functions left out."""
+    after = {name: {module for module, _ in imports(path) if module in FILES} - {name} for name, path in FILES.items()}
+    while loose := {name for name, others in after.items() if not others & after.keys()}:
+        after = {name: others for name, others in after.items() if name not in loose}
+    assert not after, f"in circles or after them: {sorted(after)}"

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from hetero_strategy.checkpoint import describe, load
-from hetero_strategy.data.digits import write_digits
+from recipes.digits import write_digits
 from tests import stock
 
 ROOT = Path(__file__).parents[1]

@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks.workloads.draw import generator, patches, tokens
 from benchmarks.workloads.workload import Workload, WorkloadItems
+from hetero_strategy import ragged
 
 SHORT = (5.563, 0.687)
 """(mu, sigma) of the logarithm of the shorter side in pixels: median 261."""
@@ -65,7 +66,7 @@ def packed(lengths: np.ndarray, limit: int, samples: int) -> np.ndarray:
 
     Shorter where the pieces end before ``samples`` sequences are full.
     """
-    total = np.concatenate([[0], np.cumsum(lengths)])
+    total = ragged.offsets(lengths)
     after = np.searchsorted(total, total[:-1] + limit, side="right") - 1
     follow, start = after.tolist(), [0]
     while len(start) <= samples and start[-1] < len(follow) and follow[start[-1]] < len(follow):

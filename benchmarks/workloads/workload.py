@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_strategy.data.plan import StepItems, StepMetadata
+from hetero_strategy import ragged
+from hetero_strategy.plan.step_plan import StepItems, StepMetadata
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Workload:
         placed = {}
         for modality, items in self.items.items():
             s = items.sample
-            total = np.cumsum(items.rows) - items.rows
+            total = ragged.starts(items.rows)
             within = total - total[np.searchsorted(s, s)]
             text = self.text[s] * (items_before[s] + number[modality] + 1) // gaps[s]
             placed[modality] = StepItems(s, items.rows, text + before[s] + within, items.hidden)

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_strategy.data.plan import EdgeBlocks, expand, slots
+from hetero_strategy import ragged
+from hetero_strategy.plan.step_plan import EdgeBlocks, slots
 
 Rows = np.ndarray
 """Row numbers in one rank's tensor, int64 ``[n]``."""
@@ -226,8 +227,8 @@ def _groups(blocks: EdgeBlocks, source: Side, target: Side, rank: int | None) ->
             continue
         mine = (blocks.source_instance == i) & (blocks.target_instance == j)
         rows = blocks.rows[mine]
-        source_rows = expand(blocks.source_start[mine], rows)
-        target_rows = expand(blocks.target_start[mine], rows)
+        source_rows = ragged.expand(blocks.source_start[mine], rows)
+        target_rows = ragged.expand(blocks.target_start[mine], rows)
         for source_ranks, here, source_local in _shards(source, int(i), source_rows):
             for target_ranks, there, target_local in _shards(target, int(j), target_rows[here]):
                 yield _Group(source_ranks, target_ranks, source_local[there], target_local, int(i + j))

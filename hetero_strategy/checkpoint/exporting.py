@@ -22,7 +22,7 @@ from hetero_strategy.checkpoint.folder import METADATA, Index, StoredTensor, ran
 from hetero_strategy.checkpoint.tensorfile import Entry, TensorReader, check_dtype, write_tensors
 from hetero_strategy.errors import CheckpointError
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.model.checkpoint import pairs_to_halves
+from hetero_strategy.model.hf_folder import pairs_to_halves
 
 EXPORT_KEY = "hetero_export"
 EXTRA = "extra.safetensors"

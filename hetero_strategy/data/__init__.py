@@ -1,1 +1,1 @@
-"""Who computes what: data sets, step plans, loaders."""
+"""From files to arrays: manifests, tokenizer, media, and the index of a data set."""

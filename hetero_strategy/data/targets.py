@@ -1,22 +1,17 @@
-"""What a generator is to make: media files as target rows, and the noise and time that each item is trained at."""
+"""What a generator is to make: media files as target rows."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
-from hetero_strategy.data.content import Content
-from hetero_strategy.data.media import ImageProcessor, Sizes, TargetProcessor
-from hetero_strategy.data.plan import StepPlan
+from hetero_strategy.data.media import ImageProcessor, Sizes
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.model.inputs import GeneratorInputs, Packing
 
 
 @dataclass(frozen=True)
@@ -95,53 +90,3 @@ class ImageTarget:
         patches = values.reshape(h, w, p, p, self.channels).transpose(0, 2, 1, 3, 4)
         image = patches.reshape(h * p, w * p, self.channels) * np.asarray(self.std) + np.asarray(self.mean)
         return np.rint(np.clip(image, 0.0, 1.0) * 255.0).astype(np.uint8)
-
-
-def targets(
-    processor: TargetProcessor,
-    plan: StepPlan,
-    generator: str,
-    number: int,
-    instance: int,
-    slots: Mapping[Hashable, torch.Tensor],
-    seed: int,
-    *,
-    epoch: int,
-    reads: bool,
-    content: Content,
-) -> GeneratorInputs:
-    """What one instance of a generator draws in one of its microbatches.
-
-    Args:
-        processor: of the generator.
-        plan: of the step.
-        generator: its name.
-        number: its microbatch.
-        instance: its instance.
-        slots: (source, its microbatch) -> rows inside the module that it fills.
-        seed: of noise and times, which are functions of (seed, epoch, generator, item of the data set) alone.
-        epoch: of noise and times.
-        reads: whether this rank has a stage that sees target rows: the first or the last.
-        content: of the step.
-    """
-    assignment = plan.assignments[generator][number]
-    units = assignment.of(instance)
-    items = content.items(generator, units)
-    empty = np.zeros((0, processor.feature), np.float32)
-    drawn = content.values(generator, units) if reads else []
-    noise = [empty]
-    time = np.zeros(len(units), np.float32)
-    for place, item in enumerate(items.numbers.tolist()):
-        random = np.random.Generator(np.random.PCG64([seed, epoch, item, zlib.crc32(generator.encode())]))
-        time[place] = random.random(dtype=np.float32)  # first, so that ranks that read no payload draw the same
-        if reads:
-            noise.append(random.standard_normal(drawn[place].shape, np.float32))
-    return GeneratorInputs(
-        values=torch.from_numpy(np.concatenate([empty, *drawn])),
-        noise=torch.from_numpy(np.concatenate(noise)),
-        time=torch.from_numpy(time),
-        sizes=items.sizes,
-        rows=items.rows,
-        packing=Packing.of(assignment.hidden_of(instance)),
-        slots=dict(slots),
-    )

@@ -7,8 +7,8 @@ from hetero_strategy.model.encoder import Backbone, Encoder, Projector
 from hetero_strategy.model.flow import FlowDecoder, flow_decoder
 from hetero_strategy.model.generator import Generator, GeneratorOutput
 from hetero_strategy.model.hf_lm import HFCausalLM, hf_llama, hf_qwen3
-from hetero_strategy.model.init import initial_units, initialize_units, materialize, pretrained_units
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, GeneratorInputs, Packing, Ragged, SequenceInputs
+from hetero_strategy.model.materialize import initial_units, initialize_units, materialize, pretrained_units
 from hetero_strategy.model.multimodal import Edge, ModelOutput, MultimodalModel
 from hetero_strategy.model.siglip2 import Siglip2Backbone, siglip2_encoder
 from hetero_strategy.model.titan import TitanLlama, titan_llama

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hetero_strategy import ragged
 from hetero_strategy.errors import DataError
 from hetero_strategy.model.causal_lm import LMOutput
 from hetero_strategy.model.generator import GeneratorOutput
@@ -118,7 +119,7 @@ def correct_per_sample(outputs: Sequence[Scored], samples: int, device: torch.de
 
 def gather_predictions(outputs: Sequence[Scored], labels: np.ndarray) -> Ragged:
     """Predicted tokens at label positions, in the order of the batch's samples."""
-    offsets = np.concatenate([[0], np.cumsum(labels)])
+    offsets = ragged.offsets(labels)
     if not outputs:
         return Ragged(torch.zeros(0, dtype=torch.int64), np.zeros_like(offsets))
     values = torch.cat([one.output.predicted[one.inputs.labels != IGNORE] for one in outputs])
@@ -140,6 +141,6 @@ def _in_unit_order(values: Tensor, units: np.ndarray, counts: np.ndarray) -> Ten
     """Runs of ``counts`` values, one per unit and in the order of ``units``, put in the order of unit numbers."""
     rank = np.argsort(np.argsort(units))
     ascending = counts[np.argsort(units)]
-    start = (np.cumsum(ascending) - ascending)[rank]
-    place = np.arange(len(values)) + np.repeat(start - (np.cumsum(counts) - counts), counts)
+    start = ragged.starts(ascending)[rank]
+    place = np.arange(len(values)) + np.repeat(start - ragged.starts(counts), counts)
     return torch.empty_like(values).index_copy_(0, torch.from_numpy(place).to(values.device), values)

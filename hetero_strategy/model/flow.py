@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hetero_strategy import ragged
 from hetero_strategy.errors import DataError, ModelError
 from hetero_strategy.model.adapter import divisible, drop_blocks, held_blocks, linear_flops
 from hetero_strategy.model.attention import attention_pairs, packed_attention
@@ -228,7 +229,7 @@ class FlowDecoder(Generator):
     def _patch_places(self, inputs: GeneratorInputs) -> Tensor:
         """Packed rows that are patches, int64 ``[R]``."""
         lengths = inputs.packing.lengths
-        place = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        place = np.arange(int(lengths.sum())) - np.repeat(ragged.starts(lengths), lengths)
         return host_index(np.flatnonzero(place >= np.repeat(inputs.rows, lengths)), inputs.time)
 
 
@@ -290,7 +291,7 @@ def positions(inputs: GeneratorInputs, dim: int, like: Tensor) -> Tensor:
 def _first_rows(inputs: GeneratorInputs) -> Tensor:
     """First packed row of every item, int64 ``[n]``."""
     lengths = inputs.packing.lengths
-    return host_index(np.cumsum(lengths) - lengths, inputs.time)
+    return host_index(ragged.starts(lengths), inputs.time)
 
 
 def _normed(rows: Tensor) -> Tensor:

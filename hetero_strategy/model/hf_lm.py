@@ -14,7 +14,6 @@ from hetero_strategy.errors import ModelError
 from hetero_strategy.model.adapter import block_linear_flops, divisible, drop_blocks, held_blocks, linear_flops
 from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
 from hetero_strategy.model.causal_lm import CausalLM
-from hetero_strategy.model.checkpoint import read_config
 from hetero_strategy.model.hf import (
     at_least_one_row,
     export_hf_config,
@@ -23,6 +22,7 @@ from hetero_strategy.model.hf import (
     make_norms_precise,
     parsed_config,
 )
+from hetero_strategy.model.hf_folder import read_config
 from hetero_strategy.model.inputs import Packing, SequenceInputs
 
 if TYPE_CHECKING:

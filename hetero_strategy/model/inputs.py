@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from hetero_strategy import ragged
+
 IGNORE = -100
 """Label of a row without a loss."""
 
@@ -52,7 +54,7 @@ class Packing:
         of buckets at most ``1 + log(longest / shortest) / log(4/3)``.
         """
         lengths = np.asarray(lengths, dtype=np.int64).reshape(-1)
-        starts = np.cumsum(lengths) - lengths
+        starts = ragged.starts(lengths)
         sequence = np.repeat(np.arange(len(lengths)), lengths)
         rows = np.arange(int(lengths.sum()))
         buckets: list[Bucket] = []

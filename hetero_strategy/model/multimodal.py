@@ -15,8 +15,8 @@ from hetero_strategy.model.causal_lm import CausalLM, LMOutput
 from hetero_strategy.model.combine import Generated, ModelOutput, Scored, combine
 from hetero_strategy.model.encoder import Encoder
 from hetero_strategy.model.generator import Generator, GeneratorOutput
-from hetero_strategy.model.init import materialize
 from hetero_strategy.model.inputs import EncoderInputs, GeneratorInputs, SequenceInputs
+from hetero_strategy.model.materialize import materialize
 from hetero_strategy.model.random_numbers import RandomNumbers, kept
 
 __all__ = ["BatchLike", "Edge", "ModelOutput", "MultimodalModel"]

@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hetero_strategy import ragged
 from hetero_strategy.errors import DataError, ModelError
 from hetero_strategy.model.adapter import block_linear_flops, divisible, drop_blocks, held_blocks, linear_flops
 from hetero_strategy.model.attention import attention_pairs
-from hetero_strategy.model.checkpoint import read_config
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
 from hetero_strategy.model.hf import export_hf_config, hf_config, initialize_hf, parsed_config
+from hetero_strategy.model.hf_folder import read_config
 from hetero_strategy.model.inputs import EncoderInputs, Packing, host_index
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class Siglip2Backbone(Backbone):
         ]
         rows = torch.cat(resized).to(weight.dtype)
         sizes = grids.prod(axis=1)
-        first = (np.cumsum(sizes) - sizes)[which.reshape(-1)]
+        first = ragged.starts(sizes)[which.reshape(-1)]
         index = host_index(np.repeat(first, inputs.packing.lengths), rows) + inputs.packing.positions
         return F.embedding(index, rows)
 
@@ -181,13 +182,13 @@ def merge_order(grids: np.ndarray, merge: int) -> np.ndarray:
     """Row numbers of raster patches of several grids, reordered so that each ``merge x merge`` cell is contiguous."""
     grids = grids.reshape(-1, 2)
     lengths = grids.prod(axis=1)
-    step = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    step = np.arange(int(lengths.sum())) - np.repeat(ragged.starts(lengths), lengths)
     width = np.repeat(grids[:, 1], lengths)
     # Place `step` of an image, counted cell by cell, is patch (row, column).
     cell, inside = step // merge**2, step % merge**2
     row = cell // (width // merge) * merge + inside // merge
     column = cell % (width // merge) * merge + inside % merge
-    return np.repeat(np.cumsum(lengths) - lengths, lengths) + row * width + column
+    return np.repeat(ragged.starts(lengths), lengths) + row * width + column
 
 
 def vit_tp_plan(layers: str, *, up: str, down: str) -> dict[str, ParallelStyle]:

@@ -22,7 +22,7 @@ from hetero_strategy.errors import ModelError
 from hetero_strategy.model.adapter import block_linear_flops, divisible, held_blocks, linear_flops
 from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.causal_lm import CausalLM
-from hetero_strategy.model.checkpoint import read_config
+from hetero_strategy.model.hf_folder import read_config
 from hetero_strategy.model.inputs import Packing, SequenceInputs
 
 if TYPE_CHECKING:

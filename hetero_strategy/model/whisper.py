@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hetero_strategy import ragged
 from hetero_strategy.errors import DataError, ModelError
 from hetero_strategy.model.adapter import block_linear_flops, divisible, drop_blocks, held_blocks
 from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
-from hetero_strategy.model.checkpoint import read_config
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
 from hetero_strategy.model.hf import at_least_one_row, export_hf_config, hf_config, initialize_hf, parsed_config
+from hetero_strategy.model.hf_folder import read_config
 from hetero_strategy.model.inputs import EncoderInputs, Packing, host_index
 from hetero_strategy.model.siglip2 import vit_tp_plan
 
@@ -148,12 +149,12 @@ class WhisperBackbone(Backbone):
         """Mel frames -> rows ``[sum(ceil(frames / 2)), d_model]``."""
         frames = inputs.sizes.reshape(-1)
         spans = clip_spans(frames)
-        starts = np.cumsum(spans) - spans
+        starts = ragged.starts(spans)
         total = max(int(spans.sum()), 2)  # without clips: one silent pair, so that the weights have a (zero) gradient
-        before = np.cumsum(frames) - frames
+        before = ragged.starts(frames)
         frame_place = host_index(np.arange(int(frames.sum())) + np.repeat(starts - before, frames), inputs.values)
         rows = inputs.packing.lengths
-        row_place = np.arange(int(rows.sum())) + np.repeat(starts // 2 - (np.cumsum(rows) - rows), rows)
+        row_place = np.arange(int(rows.sum())) + np.repeat(starts // 2 - ragged.starts(rows), rows)
         mels = inputs.values.to(self.model.conv1.weight.dtype)
         line = mels.new_zeros(total, mels.shape[1]).index_copy(0, frame_place, mels)
         real = mels.new_zeros(total).index_fill(0, frame_place, 1)
@@ -164,7 +165,7 @@ class WhisperBackbone(Backbone):
     def _stacked(self, rows: Tensor, inputs: EncoderInputs) -> Tensor:
         lengths = inputs.packing.lengths
         spans = -(-lengths // self.stack) * self.stack
-        shift = (np.cumsum(spans) - spans) - (np.cumsum(lengths) - lengths)
+        shift = ragged.starts(spans) - ragged.starts(lengths)
         place = np.arange(int(lengths.sum())) + np.repeat(shift, lengths)
         filled = rows.new_zeros(int(spans.sum()), rows.shape[1]).index_copy(0, host_index(place, rows), rows)
         return filled.reshape(-1, self.width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetero_strategy.monitor.balance import BalanceMonitor
+from hetero_strategy.monitor.balance_monitor import BalanceMonitor
 from hetero_strategy.monitor.logger import LogConfiguration, csv_logger, wandb_logger
 from hetero_strategy.monitor.throughput import ThroughputMonitor
 from hetero_strategy.monitor.timeline_monitor import TimelineMonitor

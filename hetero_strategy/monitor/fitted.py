@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from hetero_strategy.data.balance import Cost, fit_cost
 from hetero_strategy.layout.placement import Coordinate
+from hetero_strategy.plan.balance import Cost, fit_cost
+from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import Node
-from hetero_strategy.schedule.executor import Executor
 
 
 def fitted_costs(executor: Executor, group: dist.ProcessGroup | None) -> dict[str, Cost] | None:

@@ -20,12 +20,12 @@ import numpy as np
 from scipy.optimize import nnls
 from scipy.stats import linregress
 
-from hetero_strategy.data.plan import StepPlan, edge_blocks
-from hetero_strategy.monitor.profile import Profile, Sample
+from hetero_strategy.plan.step_plan import StepPlan, edge_blocks
 from hetero_strategy.schedule.action import Action, Kind, Node, Schedule
 from hetero_strategy.schedule.graph import PlannedCosts
 from hetero_strategy.simulator import Host, Links, Rows, Simulation, simulate
 from hetero_strategy.simulator.links import same_ranks
+from hetero_strategy.simulator.profile import Profile, Sample
 
 DRAWS = 15
 """Simulations of a step, of which the median one is taken."""

@@ -21,7 +21,7 @@ from hetero_strategy.monitor.flops import Part, device_peak_flops, fed_by_traina
 from hetero_strategy.monitor.measure import Spent, Watch, over_ranks, waited
 
 if TYPE_CHECKING:
-    from hetero_strategy.data.batch import Batch
+    from hetero_strategy.loading.batch import Batch
 
 GIB = 2**30
 

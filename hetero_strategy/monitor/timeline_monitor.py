@@ -13,12 +13,12 @@ import numpy as np
 import torch.distributed as dist
 from lightning.pytorch.loggers import WandbLogger
 
-from hetero_strategy.data.plan import StepPlan
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.monitor.prediction import Fitted, Ran, predicted, together
 from hetero_strategy.monitor.timeline import Timeline, from_measured, from_simulation, write_trace
+from hetero_strategy.plan.step_plan import StepPlan
+from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import Action, Node, Schedule
-from hetero_strategy.schedule.executor import Executor
 from hetero_strategy.schedule.graph import PlannedCosts
 from hetero_strategy.simulator import Simulation
 

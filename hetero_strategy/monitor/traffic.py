@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hetero_strategy import ragged
 from hetero_strategy.boundary.route import Side
-from hetero_strategy.data.plan import EdgeBlocks
+from hetero_strategy.plan.step_plan import EdgeBlocks
 
 _MOST_LINKS = 1 << 22
 """Pairs of ranks looked at together: bounds memory."""
@@ -51,7 +52,7 @@ def traffic(blocks: EdgeBlocks, source: Side, target: Side, ranks_per_node: int,
     if not len(blocks.rows):
         return Traffic(0.0, 0.0)
     run, _, rows, from_shard = _cut(blocks.source_start, blocks.rows, source, blocks.source_instance)
-    ahead = np.cumsum(rows) - rows
+    ahead = ragged.starts(rows)
     first = np.flatnonzero(np.diff(run, prepend=-1))  # pieces of one run follow each other
     offset = ahead - np.repeat(ahead[first], np.diff(np.append(first, len(run))))
     piece, _, rows, to_shard = _cut(blocks.target_start[run] + offset, rows, target, blocks.target_instance[run])
@@ -113,7 +114,7 @@ def _cut(
     first, last = start // size, (start + np.maximum(rows, 1) - 1) // size
     pieces = last - first + 1
     run = np.repeat(np.arange(len(rows)), pieces)
-    shard = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces) + first[run]
+    shard = np.arange(len(run)) - np.repeat(ragged.starts(pieces), pieces) + first[run]
     low = np.maximum(start[run], shard * size[run])
     high = np.minimum((start + rows)[run], (shard + 1) * size[run])
     return run, low, high - low, shard

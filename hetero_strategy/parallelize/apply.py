@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.model.init import initial_units
+from hetero_strategy.model.materialize import initial_units
 from hetero_strategy.parallelize.fsdp import apply_fsdp
 from hetero_strategy.parallelize.stages import adopt, allocate, cut, owned_tensors, ties_kept
 from hetero_strategy.parallelize.traits import check_traits, hand_on, traits_of

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from hetero_strategy import ragged
 from hetero_strategy.errors import LayoutError
 
 _PARTS = 2**30
@@ -91,7 +92,7 @@ def megatron_balanced(times: Mapping[str, Sequence[float]], pp: int, vpp: int = 
 
 def _stage_tables(work: np.ndarray, more: np.ndarray, minimum: int) -> list[np.ndarray]:
     """For each stage: its cost by first layer and layer after the last, int64 ``[layers + 1, layers + 1]``."""
-    ends = np.concatenate([[0], np.cumsum(work)]).astype(np.int64)
+    ends = ragged.offsets(work).astype(np.int64)
     places = np.arange(len(ends))
     allowed = places[None, :] - places[:, None] >= minimum
     return [np.where(allowed, ends[None, :] - ends[:, None] + int(m), _NEVER) for m in more]

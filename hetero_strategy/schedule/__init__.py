@@ -1,1 +1,1 @@
-"""In which order a step's work runs, and the executor that runs it."""
+"""In which order a step's work runs."""

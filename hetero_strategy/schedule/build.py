@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.schedule.action import Action, Lane, Schedule, StageGraph, Work
+from hetero_strategy.schedule.action_index import Costs, Numbers
 from hetero_strategy.schedule.merge import merge
-from hetero_strategy.schedule.modules import listed, module_programs, most
-from hetero_strategy.schedule.numbers import Costs, Numbers
+from hetero_strategy.schedule.module_programs import listed, module_programs, most
 from hetero_strategy.schedule.warmup import Link, links
 
 ORDERS = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "sequential")

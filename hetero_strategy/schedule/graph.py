@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_strategy.data.plan import StepPlan
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.schedule.action import Action, Kind, Node, Span, Stage, StageGraph, Work
 
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from hetero_strategy.schedule.numbers import Numbers
+from hetero_strategy.schedule.action_index import Numbers
 
 Key = tuple[float, bool, int]
 """Waiting since (where that counts), is a forward, how far from the sink: what is less comes first."""

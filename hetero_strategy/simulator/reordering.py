@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hetero_strategy.data.orchestrator import Sizes
-from hetero_strategy.data.reorder import SEARCHES, best_order, interval_order
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.plan.orchestrator import Sizes
+from hetero_strategy.plan.reorder import SEARCHES, best_order, interval_order
 from hetero_strategy.schedule.action import Action, Kind, Node, Schedule, Span, StageGraph, Work
 from hetero_strategy.schedule.build import SPLIT, make_schedule
 from hetero_strategy.schedule.graph import StageCost, forward_times, forwards

@@ -12,7 +12,7 @@ from benchmarks import boundary_bytes, checkpoint_integrity, step_overhead
 from benchmarks.common import ragged_step
 from benchmarks.gather_then_slice import MIMO, Moved
 from hetero_strategy.boundary.route import Side, route
-from hetero_strategy.data.plan import EdgeBlocks
+from hetero_strategy.plan.step_plan import EdgeBlocks
 
 
 def test_ragged_step_lays_items_one_after_another_before_the_text() -> None:

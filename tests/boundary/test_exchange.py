@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hetero_strategy.boundary.exchange import Channel, Crossing, Edge, Format, InFlight, cross, exchange
 from hetero_strategy.boundary.route import Route, Side, route
-from hetero_strategy.data.plan import EdgeBlocks
+from hetero_strategy.plan.step_plan import EdgeBlocks
 from tests.distributed.harness import Pool
 
 WIDTH = 3

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_strategy.boundary.route import Route, Side, Transfer, least_rows, local_slots, route, stage_route
-from hetero_strategy.data.orchestrator import plan_step
-from hetero_strategy.data.plan import EdgeBlocks, StepItems, StepMetadata, edge_blocks, slots
 from hetero_strategy.layout import ModuleLayout, place
+from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.plan.step_plan import EdgeBlocks, StepItems, StepMetadata, edge_blocks, slots
 
 WIDTH = 3
 

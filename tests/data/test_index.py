@@ -11,13 +11,14 @@ import pytest
 import soundfile
 from PIL import Image
 
-from hetero_strategy.data import index as index_room
-from hetero_strategy.data.digits import digit_processors, draw_processors, write_digits
-from hetero_strategy.data.index import DatasetIndex, build_index
+from hetero_strategy.data import build_index as index_room
+from hetero_strategy.data.build_index import DatasetIndex, build_index
 from hetero_strategy.data.media import ImageProcessor
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
-from tests.data.conftest import entry, write_manifest
+from hetero_strategy.loading.metadata import step_metadata
+from recipes.digits import digit_processors, draw_processors, write_digits
+from tests.manifests import entry, write_manifest
 
 
 def build(manifest: Path, tokenizer: Path, **options: Any) -> DatasetIndex:
@@ -47,7 +48,7 @@ def test_by_hand(digits: Path, tmp_path: Path) -> None:
     assert audio.sample.tolist() == [2] and audio.rows.tolist() == [5] and audio.start.tolist() == [1]
     assert index.offsets.tolist() == [0, 15, 21, 32] and index.labels.tolist() == [3, 2, 2]
     assert index.path("vision", 1) == tmp_path / "a.png"
-    metadata = index.metadata(1, 2, np.array([2, 0]))
+    metadata = step_metadata(index, 1, 2, np.array([2, 0]))
     assert metadata.tokens.tolist() == [11, 15] and metadata.labels.tolist() == [2, 3]
     assert metadata.items["vision"].sample.tolist() == [0, 1, 1] and metadata.items["vision"].rows.tolist() == [2, 6, 2]
     assert metadata.items["vision"].start.tolist() == [6, 2, 9] and metadata.items["vision"].targets is None
@@ -89,7 +90,7 @@ def test_what_is_drawn(digits: Path, drawings: Path, tmp_path: Path) -> None:
     mark = tokenizer.placeholder_id("draw")  # bos q \n 4 mark mark u mark mark eos
     assert (index.ids == mark).tolist() == [False] * 4 + [True, True, False, True, True, False]
     assert index.loss.tolist() == [False] * 3 + [True, False, False, True, False, False, True]
-    items = index.metadata(0, 0, np.array([0])).items
+    items = step_metadata(index, 0, 0, np.array([0])).items
     assert items["draw"].targets is not None and items["draw"].targets.tolist() == [64, 32]
     assert items["draw"].hidden.tolist() == [18, 10] and items["vision"].targets is None
     with pytest.raises(ConfigError, match=r"has no token '<draw>' \(placeholders\['draw'\]\)"):

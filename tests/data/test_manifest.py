@@ -7,7 +7,7 @@ import pytest
 
 from hetero_strategy.data.manifest import read_manifest
 from hetero_strategy.errors import DataError
-from tests.data.conftest import entry, write_manifest
+from tests.manifests import entry, write_manifest
 
 
 def test_ordinary_samples(tmp_path: Path) -> None:

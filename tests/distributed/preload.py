@@ -19,7 +19,7 @@ for name in (
     "transformers.models.siglip2.modeling_siglip2",
     "transformers.models.whisper.modeling_whisper",
     "torchtitan_parts",
-    "hetero_strategy.strategy",
+    "hetero_strategy.strategy.strategy",
     "tests.distributed.stepping",
     "tests.distributed.harness",
 ):

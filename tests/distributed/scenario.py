@@ -14,10 +14,10 @@ import torch
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch.distributed.tensor import DTensor
 
-from hetero_strategy.data.datamodule import MultimodalDataModule
-from hetero_strategy.data.digits import digit_processors, write_digits
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.model import MultimodalModel, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
+from recipes.digits import digit_processors, write_digits
 from tests.distributed.damage import damaged
 
 WIDTH = 32

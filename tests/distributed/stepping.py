@@ -14,16 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hetero_strategy.assembly import Assembled, Scheduling, assemble
-from hetero_strategy.data.balancing import Balance, Surroundings
-from hetero_strategy.data.batch import Batch
-from hetero_strategy.data.datamodule import MultimodalDataModule
-from hetero_strategy.data.digits import digit_processors, draw_processors, write_digits, write_digits_draw
-from hetero_strategy.data.plan import StepPlan
-from hetero_strategy.data.steps import Share, StepDataset
 from hetero_strategy.errors import HeteroError
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.loading.batch import Batch
+from hetero_strategy.loading.datamodule import MultimodalDataModule
+from hetero_strategy.loading.steps import Share, StepDataset
 from hetero_strategy.model import (
     MultimodalModel,
     flow_decoder,
@@ -33,11 +29,15 @@ from hetero_strategy.model import (
     titan_llama,
     whisper_encoder,
 )
-from hetero_strategy.schedule import executor as running
+from hetero_strategy.plan.config import Balance, Surroundings
+from hetero_strategy.plan.step_plan import StepPlan
+from hetero_strategy.runtime import executor as running
+from hetero_strategy.runtime.outcome import Outcome
 from hetero_strategy.schedule.action import Action, Lane, Node, StageGraph
 from hetero_strategy.schedule.check import check
-from hetero_strategy.schedule.outcome import Outcome
-from hetero_strategy.strategy import ROW_ALIGNMENT
+from hetero_strategy.strategy.assembly import Assembled, Scheduling, assemble
+from hetero_strategy.strategy.strategy import ROW_ALIGNMENT
+from recipes.digits import digit_processors, draw_processors, write_digits, write_digits_draw
 from tests.distributed.damage import damaged, late
 
 WIDTH = 32

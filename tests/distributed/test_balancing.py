@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_strategy.data.plan import StepPlan
 from hetero_strategy.errors import DataError
-from hetero_strategy.schedule import executor as running
-from hetero_strategy.schedule.step import StepRunner
+from hetero_strategy.plan.step_plan import StepPlan
+from hetero_strategy.runtime import executor as running
+from hetero_strategy.runtime.step import StepRunner
 from tests.distributed.exact import compare, expected, on, setting_of
 from tests.distributed.harness import Pool
 from tests.distributed.stepping import (

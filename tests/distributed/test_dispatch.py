@@ -13,20 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetero_strategy.data.balancing import Surroundings
-from hetero_strategy.data.datamodule import MultimodalDataModule
-from hetero_strategy.data.index import DatasetIndex, build_index
-from hetero_strategy.data.loading import dispatch as room
-from hetero_strategy.data.loading.agree import Agree
-from hetero_strategy.data.loading.dispatch import Dispatch, Traffic
-from hetero_strategy.data.loading.loader import StepLoader
-from hetero_strategy.data.sampled import SampledDataset
-from hetero_strategy.data.steps import Share, StepDataset
-from tests.data.loading.compared import differences
+from hetero_strategy.data.build_index import DatasetIndex, build_index
+from hetero_strategy.loading import dispatch as room
+from hetero_strategy.loading.agree import Agree
+from hetero_strategy.loading.datamodule import MultimodalDataModule
+from hetero_strategy.loading.dispatch import Dispatch, Traffic
+from hetero_strategy.loading.loader import StepLoader
+from hetero_strategy.loading.read_where_sampled import SampledDataset
+from hetero_strategy.loading.steps import Share, StepDataset
+from hetero_strategy.plan.config import Surroundings
 from tests.distributed import scenario, stepping
 from tests.distributed.exact import compare, expected, on, setting_of
 from tests.distributed.harness import Pool, WorkerError
 from tests.distributed.stepping import SAMPLES, Reference, Run, Setting, data, data_of, placed, share_of, steps_on_rank
+from tests.loading.compared import differences
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "unequal dp, tp replicas": {"vision": on(0, 1, 2), "audio": on(2, 3), "llm": on(0, 1, 2, 3, tp=2)},

@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
-from hetero_strategy.data.datamodule import MultimodalDataModule
-from hetero_strategy.data.digits import digit_processors
-from hetero_strategy.data.index import DatasetIndex, build_index
-from hetero_strategy.data.loading.agree import Agree
-from hetero_strategy.data.loading.ahead import Ahead
-from hetero_strategy.data.loading.loader import StepLoader
-from hetero_strategy.data.steps import Share, StepDataset
+from hetero_strategy.data.build_index import DatasetIndex, build_index
 from hetero_strategy.data.tokenizer import ChatTokenizer
+from hetero_strategy.loading.agree import Agree
+from hetero_strategy.loading.ahead import Ahead
+from hetero_strategy.loading.datamodule import MultimodalDataModule
+from hetero_strategy.loading.loader import StepLoader
+from hetero_strategy.loading.steps import Share, StepDataset
 from hetero_strategy.strategy import HeteroStrategy
+from recipes.digits import digit_processors
 from tests.distributed.harness import Pool, WorkerError
 from tests.distributed.scenario import Job, Lit, data, worst_gradient, worst_loss
 from tests.distributed.scenario import Result as Ran

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from hetero_strategy.data.batch import Batch
-from hetero_strategy.data.steps import Share
+from hetero_strategy.loading.batch import Batch
+from hetero_strategy.loading.steps import Share
 from hetero_strategy.model import ModelOutput, MultimodalModel
-from hetero_strategy.schedule.step import StepRunner
+from hetero_strategy.runtime.step import StepRunner
 from tests.distributed.exact import EXACT, NOTICED, on
 from tests.distributed.harness import Pool
 from tests.distributed.stepping import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hetero_strategy.data.steps import Share
+from hetero_strategy.loading.steps import Share
 from tests.distributed.exact import EXACT, compare, expected, on, setting_of
 from tests.distributed.harness import Pool
 from tests.distributed.stepping import SAMPLES, data, reference, steps_of, steps_on_rank

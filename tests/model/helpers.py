@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hetero_strategy.model import EncoderInputs, Packing, SequenceInputs
-from hetero_strategy.model.init import materialize
+from hetero_strategy.model.materialize import materialize
 
 VIT = {
     "hidden_size": 16,

@@ -34,7 +34,7 @@ from hetero_strategy.model import (
     titan_llama,
     whisper_encoder,
 )
-from hetero_strategy.model.init import initial_units, unit_tensors
+from hetero_strategy.model.materialize import initial_units, unit_tensors
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, clips, images, ready, tokens
 
 

@@ -22,7 +22,7 @@ from hetero_strategy.model import (
 )
 from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.model.encoder import Backbone
-from hetero_strategy.model.init import unit_tensors
+from hetero_strategy.model.materialize import unit_tensors
 from hetero_strategy.model.titan import _titan
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, clips, images
 

@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hetero_strategy.data.batch import Batch
-from hetero_strategy.data.digits import draw_processors, write_digits_draw
-from hetero_strategy.data.index import build_index
-from hetero_strategy.data.orchestrator import plan_step
-from hetero_strategy.data.steps import Share, StepDataset
+from hetero_strategy.data.build_index import build_index
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ModelError
+from hetero_strategy.loading.batch import Batch
+from hetero_strategy.loading.metadata import step_metadata
+from hetero_strategy.loading.steps import Share, StepDataset
 from hetero_strategy.model import (
     MultimodalModel,
     SequenceInputs,
@@ -24,6 +23,8 @@ from hetero_strategy.model import (
     titan_llama,
     whisper_encoder,
 )
+from hetero_strategy.plan.orchestrator import plan_step
+from recipes.digits import draw_processors, write_digits_draw
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, HandBatch, clips, images, ready, tokens
 
 
@@ -350,7 +351,7 @@ def test_damaged_routes_are_seen(drawings):
 def test_a_batch_without_drawings(drawings):
     samples = np.setdiff1d(np.arange(len(drawings)), drawings.items["draw"].sample)[:2]
     assert len(samples) == 2
-    model, metadata = drawing_model(), drawings.metadata(0, 0, samples)
+    model, metadata = drawing_model(), step_metadata(drawings, 0, 0, samples)
     inputs = tokens(metadata.tokens.tolist(), vocab=110)
     counts = [int((part != -100).sum()) for part in inputs.labels.split(metadata.tokens.tolist())]
     metadata = dataclasses.replace(metadata, labels=np.array(counts))

@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
-from hetero_strategy.data.plan import Assignment, StepItems, StepMetadata, StepPlan
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.encoder import Encoder
+from hetero_strategy.plan.step_plan import Assignment, StepItems, StepMetadata, StepPlan
 
 STEP, WAIT, VALIDATION = 2.0, 0.5, 1000.0
 """Seconds that the fake clock is moved by a training step, by the loader and by a validation batch."""

@@ -16,14 +16,15 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from matplotlib.collections import PolyCollection
 
 from hetero_strategy.boundary.route import Side
-from hetero_strategy.data.batch import LoadTimes
-from hetero_strategy.data.plan import ModuleLoad, StepPlan
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.loading.batch import LoadTimes
 from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor
-from hetero_strategy.monitor.balance import BalanceSummary, Spread, step_traffic
+from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.balance_draw import SEPARATE, figure
+from hetero_strategy.monitor.balance_monitor import step_traffic
 from hetero_strategy.monitor.measure import Waits
 from hetero_strategy.monitor.traffic import Traffic
+from hetero_strategy.plan.step_plan import ModuleLoad, StepPlan
 from hetero_strategy.schedule.action import Node
 from tests.monitor.fakes import WAIT, Clock, Counted, CountedEncoder, Lit, Loader, Model, make_batch
 from tests.monitor.fakes import Remember as Throughput

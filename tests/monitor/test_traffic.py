@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_strategy.boundary.route import Side, least_rows, route
-from hetero_strategy.data.orchestrator import plan_step
-from hetero_strategy.data.plan import EdgeBlocks, StepItems, StepMetadata, edge_blocks
 from hetero_strategy.monitor import traffic as module
 from hetero_strategy.monitor.traffic import Traffic, traffic
+from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.plan.step_plan import EdgeBlocks, StepItems, StepMetadata, edge_blocks
 
 
 def sent(blocks: EdgeBlocks, source: Side, target: Side, world: int, node: int, *, backward: bool) -> Traffic:

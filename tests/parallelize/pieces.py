@@ -13,13 +13,13 @@ from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.model import hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.model.init import materialize
+from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.apply import check_all, parallelize
 from hetero_strategy.parallelize.gradients import global_norm, owned_parameters, settle
 from hetero_strategy.parallelize.stages import cut
 from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
-from hetero_strategy.schedule import backward
+from hetero_strategy.runtime import backward
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, clips, images, tokens
 
 MAKE = {

@@ -10,7 +10,7 @@ import pytest
 
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.model.init import materialize
+from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.parallelize.tied import tied_rank_sets
 from tests.distributed.harness import Pool

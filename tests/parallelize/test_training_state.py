@@ -14,7 +14,7 @@ from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.model.init import materialize
+from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize.apply import parallelize
 from tests.distributed.harness import Pool
 from tests.parallelize.pieces import MAKE, even_split

@@ -9,7 +9,7 @@ from torch import nn
 from hetero_strategy.errors import ModelError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model import Encoder, Projector
-from hetero_strategy.model.init import materialize
+from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.traits import check_traits, traits_of
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_strategy.data.digits import write_digits, write_digits_draw
+from recipes.digits import write_digits, write_digits_draw
 
 
 @pytest.fixture(scope="session")

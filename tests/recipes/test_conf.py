@@ -11,8 +11,8 @@ import torch
 from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
-from hetero_strategy.data.datamodule import MultimodalDataModule
 from hetero_strategy.errors import ConfigError, DataError, HeteroError, LayoutError
+from hetero_strategy.loading.datamodule import MultimodalDataModule
 from recipes import build, cli
 from recipes.drawings import DigitJudge
 from tests.recipes.conftest import data_at

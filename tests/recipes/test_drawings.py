@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from hetero_strategy.data.datamodule import MultimodalDataModule
-from hetero_strategy.data.digits import draw_processors
 from hetero_strategy.errors import DataError
+from hetero_strategy.loading.datamodule import MultimodalDataModule
+from recipes.digits import draw_processors
 from recipes.drawings import DigitJudge, Drawing, draw_grid, drawings_of
 from tests.recipes.commands import SMALL, run
 from tests.recipes.conftest import data_at

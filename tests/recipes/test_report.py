@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_strategy.data.datamodule import MultimodalDataModule
-from hetero_strategy.data.digits import digit_processors
+from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.monitor import BalanceMonitor
 from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.measure import Spent
 from hetero_strategy.monitor.throughput import Totals
 from hetero_strategy.monitor.traffic import Traffic
+from recipes.digits import digit_processors
 from recipes.report import _balance_lines, _question, _spent_line, balance, throughput
 from tests import stock
 

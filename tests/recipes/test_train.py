@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from hetero_strategy.checkpoint import describe
-from hetero_strategy.data.balancing import Balance
 from hetero_strategy.errors import CheckpointError
+from hetero_strategy.plan.config import Balance
 from recipes import cli
 from tests.recipes.commands import ROOT, SMALL, Ended, run, start, wait_until_gone
 

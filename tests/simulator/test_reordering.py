@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_strategy.data.balancing import Balance, Surroundings
-from hetero_strategy.data.orchestrator import Size, plan_step
-from hetero_strategy.data.plan import StepItems, StepMetadata
 from hetero_strategy.errors import ConfigError, ScheduleError
+from hetero_strategy.plan.config import Balance, Surroundings
+from hetero_strategy.plan.orchestrator import Size, plan_step
+from hetero_strategy.plan.step_plan import StepItems, StepMetadata
 from hetero_strategy.schedule.action import Action, Node, Span, StageGraph, Work
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.graph import PlannedCosts, StageCost

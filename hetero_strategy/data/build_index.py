@@ -1,0 +1,313 @@
+"""The metadata of a whole data set: token ids, loss masks, and the measured size of every media file.
+
+Built once, then memory mapped by every rank and worker, so that step plans need no payload. The index lies beside the
+manifest in ``.hetero_index/<manifest>-<key>``; the key is a hash of the manifest's bytes, the tokenizer's bytes and all
+settings that decide the contents. Arrays are plain ``.npy`` files and the header is JSON: nothing is unpickled.
+
+An index may also be built without opening a media file. Then sizes become known when items are decoded, and each item
+is one placeholder token until then; see :mod:`hetero_strategy.loading.dispatch`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from hetero_strategy.data.dataset_index import DatasetIndex as DatasetIndex
+from hetero_strategy.data.dataset_index import load_index
+from hetero_strategy.data.manifest import Faults, Sample, parse_manifest, resolve
+from hetero_strategy.data.media import Media, TargetProcessor
+from hetero_strategy.data.tokenizer import ChatTokenizer
+from hetero_strategy.errors import ConfigError, DataError
+
+VERSION = 2
+"""Raised whenever the template, the arrays or a processor's rows change meaning."""
+
+DECODE_LIMIT = 20_000
+"""``verify="auto"`` decodes every file of data sets with at most this many files."""
+
+Verify = Literal["auto", "header", "decode"]
+CHUNK = 2048
+
+ARRAY_HEADER = 128
+"""Bytes of a ``.npy`` file besides its numbers."""
+
+
+def build_index(
+    manifest: str | Path,
+    tokenizer: ChatTokenizer,
+    processors: Mapping[str, Media],
+    *,
+    media_folder: str | Path | None = None,
+    cache_folder: str | Path | None = None,
+    verify: Verify = "auto",
+    max_tokens: int | None = None,
+    answers: bool = True,
+    measure: bool = True,
+    leave_out: Sequence[str] = (),
+    progress: bool = True,
+) -> DatasetIndex:
+    """The index of a manifest: the stored one if nothing has changed, else a new one.
+
+    Safe when several processes build at once: each writes its own folder and the first rename wins.
+
+    Args:
+        manifest: see :mod:`hetero_strategy.data.manifest`.
+        processors: by encoder or generator name; each reads the manifest field it names.
+        media_folder: what media paths are relative to; default: the manifest's folder.
+        cache_folder: where indices lie; default: ``.hetero_index`` beside the manifest.
+        verify: ``header`` reads headers only, ``decode`` decodes every file once, ``auto`` decodes up to 20000 files.
+        max_tokens: longer samples are faults.
+        answers: whether every sample must have a non-empty answer.
+        measure: False: no media file is opened; sizes become known when items are decoded, and what is wrong with a
+            file as well.
+        leave_out: media fields; samples that hold one are left out, and counted in the index.
+        progress: show progress bars.
+
+    Raises:
+        DataError: one error with the first ten faults of the whole data set.
+        ConfigError: two processors read the same field, an option is unknown, or the tokenizer has no token for what is
+            to be drawn.
+    """
+    manifest = Path(manifest)
+    folder = Path(media_folder) if media_folder is not None else manifest.parent
+    fields = [processor.field for processor in processors.values()]
+    if len(set(fields)) < len(fields):
+        raise ConfigError(
+            f"processors {', '.join(processors)} read the fields {', '.join(fields)}; give each its own field"
+        )
+    if verify not in ("auto", "header", "decode"):
+        raise ConfigError(f"verify is {verify!r}; use 'auto', 'header' or 'decode'")
+    if not measure and verify != "auto":
+        raise ConfigError(
+            f"verify is {verify!r} but measure is False (payload='all_to_all'): no media file is opened before it is"
+            " needed, so there is nothing to verify; leave verify out, or measure"
+        )
+    if not manifest.is_file():
+        raise DataError(f"{manifest}: manifest is missing; check the path, or write it first")
+    settings = {
+        "version": VERSION,
+        "tokenizer": tokenizer.settings(),
+        "processors": {name: processor.settings() for name, processor in processors.items()},
+        "verify": verify,
+        "max_tokens": max_tokens,
+        "answers": answers,
+        "media_folder": None if media_folder is None else str(Path(media_folder).absolute()),
+    }
+    if not measure:
+        settings["measure"] = False
+    if leave_out:
+        settings["leave_out"] = sorted(leave_out)
+    key = _key(settings, manifest, tokenizer.path)
+    caches = Path(cache_folder) if cache_folder is not None else manifest.parent / ".hetero_index"
+    place = caches / f"{manifest.stem}-{key}"
+    if not (place / "header.json").is_file():
+        faults = Faults(manifest)
+        drawn = [p.field for p in processors.values() if isinstance(p, TargetProcessor)]
+        for field in drawn:
+            tokenizer.placeholder_id(field, seen=True)
+        samples = parse_manifest(manifest, fields, answers, faults, drawn=drawn, leave_out=leave_out)
+        measured = _measure(samples, processors, folder, verify, faults, progress) if measure else None
+        arrays = _arrays(samples, tokenizer, processors, measured, max_tokens, faults, progress)
+        faults.check()
+        header = {"settings": settings, "samples": len(samples), "modules": list(processors)}
+        header["left_out"] = faults.left_out
+        _write(place, arrays, header | {"widths": [len(p.size_names) for p in processors.values()]})
+    return load_index(place, folder)
+
+
+Measured = Mapping[tuple[str, str], tuple[tuple[int, ...], int]]
+
+
+def _measure(
+    samples: Sequence[Sample],
+    processors: Mapping[str, Media],
+    folder: Path,
+    verify: Verify,
+    faults: Faults,
+    progress: bool,
+) -> Measured:
+    """(field, path) -> (sizes, rows) of every file. Threads, not processes: decoders release the GIL, and forking
+    beside process groups and CUDA is not safe.
+    """
+    first: dict[tuple[str, str], Sample] = {}
+    for sample in samples:
+        for field, names in sample.items.items():
+            for name in names:
+                first.setdefault((field, name), sample)
+    by_field = {processor.field: processor for processor in processors.values()}
+    decode = verify == "decode" or (verify == "auto" and len(first) <= DECODE_LIMIT)
+
+    def read(file: tuple[str, str]) -> tuple[tuple[int, ...], int] | str:
+        field, name = file
+        try:
+            path = resolve(folder, name)
+            found = by_field[field].measure(path)
+            if decode:
+                by_field[field].check(path)
+            return found
+        except DataError as error:
+            return str(error)
+
+    measured = {}
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        for start in range(0, len(first), CHUNK * 16):  # bounded: `map` would queue a future per file at once
+            files = list(first)[start : start + CHUNK * 16]
+            what = "check media" if decode else "measure media"
+            for file, found in zip(files, _bar(pool.map(read, files), what, len(files), progress), strict=True):
+                if isinstance(found, str):
+                    faults.add(first[file].position, f"sample '{first[file].id}': {found}")
+                else:
+                    measured[file] = found
+    return measured
+
+
+def _arrays(
+    samples: Sequence[Sample],
+    tokenizer: ChatTokenizer,
+    processors: Mapping[str, Media],
+    measured: Measured | None,
+    max_tokens: int | None,
+    faults: Faults,
+    progress: bool,
+) -> dict[str, np.ndarray]:
+    if measured is not None:
+        samples = [s for s in samples if all((f, name) in measured for f, names in s.items.items() for name in names)]
+    ids: list[np.ndarray] = [np.zeros(0, np.int32)]
+    loss: list[np.ndarray] = [np.zeros(0, bool)]
+    starts: dict[str, list[np.ndarray]] = {name: [np.zeros(0, np.int64)] for name in processors}
+    for chunk in _bar(range(0, len(samples), CHUNK), "tokenise", None, progress):
+        some = samples[chunk : chunk + CHUNK]
+        rows = [
+            {f: [1 if measured is None else measured[f, name][1] for name in names] for f, names in s.items.items()}
+            for s in some
+        ]
+        for sample, encoded in zip(some, tokenizer.encode_batch([s.turns for s in some], rows), strict=True):
+            if max_tokens is not None and len(encoded.ids) > max_tokens:
+                message = (
+                    f"{len(encoded.ids)} tokens, more than max_tokens={max_tokens}; shorten it or raise max_tokens"
+                )
+                faults.add(sample.position, f"sample '{sample.id}': {message}")
+            if not len(encoded.ids):
+                faults.add(sample.position, f"sample '{sample.id}': the conversation has no tokens; give it some text")
+            ids.append(encoded.ids)
+            loss.append(encoded.loss)
+            for name, processor in processors.items():
+                if processor.field in encoded.starts:
+                    starts[name].append(encoded.starts[processor.field])
+    arrays = {
+        "ids": np.concatenate(ids),
+        "loss": np.concatenate(loss),
+        "offsets": _cumulative(len(i) for i in ids[1:]),
+        "labels": np.array([mask.sum() for mask in loss[1:]], np.int64),
+        **_strings("names", [sample.id for sample in samples]),
+    }
+    for number, (module, processor) in enumerate(processors.items()):
+        counts = np.array([len(sample.items.get(processor.field, ())) for sample in samples], np.int64)
+        names = [name for sample in samples for name in sample.items.get(processor.field, ())]
+        columns = {
+            "sample": np.repeat(np.arange(len(samples), dtype=np.int64), counts),
+            "start": np.concatenate(starts[module]),
+            "offsets": _cumulative(counts),
+            **_strings("paths", names),
+        }
+        if measured is not None:
+            found = [measured[processor.field, name] for name in names]
+            sizes = np.array([sizes for sizes, _ in found], np.int64).reshape(-1, len(processor.size_names))
+            columns |= {
+                "sizes": sizes,
+                "rows": np.array([rows for _, rows in found], np.int64),
+                "hidden": processor.hidden_rows(sizes),
+            }
+            if isinstance(processor, TargetProcessor):
+                columns["targets"] = processor.target_elements(sizes)
+        arrays |= {f"items{number}.{column}": values for column, values in columns.items()}
+    return arrays
+
+
+def _write(place: Path, arrays: Mapping[str, np.ndarray], header: Mapping[str, Any]) -> None:
+    need = sum(values.nbytes + ARRAY_HEADER for values in arrays.values())
+    with atomic_folder(place, need=need, fix="free some room, or choose another cache_folder") as folder:
+        for name, values in arrays.items():
+            np.save(folder / f"{name}.npy", values, allow_pickle=False)
+        digest = hashlib.sha256()
+        for name, values in sorted(arrays.items()):
+            digest.update(name.encode())
+            digest.update(values.tobytes())
+        (folder / "header.json").write_text(json.dumps({**header, "content": digest.hexdigest()[:20]}, indent=1))
+
+
+@contextmanager
+def atomic_folder(place: Path, *, need: int | None = None, fix: str = "choose another folder") -> Iterator[Path]:
+    """A new folder that takes its name only when everything in it is written; where another process was first, theirs
+    is kept. Nothing half-written stays behind.
+
+    Args:
+        place: the folder's name at last.
+        need: bytes that will be written, where known.
+        fix: what to do where they cannot be.
+
+    Raises:
+        DataError: something cannot be written: no permission, no room, a quota.
+    """
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+    except OSError as error:
+        raise DataError(_unwritten(place.parent, error, need, fix)) from None
+    try:
+        folder.chmod(0o755)
+        yield folder
+        try:
+            folder.rename(place)
+        except OSError:
+            if not place.is_dir():
+                raise
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)  # before the free room is looked at
+        raise DataError(_unwritten(place.parent, error, need, fix)) from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unwritten(folder: Path, error: OSError, need: int | None, fix: str) -> str:
+    # numpy says "123 requested and 45 written" of a full disk, and gives no errno.
+    reason = error.strerror or f"the disk took a part only: {error}"
+    try:
+        room = f"; {need} bytes are needed and {shutil.disk_usage(folder).free} are free" if need else ""
+    except OSError:  # the folder itself could not be made
+        room = f"; {need} bytes are needed" if need else ""
+    return f"{folder}: cannot be written ({reason}){room}; {fix}"
+
+
+def _key(settings: Mapping[str, Any], *files: Path) -> str:
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:20]
+
+
+def _cumulative(lengths: Iterable[int]) -> np.ndarray:
+    return np.cumsum([0, *lengths], dtype=np.int64)
+
+
+def _strings(name: str, texts: Sequence[str]) -> dict[str, np.ndarray]:
+    encoded = [text.encode() for text in texts]
+    data = np.frombuffer(b"".join(encoded), np.uint8)
+    return {f"{name}.data": data, f"{name}.offsets": _cumulative(len(text) for text in encoded)}
+
+
+def _bar(work: Any, what: str, total: int | None, progress: bool) -> Any:
+    return tqdm(work, desc=what, total=total, disable=not progress, leave=False, delay=1.0)

@@ -1,1 +1,0 @@
-"""Batches ahead of need: workers, the background thread, dispatch, copies to the device."""

@@ -1,0 +1,379 @@
+"""`MultimodalDataModule`: manifests in, one `Batch` per global batch out, under any strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import lightning as L
+import torch
+
+from hetero_strategy.data.build_index import DatasetIndex, Verify, build_index
+from hetero_strategy.data.media import Processor, TargetProcessor
+from hetero_strategy.data.tokenizer import ChatTokenizer
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.loading.agree import Agree
+from hetero_strategy.loading.ahead import Ahead
+from hetero_strategy.loading.dispatch import Dispatch
+from hetero_strategy.loading.item_reader import OnError
+from hetero_strategy.loading.loader import Engine, StepLoader
+from hetero_strategy.loading.read_where_sampled import SampledDataset
+from hetero_strategy.loading.steps import Share, StepDataset
+from hetero_strategy.plan.config import Balance, Surroundings
+
+Split = Literal["train", "val", "test", "predict"]
+STAGES: dict[str, tuple[Split, ...]] = {
+    "fit": ("train", "val"),
+    "validate": ("val",),
+    "test": ("test",),
+    "predict": ("predict",),
+}
+PathLike = str | Path
+Payload = Literal["fetch", "all_to_all"]
+
+
+class MultimodalDataModule(L.LightningDataModule):
+    """LLaVA-style manifests as global batches of a multimodal LLM.
+
+    Under `HeteroStrategy` every rank loads only what its instances compute; on one process it loads everything. The
+    global batches are the same in both cases.
+
+    Args:
+        train, val, test, predict: manifests (``.json`` or ``.jsonl``), each optional; see `data.manifest`. Samples of
+            ``predict`` need no answer.
+        tokenizer: a ``tokenizer.json``, or the folder it lies in.
+        processors: encoder name (as in the model) -> `ImageProcessor` or `AudioProcessor`; generator name ->
+            `ImageTarget`.
+        global_batch_size: samples per optimizer step (per batch of an accumulation), over all ranks.
+        eval_batch_size: the same for val, test and predict; default: ``global_batch_size``.
+        microbatches: pieces of a global batch; ``auto``: as few as the first consumer's ``balance.budget`` allows.
+        eval_microbatches: the same for val, test and predict; default: ``microbatches``, at most ``eval_batch_size``.
+        encoder_microbatch_tokens: encoders and generators with microbatches of their own: about this many rows inside
+            the module per instance and microbatch, or ``equal``; others keep the step's. See `plan_step`.
+        balance: how work is spread over instances and microbatches: a policy, a `Balance` or its fields.
+        payload: how training items get to where they are computed. ``fetch``: each rank reads what it computes; the
+            sizes of all media are measured when the index is built. ``all_to_all``: no training file is opened before
+            its step; each rank reads a part of the samples, then sizes are exchanged, the step is planned, and items
+            are sent where they are computed, all ahead of need. The batches are the same. Other splits are fetched.
+        consumers: modules whose units are whole samples: the LLM.
+        edges: (encoder, consumer) and (consumer, generator) pairs; default: every encoder to every consumer, and the
+            first consumer to every generator.
+        seed: of the order of training samples.
+        shuffle: permute training samples anew in every epoch.
+        drop_last: leave out the last training step of an epoch if it is not full.
+        num_workers, prefetch_factor, pin_memory: processes that make steps beside training, steps that each of them
+            is ahead, and page-locked memory (default: on CUDA); see `StepLoader`.
+        engine: ``local``: workers are processes of this machine; ``ray``: actors on any machine of a Ray cluster.
+        on_error: what a file that cannot be read or a worker that dies does: ``stop`` the run, or ``skip`` the sample
+            (counted and named) and replace the worker.
+        max_skipped: samples of an epoch that may be skipped; default: 1%, at least 10.
+        leave_out: media fields, such as ``audio``: samples that hold one are left out, and counted in
+            ``indices[split].left_out``; otherwise a field that no module reads is refused.
+        media_folder: what media paths are relative to; default: each manifest's folder.
+        cache_folder: where indices lie; default: ``.hetero_index`` beside each manifest.
+        verify: see `build_index`.
+        max_tokens: longer samples are refused.
+        bos, eos, placeholders: see `ChatTokenizer`.
+
+    Raises:
+        ConfigError, DataError: before training starts; see `build_index`.
+    """
+
+    def __init__(
+        self,
+        train: PathLike | None = None,
+        val: PathLike | None = None,
+        test: PathLike | None = None,
+        predict: PathLike | None = None,
+        *,
+        tokenizer: PathLike,
+        processors: Mapping[str, Processor | TargetProcessor],
+        global_batch_size: int,
+        eval_batch_size: int | None = None,
+        microbatches: int | Literal["auto"] = 1,
+        eval_microbatches: int | Literal["auto"] | None = None,
+        encoder_microbatch_tokens: Mapping[str, int | Literal["equal"]] | None = None,
+        balance: Balance | str | Mapping[str, Any] | None = None,
+        payload: Payload = "fetch",
+        consumers: Sequence[str] = ("llm",),
+        edges: Sequence[tuple[str, str]] | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        pin_memory: bool | None = None,
+        engine: Engine = "local",
+        on_error: OnError = "stop",
+        max_skipped: int | None = None,
+        leave_out: Sequence[str] = (),
+        media_folder: PathLike | None = None,
+        cache_folder: PathLike | None = None,
+        verify: Verify = "auto",
+        max_tokens: int | None = None,
+        bos: str | None = "auto",
+        eos: str = "auto",
+        placeholders: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.manifests: dict[Split, Path | None] = {
+            "train": _path(train),
+            "val": _path(val),
+            "test": _path(test),
+            "predict": _path(predict),
+        }
+        self.processors = dict(processors)
+        self.consumers = tuple(consumers)
+        self.generators = tuple(n for n, p in self.processors.items() if isinstance(p, TargetProcessor))
+        self.edges = self._all_edges() if edges is None else _pairs(edges)
+        self._check_edges()
+        self.encoder_microbatch_tokens = dict(encoder_microbatch_tokens or {})
+        self._check_microbatch_tokens()
+        self.balance = Balance.of(balance)
+        self.balance.check(self.modules)
+        self.payload: Payload = payload
+        self._check_payload(verify)
+        self.global_batch_size = global_batch_size
+        self.eval_batch_size = global_batch_size if eval_batch_size is None else eval_batch_size
+        self.microbatches = self._count("microbatches", microbatches)
+        fewest = None if self.microbatches is None else min(self.microbatches, self.eval_batch_size)
+        self.eval_microbatches = (
+            fewest if eval_microbatches is None else self._count("eval_microbatches", eval_microbatches)
+        )
+        self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
+        self.num_workers, self.prefetch_factor, self.pin_memory = num_workers, prefetch_factor, pin_memory
+        self.engine, self.on_error, self.max_skipped = engine, on_error, max_skipped
+        self._index_options: dict[str, Any] = {
+            "media_folder": media_folder,
+            "cache_folder": cache_folder,
+            "verify": verify,
+            "max_tokens": max_tokens,
+            "leave_out": tuple(leave_out),
+        }
+        self.tokenizer = ChatTokenizer(tokenizer, bos=bos, eos=eos, placeholders=placeholders)
+        self.indices: dict[Split, DatasetIndex] = {}
+        self._loaders: dict[Split, StepLoader] = {}
+        self._ahead = Ahead()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the modules that this data feeds."""
+        return (*self.processors, *self.consumers)
+
+    def prepare_data(self) -> None:
+        """Build the missing indices: Lightning calls this on one rank, the others wait."""
+        function = getattr(getattr(self.trainer, "state", None), "fn", None)
+        for split in STAGES.get(str(getattr(function, "value", function)), tuple(self.manifests)):
+            self._index(split)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Map the indices, and refuse a run that would read its data wrongly."""
+        if not getattr(getattr(self.trainer, "strategy", None), "defers_placement", False):
+            self.share()
+        for split in STAGES.get(str(getattr(stage, "value", stage)), tuple(self.manifests)):
+            self._index(split, progress=False)
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Stop the workers."""
+        for loader in self._loaders.values():
+            loader.close()
+        self._loaders.clear()
+        self._ahead.close()
+
+    def train_dataloader(self) -> StepLoader:
+        return self._loader("train")
+
+    def val_dataloader(self) -> StepLoader | list[StepLoader]:
+        return self._loader("val") if self.manifests["val"] else []
+
+    def test_dataloader(self) -> StepLoader:
+        return self._loader("test")
+
+    def predict_dataloader(self) -> StepLoader:
+        return self._loader("predict")
+
+    def share(self) -> Share:
+        """What this rank computes, from the strategy's placement; everything where there is only one process.
+
+        Raises:
+            ConfigError: several processes without a placement, or a placement that does not fit the data's modules.
+        """
+        trainer = self.trainer
+        placement = None if trainer is None else getattr(trainer.strategy, "placement", None)
+        if trainer is None or placement is None:
+            if trainer is not None and trainer.world_size > 1:
+                name = type(trainer.strategy).__name__
+                raise ConfigError(
+                    f"MultimodalDataModule: {name} runs {trainer.world_size} processes but says not which rank computes"
+                    " which module, so every rank would train on the same samples; use HeteroStrategy(layouts=...) or"
+                    " devices=1"
+                )
+            return Share.whole(self.modules)
+        placed = tuple(placement.layouts)
+        missing = [name for name in self.modules if name not in placed]
+        unfed = [name for name in placed if name not in self.modules]
+        if missing or unfed:
+            raise ConfigError(
+                f"MultimodalDataModule feeds {', '.join(self.modules)} but the layouts place {', '.join(placed)};"
+                " use the same names in processors, consumers and layouts"
+            )
+        row_multiple = getattr(trainer.strategy, "row_multiple", None)
+        return Share.of(placement, self.modules, trainer.global_rank, row_multiple)
+
+    def _index(self, split: Split, progress: bool = True) -> DatasetIndex | None:
+        manifest = self.manifests[split]
+        if manifest is not None and split not in self.indices:
+            self.indices[split] = build_index(
+                manifest,
+                self.tokenizer,
+                self.processors,
+                answers=split != "predict",
+                measure=not self._dispatches(split),
+                progress=progress,
+                **self._index_options,
+            )
+        return self.indices.get(split)
+
+    def _loader(self, split: Split) -> StepLoader:
+        index = self._index(split)
+        if index is None:
+            raise ConfigError(f"MultimodalDataModule: no {split} manifest was given; pass {split}=<manifest>")
+        training = split == "train"
+        overfit = training and self.trainer is not None and bool(getattr(self.trainer, "overfit_batches", 0))
+        share = self.share()
+        around = getattr(getattr(self.trainer, "strategy", None), "surroundings", None) or Surroundings()
+        options: dict[str, Any] = {
+            "consumers": self.consumers,
+            "global_batch_size": self.global_batch_size if training else self.eval_batch_size,
+            "microbatches": self.microbatches if training else self.eval_microbatches,
+            "microbatch_tokens": self.encoder_microbatch_tokens,
+            "balancing": self.balance.resolve(share.instances, around),
+            "window": self.balance.window if training and not overfit else 1,
+            "seed": self.seed,
+            "shuffle": training and self.shuffle and not overfit,
+            "drop_last": training and self.drop_last,
+            "same_noise": not training,
+        }
+        steps, finish = self._steps(split, index, share, options)
+        strategy = getattr(self.trainer, "strategy", None)
+        if self.on_error == "skip":
+            finish.append(Agree(getattr(strategy, "loading", None)))
+        pin = torch.cuda.is_available() if self.pin_memory is None else self.pin_memory
+        if split in self._loaders:
+            self._loaders[split].close()
+        self._loaders[split] = StepLoader(
+            steps,
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor,
+            pin_memory=pin,
+            engine=self.engine,
+            on_error=self.on_error,
+            max_skipped=self.max_skipped,
+            finish=finish,
+            background=self._ahead,
+            device=getattr(strategy, "root_device", None),
+        )
+        return self._loaders[split]
+
+    def _steps(
+        self, split: Split, index: DatasetIndex, share: Share, options: Mapping[str, Any]
+    ) -> tuple[StepDataset, list[Callable[[Any], Any]]]:
+        """The steps of a split and what makes batches of them."""
+        if not self._dispatches(split):
+            return StepDataset(index, self.processors, self.edges, share, **options), []
+        shares, rank = self._shares(share)
+        steps = SampledDataset(index, self.processors, self.edges, share, **options, rank=rank, world=len(shares))
+        return steps, [Dispatch(steps, shares, getattr(getattr(self.trainer, "strategy", None), "loading", None))]
+
+    def _dispatches(self, split: Split) -> bool:
+        return split == "train" and self.payload == "all_to_all"
+
+    def _shares(self, mine: Share) -> tuple[list[Share], int]:
+        """What every rank computes, and this rank."""
+        trainer = self.trainer
+        placement = None if trainer is None else getattr(trainer.strategy, "placement", None)
+        if trainer is None or placement is None:
+            return [mine], 0
+        row_multiple = getattr(trainer.strategy, "row_multiple", None)
+        ranks = range(trainer.world_size)
+        return [Share.of(placement, self.modules, rank, row_multiple) for rank in ranks], trainer.global_rank
+
+    def _check_payload(self, verify: str) -> None:
+        if self.payload not in get_args(Payload):
+            raise ConfigError(f"MultimodalDataModule: payload is {self.payload!r}; use 'fetch' or 'all_to_all'")
+        if self.payload == "fetch":
+            return
+        if verify != "auto":
+            raise ConfigError(
+                f"MultimodalDataModule: verify is {verify!r}, but with payload='all_to_all' no training file is opened"
+                " before its step; leave verify out or use payload='fetch'"
+            )
+        if self.balance.window != 1:
+            raise ConfigError(
+                f"MultimodalDataModule: balance.window is {self.balance.window}, but with payload='all_to_all' the"
+                " tokens of a sample are known only in its step; use window=1 or payload='fetch'"
+            )
+
+    def _check_edges(self) -> None:
+        for name in self.processors:
+            if name in self.consumers:
+                raise ConfigError(f"'{name}' is in processors and in consumers; a module reads media or whole samples")
+        encoders = [name for name in self.processors if name not in self.generators]
+        for source, target in self.edges:
+            reads = source in encoders and target in self.consumers
+            draws = source in self.consumers and target in self.generators
+            if not reads and not draws:
+                raise ConfigError(
+                    f"edge ({source}, {target}): an edge leads from an encoder ({', '.join(encoders) or 'none'}) to a"
+                    f" consumer ({', '.join(self.consumers)}), or from a consumer to a generator"
+                    f" ({', '.join(self.generators) or 'none'}; processors such as ImageTarget)"
+                )
+        for name in encoders:
+            if not any(source == name for source, _ in self.edges):
+                raise ConfigError(
+                    f"processors has '{name}' but no edge leads from it; add ('{name}', consumer) to edges"
+                )
+        for name in self.generators:
+            if (feeding := sum(target == name for _, target in self.edges)) != 1:
+                raise ConfigError(f"generator '{name}' is fed by {feeding} modules; give it one consumer in edges")
+
+    def _check_microbatch_tokens(self) -> None:
+        given: dict[str, Any] = self.encoder_microbatch_tokens
+        for name, rows in given.items():
+            if name not in self.processors:
+                raise ConfigError(
+                    f"encoder_microbatch_tokens names '{name}', which is not in processors"
+                    f" ({', '.join(self.processors)}); consumers keep the step's microbatches"
+                )
+            if rows != "equal" and (isinstance(rows, str) or rows < 1):
+                raise ConfigError(
+                    f"encoder_microbatch_tokens of '{name}' is {rows!r}; use a number of rows, at least 1, or 'equal'"
+                )
+
+    def _count(self, name: str, given: int | str) -> int | None:
+        """Microbatches of a step; None: by budget."""
+        if isinstance(given, int):
+            return given
+        if given != "auto":
+            raise ConfigError(f"MultimodalDataModule: {name} is {given!r}; use a number or 'auto'")
+        if self.consumers[0] not in self.balance.budget:
+            raise ConfigError(
+                f"MultimodalDataModule: {name}=auto follows from a budget, but balance.budget has none for"
+                f" '{self.consumers[0]}'; give budget={{{self.consumers[0]}: <tokens of an instance in a microbatch>}}"
+            )
+        return None
+
+    def _all_edges(self) -> tuple[tuple[str, str], ...]:
+        encoders = [name for name in self.processors if name not in self.generators]
+        reads = tuple((e, c) for e in encoders for c in self.consumers)
+        return (*reads, *((self.consumers[0], g) for g in self.generators))
+
+
+def _path(path: PathLike | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+def _pairs(edges: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+    """Edges given as tuples or as model `Edge` objects."""
+    return tuple((e.source, e.target) if hasattr(e, "source") else (e[0], e[1]) for e in edges)

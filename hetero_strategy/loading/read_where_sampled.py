@@ -1,0 +1,147 @@
+"""The steps of an epoch where a rank reads what it samples, not what it computes.
+
+For data whose sizes are known only after decoding. `hetero_strategy.loading.dispatch` brings everything to where
+it is computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hetero_strategy.data.dataset_index import DatasetIndex
+from hetero_strategy.data.media import Media
+from hetero_strategy.errors import ConfigError, DataError
+from hetero_strategy.loading.item_reader import complaint
+from hetero_strategy.loading.steps import StepDataset
+
+
+@dataclass(frozen=True)
+class DecodedItems:
+    """Items of one module that a rank has read, by sample, then order within it."""
+
+    values: np.ndarray
+    """float32 ``[R, feature]``, raw rows end to end, without items that were not read."""
+    sizes: np.ndarray
+    """int64 ``[n, k]``, as the processor measures them."""
+    length: np.ndarray
+    """Raw rows of each item, int64 ``[n]``; -1 where its sample could not be read."""
+    rows: np.ndarray
+    """Rows of each item that cross the module's edges, int64 ``[n]``; 0 where its sample could not be read."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What one rank has read of a global batch."""
+
+    epoch: int
+    step: int
+    items: Mapping[str, DecodedItems]
+    failed: Mapping[int, str]
+    """Data set index of every sample that could not be read -> why not, with the file's name."""
+    seconds: float
+    """What reading took."""
+
+
+class SampledDataset(StepDataset):
+    """Map-style data set over the steps of an epoch; an item is the payload of the samples at home on this rank.
+
+    Sample ``k`` of a step is at home on rank ``k mod world``. Global batches, order and length are those of
+    :class:`StepDataset` with the same options. A sample with an item that cannot be read, or with more than the index's
+    ``max_tokens``, gives up all its items; what becomes of it all ranks decide together when the step is dispatched.
+
+    Args:
+        rank, world: of this process and in all.
+        index: built without measuring.
+        args, options: see :class:`StepDataset`.
+
+    Raises:
+        ConfigError: the index is measured, or ``window`` is not 1: tokens of samples are not known.
+    """
+
+    def __init__(self, index: DatasetIndex, *args: Any, rank: int = 0, world: int = 1, **options: Any) -> None:
+        super().__init__(index, *args, **options)
+        if index.measured:
+            raise ConfigError(
+                f"{index.folder}: the index holds the sizes of all media; payload='all_to_all' needs one built with"
+                " measure=False, or use payload='fetch'"
+            )
+        if self.window != 1:
+            raise ConfigError(
+                f"balance: window is {self.window}, but with payload='all_to_all' the tokens of a sample are known only"
+                " once it is decoded, in its step; use window=1 or payload='fetch'"
+            )
+        self.rank, self.world = rank, world
+
+    def home(self, samples: int) -> np.ndarray:
+        """Rank that reads each of a step's samples, int64 ``[S]``."""
+        return np.arange(samples, dtype=np.int64) % self.world
+
+    def __getitem__(self, place: int | tuple[int, int]) -> Decoded:  # type: ignore[override]  # a part of a batch
+        """What is at home here of (epoch, step), or of a step of epoch 0."""
+        began = time.perf_counter()
+        epoch, step = place if isinstance(place, tuple) else (0, place)
+        if not 0 <= step < len(self):
+            raise IndexError(f"step {step} of {len(self)}")
+        samples = self.samples(epoch, step)
+        mine = samples[self.home(len(samples)) == self.rank]
+        failed: dict[int, str] = {}
+        raw = {name: _decoded(self.index, name, p, mine, failed) for name, p in self.processors.items()}
+        self._refuse_long(mine, {name: items.rows for name, items in raw.items()}, failed)
+        bad = np.isin(mine, list(failed))
+        items = {name: _without(one, np.repeat(bad, self.index.counts(name, mine))) for name, one in raw.items()}
+        return Decoded(epoch, step, items, failed, time.perf_counter() - began)
+
+    def _refuse_long(self, samples: np.ndarray, rows: Mapping[str, np.ndarray], failed: dict[int, str]) -> None:
+        most = self.index.max_tokens
+        if most is None:
+            return
+        tokens = np.asarray(self.index.offsets[samples + 1] - self.index.offsets[samples])
+        for module, mine in rows.items():
+            counts = self.index.counts(module, samples)
+            of_sample = np.repeat(np.arange(len(samples)), counts)
+            tokens = tokens + np.bincount(of_sample, mine - 1, len(samples)).astype(np.int64)
+        for place in np.flatnonzero(tokens > most).tolist():
+            sample = int(samples[place])
+            failed.setdefault(
+                sample, f"sample '{self.index.names[sample]}': {tokens[place]} tokens, more than max_tokens={most}"
+            )
+
+
+def _decoded(
+    index: DatasetIndex, module: str, processor: Media, samples: np.ndarray, failed: dict[int, str]
+) -> DecodedItems:
+    """All items of some samples; those of samples that fail have no rows."""
+    table, numbers = index.items[module], index.item_numbers(module, samples)
+    sizes = np.zeros((len(numbers), len(processor.size_names)), np.int64)
+    length, rows = np.zeros(len(numbers), np.int64), np.zeros(len(numbers), np.int64)
+    values = [np.zeros((0, processor.feature), np.float32)]
+    for place, item in enumerate(numbers.tolist()):
+        sample = int(table.sample[item])
+        if sample in failed:
+            continue
+        path = index.path(module, item)
+        try:
+            size, rows[place] = processor.measure(path)
+            values.append(processor.load(path, size))
+        except (DataError, OSError) as error:
+            failed[sample] = complaint(index, module, sample, error)
+            continue
+        sizes[place], length[place] = size, len(values[-1])
+    return DecodedItems(np.concatenate(values), sizes, length, rows)
+
+
+def _without(items: DecodedItems, bad: np.ndarray) -> DecodedItems:
+    """The same without what some items hold; bool ``[n]``."""
+    if not bad.any():
+        return items
+    return DecodedItems(
+        items.values[np.repeat(~bad, items.length)],
+        np.where(bad[:, None], 0, items.sizes),
+        np.where(bad, -1, items.length),
+        np.where(bad, 0, items.rows),
+    )

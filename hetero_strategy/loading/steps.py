@@ -1,0 +1,264 @@
+"""The steps of an epoch as a data set: for each of them the payload that this rank computes.
+
+The global batch of (seed, epoch, step) is the same for any number of ranks: the order comes from a seeded permutation,
+never from the process's random state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from hetero_strategy.data.build_index import DatasetIndex
+from hetero_strategy.data.media import Processor, TargetProcessor
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.placement import Placement
+from hetero_strategy.loading.batch import Batch, LoadTimes, ModuleInputs
+from hetero_strategy.loading.collate import targets
+from hetero_strategy.loading.item_reader import OnError, Reader
+from hetero_strategy.loading.metadata import step_metadata
+from hetero_strategy.loading.payload import Content, Fetched
+from hetero_strategy.model.inputs import IGNORE, EncoderInputs, Packing, SequenceInputs
+from hetero_strategy.plan.orchestrator import Balancing, plan_step
+from hetero_strategy.plan.packing import levelled
+from hetero_strategy.plan.step_plan import Assignment, StepMetadata, StepPlan, edge_blocks, slots
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which instances exist and which of them this rank computes."""
+
+    instances: Mapping[str, int]
+    """Module -> number of its data-parallel instances."""
+    mine: Mapping[str, int | None]
+    """Module -> the instance this rank is part of, or None."""
+    row_multiple: Mapping[str, int] = field(default_factory=dict)
+    """Module -> its rows per instance are padded to a multiple of this; see `plan_step`."""
+    without_first: frozenset[str] = frozenset()
+    """Modules of which this rank holds later pipeline stages only: it reads no payload for them."""
+    without_last: frozenset[str] = frozenset()
+    """Modules of which this rank lacks the last pipeline stage: it needs no labels or targets for them."""
+
+    @classmethod
+    def of(
+        cls, placement: Placement, modules: Sequence[str], rank: int, row_multiple: Mapping[str, int] | None = None
+    ) -> Share:
+        """What a rank computes of some of the placed modules."""
+        seats = {name: placement.coordinate(name, rank) for name in modules}
+        pipelines = {name: placement.layouts[name].pipeline for name in modules}
+        stages = {name: () if seat is None else pipelines[name].stages_of(seat.pp) for name, seat in seats.items()}
+        return cls(
+            instances={name: placement.layouts[name].dp for name in modules},
+            mine={name: None if seat is None else seat.instance for name, seat in seats.items()},
+            row_multiple=dict(row_multiple or {}),
+            without_first=frozenset(name for name in modules if 0 not in stages[name]),
+            without_last=frozenset(name for name in modules if pipelines[name].stages - 1 not in stages[name]),
+        )
+
+    def reads(self, module: str, *, target: bool = False) -> bool:
+        """Whether this rank takes payload of a module whose instance it is part of.
+
+        Args:
+            module: encoder, or generator if ``target``: its first stage sees noised targets, its last compares with
+                them.
+        """
+        return module not in self.without_first or (target and module not in self.without_last)
+
+    @classmethod
+    def whole(cls, modules: tuple[str, ...]) -> Share:
+        """One instance of every module, all on this rank."""
+        return cls(dict.fromkeys(modules, 1), dict.fromkeys(modules, 0))
+
+
+@lru_cache(maxsize=4)
+def epoch_order(samples: int, seed: int, epoch: int) -> np.ndarray:
+    """Order of an epoch: int64 [samples], a function of its arguments alone."""
+    order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
+    order.flags.writeable = False  # shared by all callers
+    return order
+
+
+class StepDataset(Dataset[Batch]):
+    """Map-style data set over the steps of an epoch; an item is one global batch as this rank sees it.
+
+    Args:
+        index: of the data set.
+        processors: by encoder or generator name.
+        edges: (encoder, consumer) and (consumer, generator) pairs; a consumer's units are whole samples.
+        share: what this rank computes.
+        global_batch_size: samples per step, over all ranks.
+        microbatches: per step; None: as few as the first consumer's budget allows.
+        microbatch_tokens: encoders and generators with microbatches of their own; see `plan_step`.
+        balancing: how work is spread; default: all units are dealt in order.
+        window: steps among which samples move so that steps cost the same; 1: none leaves its step.
+        seed: of the order.
+        shuffle: whether epochs are permuted; otherwise manifest order.
+        drop_last: leave out the last step of an epoch if it is not full.
+        same_noise: generators see the same noise and times in every epoch, so that validations compare.
+    """
+
+    def __init__(
+        self,
+        index: DatasetIndex,
+        processors: Mapping[str, Processor | TargetProcessor],
+        edges: tuple[tuple[str, str], ...],
+        share: Share,
+        *,
+        consumers: tuple[str, ...] = ("llm",),
+        global_batch_size: int,
+        microbatches: int | None = 1,
+        microbatch_tokens: Mapping[str, int | Literal["equal"]] | None = None,
+        balancing: Balancing | None = None,
+        window: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        same_noise: bool = False,
+    ) -> None:
+        for name, value in (("global_batch_size", global_batch_size), ("microbatches", microbatches)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; use at least 1")
+        if microbatches is not None and microbatches > global_batch_size:
+            raise ConfigError(
+                f"microbatches is {microbatches} but global_batch_size is {global_batch_size}: some microbatches would"
+                f" always be empty; use at most {global_batch_size} microbatches"
+            )
+        self.index, self.processors, self.edges, self.share = index, dict(processors), edges, share
+        self.consumers, self.balancing, self.window = consumers, balancing, window
+        self.microbatch_tokens = dict(microbatch_tokens or {})
+        self.global_batch_size, self.microbatches = global_batch_size, microbatches
+        self.seed, self.shuffle, self.drop_last, self.same_noise = seed, shuffle, drop_last, same_noise
+        self.on_error: OnError = "stop"
+        """What an item that cannot be read does; the loader sets it."""
+        if not len(self):
+            raise ConfigError(
+                f"drop_last with global_batch_size {global_batch_size} leaves nothing of {len(index)} samples;"
+                " use a smaller batch or drop_last=False"
+            )
+
+    def __len__(self) -> int:
+        full, rest = divmod(len(self.index), self.global_batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def plan(self, epoch: int, step: int) -> StepPlan:
+        """The step plan, the same on every rank."""
+        return self.plan_of(step_metadata(self.index, epoch, step, self.samples(epoch, step)))
+
+    def plan_of(self, metadata: StepMetadata) -> StepPlan:
+        """The step plan of a global batch."""
+        return plan_step(
+            metadata,
+            self.share.instances,
+            self.consumers,
+            microbatches=self.microbatches,
+            row_multiple=self.share.row_multiple,
+            microbatch_tokens=self.microbatch_tokens,
+            balancing=self.balancing,
+        )
+
+    def samples(self, epoch: int, step: int) -> np.ndarray:
+        """Data set indices of a step's global batch, int64 ``[S]``."""
+        size, total = self.global_batch_size, len(self.index)
+        order = epoch_order(total, self.seed, epoch) if self.shuffle else np.arange(total, dtype=np.int64)
+        first = step // self.window * self.window
+        drawn = order[first * size : (first + self.window) * size]
+        if self.window == 1 or len(drawn) < self.window * size:  # an epoch's last window keeps its steps
+            return order[step * size : (step + 1) * size]
+        tokens = np.asarray(self.index.offsets[drawn + 1] - self.index.offsets[drawn])
+        costs = (self.balancing or Balancing()).cost(self.consumers[0]).alone(tokens)
+        return drawn[levelled(costs, size, self.window) == step - first]
+
+    def __getitem__(self, place: int | tuple[int, int]) -> Batch:
+        """The batch of (epoch, step), or of a step of epoch 0. Raises DataError where a file has gone bad."""
+        epoch, step = place if isinstance(place, tuple) else (0, place)
+        if not 0 <= step < len(self):
+            raise IndexError(f"step {step} of {len(self)}")
+        began = time.perf_counter()
+        plan = self.plan(epoch, step)
+        assert plan.digest  # made here, ahead of the step that needs it
+        planned = time.perf_counter()
+        reader = Reader(self.index, self.on_error)
+        inputs = self.inputs(plan, Fetched(self.index, self.processors, plan.samples, reader))
+        times = LoadTimes(planned - began, time.perf_counter() - planned)
+        return Batch(plan, inputs, times, mine=self.share.mine, failed=reader.failed)
+
+    def inputs(self, plan: StepPlan, content: Content) -> dict[str, tuple[ModuleInputs | None, ...]]:
+        """What this rank computes, by module and microbatch."""
+        return {
+            module: tuple(
+                None if assignment.idle else self._inputs(plan, module, number, instance, content)
+                for number, assignment in enumerate(assignments)
+            )
+            for module, assignments in plan.assignments.items()
+            if (instance := self.share.mine.get(module)) is not None
+        }
+
+    def _inputs(self, plan: StepPlan, module: str, number: int, instance: int, content: Content) -> ModuleInputs:
+        if module in self.consumers:
+            return self._sequence(plan, number, module, instance, content)
+        processor = self.processors[module]
+        if not isinstance(processor, TargetProcessor):
+            return self._items(plan, module, processor, plan.assignments[module][number], instance, content)
+        return targets(
+            processor,
+            plan,
+            module,
+            number,
+            instance,
+            self._slots(plan, number, module, instance),
+            self.seed,
+            epoch=0 if self.same_noise else plan.metadata.epoch,
+            reads=self.share.reads(module, target=True),
+            content=content,
+        )
+
+    def _items(
+        self,
+        plan: StepPlan,
+        encoder: str,
+        processor: Processor,
+        assignment: Assignment,
+        instance: int,
+        content: Content,
+    ) -> EncoderInputs:
+        units = assignment.of(instance)
+        items = content.items(encoder, units)
+        if not self.share.reads(encoder):
+            empty = torch.zeros(0, processor.feature)
+            return EncoderInputs(empty, items.sizes, items.rows, Packing.of(assignment.hidden_of(instance)))
+        return processor.collate(content.values(encoder, units), items.sizes, items.rows)
+
+    def _sequence(self, plan: StepPlan, number: int, consumer: str, instance: int, content: Content) -> SequenceInputs:
+        assignment = plan.assignments[consumer][number]
+        lengths = assignment.rows_of(instance)
+        tokens, learnt = content.text(assignment.of(instance))
+        total = len(tokens) + int(assignment.padding[instance])
+        ids = np.zeros(total, np.int64)
+        ids[: len(tokens)] = tokens
+        labels = np.full(total, IGNORE, np.int64)
+        # Shifted within each sample: its last token predicts nothing, whatever sample lies behind it.
+        last = np.zeros(len(tokens), bool)
+        last[np.cumsum(lengths)[lengths > 0] - 1] = True
+        source = np.flatnonzero(~last)
+        source = source[learnt[source + 1]]
+        labels[source] = ids[source + 1]
+        packing = Packing.of(assignment.hidden_of(instance))
+        places = self._slots(plan, number, consumer, instance)
+        return SequenceInputs(torch.from_numpy(ids), torch.from_numpy(labels), packing, places)
+
+    def _slots(self, plan: StepPlan, number: int, target: str, instance: int) -> dict[Hashable, torch.Tensor]:
+        """(source, its microbatch) -> rows of the instance that it fills."""
+        return {
+            (source, p): torch.from_numpy(slots(edge_blocks(plan, source, p, target, t), instance))
+            for source, consumer in self.edges
+            if consumer == target
+            for p, t in plan.feeds(source, target)
+            if t == number
+        }

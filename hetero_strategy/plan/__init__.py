@@ -1,0 +1,1 @@
+"""Who computes what: balancing, packing, reordering, and the step plan they come to."""

@@ -1,0 +1,155 @@
+"""Which instance computes which items of a batch that is already drawn (post-balancing).
+
+Pure and deterministic: ties are broken by item and bin number, so all ranks find the same assignment. Sources:
+OrchMLLM (arXiv:2503.23830) section 5.1 and appendix A, DistTrain (arXiv:2408.04275) section 5.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.plan.balance.auto import automatic, greedy
+from hetero_strategy.plan.balance.cost import Cost, fit_cost, loads, lower_bound
+from hetero_strategy.plan.balance.differencing import karmarkar_karp
+from hetero_strategy.plan.balance.greedy import descending, whole
+from hetero_strategy.plan.balance.limits import fits, keep_limit
+from hetero_strategy.plan.balance.papers import conv_transformer, padded_ascending, tolerant
+
+__all__ = ["POLICIES", "Cost", "balance", "fit_cost", "loads", "lower_bound"]
+
+POLICIES: Mapping[str, str] = {
+    "auto": "best for the cost: greedy and exchanges, or the shortest runs where items are padded",
+    "lpt": "longest item first, to the least loaded (OrchMLLM algorithm 1), by the items' costs alone",
+    "padded": "runs of equal padded length (OrchMLLM algorithm 2); equal speeds only",
+    "tolerance": "by length, near ties by squares (OrchMLLM algorithm 4); equal speeds only; slow",
+    "conv": "padded runs, then greedy (OrchMLLM algorithm 5); equal speeds only",
+    "disttrain": "shortest item first, to the least loaded (DistTrain algorithm 2), by the items' costs alone",
+    "karmarkar_karp": "largest differencing by the items' costs alone; equal speeds only; slow",
+    "round_robin": "item k to bin k modulo bins, whatever it costs: as sampled",
+}
+"""By name. Those by the items' costs alone know nothing of padding."""
+
+EQUAL_SPEEDS = ("padded", "tolerance", "conv", "karmarkar_karp")
+"""Policies that refuse unequal speeds."""
+
+
+def balance(
+    lengths: np.ndarray,
+    bins: int,
+    cost: Cost,
+    *,
+    policy: str = "auto",
+    speeds: np.ndarray | None = None,
+    limit: int | None = None,
+    sizes: np.ndarray | None = None,
+) -> np.ndarray:
+    """Assign items to bins so that the largest ``load / speed`` is small.
+
+    Where the policy's assignment breaks the limit, the best one found that keeps it takes its place
+    (:func:`~hetero_strategy.plan.balance.limits.keep_limit`), whatever the policy.
+
+    Args:
+        lengths: rows of each item inside the module, at least 0, int64 ``[n]``.
+        bins: instances, or microbatches, or instances x microbatches.
+        cost: of a bin.
+        policy: name in :data:`POLICIES`.
+        speeds: of the bins, above 0, float64 ``[bins]``; None: equal.
+        limit: most ``sizes`` that a bin may hold (memory); None: any.
+        sizes: of the items, int64 ``[n]``; None: the lengths.
+
+    Returns:
+        Bin of each item, int64 ``[n]``.
+
+    Raises:
+        ConfigError: an unknown policy, one that cannot use the speeds, wrong shapes or values, or a limit that no
+            assignment keeps as far as was found.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    held = lengths if sizes is None else np.asarray(sizes, dtype=np.int64)
+    speeds = _checked(lengths, bins, policy, speeds, limit, held)
+    where = _assigned(lengths, bins, cost, policy, speeds)
+    if limit is None or not len(lengths) or fits(where, bins, held, limit):
+        return where
+    kept = keep_limit(lengths, bins, cost, speeds, held, limit)
+    if kept is None:
+        raise ConfigError(
+            f"balance: no assignment of {len(held)} items with {int(held.sum())} rows in all to {bins} bins was found "
+            f"with at most limit={limit} in each; raise the limit or give more bins (microbatches)."
+        )
+    return kept
+
+
+def _assigned(lengths: np.ndarray, bins: int, cost: Cost, policy: str, speeds: np.ndarray | None) -> np.ndarray:
+    if policy == "round_robin":
+        return np.arange(len(lengths), dtype=np.int64) % bins
+    if policy == "padded":
+        return padded_ascending(lengths, bins)
+    if policy == "tolerance":
+        return tolerant(lengths, bins)
+    if policy == "conv":
+        return conv_transformer(lengths, bins)
+    order = descending(lengths)
+    if policy == "auto":
+        found = automatic(lengths[order], bins, cost, speeds)
+    elif policy == "disttrain":
+        order = np.argsort(lengths, kind="stable")
+        weights = whole(cost.alone(lengths[order]), bins)
+        nothing = int(np.count_nonzero(weights == 0))  # adds to no load, so it may as well come last
+        order = np.roll(order, -nothing)
+        found = greedy(np.roll(weights, -nothing), bins, speeds)
+    else:
+        weights = whole(cost.alone(lengths[order]), bins)
+        found = karmarkar_karp(weights, bins) if policy == "karmarkar_karp" else greedy(weights, bins, speeds)
+    where = np.empty(len(lengths), dtype=np.int64)
+    where[order] = found
+    return where
+
+
+def _checked(
+    lengths: np.ndarray,
+    bins: int,
+    policy: str,
+    speeds: np.ndarray | None,
+    limit: int | None,
+    sizes: np.ndarray,
+) -> np.ndarray | None:
+    """Speeds, None where equal; raises what :func:`balance` does."""
+    if policy not in POLICIES:
+        raise ConfigError(f"balance: policy={policy!r} is unknown; give one of {', '.join(POLICIES)}.")
+    if bins < 1:
+        raise ConfigError(f"balance: bins={bins}; give at least 1.")
+    if lengths.ndim != 1 or sizes.shape != lengths.shape:
+        raise ConfigError(
+            f"balance: lengths {lengths.shape} and sizes {sizes.shape}; give one number per item to each."
+        )
+    if len(lengths) and min(int(lengths.min()), int(sizes.min())) < 0:
+        raise ConfigError(
+            f"balance: shortest length {int(lengths.min())}, least size {int(sizes.min())}; give numbers of at least 0."
+        )
+    if limit is not None and len(lengths):
+        if int(sizes.max()) > limit:
+            raise ConfigError(
+                f"balance: item {int(sizes.argmax())} has {int(sizes.max())} rows and no bin may hold more than "
+                f"limit={limit}; raise the limit or leave the item out."
+            )
+        if int(sizes.sum()) > limit * bins:
+            raise ConfigError(
+                f"balance: {int(sizes.sum())} rows do not fit into {bins} bins of limit={limit}; give at least "
+                f"{-(-int(sizes.sum()) // limit)} bins (microbatches) or raise the limit."
+            )
+    if speeds is None:
+        return None
+    pace = np.asarray(speeds, dtype=np.float64)
+    if pace.shape != (bins,) or not np.all(np.isfinite(pace) & (pace > 0)):
+        raise ConfigError(f"balance: speeds={pace.tolist()} for {bins} bins; give one number above 0 per bin.")
+    if not np.ptp(pace):
+        return None
+    if policy in EQUAL_SPEEDS:
+        raise ConfigError(
+            f"balance: policy={policy!r} takes all bins for equally fast, but speeds are {pace.min()} to {pace.max()}; "
+            "use policy='auto' or 'lpt'."
+        )
+    return pace

@@ -1,0 +1,159 @@
+"""Swaps of two batches between nodes that relieve the source with most bytes to other nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hetero_strategy import ragged
+from hetero_strategy.plan.nodes.cells import Cells
+
+
+class Flow:
+    """Bytes of items between sources and batches, kept as items: the matrix of both would be mostly zeros."""
+
+    def __init__(self, size: np.ndarray, source: np.ndarray, batch: np.ndarray, cells: Cells) -> None:
+        self.size, self.source, self.batch, self.cells = size, source, batch, cells
+        self.sources = len(cells.of_source)
+        self.batches = len(cells.of_slot)
+        self.cell = cells.of_source[source]
+        """Cell of each item's source; -1: none."""
+        self.total = np.bincount(source, weights=size, minlength=self.sources)
+
+    def sent(self, cell: np.ndarray) -> np.ndarray:
+        """Bytes each source sends to other nodes if batch ``b`` is on ``cell[b]``, float64 ``[sources]``."""
+        away = cell[self.batch] != self.cell
+        return np.bincount(self.source, weights=self.size * away, minlength=self.sources)
+
+    def gains(self, weight: np.ndarray) -> np.ndarray:
+        """Bytes of each batch that each cell holds, times its sources' weight, float64 ``[batches, cells]``."""
+        size, batch, cell = self.size * weight[self.source], self.batch, self.cell
+        if cell.size and cell.min() < 0:
+            homed = cell >= 0
+            size, batch, cell = size[homed], batch[homed], cell[homed]
+        shape = (self.batches, self.cells.count)
+        return np.bincount(batch * shape[1] + cell, weights=size, minlength=shape[0] * shape[1]).reshape(shape)
+
+
+_CANDIDATES = 16
+"""Batches looked at for one swap: those that hold most of the worst source."""
+
+
+def refine(flow: Flow, cell: np.ndarray, sent: np.ndarray, total: float, swaps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Swap batches for the worst source until none helps.
+
+    Args:
+        flow: what goes from where to which batch.
+        cell: of each batch, int64 ``[batches]``.
+        sent: bytes each source then sends to other nodes, float64 ``[sources]``.
+        total: bytes between nodes that may not be exceeded.
+        swaps: most swaps.
+
+    Returns:
+        The new cell of each batch, and the new ``sent``, whose maximum is no larger.
+    """
+    cell, sent = cell.copy(), sent.copy()
+    spare = max(0.0, total - float(sent.sum()))
+    tables = _Tables(flow)
+    for _ in range(swaps):
+        worst = int(np.argmax(sent))
+        if flow.cells.of_source[worst] < 0:
+            break  # whatever is done, all its bytes cross
+        found = _best_swap(flow, tables, cell, sent, worst, spare)
+        if found is None:
+            break
+        joins, leaves, more = found
+        here, there = cell[leaves], cell[joins]
+        _move(flow, tables, sent, joins, there, here)
+        _move(flow, tables, sent, leaves, here, there)
+        cell[joins], cell[leaves] = here, there
+        spare -= more
+    return cell, sent
+
+
+class _Tables:
+    """Items by batch, and sources by cell."""
+
+    def __init__(self, flow: Flow) -> None:
+        small = (
+            flow.batch.astype(np.uint16) if flow.batches < 1 << 16 else flow.batch
+        )  # radix sort, several times faster
+        self.by_batch = np.argsort(small, kind="stable")
+        self.start = np.concatenate([[0], np.cumsum(np.bincount(flow.batch, minlength=flow.batches))])
+        homed = np.flatnonzero(flow.cells.of_source >= 0)
+        of = flow.cells.of_source[homed]
+        order = np.argsort(of, kind="stable")
+        count = np.bincount(of, minlength=flow.cells.count)
+        self.width = int(count.max(initial=0))
+        column = np.arange(len(order)) - np.repeat(ragged.starts(count), count)
+        self.sources = np.full((flow.cells.count, self.width), -1, dtype=np.int64)
+        """Sources of each cell, ``[cells, width]``; -1 fills short rows."""
+        self.sources[of[order], column] = homed[order]
+        self.column = np.zeros(flow.sources, dtype=np.int64)
+        self.column[homed[order]] = column
+
+    def items(self, batches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Items of some batches, and which of ``batches`` (a position) each is in."""
+        count = self.start[batches + 1] - self.start[batches]
+        position = np.repeat(np.arange(len(batches)), count)
+        offset = np.arange(len(position)) - np.repeat(ragged.starts(count), count)
+        return self.by_batch[self.start[batches][position] + offset], position
+
+
+def _move(flow: Flow, tables: _Tables, sent: np.ndarray, batch: int, before: int, after: int) -> None:
+    """Put one batch elsewhere: bytes of its old node's sources now cross, those of its new node's no longer do."""
+    items = tables.by_batch[tables.start[batch] : tables.start[batch + 1]]
+    for cell, sign in ((before, 1.0), (after, -1.0)):
+        mine = items[flow.cell[items] == cell]
+        np.add.at(sent, flow.source[mine], sign * flow.size[mine])
+
+
+def _best_swap(
+    flow: Flow, tables: _Tables, cell: np.ndarray, sent: np.ndarray, worst: int, spare: float
+) -> tuple[int, int, float] | None:
+    """(batch that joins the worst source's node, batch that leaves it, bytes more in total), or None."""
+    here = int(flow.cells.of_source[worst])
+    own = np.flatnonzero(flow.source == worst)
+    residents = np.flatnonzero(cell == here)
+    held = np.bincount(flow.batch[own], flow.size[own], flow.batches)
+    held[residents] = 0.0
+    joining = np.arange(len(held)) if len(held) <= _CANDIDATES else _largest(held)
+    joining = joining[held[joining] > 0.0]
+    if not len(joining) or not len(residents):
+        return None
+    there = cell[joining]
+    width = tables.width
+    # Bytes of this node's sources in batches that join and that leave it, [batches, width].
+    near, far = tables.sources[here], tables.sources[there]
+    join_here = _bytes_of_cell(flow, tables, joining, np.full(len(joining), here))
+    leave_here = _bytes_of_cell(flow, tables, residents, np.full(len(residents), here))
+    join_there = _bytes_of_cell(flow, tables, joining, there)
+    # Bytes of every other node's sources in the batches that leave, [joining, residents, width].
+    items, position = tables.items(residents)
+    dense = np.bincount(position * flow.sources + flow.source[items], flow.size[items], len(residents) * flow.sources)
+    leave_there = dense.reshape(len(residents), flow.sources)[:, far].transpose(1, 0, 2)
+    leave_there = np.where(far[:, None, :] >= 0, leave_there, 0.0)
+
+    after_here = np.where(near >= 0, sent[near], 0.0) - join_here[:, None, :] + leave_here[None, :, :]
+    after_there = np.where(far >= 0, sent[far], 0.0)[:, None, :] + join_there[:, None, :] - leave_there
+    top = np.maximum(after_here.max(axis=2), after_there.max(axis=2)) if width else np.zeros((0, 0))
+    more = (leave_here.sum(axis=1)[None, :] - leave_there.sum(axis=2)) + (join_there - join_here).sum(axis=1)[:, None]
+    allowed = (more <= spare) & (flow.cells.of_batch[joining][:, None] == flow.cells.of_batch[residents][None, :])
+    top = np.where(allowed, top, np.inf)
+    best = int(np.argmin(top))
+    if not top.flat[best] < sent[worst] * (1.0 - 1e-9):
+        return None
+    join, leave = divmod(best, len(residents))
+    return int(joining[join]), int(residents[leave]), float(more[join, leave])
+
+
+def _largest(values: np.ndarray) -> np.ndarray:
+    return np.sort(np.argpartition(-values, _CANDIDATES)[:_CANDIDATES])
+
+
+def _bytes_of_cell(flow: Flow, tables: _Tables, batches: np.ndarray, cell: np.ndarray) -> np.ndarray:
+    """Bytes of every source of ``cell[b]`` in ``batches[b]``, float64 ``[batches, width]``."""
+    items, position = tables.items(batches)
+    mine = flow.cell[items] == cell[position]
+    items, position = items[mine], position[mine]
+    key = position * tables.width + tables.column[flow.source[items]]
+    return np.bincount(key, flow.size[items], len(batches) * tables.width).reshape(len(batches), tables.width)

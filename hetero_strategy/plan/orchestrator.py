@@ -1,0 +1,372 @@
+"""The global orchestrator: from what is known of a global batch to its step plan. Pure and deterministic.
+
+Every module is balanced on its own cost over its own instances: the consumer (LLM) on whole interleaved sequences, an
+encoder or generator on its items. What rearranges payloads and what rearranges rows are never two exchanges: a unit's
+place on either side of an edge is all that :func:`hetero_strategy.plan.step_plan.edge_blocks` reads, so the route of an
+edge is OrchMLLM's composed rearrangement, whatever was rearranged (section 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from hetero_strategy import ragged
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.plan.balance import Cost, balance, loads
+from hetero_strategy.plan.nodes import balance_near_home, place_batches, place_items, volumes
+from hetero_strategy.plan.packing import Packed, deal, pack, pieces, regroup
+from hetero_strategy.plan.step_plan import Assignment, ModuleLoad, StepMetadata, StepPlan
+
+Assigner = Callable[[str, np.ndarray, int], np.ndarray]
+"""(module, rows of each unit int64 [n], instances) -> instance of each unit, int64 [n]."""
+
+
+class Size(NamedTuple):
+    """What one module has to do in a step, float64 ``[microbatches, instances]`` each."""
+
+    rows: np.ndarray
+    squares: np.ndarray
+    """Sums of squared rows."""
+    time: np.ndarray | None = None
+    """In units of the module's cost, instances as fast as they are; None: its FLOPs."""
+
+
+Sizes = Mapping[str, Size]
+"""By module."""
+Orderer = Callable[[Sizes], np.ndarray]
+"""Sizes of a step's microbatches -> the order in which to run them, int64 ``[microbatches]``."""
+AS_SAMPLED = "none"
+"""Policy under which samples are dealt in order and items stay with their samples, whatever they cost."""
+
+
+def round_robin(module: str, rows: np.ndarray, instances: int) -> np.ndarray:
+    """Unit ``k`` to instance ``k mod instances``, whatever it costs."""
+    return np.arange(len(rows)) % instances
+
+
+@dataclass(frozen=True)
+class Near:
+    """Where the instances of an encoder or generator lie, seen from the consumer at the other end of its edge."""
+
+    slots: np.ndarray
+    """Place of each of its instances, int64 ``[instances]``."""
+    homes: np.ndarray
+    """Place of each instance of the consumer, int64 ``[consumer's instances]``; between equal places rows are cheap."""
+    consumer: str
+
+
+@dataclass(frozen=True)
+class Balancing:
+    """How the work of a step is spread. What it does not name stays as sampled."""
+
+    policy: Mapping[str, str] = field(default_factory=dict)
+    """Module -> policy of :data:`hetero_strategy.plan.balance.POLICIES`, or ``none``."""
+    costs: Mapping[str, Cost] = field(default_factory=dict)
+    """Module -> its cost; a row costs 1 where it is not named."""
+    speeds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Module -> relative speed of each of its instances; equal where it is not named."""
+    budget: Mapping[str, int] = field(default_factory=dict)
+    """Module -> most rows inside it that an instance may have in a microbatch."""
+    near: Mapping[str, Near] = field(default_factory=dict)
+    """Encoders and generators that keep items near their samples."""
+    rearrange: Literal["home", "permute", "ilp"] = "home"
+    """How: balance around homes; or balance first and then permute whole batches (OrchMLLM, algorithm 3), fast or by
+    integer programme."""
+    order: Orderer | None = None
+    """Chooses the order of microbatches (DistTrain, section 5.2)."""
+
+    def cost(self, module: str) -> Cost:
+        return self.costs.get(module, Cost())
+
+    def policy_of(self, module: str) -> str:
+        return self.policy.get(module, AS_SAMPLED)
+
+    def speeds_of(self, module: str) -> np.ndarray | None:
+        found = self.speeds.get(module)
+        return None if found is None else np.asarray(found, dtype=np.float64)
+
+
+def plan_step(
+    metadata: StepMetadata,
+    instances: Mapping[str, int],
+    consumers: Iterable[str],
+    *,
+    microbatches: int | None = 1,
+    row_multiple: Mapping[str, int] | None = None,
+    microbatch_tokens: Mapping[str, int | Literal["equal"]] | None = None,
+    balancing: Balancing | None = None,
+    assign: Assigner | None = None,
+) -> StepPlan:
+    """Pack samples into microbatches and instances of the consumer, order the microbatches, then spread every other
+    module's units over its instances.
+
+    Args:
+        metadata: of the global batch.
+        instances: data-parallel instances of every module.
+        consumers: modules whose units are whole samples (the LLM); all others have items. The first one decides which
+            sample is in which microbatch.
+        microbatches: number of microbatches; None: as few as the first consumer's budget allows.
+        row_multiple: modules whose rows per instance must be a positive multiple of this (tensor-parallel degree where
+            rows are sharded over it); missing rows are added as :attr:`Assignment.padding`.
+        microbatch_tokens: encoders and generators with microbatches of their own: about this many rows inside the
+            module per instance and microbatch (step microbatches are joined or split); or ``equal``: as many as the
+            step's, of equal cost, so that what is too much for one is computed with another. Others keep the step's.
+        balancing: how work is spread; default: all units are dealt in order.
+        assign: chooses the instance of every unit within a microbatch in place of ``balancing``.
+
+    Raises:
+        ConfigError: a budget that cannot be kept.
+    """
+    multiple, tokens = row_multiple or {}, microbatch_tokens or {}
+    if balancing is None and assign is None:
+        assign = round_robin
+    balancing, consumers = balancing or Balancing(), tuple(consumers)
+    maker = _Maker(metadata, instances, consumers, balancing, assign)
+    packed = maker.packed(microbatches)
+    made: dict[str, tuple[Assignment, ...]] = {}
+    for module in sorted(instances, key=lambda name: name not in consumers):  # encoders look where their samples are
+        rows, hidden = maker.rows(module)
+        of_step = maker.of_step(module, packed)
+        group, groups, where = maker.spread(module, of_step, tokens.get(module), packed)
+        made[module] = _assignments(
+            group, groups, where, of_step, rows, hidden, instances[module], multiple.get(module, 1)
+        )
+    loads = {name: maker.load(name, made[name], packed.count) for name in balancing.policy if name in instances}
+    return StepPlan(metadata, packed.count, {name: made[name] for name in instances}, loads)
+
+
+class _Maker:
+    """What the parts of one plan share."""
+
+    def __init__(
+        self,
+        metadata: StepMetadata,
+        instances: Mapping[str, int],
+        consumers: tuple[str, ...],
+        balancing: Balancing,
+        assign: Assigner | None,
+    ) -> None:
+        self.metadata, self.instances, self.consumers = metadata, instances, consumers
+        self.balancing, self.assign = balancing, assign
+        self.at: dict[str, np.ndarray] = {}
+        """Consumer -> instance of each sample."""
+        self._deals: dict[tuple[int, int], Packed] = {}
+
+    def rows(self, module: str) -> tuple[np.ndarray, np.ndarray]:
+        """Of each unit: rows that cross edges, rows inside the module."""
+        if module in self.consumers:
+            return self.metadata.tokens, self.metadata.tokens
+        items = self.metadata.items[module]
+        return items.rows, items.hidden
+
+    def of_step(self, module: str, packed: Packed) -> np.ndarray:
+        """Step microbatch of each unit."""
+        if module in self.consumers:
+            return packed.microbatch
+        return packed.microbatch[self.metadata.items[module].sample]
+
+    def packed(self, microbatches: int | None) -> Packed:
+        """Samples in their microbatches, in the order in which these run."""
+        b, samples = self.balancing, len(self.metadata.samples)
+        if not self.consumers:
+            return deal(samples, 1, microbatches or 1)
+        first = self.consumers[0]
+        packed = pack(
+            self.metadata.tokens,
+            self.instances[first],
+            microbatches,
+            b.cost(first),
+            module=first,
+            policy=None if b.policy_of(first) == AS_SAMPLED or self.assign else b.policy_of(first),
+            speeds=b.speeds_of(first),
+            budget=b.budget.get(first),
+            beside=None if microbatches == 1 else self._beside(),
+        )
+        if b.order is None or packed.count < 2:
+            return packed
+        return packed.reordered(np.asarray(b.order(self._sizes(packed)), dtype=np.int64))
+
+    def _beside(self) -> np.ndarray:
+        """What each sample costs other modules per instance, float64 ``[S]``."""
+        total = np.zeros(len(self.metadata.samples))
+        for module, items in self.metadata.items.items():
+            if module in self.instances and len(items.sample):
+                alone = self.balancing.cost(module).alone(items.hidden) / self.instances[module]
+                total += np.bincount(items.sample, weights=alone, minlength=len(total))
+        return total
+
+    def _sizes(self, packed: Packed) -> Sizes:
+        """Of every module's work in each microbatch; that of items spread evenly, as it will be."""
+        found = {}
+        for module, count in self.instances.items():
+            hidden, group = self.rows(module)[1], self.of_step(module, packed)
+            cost, speeds = self.balancing.cost(module), self.balancing.speeds_of(module)
+            speeds = np.ones(count) if speeds is None else speeds
+            rows = hidden.astype(np.float64)
+            sizes = [rows, rows * rows]
+            if module == self.consumers[0]:
+                bins, group = packed.count * count, group * count + packed.instance
+                sums = [np.bincount(group, weights=x, minlength=bins).reshape(-1, count) for x in sizes]
+                times = loads(hidden, group, bins, cost).reshape(-1, count) / speeds
+            else:
+                sums = [np.bincount(group, weights=x, minlength=packed.count)[:, None] for x in sizes]
+                sums = [np.repeat(x / count, count, 1) for x in sums]
+                times = np.bincount(group, weights=cost.alone(hidden), minlength=packed.count)[:, None]
+                times = np.repeat(times / speeds.sum(), count, 1)
+            found[module] = Size(sums[0], sums[1], times)
+        return found
+
+    def spread(
+        self, module: str, of_step: np.ndarray, tokens: int | Literal["equal"] | None, packed: Packed
+    ) -> tuple[np.ndarray, int, np.ndarray]:
+        """Microbatch of each unit, how many there are, and instance of each unit."""
+        hidden, count = self.rows(module)[1], self.instances[module]
+        budget = None if module in self.consumers else self.balancing.budget.get(module)
+        group, groups = of_step, packed.count
+        if tokens == "equal":
+            group, groups = pieces(of_step, self.balancing.cost(module).alone(hidden), packed.count)
+        elif tokens is not None:
+            group, groups = regroup(of_step, hidden, packed.count, tokens * count)
+        if budget is None:
+            return group, groups, self._where(module, group, groups, packed)
+        if len(hidden) and int(hidden.max()) > budget:
+            raise ConfigError(
+                f"an item has {int(hidden.max())} rows in '{module}', more than its budget of {budget} for an"
+                f" instance and microbatch; raise it to at least {int(hidden.max())}, or make items smaller in its"
+                " processor"
+            )
+        most = budget * count
+        while True:  # whole items leave gaps: split until all of them fit; at worst every microbatch is one item
+            try:
+                return group, groups, self._where(module, group, groups, packed)
+            except ConfigError:
+                group, groups = regroup(of_step, hidden, packed.count, most)
+                if most == 1:
+                    return group, groups, self._where(module, group, groups, packed)
+                most = max(1, most * 4 // 5)
+
+    def _where(self, module: str, group: np.ndarray, groups: int, packed: Packed) -> np.ndarray:
+        """Instance of each unit."""
+        if module in self.consumers[:1] and self.assign is None:
+            where = packed.instance
+        else:
+            where = np.zeros(len(group), dtype=np.int64)
+            reader, sampled = self._reader(module), None
+            if self.balancing.policy_of(module) == AS_SAMPLED and self.assign is None:
+                sampled = self._sampled(module, packed.count)
+            for units in _members(group, groups):
+                at = None if reader is None else reader[units]
+                stays = None if sampled is None else sampled[units]
+                try:
+                    where[units] = self._spread(module, units, stays, at)
+                except ConfigError as error:
+                    raise ConfigError(f"'{module}', {self.instances[module]} instances: {error}") from None
+        if module in self.consumers:
+            self.at[module] = where
+        return where
+
+    def _reader(self, module: str) -> np.ndarray | None:
+        """Instance of the consumer at the other end of each item's edge, where it matters how near that is."""
+        near = self.balancing.near.get(module)
+        if near is None or near.consumer not in self.at or self.instances[module] == 1:
+            return None
+        return self.at[near.consumer][self.metadata.items[module].sample]
+
+    def _dealt(self, instances: int, microbatches: int) -> Packed:
+        if (instances, microbatches) not in self._deals:
+            self._deals[instances, microbatches] = deal(len(self.metadata.samples), instances, microbatches)
+        return self._deals[instances, microbatches]
+
+    def _sampled(self, module: str, microbatches: int) -> np.ndarray:
+        """Instance of each unit as sampled: an item is where its sample is, if the consumer has as many instances."""
+        count = self.instances[module]
+        dealt = self._dealt(count, microbatches).instance
+        if module in self.consumers:
+            return dealt
+        found = next((at for name, at in self.at.items() if self.instances[name] == count), dealt)
+        return found[self.metadata.items[module].sample]
+
+    def _spread(
+        self, module: str, units: np.ndarray, sampled: np.ndarray | None, reader: np.ndarray | None
+    ) -> np.ndarray:
+        """Instance of each of some units: one microbatch."""
+        b, count = self.balancing, self.instances[module]
+        rows, hidden = self.rows(module)
+        lengths = hidden[units]
+        if self.assign is not None:
+            return np.asarray(self.assign(module, lengths, count), dtype=np.int64)
+        policy, cost, speeds, limit = b.policy_of(module), b.cost(module), b.speeds_of(module), b.budget.get(module)
+        if sampled is not None:
+            most = loads(lengths, sampled, count, Cost()).max(initial=0.0)
+            if limit is not None and most > limit:
+                raise ConfigError(f"as sampled, an instance of '{module}' has {most:.0f} rows; its budget is {limit}")
+            return sampled
+        if reader is None:
+            return balance(lengths, count, cost, policy=policy, speeds=speeds, limit=limit)
+        near = b.near[module]
+        if policy == "auto" and b.rearrange == "home" and cost.padding == "none" and speeds is None:
+            found = balance_near_home(cost.alone(lengths), near.homes[reader], near.slots)
+            if limit is None or loads(lengths, found, count, Cost()).max(initial=0.0) <= limit:
+                return found
+        found = balance(lengths, count, cost, policy=policy, speeds=speeds, limit=limit)
+        classes = None if speeds is None else np.unique(speeds, return_inverse=True)[1]
+        if b.rearrange == "ilp":
+            volume = volumes(rows[units], reader, found, len(near.homes), count)
+            return place_batches(volume, near.homes, near.slots, method="ilp", classes=classes)[found]
+        return place_items(rows[units], reader, found, near.homes, near.slots, classes=classes)[found]
+
+    def load(self, module: str, made: tuple[Assignment, ...], microbatches: int) -> ModuleLoad:
+        """What the instances cost as sampled and as planned."""
+        cost, count = self.balancing.cost(module), self.instances[module]
+        hidden = self.rows(module)[1]
+        dealt = self._dealt(count, microbatches)
+        bins = dealt.microbatch * count + dealt.instance
+        if module not in self.consumers:
+            bins = bins[self.metadata.items[module].sample]
+        sampled = loads(hidden, bins, microbatches * count, cost).reshape(microbatches, count)
+        planned = np.stack([loads(a.hidden, a.instance(), count, cost) for a in made])
+        speeds = self.balancing.speeds_of(module)
+        return ModuleLoad(sampled, planned) if speeds is None else ModuleLoad(sampled / speeds, planned / speeds)
+
+
+def _members(group: np.ndarray, groups: int) -> list[np.ndarray]:
+    """Units of each group, ascending."""
+    if groups == 1:
+        return [np.arange(len(group))]
+    order = np.argsort(_short(group, groups), kind="stable")
+    return np.split(order, np.cumsum(np.bincount(group, minlength=groups))[:-1])
+
+
+def _short(values: np.ndarray, below: int) -> np.ndarray:
+    """The same numbers in as few bytes as torch-free numpy sorts fastest: its stable sort of uint16 is a radix sort."""
+    return values.astype(np.uint16) if below <= 1 << 16 else values
+
+
+def _assignments(
+    group: np.ndarray,
+    groups: int,
+    where: np.ndarray,
+    of_step: np.ndarray,
+    rows: np.ndarray,
+    hidden: np.ndarray,
+    instances: int,
+    multiple: int,
+) -> tuple[Assignment, ...]:
+    made = []
+    for members in _members(group, groups):
+        at = where[members]
+        units = members[np.argsort(_short(at, instances), kind="stable")].astype(np.int64)
+        offsets = ragged.offsets(np.bincount(at, minlength=instances)).astype(np.int64)
+        inside = hidden[units].astype(np.int64)
+        padding = np.zeros(instances, np.int64)
+        if multiple > 1:  # at least one alignment row per rank, so that no rank works on nothing
+            totals = np.diff(ragged.offsets(inside)[offsets])
+            padding = np.maximum(-(-totals // multiple), 1) * multiple - totals
+        steps = of_step[units]
+        first, last = (int(steps.min()), int(steps.max())) if len(units) else (0, 0)
+        made.append(Assignment(units, rows[units].astype(np.int64), inside, offsets, padding, first, last))
+    return tuple(made)

@@ -1,0 +1,211 @@
+"""Which sample is in which microbatch, and which microbatch an item is computed with. Pure.
+
+Samples are packed by cost, not by length alone, so that attention's quadratic part counts; a microbatch is what all
+instances of the first consumer compute at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hetero_strategy import ragged
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.plan.balance import Cost, balance, loads
+
+LEVEL_WITHIN = 1.01
+"""How much longer the consumer may take for microbatches that are level for the other modules too."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Samples in their microbatches."""
+
+    microbatch: np.ndarray
+    """Of each sample, int64 ``[S]``."""
+    instance: np.ndarray
+    """Of the first consumer, int64 ``[S]``."""
+    count: int
+    """Of microbatches."""
+
+    def reordered(self, order: np.ndarray) -> Packed:
+        """With microbatch ``order[k]`` in place ``k``.
+
+        Raises:
+            ValueError: ``order`` is no permutation of the microbatches.
+        """
+        if not np.array_equal(np.sort(order), np.arange(self.count)):
+            raise ValueError(f"{order.tolist()} is no order of {self.count} microbatches")
+        return replace(self, microbatch=np.argsort(order)[self.microbatch])
+
+
+def deal(samples: int, instances: int, microbatches: int) -> Packed:
+    """As sampled: sample ``s`` goes to microbatch ``s mod M``, and in it to one instance after the other."""
+    number = np.arange(samples, dtype=np.int64)
+    return Packed(number % microbatches, number // microbatches % instances, microbatches)
+
+
+def pack(
+    tokens: np.ndarray,
+    instances: int,
+    microbatches: int | None,
+    cost: Cost,
+    *,
+    module: str,
+    policy: str | None = "auto",
+    speeds: np.ndarray | None = None,
+    budget: int | None = None,
+    beside: np.ndarray | None = None,
+) -> Packed:
+    """Pack samples into microbatches and instances of a consumer.
+
+    Bins (microbatch, instance) are balanced at once, so that samples move to wherever in the step there is room. Bins
+    of nearly equal cost are then put together into microbatches so that those cost the other modules nearly equal
+    work; where bins are too unequal for that, each microbatch has bins as equal as possible.
+
+    Args:
+        tokens: of each sample, int64 ``[S]``.
+        instances: of the consumer.
+        microbatches: how many; None: as few as the budget allows.
+        cost: of the consumer.
+        module: its name, for messages.
+        policy: of :func:`hetero_strategy.plan.balance.balance`; None: samples are dealt in order.
+        speeds: of the instances, float64 ``[instances]``.
+        budget: most tokens of an instance in a microbatch.
+        beside: what each sample costs other modules, float64 ``[S]``.
+
+    Raises:
+        ConfigError: the budget cannot be kept.
+    """
+    if budget is not None and len(tokens) and int(tokens.max()) > budget:
+        raise ConfigError(
+            f"a sample has {int(tokens.max())} tokens, more than the budget of {budget} of '{module}' for an instance"
+            f" and microbatch; raise the budget to at least {int(tokens.max())}, or leave longer samples out"
+        )
+    if microbatches is None:
+        if budget is None:
+            raise ConfigError(
+                f"the number of microbatches is to follow from a budget, but '{module}' has none; give"
+                f" budget={{{module}: tokens}}, or a number of microbatches"
+            )
+        fewest = max(1, -(-int(tokens.sum()) // (budget * instances)))
+        for count in range(fewest, len(tokens) + 1):
+            try:
+                return pack(
+                    tokens, instances, count, cost, module=module, policy=policy, speeds=speeds, budget=budget,
+                    beside=beside,
+                )  # fmt: skip
+            except ConfigError:
+                continue  # whole samples leave gaps: one microbatch more
+        return deal(len(tokens), instances, max(1, len(tokens)))  # a sample at a time: each of them fits
+    if policy is None:
+        dealt = deal(len(tokens), instances, microbatches)
+        _check(tokens, dealt, instances, budget, module)
+        return dealt
+    bins = instances * microbatches
+    every = None if speeds is None else np.tile(speeds, microbatches)
+    try:
+        where = balance(tokens, bins, cost, policy=policy, speeds=every, limit=budget)
+    except ConfigError as error:
+        raise ConfigError(f"'{module}', {microbatches} microbatches x {instances} instances: {error}") from None
+    if microbatches == 1:
+        return Packed(np.zeros(len(tokens), dtype=np.int64), where, 1)
+    load = loads(tokens, where, bins, cost)
+    if speeds is not None:  # a bin is made for its instance
+        number = np.argsort(np.argsort(load.reshape(microbatches, instances), axis=0, kind="stable"), axis=0).ravel()
+        return Packed(number[where], where % instances, microbatches)
+    number, instance = _together(load, np.bincount(where, weights=beside, minlength=bins), instances, microbatches)
+    return Packed(number[where], instance[where], microbatches)
+
+
+def _together(load: np.ndarray, beside: np.ndarray, instances: int, microbatches: int) -> tuple[np.ndarray, np.ndarray]:
+    """Microbatch and instance of each bin."""
+    ranked = np.argsort(-load, kind="stable")
+    number = np.empty(len(load), dtype=np.int64)
+    number[ranked] = np.arange(len(load)) // instances
+    time = np.maximum.reduceat(load[ranked], np.arange(0, len(load), instances)).sum()
+    level = levelled(beside, instances, microbatches)
+    slowest = np.zeros(microbatches)
+    np.maximum.at(slowest, level, load)
+    if slowest.sum() <= LEVEL_WITHIN * time:
+        number = level
+    instance = np.empty(len(load), dtype=np.int64)
+    instance[np.argsort(number, kind="stable")] = np.arange(len(load)) % instances
+    return number, instance
+
+
+def levelled(beside: np.ndarray, instances: int, microbatches: int) -> np.ndarray:
+    """Microbatch of each of ``instances * microbatches`` bins, ``instances`` in each: the next largest bins go to the
+    microbatches with least so far, one to each.
+    """
+    ranked = np.argsort(-beside, kind="stable").reshape(instances, microbatches)
+    total, number = np.zeros(microbatches), np.empty(len(beside), dtype=np.int64)
+    for bins in ranked:
+        poorest = np.argsort(total, kind="stable")
+        number[bins] = poorest
+        total[poorest] += beside[bins]
+    return number
+
+
+def _check(tokens: np.ndarray, packed: Packed, instances: int, budget: int | None, module: str) -> None:
+    bins = packed.microbatch * instances + packed.instance
+    most = int(np.bincount(bins, weights=tokens, minlength=1).max())
+    if budget is not None and most > budget:
+        raise ConfigError(
+            f"as sampled, an instance of '{module}' has {most} tokens in a microbatch, more than the budget of"
+            f" {budget}; let it be balanced, take more microbatches, or raise the budget"
+        )
+
+
+def regroup(of_step: np.ndarray, rows: np.ndarray, microbatches: int, budget: int) -> tuple[np.ndarray, int]:
+    """Microbatches of about ``budget`` rows: joins neighbouring step microbatches, splits large ones.
+
+    Args:
+        of_step: step microbatch of each unit, int64 ``[n]``.
+        rows: of each unit, int64 ``[n]``.
+        microbatches: of the step.
+        budget: rows of one microbatch over all instances.
+
+    Returns:
+        The new microbatch of each unit, int64 ``[n]``, and how many there are (at least 1).
+    """
+    group = np.zeros(len(of_step), dtype=np.int64)
+    totals = np.bincount(of_step, weights=rows, minlength=microbatches)
+    number, filled = 0, 0.0
+    for microbatch in range(microbatches):
+        units = np.flatnonzero(of_step == microbatch)
+        if not len(units):
+            continue
+        if filled and filled + totals[microbatch] > budget:
+            number, filled = number + 1, 0.0
+        count = max(1, -(-int(totals[microbatch]) // budget))
+        used, dense = np.unique(_piece(rows[units], count), return_inverse=True)
+        group[units] = number + dense
+        number, filled = number + len(used) - 1, (filled + totals[microbatch] if len(used) == 1 else float(budget))
+    return group, number + 1
+
+
+def pieces(of_step: np.ndarray, costs: np.ndarray, count: int) -> tuple[np.ndarray, int]:
+    """Microbatches of equal cost, in the order of the step's: an item may be computed before or after the rest of its
+    sample's microbatch, but never after an item of a later one.
+
+    Args:
+        of_step: step microbatch of each unit, int64 ``[n]``.
+        costs: of each unit, float64 ``[n]``.
+        count: how many at most.
+
+    Returns:
+        As :func:`regroup`.
+    """
+    order = np.argsort(of_step, kind="stable")
+    used, dense = np.unique(_piece(costs[order], count), return_inverse=True)
+    group = np.empty(len(of_step), dtype=np.int64)
+    group[order] = dense
+    return group, max(1, len(used))
+
+
+def _piece(costs: np.ndarray, count: int) -> np.ndarray:
+    """Number of the piece in which each unit's middle lies, so that pieces are about equal."""
+    total = max(float(costs.sum()), np.finfo(np.float64).tiny)
+    return np.minimum(((ragged.starts(costs) / 2) * count / total).astype(np.int64), count - 1)

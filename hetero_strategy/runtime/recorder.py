@@ -1,0 +1,106 @@
+"""When each action of the last steps really ran on this rank."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from hetero_strategy.plan.step_plan import StepPlan
+from hetero_strategy.schedule.action import Action, Schedule
+
+STEPS = 8
+"""Steps that are kept."""
+Mark = float | torch.cuda.Event
+
+
+@dataclass
+class Recording:
+    """One step. An action's time begins when its inputs have arrived and ends when its outputs are on their way."""
+
+    schedule: Schedule
+    plan: StepPlan
+    host_asked: float
+    asked: Mark
+    """When this rank was asked to run the step: it makes the schedule then."""
+    begin: Mark
+    end: Mark | None = None
+    done: Mark | None = None
+    """When what the step yields was summed over all ranks."""
+    marks: list[tuple[Action, Mark, Mark]] = field(default_factory=list)
+
+    def events(self) -> list[tuple[Action, float, float]]:
+        """(action, start, end) in seconds of this machine's clock. Waits for the device."""
+        if isinstance(self.asked, torch.cuda.Event):
+            torch.cuda.synchronize()
+        return [(action, self._seconds(begin), self._seconds(end)) for action, begin, end in self.marks]
+
+    def span(self) -> tuple[float, float]:
+        """Begin and end of the schedule on the same clock."""
+        assert self.end is not None
+        return self._seconds(self.begin), self._seconds(self.end)
+
+    def whole(self) -> tuple[float, float]:
+        """From when this rank was asked for the step until it had what the step yields, on the same clock."""
+        assert self.done is not None
+        return self._seconds(self.asked), self._seconds(self.done)
+
+    def _seconds(self, mark: Mark) -> float:
+        if isinstance(mark, float):
+            return mark
+        assert isinstance(self.asked, torch.cuda.Event)
+        return self.host_asked + self.asked.elapsed_time(mark) / 1000
+
+
+class Recorder:
+    """Marks the beginning and the end of actions: by the clock, on CUDA by events, so that nothing waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self.steps: deque[Recording] = deque(maxlen=STEPS)
+        """The last training steps, oldest first."""
+        self._asked: tuple[float, Mark] = (0.0, 0.0)
+        self._current: Recording | None = None
+
+    @property
+    def last(self) -> list[Recording]:
+        """The steps that are kept, without a run's first one, which warms up, where there are others."""
+        steps = list(self.steps)
+        return steps[1:] if 1 < len(steps) < STEPS else steps
+
+    def open(self) -> None:
+        """A step is asked for."""
+        self._asked = (time.perf_counter(), self._now())
+
+    @contextmanager
+    def step(self, schedule: Schedule, plan: StepPlan) -> Iterator[None]:
+        """Around the actions of a step."""
+        self._current = Recording(schedule, plan, *self._asked, self._now())
+        yield
+        self._current.end = self._now()
+
+    def close(self) -> None:
+        """The step is over; one that was not trained is not kept."""
+        assert self._current is not None
+        self._current.done = self._now()
+        if self._current.schedule.train:
+            self.steps.append(self._current)
+
+    @contextmanager
+    def timing(self, action: Action) -> Iterator[None]:
+        """Around an action."""
+        assert self._current is not None
+        begin = self._now()
+        yield
+        self._current.marks.append((action, begin, self._now()))
+
+    def _now(self) -> Mark:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

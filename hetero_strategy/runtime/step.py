@@ -1,0 +1,279 @@
+"""What ``model(batch)`` does under the strategy: run the step, hand Lightning losses whose backward merges gradients.
+
+The schedule runs forward and backward at once, inside ``training_step``. Lightning calls ``zero_grad`` after that and
+``loss.backward()`` then; so the step's gradients are kept aside, and the losses lead to a function whose backward adds
+``g * kept`` to ``p.grad``. ``g`` holds whatever the person, gradient accumulation or a loss scaler did to the loss.
+
+Several losses may come back with factors of their own (``out.losses["llm"] + 0.1 * out.losses["draw"]``). The schedule
+runs with those of the step before; only where they were other ones this time, it runs once more with the right ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from hetero_strategy import ragged
+from hetero_strategy.errors import ConfigError, ModelError
+from hetero_strategy.loading.batch import Batch
+from hetero_strategy.model.inputs import Ragged
+from hetero_strategy.model.multimodal import ModelOutput
+from hetero_strategy.parallelize.gradients import accumulate, scale
+from hetero_strategy.runtime.agreement import different, plans_differ
+from hetero_strategy.runtime.executor import Executor
+from hetero_strategy.runtime.outcome import Outcome
+
+
+class StepRunner:
+    """Runs batches for a :class:`MultimodalModel`; attach it with ``model.attach``.
+
+    Args:
+        executor: of this rank.
+        parameters: that this rank owns.
+        seed_scale: gives the loss scale (fp16) as a scalar tensor, or None.
+        training: tells whether the model is in training mode.
+        about_to_zero: tells whether the gradients of before are zeroed anyway once the step has run.
+        precision: context in which the model computes; a step that runs once more is run in it.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        parameters: Sequence[nn.Parameter],
+        seed_scale: Callable[[], torch.Tensor | None],
+        training: Callable[[], bool],
+        about_to_zero: Callable[[], bool],
+        precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.executor = executor
+        self._all = [p for module in executor.wiring.modules.values() for p in module.parameters()]
+        self._trainable = sum(p.requires_grad for p in self._all)
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._seed_scale = seed_scale
+        self._training = training
+        self._about_to_zero = about_to_zero
+        self._precision = precision
+        self._upstream = _upstream(executor)
+        self._module_of = {id(p): n.module for n, stage in executor.stages.items() for p in stage.parameters()}
+        self._watched = True
+        self._expected: dict[int, Factors] = {}
+        """By call of the model with one batch: factors that the losses came back with the last time."""
+
+    def __call__(self, batch: Batch, *, call: int = 0, keep_logits: bool = False) -> ModelOutput:
+        """One global batch; a collective over the world.
+
+        Raises:
+            DataError: ranks have different step plans.
+            ModelError: a module's buffers change in the first step of training.
+            ConfigError: logits are asked for: they exist only on the ranks that computed them; or the batch is none
+                of :class:`MultimodalDataModule`.
+        """
+        if not isinstance(batch, Batch):
+            raise ConfigError(
+                f"model(batch) got a {type(batch).__name__}: under HeteroStrategy a batch has a step plan, which says"
+                " what each rank computes; train with MultimodalDataModule"
+            )
+        if keep_logits:
+            raise ConfigError(
+                "keep_logits: under HeteroStrategy logits live on the ranks of the module that made them, for a moment;"
+                " use out.predictions, or strategy='auto' on one device"
+            )
+        plan = batch.plan
+        self.executor.agreement.before(plan, self.executor.device)
+        try:
+            outcome, (loss, *shares) = self._run(batch, call)
+        except RuntimeError as error:  # of an exchange: sizes that do not fit are the first sign of different plans
+            if dist.get_world_size() > 1 and plans_differ(plan):
+                raise different(plan) from error
+            raise
+        offsets = ragged.offsets(plan.metadata.labels)
+        labelled = max(1, int((plan.metadata.labels > 0).sum()))
+        return ModelOutput(
+            loss=loss,
+            loss_tokens=plan.loss_tokens,
+            accuracy=(outcome.correct.mean() / max(1, plan.loss_tokens)).float(),
+            exact_match=(outcome.exact.mean() / labelled).float(),
+            predictions=None if outcome.predicted is None else Ragged(outcome.predicted, offsets),
+            losses=dict(zip(outcome.losses, shares, strict=True)),
+            drawn=outcome.drawn or None,
+        )
+
+    def _run(self, batch: Batch, call: int) -> tuple[Outcome, Sequence[torch.Tensor]]:
+        if self._training() and torch.is_grad_enabled():
+            return self._train(batch, call)
+        with torch.no_grad():
+            outcome = self.executor.run(batch, train=False, call=call)
+        return outcome, _total_and_shares(self._shares(outcome))
+
+    def _train(self, batch: Batch, call: int) -> tuple[Outcome, Sequence[torch.Tensor]]:
+        if sum(p.requires_grad for p in self._all) != self._trainable:  # seen on every rank, whoever owns it
+            raise ConfigError(
+                "requires_grad of a parameter was changed after the model was placed; say what trains with"
+                " MultimodalModel(freeze=...)"
+            )
+        buffers = self._buffers() if self._watched else {}
+        # The scale may change before backward is called; what was used is kept.
+        scaled = self._seed_scale()
+        gradients = _StepGradients(self, batch, call, None if scaled is None else scaled.clone())
+        # Half the memory for gradients while the schedule runs, where nobody wants the old ones.
+        outcome = gradients.run(self._expected.get(call, {}), drop=self._about_to_zero())
+        if self._watched and (changed := [n for n, state in self._buffers().items() if state != buffers[n]]):
+            raise ModelError(
+                f"training changes the buffer '{changed[0]}' ({len(changed)} in all) of a module: every instance would"
+                " have values of its own, and one process others; use layers without such state, or put them in"
+                " evaluation mode in configure_model()"
+            )
+        self._watched = False
+        shares = self._shares(outcome)
+        return outcome, _Losses.apply(torch.zeros_like(shares, requires_grad=True), shares, gradients)
+
+    def _buffers(self) -> dict[str, tuple[int, int]]:
+        """By name: which tensor it is, and how often it was written to."""
+        return {
+            f"{node.module}.{fqn}": (id(buffer), buffer._version)
+            for node, stage in self.executor.stages.items()
+            for fqn, buffer in stage.named_buffers()
+        }
+
+    def _shares(self, outcome: Outcome) -> torch.Tensor:
+        """Of the modules in the loss, ``[modules with a loss]``."""
+        shares = torch.stack([self.executor.weights[n] * x for n, x in outcome.losses.items()])
+        return shares if self.executor.wiring.wire_dtype == torch.float64 else shares.float()
+
+
+Factors = Mapping[str, float | None]
+"""Module with a loss -> what its loss is multiplied by; 1 where it is not named, None where it is not used."""
+
+
+class _StepGradients:
+    """Gradients of one step, kept aside until a backward asks for them."""
+
+    def __init__(self, runner: StepRunner, batch: Batch, call: int, scaled: torch.Tensor | None) -> None:
+        self._runner, self._batch, self._call, self._scaled = runner, batch, call, scaled
+        self._parameters = runner._parameters
+        self._made: list[torch.Tensor | None] | None = None
+        self._factors: Factors = {}
+        self._names: list[str] = []
+        self._versions = [p._version for p in self._parameters]
+
+    def run(self, factors: Factors, *, drop: bool = False) -> Outcome:
+        """Run the schedule and keep what it makes of the parameters' gradients.
+
+        Args:
+            factors: of the losses.
+            drop: nobody needs the gradients that are there.
+        """
+        before = [None if drop else p.grad for p in self._parameters]
+        for p in self._parameters:
+            p.grad = None
+        self._factors = factors
+        seeds: dict[str, float | torch.Tensor | None] = dict(factors)
+        if self._scaled is not None:
+            used = {n: factors.get(n, 1.0) for n in self._runner.executor.weights}
+            seeds = {n: None if x is None else self._scaled * x for n, x in used.items()}
+        outcome = self._runner.executor.run(self._batch, train=True, factors=seeds, call=self._call)
+        self._names = list(outcome.losses)
+        self._made = [p.grad for p in self._parameters]
+        for p, gradient in zip(self._parameters, before, strict=True):
+            p.grad = gradient
+        return outcome
+
+    def merge(self, total: torch.Tensor | None, shares: Sequence[torch.Tensor | None]) -> None:
+        """Add to ``p.grad`` what one process would.
+
+        Args:
+            total: gradient with respect to the whole loss, None where it was not used.
+            shares: the same of each module's share.
+        """
+        used = [n for n, g in zip(self._names, shares, strict=True) if total is not None or g is not None]
+        if total is not None and not self._factors and all(g is None for g in shares):
+            factor = total  # the usual case: nothing is read from the device
+        else:
+            factor = self._matched(total, shares)
+        if self._made is None:  # a second backward, for which torch was told to retain the graph
+            self._again(self._factors)
+        assert self._made is not None
+        made, self._made = self._made, None
+        reached = set[str]().union(*(self._runner._upstream[n] for n in used))
+        new = [
+            (p, gradient)
+            for p, gradient in zip(self._parameters, made, strict=True)
+            if gradient is not None and self._runner._module_of[id(p)] in reached
+        ]
+        made.clear()
+        if not new:
+            return
+        scale([gradient for _, gradient in new], factor if self._scaled is None else factor / self._scaled)
+        add = [(p, gradient) for p, gradient in new if p.grad is not None]
+        accumulate([p.grad for p, _ in add], [gradient for _, gradient in add])  # type: ignore[misc]
+        for p, gradient in new:
+            if p.grad is None:
+                p.grad = gradient
+
+    def _matched(self, total: torch.Tensor | None, shares: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """What to multiply the gradients by, once they are those of the right factors. Reads from the device."""
+        given = next(g for g in (total, *shares) if g is not None)
+        zero = torch.zeros_like(given)
+        wanted = torch.stack([(zero if total is None else total) + (zero if g is None else g) for g in shares])
+        values = [float(x) for x in wanted.tolist()]
+        largest = max(range(len(values)), key=lambda i: abs(values[i]))
+        factors: dict[str, float | None] = {}
+        if values[largest]:
+            factors = {n: x / values[largest] for n, x in zip(self._names, values, strict=True)}
+        factors |= {n: None for n, g in zip(self._names, shares, strict=True) if total is None and g is None}
+        self._runner._expected[self._call] = {} if all(x == 1 for x in factors.values()) else factors
+        if any(_differ(self._factors.get(n, 1.0), x) for n, x in factors.items()):
+            self._made = None
+            self._again(factors)
+        return wanted[largest]
+
+    def _again(self, factors: Factors) -> None:
+        if [p._version for p in self._parameters] != self._versions:
+            raise RuntimeError(
+                "the step's gradients have to be computed again for these factors of out.losses, but parameters have"
+                " changed since; call backward before the optimizer steps"
+            )
+        with torch.enable_grad(), self._runner._precision():
+            self.run(factors)
+
+
+def _differ(one: float | None, other: float | None) -> bool:
+    return one is not other if one is None or other is None else abs(one - other) > 1e-12
+
+
+class _Losses(torch.autograd.Function):
+    """The step's loss, and every module's share of it."""
+
+    @staticmethod
+    def forward(ctx, start: torch.Tensor, shares: torch.Tensor, gradients: _StepGradients):  # type: ignore[no-untyped-def]
+        ctx.gradients = gradients
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(start)  # torch refuses a second backward, unless told to retain the graph
+        return _total_and_shares(shares)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, total, *shares):  # type: ignore[no-untyped-def]
+        assert ctx.saved_tensors
+        ctx.gradients.merge(total, shares)
+        return None, None, None
+
+
+def _total_and_shares(shares: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (shares.sum(), *(share.clone() for share in shares))
+
+
+def _upstream(executor: Executor) -> dict[str, set[str]]:
+    """Module -> itself and the modules whose rows reach it."""
+    edges = {(s.module, t.module) for s, t in executor.graph.edges}
+    found = {node.module: {node.module} for node in executor.graph.stages}
+    for _ in found:
+        for source, target in edges:
+            found[target] |= found[source]
+    return found

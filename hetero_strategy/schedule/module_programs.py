@@ -1,0 +1,141 @@
+"""Programs of all modules of a step, from the sinks up. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from hetero_strategy.errors import ScheduleError
+from hetero_strategy.layout.pipeline import Pipeline
+from hetero_strategy.schedule import programs
+from hetero_strategy.schedule.action import Node, StageGraph, Work
+from hetero_strategy.schedule.action_index import Numbers
+from hetero_strategy.schedule.programs import BACKWARD, FORWARD, Program
+from hetero_strategy.schedule.warmup import Link, caps, needs, tight
+
+SLACK = 1
+"""Step microbatches that a module runs ahead of what its consumers must have, so that they need not wait for it."""
+
+
+def module_programs(
+    order: str,
+    graph: StageGraph,
+    work: Work,
+    numbers: Numbers,
+    edges: Sequence[Link],
+    bounds: Mapping[str, int],
+) -> list[tuple[str, Program]]:
+    """(module, program) of every pipeline rank of every module with work.
+
+    Args:
+        order: name.
+        graph, work, numbers, edges: of the step.
+        bounds: most microbatches in flight, by module.
+
+    Raises:
+        ScheduleError: a bound cannot be kept.
+    """
+    modules = list(dict.fromkeys(n.module for n in numbers.nodes))
+    back = {n.module for n in numbers.nodes if numbers.backward[numbers.index[n]]}
+    limits = caps(work, edges, bounds, [m for m in modules if m in back])
+    still = tight(graph, edges)
+    leads: dict[str, list[int]] = {}  # of the first stage
+    depth: dict[str, int] = {}
+    found: list[tuple[str, Program]] = []
+    for module in reversed(modules):
+        pipeline = graph.pipelines[module]
+        spans = work.microbatches[module]
+        count = len(spans)
+        if module not in back:
+            found += [(module, programs.forwards(pipeline, r, count)) for r in range(pipeline.pp)]
+            continue
+        must, should = list(range(1, count + 1)), [0] * count
+        depth[module] = 0
+        for e in edges:
+            if e.source == module:
+                spare = 0 if (e.source, e.target) in still else SLACK
+                low, high = needs(e, spans, work.microbatches[e.target], leads[e.target], spare)
+                must = [max(pair) for pair in zip(must, low, strict=True)]
+                should = [max(pair) for pair in zip(should, high, strict=True)]
+                if spare:
+                    depth[module] = max(depth[module], depth[e.target] + graph.pipelines[e.target].pp)
+        must = list(accumulate(must, max))
+        should = list(accumulate(map(max, must, should), max))
+        limit = limits[module]
+        if any(m > c for m, c in zip(must, limit, strict=True)):
+            j = next(j for j in range(count) if must[j] > limit[j])
+            raise ScheduleError(
+                f"{module} must hold {must[j] - j} microbatches before the backward of microbatch {spans[j].number}, "
+                f"but max_in_flight allows {limit[j] - j}: raise it, or group fewer in the modules after it"
+            )
+        made = _module(order, module, pipeline, must, should, limit, depth[module])
+        leads[module] = programs.leads_of(made[pipeline.rank_of(0)], 0)
+        nodes = [numbers.index[n] for n in graph.nodes_of(module)]
+        silent = {s for s, i in enumerate(nodes) if not numbers.backward[i]}
+        whole = {s for s, i in enumerate(nodes) if not numbers.split[i]}
+        for program in made:
+            if silent or (whole and order == "zbv"):
+                program = tuple(
+                    op
+                    for op in program
+                    if op[0] == FORWARD or (op[1] not in silent and (op[0] == BACKWARD or op[1] not in whole))
+                )
+            found.append((module, program))
+    return found
+
+
+def _module(
+    order: str,
+    module: str,
+    pipeline: Pipeline,
+    must: list[int],
+    should: list[int],
+    limit: list[int],
+    depth: int,
+) -> tuple[Program, ...]:
+    """Programs of one module's pipeline ranks.
+
+    Args:
+        order: name.
+        module, pipeline: which.
+        must, should, limit: forwards of the last stage before each of its backwards: at least, for no wait, at most.
+        depth: pipeline ranks that follow in other modules.
+    """
+    count = len(must)
+    bound = min((c - j for j, c in enumerate(limit) if c < count), default=count)
+    if order == "gpipe":
+        if bound < count:
+            raise ScheduleError(
+                f"gpipe holds all {count} microbatches of {module}, max_in_flight allows {bound}: "
+                f"raise it to {count} or take 1f1b"
+            )
+        return tuple(programs.gpipe(pipeline.stages_of(r), count) for r in range(pipeline.pp))
+    if pipeline.vpp == 1:
+        return tuple(
+            programs.one_forward_one_backward(
+                stage, [min(s + pipeline.pp - 1 - stage, c, count) for s, c in zip(should, limit, strict=True)]
+            )
+            for stage in range(pipeline.pp)
+        )
+    if pipeline.style == "v":
+        made = programs.zbv(pipeline, count, 2 * depth, tuple(must))
+    else:
+        made = programs.interleaved(pipeline, count, 2 * depth, tuple(must))
+    if max(map(programs.held, made)) <= bound:
+        return made
+    return programs.windowed(order, pipeline, tuple(must), bound, module)
+
+
+def listed(numbers: Numbers, module: str, program: Program) -> list[int]:
+    """Action numbers of a module's program."""
+    base = [numbers.first[numbers.index[Node(module, s)]] for s in range(max(op[1] for op in program) + 1)]
+    return [kind * numbers.units + base[stage] + j for kind, stage, j in program]
+
+
+def most(numbers: Numbers, made: Sequence[tuple[str, Program]], bounds: Mapping[str, int]) -> list[int]:
+    """Per node, microbatches it may hold where W fills waits: what 1F1B holds on the module's worst stage."""
+    worst: dict[str, int] = {}
+    for module, program in made:
+        if any(op[0] == BACKWARD for op in program):
+            worst[module] = max(worst.get(module, 1), programs.held(program))
+    return [min(worst.get(n.module, 1), bounds.get(n.module, numbers.units)) for n in numbers.nodes]

@@ -1,0 +1,190 @@
+"""Puts a LightningModule's model on its ranks: finds it, checks it, builds groups, shards, order and executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hetero_strategy.checkpoint.training import TrainingState
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.placement import Placement
+from hetero_strategy.layout.registry import GroupRegistry
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.parallelize.apply import parallelize
+from hetero_strategy.parallelize.gradients import Owned, owned_parameters
+from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
+from hetero_strategy.plan.config import Surroundings
+from hetero_strategy.runtime.executor import Executor, Program
+from hetero_strategy.runtime.wiring import Groups, NodeEdge, Wiring
+from hetero_strategy.schedule.action import Node, StageGraph
+from hetero_strategy.strategy.blueprint import Scheduling, blueprint, surroundings
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A model in place on this rank."""
+
+    executor: Executor
+    owned: dict[int, Owned]
+    """By ``id`` of the parameter."""
+    state: TrainingState
+    background: dist.ProcessGroup
+    """All ranks, on the host."""
+    loading: dist.ProcessGroup
+    """The same for the thread that loads data."""
+    surroundings: Surroundings
+    """For balancing."""
+
+
+def find_model(module: nn.Module, agree: Callable[[bool], bool]) -> tuple[str, MultimodalModel]:
+    """The one model of a LightningModule and its name there.
+
+    Args:
+        module: after ``configure_model``.
+        agree: whether any rank says yes; a collective.
+
+    Raises:
+        ConfigError: none or several models, parameters outside it, or a model that has been trained elsewhere.
+    """
+    found = [(n, m) for n, m in module.named_modules() if isinstance(m, MultimodalModel)]
+    kind = type(module).__name__
+    if len(found) != 1:
+        raise ConfigError(
+            f"HeteroStrategy: {kind} holds {len(found)} MultimodalModels after configure_model(); it needs exactly one,"
+            " built in configure_model()"
+        )
+    prefix, model = found[0]
+    start = f"{prefix}." if prefix else ""
+    inside = {f"{start}{name}.{n}" for name, m in model.modules_by_name.items() for n, _ in m.named_parameters()}
+    outside = {n for n, _ in module.named_parameters()} - inside
+    if outside:
+        raise ConfigError(
+            f"HeteroStrategy: parameter '{min(outside)}' of {kind} lies outside the modules of its MultimodalModel,"
+            " so no layout says where it lives; make it part of one of them"
+        )
+    filled = any(
+        not p.is_meta and fqn not in adapter.given()
+        for adapter in model.modules_by_name.values()
+        for fqn, p in adapter.named_parameters()
+    )
+    if agree(filled):
+        raise ConfigError(
+            "HeteroStrategy: the model has values already, which would be lost; build it in configure_model() and"
+            " not in __init__(), and go on with a trained one in the Trainer that trained it, or in a new"
+            " LightningModule with ckpt_path"
+        )
+    return prefix, model
+
+
+def assemble(
+    prefix: str,
+    model: MultimodalModel,
+    placement: Placement,
+    rank: int,
+    device: torch.device,
+    *,
+    ranks_per_node: int = 1 << 30,
+    wire_dtype: torch.dtype,
+    hidden_dtype: torch.dtype,
+    scheduling: Scheduling,
+    recompute: Sequence[str] = (),
+    timeout: timedelta | None = None,
+    async_checkpoint: bool = False,
+) -> Assembled:
+    """Put every module this rank owns on its mesh. A collective over the world.
+
+    Args:
+        prefix: of the model in the LightningModule.
+        model: on the meta device; modules that this rank does not own stay there.
+        placement: of all modules.
+        rank: this rank.
+        device: of this rank.
+        ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; default: all on one.
+        wire_dtype: of rows between modules.
+        hidden_dtype: of rows between stages of a module.
+        scheduling: of steps.
+        recompute: modules that recompute their blocks in backward.
+        timeout: of collectives.
+        async_checkpoint: write checkpoints in the background.
+
+    Raises:
+        see :func:`blueprint`.
+    """
+    scheduling = scheduling.resolved(placement.layouts)
+    plan = blueprint(model, placement.layouts, scheduling, recompute)
+    modules, layouts, graph = model.modules_by_name, plan.layouts, plan.graph
+    edges = {(s, t): graph.stages[s].ranks | graph.stages[t].ranks for s, t in graph.edges}
+    registry = GroupRegistry(placement, [*edges.values(), *tied_rank_sets(modules, layouts)], device.type, timeout)
+    groups = {edge: _groups(registry, ranks, graph, edge) for edge, ranks in edges.items()}
+    stages: dict[str, dict[int, Adapter]] = {}
+    for name, module in modules.items():
+        where = placement.coordinate(name, rank)
+        if where is None:
+            module.to("meta")
+            continue
+        stages[name] = parallelize(
+            name,
+            module,
+            layouts[name],
+            registry.mesh(name),
+            device,
+            seed=model.seed,
+            recompute=name in recompute,
+            split=layouts[name].split or (),
+            pp_rank=where.pp,
+        )
+    for module in modules.values():
+        module.forget_given()
+    mine = {Node(name, number): stage for name, made in stages.items() for number, stage in made.items()}
+    executor = Executor(
+        mine,
+        graph,
+        Wiring(modules, placement, groups, rank, device, wire_dtype, hidden_dtype),
+        Program(scheduling.order, plan.costs, scheduling.max_in_flight, reduces_each=scheduling.gather == "microbatch"),
+        model.loss_weights,
+        {node: _replicas(registry, layouts[node.module], node.module) for node in mine},
+        find_tied(modules, layouts, rank, registry.group),
+        device,
+    )
+    state = TrainingState(prefix, modules, group=registry.background, asynchronous=async_checkpoint)
+    around = surroundings(plan, model.consumers(), scheduling, placement, ranks_per_node)
+    owned = owned_parameters(stages, layouts)
+    return Assembled(executor, owned, state, registry.background, registry.loading, around)
+
+
+def move_rest(module: nn.Module, device: torch.device) -> None:
+    """What a LightningModule holds besides the model's modules (metrics, buffers) goes to this rank's device."""
+    if not any(isinstance(m, Adapter) for m in module.modules()):
+        module.to(device)
+    elif not isinstance(module, Adapter):
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+        for child in module.children():
+            move_rest(child, device)
+
+
+def _groups(registry: GroupRegistry, ranks: frozenset[int], graph: StageGraph, edge: NodeEdge) -> Groups:
+    """Where an edge's rows travel: a group of its own per direction and hop where messages of a group wait for one
+    another (NCCL), the one group of these ranks where tags tell them apart.
+    """
+    source, target = (graph.stages[node] for node in edge)
+    found = []
+    for receiver in (target, source):
+        second = registry.channel(receiver.ranks) if receiver.grid.shape[1] > 1 else None
+        found.append((registry.channel(ranks), second))
+    return Groups(*found)
+
+
+def _replicas(registry: GroupRegistry, layout: ModuleLayout, name: str) -> dist.ProcessGroup | None:
+    if layout.dp_replicate == 1 or layout.dp_shard > 1:
+        return None
+    mesh = registry.mesh(name)
+    assert mesh is not None
+    return mesh.get_group("dp_replicate")

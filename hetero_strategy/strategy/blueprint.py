@@ -1,0 +1,175 @@
+"""What follows from a model, its layouts and an order without any process: stages, their graph, their costs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.placement import Placement
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.parallelize.apply import check_all
+from hetero_strategy.parallelize.stages import cut
+from hetero_strategy.plan.balance import Cost
+from hetero_strategy.plan.config import Surroundings
+from hetero_strategy.plan.orchestrator import Near, Orderer
+from hetero_strategy.planner.stages import with_splits
+from hetero_strategy.schedule.action import Node, Span, StageGraph, Work
+from hetero_strategy.schedule.build import SPLIT, make_schedule
+from hetero_strategy.schedule.graph import StageCost, stage_graph
+from hetero_strategy.simulator.reordering import Reorderer
+
+GATHER = ("auto", "step", "microbatch")
+
+
+@dataclass(frozen=True)
+class Scheduling:
+    """How steps are scheduled, as a person says it; see :class:`HeteroStrategy`."""
+
+    order: str = "auto"
+    max_in_flight: Mapping[str, int] = field(default_factory=dict)
+    gather: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.gather not in GATHER:
+            raise ConfigError(f"HeteroStrategy: gather={self.gather!r}; use one of {', '.join(GATHER)}")
+        if self.gather == "microbatch" and self.order in SPLIT:
+            raise ConfigError(
+                f"HeteroStrategy: gather='microbatch' with order={self.order!r}: a backward in two halves needs its"
+                " parameters whole all step; use gather='step' or another order"
+            )
+
+    def resolved(self, layouts: Mapping[str, ModuleLayout]) -> Scheduling:
+        """With the order that ``auto`` stands for: what the virtual stages are made for, else 1F1B."""
+        if self.order != "auto":
+            return self
+        styles = {layout.pp_style for layout in layouts.values() if layout.vpp > 1}
+        return replace(self, order="zbv" if "v" in styles else "interleaved_1f1b" if styles else "1f1b")
+
+    def check(self, layouts: Mapping[str, ModuleLayout]) -> None:
+        """Refuse an order that cannot run these layouts, whatever the model is. Pure.
+
+        Raises:
+            ScheduleError: naming module, field and fix.
+        """
+        trains = {Node(n, s): True for n, layout in layouts.items() for s in range(layout.pipeline.stages)}
+        alone = stage_graph(list(layouts), [], layouts, trains)
+        once = Work({n: (Span(0, 0, 0),) for n in layouts}, {})
+        make_schedule(self.resolved(layouts).order, alone, once, max_in_flight=self.max_in_flight)
+
+    def gathered(self, layout: ModuleLayout) -> bool:
+        """Whether a module's parameters stay whole over a step."""
+        if layout.dp_shard == 1:
+            return False
+        return self.gather == "step" or (self.gather == "auto" and (layout.pp > 1 or self.order in SPLIT))
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What follows from a model and its layouts without any process."""
+
+    layouts: dict[str, ModuleLayout]
+    """With every ``split`` given."""
+    graph: StageGraph
+    costs: dict[Node, StageCost]
+
+
+def blueprint(
+    model: MultimodalModel, layouts: Mapping[str, ModuleLayout], scheduling: Scheduling, recompute: Sequence[str] = ()
+) -> Blueprint:
+    """Cut the modules into stages and check that the order can run them. Pure; call it on the meta device.
+
+    Args:
+        model: as built.
+        layouts: resolved.
+        scheduling: of steps.
+        recompute: modules that recompute their blocks in backward.
+
+    Raises:
+        LayoutError: layouts that do not fit the modules.
+        ScheduleError: an order that does not fit the layouts.
+        ConfigError: ``recompute`` names a module that does not exist.
+    """
+    modules, scheduling = model.modules_by_name, scheduling.resolved(layouts)
+    check_all(modules, dict(layouts))
+    unknown = sorted(set(recompute) - set(modules))
+    if unknown:
+        raise ConfigError(f"HeteroStrategy: recompute names {unknown}; the modules are {', '.join(modules)}")
+    edges = [(e.source, e.target) for e in model.edges]
+    chosen = with_splits(modules, model.topological(), edges, layouts, recompute)
+    trains: dict[Node, bool] = {}
+    costs: dict[Node, StageCost] = {}
+    for name, module in modules.items():
+        split = chosen[name].split
+        assert split is not None
+        for number, stage in cut(module, split, range(len(split))).items():
+            trains[Node(name, number)] = any(p.requires_grad for p in stage.parameters())
+        ranks = chosen[name].tp * chosen[name].cp
+        for number, cost in enumerate(_costs(module, split, name in recompute, ranks)):
+            costs[Node(name, number)] = cost
+    gathered = {name for name, layout in chosen.items() if scheduling.gathered(layout)}
+    graph = stage_graph(model.topological(), edges, chosen, trains, gathered, recompute)
+    once = Work({n: (Span(0, 0, 0),) for n in modules}, dict.fromkeys(edges, ((0, 0),)))
+    make_schedule(scheduling.order, graph, once, max_in_flight=scheduling.max_in_flight)
+    return Blueprint(chosen, graph, costs)
+
+
+def surroundings(
+    plan: Blueprint, consumers: Collection[str], scheduling: Scheduling, placement: Placement, ranks_per_node: int
+) -> Surroundings:
+    """What balancing has to know: what modules cost, which instances lie near each other, what orders microbatches.
+
+    Args:
+        plan: of the model.
+        consumers: modules whose units are whole samples.
+        scheduling: of steps.
+        placement: of all modules.
+        ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``.
+    """
+    of: dict[str, list[StageCost]] = {name: [] for name in plan.layouts}
+    for node, cost in plan.costs.items():
+        of[node.module].append(cost)
+    costs = {n: Cost(linear=sum(c.per_row for c in found), quadratic=sum(c.per_pair for c in found))
+             for n, found in of.items()}  # fmt: skip
+    between = {(s.module, t.module): (s, t) for s, t in plan.graph.edges if s.module != t.module}
+    near: dict[str, Near] = {}
+    for (source, target), nodes in between.items():
+        item, consumer = (source, target) if target in consumers else (target, source)
+        grids = {node.module: plan.graph.stages[node].grid for node in nodes}
+        found = _near(grids[item], grids[consumer], ranks_per_node, placement.world_size)
+        if found is not None:
+            near.setdefault(item, Near(*found, consumer))
+
+    def orderer(search: str) -> Orderer | None:
+        made = Reorderer(plan.graph, scheduling.order, plan.costs, scheduling.max_in_flight, search)
+        return made if made.needed else None
+
+    return Surroundings({n: c for n, c in costs.items() if c.linear or c.quadratic}, near, orderer)
+
+
+def _near(
+    items: np.ndarray, consumer: np.ndarray, ranks_per_node: int, world: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Places of both sides' instances, from their ranks ``[instances, ranks]``; None where no place is shared.
+
+    Nodes where there are several; on one node the instances of the consumer, each with its ranks.
+    """
+    if world > ranks_per_node:
+        slots, homes = items[:, 0] // ranks_per_node, consumer[:, 0] // ranks_per_node
+    else:
+        homes = np.arange(len(consumer))
+        at = {int(rank): instance for instance, ranks in enumerate(consumer) for rank in ranks}
+        slots = np.array([at.get(int(ranks[0]), len(consumer) + i) for i, ranks in enumerate(items)], dtype=np.int64)
+    return (slots, homes) if np.isin(slots, homes).any() else None
+
+
+def _costs(module: Adapter, split: Sequence[int], recomputed: bool, ranks: int) -> list[StageCost]:
+    """Linear and quadratic part of the FLOPs of every stage on each of an instance's ranks, from two lengths."""
+    short, long = (module.stage_flops(np.array([length]), split) for length in (64, 128))
+    per_pair = np.maximum((long - 2 * short) / (128**2 - 2 * 64**2), 0.0)
+    per_row = (short - per_pair * 64**2) / 64
+    return [StageCost(float(a), float(b), recomputed) for a, b in zip(per_row / ranks, per_pair / ranks, strict=True)]

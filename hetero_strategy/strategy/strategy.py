@@ -1,0 +1,430 @@
+"""`HeteroStrategy`: the only room that speaks Lightning's Strategy protocol. It delegates to the other rooms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_only, rank_zero_warn
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch import nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from hetero_strategy.checkpoint.training import TrainingState
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.placement import Placement, place
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.loading.batch import Batch
+from hetero_strategy.model.adapter import models_without_values
+from hetero_strategy.model.multimodal import ModelOutput, MultimodalModel
+from hetero_strategy.parallelize.gradients import Owned
+from hetero_strategy.parallelize.kernels import choose_kernels
+from hetero_strategy.plan.config import Surroundings
+from hetero_strategy.runtime.executor import Executor
+from hetero_strategy.runtime.step import StepRunner
+from hetero_strategy.strategy.assembly import Assembled, assemble, find_model, move_rest
+from hetero_strategy.strategy.blueprint import Scheduling
+from hetero_strategy.strategy.collectives import WorldCollectives
+from hetero_strategy.strategy.launch import (
+    START_METHODS,
+    MultiProcessingLauncher,
+    ScriptLauncher,
+    bear_sigterm,
+    check_process_count,
+    die_with_script,
+    end_together,
+)
+from hetero_strategy.strategy.precision import SyncedGradScaler, hidden_dtype, stand_in, wire_dtype
+from hetero_strategy.strategy.refusals import check_callbacks, check_dataloader
+
+ROW_ALIGNMENT = 32
+"""A tensor-parallel consumer's rows per rank are a multiple of this. Sequence parallelism needs a multiple of 1; few
+distinct sizes also let DTensor reuse its sharding decisions instead of making them anew for every ragged batch."""
+
+
+class HeteroStrategy(WorldCollectives):
+    """Trains a :class:`MultimodalModel` with every module in its own layout, on its own ranks.
+
+    ``Trainer(strategy=HeteroStrategy(layouts={...}))``; the LightningModule stays an ordinary one that builds its model
+    in ``configure_model`` and calls ``self.model(batch)``. Every rank sees the same outputs, so logging, callbacks and
+    schedulers need nothing special.
+
+    Args:
+        layouts: module name -> :class:`ModuleLayout` or a mapping of its fields. None (as in ``strategy="hetero"``):
+            every module sharded over all ranks.
+        recompute: modules whose blocks do not keep activations but run forward again in backward.
+        order: in which order a step's work runs: ``1f1b``, ``gpipe``, ``interleaved_1f1b`` (modules with vpp > 1),
+            ``zb_h1``, ``zbv`` (vpp=2, pp_style="v"), ``sequential``; or ``auto``: what the layouts are made for.
+        max_in_flight: module -> most microbatches whose activations one of its stages holds.
+        gather: when FSDP gathers parameters and reduces gradients: once per ``step`` (parameters stay whole over a
+            step's microbatches), per ``microbatch``, or ``auto``: per step where a module is pipelined.
+        start_method: ``popen`` (re-runs the script per process), ``fork`` or ``spawn``. Ignored under torchrun, SLURM.
+        process_group_backend: default: by device.
+        timeout: of every collective.
+        async_checkpoint: write checkpoints in the background, while training goes on.
+        verify_checkpoints: compare the checksums of all tensors that are loaded with those they were saved with.
+
+    Raises:
+        LayoutError: when the Trainer is made, before any process starts: layouts that cannot be placed.
+        ConfigError: an option that is refused.
+    """
+
+    strategy_name = "hetero"
+
+    def __init__(
+        self,
+        layouts: Mapping[str, ModuleLayout | Mapping[str, Any]] | None = None,
+        *,
+        recompute: Sequence[str] = (),
+        order: str = "auto",
+        max_in_flight: Mapping[str, int] | None = None,
+        gather: str = "auto",
+        start_method: str = "popen",
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        async_checkpoint: bool = False,
+        verify_checkpoints: bool = True,
+    ) -> None:
+        super().__init__()
+        if start_method not in START_METHODS:
+            raise ConfigError(f"HeteroStrategy: start_method={start_method!r}; use one of {', '.join(START_METHODS)}")
+        self._layouts = None if layouts is None else {n: ModuleLayout.from_config(n, v) for n, v in layouts.items()}
+        self.recompute = tuple(recompute)
+        self._scheduling = Scheduling(order, dict(max_in_flight or {}), gather)
+        self._start_method = start_method
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._async_checkpoint, self._verify = async_checkpoint, verify_checkpoints
+        self.num_nodes = 1
+        self._placement: Placement | None = None
+        self._multimodal: MultimodalModel | None = None
+        self._prefix = ""
+        self._runner: StepRunner | None = None
+        self._assembled: Assembled | None = None
+
+    # ---- what others may ask ---------------------------------------------------------------------------------------
+
+    @property
+    def placement(self) -> Placement | None:
+        """Resolved layouts of all modules over the world; without ``layouts`` None until the model is configured."""
+        return self._placement
+
+    @property
+    def defers_placement(self) -> bool:
+        """The placement follows from the model, which does not exist yet."""
+        return self._layouts is None
+
+    @property
+    def executor(self) -> Executor:
+        """What runs steps on this rank; after ``setup``."""
+        assert self._runner is not None
+        return self._runner.executor
+
+    @property
+    def background(self) -> dist.ProcessGroup:
+        """All ranks, on the host: for what runs beside training; after ``setup``."""
+        assert self._assembled is not None
+        return self._assembled.background
+
+    @property
+    def loading(self) -> dist.ProcessGroup | None:
+        """All ranks, on the host: for the thread that loads data; None before ``setup``."""
+        return None if self._assembled is None else self._assembled.loading
+
+    @property
+    def surroundings(self) -> Surroundings:
+        """What model and layouts say about balancing; nothing before ``setup``."""
+        return Surroundings() if self._assembled is None else self._assembled.surroundings
+
+    @property
+    def row_multiple(self) -> dict[str, int]:
+        """Consumers whose rows per instance are padded to a multiple of this; empty before ``setup``."""
+        if self._multimodal is None or self._placement is None:
+            return {}
+        layouts = self._placement.layouts
+        return {n: layouts[n].tp * ROW_ALIGNMENT for n in self._multimodal.consumers() if layouts[n].tp > 1}
+
+    # ---- identity and processes ------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """One logical replica: every rank walks the same global batches."""
+        return {"num_replicas": 1, "rank": 0}
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        for only in (rank_zero_only, utilities_rank_zero_only):
+            cast(Any, only).rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        world_size = self.num_nodes * self.num_processes
+        check_process_count(self.cluster_environment, world_size)
+        if self._layouts is not None:
+            self._placement = place(self._layouts, world_size)
+            self._scheduling.check(self._placement.layouts)
+        if self.cluster_environment.creates_processes_externally:
+            die_with_script()
+            return
+        if self._start_method == "popen":
+            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = MultiProcessingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
+
+    def setup_environment(self) -> None:
+        if self.lightning_module is not None:
+            check_callbacks(self.lightning_module.trainer)
+            bear_sigterm(self.lightning_module.trainer)
+            # A sampler put in by Lightning shuffles training data even where it is not to be shuffled.
+            self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
+        super().setup_environment()
+        assert self.cluster_environment is not None
+        reset_seed()
+        self.set_world_ranks()
+        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+
+    # ---- precision -------------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else stand_in(plugin)
+
+    # ---- model -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """The model is built on the meta device: no rank ever holds a module that it does not own. What is made beside
+        it, and modules given to it with values, are made from one random state on all ranks.
+        """
+        torch.set_rng_state(self.broadcast(torch.get_rng_state()))
+        with models_without_values(), self.precision_plugin.tensor_init_context():
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        for loop in (
+            trainer.fit_loop.epoch_loop.val_loop,
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.predict_loop,
+        ):
+            loop.inference_mode = False  # FSDP2 cannot train after a forward under inference_mode
+        if self._multimodal is None or all(m is not self._multimodal for m in self.lightning_module.modules()):
+            self._build(self.lightning_module)
+        assert self._multimodal is not None and self._runner is not None
+        self._multimodal.attach(self._runner)
+        move_rest(self.lightning_module, self.root_device)
+        for metric in self.lightning_module.modules():
+            if isinstance(metric, Metric):
+                metric.distributed_available_fn = _never  # every rank has the global value already
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _build(self, module: LightningModule) -> None:
+        self._prefix, self._multimodal = find_model(module, self._any)
+        self.model = self.precision_plugin.convert_module(module)
+        if self._layouts is None:
+            self._layouts = dict.fromkeys(self._multimodal.modules_by_name, ModuleLayout(tuple(range(self.world_size))))
+            self._placement = place(self._layouts, self.world_size)
+        assert self._placement is not None
+        self._assembled = assembled = assemble(
+            self._prefix,
+            self._multimodal,
+            self._placement,
+            self.global_rank,
+            self.root_device,
+            ranks_per_node=self.num_processes,
+            wire_dtype=wire_dtype(self.precision_plugin),
+            hidden_dtype=hidden_dtype(self.precision_plugin),
+            scheduling=self._scheduling,
+            recompute=self.recompute,
+            timeout=self._timeout,
+            async_checkpoint=self._async_checkpoint,
+        )
+        self._owned = assembled.owned
+        model = self._multimodal
+        self._runner = StepRunner(
+            assembled.executor,
+            [o.parameter for o in self._owned.values()],
+            self._seed_scale,
+            lambda: model.training,
+            self._about_to_zero_gradients,
+            self.precision_plugin.forward_context,
+        )
+        plugin = cast(Any, self.precision_plugin)
+        plugin.owned_by = self.owned_by
+        plugin.norm_device = self.root_device
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        choose_kernels(self.optimizers, self._owned, self._any)
+
+    def _any(self, decision: bool) -> bool:
+        return self.reduce_boolean_decision(decision, all=False)
+
+    def owned_by(self, optimizer: Optimizer) -> list[Owned]:
+        """Parameters of an optimizer that this rank owns."""
+        return [self._owned[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in self._owned]
+
+    def _seed_scale(self) -> torch.Tensor | None:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if isinstance(scaler, SyncedGradScaler) and scaler.is_enabled():
+            return scaler.scale_tensor(self.root_device)
+        return None
+
+    def _about_to_zero_gradients(self) -> bool:
+        """Whether Lightning zeroes the gradients before this step's backward, so that nobody needs them any more."""
+        module = self.lightning_module
+        if module is None or not module.automatic_optimization or is_overridden("optimizer_zero_grad", module):
+            return False
+        trainer = module.trainer
+        return trainer.training and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+    def model_to_device(self) -> None:
+        pass
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """A :class:`Batch` holds only what this rank computes, so all of it moves."""
+        if isinstance(batch, Batch):
+            return batch.to(device or self.root_device)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        check_dataloader(dataloader)
+        return dataloader
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TrainingState:
+        assert self._assembled is not None
+        return self._assembled.state
+
+    @property
+    def checkpoint_seconds(self) -> float:
+        """That this rank has spent on writing and removing checkpoints."""
+        return self.state.seconds
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Tensors this rank owns, by global name; rank 0 owns what lies beside the model."""
+        assert self.lightning_module is not None
+        rest = self.state.rest_of(self.lightning_module) if self.is_global_zero else {}
+        return self.state.model_tensors() | rest
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self.state.optimizer_tensors(getattr(optimizer, "_optimizer", optimizer))
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if storage_options is not None:
+            raise ConfigError("HeteroStrategy: storage_options is not supported; a checkpoint is a local directory")
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
+            # Other ranks may not come: a collective save would hang and hide the error.
+            rank_zero_warn(f"no checkpoint is saved after an exception: {filepath}")
+            return
+        self.state.save(checkpoint, Path(self.broadcast(os.fspath(filepath))))
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Fill owned tensors in place, from any layout; returns the rest of Lightning's checkpoint."""
+        assert self.lightning_module is not None
+        torch.cuda.empty_cache()
+        return self.state.load(
+            Path(self.broadcast(os.fspath(checkpoint_path))),
+            self.optimizers,
+            self.state.rest_of(self.lightning_module),
+            strict=self.lightning_module.strict_loading,
+            verify=self._verify,
+        )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """What lies beside the model; the model is filled, and names are compared, in :meth:`load_checkpoint`."""
+        assert self.lightning_module is not None
+        nn.Module.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=False)
+        move_rest(self.lightning_module, self.root_device)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        pass  # done in load_checkpoint
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        self.state.remove(Path(filepath), self.is_global_zero)
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """All ranks end; the one with the cause is heard."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        end_together(exception, self.global_rank, self._launcher, trainer is not None and trainer.received_sigterm)
+
+    def teardown(self) -> None:
+        if self._assembled is not None:
+            self._assembled.state.finalize()
+        if self._multimodal is not None:
+            self._multimodal.detach()
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register("hetero", cls, description="every module in its own layout", override=True)
+
+
+def _never() -> bool:
+    return False
+
+
+HeteroStrategy.register_strategies(StrategyRegistry)
+
+__all__ = ["HeteroStrategy", "ModelOutput"]

@@ -1,0 +1,420 @@
+"""What is made ahead: how much, in which order, and how it ends."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_strategy.data.build_index import DatasetIndex, build_index
+from hetero_strategy.data.tokenizer import ChatTokenizer
+from hetero_strategy.errors import DataError
+from hetero_strategy.loading import loader as loading
+from hetero_strategy.loading.ahead import Ahead, finished
+from hetero_strategy.loading.loader import StepLoader
+from hetero_strategy.loading.steps import Share, StepDataset
+from recipes.digits import digit_processors
+from tests.loading.test_loader import EDGES, MODULES, flat
+
+
+@pytest.fixture(scope="module")
+def index(digits: Path) -> DatasetIndex:
+    return build_index(digits / "train.json", ChatTokenizer(digits), digit_processors(), progress=False)
+
+
+class Noting(StepDataset):
+    """Leaves a mark for every step that is made, in whatever process, and fails at one of them."""
+
+    marks: Path
+    fails: int | None = None
+    seconds = 0.0
+
+    def __getitem__(self, place: Any) -> Any:
+        time.sleep(self.seconds)
+        if place[1] == self.fails:
+            raise DataError(f"step {place[1]} is damaged")
+        (self.marks / f"{place[0]}-{place[1]}").touch()
+        return super().__getitem__(place)
+
+    def made(self) -> int:
+        return len(list(self.marks.iterdir()))
+
+
+def steps(index: DatasetIndex, folder: Path, **options: Any) -> Noting:
+    options = {"global_batch_size": 2, "seed": 5, **options}
+    made = Noting(index, digit_processors(), EDGES, Share.whole(MODULES), **options)
+    made.marks = folder / f"marks{len(list(folder.iterdir()))}"
+    made.marks.mkdir()
+    return made
+
+
+def settled(count: Callable[[], int]) -> int:
+    """A count once it has stood still for a while."""
+    last, since = count(), time.monotonic()
+    while time.monotonic() - since < 0.3:
+        time.sleep(0.02)
+        if (now := count()) != last:
+            last, since = now, time.monotonic()
+    return last
+
+
+def threads() -> list[str]:
+    """Threads of loaders."""
+    return [t.name for t in threading.enumerate() if t.name in ("loading", "copying")]
+
+
+@pytest.mark.parametrize("workers, prefetch", [(0, 1), (0, 3), (1, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize("finish", [False, True])
+def test_back_pressure(index: DatasetIndex, tmp_path: Path, workers: int, prefetch: int, finish: bool) -> None:
+    """Never more than the bound is made ahead, and never less once there was time."""
+    done: list[int] = []
+
+    def note(batch: Any) -> Any:
+        done.append(batch.plan.metadata.step)
+        return batch
+
+    noting = steps(index, tmp_path)
+    loader = StepLoader(noting, num_workers=workers, prefetch_factor=prefetch, finish=(note,) if finish else ())
+    bound = workers * prefetch + (prefetch if finish else 0)
+    for number, _ in enumerate(loader, 1):
+        assert noting.made() <= number + bound
+        assert not finish or len(done) <= number + prefetch
+        if number in (1, 5, 6):
+            assert settled(noting.made) == number + bound
+            assert not finish or len(done) == number + prefetch
+    assert noting.made() == 30 and (done == list(range(30)) or not finish)
+    loader.close()
+    assert not threads()
+
+
+def test_without_finish_there_is_no_thread(index: DatasetIndex, tmp_path: Path) -> None:
+    loader = StepLoader(steps(index, tmp_path), num_workers=1, background=Ahead())
+    iterator = iter(loader)
+    next(iterator)
+    assert not threads()
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loaders_that_take_turns_keep_the_order_of_the_program(
+    index: DatasetIndex, tmp_path: Path, workers: int
+) -> None:
+    """What runs in the thread, and so its collectives, follows from what the main thread does, not from who is fast."""
+
+    def walk(train_seconds: float, val_seconds: float) -> tuple[list[tuple[str, int, int]], list[object]]:
+        ran: list[tuple[str, int, int]] = []
+        background = Ahead()
+
+        def noting(name: str) -> Callable[[Any], Any]:
+            def finish(batch: Any) -> Any:
+                assert threading.current_thread() is not threading.main_thread()
+                ran.append((name, batch.plan.metadata.epoch, batch.plan.metadata.step))
+                return batch
+
+            return finish
+
+        loaders = {}
+        for name, seconds in (("train", train_seconds), ("val", val_seconds)):
+            made = steps(index, tmp_path, shuffle=name == "train", global_batch_size=6)
+            made.seconds = seconds
+            loaders[name] = StepLoader(
+                made, num_workers=workers, prefetch_factor=2, finish=(noting(name),), background=background
+            )
+        seen: list[object] = []
+        for epoch in range(2):
+            loaders["train"].set_epoch(epoch)
+            for number, batch in enumerate(loaders["train"]):
+                seen.append(("train", flat(batch)))
+                if number % 4 == 1:
+                    for count, checked in enumerate(loaders["val"]):
+                        seen.append(("val", flat(checked)))
+                        if count == 2 + epoch:
+                            break  # as with limit_val_batches
+                if number == 7:
+                    break  # as with limit_train_batches
+        for loader in loaders.values():
+            loader.close()
+        background.close()
+        assert not threads()
+        return ran, seen
+
+    first, seen = walk(0.005, 0.0)
+    second, again = walk(0.0, 0.005)
+    assert first == second and seen == again
+    assert len(seen) == 2 * 8 + 2 * 3 + 2 * 4
+    plain: list[object] = []
+    loaders = {
+        n: StepLoader(steps(index, tmp_path, shuffle=n == "train", global_batch_size=6)) for n in ("train", "val")
+    }
+    for epoch in range(2):
+        loaders["train"].set_epoch(epoch)
+        for number, batch in enumerate(loaders["train"]):
+            plain.append(("train", flat(batch)))
+            if number % 4 == 1:
+                plain += [("val", flat(b)) for _, b in zip(range(3 + epoch), loaders["val"], strict=False)]
+            if number == 7:
+                break
+    assert seen == plain
+
+
+@pytest.mark.parametrize("where", ["worker", "finish"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_arrives_at_its_step(index: DatasetIndex, tmp_path: Path, workers: int, where: str) -> None:
+    def finish(batch: Any) -> Any:
+        if where == "finish" and batch.plan.metadata.step == 5:
+            raise DataError("step 5 is damaged")
+        return batch
+
+    noting = steps(index, tmp_path)
+    noting.fails = 5 if where == "worker" else None
+    background = Ahead()
+    loader = StepLoader(noting, num_workers=workers, finish=(finish,), background=background)
+    other = StepLoader(
+        steps(index, tmp_path), finish=(finish,) if where == "worker" else (lambda b: b,), background=background
+    )
+    seen = []
+    with pytest.raises(DataError, match=r"^step 5 is damaged$"):
+        for batch in loader:
+            seen.append(batch.plan.metadata.step)
+            if len(seen) == 2:
+                assert len(list(other)) == 30
+    assert seen == [0, 1, 2, 3, 4]
+    noting.fails = None
+    loader.close()
+    assert len(list(other)) == 30  # the thread lives on
+    if where == "worker":
+        assert len(list(loader)) == 30
+    for one in (loader, other):
+        one.close()
+    assert background.close() and not threads()
+
+
+def test_an_error_of_a_batch_that_nobody_wants_is_none(index: DatasetIndex, tmp_path: Path) -> None:
+    noting = steps(index, tmp_path)
+    noting.fails, noting.seconds = 4, 0.05
+    loader = StepLoader(noting, finish=(lambda b: b,), prefetch_factor=3)
+    for number, _ in enumerate(loader, 1):
+        if number == 3:
+            break  # step 4 is on its way
+    noting.fails = None
+    assert len(list(loader)) == 30
+    loader.close()
+
+
+def test_closing_does_not_wait_for_a_peer_that_is_gone(
+    index: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = threading.Event()
+
+    def finish(batch: Any) -> Any:
+        if batch.plan.metadata.step == 2:
+            hanging.wait(60)  # as a collective
+        return batch
+
+    monkeypatch.setattr(loading, "finished", lambda future: finished(future, 0.3))
+    loader = StepLoader(steps(index, tmp_path), num_workers=1, finish=(finish,))
+    monkeypatch.setattr(Ahead.close, "__defaults__", (0.3,))
+    iterator = iter(loader)
+    next(iterator)
+    assert loader._crew is not None or settled(lambda: int(loader._crew is not None))
+    began = time.monotonic()
+    loader.close()
+    assert time.monotonic() - began < 3 and loader._crew is None
+    hanging.set()
+
+
+def started(index: DatasetIndex, folder: Path) -> Any:
+    """A loader with workers whose thread waits for ever, as in a collective whose peer is gone."""
+
+    def finish(batch: Any) -> Any:
+        if batch.plan.metadata.step == 2:
+            threading.Event().wait(60)
+        return batch
+
+    folder.mkdir()
+    loader = StepLoader(steps(index, folder), num_workers=2, finish=(finish,))
+    iterator = iter(loader)
+    next(iterator)
+    (folder.parent / f"{folder.name}.pids").write_text(" ".join(map(str, loader._crew.pids())))  # type: ignore[union-attr]
+    return loader, iterator
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from tests.loading.test_ahead import *
+digits = Path(sys.argv[2])
+index = build_index(digits / "train.json", ChatTokenizer(digits), digit_processors(), progress=False)
+kept = started(index, Path(sys.argv[3]))
+"""
+
+
+def rank(index: DatasetIndex, folder: Path, how: str) -> None:
+    kept = started(index, folder)
+    if how == "raises":
+        raise SystemExit(3)
+    if how == "stays":
+        threading.Event().wait()
+    del kept
+
+
+@pytest.mark.slow
+def test_nothing_keeps_a_process_alive_and_nothing_outlives_it(
+    index: DatasetIndex, digits: Path, tmp_path: Path
+) -> None:
+    """A whole interpreter, and forks that end, exit by an exception, or are killed."""
+    root = str(Path(__file__).parents[3])
+    whole = subprocess.Popen([sys.executable, "-c", SCRIPT, root, str(digits), str(tmp_path / "whole")])
+    context = multiprocessing.get_context("fork")
+    forks = {}
+    for how in ("ends", "raises", "stays"):
+        forks[how] = context.Process(target=rank, args=(index, tmp_path / how, how))
+        forks[how].start()
+    deadline = time.monotonic() + 10
+    for how, process in forks.items():
+        if how == "stays":
+            while not (tmp_path / "stays.pids").exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            time.sleep(0.1)
+            process.kill()
+        process.join(10)
+        assert process.exitcode == {"ends": 0, "raises": 3, "stays": -9}[how]
+    assert whole.wait(60) == 0
+    for how in ("whole", *forks):
+        pids = [int(pid) for pid in (tmp_path / f"{how}.pids").read_text().split()]
+        assert len(pids) == 2
+        deadline = time.monotonic() + 3
+        while any(map(_runs, pids)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not any(map(_runs, pids)), how
+
+
+def test_workers_end_when_their_loader_is_forgotten(index: DatasetIndex, tmp_path: Path) -> None:
+    loader = StepLoader(steps(index, tmp_path), num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    pids = loader._crew.pids()  # type: ignore[union-attr]
+    del loader, iterator
+    gc.collect()
+    assert not settled(lambda: sum(map(_runs, pids)))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+class FakeMover:
+    """What is under way to a device that is no device."""
+
+    def __init__(self) -> None:
+        self.started: list[int] = []
+        self.taken: list[int] = []
+        self.most = 0
+
+    def start(self, batch: Any) -> Any:
+        assert threading.current_thread() is not threading.main_thread()
+        self.started.append(batch.plan.metadata.step)
+        self.most = max(self.most, len(self.started) - len(self.taken))
+        return batch.to("cpu")
+
+    def take(self, moving: Any) -> Any:
+        assert threading.current_thread() is threading.main_thread()
+        self.taken.append(moving.plan.metadata.step)
+        return moving
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_batch_is_on_its_way_to_the_device(
+    index: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """All of the path to a CUDA device but the stream and the event."""
+    mover = FakeMover()
+    monkeypatch.setattr(loading, "Mover", lambda device: mover)
+    noting = steps(index, tmp_path)
+    loader = StepLoader(noting, num_workers=workers, device=torch.device("cuda"))
+    plain = [flat(b) for b in StepLoader(steps(index, tmp_path))]
+    for number, batch in enumerate(loader):
+        assert flat(batch) == plain[number]
+        assert mover.taken == list(range(number + 1))
+        if number in (0, 4):
+            assert settled(lambda: len(mover.started)) == number + 2
+    assert mover.started == list(range(30)) and mover.most <= 2
+    noting.fails = 3
+    loader.close()
+    seen = []
+    with pytest.raises(DataError, match="step 3 is damaged"):
+        for batch in loader:
+            seen.append(batch.plan.metadata.step)
+    assert seen == [0, 1, 2]
+    loader.close()
+    assert not threads()
+
+
+@pytest.mark.cuda
+def test_batches_arrive_on_the_device(index: DatasetIndex, tmp_path: Path) -> None:
+    device = torch.device("cuda", 0)
+    loader = StepLoader(steps(index, tmp_path), num_workers=1, pin_memory=True, device=device)
+    for found, expected in zip(loader, StepLoader(steps(index, tmp_path)), strict=True):
+        assert next(x for x in found.inputs["llm"] if x is not None).ids.device == device
+        assert flat(found.to("cpu", non_blocking=False)) == flat(expected)
+    loader.close()
+
+
+@given(st.lists(st.tuples(st.sampled_from("sfac"), st.integers(0, 3)), max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_tasks_run_in_the_order_submitted(script: list[tuple[str, int]]) -> None:
+    """Against a plain list: submit, fail, forgive after, clean up."""
+    ahead = Ahead()
+    ran: list[int] = []
+    futures = []
+    expected: list[int] = []
+    broken = False
+    for number, (kind, _) in enumerate(script):
+        if kind == "c":
+            ahead.submit(lambda: None, always=True).exception()  # wait: the main thread has seen it
+            ahead.forgive()
+            broken = False
+            continue
+
+        def task(number: int = number, fails: bool = kind == "f") -> int:
+            ran.append(number)
+            if fails:
+                raise ValueError(number)
+            return number
+
+        futures.append((number, kind, broken, ahead.submit(task, always=kind == "a")))
+        if not broken or kind == "a":
+            expected.append(number)
+        broken = broken or kind == "f"
+    for number, kind, was_broken, future in futures:
+        if (was_broken and kind != "a") or kind == "f":
+            assert isinstance(future.exception(), ValueError)
+        else:
+            assert future.result() == number
+    assert ahead.close() and ran == expected and not ahead.alive
+    assert ahead.submit(os.getpid).result() == os.getpid()  # and starts anew
+    assert ahead.close()
+
+
+def test_a_thread_does_not_travel() -> None:
+    ahead = Ahead("name")
+    assert ahead.submit(lambda: 3).result() == 3
+    other = pickle.loads(pickle.dumps(ahead))
+    assert not other.alive and other.submit(lambda: 4).result() == 4
+    assert ahead.close() and other.close()

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.placement import place
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.loading.batch import Batch
+from hetero_strategy.loading.datamodule import MultimodalDataModule
+from hetero_strategy.loading.loader import StepLoader
+from recipes.digits import digit_processors, draw_processors
+from tests.manifests import write_manifest
+
+
+def data(digits: Path, **options: Any) -> MultimodalDataModule:
+    options = {"global_batch_size": 16, "microbatches": 2, "seed": 1, "processors": digit_processors(), **options}
+    return MultimodalDataModule(digits / "train.json", digits / "val.json", tokenizer=digits, **options)
+
+
+class Recorder(L.LightningModule):
+    """Learns nothing; remembers which samples it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen: list[tuple[int, int, list[int]]] = []
+        self.validated: list[tuple[int, int, list[int]]] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        self.seen.append((batch.plan.metadata.epoch, batch.plan.metadata.step, batch.plan.samples.tolist()))
+        assert batch_idx == batch.plan.metadata.step
+        return self.weight.sum()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.validated.append((batch.plan.metadata.epoch, batch.plan.metadata.step, batch.plan.samples.tolist()))
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> list[int]:
+        return batch.plan.samples.tolist()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def trainer(folder: Path, **options: Any) -> L.Trainer:
+    quiet = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
+    quiet |= {"enable_model_summary": False, "enable_checkpointing": "callbacks" in options, "default_root_dir": folder}
+    return L.Trainer(**{**quiet, **options})
+
+
+def fit(folder: Path, module: MultimodalDataModule, resume: Path | None = None, **options: Any) -> Recorder:
+    model = Recorder()
+    trainer(folder, **options).fit(
+        model, datamodule=module, ckpt_path=resume, weights_only=None if resume is None else False
+    )
+    return model
+
+
+@pytest.mark.parametrize(("stop_at", "workers"), [(2, 0), (4, 0), (6, 0), (6, 2)])
+def test_resume_is_exact(digits: Path, tmp_path: Path, stop_at: int, workers: int) -> None:
+    """4 steps per epoch; checkpoints in the middle and at the end of an epoch, with validation inside the epoch."""
+    options = {"max_epochs": 3, "val_check_interval": 2}
+    whole = fit(tmp_path, data(digits, num_workers=workers), **options)
+    assert [(epoch, step) for epoch, step, _ in whole.seen] == [(e, s) for e in range(3) for s in range(4)]
+    assert len({tuple(samples) for *_, samples in whole.seen}) == 12
+    assert whole.validated[0][1:] == (0, list(range(16)))
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    saved = fit(tmp_path, data(digits, num_workers=workers), **options, callbacks=[saver])
+    assert saved.seen == whole.seen
+    rest = fit(tmp_path, data(digits, num_workers=workers), tmp_path / f"step={stop_at}.ckpt", **options)
+    assert rest.seen == whole.seen[stop_at:]
+
+
+def test_resume_after_an_epoch_end_and_under_a_limit(digits: Path, tmp_path: Path) -> None:
+    options = {"max_epochs": 3, "limit_train_batches": 3}
+    saver = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    whole = fit(tmp_path, data(digits), **options, callbacks=[saver])
+    assert [(epoch, step) for epoch, step, _ in whole.seen] == [(e, s) for e in range(3) for s in range(3)]
+    assert fit(tmp_path, data(digits), tmp_path / "epoch=0.ckpt", **options).seen == whole.seen[3:]
+
+
+def test_overfitting_repeats_the_same_batches(digits: Path, tmp_path: Path) -> None:
+    seen = fit(tmp_path, data(digits), max_epochs=2, overfit_batches=2).seen
+    assert [samples for *_, samples in seen] == [list(range(16)), list(range(16, 32))] * 2
+
+
+def test_other_stages(digits: Path, tmp_path: Path) -> None:
+    module = data(digits, eval_batch_size=1)
+    model = Recorder()
+    trainer(tmp_path).validate(model, datamodule=module, verbose=False)
+    assert len(model.validated) == 20 and set(module.indices) == {"val"}
+    with pytest.raises(ConfigError, match="no test manifest"):
+        module.test_dataloader()
+    question = write_manifest(tmp_path, {"id": "x", "conversations": [{"from": "human", "value": "q"}]})
+    asked = MultimodalDataModule(
+        predict=question, tokenizer=digits, processors=digit_processors(), global_batch_size=4, microbatches=4
+    )
+    (predicted,) = trainer(tmp_path).predict(model, datamodule=asked) or []
+    assert predicted == [0]  # type: ignore[comparison-overlap]
+    no_val = MultimodalDataModule(
+        digits / "train.json", tokenizer=digits, processors=digit_processors(), global_batch_size=30
+    )
+    assert len(fit(tmp_path, no_val, max_epochs=1).seen) == 2
+
+
+def placed(rank: int, world: int, **layouts: ModuleLayout) -> Any:
+    strategy = SimpleNamespace(placement=place(layouts, world), row_multiple={"llm": 2})
+    return SimpleNamespace(strategy=strategy, global_rank=rank, world_size=world, state=None, overfit_batches=0)
+
+
+def test_share_follows_the_placement(digits: Path) -> None:
+    module = data(digits)
+    layouts = {"vision": ModuleLayout((0, 1, 2)), "audio": ModuleLayout((2,)), "llm": ModuleLayout((0, 1, 2, 3), tp=2)}
+    shares = []
+    for rank in range(4):
+        module.trainer = placed(rank, 4, **layouts)
+        shares.append(module.share())
+    assert shares[0].instances == {"vision": 3, "audio": 1, "llm": 2} and shares[0].row_multiple == {"llm": 2}
+    assert [share.mine["vision"] for share in shares] == [0, 1, 2, None]
+    assert [share.mine["audio"] for share in shares] == [None, None, 0, None]
+    assert [share.mine["llm"] for share in shares] == [0, 0, 1, 1]
+    batch = next(iter(module.train_dataloader()))
+    assert set(batch.inputs) == {"llm"}
+
+
+def drawing(folder: Path, **options: Any) -> MultimodalDataModule:
+    options = {"global_batch_size": 16, "microbatches": 2, "seed": 1, "processors": draw_processors(), **options}
+    return MultimodalDataModule(folder / "train.json", folder / "val.json", tokenizer=folder, **options)
+
+
+def test_a_generator_follows_the_consumer(drawings: Path) -> None:
+    module = drawing(drawings, encoder_microbatch_tokens={"vision": 1000, "draw": 30})
+    assert module.edges == (("vision", "llm"), ("llm", "draw")) and set(module.modules) == {"vision", "llm", "draw"}
+    batch = next(iter(module.train_dataloader()))
+    assert len(batch.inputs["llm"]) == 2 and len(batch.inputs["vision"]) == 1 and len(batch.inputs["draw"]) > 2
+    fixed, changing = module.val_dataloader(), module.train_dataloader()
+    assert isinstance(fixed, StepLoader) and fixed.steps.same_noise and not changing.steps.same_noise
+
+
+def test_later_stages_read_less(drawings: Path) -> None:
+    module = drawing(drawings)
+    layouts = {
+        "vision": ModuleLayout((0, 1), pp=2),
+        "llm": ModuleLayout((0, 1, 2), pp=3),
+        "draw": ModuleLayout((1, 2), pp=2, vpp=2, pp_style="v"),
+    }
+    found = []
+    for rank in range(3):
+        module.trainer = placed(rank, 3, **layouts)
+        share = module.share()
+        found.append((sorted(share.without_first), sorted(share.without_last), dict(share.mine)))
+    assert found[0] == (["draw"], ["draw", "llm", "vision"], {"vision": 0, "llm": 0, "draw": None})
+    assert found[1] == (["llm", "vision"], ["llm"], {"vision": 0, "llm": 0, "draw": 0})
+    assert found[2] == (["draw", "llm", "vision"], ["draw", "vision"], {"vision": None, "llm": 0, "draw": 0})
+
+
+def test_refusals(digits: Path) -> None:
+    module = data(digits)
+    plain = SimpleNamespace(strategy=SimpleNamespace(), world_size=2, global_rank=0)
+    module.trainer = plain  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"runs 2 processes .* use HeteroStrategy"):
+        module.setup("fit")
+    module.trainer = placed(0, 1, vision=ModuleLayout((0,)), llm=ModuleLayout((0,)))
+    with pytest.raises(ConfigError, match="feeds vision, audio, llm but the layouts place vision, llm"):
+        module.share()
+    with pytest.raises(ConfigError, match=r"edge \(sound, llm\)"):
+        data(digits, edges=[("sound", "llm")])
+    with pytest.raises(ConfigError, match="no edge leads from it"):
+        data(digits, edges=[("vision", "llm")])
+    with pytest.raises(ConfigError, match=r"edge \(llm, vision\): an edge leads from an encoder"):
+        data(digits, edges=[("vision", "llm"), ("audio", "llm"), ("llm", "vision")])
+    with pytest.raises(ConfigError, match="generator 'draw' is fed by 0 modules"):
+        drawing(digits, edges=[("vision", "llm")])
+    with pytest.raises(ConfigError, match="encoder_microbatch_tokens names 'llm', which is not in processors"):
+        data(digits, encoder_microbatch_tokens={"llm": 5})
+    with pytest.raises(ConfigError, match="encoder_microbatch_tokens of 'audio' is 0"):
+        data(digits, encoder_microbatch_tokens={"audio": 0})
+    with pytest.raises(ConfigError, match="in processors and in consumers"):
+        data(digits, consumers=("vision",))

@@ -1,0 +1,133 @@
+"""Steps made by real Ray actors."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_strategy.data.build_index import DatasetIndex, build_index
+from hetero_strategy.data.tokenizer import ChatTokenizer
+from hetero_strategy.errors import ConfigError, DataError
+from hetero_strategy.loading import remote
+from hetero_strategy.loading.loader import StepLoader
+from hetero_strategy.loading.remote import Actors
+from recipes.digits import digit_processors
+from tests.loading.test_ahead import settled, steps
+from tests.loading.test_loader import flat
+
+
+def test_ray_is_named_where_it_is_missing(digits: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == "ray":
+            raise ImportError(name)
+        return whole(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    index = build_index(digits / "train.json", ChatTokenizer(digits), digit_processors(), progress=False)
+    loader = StepLoader(steps(index, tmp_path), num_workers=1, engine="ray")
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[remote\]'.*engine='local'"):
+        next(iter(loader))
+
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def index(digits: Path) -> Iterator[DatasetIndex]:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    yield build_index(digits / "train.json", ChatTokenizer(digits), digit_processors(), progress=False)
+    ray.shutdown()
+
+
+def crew(loader: StepLoader) -> Actors:
+    assert isinstance(loader._crew, Actors)
+    return loader._crew
+
+
+def test_the_same_batches_in_order_bounded_and_resumable(index: DatasetIndex, tmp_path: Path) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    noting = steps(index, tmp_path)
+    loader = StepLoader(noting, num_workers=2, engine="ray", prefetch_factor=2)
+    for epoch in range(2):
+        plain = StepLoader(steps(index, tmp_path))
+        for one in (loader, plain):
+            one.set_epoch(epoch)
+        for number, (found, expected) in enumerate(zip(loader, plain, strict=True), 1):
+            assert flat(found) == flat(expected)
+            for made in found.inputs.values():
+                for x in made:
+                    if x is not None:
+                        x.packing.positions.add_(0)  # writable
+            if epoch == 0 and number == 3:
+                assert settled(noting.made) == 3 + 2 * 2 + 2  # made and finished
+                state = loader.state_dict()
+    assert signal.getsignal(signal.SIGTERM) is handler  # the trainer's
+    rest = [flat(b) for b in _at(StepLoader(steps(index, tmp_path)), state)]
+    iterator = iter(_at(loader, state))  # left early
+    next(iterator)
+    assert [flat(b) for b in _at(loader, state)] == rest and len(rest) == 27
+    pids = crew(loader).pids()
+    loader.close()
+    assert not settled(lambda: sum(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def _at(loader: StepLoader, state: dict[str, Any]) -> StepLoader:
+    loader.load_state_dict(state)
+    return loader
+
+
+def run(loader: StepLoader, found: list[Any]) -> None:
+    """All of an epoch, in which an actor is killed."""
+    for number, batch in enumerate(loader):
+        found.append(flat(batch))
+        if number == 5:
+            os.kill(crew(loader).pids()[0], signal.SIGKILL)
+
+
+def test_a_dead_actor_is_replaced_and_errors_keep_their_message(index: DatasetIndex, tmp_path: Path) -> None:
+    noting = steps(index, tmp_path)
+    noting.fails = 25
+    loader = StepLoader(noting, num_workers=1, engine="ray", on_error="skip")
+    found: list[Any] = []
+    with pytest.raises(DataError, match=r"^step 25 is damaged$"):
+        run(loader, found)
+    assert found == [flat(b) for _, b in zip(range(25), StepLoader(steps(index, tmp_path)), strict=False)]
+    assert loader.restarts == 1
+    loader.close()
+
+
+def test_a_dead_actor_stops_in_the_loading_thread_too(index: DatasetIndex, tmp_path: Path) -> None:
+    loader = StepLoader(steps(index, tmp_path), num_workers=1, engine="ray", finish=(lambda b: b,))
+    assert [flat(b) for b in loader] == [flat(b) for b in StepLoader(steps(index, tmp_path))]
+    with pytest.raises(DataError, match=r"Ray actor 0 of 1 died .*made step \d+ of epoch 0; .*on_error='skip'"):
+        run(loader, [])
+    loader.close()
+    assert "loading" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_too_few_processors(index: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PATIENCE", 3.0)
+    loader = StepLoader(steps(index, tmp_path), num_workers=200, engine="ray")
+    with pytest.raises(ConfigError, match=r"only \d+ of 200 Ray actors .* num_workers=200"):
+        next(iter(loader))
+
+
+def test_several_processes_need_an_address(
+    index: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray.shutdown()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=r"needs the address of one Ray cluster.*RAY_ADDRESS"):
+        next(iter(StepLoader(steps(index, tmp_path), num_workers=1, engine="ray")))
+    assert not ray.is_initialized()

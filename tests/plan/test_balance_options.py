@@ -1,0 +1,312 @@
+"""Every option of `Balance`, from what a person writes to the step plan: it changes the plan, and does what it says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero_strategy.loading.datamodule import MultimodalDataModule
+from hetero_strategy.plan.balance import POLICIES, Cost, loads
+from hetero_strategy.plan.balance.auto import NEAR
+from hetero_strategy.plan.balance.papers import TOLERANCE
+from hetero_strategy.plan.config import Balance, Surroundings
+from hetero_strategy.plan.orchestrator import Near, Orderer, Sizes, plan_step
+from hetero_strategy.plan.step_plan import ModuleLoad, StepItems, StepMetadata, StepPlan
+from recipes.digits import digit_processors
+from tests.plan.balance.plain import (
+    algorithm_2,
+    algorithm_4,
+    algorithm_5,
+    batches,
+    differencing,
+    falling,
+    heap_greedy,
+    time_of,
+)
+
+COSTS = {"llm": Cost(1.0, 0.002), "vision": Cost(2.0, 0.01)}
+Batches = Counter[frozenset[int]]
+"""What the instances of a module compute, whichever of them it is."""
+
+
+def drawn(seed: int, samples: int) -> StepMetadata:
+    """Zero to three images a sample."""
+    rng = np.random.default_rng(seed)
+    sample = np.repeat(np.arange(samples), rng.integers(0, 4, samples))
+    rows = rng.permutation(np.arange(5, 5 + 3 * samples))[: len(sample)]  # all different, so that no tie is free
+    inside = np.bincount(sample, weights=rows, minlength=samples).astype(np.int64)
+    tokens = inside + rng.permutation(np.arange(9, 9 + samples))
+    items = StepItems(sample, rows, np.zeros(len(sample), np.int64), 4 * rows)
+    return StepMetadata(0, seed, np.arange(samples), tokens, tokens - inside, {"vision": items})
+
+
+def plan_of(
+    metadata: StepMetadata,
+    instances: int | dict[str, int] = 4,
+    microbatches: int | None = 1,
+    near: Near | None = None,
+    orderer: Any = None,
+    **options: Any,
+) -> StepPlan:
+    """As the data module makes it of ``balance={...}``."""
+    count = {"vision": instances, "llm": instances} if isinstance(instances, int) else instances
+    around = Surroundings(COSTS, {} if near is None else {"vision": near}, orderer)
+    balance = Balance.of(options)
+    balance.check(tuple(count))
+    return plan_step(metadata, count, ("llm",), microbatches=microbatches, balancing=balance.resolve(count, around))
+
+
+def places(plan: StepPlan, module: str, microbatch: int = 0) -> list[list[int]]:
+    """Units of every instance."""
+    made = plan.assignments[module][microbatch]
+    return [made.of(i).tolist() for i in range(len(made.offsets) - 1)]
+
+
+def sets(plan: StepPlan, module: str) -> Batches:
+    """Over all microbatches."""
+    every = [units for n in range(len(plan.assignments[module])) for units in places(plan, module, n)]
+    return Counter(frozenset(units) for units in every)
+
+
+def where_of(plan: StepPlan, module: str) -> np.ndarray:
+    """Instance of each unit of the only microbatch."""
+    made = plan.assignments[module][0]
+    found = np.empty(len(made.units), dtype=np.int64)
+    found[made.units] = made.instance()
+    return found
+
+
+# ---- rearrange -----------------------------------------------------------------------------------------------------
+
+
+def sent(plan: StepPlan, nodes: np.ndarray, slots: tuple[int, ...] | None = None) -> list[int]:
+    """Rows that every instance of the LLM gets from other nodes, by a plain loop; batch ``b`` of images at ``slots[b]``
+    where that is given.
+    """
+    out = [0] * len(nodes)
+    items = plan.metadata.items["vision"]
+    for n, made in enumerate(plan.assignments["llm"]):
+        at = dict(zip(made.units.tolist(), made.instance().tolist(), strict=True))
+        for batch, units in enumerate(places(plan, "vision", n)):
+            for item in units:
+                reader = at[int(items.sample[item])]
+                if nodes[batch if slots is None else slots[batch]] != nodes[reader]:
+                    out[reader] += int(items.rows[item])
+    return out
+
+
+def test_permuting_brings_whole_batches_home() -> None:
+    """One image a sample; the longest-processing-time rule orders them by size: two leave their node for nothing."""
+    rows = np.array([10, 40, 20, 30])
+    items = StepItems(np.arange(4), rows, np.zeros(4, np.int64), rows)
+    metadata = StepMetadata(0, 0, np.arange(4), rows + 5, np.full(4, 5), {"vision": items})
+    nodes = np.array([0, 0, 1, 1])
+    near, policy = Near(nodes, nodes, "llm"), {"vision": "lpt", "llm": "none"}
+    found = {way: sent(plan_of(metadata, near=near, policy=policy, rearrange=way), nodes)
+             for way in ("none", "permute", "ilp")}  # fmt: skip
+    assert found == {"none": [10, 0, 0, 30], "permute": [0] * 4, "ilp": [0] * 4}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_rearrangements_permute_batches_and_the_programme_finds_the_best(microbatches: int) -> None:
+    nodes = np.array([0, 0, 1, 1, 2, 2])
+    near, better = Near(nodes, nodes, "llm"), []
+    for seed in range(4):
+        metadata = drawn(seed, 40)
+        made = {way: plan_of(metadata, 6, microbatches, near, rearrange=way)
+                for way in ("none", "permute", "ilp", "home")}  # fmt: skip
+        plain, most = made["none"], {way: max(sent(plan, nodes)) for way, plan in made.items()}
+        for way in ("permute", "ilp"):
+            assert sets(made[way], "vision") == sets(plain, "vision"), "whole batches move"
+            assert places(made[way], "vision") != places(plain, "vision")
+            assert sum(sent(made[way], nodes)) < sum(sent(plain, nodes)) or way == "ilp"
+            np.testing.assert_allclose(
+                np.sort(made[way].loads["vision"].after), np.sort(plain.loads["vision"].after), rtol=1e-12
+            )
+        assert sets(made["home"], "vision") != sets(plain, "vision"), "items move one by one"
+        assert sum(sent(made["home"], nodes)) < sum(sent(made["permute"], nodes))
+        assert all(places(plan, "llm") == places(plain, "llm") for plan in made.values())
+        if microbatches == 1:
+            best = min(max(sent(plain, nodes, slots)) for slots in permutations(range(6)))
+            assert best == pytest.approx(most["ilp"], rel=2e-4) and most["ilp"] <= most["permute"] < most["none"]
+            better.append(most["ilp"] < most["permute"])
+    assert microbatches > 1 or any(better), "else nothing tells the programme from the fast method"
+
+
+def test_a_batch_made_for_a_fast_instance_stays_on_one() -> None:
+    nodes, speeds = np.array([0, 0, 1, 1]), [1, 3, 1, 3]
+    for way in ("permute", "ilp"):
+        plan = plan_of(drawn(1, 60), 4, near=Near(nodes, nodes, "llm"), rearrange=way, speeds={"vision": speeds})
+        work = COSTS["vision"].alone(plan.metadata.items["vision"].hidden)
+        totals = [work[units].sum() for units in places(plan, "vision")]
+        assert min(totals[1], totals[3]) > 2.5 * max(totals[0], totals[2])
+
+
+# ---- policy --------------------------------------------------------------------------------------------------------
+
+
+def plain(policy: str, lengths: list[int], bins: int, cost: Cost) -> Counter[tuple[int, ...]]:
+    """Lengths in every bin as the paper's algorithm, written item by item, puts them."""
+    weights = cost.alone(np.array(lengths)).tolist()
+    rising = falling(lengths)[::-1]
+    if policy == "padded":
+        made = [*algorithm_2(lengths, bins)]
+        made += [[]] * (bins - len(made))
+    else:
+        where = {
+            "lpt": lambda: heap_greedy(weights, falling(lengths), bins),
+            "disttrain": lambda: heap_greedy(weights, rising, bins),
+            "tolerance": lambda: algorithm_4(lengths, bins, TOLERANCE * float(np.mean(lengths))),
+            "conv": lambda: algorithm_5(lengths, bins),
+            "round_robin": lambda: [k % bins for k in range(len(lengths))],
+        }[policy]()
+        made = batches(lengths, where, bins)
+    return Counter(tuple(sorted(batch)) for batch in made)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("policy", ["lpt", "disttrain", "tolerance", "conv", "padded", "round_robin"])
+def test_a_policy_is_its_papers_algorithm(policy: str, microbatches: int) -> None:
+    """The language model's instances and microbatches are balanced at once, an encoder's instances in each."""
+    metadata = drawn(2, 50)
+    plan = plan_of(metadata, {"vision": 3, "llm": 4}, microbatches, policy=policy)
+    tokens = metadata.tokens
+    found = Counter(tuple(sorted(tokens[list(units)].tolist())) for units in sets(plan, "llm").elements())
+    assert found == plain(policy, tokens.tolist(), 4 * microbatches, COSTS["llm"])
+    hidden = metadata.items["vision"].hidden
+    for number, made in enumerate(plan.assignments["vision"]):
+        mine = np.sort(made.units)
+        instances = [tuple(sorted(hidden[units].tolist())) for units in places(plan, "vision", number)]
+        assert Counter(instances) == plain(policy, hidden[mine].tolist(), 3, COSTS["vision"])
+
+
+def test_karmarkar_karp_is_the_largest_differencing() -> None:
+    rng, metadata = np.random.default_rng(0), drawn(2, 30)
+    items = metadata.items["vision"]
+    items = replace(items, hidden=rng.integers(10**8, 10**9, len(items.rows)))  # so that no two differences tie
+    metadata = replace(metadata, tokens=rng.integers(10**8, 10**9, 30), items={"vision": items})
+    plan = plan_of(metadata, 3, policy="karmarkar_karp", costs={"llm": {}, "vision": {}})
+    for module, lengths in (("llm", metadata.tokens), ("vision", items.hidden)):
+        totals = sorted(int(lengths[units].sum()) for units in places(plan, module))
+        assert totals == differencing(lengths.tolist(), 3)
+
+
+def test_none_leaves_everything_as_sampled() -> None:
+    metadata = drawn(3, 50)
+    plan = plan_of(metadata, 4, 3, policy="none")
+    for number in range(3):
+        dealt = [[s for s in range(50) if s % 3 == number and s // 3 % 4 == i] for i in range(4)]
+        assert places(plan, "llm", number) == dealt
+        of = metadata.items["vision"].sample
+        assert places(plan, "vision", number) == [[k for k in range(len(of)) if of[k] in mine] for mine in dealt]
+
+
+@pytest.mark.parametrize("padding", ["none", "full", "attention"])
+def test_auto_is_the_best_of_all_and_every_policy_another_plan(padding: str) -> None:
+    metadata = drawn(4, 40)
+    costs = {"llm": {"quadratic": 0.002, "padding": padding}, "vision": {"quadratic": 0.01, "padding": padding}}
+    made = {name: plan_of(metadata, 7, costs=costs, policy=name) for name in (*POLICIES, "none")}
+    for module, lengths in (("vision", metadata.items["vision"].hidden), ("llm", metadata.tokens)):
+        cost = Cost(**costs[module])
+        times = {n: time_of(lengths.tolist(), where_of(p, module).tolist(), 7, cost) for n, p in made.items()}
+        near = NEAR if padding == "none" else 2e-5  # of the bound, where it stops looking
+        assert times["auto"] <= min(times.values()) * (1 + near) and times["auto"] < times["none"] / 1.1
+    assert len({str([places(plan, m) for m in plan.assignments]) for plan in made.values()}) == len(made)
+
+
+def test_every_module_has_its_own_policy() -> None:
+    """And what is not named is balanced."""
+    metadata = drawn(5, 50)
+    chosen = plan_of(metadata, policy={"vision": "disttrain"})
+    assert np.array_equal(where_of(chosen, "vision"), where_of(plan_of(metadata, policy="disttrain"), "vision"))
+    assert np.array_equal(where_of(chosen, "llm"), where_of(plan_of(metadata), "llm"))
+
+
+# ---- costs, speeds, budget, reorder ----------------------------------------------------------------------------------
+
+
+def test_costs_and_speeds_decide_what_is_level() -> None:
+    metadata = drawn(6, 90)
+    hidden = metadata.items["vision"].hidden
+    counted = plan_of(metadata, costs={"vision": {"linear": 0.0, "fixed": 1.0}})
+    sizes = [len(units) for units in places(counted, "vision")]
+    assert max(sizes) - min(sizes) <= 1, "items count, not rows"
+    by_rows = [ModuleLoad.imbalance(loads(hidden, where_of(plan, "vision"), 4, COSTS["vision"])[None])
+               for plan in (counted, plan_of(metadata))]  # fmt: skip
+    assert by_rows[0] > 1.01 > 1.001 > by_rows[1]
+    speeds = np.array([1.0, 2.0, 2.0, 5.0])
+    paced = plan_of(metadata, speeds={"vision": speeds.tolist(), "llm": speeds[::-1].tolist()})
+    for module, lengths, pace in (("vision", hidden, speeds), ("llm", metadata.tokens, speeds[::-1])):
+        times = loads(lengths, where_of(paced, module), 4, COSTS[module]) / pace
+        assert ModuleLoad.imbalance(times[None]) < 1.01
+        np.testing.assert_allclose(paced.loads[module].after[0], times)
+
+
+def test_a_budget_bounds_every_instance() -> None:
+    metadata = drawn(7, 90)
+    most = {"llm": 2 * int(metadata.tokens.max()), "vision": int(metadata.items["vision"].hidden.max()) + 50}
+    plan = plan_of(metadata, 4, None, budget=most)
+    free = plan_of(metadata, 4, None, budget={"llm": 10**6})
+    assert free.microbatches == len(free.assignments["vision"]) == 1 < plan.microbatches
+    for module, rows in most.items():
+        assert max(a.totals(hidden=True).max() for a in plan.assignments[module]) <= rows
+        assert max(a.totals(hidden=True).max() for a in free.assignments[module]) > rows
+
+
+def test_reorder_names_the_search_whose_order_is_run() -> None:
+    asked = []
+
+    def orderer(search: str) -> Orderer | None:
+        asked.append(search)
+
+        def turned(sizes: Sizes) -> np.ndarray:
+            return np.arange(len(sizes["llm"].rows))[::-1]
+
+        return None if search == "none" else turned
+
+    metadata = drawn(8, 40)
+    made = [plan_of(metadata, 4, 3, orderer=orderer, reorder=name) for name in ("none", "interval", "search")]
+    assert asked == ["none", "interval", "search"]
+    none, *others = ([places(plan, "llm", n) for n in range(3)] for plan in made)
+    assert others == [none[::-1]] * 2
+
+
+# ---- window ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_window_levels_the_costs_of_its_steps(digits: Path) -> None:
+    """Through the data module; only training samples move."""
+    costs = {"llm": {"linear": 0.0, "quadratic": 1.0}, "vision": {}, "audio": {}}
+
+    def loaded(**balance: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        made = MultimodalDataModule(
+            digits / "train.json", digits / "val.json", tokenizer=digits, processors=digit_processors(),
+            global_batch_size=5, seed=1, balance={"costs": costs, **balance},
+        )  # fmt: skip
+        train, val = made.train_dataloader(), made.val_dataloader()
+        index.append(made.indices["train"])
+        return [train.steps.samples(0, s) for s in range(12)], [val.steps.samples(0, s) for s in range(4)]
+
+    index: list[Any] = []
+    (plain, still), (same, _), (moved, valued) = loaded(), loaded(window=1), loaded(window=4)
+    offsets = index[0].offsets
+
+    def uneven(steps: list[np.ndarray]) -> float:
+        """Most over least cost of the steps of a window, on average."""
+        cost = np.array([((offsets[s + 1] - offsets[s]).astype(float) ** 2).sum() for s in steps]).reshape(-1, 4)
+        return float((cost.max(axis=1) / cost.min(axis=1)).mean())
+
+    assert all(np.array_equal(a, b) for a, b in zip(plain, same, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(still, valued, strict=True))
+    for first in range(0, 12, 4):
+        window = slice(first, first + 4)
+        assert sorted(np.concatenate(plain[window])) == sorted(np.concatenate(moved[window]))
+        assert any(set(a) != set(b) for a, b in zip(plain[window], moved[window], strict=True))
+    assert all(len(samples) == 5 for samples in moved)
+    assert uneven(moved) - 1 < 0.3 * (uneven(plain) - 1)

@@ -1,0 +1,270 @@
+"""Step plans with balancing: every unit once, budgets kept, whole samples, and never dearer than as sampled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.plan.balance import Cost, loads
+from hetero_strategy.plan.config import Balance, Surroundings
+from hetero_strategy.plan.orchestrator import Balancing, Near, Sizes, plan_step
+from hetero_strategy.plan.packing import levelled, pack, pieces
+from hetero_strategy.plan.step_plan import ModuleLoad, StepItems, StepMetadata, StepPlan
+
+MODULES = {"vision": 3, "audio": 2, "llm": 4, "draw": 2}
+COSTS = {"llm": Cost(1.0, 0.01), "vision": Cost(2.0, 0.02), "audio": Cost(padding="full"), "draw": Cost(fixed=3.0)}
+
+
+def step(seed: int, samples: int = 40) -> StepMetadata:
+    """Samples that are mostly of one modality, some of them only text."""
+    rng = np.random.default_rng(seed)
+    start = np.zeros(samples, dtype=np.int64)
+    items = {}
+    for name in ("vision", "audio", "draw"):
+        counts = rng.integers(0, 3, samples) * (rng.random(samples) < 0.5)
+        sample = np.repeat(np.arange(samples), counts)
+        rows = rng.integers(1, 30, len(sample))
+        before = np.cumsum(rows) - rows
+        first = np.concatenate([[0], np.cumsum(counts)])[:-1]
+        inside = start[sample] + before - (before[np.minimum(first, max(0, len(rows) - 1))][sample] if len(rows) else 0)
+        items[name] = StepItems(sample, rows, inside, rows * 2)
+        start = start + np.bincount(sample, weights=rows, minlength=samples).astype(np.int64)
+    text = rng.integers(2, 60, samples)
+    return StepMetadata(0, seed, np.arange(samples), start + text, text - 1, items)
+
+
+def full(**changes: Any) -> Balancing:
+    return replace(Balancing(policy=dict.fromkeys(MODULES, "auto"), costs=COSTS), **changes)
+
+
+def backwards(sizes: Sizes) -> np.ndarray:
+    return np.arange(len(sizes["llm"][0]))[::-1]
+
+
+def check(plan: StepPlan) -> None:
+    """Every unit exactly once, in a microbatch of its own module, items with a pair of microbatches that feed."""
+    for name, made in plan.assignments.items():
+        units = np.concatenate([a.units for a in made])
+        total = len(plan.samples) if name == "llm" else len(plan.metadata.items[name].sample)
+        assert np.array_equal(np.sort(units), np.arange(total)), name
+        for a in made:
+            assert a.offsets[0] == 0 and a.offsets[-1] == len(a.units) and (np.diff(a.offsets) >= 0).all()
+    for name in plan.metadata.items:
+        pairs = plan.feeds(*((name, "llm") if name != "draw" else ("llm", name)))
+        assert pairs == sorted(pairs)
+        ahead = [later for _, later in pairs]
+        assert ahead == sorted(ahead), "rows of an edge must cross in one order"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    samples=st.integers(1, 40),
+    microbatches=st.integers(1, 5),
+    own=st.dictionaries(st.sampled_from(["vision", "audio"]), st.one_of(st.integers(20, 200), st.just("equal"))),
+    rearrange=st.sampled_from(["home", "permute"]),
+    reordered=st.booleans(),
+    near=st.booleans(),
+)
+def test_every_unit_is_computed_once(
+    seed: int, samples: int, microbatches: int, own: Any, rearrange: Any, reordered: bool, near: bool
+) -> None:
+    places = {"vision": Near(np.array([0, 1, 1]), np.array([0, 0, 1, 1]), "llm")} if near else {}
+    chosen = full(rearrange=rearrange, near=places, order=backwards if reordered else None)
+    metadata = step(seed, samples)
+    plan = plan_step(metadata, MODULES, ("llm",), microbatches=microbatches, microbatch_tokens=own, balancing=chosen)
+    check(plan)
+    again = plan_step(metadata, MODULES, ("llm",), microbatches=microbatches, microbatch_tokens=own, balancing=chosen)
+    for name, made in plan.assignments.items():
+        for a, b in zip(made, again.assignments[name], strict=True):
+            assert np.array_equal(a.units, b.units) and np.array_equal(a.offsets, b.offsets)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_balanced_is_cheaper_than_as_sampled(seed: int, microbatches: int) -> None:
+    plan = plan_step(step(seed), MODULES, ("llm",), microbatches=microbatches, balancing=full())
+    for name, load in plan.loads.items():
+        assert load.after.sum() == pytest.approx(load.before.sum()) or COSTS[name].padding != "none"
+        assert load.after.max(axis=1).sum() <= load.before.max(axis=1).sum() * (1 + 1e-9), name
+    assert ModuleLoad.imbalance(plan.loads["llm"].after) < 1.02 < ModuleLoad.imbalance(plan.loads["llm"].before)
+
+
+def test_as_sampled_items_stay_with_their_samples() -> None:
+    same = {"vision": 4, "audio": 2, "llm": 4, "draw": 4}
+    plan = plan_step(step(1), same, ("llm",), microbatches=2, balancing=Balancing(policy=dict.fromkeys(same, "none")))
+    for number in range(2):
+        at = dict(
+            zip(plan.assignments["llm"][number].units.tolist(), plan.assignments["llm"][number].instance(), strict=True)
+        )
+        items = plan.assignments["vision"][number]
+        samples = plan.metadata.items["vision"].sample[items.units]
+        assert [at[s] for s in samples.tolist()] == items.instance().tolist()
+    for load in plan.loads.values():
+        assert np.allclose(load.before, load.after)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_budgets_choose_microbatches_and_split_those_of_encoders(seed: int) -> None:
+    metadata = step(seed)
+    longest = int(metadata.tokens.max())
+    images = int(metadata.items["vision"].hidden.max())
+    chosen = full(budget={"llm": longest, "vision": images})
+    plan = plan_step(metadata, MODULES, ("llm",), microbatches=None, balancing=chosen)
+    check(plan)
+    least = -(-int(metadata.tokens.sum()) // (longest * MODULES["llm"]))
+    assert least <= plan.microbatches <= 2 * least + 1
+    for name, most in (("llm", longest), ("vision", images)):
+        assert (
+            max(int(loads(a.hidden, a.instance(), MODULES[name], Cost()).max()) for a in plan.assignments[name]) <= most
+        )
+    roomy = plan_step(metadata, MODULES, ("llm",), microbatches=None, balancing=full(budget={"llm": 10**6}))
+    assert roomy.microbatches == 1
+
+
+def test_a_budget_that_cannot_be_kept_is_named() -> None:
+    metadata = step(0)
+    with pytest.raises(ConfigError, match=r"a sample has \d+ tokens, more than the budget of 5 of 'llm'"):
+        plan_step(metadata, MODULES, ("llm",), microbatches=None, balancing=full(budget={"llm": 5}))
+    with pytest.raises(ConfigError, match=r"an item has \d+ rows in 'vision', more than its budget of 3"):
+        plan_step(metadata, MODULES, ("llm",), balancing=full(budget={"vision": 3}))
+    longest = int(metadata.tokens.max())
+    with pytest.raises(ConfigError, match=r"'llm', 1 microbatches x 4 instances: .*limit"):
+        plan_step(metadata, MODULES, ("llm",), microbatches=1, balancing=full(budget={"llm": longest}))
+    two = {"llm": 4, "caption": 2}
+    with pytest.raises(ConfigError, match=r"'caption', 2 instances: balance: \d+ rows do not fit into 2 bins"):
+        plan_step(
+            metadata, two, tuple(two), balancing=Balancing(dict.fromkeys(two, "auto"), budget={"caption": longest})
+        )
+
+
+def test_microbatches_run_in_the_order_that_is_chosen() -> None:
+    plain = plan_step(step(2), MODULES, ("llm",), microbatches=4, balancing=full())
+    turned = plan_step(step(2), MODULES, ("llm",), microbatches=4, balancing=full(order=backwards))
+    for a, b in zip(plain.assignments["llm"], reversed(turned.assignments["llm"]), strict=True):
+        assert np.array_equal(a.units, b.units) and np.array_equal(a.offsets, b.offsets)
+    with pytest.raises(ValueError, match="no order of 4 microbatches"):
+        plan_step(step(2), MODULES, ("llm",), microbatches=4, balancing=full(order=lambda sizes: np.zeros(4, int)))
+
+
+def test_the_orderer_sees_every_module_whole() -> None:
+    seen: list[Sizes] = []
+
+    def order(sizes: Sizes) -> np.ndarray:
+        seen.append(sizes)
+        return np.arange(3)
+
+    metadata, speeds = step(3), {"llm": (1.0, 2.0, 2.0, 4.0), "draw": (3.0, 1.0)}
+    plan = plan_step(metadata, MODULES, ("llm",), microbatches=3, balancing=full(order=order, speeds=speeds))
+    np.testing.assert_allclose(seen[0]["llm"].time, plan.loads["llm"].after)
+    for name, count in MODULES.items():
+        rows, squares, time = seen[0][name]
+        hidden = metadata.tokens if name == "llm" else metadata.items[name].hidden
+        assert rows.shape == squares.shape == (3, count)
+        assert rows.sum() == pytest.approx(hidden.sum()) and squares.sum() == pytest.approx((hidden**2).sum())
+        assert time is not None and time.shape == rows.shape
+        if name != "llm":  # as if its items could be spread evenly: all instances are done at the same time
+            pace = sum(speeds.get(name, [1.0] * count))
+            assert time.sum() == pytest.approx(count * COSTS[name].alone(hidden).sum() / pace)
+            assert (time == time[:, :1]).all()
+
+
+def test_unequal_instances_get_unequal_work() -> None:
+    chosen = full(speeds={"llm": (1.0, 1.0, 1.0, 3.0)})
+    plan = plan_step(step(4), MODULES, ("llm",), microbatches=2, balancing=chosen)
+    work = sum(loads(a.hidden, a.instance(), 4, COSTS["llm"]) for a in plan.assignments["llm"])
+    assert work[3] / work[:3].mean() == pytest.approx(3.0, rel=0.15)
+    check(plan)
+
+
+def test_items_near_their_samples_cross_less_and_stay_balanced() -> None:
+    everywhere = {"vision": 4, "audio": 4, "llm": 4, "draw": 4}
+    nodes = np.array([0, 0, 1, 1])
+    near = {name: Near(nodes, nodes, "llm") for name in ("vision", "draw")}
+    metadata = step(5, samples=400)
+
+    def crossing(chosen: Balancing) -> tuple[float, float]:
+        plan = plan_step(metadata, everywhere, ("llm",), balancing=chosen)
+        at = np.empty(400, dtype=np.int64)
+        at[plan.assignments["llm"][0].units] = plan.assignments["llm"][0].instance()
+        made = plan.assignments["vision"][0]
+        away = nodes[made.instance()] != nodes[at[metadata.items["vision"].sample[made.units]]]
+        return float(made.rows[away].sum() / made.rows.sum()), ModuleLoad.imbalance(plan.loads["vision"].after)
+
+    anywhere, home, permuted = (
+        crossing(full()),
+        crossing(full(near=near)),
+        crossing(full(near=near, rearrange="permute")),
+    )
+    assert home[0] < 0.3 * anywhere[0] and home[1] < 1.01
+    assert permuted[0] <= anywhere[0] and permuted[1] == pytest.approx(anywhere[1])
+
+
+def test_level_microbatches_cost_the_other_modules_the_same() -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(50, 60, 96)
+    beside = rng.lognormal(0, 1.5, 96)
+    packed = pack(tokens, 4, 6, Cost(), module="llm", beside=beside)
+    totals = np.bincount(packed.microbatch, weights=beside)
+    dealt = np.bincount(np.arange(96) % 6, weights=beside)
+    assert totals.max() / totals.mean() < 1.1 < dealt.max() / dealt.mean()
+    assert np.array_equal(np.bincount(packed.microbatch * 4 + packed.instance, minlength=24) > 0, np.ones(24, bool))
+
+
+def test_levelled_and_pieces() -> None:
+    assert np.bincount(levelled(np.array([9.0, 1, 1, 1, 1, 9]), 3, 2)).tolist() == [3, 3]
+    weights = np.array([9.0, 1, 1, 1, 1, 9])
+    assert np.bincount(levelled(weights, 3, 2), weights=weights).tolist() == [11, 11]
+    group, count = pieces(np.array([1, 0, 1, 0]), np.array([1.0, 1, 1, 9]), 2)
+    assert count == 2 and group.tolist() == [1, 0, 1, 0]
+    group, count = pieces(np.array([0, 0, 0, 1]), np.ones(4), 2)
+    assert group.tolist() == [0, 0, 1, 1], "the third item is computed with the next microbatch's"
+    assert pieces(np.array([], dtype=np.int64), np.array([]), 3)[1] == 1
+
+
+def test_what_a_person_can_get_wrong() -> None:
+    for wrong, message in (
+        ({"policy": "best"}, "policy is 'best'"),
+        ({"policy": {"llm": "lpt", "vision": "x"}}, "policy is 'x'"),
+        ({"rearrange": "near"}, "rearrange is 'near'"),
+        ({"reorder": "random"}, "reorder is 'random'"),
+        ({"window": 0}, "window is 0"),
+        ({"budget": {"llm": 0}}, "budget of 'llm' is 0"),
+        ({"speeds": {"llm": [1, 0]}}, "speeds of 'llm'"),
+        ({"costs": {"llm": {"cubic": 1}}}, "costs of 'llm'"),
+        ({"polcy": "auto"}, "has no field polcy"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Balance.of(wrong)
+    for name, wrong in (
+        ("policy", {"lm": "lpt"}),
+        ("budget", {"lm": 3}),
+        ("speeds", {"lm": [1]}),
+        ("costs", {"lm": {}}),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} names 'lm'"):
+            Balance.of({name: wrong}).check(("vision", "llm"))
+    with pytest.raises(ConfigError, match="speeds of 'llm' has 3 numbers, the module 4 instances"):
+        Balance.of({"speeds": {"llm": [1, 1, 2]}}).resolve(MODULES, Surroundings())
+
+
+def test_options_reach_the_plan() -> None:
+    made = Balance.of({"policy": {"vision": "lpt"}, "costs": {"vision": {"quadratic": 3}}, "rearrange": "ilp"}).resolve(
+        MODULES, Surroundings(costs=COSTS)
+    )
+    assert made.policy == {"vision": "lpt", "audio": "auto", "llm": "auto", "draw": "auto"}
+    assert made.cost("llm") == COSTS["llm"] and made.rearrange == "ilp"
+    vision, typical = made.cost("vision"), np.array([128])  # in the unit of the others, which have none of their own
+    assert vision.quadratic == pytest.approx(3 * vision.linear)
+    assert vision.alone(typical) == pytest.approx(COSTS["vision"].alone(typical))
+    every = {name: {"fixed": 2.0, "linear": 0.0} for name in MODULES}
+    measured = Balance.of({"costs": every}).resolve(MODULES, Surroundings(costs=COSTS))
+    assert set(measured.costs.values()) == {Cost(0.0, 0.0, 2.0)}, "costs of all modules are in one unit already"
+    assert Balance.of("none").resolve(MODULES, Surroundings()).policy_of("llm") == "none"
+    assert Balance.of(None) == Balance()

@@ -1,0 +1,225 @@
+"""Orders of microbatches: DistTrain's algorithm against a plain transcription, the search against all there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.plan import reorder
+from hetero_strategy.plan.reorder import Intervals, best_order, interval_order
+from hetero_strategy.schedule.action import Action, Node
+from hetero_strategy.schedule.build import make_schedule
+from hetero_strategy.simulator import Simulation, simulate
+from hetero_strategy.simulator.replay import Replay
+from tests.schedule.cases import chain, work
+
+Times = tuple[np.ndarray, np.ndarray]
+
+
+def drawn(seed: int, ranks: int, count: int, spread: float = 0.7) -> Times:
+    """Forward and backward times, float64 ``[ranks, count]``: a part common to all ranks, a part of each."""
+    random = np.random.default_rng(seed)
+    forward = random.lognormal(0, spread, (ranks, count)) + random.lognormal(0, spread, count)
+    return forward, forward * random.uniform(1.5, 2.5, (ranks, 1))
+
+
+def simulated(forward: np.ndarray, backward: np.ndarray, order: list[int]) -> Simulation:
+    """1F1B of these microbatches in this order."""
+    schedule = make_schedule("1f1b", chain(len(forward)), work(len(order)))
+
+    def costs(action: Action) -> float:
+        if action.microbatch < 0:
+            return 0.0
+        return float((forward if action.kind == "F" else backward)[action.node.stage, order[action.microbatch]])
+
+    return simulate(schedule, costs)
+
+
+def interval(found: Simulation, number: int) -> float:
+    """Between two backwards of the first rank (or its first forward and backward), until the next may start."""
+    first, second = Node("llm", 0), Node("llm", 1)
+    since = Action("B", first, number - 1) if number else Action("F", first, 0)
+    return max(0.0, (found.end[Action("B", second, number)] - found.end[since]).item())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 12), st.integers(0, 2**32 - 1))
+def test_intervals_are_those_of_the_simulator(ranks: int, count: int, seed: int) -> None:
+    """Whatever follows what is placed: the recurrence says what the first ranks wait for."""
+    forward, backward = drawn(seed, ranks, count)
+    order = np.random.default_rng(seed).permutation(count).tolist()
+    full = simulated(forward, backward, order)
+    placed = Intervals(forward, backward)
+    for size in range(1, count + 1):
+        placed.append(order[size - 1])
+        if size == 1:
+            alone = simulated(forward, backward, order[:1])
+            assert placed.interval() == pytest.approx(interval(alone, 0), rel=1e-12)
+        elif size >= ranks:
+            assert placed.interval() == pytest.approx(interval(full, size - ranks + 1), rel=1e-12, abs=1e-12)
+
+
+def plainly(forward: np.ndarray, backward: np.ndarray) -> list[int]:
+    """Algorithm 3 line by line; GETINTERVAL asks the simulator, everything else searches lists."""
+    p, count = forward.shape
+    size = {m: float((forward[:, m] + backward[:, m]).sum()) for m in range(count)}
+    mb = list(range(count))
+    ret_mb = [min(mb, key=size.__getitem__)]
+    mb.remove(ret_mb[0])
+    rear_mb = sorted(mb, key=size.__getitem__)[: p - 1]
+    for m in rear_mb:
+        mb.remove(m)
+    for i in range(1, count - p + 1):
+        if not mb:
+            break
+        if i == 1:
+            cur_mb: list[int] = []
+            left = interval(simulated(forward, backward, ret_mb), 0)
+            wanted = min(p - 1, len(mb))
+            while len(cur_mb) < wanted:
+                share = left / (wanted - len(cur_mb))
+                near = min((m for m in mb if m not in cur_mb), key=lambda m: abs(forward[0, m] - share))
+                cur_mb.append(near)
+                left -= forward[0, near]
+        else:
+            known = simulated(forward, backward, [*ret_mb, *mb, *rear_mb])  # any rest of the order
+            volume = interval(known, len(ret_mb) - p + 1)
+            cur_mb = [min(mb, key=lambda m: abs(forward[0, m] - volume))]
+        ret_mb += cur_mb
+        for m in cur_mb:
+            mb.remove(m)
+    return ret_mb + rear_mb
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 14), st.integers(0, 2**32 - 1))
+def test_interval_order_is_algorithm_3(ranks: int, count: int, seed: int) -> None:
+    forward, backward = drawn(seed, ranks, count)
+    assert interval_order(forward, backward).tolist() == plainly(forward, backward)
+
+
+def test_small_microbatches_are_first_and_last() -> None:
+    forward = np.tile([5.0, 1.0, 9.0, 2.0, 7.0, 3.0, 8.0, 6.0], (3, 1))
+    order = interval_order(forward, 2 * forward)
+    assert order[0] == 1 and order[-2:].tolist() == [3, 5]
+    # The first interval is 2 x (1 + 2) = 6: two forwards nearest to 3 each, 5 and then 5 (of the 1 left).
+    assert order[1:3].tolist() == [0, 7]
+
+
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(0, 12), st.integers(0, 2**32 - 1))
+def test_interval_order_is_a_permutation(ranks: int, vpp: int, count: int, seed: int) -> None:
+    forward, backward = drawn(seed, ranks * vpp, count)
+    forward[:, : count // 2] = 0.0  # skipped, and equal
+    order = interval_order(forward, backward, vpp)
+    assert order.dtype == np.int64 and sorted(order.tolist()) == list(range(count))
+
+
+def test_virtual_stages_of_a_rank_are_taken_as_one() -> None:
+    forward, backward = drawn(0, 6, 10)
+    by_rank = [x[:3] + x[3:] for x in (forward, backward)]
+    assert interval_order(forward, backward, 2).tolist() == interval_order(*by_rank).tolist()
+    assert interval_order(forward, backward, 2).tolist() != interval_order(forward, backward).tolist()
+
+
+@pytest.mark.parametrize(("shapes", "vpp"), [(((4, 3), (4, 2)), 1), (((4, 3), (4, 3)), 3), (((4,), (4,)), 1)])
+def test_shapes_are_refused(shapes: tuple[tuple[int, ...], tuple[int, ...]], vpp: int) -> None:
+    with pytest.raises(ConfigError, match=f"vpp={vpp}"):
+        interval_order(np.ones(shapes[0]), np.ones(shapes[1]), vpp)
+
+
+def replayed(forward: np.ndarray, backward: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """An evaluator: 1F1B."""
+    replay = Replay(make_schedule("1f1b", chain(len(forward)), work(forward.shape[1])))
+    costs = {("F", Node("llm", s)): row for s, row in enumerate(forward)}
+    costs |= {("B", Node("llm", s)): row for s, row in enumerate(backward)}
+    table = replay.table(costs, forward.shape[1])  # type: ignore[arg-type]
+    return lambda orders: replay.of_orders(table, orders)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_of_few_microbatches_the_best_order_is_found(ranks: int, count: int, seed: int) -> None:
+    forward, backward = drawn(seed, ranks, count)
+    best = min(simulated(forward, backward, list(order)).time for order in list(permutations(range(count)))[::7])
+    times = replayed(forward, backward)
+    everything = times(np.array(list(permutations(range(count)))))
+    order = best_order(times, count, forward=forward, backward=backward)
+    assert simulated(forward, backward, order.tolist()).time == pytest.approx(everything.min(), rel=1e-12)
+    assert everything.min() <= best * (1 + 1e-12)
+
+
+def test_the_search_comes_near_the_best_of_all_orders() -> None:
+    """Eight microbatches have 40320 orders; the search sees at most 2700 of them."""
+    gaps, orders = [], np.array(list(permutations(range(8))))
+    for seed in range(8):
+        forward, backward = drawn(seed, 3, 8, spread=1.0)
+        times = replayed(forward, backward)
+        found = times(best_order(times, 8, forward=forward, backward=backward)[None])[0]
+        everything = times(orders)
+        gaps.append(found / everything.min() - 1)
+        assert found < np.median(everything)
+    assert np.median(gaps) <= 0.002 and max(gaps) <= 0.02
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(0, 2**32 - 1), st.integers(0, 3))
+def test_never_worse_than_the_start(count: int, seed: int, rounds: int) -> None:
+    """Of any evaluator, even one that has nothing to do with pipelines."""
+    random = np.random.default_rng(seed)
+    where = random.random((count, count))
+    times = lambda orders: where[np.arange(count), orders].sum(axis=1)  # noqa: E731
+    start = random.permutation(count)
+    order = best_order(times, count, start=start, rounds=rounds, seed=seed)
+    assert sorted(order.tolist()) == list(range(count))
+    assert times(order[None])[0] <= times(start[None])[0]
+
+
+def test_where_order_does_not_matter_it_stays() -> None:
+    start = np.random.default_rng(0).permutation(12)
+    forward = np.ones((2, 12))
+    noise = lambda orders: 1.0 + 1e-13 * np.arange(len(orders))[::-1]  # noqa: E731 (rounding differs)
+    for times in (lambda orders: np.ones(len(orders)), noise):
+        assert best_order(times, 12, start=start, forward=forward, backward=forward).tolist() == start.tolist()
+    assert best_order(times, 0).tolist() == [] and best_order(times, 1).tolist() == [0]
+
+
+def test_the_same_on_every_rank() -> None:
+    forward, backward = drawn(1, 4, 16)
+    times = replayed(forward, backward)
+    found = []
+    for seed in (0, 1):
+        np.random.seed(seed)  # a process' own numbers must not matter
+        found.append(best_order(times, 16, forward=forward, backward=backward).tolist())
+    assert found[0] == found[1]
+    other = best_order(times, 16, forward=forward, backward=backward, seed=7).tolist()
+    assert other != found[0]  # the seed does
+
+
+def test_work_is_bounded() -> None:
+    forward, backward = drawn(2, 4, 16)
+    times, sizes = replayed(forward, backward), []
+
+    def counted(orders: np.ndarray) -> np.ndarray:
+        sizes.append(len(orders))
+        return times(orders)
+
+    best_order(counted, 16, forward=forward, backward=backward, rounds=5)
+    assert len(sizes) == 6 and sizes[1:] == [reorder.BATCH] * 5
+
+
+def test_the_search_gains_and_an_evaluator_that_lies_does_not() -> None:
+    """Negative control: sorted by the wrong sign, the search makes the step longer."""
+    forward, backward = drawn(3, 4, 16, spread=1.0)
+    times = replayed(forward, backward)
+    planned = times(np.arange(16)[None])[0]
+    honest = best_order(times, 16, forward=forward, backward=backward)
+    wrong = best_order(lambda orders: -times(orders), 16, forward=forward, backward=backward)
+    assert times(honest[None])[0] < 0.95 * planned
+    assert times(honest[None])[0] <= times(interval_order(forward, backward)[None])[0]
+    assert times(wrong[None])[0] > planned

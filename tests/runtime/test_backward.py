@@ -1,0 +1,160 @@
+"""One stage's backward in two halves against autograd's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hetero_strategy.runtime.backward import inputs_first, whole
+
+Stage = Callable[..., Sequence[torch.Tensor]]
+
+
+class Residual(nn.Module):
+    """Two blocks whose inputs are used twice, then a view and a loss beside it."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width, bias=False)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, *rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        hidden = torch.cat(rows)
+        hidden = hidden + torch.tanh(self.first(self.norm(hidden)))
+        hidden = hidden + self.second(hidden).relu()
+        return hidden[1:], hidden.square().sum()
+
+
+class Recomputed(Residual):
+    def forward(self, *rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        return checkpoint(super().forward, *rows, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Shared(nn.Module):
+    """One weight in two places, and an input that reaches only one of them."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, rows: torch.Tensor, later: torch.Tensor) -> Sequence[torch.Tensor]:
+        hidden = self.linear(rows).sigmoid() + later
+        return (self.linear(hidden),)
+
+
+class Embedded(nn.Module):
+    """A first stage: a weight that no input reaches."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        words = self.table(torch.arange(len(rows)) % 5)
+        return (self.linear(words * 2 + rows.flip(0)),)
+
+
+class Tied(nn.Module):
+    """A first and last stage in one, whose embedding is its head."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, width)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2)))
+
+    def forward(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        words = self.table(torch.arange(8) % 5)
+        hidden = self.blocks(words.index_copy(0, torch.arange(len(rows)), rows))
+        return hidden, (hidden @ self.table.weight.T).logsumexp(-1).sum()
+
+
+def made(kind: type[nn.Module], inputs: int) -> tuple[nn.Module, list[torch.Tensor], list[nn.Parameter]]:
+    torch.manual_seed(3)
+    stage = kind().double()
+    leaves = [torch.randn(6, 4, dtype=torch.float64, requires_grad=True) for _ in range(inputs)]
+    return stage, leaves, list(stage.parameters())
+
+
+def roots(stage: Stage, leaves: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(4)
+    return [(out, torch.randn_like(out)) for out in stage(*leaves)]
+
+
+CASES = [(Residual, 1), (Residual, 2), (Recomputed, 1), (Shared, 2), (Embedded, 1), (Tied, 1)]
+
+
+@pytest.mark.parametrize(("kind", "inputs"), CASES)
+def test_two_halves_are_the_whole(kind: type[nn.Module], inputs: int) -> None:
+    stage, leaves, weights = made(kind, inputs)
+    whole(roots(stage, leaves))
+    expected = [x.grad for x in (*leaves, *weights)]
+    stage, leaves, weights = made(kind, inputs)
+    later = inputs_first(roots(stage, leaves), leaves, weights)
+    early = weights[: {Shared: 2, Tied: 1}.get(kind, 0)]  # those in several places
+    assert {id(w) for w in weights if w.grad is not None} == {id(w) for w in early}, "I makes no gradients of weights"
+    for leaf, gradient in zip(leaves, expected, strict=False):
+        torch.testing.assert_close(leaf.grad, gradient, rtol=1e-12, atol=1e-12)
+    later()
+    for weight, gradient in zip(weights, expected[len(leaves) :], strict=True):
+        torch.testing.assert_close(weight.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_add_up_over_microbatches_in_any_order() -> None:
+    stage, _, weights = made(Residual, 1)
+    torch.manual_seed(5)
+    given = [torch.randn(n, 4, dtype=torch.float64) for n in (3, 7, 2)]
+    for rows in given:
+        whole(roots(stage, [rows.clone().requires_grad_()]))
+    expected = [w.grad.clone() for w in weights if w.grad is not None]
+    stage.zero_grad()
+    leaves = [rows.clone().requires_grad_() for rows in given]
+    waiting = [inputs_first(roots(stage, [leaf]), [leaf], weights) for leaf in leaves]
+    for number in (1, 2, 0):
+        waiting[number]()
+    for weight, gradient in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    stage, leaves, weights = made(Residual, 1)
+    whole(roots(stage, leaves))
+    expected = leaves[0].grad
+    for frozen in (weights[:2], weights):
+        stage, leaves, weights = made(Residual, 1)
+        for weight in weights[: len(frozen)]:
+            weight.requires_grad_(False)
+        later = inputs_first(roots(stage, leaves), leaves, [w for w in weights if w.requires_grad])
+        torch.testing.assert_close(leaves[0].grad, expected, rtol=1e-12, atol=1e-12)
+        later()
+        assert [w.grad is None for w in weights] == [i < len(frozen) for i in range(len(weights))]
+
+
+def test_without_inputs_everything_is_for_later() -> None:
+    """A microbatch of text in a first stage: nothing came in that trains."""
+    stage, leaves, weights = made(Residual, 1)
+    rows = leaves[0].detach()
+    whole(roots(stage, [rows]))
+    expected = [w.grad.clone() for w in weights if w.grad is not None]
+    stage.zero_grad()
+    later = inputs_first(roots(stage, [rows]), [], weights)
+    assert all(w.grad is None for w in weights)
+    later()
+    for weight, gradient in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight.grad, gradient, rtol=0, atol=0)
+
+
+def test_an_input_that_nothing_reads_gets_no_gradient() -> None:
+    stage, leaves, weights = made(Residual, 1)
+    unread = torch.zeros(0, 4, dtype=torch.float64, requires_grad=True)
+    inputs_first(roots(stage, leaves), [*leaves, unread], weights)()
+    assert unread.grad is None and leaves[0].grad is not None
+
+
+def test_nothing_to_do() -> None:
+    whole([])
+    inputs_first([], [], [])()
