@@ -44,9 +44,9 @@ from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.dispatch import Dispatch, Moves
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.read_where_sampled import DecodedItems, SampledDataset
-from hetero_strategy.loading.steps import Share, StepDataset
+from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.model.inputs import EncoderInputs
-from hetero_strategy.plan.config import Balance, Surroundings
+from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from recipes.digits import write_digits
 from tests.distributed.harness import Pool
 
@@ -162,11 +162,11 @@ def measure_on_rank(rank: int, world: int, task: Task) -> Found:
     folder, found = Path(task.folder), Found()
     tokenizer, group = ChatTokenizer(folder), dist.new_group(backend="gloo")
     placement = place({n: ModuleLayout.from_config(n, dict(x)) for n, x in task.layouts.items()}, world)
-    shares = [Share.of(placement, MODULES, r) for r in range(world)]
+    shares = [RankView.of(placement, MODULES, r) for r in range(world)]
     options: dict[str, Any] = {
         "global_batch_size": task.samples,
         "microbatches": 2,
-        "balancing": Balance.of("auto").resolve(shares[rank].instances, Surroundings()),
+        "balancing": BalanceConfig.of("auto").resolve(shares[rank].instances, ModelContext()),
     }
     indices = [
         build_index(folder / "data.json", tokenizer, processors(), measure=measure, progress=False)
@@ -232,7 +232,7 @@ def _ahead(make: Callable[[], StepLoader], steps: int) -> tuple[float, float]:
     return making, statistics.median(waits[1:])  # the first one has nothing before it
 
 
-def _least(batch: Batch, share: Share, rank: int, world: int) -> int:
+def _least(batch: Batch, share: RankView, rank: int, world: int) -> int:
     """Bytes that this rank computes and has not read itself; from the batch that is made without a dispatch."""
     total = 0
     for name, made in batch.inputs.items():

@@ -40,7 +40,7 @@ from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.loader import StepLoader
-from hetero_strategy.loading.steps import Share, StepDataset
+from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.model import MultimodalModel, siglip2_encoder, titan_llama
 from recipes.digits import write_digits
 
@@ -101,7 +101,7 @@ def processor() -> ImageProcessor:
 
 def steps_of(index: DatasetIndex, images: int) -> StepDataset:
     """Steps of so many images."""
-    share = Share.whole(("vision", "llm"))
+    share = RankView.whole(("vision", "llm"))
     return StepDataset(index, {"vision": processor()}, (("vision", "llm"),), share, global_batch_size=images, seed=1)
 
 

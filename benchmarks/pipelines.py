@@ -17,7 +17,7 @@ from hetero_strategy.layout import ModuleLayout, Placement, place
 from hetero_strategy.loading.batch import Batch, ModuleInputs
 from hetero_strategy.model import MultimodalModel, siglip2_encoder, titan_llama, whisper_encoder
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, Packing, SequenceInputs
-from hetero_strategy.plan.config import Balance
+from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import Assignment, StepMetadata, StepPlan, edge_blocks, slots
 from hetero_strategy.schedule.action import Action, Schedule
@@ -115,7 +115,7 @@ class Setting:
         balancing = None
         if self.balance is not None:
             around = surroundings(self.blueprint, ("llm",), self.scheduling, self.placement, self.world)
-            balancing = Balance.of(self.balance).resolve(instances, around)
+            balancing = BalanceConfig.of(self.balance).resolve(instances, around)
         return plan_step(
             self.metadata(seed),
             instances,

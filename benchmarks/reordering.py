@@ -38,7 +38,7 @@ from benchmarks.workloads import WORKLOADS
 from hetero_strategy.layout.pipeline import Pipeline
 from hetero_strategy.plan.orchestrator import Size
 from hetero_strategy.plan.reorder import interval_order
-from hetero_strategy.schedule.action import Kind, Node, Span, Stage, StageGraph, Work
+from hetero_strategy.schedule.action import Kind, Span, Stage, StageGraph, StageId, StepWork
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.graph import StageCost
 from hetero_strategy.simulator.reordering import Reorderer
@@ -62,12 +62,12 @@ class Case(NamedTuple):
     forward: dict[str, np.ndarray]
     """Of each stage's forward, by module: float64 ``[microbatches]``; a rank's mean is 1."""
 
-    def work(self, order: np.ndarray) -> Work:
+    def work(self, order: np.ndarray) -> StepWork:
         """The step with its microbatches in this order; modules skip those in which they have nothing."""
         there = {m: [k for k, o in enumerate(order.tolist()) if times[o] > 0] for m, times in self.forward.items()}
         edges = [(s.module, t.module) for s, t in self.graph.edges if s.module != t.module]
         feeds = {(a, b): tuple((k, k) for k in sorted({*there[a]} & {*there[b]})) for a, b in edges}
-        return Work({m: tuple(Span(k, k, k) for k in found) for m, found in there.items()}, feeds)
+        return StepWork({m: tuple(Span(k, k, k) for k in found) for m, found in there.items()}, feeds)
 
     def seconds(self, orders: np.ndarray) -> np.ndarray:
         """Of the step with the schedule made for each order ``[n, microbatches]``; where no module skips a microbatch
@@ -76,7 +76,7 @@ class Case(NamedTuple):
         if len(orders) > 1 and any((times == 0).any() for times in self.forward.values()):
             return np.concatenate([self.seconds(order[None]) for order in orders])
         replay = Replay(make_schedule(self.order, self.graph, self.work(orders[0])))
-        times: dict[tuple[Kind, Node], np.ndarray] = {}
+        times: dict[tuple[Kind, StageId], np.ndarray] = {}
         for node in self.graph.stages:
             times["F", node] = self.forward[node.module]
             times["B", node] = 2 * times["F", node]
@@ -111,11 +111,11 @@ def case(workload: str, ranks: int, vpp: int, microbatches: int, seed: int) -> C
     outer = 1 if ranks < 16 else 2
     pipelines = {m: Pipeline(outer) for m in times}
     pipelines["llm"] = Pipeline(ranks - outer * (len(times) - 1), vpp)
-    stages: dict[Node, Stage] = {}
+    stages: dict[StageId, Stage] = {}
     first = 0
     for module, pipeline in pipelines.items():
         for s in range(pipeline.stages):
-            stages[Node(module, s)] = Stage(np.array([[first + pipeline.rank_of(s)]]), trains=True, backward=True)
+            stages[StageId(module, s)] = Stage(np.array([[first + pipeline.rank_of(s)]]), trains=True, backward=True)
         first += pipeline.pp
     nodes = list(stages)
     forward = {m: t / t.mean() / pipelines[m].vpp for m, t in times.items()}

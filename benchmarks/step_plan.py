@@ -28,7 +28,7 @@ from benchmarks.workloads import WORKLOADS
 from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.balance_draw import draw
 from hetero_strategy.plan.balance import Cost
-from hetero_strategy.plan.orchestrator import Balancing, Near, plan_step
+from hetero_strategy.plan.orchestrator import Near, ResolvedBalance, plan_step
 from hetero_strategy.plan.step_plan import ModuleLoad, StepMetadata, edge_blocks
 
 PAPER = {64: 16.66, 128: 18.49, 256: 21.32, 512: 24.64, 1024: 31.37, 2560: 53.88}
@@ -43,11 +43,11 @@ COSTS = {
 PER_NODE = 8
 
 
-def balancing(instances: int, rearrange: Literal["home", "permute", "none"]) -> Balancing:
+def balancing(instances: int, rearrange: Literal["home", "permute", "none"]) -> ResolvedBalance:
     """Every module on every instance."""
     nodes = np.arange(instances) // PER_NODE
     near = {} if rearrange == "none" else {name: Near(nodes, nodes, "llm") for name in ("vision", "audio")}
-    return Balancing(
+    return ResolvedBalance(
         policy=dict.fromkeys(MODULES, "auto"),
         costs=COSTS,
         near=near,

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from hetero_strategy.checkpoint import folder as folders
+from hetero_strategy.checkpoint.all_or_none import AllOrNone
 from hetero_strategy.checkpoint.folder import METADATA, Index, rank_stem
-from hetero_strategy.checkpoint.team import Team
 from hetero_strategy.checkpoint.tensorfile import TensorReader
 from hetero_strategy.errors import CheckpointError
 
@@ -75,7 +75,7 @@ def load(
         CheckpointError: no checkpoint, a damaged one, or one that does not fit; on all ranks alike. Some tensors may
             have been filled when a file turned out to be damaged.
     """
-    team = Team.of(process_group)
+    team = AllOrNone.of(process_group)
     folder, index = team.from_first(lambda: folders.locate(Path(os.path.abspath(path))))
     names = sorted(key for key in index.tensors if key.startswith("model."))
 
@@ -120,7 +120,7 @@ def describe_together(
     Raises:
         CheckpointError: there is no complete checkpoint; on all ranks alike.
     """
-    return Team.of(process_group).from_first(lambda: folders.describe(path))
+    return AllOrNone.of(process_group).from_first(lambda: folders.describe(path))
 
 
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:

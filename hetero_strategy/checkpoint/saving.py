@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from hetero_strategy.checkpoint import folder as folders
+from hetero_strategy.checkpoint.all_or_none import AllOrNone
 from hetero_strategy.checkpoint.codec import encode
 from hetero_strategy.checkpoint.folder import METADATA, Index, Piece, StoredTensor, rank_stem
-from hetero_strategy.checkpoint.team import Team
 from hetero_strategy.checkpoint.tensorfile import Entry, StoredFile, check_dtype, write_tensors
 from hetero_strategy.errors import CheckpointError
 
@@ -119,7 +119,7 @@ def save(
         raise CheckpointError(
             "a save in the background needs a process group of its own: pass a gloo group of all ranks"
         )
-    team = Team.of(process_group)
+    team = AllOrNone.of(process_group)
     target, temporary = team.from_first(lambda: _begin(Path(path)))
     try:
         pieces, stored = _plan(team, tensors)
@@ -160,7 +160,7 @@ def save(
 class _Work:
     """What is left to do once nothing depends on the live tensors' owner: write, agree, publish."""
 
-    team: Team
+    team: AllOrNone
     target: Path
     temporary: Path
     pieces: list[Entry]
@@ -213,7 +213,7 @@ def _begin(path: Path) -> tuple[Path, Path]:
     return path, temporary
 
 
-def _discard(team: Team, temporary: Path) -> None:
+def _discard(team: AllOrNone, temporary: Path) -> None:
     if team.rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -232,7 +232,7 @@ def _is_empty_piece(item: WriteItem) -> bool:
     return data is not None and data.chunk.sizes.numel() == 0 and data.size.numel() > 0
 
 
-def _plan(team: Team, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Entry], dict[str, StoredTensor]]:
+def _plan(team: AllOrNone, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Entry], dict[str, StoredTensor]]:
     """Which pieces this rank writes, and on rank 0 what all ranks write."""
     planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
     stored: dict[str, StoredTensor] = {}

@@ -19,8 +19,8 @@ from hetero_strategy.loading.dispatch import Dispatch
 from hetero_strategy.loading.item_reader import OnError
 from hetero_strategy.loading.loader import Engine, StepLoader
 from hetero_strategy.loading.read_where_sampled import SampledDataset
-from hetero_strategy.loading.steps import Share, StepDataset
-from hetero_strategy.plan.config import Balance, Surroundings
+from hetero_strategy.loading.steps import RankView, StepDataset
+from hetero_strategy.plan.config import BalanceConfig, ModelContext
 
 Split = Literal["train", "val", "test", "predict"]
 STAGES: dict[str, tuple[Split, ...]] = {
@@ -51,7 +51,7 @@ class MultimodalDataModule(L.LightningDataModule):
         eval_microbatches: the same for val, test and predict; default: ``microbatches``, at most ``eval_batch_size``.
         encoder_microbatch_tokens: encoders and generators with microbatches of their own: about this many rows inside
             the module per instance and microbatch, or ``equal``; others keep the step's. See `plan_step`.
-        balance: how work is spread over instances and microbatches: a policy, a `Balance` or its fields.
+        balance: how work is spread over instances and microbatches: a policy, a `BalanceConfig` or its fields.
         payload: how training items get to where they are computed. ``fetch``: each rank reads what it computes; the
             sizes of all media are measured when the index is built. ``all_to_all``: no training file is opened before
             its step; each rank reads a part of the samples, then sizes are exchanged, the step is planned, and items
@@ -94,7 +94,7 @@ class MultimodalDataModule(L.LightningDataModule):
         microbatches: int | Literal["auto"] = 1,
         eval_microbatches: int | Literal["auto"] | None = None,
         encoder_microbatch_tokens: Mapping[str, int | Literal["equal"]] | None = None,
-        balance: Balance | str | Mapping[str, Any] | None = None,
+        balance: BalanceConfig | str | Mapping[str, Any] | None = None,
         payload: Payload = "fetch",
         consumers: Sequence[str] = ("llm",),
         edges: Sequence[tuple[str, str]] | None = None,
@@ -130,7 +130,7 @@ class MultimodalDataModule(L.LightningDataModule):
         self._check_edges()
         self.encoder_microbatch_tokens = dict(encoder_microbatch_tokens or {})
         self._check_microbatch_tokens()
-        self.balance = Balance.of(balance)
+        self.balance = BalanceConfig.of(balance)
         self.balance.check(self.modules)
         self.payload: Payload = payload
         self._check_payload(verify)
@@ -193,7 +193,7 @@ class MultimodalDataModule(L.LightningDataModule):
     def predict_dataloader(self) -> StepLoader:
         return self._loader("predict")
 
-    def share(self) -> Share:
+    def share(self) -> RankView:
         """What this rank computes, from the strategy's placement; everything where there is only one process.
 
         Raises:
@@ -209,7 +209,7 @@ class MultimodalDataModule(L.LightningDataModule):
                     " which module, so every rank would train on the same samples; use HeteroStrategy(layouts=...) or"
                     " devices=1"
                 )
-            return Share.whole(self.modules)
+            return RankView.whole(self.modules)
         placed = tuple(placement.layouts)
         missing = [name for name in self.modules if name not in placed]
         unfed = [name for name in placed if name not in self.modules]
@@ -219,7 +219,7 @@ class MultimodalDataModule(L.LightningDataModule):
                 " use the same names in processors, consumers and layouts"
             )
         row_multiple = getattr(trainer.strategy, "row_multiple", None)
-        return Share.of(placement, self.modules, trainer.global_rank, row_multiple)
+        return RankView.of(placement, self.modules, trainer.global_rank, row_multiple)
 
     def _index(self, split: Split, progress: bool = True) -> DatasetIndex | None:
         manifest = self.manifests[split]
@@ -242,7 +242,7 @@ class MultimodalDataModule(L.LightningDataModule):
         training = split == "train"
         overfit = training and self.trainer is not None and bool(getattr(self.trainer, "overfit_batches", 0))
         share = self.share()
-        around = getattr(getattr(self.trainer, "strategy", None), "surroundings", None) or Surroundings()
+        around = getattr(getattr(self.trainer, "strategy", None), "surroundings", None) or ModelContext()
         options: dict[str, Any] = {
             "consumers": self.consumers,
             "global_batch_size": self.global_batch_size if training else self.eval_batch_size,
@@ -277,7 +277,7 @@ class MultimodalDataModule(L.LightningDataModule):
         return self._loaders[split]
 
     def _steps(
-        self, split: Split, index: DatasetIndex, share: Share, options: Mapping[str, Any]
+        self, split: Split, index: DatasetIndex, share: RankView, options: Mapping[str, Any]
     ) -> tuple[StepDataset, list[Callable[[Any], Any]]]:
         """The steps of a split and what makes batches of them."""
         if not self._dispatches(split):
@@ -289,7 +289,7 @@ class MultimodalDataModule(L.LightningDataModule):
     def _dispatches(self, split: Split) -> bool:
         return split == "train" and self.payload == "all_to_all"
 
-    def _shares(self, mine: Share) -> tuple[list[Share], int]:
+    def _shares(self, mine: RankView) -> tuple[list[RankView], int]:
         """What every rank computes, and this rank."""
         trainer = self.trainer
         placement = None if trainer is None else getattr(trainer.strategy, "placement", None)
@@ -297,7 +297,7 @@ class MultimodalDataModule(L.LightningDataModule):
             return [mine], 0
         row_multiple = getattr(trainer.strategy, "row_multiple", None)
         ranks = range(trainer.world_size)
-        return [Share.of(placement, self.modules, rank, row_multiple) for rank in ranks], trainer.global_rank
+        return [RankView.of(placement, self.modules, rank, row_multiple) for rank in ranks], trainer.global_rank
 
     def _check_payload(self, verify: str) -> None:
         if self.payload not in get_args(Payload):

@@ -25,7 +25,7 @@ from hetero_strategy.loading.batch import Batch, LoadTimes
 from hetero_strategy.loading.metadata import ItemSizes, step_metadata
 from hetero_strategy.loading.payload import Items
 from hetero_strategy.loading.read_where_sampled import Decoded, DecodedItems, SampledDataset
-from hetero_strategy.loading.steps import Share
+from hetero_strategy.loading.steps import RankView
 from hetero_strategy.plan.step_plan import StepPlan
 
 MESSAGE = 2048
@@ -34,7 +34,7 @@ NOBODY = -1
 
 
 @dataclass(frozen=True)
-class Traffic:
+class DispatchedBytes:
     """Bytes of one step."""
 
     sizes: int
@@ -101,7 +101,9 @@ class Dispatch:
         group: of all ranks, on the host, used by the loading thread alone; None: this process is the only one.
     """
 
-    def __init__(self, steps: SampledDataset, shares: Sequence[Share], group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, steps: SampledDataset, shares: Sequence[RankView], group: dist.ProcessGroup | None = None
+    ) -> None:
         self._group = group
         self._rank, self._world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         if (steps.rank, steps.world, len(shares)) != (self._rank, self._world, self._world):
@@ -114,7 +116,7 @@ class Dispatch:
             name: np.array([_taken(share, name, isinstance(p, TargetProcessor)) for share in shares], np.int64)
             for name, p in steps.processors.items()
         }
-        self.traffic = Traffic(0, 0, 0, 0)
+        self.traffic = DispatchedBytes(0, 0, 0, 0)
         """Of the last step."""
 
     def __call__(self, decoded: Decoded) -> Batch:
@@ -146,7 +148,7 @@ class Dispatch:
             received += int(length[who.received].sum()) * width
             everything += int(length.sum()) * width
         numbers = sum(one.sizes.size + one.length.size + one.rows.size for one in decoded.items.values())
-        self.traffic = Traffic(8 * numbers, sent, received, everything)
+        self.traffic = DispatchedBytes(8 * numbers, sent, received, everything)
         inputs = steps.inputs(plan, Dispatched(steps.index, samples, measured, pieces))
         seconds = decoded.seconds + known - began + time.perf_counter() - planned
         times = LoadTimes(planned - known, seconds)
@@ -252,7 +254,7 @@ class Dispatched:
         return self._index.text(self._samples[units], rows)
 
 
-def _taken(share: Share, module: str, target: bool) -> int:
+def _taken(share: RankView, module: str, target: bool) -> int:
     """Instance whose payload a rank takes."""
     instance = share.mine.get(module)
     return NOBODY if instance is None or not share.reads(module, target=target) else instance

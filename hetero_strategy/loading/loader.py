@@ -25,10 +25,10 @@ from hetero_strategy.loading.ahead import Ahead, finished
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.device import Mover
 from hetero_strategy.loading.item_reader import OnError
-from hetero_strategy.loading.remote import Actors
+from hetero_strategy.loading.process_pool import ProcessPool
+from hetero_strategy.loading.ray_pool import RayPool
 from hetero_strategy.loading.steps import StepDataset
-from hetero_strategy.loading.worker_pool import Crew, Line, Place
-from hetero_strategy.loading.workers import Processes
+from hetero_strategy.loading.worker_pool import Place, PooledSteps, WorkerPool
 
 Engine = Literal["local", "ray"]
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class StepLoader:
         prefetch_factor: see above.
         pin_memory: batches in page-locked memory; only where there is CUDA.
         engine: ``local`` for processes on this machine, ``ray`` for actors on any machine of a Ray cluster; see
-            :mod:`hetero_strategy.loading.remote`.
+            :mod:`hetero_strategy.loading.ray_pool`.
         on_error: ``stop``: a file that cannot be read, or a worker that dies, ends the run with a :class:`DataError`.
             ``skip``: samples with such a file count for nothing, on every rank alike; a dead worker is replaced and
             the run goes on at the very step, unless the same step has killed two.
@@ -101,8 +101,8 @@ class StepLoader:
         self._resume_at = 0
         self._warned: set[str] = set()
         self._deadly: Place | None = None
-        self._crew: Crew | None = None
-        self._line: Line | None = None
+        self._crew: WorkerPool | None = None
+        self._line: PooledSteps | None = None
         self._finish = _with_agreement(finish) if on_error == "skip" else tuple(finish)
         self._pin = pin_memory and torch.cuda.is_available()
         self._mover = Mover(device) if device is not None and device.type == "cuda" else None
@@ -180,15 +180,15 @@ class StepLoader:
         self.skipped = int(state.get("skipped", 0))
         self._skipped_in_epoch = int(state.get("skipped_in_epoch", 0))
 
-    def _workers(self) -> Line | None:
+    def _workers(self) -> PooledSteps | None:
         """Started by the caller's thread: a Ray ends with the thread that starts it."""
         if self.num_workers and self._line is None:
-            make = Processes if self.engine == "local" else Actors
+            make = ProcessPool if self.engine == "local" else RayPool
             self._crew = make(self.steps, self.num_workers)
-            self._line = Line(self._crew, self.prefetch_factor, self._died)
+            self._line = PooledSteps(self._crew, self.prefetch_factor, self._died)
         return self._line
 
-    def _made(self, places: Sequence[Place], line: Line | None) -> Iterator[Any]:
+    def _made(self, places: Sequence[Place], line: PooledSteps | None) -> Iterator[Any]:
         """What the workers, or without any this process, make of these steps, in order."""
         if line is not None:
             yield from line.run(places)

@@ -26,13 +26,13 @@ from hetero_strategy.loading.item_reader import OnError, Reader
 from hetero_strategy.loading.metadata import step_metadata
 from hetero_strategy.loading.payload import Content, Fetched
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, Packing, SequenceInputs
-from hetero_strategy.plan.orchestrator import Balancing, plan_step
+from hetero_strategy.plan.orchestrator import ResolvedBalance, plan_step
 from hetero_strategy.plan.packing import levelled
 from hetero_strategy.plan.step_plan import Assignment, StepMetadata, StepPlan, edge_blocks, slots
 
 
 @dataclass(frozen=True)
-class Share:
+class RankView:
     """Which instances exist and which of them this rank computes."""
 
     instances: Mapping[str, int]
@@ -49,7 +49,7 @@ class Share:
     @classmethod
     def of(
         cls, placement: Placement, modules: Sequence[str], rank: int, row_multiple: Mapping[str, int] | None = None
-    ) -> Share:
+    ) -> RankView:
         """What a rank computes of some of the placed modules."""
         seats = {name: placement.coordinate(name, rank) for name in modules}
         pipelines = {name: placement.layouts[name].pipeline for name in modules}
@@ -72,7 +72,7 @@ class Share:
         return module not in self.without_first or (target and module not in self.without_last)
 
     @classmethod
-    def whole(cls, modules: tuple[str, ...]) -> Share:
+    def whole(cls, modules: tuple[str, ...]) -> RankView:
         """One instance of every module, all on this rank."""
         return cls(dict.fromkeys(modules, 1), dict.fromkeys(modules, 0))
 
@@ -109,13 +109,13 @@ class StepDataset(Dataset[Batch]):
         index: DatasetIndex,
         processors: Mapping[str, Processor | TargetProcessor],
         edges: tuple[tuple[str, str], ...],
-        share: Share,
+        share: RankView,
         *,
         consumers: tuple[str, ...] = ("llm",),
         global_batch_size: int,
         microbatches: int | None = 1,
         microbatch_tokens: Mapping[str, int | Literal["equal"]] | None = None,
-        balancing: Balancing | None = None,
+        balancing: ResolvedBalance | None = None,
         window: int = 1,
         seed: int = 0,
         shuffle: bool = True,
@@ -172,7 +172,7 @@ class StepDataset(Dataset[Batch]):
         if self.window == 1 or len(drawn) < self.window * size:  # an epoch's last window keeps its steps
             return order[step * size : (step + 1) * size]
         tokens = np.asarray(self.index.offsets[drawn + 1] - self.index.offsets[drawn])
-        costs = (self.balancing or Balancing()).cost(self.consumers[0]).alone(tokens)
+        costs = (self.balancing or ResolvedBalance()).cost(self.consumers[0]).alone(tokens)
         return drawn[levelled(costs, size, self.window) == step - first]
 
     def __getitem__(self, place: int | tuple[int, int]) -> Batch:

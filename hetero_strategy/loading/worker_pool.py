@@ -27,7 +27,7 @@ class WorkerFailed(RuntimeError):
     """A fault of the program in a worker, with the worker's traceback."""
 
 
-class Crew(Protocol):
+class WorkerPool(Protocol):
     """Workers, each of which makes what it is given in the order given."""
 
     size: int
@@ -54,7 +54,7 @@ class Crew(Protocol):
         """End all workers."""
 
 
-class Line:
+class PooledSteps:
     """Steps made by a crew, handed out in order: step k of a pass by worker ``k mod size``.
 
     Args:
@@ -63,7 +63,7 @@ class Line:
         on_death: told (step, worker, how it died); raises where the pass is not to go on.
     """
 
-    def __init__(self, crew: Crew, each: int, on_death: Callable[[Place, int, str], None]) -> None:
+    def __init__(self, crew: WorkerPool, each: int, on_death: Callable[[Place, int, str], None]) -> None:
         self._crew, self._each, self._on_death = crew, each, on_death
         self._owed = [0] * crew.size
         """Steps that each worker has been given and has not handed over."""

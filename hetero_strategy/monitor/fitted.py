@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hetero_strategy.layout.placement import Coordinate
 from hetero_strategy.plan.balance import Cost, fit_cost
 from hetero_strategy.runtime.executor import Executor
-from hetero_strategy.schedule.action import Node
+from hetero_strategy.schedule.action import StageId
 
 
 def fitted_costs(executor: Executor, group: dist.ProcessGroup | None) -> dict[str, Cost] | None:
@@ -27,7 +27,7 @@ def fitted_costs(executor: Executor, group: dist.ProcessGroup | None) -> dict[st
     Returns:
         By module, on rank 0; None on the others. Modules that never ran are left out.
     """
-    seen: dict[Node, list[tuple[np.ndarray, float]]] = defaultdict(list)
+    seen: dict[StageId, list[tuple[np.ndarray, float]]] = defaultdict(list)
     steps = list(executor.recorder.steps)
     for step in steps[1:] or steps:  # the first one warms up
         for action, start, end in step.events():
@@ -39,7 +39,7 @@ def fitted_costs(executor: Executor, group: dist.ProcessGroup | None) -> dict[st
     dist.gather_object(dict(seen), ranks if executor.rank == 0 else None, group=group)
     if executor.rank:
         return None
-    every: dict[Node, list[tuple[np.ndarray, float]]] = defaultdict(list)
+    every: dict[StageId, list[tuple[np.ndarray, float]]] = defaultdict(list)
     for found in ranks:
         for node, samples in found.items():
             every[node] += samples

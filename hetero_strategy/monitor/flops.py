@@ -24,14 +24,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Work:
+class ModuleFlops:
     """FLOPs of one module, forward and backward."""
 
     model: float
     hardware: float
 
 
-def work(parts: Iterable[Part], upstream: bool) -> Work:
+def work(parts: Iterable[Part], upstream: bool) -> ModuleFlops:
     """FLOPs of a module whose parts run one after the other.
 
     Backward costs a forward for the gradient of the weights and one for the gradient of the rows. A frozen part needs
@@ -47,7 +47,7 @@ def work(parts: Iterable[Part], upstream: bool) -> Work:
         model += part.forward * (1 + backward)
         hardware += part.forward * (1 + backward + int(part.recomputed and backward > 0))
         upstream = upstream or part.trainable
-    return Work(model, hardware)
+    return ModuleFlops(model, hardware)
 
 
 def fed_by_trainable(trainable: Mapping[str, bool], edges: Iterable[tuple[str, str]]) -> dict[str, bool]:

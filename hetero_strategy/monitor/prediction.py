@@ -21,17 +21,17 @@ from scipy.optimize import nnls
 from scipy.stats import linregress
 
 from hetero_strategy.plan.step_plan import StepPlan, edge_blocks
-from hetero_strategy.schedule.action import Action, Kind, Node, Schedule
+from hetero_strategy.schedule.action import Action, Kind, Schedule, StageId
 from hetero_strategy.schedule.graph import PlannedCosts
-from hetero_strategy.simulator import Host, Links, Rows, Simulation, simulate
+from hetero_strategy.simulator import Host, Links, RowsSent, Simulation, simulate
 from hetero_strategy.simulator.links import same_ranks
-from hetero_strategy.simulator.profile import Profile, Sample
+from hetero_strategy.simulator.profile import Profile, TimedForward
 
 DRAWS = 15
 """Simulations of a step, of which the median one is taken."""
 Events = Mapping[int, Sequence[tuple[Action, float, float]]]
 """By rank: (action, start, end) in seconds of one clock, in the order in which they ran."""
-Widths = Callable[[Node, Node], float]
+Widths = Callable[[StageId, StageId], float]
 """Bytes of a row between two nodes."""
 
 
@@ -55,7 +55,7 @@ class Ran(NamedTuple):
         return max(end for _, end in self.spans.values()) - self.begin
 
 
-def together(schedule: Schedule, events: Events, synchronous: Collection[Node] = ()) -> Events:
+def together(schedule: Schedule, events: Events, synchronous: Collection[StageId] = ()) -> Events:
     """Events that begin when all ranks have begun that must take part: those that come first wait for the last one.
 
     Ranks of an instance always begin together; all instances of a node do for UNSHARD and REDUCE, and for every action
@@ -75,7 +75,7 @@ def together(schedule: Schedule, events: Events, synchronous: Collection[Node] =
     }
 
 
-def durations(schedule: Schedule, events: Events, synchronous: Collection[Node] = ()) -> dict[Action, np.ndarray]:
+def durations(schedule: Schedule, events: Events, synchronous: Collection[StageId] = ()) -> dict[Action, np.ndarray]:
     """Seconds of every action, float64 ``[instances]``: from when all have begun until its last rank has ended."""
     seconds = {
         (action, rank): end - start
@@ -90,7 +90,7 @@ def durations(schedule: Schedule, events: Events, synchronous: Collection[Node] 
     }
 
 
-def rows_between(plan: StepPlan, widths: Widths = lambda source, target: 1.0) -> Rows:
+def rows_between(plan: StepPlan, widths: Widths = lambda source, target: 1.0) -> RowsSent:
     """Bytes between actions of a step, as `simulate` takes them; without widths their rows."""
 
     @cache
@@ -124,7 +124,7 @@ class Start(NamedTuple):
     start: float
 
 
-def starts(ran: Ran, rows: Rows) -> list[Start]:
+def starts(ran: Ran, rows: RowsSent) -> list[Start]:
     """Of all actions of a step, in seconds of the clock of its events."""
     dependencies, stages = ran.schedule.dependencies, ran.schedule.graph.stages
     ended = {(action, rank): end for rank, own in ran.events.items() for action, _, end in own}
@@ -157,7 +157,7 @@ class Fitted:
         synchronous: nodes all of whose instances begin their actions together.
     """
 
-    def __init__(self, steps: Sequence[Ran], widths: Widths, synchronous: Collection[Node] = ()) -> None:
+    def __init__(self, steps: Sequence[Ran], widths: Widths, synchronous: Collection[StageId] = ()) -> None:
         self._widths, self._synchronous = widths, synchronous
         taken = [list(samples(step, synchronous)) for step in steps]
         self.profile = Profile(sample for own in taken for sample in own)
@@ -174,9 +174,9 @@ class Fitted:
         """Whether an action had to wait for rows of other ranks."""
         return one.sent + self.links.latency + one.size / self.links.bandwidth > one.free
 
-    def _after(self, found: Iterable[Start]) -> dict[tuple[Node, Kind], float]:
+    def _after(self, found: Iterable[Start]) -> dict[tuple[StageId, Kind], float]:
         """Seconds from the end of an action to the beginning of the next one where that waited for nothing."""
-        after: dict[tuple[Node, Kind], list[float]] = defaultdict(list)
+        after: dict[tuple[StageId, Kind], list[float]] = defaultdict(list)
         for one in found:
             if one.before is not None and not self._waited(one):
                 after[one.before.node, one.before.kind].append(one.start - one.free)
@@ -210,12 +210,12 @@ class Fitted:
         return sorted((one() for _ in range(draws)), key=lambda simulation: simulation.time)[draws // 2]
 
 
-def samples(step: Ran, synchronous: Collection[Node] = ()) -> Iterable[Sample]:
+def samples(step: Ran, synchronous: Collection[StageId] = ()) -> Iterable[TimedForward]:
     """What every instance took for every action."""
     for action, seconds in durations(step.schedule, step.events, synchronous).items():
         flops = step.planned.of_instances(action) if action.microbatch >= 0 else np.zeros(len(seconds))
         for each, taken in zip(flops, seconds, strict=True):
-            yield Sample(action.node, action.kind, float(each), float(taken))
+            yield TimedForward(action.node, action.kind, float(each), float(taken))
 
 
 def transfers(found: Iterable[Start]) -> list[tuple[float, float]]:
@@ -238,7 +238,7 @@ def links(transfers: Sequence[tuple[float, float]]) -> Links:
     return Links(float(latency), float(unit / slope) if slope > 0 else np.inf)
 
 
-def predicted(steps: Sequence[Ran], widths: Widths, synchronous: Collection[Node] = ()) -> list[Simulation]:
+def predicted(steps: Sequence[Ran], widths: Widths, synchronous: Collection[StageId] = ()) -> list[Simulation]:
     """Every step, simulated with what is fitted to the others; a single one with what is fitted to itself."""
     others = [[*steps[:i], *steps[i + 1 :]] or list(steps) for i in range(len(steps))]
     return [

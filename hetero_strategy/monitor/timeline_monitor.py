@@ -18,7 +18,7 @@ from hetero_strategy.monitor.prediction import Fitted, Ran, predicted, together
 from hetero_strategy.monitor.timeline import Timeline, from_measured, from_simulation, write_trace
 from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.runtime.executor import Executor
-from hetero_strategy.schedule.action import Action, Node, Schedule
+from hetero_strategy.schedule.action import Action, Schedule, StageId
 from hetero_strategy.schedule.graph import PlannedCosts
 from hetero_strategy.simulator import Simulation
 
@@ -36,7 +36,7 @@ class _Report(NamedTuple):
     """Events, and from when it was asked for the step until it had what the step yields."""
 
 
-class Pair(NamedTuple):
+class MeasuredAndSimulated(NamedTuple):
     """The last steps twice: what the simulator makes of them, with what is fitted to the others, and what ran."""
 
     simulation: Simulation
@@ -60,7 +60,7 @@ class Pair(NamedTuple):
         return float(measured / simulated)
 
 
-def compare(executor: Executor, group: dist.ProcessGroup | None) -> Pair | None:
+def compare(executor: Executor, group: dist.ProcessGroup | None) -> MeasuredAndSimulated | None:
     """Simulate each of the last recorded steps with what is fitted to the others, and gather what was measured.
 
     A collective over all ranks, after training; waits for the device.
@@ -104,8 +104,8 @@ def _ran(
     return Ran(plan, schedule, PlannedCosts(plan, executor.graph, executor.program.costs), events, spans)
 
 
-def _pair(executor: Executor, steps: Sequence[Ran]) -> Pair:
-    def width(source: Node, target: Node) -> float:
+def _pair(executor: Executor, steps: Sequence[Ran]) -> MeasuredAndSimulated:
+    def width(source: StageId, target: StageId) -> float:
         form = executor.wiring.form(source, target)
         return float(form.width * form.dtype.itemsize)
 
@@ -119,7 +119,7 @@ def _pair(executor: Executor, steps: Sequence[Ran]) -> Pair:
         measured.append(from_measured(shown, (step.begin, step.begin + step.seconds), MOST_RANKS))
     middle = int(np.argsort([timeline.time for timeline in measured], kind="stable")[len(steps) // 2])
     simulation, metadata = simulations[middle], steps[middle].plan.metadata
-    return Pair(
+    return MeasuredAndSimulated(
         simulation,
         from_simulation(simulation, MOST_RANKS),
         measured[middle],
@@ -146,7 +146,7 @@ class TimelineMonitor(L.Callback):
 
     def __init__(self, folder: Path | str | None = None) -> None:
         self.folder = None if folder is None else Path(folder)
-        self.last: Pair | None = None
+        self.last: MeasuredAndSimulated | None = None
         """Of the last run; on rank 0."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

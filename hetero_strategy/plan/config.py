@@ -10,7 +10,7 @@ import numpy as np
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance import POLICIES, Cost
-from hetero_strategy.plan.orchestrator import AS_SAMPLED, Balancing, Near, Orderer
+from hetero_strategy.plan.orchestrator import AS_SAMPLED, Near, Orderer, ResolvedBalance
 from hetero_strategy.plan.reorder import SEARCHES
 
 REARRANGE = ("home", "permute", "ilp", "none")
@@ -19,7 +19,7 @@ TYPICAL = np.array([128])
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ModelContext:
     """What the model and its layouts say about balancing."""
 
     costs: Mapping[str, Cost] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
-class Balance:
+class BalanceConfig:
     """How the work of every step is spread over instances and microbatches.
 
     Costs and speeds also decide in which order microbatches run and how modules on the same ranks take turns. Nothing
@@ -86,13 +86,13 @@ class Balance:
         object.__setattr__(self, "costs", made)
 
     @classmethod
-    def of(cls, value: Balance | str | Mapping[str, Any] | None) -> Balance:
+    def of(cls, value: BalanceConfig | str | Mapping[str, Any] | None) -> BalanceConfig:
         """From what a configuration has: nothing, a policy, fields, or the thing itself.
 
         Raises:
             ConfigError: a field that does not exist.
         """
-        if isinstance(value, Balance):
+        if isinstance(value, BalanceConfig):
             return value
         if value is None or isinstance(value, str):
             return cls(policy=value or "auto")
@@ -113,7 +113,7 @@ class Balance:
                 if module not in modules:
                     raise ConfigError(f"balance: {name} names '{module}'; the modules are {', '.join(modules)}")
 
-    def resolve(self, instances: Mapping[str, int], around: Surroundings) -> Balancing:
+    def resolve(self, instances: Mapping[str, int], around: ModelContext) -> ResolvedBalance:
         """For given modules.
 
         Args:
@@ -130,7 +130,7 @@ class Balance:
                     " (dp_replicate * dp_shard); give one for each"
                 )
         given = self.policy if isinstance(self.policy, Mapping) else dict.fromkeys(instances, self.policy)
-        return Balancing(
+        return ResolvedBalance(
             policy={module: given.get(module, "auto") for module in instances},
             costs={**around.costs, **self._costs(instances, around)},
             speeds={module: tuple(float(s) for s in speeds) for module, speeds in self.speeds.items()},
@@ -140,7 +140,7 @@ class Balance:
             order=None if around.orderer is None else around.orderer(self.reorder),
         )
 
-    def _costs(self, instances: Mapping[str, int], around: Surroundings) -> dict[str, Cost]:
+    def _costs(self, instances: Mapping[str, int], around: ModelContext) -> dict[str, Cost]:
         """Those given, in one unit with those that are not."""
         found: dict[str, Cost] = dict(self.costs)
         if set(instances) <= set(found):

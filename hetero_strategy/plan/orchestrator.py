@@ -35,9 +35,9 @@ class Size(NamedTuple):
     """In units of the module's cost, instances as fast as they are; None: its FLOPs."""
 
 
-Sizes = Mapping[str, Size]
+UnitSizes = Mapping[str, Size]
 """By module."""
-Orderer = Callable[[Sizes], np.ndarray]
+Orderer = Callable[[UnitSizes], np.ndarray]
 """Sizes of a step's microbatches -> the order in which to run them, int64 ``[microbatches]``."""
 AS_SAMPLED = "none"
 """Policy under which samples are dealt in order and items stay with their samples, whatever they cost."""
@@ -60,7 +60,7 @@ class Near:
 
 
 @dataclass(frozen=True)
-class Balancing:
+class ResolvedBalance:
     """How the work of a step is spread. What it does not name stays as sampled."""
 
     policy: Mapping[str, str] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def plan_step(
     microbatches: int | None = 1,
     row_multiple: Mapping[str, int] | None = None,
     microbatch_tokens: Mapping[str, int | Literal["equal"]] | None = None,
-    balancing: Balancing | None = None,
+    balancing: ResolvedBalance | None = None,
     assign: Assigner | None = None,
 ) -> StepPlan:
     """Pack samples into microbatches and instances of the consumer, order the microbatches, then spread every other
@@ -124,7 +124,7 @@ def plan_step(
     multiple, tokens = row_multiple or {}, microbatch_tokens or {}
     if balancing is None and assign is None:
         assign = round_robin
-    balancing, consumers = balancing or Balancing(), tuple(consumers)
+    balancing, consumers = balancing or ResolvedBalance(), tuple(consumers)
     maker = _Maker(metadata, instances, consumers, balancing, assign)
     packed = maker.packed(microbatches)
     made: dict[str, tuple[Assignment, ...]] = {}
@@ -147,7 +147,7 @@ class _Maker:
         metadata: StepMetadata,
         instances: Mapping[str, int],
         consumers: tuple[str, ...],
-        balancing: Balancing,
+        balancing: ResolvedBalance,
         assign: Assigner | None,
     ) -> None:
         self.metadata, self.instances, self.consumers = metadata, instances, consumers
@@ -199,7 +199,7 @@ class _Maker:
                 total += np.bincount(items.sample, weights=alone, minlength=len(total))
         return total
 
-    def _sizes(self, packed: Packed) -> Sizes:
+    def _sizes(self, packed: Packed) -> UnitSizes:
         """Of every module's work in each microbatch; that of items spread evenly, as it will be."""
         found = {}
         for module, count in self.instances.items():

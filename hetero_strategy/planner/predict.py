@@ -9,7 +9,7 @@ import numpy as np
 
 from hetero_strategy.layout.pipeline import Pipeline
 from hetero_strategy.planner.layers import Passes
-from hetero_strategy.schedule.action import Action, Node, Span, Stage, StageGraph, Work
+from hetero_strategy.schedule.action import Action, Span, Stage, StageGraph, StageId, StepWork
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.simulator.simulate import simulate
 
@@ -60,7 +60,7 @@ def simulated(modules: Mapping[str, Passes], edges: Edges, microbatches: int, or
     """
     graph = stage_graph(modules, edges)
     numbers = tuple(Span(i, i, i) for i in range(microbatches))
-    work = Work(dict.fromkeys(modules, numbers), {e: tuple((i, i) for i in range(microbatches)) for e in edges})
+    work = StepWork(dict.fromkeys(modules, numbers), {e: tuple((i, i) for i in range(microbatches)) for e in edges})
 
     def seconds(action: Action) -> float:
         times = modules[action.node.module]
@@ -73,10 +73,12 @@ def simulated(modules: Mapping[str, Passes], edges: Edges, microbatches: int, or
 def stage_graph(modules: Mapping[str, Passes], edges: Edges) -> StageGraph:
     """Every stage on its own rank. A stage trains if its weight gradient takes time."""
     pipelines = {name: Pipeline(pp=len(modules[name].forward)) for name in topological(modules, edges)}
-    nodes = [Node(name, stage) for name, pipeline in pipelines.items() for stage in range(pipeline.stages)]
-    inner = [(Node(n, s), Node(n, s + 1)) for n, pipeline in pipelines.items() for s in range(pipeline.stages - 1)]
-    outer = [(Node(s, pipelines[s].stages - 1), Node(t, 0)) for s, t in edges]
-    stages: dict[Node, Stage] = {}
+    nodes = [StageId(name, stage) for name, pipeline in pipelines.items() for stage in range(pipeline.stages)]
+    inner = [
+        (StageId(n, s), StageId(n, s + 1)) for n, pipeline in pipelines.items() for s in range(pipeline.stages - 1)
+    ]
+    outer = [(StageId(s, pipelines[s].stages - 1), StageId(t, 0)) for s, t in edges]
+    stages: dict[StageId, Stage] = {}
     for rank, node in enumerate(nodes):
         trains = bool(modules[node.module].weight[node.stage] > 0)
         backward = trains or any(stages[s].backward for s, t in (*inner, *outer) if t == node)

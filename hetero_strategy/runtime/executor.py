@@ -25,10 +25,10 @@ from hetero_strategy.parallelize.gradients import settle
 from hetero_strategy.parallelize.tied import Tied
 from hetero_strategy.runtime import backward
 from hetero_strategy.runtime.agreement import Agreement
-from hetero_strategy.runtime.outcome import Counter, Outcome
 from hetero_strategy.runtime.recorder import Recorder
+from hetero_strategy.runtime.step_output import StepMetrics, StepOutput
 from hetero_strategy.runtime.wiring import NodeEdge, Wiring
-from hetero_strategy.schedule.action import Action, Node, Schedule, StageGraph
+from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.graph import PlannedCosts, StageCost, work_of
 
@@ -47,7 +47,7 @@ class Program:
     """
 
     order: str
-    costs: Mapping[Node, StageCost]
+    costs: Mapping[StageId, StageCost]
     max_in_flight: Mapping[str, int] = field(default_factory=dict)
     reduces_each: bool = False
     """Stages that are not gathered once per step reduce gradients after every microbatch, not after the last."""
@@ -81,12 +81,12 @@ class Executor:
 
     def __init__(
         self,
-        stages: Mapping[Node, Adapter],
+        stages: Mapping[StageId, Adapter],
         graph: StageGraph,
         wiring: Wiring,
         program: Program,
         weights: Mapping[str, float],
-        replicas: Mapping[Node, dist.ProcessGroup | None],
+        replicas: Mapping[StageId, dist.ProcessGroup | None],
         tied: Tied,
         device: torch.device,
     ) -> None:
@@ -111,7 +111,7 @@ class Executor:
         train: bool,
         factors: Mapping[str, float | torch.Tensor | None] | None = None,
         call: int = 0,
-    ) -> Outcome:
+    ) -> StepOutput:
         """Run one global batch: forwards, and with ``train`` backwards into ``p.grad`` of the owned parameters.
 
         Args:
@@ -175,10 +175,10 @@ class _Step:
         self.schedule = schedule
         self.factors = factors
         self.call = call
-        self.live: dict[tuple[Node, int], _Live] = {}
+        self.live: dict[tuple[StageId, int], _Live] = {}
         self.lines: dict[tuple[NodeEdge, bool], Line] = {}
         self.wires = executor.wiring.step(batch.plan, executor.in_flight)
-        self.counter = Counter(executor.wiring, batch, train=schedule.train, device=executor.device)
+        self.counter = StepMetrics(executor.wiring, batch, train=schedule.train, device=executor.device)
         self.last = {
             action.node: action.microbatch for action in schedule.of(executor.rank) if action.kind in ("B", "W")
         }
@@ -191,7 +191,7 @@ class _Step:
             line, pair = self._line(source, action.node, action.microbatch)
             line.post(pair)
 
-    def _line(self, source: Action, node: Node, microbatch: int) -> tuple[Line, Pair]:
+    def _line(self, source: Action, node: StageId, microbatch: int) -> tuple[Line, Pair]:
         """Where what an action makes (rows by F, gradient rows by B or I) travels to a node and its microbatch."""
         forward = source.kind == "F"
         edge = (source.node, node) if forward else (node, source.node)
@@ -206,12 +206,14 @@ class _Step:
             return [(span.number, span.number) for span in self.schedule.work.microbatches[source.module]]
         return self.schedule.work.feeds[(source.module, target.module)]
 
-    def _arrive(self, source: Action, node: Node, microbatch: int, add_to: torch.Tensor | None = None) -> torch.Tensor:
+    def _arrive(
+        self, source: Action, node: StageId, microbatch: int, add_to: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Wait for what an action sent to a node and microbatch."""
         line, pair = self._line(source, node, microbatch)
         return line.receive(pair, add_to)
 
-    def _send(self, action: Action, node: Node, microbatch: int, rows: torch.Tensor) -> None:
+    def _send(self, action: Action, node: StageId, microbatch: int, rows: torch.Tensor) -> None:
         """Let what an action made leave for a node and microbatch."""
         line, pair = self._line(action, node, microbatch)
         line.send(pair, rows)
@@ -318,7 +320,7 @@ class _Step:
                     self._send(action, source.node, source.microbatch, back)
             live.leaves = {}
 
-    def _random_numbers(self, node: Node, microbatch: int) -> None:
+    def _random_numbers(self, node: StageId, microbatch: int) -> None:
         stage = self.x.stages[node]
         where = self.x.coordinates[node]
         assert where is not None and stage.random_numbers is not None
@@ -339,7 +341,7 @@ class _Step:
             last = self.last[action.node] == action.microbatch
             fsdp.per_microbatch(stage, is_last=last or self.x.program.reduces_each)
 
-    def _reduce(self, node: Node) -> None:
+    def _reduce(self, node: StageId) -> None:
         stage = self.x.stages[node]
         if isinstance(stage, FSDPModule) and self.x.graph.stages[node].sharded:
             fsdp.reduce(stage)

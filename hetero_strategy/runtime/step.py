@@ -27,7 +27,7 @@ from hetero_strategy.model.multimodal import ModelOutput
 from hetero_strategy.parallelize.gradients import accumulate, scale
 from hetero_strategy.runtime.agreement import different, plans_differ
 from hetero_strategy.runtime.executor import Executor
-from hetero_strategy.runtime.outcome import Outcome
+from hetero_strategy.runtime.step_output import StepOutput
 
 
 class StepRunner:
@@ -104,14 +104,14 @@ class StepRunner:
             drawn=outcome.drawn or None,
         )
 
-    def _run(self, batch: Batch, call: int) -> tuple[Outcome, Sequence[torch.Tensor]]:
+    def _run(self, batch: Batch, call: int) -> tuple[StepOutput, Sequence[torch.Tensor]]:
         if self._training() and torch.is_grad_enabled():
             return self._train(batch, call)
         with torch.no_grad():
             outcome = self.executor.run(batch, train=False, call=call)
         return outcome, _total_and_shares(self._shares(outcome))
 
-    def _train(self, batch: Batch, call: int) -> tuple[Outcome, Sequence[torch.Tensor]]:
+    def _train(self, batch: Batch, call: int) -> tuple[StepOutput, Sequence[torch.Tensor]]:
         if sum(p.requires_grad for p in self._all) != self._trainable:  # seen on every rank, whoever owns it
             raise ConfigError(
                 "requires_grad of a parameter was changed after the model was placed; say what trains with"
@@ -141,7 +141,7 @@ class StepRunner:
             for fqn, buffer in stage.named_buffers()
         }
 
-    def _shares(self, outcome: Outcome) -> torch.Tensor:
+    def _shares(self, outcome: StepOutput) -> torch.Tensor:
         """Of the modules in the loss, ``[modules with a loss]``."""
         shares = torch.stack([self.executor.weights[n] * x for n, x in outcome.losses.items()])
         return shares if self.executor.wiring.wire_dtype == torch.float64 else shares.float()
@@ -162,7 +162,7 @@ class _StepGradients:
         self._names: list[str] = []
         self._versions = [p._version for p in self._parameters]
 
-    def run(self, factors: Factors, *, drop: bool = False) -> Outcome:
+    def run(self, factors: Factors, *, drop: bool = False) -> StepOutput:
         """Run the schedule and keep what it makes of the parameters' gradients.
 
         Args:

@@ -17,9 +17,9 @@ from hetero_strategy.loading.batch import ModuleInputs
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.inputs import EncoderInputs, host_index
 from hetero_strategy.plan.step_plan import StepPlan, edge_blocks, slots
-from hetero_strategy.schedule.action import Node
+from hetero_strategy.schedule.action import StageId
 
-NodeEdge = tuple[Node, Node]
+NodeEdge = tuple[StageId, StageId]
 Inputs = TypeVar("Inputs", bound=ModuleInputs)
 
 
@@ -63,7 +63,7 @@ class Wiring:
         self._groups = dict(groups)
         self._number = {edge: i for i, edge in enumerate(groups)}
 
-    def form(self, source: Node, target: Node) -> Format:
+    def form(self, source: StageId, target: StageId) -> Format:
         """Rows between two stages."""
         module = self.modules[source.module]
         if source.module == target.module:
@@ -76,7 +76,7 @@ class Wiring:
         first, second = groups.forward if forward else groups.backward
         return Channel(first, second, 2 * self._number[edge] + (not forward), in_flight)
 
-    def side(self, node: Node, plan: StepPlan, microbatch: int, *, hidden: bool) -> Side:
+    def side(self, node: StageId, plan: StepPlan, microbatch: int, *, hidden: bool) -> Side:
         """How rows lie on a stage's ranks: those inside the module, or those it gives to others."""
         layout, adapter = self.placement.layouts[node.module], self.modules[node.module]
         totals = plan.assignments[node.module][microbatch].totals(hidden=hidden)
@@ -94,7 +94,7 @@ class StepWires:
         self._wiring = wiring
         self._plan = plan
         self._in_flight = in_flight
-        self._routes: dict[tuple[Node, int, Node, int], Route] = {}
+        self._routes: dict[tuple[StageId, int, StageId, int], Route] = {}
 
     def line(self, edge: NodeEdge, pairs: Sequence[Pair], *, forward: bool) -> Line:
         """All crossings of an edge, of rows (forward) or of their gradients, on their way back to the source."""
@@ -107,7 +107,7 @@ class StepWires:
 
         return Line(pairs, make)
 
-    def localized(self, inputs: Inputs, node: Node, microbatch: int) -> Inputs:
+    def localized(self, inputs: Inputs, node: StageId, microbatch: int) -> Inputs:
         """The inputs with slots as row numbers of this rank, where rows are sharded over the instance."""
         if node.stage or isinstance(inputs, EncoderInputs) or not inputs.slots:
             return inputs
@@ -122,7 +122,7 @@ class StepWires:
             local[key] = host_index(local_slots(filled, side, where.instance, where.shard), index)
         return replace(inputs, slots=local)
 
-    def _route(self, source: Node, p: int, target: Node, t: int) -> Route:
+    def _route(self, source: StageId, p: int, target: StageId, t: int) -> Route:
         key = (source, p, target, t)
         if key not in self._routes:
             side, plan, rank = self._wiring.side, self._plan, self._wiring.rank

@@ -21,7 +21,7 @@ Kind = Literal["F", "B", "I", "W", "UNSHARD", "REDUCE"]
 parameters. REDUCE: sum of its gradients over data-parallel ranks."""
 
 
-class Node(NamedTuple):
+class StageId(NamedTuple):
     """One pipeline stage of one module."""
 
     module: str
@@ -35,7 +35,7 @@ class Action(NamedTuple):
     """One piece of work of one node; every rank of the node takes part."""
 
     kind: Kind
-    node: Node
+    node: StageId
     microbatch: int = -1
     """Of the node's module; -1 for UNSHARD and REDUCE."""
 
@@ -67,35 +67,35 @@ class Stage:
 class StageGraph:
     """All stages of all modules and what flows between them."""
 
-    stages: Mapping[Node, Stage]
+    stages: Mapping[StageId, Stage]
     """In topological order."""
-    edges: tuple[tuple[Node, Node], ...]
+    edges: tuple[tuple[StageId, StageId], ...]
     """Between neighbouring stages of a module, and from a module's last stage to its consumer's first."""
     pipelines: Mapping[str, Pipeline]
 
     @cached_property
-    def incoming(self) -> dict[Node, tuple[Node, ...]]:
+    def incoming(self) -> dict[StageId, tuple[StageId, ...]]:
         return {n: tuple(s for s, t in self.edges if t == n) for n in self.stages}
 
     @cached_property
-    def outgoing(self) -> dict[Node, tuple[Node, ...]]:
+    def outgoing(self) -> dict[StageId, tuple[StageId, ...]]:
         return {n: tuple(t for s, t in self.edges if s == n) for n in self.stages}
 
     @cached_property
-    def hosts(self) -> dict[tuple[Node, ...], tuple[int, ...]]:
+    def hosts(self) -> dict[tuple[StageId, ...], tuple[int, ...]]:
         """Sets of nodes that share ranks -> the ranks that host exactly those."""
-        hosted: dict[int, list[Node]] = {}
+        hosted: dict[int, list[StageId]] = {}
         for node, stage in self.stages.items():
             for rank in sorted(stage.ranks):
                 hosted.setdefault(rank, []).append(node)
-        found: dict[tuple[Node, ...], list[int]] = {}
+        found: dict[tuple[StageId, ...], list[int]] = {}
         for rank in sorted(hosted):
             found.setdefault(tuple(hosted[rank]), []).append(rank)
         return {nodes: tuple(ranks) for nodes, ranks in found.items()}
 
-    def nodes_of(self, module: str) -> tuple[Node, ...]:
+    def nodes_of(self, module: str) -> tuple[StageId, ...]:
         """The module's nodes, first stage first."""
-        return tuple(Node(module, s) for s in range(self.pipelines[module].stages))
+        return tuple(StageId(module, s) for s in range(self.pipelines[module].stages))
 
 
 class Span(NamedTuple):
@@ -107,7 +107,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """Which microbatches a step has; from the step plan, so the same on every rank."""
 
     microbatches: Mapping[str, tuple[Span, ...]]
@@ -131,13 +131,13 @@ class Schedule:
     order: str
     """Name of the order it was built by."""
     graph: StageGraph
-    work: Work
-    split: frozenset[Node]
+    work: StepWork
+    split: frozenset[StageId]
     """Nodes whose backward is I and W; the others have B."""
     train: bool
     lanes: tuple[Lane, ...]
     """Disjoint; ranks without work are in none."""
-    in_flight: Mapping[Node, int]
+    in_flight: Mapping[StageId, int]
     """Most microbatches whose activations a node may hold at once: from F until B, or W where split."""
 
     @cached_property
@@ -158,7 +158,7 @@ class Schedule:
 class Dependencies:
     """What must have run before an action, and where rows cross."""
 
-    def __init__(self, graph: StageGraph, work: Work, split: frozenset[Node]) -> None:
+    def __init__(self, graph: StageGraph, work: StepWork, split: frozenset[StageId]) -> None:
         self._graph = graph
         self._split = split
         self._active = {m: {s.number for s in spans} for m, spans in work.microbatches.items()}
@@ -169,7 +169,7 @@ class Dependencies:
                 self._sources.setdefault(edge, {}).setdefault(target, []).append(source)
                 self._targets.setdefault(edge, {}).setdefault(source, []).append(target)
 
-    def rows_from(self, node: Node, microbatch: int) -> tuple[Action, ...]:
+    def rows_from(self, node: StageId, microbatch: int) -> tuple[Action, ...]:
         """Forwards whose rows F of this node reads."""
         found = []
         for source in self._graph.incoming[node]:
@@ -180,7 +180,7 @@ class Dependencies:
                 found += [Action("F", source, p) for p in numbers]
         return tuple(found)
 
-    def readers(self, node: Node, microbatch: int) -> tuple[tuple[Node, int], ...]:
+    def readers(self, node: StageId, microbatch: int) -> tuple[tuple[StageId, int], ...]:
         """Nodes, and their microbatches, that read the rows of F of this node."""
         found = []
         for target in self._graph.outgoing[node]:
@@ -191,7 +191,7 @@ class Dependencies:
                 found += [(target, t) for t in numbers]
         return tuple(found)
 
-    def gradients_from(self, node: Node, microbatch: int) -> tuple[Action, ...]:
+    def gradients_from(self, node: StageId, microbatch: int) -> tuple[Action, ...]:
         """Backwards (B or I) whose gradient rows B or I of this node reads."""
         return tuple(
             Action("I" if target in self._split else "B", target, t) for target, t in self.readers(node, microbatch)

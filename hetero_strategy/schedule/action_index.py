@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from hetero_strategy.schedule.action import Action, Kind, StageGraph, Work
+from hetero_strategy.schedule.action import Action, Kind, StageGraph, StepWork
 
 Costs = Callable[[Action], float]
 """Duration of an action, in any unit."""
 
 
-class Numbers:
+class ActionIndex:
     """Numbering of the actions that a step may have, what each sets free, and how long it takes.
 
     Args:
@@ -27,7 +27,7 @@ class Numbers:
     Nodes without work are left out.
     """
 
-    def __init__(self, graph: StageGraph, work: Work, *, train: bool, splits: bool, costs: Costs | None) -> None:
+    def __init__(self, graph: StageGraph, work: StepWork, *, train: bool, splits: bool, costs: Costs | None) -> None:
         self.nodes = [n for n in graph.stages if work.microbatches.get(n.module)]
         self.index = {n: i for i, n in enumerate(self.nodes)}
         self.counts = [len(work.microbatches[n.module]) for n in self.nodes]
@@ -52,7 +52,7 @@ class Numbers:
         """Of the range of action numbers."""
         return 3 * self.units + 2 * len(self.nodes)
 
-    def _link(self, graph: StageGraph, work: Work) -> None:
+    def _link(self, graph: StageGraph, work: StepWork) -> None:
         """What every action sets free in other nodes, and for how many such actions each waits."""
         units = self.units
         after: list[list[int]] = [[] for _ in range(2 * units)]
@@ -90,7 +90,7 @@ class Numbers:
             self.after[unit].append(self.first[node] + place)
             self.waits[self.first[node] + place] += 1
 
-    def _actions(self, work: Work) -> list[Action | None]:
+    def _actions(self, work: StepWork) -> list[Action | None]:
         kinds: tuple[Kind, ...] = ("F", "B", "W")
         found: list[Action | None] = []
         for kind in kinds:

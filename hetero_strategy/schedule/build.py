@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hetero_strategy.errors import ScheduleError
-from hetero_strategy.schedule.action import Action, Lane, Schedule, StageGraph, Work
-from hetero_strategy.schedule.action_index import Costs, Numbers
+from hetero_strategy.schedule.action import Action, Lane, Schedule, StageGraph, StepWork
+from hetero_strategy.schedule.action_index import ActionIndex, Costs
 from hetero_strategy.schedule.merge import merge
 from hetero_strategy.schedule.module_programs import listed, module_programs, most
 from hetero_strategy.schedule.warmup import Link, links
@@ -24,7 +24,7 @@ SPLIT = ("zb_h1", "zbv")
 def make_schedule(
     order: str,
     graph: StageGraph,
-    work: Work,
+    work: StepWork,
     costs: Costs | None = None,
     *,
     train: bool = True,
@@ -49,7 +49,7 @@ def make_schedule(
     """
     bounds = dict(max_in_flight or {})
     _refuse(order, graph, bounds)
-    numbers = Numbers(graph, work, train=train, splits=order in SPLIT, costs=costs)
+    numbers = ActionIndex(graph, work, train=train, splits=order in SPLIT, costs=costs)
     groups = _lanes(graph, numbers)
     if order == "sequential":
         starts = _sequential(numbers, graph, work)
@@ -86,7 +86,7 @@ def _refuse(order: str, graph: StageGraph, bounds: Mapping[str, int]) -> None:
             raise ScheduleError(f"{module} has vpp={pipeline.vpp}, but zbv has two stages per rank: set vpp to 2")
 
 
-def _lanes(graph: StageGraph, numbers: Numbers) -> list[tuple[tuple[int, ...], list[int]]]:
+def _lanes(graph: StageGraph, numbers: ActionIndex) -> list[tuple[tuple[int, ...], list[int]]]:
     """(ranks, indices of the nodes they host) per lane; nodes without work are left out."""
     found = []
     for hosted, ranks in graph.hosts.items():
@@ -96,7 +96,7 @@ def _lanes(graph: StageGraph, numbers: Numbers) -> list[tuple[tuple[int, ...], l
     return found
 
 
-def _sequential(numbers: Numbers, graph: StageGraph, work: Work) -> list[int]:
+def _sequential(numbers: ActionIndex, graph: StageGraph, work: StepWork) -> list[int]:
     """Step microbatch after step microbatch: all forwards from sources to sinks, then all backwards the other way.
 
     A unit of several step microbatches has its forward with the first of them that needs it, its backward with the
@@ -137,8 +137,8 @@ def _sequential(numbers: Numbers, graph: StageGraph, work: Work) -> list[int]:
 def _pipelined(
     order: str,
     graph: StageGraph,
-    work: Work,
-    numbers: Numbers,
+    work: StepWork,
+    numbers: ActionIndex,
     groups: list[tuple[tuple[int, ...], list[int]]],
     bounds: Mapping[str, int],
 ) -> list[int]:
@@ -156,7 +156,9 @@ def _pipelined(
     return starts
 
 
-def _hold_back(numbers: Numbers, graph: StageGraph, lanes: Sequence[tuple[int, ...]], edges: Sequence[Link]) -> None:
+def _hold_back(
+    numbers: ActionIndex, graph: StageGraph, lanes: Sequence[tuple[int, ...]], edges: Sequence[Link]
+) -> None:
     """Keep nodes without backward from running all their forwards first, where the longest waiting comes first.
 
     They hold nothing that would bound them. Two microbatches ahead of the nearest consumer are enough for it not to
@@ -181,9 +183,9 @@ def _hold_back(numbers: Numbers, graph: StageGraph, lanes: Sequence[tuple[int, .
 def _schedule(
     order: str,
     graph: StageGraph,
-    work: Work,
+    work: StepWork,
     train: bool,
-    numbers: Numbers,
+    numbers: ActionIndex,
     groups: Sequence[tuple[tuple[int, ...], list[int]]],
     starts: Sequence[int],
     bounds: Mapping[str, int],

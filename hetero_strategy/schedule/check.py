@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from hetero_strategy.errors import ScheduleError
-from hetero_strategy.schedule.action import Action, Kind, Lane, Node, Schedule
+from hetero_strategy.schedule.action import Action, Kind, Lane, Schedule, StageId
 
 
 def check(schedule: Schedule) -> None:
@@ -36,7 +36,7 @@ def check(schedule: Schedule) -> None:
     _check_edges(schedule, homes)
 
 
-def expected(schedule: Schedule, node: Node) -> list[Action]:
+def expected(schedule: Schedule, node: StageId) -> list[Action]:
     """All actions that a node has in the step of a schedule."""
     stage = schedule.graph.stages[node]
     spans = schedule.work.microbatches.get(node.module, ())
@@ -76,7 +76,7 @@ def _check_lanes(schedule: Schedule) -> None:
 
 def _homes(schedule: Schedule) -> dict[Action, tuple[int, ...]]:
     """Lanes of every action of the step."""
-    lanes: dict[Node, list[int]] = {}
+    lanes: dict[StageId, list[int]] = {}
     of_rank = schedule.lane_of
     for nodes, ranks in schedule.graph.hosts.items():
         found = sorted({of_rank[r] for r in ranks if r in of_rank})
@@ -112,9 +112,9 @@ def _check_order(schedule: Schedule, lane: Lane, needs: dict[Action, tuple[Actio
     """What one rank can see: needs, UNSHARD and REDUCE, and microbatches held."""
     rank = lane.ranks[0]
     place = {a: i for i, a in enumerate(lane.actions)}
-    first: dict[Node, Action] = {}
-    last: dict[Node, Action] = {}
-    held: dict[Node, int] = {}
+    first: dict[StageId, Action] = {}
+    last: dict[StageId, Action] = {}
+    held: dict[StageId, int] = {}
     for i, action in enumerate(lane.actions):
         node = action.node
         if action.kind in ("UNSHARD", "REDUCE"):
@@ -211,14 +211,14 @@ def _deadlock(
 def _check_edges(schedule: Schedule, homes: dict[Action, tuple[int, ...]]) -> None:
     """Rows of one edge and direction are awaited in the order in which they are sent."""
     places = [{a: i for i, a in enumerate(lane.actions)} for lane in schedule.lanes]
-    awaited: dict[tuple[Node, Action], tuple[int, Action]] = {}
+    awaited: dict[tuple[StageId, Action], tuple[int, Action]] = {}
     for action, lanes in homes.items():
         place = places[lanes[0]][action]
         for sent in schedule.dependencies.crossing(action):
             key = (action.node, sent)
             if key not in awaited or place < awaited[key][0]:
                 awaited[key] = (place, action)
-    by_edge: dict[tuple[Node, Node, bool], list[tuple[int, int, Action, Action]]] = {}
+    by_edge: dict[tuple[StageId, StageId, bool], list[tuple[int, int, Action, Action]]] = {}
     for (reader, sent), (place, action) in awaited.items():
         sender = places[homes[sent][0]][sent]
         by_edge.setdefault((sent.node, reader, sent.kind == "F"), []).append((sender, place, sent, action))

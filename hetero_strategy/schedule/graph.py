@@ -9,14 +9,14 @@ import numpy as np
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.plan.step_plan import StepPlan
-from hetero_strategy.schedule.action import Action, Kind, Node, Span, Stage, StageGraph, Work
+from hetero_strategy.schedule.action import Action, Kind, Span, Stage, StageGraph, StageId, StepWork
 
 
 def stage_graph(
     modules: Sequence[str],
     edges: Sequence[tuple[str, str]],
     layouts: Mapping[str, ModuleLayout],
-    trains: Mapping[Node, bool],
+    trains: Mapping[StageId, bool],
     gathered: Collection[str] = (),
     whole: Collection[str] = (),
 ) -> StageGraph:
@@ -33,24 +33,24 @@ def stage_graph(
         gathered: modules whose parameters are gathered once per step.
         whole: modules whose backward is never divided.
     """
-    stages: dict[Node, Stage] = {}
-    between: list[tuple[Node, Node]] = []
+    stages: dict[StageId, Stage] = {}
+    between: list[tuple[StageId, StageId]] = []
     for module in modules:
         layout = layouts[module]
-        last_of = {s: Node(s, layouts[s].pipeline.stages - 1) for s, t in edges if t == module}
-        between += [(node, Node(module, 0)) for node in last_of.values()]
+        last_of = {s: StageId(s, layouts[s].pipeline.stages - 1) for s, t in edges if t == module}
+        between += [(node, StageId(module, 0)) for node in last_of.values()]
         upstream = any(stages[node].backward for node in last_of.values())
         for number in range(layout.pipeline.stages):
-            node = Node(module, number)
+            node = StageId(module, number)
             upstream = upstream or trains[node]
             grid = layout.stage_grid(number)
             stages[node] = Stage(grid, trains[node], upstream, module in gathered, module in whole)
             if number:
-                between.append((Node(module, number - 1), node))
+                between.append((StageId(module, number - 1), node))
     return StageGraph(stages, tuple(between), {m: layouts[m].pipeline for m in modules})
 
 
-def work_of(plan: StepPlan, graph: StageGraph) -> Work:
+def work_of(plan: StepPlan, graph: StageGraph) -> StepWork:
     """Which microbatches a step has, and between which of them rows flow."""
     spans = {
         module: tuple(
@@ -60,7 +60,7 @@ def work_of(plan: StepPlan, graph: StageGraph) -> Work:
         for module in graph.pipelines
     }
     edges = [(s.module, t.module) for s, t in graph.edges if s.module != t.module]
-    return Work(spans, {edge: tuple(plan.feeds(*edge)) for edge in edges})
+    return StepWork(spans, {edge: tuple(plan.feeds(*edge)) for edge in edges})
 
 
 @dataclass(frozen=True)
@@ -101,17 +101,17 @@ class PlannedCosts:
     says no loads.
     """
 
-    def __init__(self, plan: StepPlan, graph: StageGraph, stages: Mapping[Node, StageCost]) -> None:
+    def __init__(self, plan: StepPlan, graph: StageGraph, stages: Mapping[StageId, StageCost]) -> None:
         self._graph = graph
         self._stages = stages
-        self._forward: dict[Node, np.ndarray] = {}
+        self._forward: dict[StageId, np.ndarray] = {}
         for module in graph.pipelines:
             nodes, load = graph.nodes_of(module), plan.loads.get(module)
             sizes = [_sizes(plan, module, number) for number in range(len(plan.assignments[module]))]
             rows, squares = np.stack([r for r, _ in sizes]), np.stack([s for _, s in sizes])
             times = forward_times([stages[n] for n in nodes], rows, squares, None if load is None else load.after)
             self._forward.update(zip(nodes, times, strict=True))
-        self._slowest: dict[Node, list[float]] = {
+        self._slowest: dict[StageId, list[float]] = {
             node: found.max(axis=1, initial=0.0).tolist() for node, found in self._forward.items()
         }
 

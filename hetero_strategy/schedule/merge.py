@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from hetero_strategy.schedule.action_index import Numbers
+from hetero_strategy.schedule.action_index import ActionIndex
 
 Key = tuple[float, bool, int]
 """Waiting since (where that counts), is a forward, how far from the sink: what is less comes first."""
 
 
 def merge(
-    numbers: Numbers,
+    numbers: ActionIndex,
     programs: Sequence[Sequence[int]],
     lanes: Sequence[tuple[int, ...]],
     caps: Sequence[int],
@@ -42,7 +42,7 @@ def merge(
 class _Merge:
     def __init__(
         self,
-        numbers: Numbers,
+        numbers: ActionIndex,
         programs: Sequence[Sequence[int]],
         lanes: Sequence[tuple[int, ...]],
         caps: Sequence[int],

@@ -8,9 +8,9 @@ from itertools import accumulate
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.layout.pipeline import Pipeline
 from hetero_strategy.schedule import programs
-from hetero_strategy.schedule.action import Node, StageGraph, Work
-from hetero_strategy.schedule.action_index import Numbers
-from hetero_strategy.schedule.programs import BACKWARD, FORWARD, Program
+from hetero_strategy.schedule.action import StageGraph, StageId, StepWork
+from hetero_strategy.schedule.action_index import ActionIndex
+from hetero_strategy.schedule.programs import BACKWARD, FORWARD, RankProgram
 from hetero_strategy.schedule.warmup import Link, caps, needs, tight
 
 SLACK = 1
@@ -20,11 +20,11 @@ SLACK = 1
 def module_programs(
     order: str,
     graph: StageGraph,
-    work: Work,
-    numbers: Numbers,
+    work: StepWork,
+    numbers: ActionIndex,
     edges: Sequence[Link],
     bounds: Mapping[str, int],
-) -> list[tuple[str, Program]]:
+) -> list[tuple[str, RankProgram]]:
     """(module, program) of every pipeline rank of every module with work.
 
     Args:
@@ -41,7 +41,7 @@ def module_programs(
     still = tight(graph, edges)
     leads: dict[str, list[int]] = {}  # of the first stage
     depth: dict[str, int] = {}
-    found: list[tuple[str, Program]] = []
+    found: list[tuple[str, RankProgram]] = []
     for module in reversed(modules):
         pipeline = graph.pipelines[module]
         spans = work.microbatches[module]
@@ -92,7 +92,7 @@ def _module(
     should: list[int],
     limit: list[int],
     depth: int,
-) -> tuple[Program, ...]:
+) -> tuple[RankProgram, ...]:
     """Programs of one module's pipeline ranks.
 
     Args:
@@ -126,13 +126,13 @@ def _module(
     return programs.windowed(order, pipeline, tuple(must), bound, module)
 
 
-def listed(numbers: Numbers, module: str, program: Program) -> list[int]:
+def listed(numbers: ActionIndex, module: str, program: RankProgram) -> list[int]:
     """Action numbers of a module's program."""
-    base = [numbers.first[numbers.index[Node(module, s)]] for s in range(max(op[1] for op in program) + 1)]
+    base = [numbers.first[numbers.index[StageId(module, s)]] for s in range(max(op[1] for op in program) + 1)]
     return [kind * numbers.units + base[stage] + j for kind, stage, j in program]
 
 
-def most(numbers: Numbers, made: Sequence[tuple[str, Program]], bounds: Mapping[str, int]) -> list[int]:
+def most(numbers: ActionIndex, made: Sequence[tuple[str, RankProgram]], bounds: Mapping[str, int]) -> list[int]:
     """Per node, microbatches it may hold where W fills waits: what 1F1B holds on the module's worst stage."""
     worst: dict[str, int] = {}
     for module, program in made:

@@ -18,10 +18,12 @@ from hetero_strategy.layout.pipeline import Pipeline
 FORWARD, BACKWARD, WEIGHT = 0, 1, 2
 Op = tuple[int, int, int]
 """(kind, stage, place of the microbatch)."""
-Program = tuple[Op, ...]
+RankProgram = tuple[Op, ...]
 
 
-def paired(forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], leads: Sequence[int]) -> Program:
+def paired(
+    forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], leads: Sequence[int]
+) -> RankProgram:
     """Forwards and backwards in their own orders; before backward ``k`` come ``leads[k]`` forwards.
 
     Args:
@@ -37,21 +39,21 @@ def paired(forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, i
     return (*program, *((FORWARD, *f) for f in forwards[done:]))
 
 
-def one_forward_one_backward(stage: int, leads: Sequence[int]) -> Program:
+def one_forward_one_backward(stage: int, leads: Sequence[int]) -> RankProgram:
     """One stage on a rank; ``leads[j]`` forwards come before the backward of microbatch ``j``."""
     units = [(stage, j) for j in range(len(leads))]
     return paired(units, units, leads)
 
 
 @lru_cache(256)
-def gpipe(stages: tuple[int, ...], count: int) -> Program:
+def gpipe(stages: tuple[int, ...], count: int) -> RankProgram:
     """All forwards, stage after stage, then all backwards."""
     forwards = tuple((FORWARD, s, j) for s in stages for j in range(count))
     return forwards + tuple((BACKWARD, s, j) for s in reversed(stages) for j in range(count))
 
 
 @lru_cache(256)
-def forwards(pipeline: Pipeline, rank: int, count: int) -> Program:
+def forwards(pipeline: Pipeline, rank: int, count: int) -> RankProgram:
     """Forwards alone."""
     if pipeline.style == "loop":
         return tuple((FORWARD, *f) for f in _grouped(pipeline.stages_of(rank), _groupings(pipeline.pp, count)[-1]))
@@ -76,7 +78,7 @@ def _groupings(pp: int, count: int) -> list[list[int]]:
 
 
 @lru_cache(64)
-def interleaved(pipeline: Pipeline, count: int, more: int, needs: tuple[int, ...]) -> tuple[Program, ...]:
+def interleaved(pipeline: Pipeline, count: int, more: int, needs: tuple[int, ...]) -> tuple[RankProgram, ...]:
     """Interleaved 1F1B, one program per pipeline rank.
 
     Args:
@@ -89,7 +91,7 @@ def interleaved(pipeline: Pipeline, count: int, more: int, needs: tuple[int, ...
     """
     pp, last = pipeline.pp, pipeline.stages - 1
     total = count * pipeline.vpp
-    tried: list[tuple[int, tuple[Program, ...]]] = []
+    tried: list[tuple[int, tuple[RankProgram, ...]]] = []
     for sizes in _groupings(pp, count):
         order = [_grouped(pipeline.stages_of(r), sizes) for r in range(pp)]
         back = [_grouped(pipeline.stages_of(r)[::-1], sizes) for r in range(pp)]
@@ -107,7 +109,7 @@ def interleaved(pipeline: Pipeline, count: int, more: int, needs: tuple[int, ...
 
 
 @lru_cache(64)
-def zbv(pipeline: Pipeline, count: int, more: int, needs: tuple[int, ...]) -> tuple[Program, ...]:
+def zbv(pipeline: Pipeline, count: int, more: int, needs: tuple[int, ...]) -> tuple[RankProgram, ...]:
     """ZBV, one program per pipeline rank: two stages on each, the first and the last stage on rank 0.
 
     Args:
@@ -164,7 +166,7 @@ def _zbv(pp: int, rank: int, count: int) -> list[Op]:
     return ops
 
 
-def duration(pipeline: Pipeline, programs: Sequence[Program]) -> int | None:
+def duration(pipeline: Pipeline, programs: Sequence[RankProgram]) -> int | None:
     """Time of one module's programs alone, with forwards of 1 and backwards of 2; ``None`` if they never end."""
     ends: dict[Op, int] = {}
     heads = [0] * len(programs)
@@ -189,7 +191,9 @@ def duration(pipeline: Pipeline, programs: Sequence[Program]) -> int | None:
 
 
 @lru_cache(64)
-def windowed(order: str, pipeline: Pipeline, needs: tuple[int, ...], bound: int, module: str) -> tuple[Program, ...]:
+def windowed(
+    order: str, pipeline: Pipeline, needs: tuple[int, ...], bound: int, module: str
+) -> tuple[RankProgram, ...]:
     """``interleaved`` or ``zbv`` (by the pipeline's style) of ``bound`` microbatches after another as often as needed.
 
     Raises:
@@ -211,7 +215,7 @@ def windowed(order: str, pipeline: Pipeline, needs: tuple[int, ...], bound: int,
     return tuple(map(tuple, joined))
 
 
-def leads_of(program: Program, stage: int) -> list[int]:
+def leads_of(program: RankProgram, stage: int) -> list[int]:
     """Forwards of a stage before each of its backwards, in order."""
     leads, done = [], 0
     for kind, s, _ in program:
@@ -223,7 +227,7 @@ def leads_of(program: Program, stage: int) -> list[int]:
     return leads
 
 
-def held(program: Program) -> int:
+def held(program: RankProgram) -> int:
     """Most microbatches that one stage holds, from F until W, or B in a program without W."""
     closing = WEIGHT if any(kind == WEIGHT for kind, _, _ in program) else BACKWARD
     now: dict[int, int] = {}
@@ -237,7 +241,7 @@ def held(program: Program) -> int:
     return most
 
 
-def sooner(program: Program, by: int) -> Program:
+def sooner(program: RankProgram, by: int) -> RankProgram:
     """The same with every forward ``by`` forwards earlier, as far as there are so many."""
     forwards = [op for op in program if op[0] == FORWARD]
     ops: list[Op] = []

@@ -3,8 +3,8 @@
 A backward waits for the backwards of what its rows went into, which wait for forwards, which wait for rows: so the
 number of forwards before each backward is passed from a consumer to its producer, from sinks up. On a chain it gives
 1F1B's warm-ups (``stages - s - 1``), on several encoders of different depth Cornstarch's (encoder stages after ``s`` +
-LLM stages). Bounds on microbatches in flight are passed the other way, from sources down. Work in the words of the
-consumer and of the producer is related by ``Work.feeds`` and the spans.
+LLM stages). Bounds on microbatches in flight are passed the other way, from sources down. StepWork in the words of the
+consumer and of the producer is related by ``StepWork.feeds`` and the spans.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from hetero_strategy.errors import ScheduleError
-from hetero_strategy.schedule.action import Span, StageGraph, Work
+from hetero_strategy.schedule.action import Span, StageGraph, StepWork
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Link:
     forwards: tuple[int, ...]
 
 
-def links(graph: StageGraph, work: Work) -> list[Link]:
+def links(graph: StageGraph, work: StepWork) -> list[Link]:
     """Of all module edges between modules with work."""
     found = []
     places = {m: {s.number: i for i, s in enumerate(spans)} for m, spans in work.microbatches.items()}
@@ -76,7 +76,9 @@ def needs(
     return must, should
 
 
-def caps(work: Work, edges: Sequence[Link], bounds: Mapping[str, int], bounded: Sequence[str]) -> dict[str, list[int]]:
+def caps(
+    work: StepWork, edges: Sequence[Link], bounds: Mapping[str, int], bounded: Sequence[str]
+) -> dict[str, list[int]]:
     """Most forwards of every module that may come before each of its backwards.
 
     Args:

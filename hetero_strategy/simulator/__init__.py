@@ -5,6 +5,17 @@ from __future__ import annotations
 from hetero_strategy.simulator.account import Footprint, Host, Memory
 from hetero_strategy.simulator.links import Links
 from hetero_strategy.simulator.result import CAUSES, Cause, Simulation
-from hetero_strategy.simulator.simulate import Costs, Rows, simulate
+from hetero_strategy.simulator.simulate import ActionCosts, RowsSent, simulate
 
-__all__ = ["CAUSES", "Cause", "Costs", "Footprint", "Host", "Links", "Memory", "Rows", "Simulation", "simulate"]
+__all__ = [
+    "CAUSES",
+    "ActionCosts",
+    "Cause",
+    "Footprint",
+    "Host",
+    "Links",
+    "Memory",
+    "RowsSent",
+    "Simulation",
+    "simulate",
+]

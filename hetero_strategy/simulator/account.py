@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_strategy.schedule.action import Action, Node, Schedule
+from hetero_strategy.schedule.action import Action, Schedule, StageId
 from hetero_strategy.simulator.result import CAUSES, Cause, Simulation
 
 
@@ -26,7 +26,7 @@ class Footprint:
         return self.activation(microbatch) if callable(self.activation) else self.activation
 
 
-Memory = Callable[[Node], Footprint]
+Memory = Callable[[StageId], Footprint]
 _WAITS: tuple[Cause, ...] = ("host", "dependency", "boundary", "straggler")
 
 
@@ -135,10 +135,10 @@ def _column(value: float | np.ndarray) -> float | np.ndarray:
     return value[:, None] if isinstance(value, np.ndarray) and value.ndim == 1 else value
 
 
-def _last_backwards(schedule: Schedule) -> dict[tuple[Node, int], str]:
+def _last_backwards(schedule: Schedule) -> dict[tuple[StageId, int], str]:
     """(node, microbatch) -> the kind of action after which its activations are gone: W, else B or I, else F itself."""
     rank = {"F": 0, "I": 1, "B": 1, "W": 2}
-    last: dict[tuple[Node, int], str] = {}
+    last: dict[tuple[StageId, int], str] = {}
     for lane in schedule.lanes:
         for action in lane.actions:
             if action.microbatch < 0:

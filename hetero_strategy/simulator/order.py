@@ -6,7 +6,7 @@ from collections import deque
 from typing import NoReturn
 
 from hetero_strategy.errors import ScheduleError
-from hetero_strategy.schedule.action import Action, Node, Schedule
+from hetero_strategy.schedule.action import Action, Schedule, StageId
 from hetero_strategy.schedule.check import check
 
 
@@ -73,11 +73,11 @@ def _refuse(schedule: Schedule) -> NoReturn:
     raise ScheduleError(f"schedule {schedule.order!r} cannot run: some actions never become next on all their ranks")
 
 
-def _hosts(schedule: Schedule) -> dict[Node, tuple[int, ...]]:
+def _hosts(schedule: Schedule) -> dict[StageId, tuple[int, ...]]:
     """Node with work -> the lanes its ranks are in."""
     lane_of = schedule.lane_of
     listed = {a.node for lane in schedule.lanes for a in lane.actions}
-    hosts: dict[Node, tuple[int, ...]] = {}
+    hosts: dict[StageId, tuple[int, ...]] = {}
     for node in listed:
         ranks = schedule.graph.stages[node].ranks if node in schedule.graph.stages else frozenset()
         if not ranks or not all(rank in lane_of for rank in ranks):

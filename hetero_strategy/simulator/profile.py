@@ -9,21 +9,21 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from hetero_strategy.schedule.action import Action, Kind, Node, Schedule
+from hetero_strategy.schedule.action import Action, Kind, Schedule, StageId
 from hetero_strategy.schedule.graph import PlannedCosts
 
 
-class Sample(NamedTuple):
+class TimedForward(NamedTuple):
     """One action that ran."""
 
-    node: Node
+    node: StageId
     kind: Kind
     flops: float
     """Planned for the instance that was measured; 0 for UNSHARD and REDUCE."""
     seconds: float
 
 
-Scatter = Mapping[tuple[Node, Kind], np.ndarray]
+Scatter = Mapping[tuple[StageId, Kind], np.ndarray]
 """Measured over fitted seconds, float64 ``[samples]``."""
 
 
@@ -37,8 +37,8 @@ class Profile:
         samples: of any number of steps and ranks.
     """
 
-    def __init__(self, samples: Iterable[Sample]) -> None:
-        by_kind: dict[tuple[Node, Kind], list[tuple[float, float]]] = defaultdict(list)
+    def __init__(self, samples: Iterable[TimedForward]) -> None:
+        by_kind: dict[tuple[StageId, Kind], list[tuple[float, float]]] = defaultdict(list)
         for sample in samples:
             by_kind[sample.node, sample.kind].append((sample.flops, sample.seconds))
         self._lines = {key: _fit(np.array(found)) for key, found in by_kind.items()}
@@ -50,9 +50,9 @@ class Profile:
             return constant
         return constant + slope * planned.of_instances(action)
 
-    def scatter(self, samples: Iterable[Sample]) -> Scatter:
+    def scatter(self, samples: Iterable[TimedForward]) -> Scatter:
         """How far samples are from their lines."""
-        found: dict[tuple[Node, Kind], list[float]] = defaultdict(list)
+        found: dict[tuple[StageId, Kind], list[float]] = defaultdict(list)
         for sample in samples:
             constant, slope = self._lines[sample.node, sample.kind]
             line = constant + slope * sample.flops
@@ -65,7 +65,7 @@ class Profile:
         schedule: Schedule,
         scatter: Scatter,
         random: np.random.Generator,
-        synchronous: Collection[Node] = (),
+        synchronous: Collection[StageId] = (),
     ) -> dict[Action, np.ndarray]:
         """Costs of all actions of a schedule, float64 ``[instances]``, each as far from its line as one of the scatter.
 

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.plan.orchestrator import Sizes
+from hetero_strategy.plan.orchestrator import UnitSizes
 from hetero_strategy.plan.reorder import SEARCHES, best_order, interval_order
-from hetero_strategy.schedule.action import Action, Kind, Node, Schedule, Span, StageGraph, Work
+from hetero_strategy.schedule.action import Action, Kind, Schedule, Span, StageGraph, StageId, StepWork
 from hetero_strategy.schedule.build import SPLIT, make_schedule
 from hetero_strategy.schedule.graph import StageCost, forward_times, forwards
 from hetero_strategy.simulator.replay import Replay
 
-Table = Mapping[tuple[Kind, Node], np.ndarray]
+Table = Mapping[tuple[Kind, StageId], np.ndarray]
 """Time of every kind of work of every node per microbatch, float64 ``[microbatches]``."""
 
 
@@ -49,7 +49,7 @@ class Reorderer:
         self,
         graph: StageGraph,
         order: str,
-        costs: Mapping[Node, StageCost],
+        costs: Mapping[StageId, StageCost],
         max_in_flight: Mapping[str, int] | None = None,
         search: str = "search",
     ) -> None:
@@ -70,7 +70,7 @@ class Reorderer:
         """Whether the order can matter: some ranks run other stages than others, and so may wait for them."""
         return self._search != "none" and len(self._graph.hosts) > 1
 
-    def __call__(self, sizes: Sizes) -> np.ndarray:
+    def __call__(self, sizes: UnitSizes) -> np.ndarray:
         """The order, int64 ``[l]``: position ``k`` should run what is now microbatch ``order[k]``.
 
         Args:
@@ -101,7 +101,7 @@ class Reorderer:
         took = [self._time(table, active, order) for order in (planned, best)]
         return best if took[1] < took[0] else planned
 
-    def _count(self, sizes: Sizes) -> int:
+    def _count(self, sizes: UnitSizes) -> int:
         """Microbatches of the step."""
         given = {m: [x for x in sizes[m] if x is not None] for m in self._graph.pipelines if m in sizes}
         shapes = {m: tuple(x.shape for x in given[m]) if m in given else "nothing" for m in self._graph.pipelines}
@@ -112,8 +112,8 @@ class Reorderer:
             )
         return int(counts.pop())
 
-    def _table(self, sizes: Sizes) -> Table:
-        found: dict[tuple[Kind, Node], np.ndarray] = {}
+    def _table(self, sizes: UnitSizes) -> Table:
+        found: dict[tuple[Kind, StageId], np.ndarray] = {}
         kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
         for module in self._graph.pipelines:
             nodes = self._graph.nodes_of(module)
@@ -156,7 +156,7 @@ class Reorderer:
         there = {module: np.flatnonzero(active[module][order]).tolist() for module in self._graph.pipelines}
         edges = [(s.module, t.module) for s, t in self._graph.edges if s.module != t.module]
         feeds = {(s, t): tuple((k, k) for k in sorted({*there[s]} & {*there[t]})) for s, t in edges}
-        work = Work({module: tuple(Span(k, k, k) for k in found) for module, found in there.items()}, feeds)
+        work = StepWork({module: tuple(Span(k, k, k) for k in found) for module, found in there.items()}, feeds)
         seconds = {name: times[order].tolist() for name, times in table.items()}
 
         def cost(action: Action) -> float:

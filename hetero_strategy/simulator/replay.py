@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from hetero_strategy.schedule.action import Action, Kind, Node, Schedule
+from hetero_strategy.schedule.action import Action, Kind, Schedule, StageId
 from hetero_strategy.simulator.order import running_order
 
 BLOCK = 128
@@ -51,7 +51,7 @@ class Replay:
         place = {action: i for i, action in enumerate(self.actions)}
         self._levels = _levels([level[a] for a in self.actions], [[place[b] for b in before[a]] for a in self.actions])
         self._last = np.array(sorted({place[lane.actions[-1]] for lane in schedule.lanes if lane.actions}), np.int64)
-        self.lines: tuple[tuple[Kind, Node], ...] = tuple(dict.fromkeys((a.kind, a.node) for a in self.actions))
+        self.lines: tuple[tuple[Kind, StageId], ...] = tuple(dict.fromkeys((a.kind, a.node) for a in self.actions))
         """What is done with microbatches: the rows of a table of costs."""
         line = {name: i for i, name in enumerate(self.lines)}
         self._line = np.array([line[a.kind, a.node] for a in self.actions], np.int64)
@@ -61,7 +61,7 @@ class Replay:
         """Seconds of every action's slowest instance, float64 ``[actions]``, from a cost function of `simulate`."""
         return np.array([float(np.max(costs(action))) for action in self.actions])
 
-    def table(self, costs: Mapping[tuple[Kind, Node], np.ndarray], microbatches: int) -> np.ndarray:
+    def table(self, costs: Mapping[tuple[Kind, StageId], np.ndarray], microbatches: int) -> np.ndarray:
         """Costs as `of_orders` takes them, float64 ``[lines, microbatches]``.
 
         Args:

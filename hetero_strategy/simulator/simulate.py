@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_strategy.schedule.action import Action, Node, Schedule
+from hetero_strategy.schedule.action import Action, Schedule, StageId
 from hetero_strategy.simulator.account import NO_HOST, Account, Host, Memory
 from hetero_strategy.simulator.links import Links
 from hetero_strategy.simulator.order import running_order
 from hetero_strategy.simulator.result import Simulation
 
-Costs = Callable[[Action], "float | np.ndarray"]
+ActionCosts = Callable[[Action], "float | np.ndarray"]
 """Seconds of an action: one number, or float64 ``[instances of its node]``."""
-Rows = Callable[[Action, Action], "float | np.ndarray"]
+RowsSent = Callable[[Action, Action], "float | np.ndarray"]
 """Bytes that one rank of the reading action's node receives from the source action.
 
 One number, or float64 ``[target instances]``; between modules every source instance then sends an equal part. Or
@@ -31,11 +31,11 @@ Within a module rows go from instance i to instance i.
 
 def simulate(
     schedule: Schedule,
-    costs: Costs,
+    costs: ActionCosts,
     links: Links | None = None,
-    rows: Rows | None = None,
+    rows: RowsSent | None = None,
     memory: Memory | None = None,
-    synchronous: Collection[Node] = (),
+    synchronous: Collection[StageId] = (),
     host: Host = NO_HOST,
 ) -> Simulation:
     """Start and end of every action on every instance, and what its ranks waited for.
@@ -95,16 +95,16 @@ class _Way:
 class _Transfers:
     """Rows on their way: what every action that has not run yet waits for."""
 
-    def __init__(self, schedule: Schedule, links: Links, rows: Rows | None) -> None:
+    def __init__(self, schedule: Schedule, links: Links, rows: RowsSent | None) -> None:
         self.inbox: dict[Action, tuple[np.ndarray, np.ndarray]] = {}
         """Action -> when what it reads was computed and when it has arrived, each float64 ``[instances]``."""
         self._stages = schedule.graph.stages
         self._links = links
         self._rows = rows
-        self._ways: dict[tuple[Node, Node], _Way] = {}
+        self._ways: dict[tuple[StageId, StageId], _Way] = {}
         self._last: dict[tuple[object, ...], np.ndarray] = {}
 
-    def _way(self, source: Node, target: Node) -> _Way:
+    def _way(self, source: StageId, target: StageId) -> _Way:
         way = self._ways.get((source, target))
         if way is None:
             a, b = self._stages[source].grid, self._stages[target].grid

@@ -20,10 +20,10 @@ from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.gradients import Owned, owned_parameters
 from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
-from hetero_strategy.plan.config import Surroundings
+from hetero_strategy.plan.config import ModelContext
 from hetero_strategy.runtime.executor import Executor, Program
 from hetero_strategy.runtime.wiring import Groups, NodeEdge, Wiring
-from hetero_strategy.schedule.action import Node, StageGraph
+from hetero_strategy.schedule.action import StageGraph, StageId
 from hetero_strategy.strategy.blueprint import Scheduling, blueprint, surroundings
 
 
@@ -39,7 +39,7 @@ class Assembled:
     """All ranks, on the host."""
     loading: dist.ProcessGroup
     """The same for the thread that loads data."""
-    surroundings: Surroundings
+    surroundings: ModelContext
     """For balancing."""
 
 
@@ -142,7 +142,7 @@ def assemble(
         )
     for module in modules.values():
         module.forget_given()
-    mine = {Node(name, number): stage for name, made in stages.items() for number, stage in made.items()}
+    mine = {StageId(name, number): stage for name, made in stages.items() for number, stage in made.items()}
     executor = Executor(
         mine,
         graph,

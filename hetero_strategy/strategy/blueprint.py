@@ -15,10 +15,10 @@ from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.parallelize.stages import cut
 from hetero_strategy.plan.balance import Cost
-from hetero_strategy.plan.config import Surroundings
+from hetero_strategy.plan.config import ModelContext
 from hetero_strategy.plan.orchestrator import Near, Orderer
 from hetero_strategy.planner.stages import with_splits
-from hetero_strategy.schedule.action import Node, Span, StageGraph, Work
+from hetero_strategy.schedule.action import Span, StageGraph, StageId, StepWork
 from hetero_strategy.schedule.build import SPLIT, make_schedule
 from hetero_strategy.schedule.graph import StageCost, stage_graph
 from hetero_strategy.simulator.reordering import Reorderer
@@ -56,9 +56,9 @@ class Scheduling:
         Raises:
             ScheduleError: naming module, field and fix.
         """
-        trains = {Node(n, s): True for n, layout in layouts.items() for s in range(layout.pipeline.stages)}
+        trains = {StageId(n, s): True for n, layout in layouts.items() for s in range(layout.pipeline.stages)}
         alone = stage_graph(list(layouts), [], layouts, trains)
-        once = Work({n: (Span(0, 0, 0),) for n in layouts}, {})
+        once = StepWork({n: (Span(0, 0, 0),) for n in layouts}, {})
         make_schedule(self.resolved(layouts).order, alone, once, max_in_flight=self.max_in_flight)
 
     def gathered(self, layout: ModuleLayout) -> bool:
@@ -75,7 +75,7 @@ class Blueprint:
     layouts: dict[str, ModuleLayout]
     """With every ``split`` given."""
     graph: StageGraph
-    costs: dict[Node, StageCost]
+    costs: dict[StageId, StageCost]
 
 
 def blueprint(
@@ -101,26 +101,26 @@ def blueprint(
         raise ConfigError(f"HeteroStrategy: recompute names {unknown}; the modules are {', '.join(modules)}")
     edges = [(e.source, e.target) for e in model.edges]
     chosen = with_splits(modules, model.topological(), edges, layouts, recompute)
-    trains: dict[Node, bool] = {}
-    costs: dict[Node, StageCost] = {}
+    trains: dict[StageId, bool] = {}
+    costs: dict[StageId, StageCost] = {}
     for name, module in modules.items():
         split = chosen[name].split
         assert split is not None
         for number, stage in cut(module, split, range(len(split))).items():
-            trains[Node(name, number)] = any(p.requires_grad for p in stage.parameters())
+            trains[StageId(name, number)] = any(p.requires_grad for p in stage.parameters())
         ranks = chosen[name].tp * chosen[name].cp
         for number, cost in enumerate(_costs(module, split, name in recompute, ranks)):
-            costs[Node(name, number)] = cost
+            costs[StageId(name, number)] = cost
     gathered = {name for name, layout in chosen.items() if scheduling.gathered(layout)}
     graph = stage_graph(model.topological(), edges, chosen, trains, gathered, recompute)
-    once = Work({n: (Span(0, 0, 0),) for n in modules}, dict.fromkeys(edges, ((0, 0),)))
+    once = StepWork({n: (Span(0, 0, 0),) for n in modules}, dict.fromkeys(edges, ((0, 0),)))
     make_schedule(scheduling.order, graph, once, max_in_flight=scheduling.max_in_flight)
     return Blueprint(chosen, graph, costs)
 
 
 def surroundings(
     plan: Blueprint, consumers: Collection[str], scheduling: Scheduling, placement: Placement, ranks_per_node: int
-) -> Surroundings:
+) -> ModelContext:
     """What balancing has to know: what modules cost, which instances lie near each other, what orders microbatches.
 
     Args:
@@ -148,7 +148,7 @@ def surroundings(
         made = Reorderer(plan.graph, scheduling.order, plan.costs, scheduling.max_in_flight, search)
         return made if made.needed else None
 
-    return Surroundings({n: c for n, c in costs.items() if c.linear or c.quadratic}, near, orderer)
+    return ModelContext({n: c for n, c in costs.items() if c.linear or c.quadratic}, near, orderer)
 
 
 def _near(

@@ -36,7 +36,7 @@ from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.model.multimodal import ModelOutput, MultimodalModel
 from hetero_strategy.parallelize.gradients import Owned
 from hetero_strategy.parallelize.kernels import choose_kernels
-from hetero_strategy.plan.config import Surroundings
+from hetero_strategy.plan.config import ModelContext
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.runtime.step import StepRunner
 from hetero_strategy.strategy.assembly import Assembled, assemble, find_model, move_rest
@@ -149,9 +149,9 @@ class HeteroStrategy(WorldCollectives):
         return None if self._assembled is None else self._assembled.loading
 
     @property
-    def surroundings(self) -> Surroundings:
+    def surroundings(self) -> ModelContext:
         """What model and layouts say about balancing; nothing before ``setup``."""
-        return Surroundings() if self._assembled is None else self._assembled.surroundings
+        return ModelContext() if self._assembled is None else self._assembled.surroundings
 
     @property
     def row_multiple(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.datamodule import MultimodalDataModule
-from hetero_strategy.loading.steps import Share, StepDataset
+from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.model import (
     MultimodalModel,
     flow_decoder,
@@ -29,11 +29,11 @@ from hetero_strategy.model import (
     titan_llama,
     whisper_encoder,
 )
-from hetero_strategy.plan.config import Balance, Surroundings
+from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.runtime import executor as running
-from hetero_strategy.runtime.outcome import Outcome
-from hetero_strategy.schedule.action import Action, Lane, Node, StageGraph
+from hetero_strategy.runtime.step_output import StepOutput
+from hetero_strategy.schedule.action import Action, Lane, StageGraph, StageId
 from hetero_strategy.schedule.check import check
 from hetero_strategy.strategy.assembly import Assembled, Scheduling, assemble
 from hetero_strategy.strategy.strategy import ROW_ALIGNMENT
@@ -191,7 +191,7 @@ class Steps(StepDataset):
 
 
 def steps_of(
-    setting: Setting, microbatches: int | None, share: Share, around: Surroundings | None = None
+    setting: Setting, microbatches: int | None, share: RankView, around: ModelContext | None = None
 ) -> StepDataset:
     """Batches of a rank; by default one, of the whole data set."""
     made = data_of(setting.folder, "draw" in setting.modules)
@@ -206,15 +206,15 @@ def steps_of(
         microbatch_tokens=setting.tokens,
         balancing=None
         if setting.balance is None
-        else Balance.of(setting.balance).resolve(share.instances, around or Surroundings()),
+        else BalanceConfig.of(setting.balance).resolve(share.instances, around or ModelContext()),
         shuffle=False,
     )
 
 
-def share_of(placement: Placement, setting: Setting, rank: int) -> Share:
+def share_of(placement: Placement, setting: Setting, rank: int) -> RankView:
     """What a rank computes, as the strategy and the data module say it."""
     tp = {name: placement.layouts[name].tp for name in setting.consumers}
-    return Share.of(placement, setting.modules, rank, {n: d * ROW_ALIGNMENT for n, d in tp.items() if d > 1})
+    return RankView.of(placement, setting.modules, rank, {n: d * ROW_ALIGNMENT for n, d in tp.items() if d > 1})
 
 
 @dataclass
@@ -272,7 +272,7 @@ def reference(setting: Setting, microbatches: int, *, train: bool = True, step: 
     setting = replace(setting, balance=None)
     with made_in(setting.dtype):
         model = _model(setting).train(train)
-        out = model(steps_of(setting, microbatches, Share.whole(setting.modules))[step])
+        out = model(steps_of(setting, microbatches, RankView.whole(setting.modules))[step])
         if train and out.loss.requires_grad:
             out.loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -317,9 +317,9 @@ def assembled(
 
 
 @contextmanager
-def counted() -> Iterator[dict[Node, int]]:
+def counted() -> Iterator[dict[StageId, int]]:
     """Most microbatches of each of this rank's stages that are alive after any action of a step."""
-    peaks: dict[Node, int] = {}
+    peaks: dict[StageId, int] = {}
     original = running._Step.do
 
     def do(self: running._Step, action: Action) -> None:
@@ -343,8 +343,8 @@ class Stepped:
     """Of the gradients of parameters that this rank owns, against the reference."""
     trains: dict[str, bool]
     """Parameter that this rank owns -> whether it is trained."""
-    peaks: dict[Node, int]
-    in_flight: dict[Node, int]
+    peaks: dict[StageId, int]
+    in_flight: dict[StageId, int]
     """What the schedule says of the same nodes."""
     plan: StepPlan
     lanes: tuple[Lane, ...]
@@ -445,7 +445,7 @@ class OnRank:
             module.train()
         return self._losses(outcome)
 
-    def _losses(self, outcome: Outcome) -> dict[str, float]:
+    def _losses(self, outcome: StepOutput) -> dict[str, float]:
         """Shares of the loss."""
         return {name: self.executor.weights[name] * float(x.detach()) for name, x in outcome.losses.items()}
 

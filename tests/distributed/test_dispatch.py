@@ -17,11 +17,11 @@ from hetero_strategy.data.build_index import DatasetIndex, build_index
 from hetero_strategy.loading import dispatch as room
 from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.datamodule import MultimodalDataModule
-from hetero_strategy.loading.dispatch import Dispatch, Traffic
+from hetero_strategy.loading.dispatch import Dispatch, DispatchedBytes
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.read_where_sampled import SampledDataset
-from hetero_strategy.loading.steps import Share, StepDataset
-from hetero_strategy.plan.config import Surroundings
+from hetero_strategy.loading.steps import RankView, StepDataset
+from hetero_strategy.plan.config import ModelContext
 from tests.distributed import scenario, stepping
 from tests.distributed.exact import compare, expected, on, setting_of
 from tests.distributed.harness import Pool, WorkerError
@@ -68,7 +68,7 @@ def sampled_like(fetch: StepDataset, setting: Setting, rank: int, world: int) ->
     )
 
 
-def shares_of(setting: Setting, world: int) -> list[Share]:
+def shares_of(setting: Setting, world: int) -> list[RankView]:
     return [share_of(placed(setting, world), setting, rank) for rank in range(world)]
 
 
@@ -77,7 +77,7 @@ class Seen:
     """Of one rank."""
 
     differences: list[str]
-    traffic: list[Traffic]
+    traffic: list[DispatchedBytes]
 
 
 def batches_on_rank(
@@ -181,7 +181,7 @@ def dispatched_steps_on_rank(
     group = dist.new_group(backend="gloo")
     shares, original = shares_of(setting, world), stepping.steps_of
 
-    def steps_of(setting: Setting, number: int | None, share: Share, around: Surroundings | None = None) -> Any:
+    def steps_of(setting: Setting, number: int | None, share: RankView, around: ModelContext | None = None) -> Any:
         sampled = sampled_like(original(setting, number, share, around), setting, rank, world)
         return list(StepLoader(sampled, finish=[Dispatch(sampled, shares, group)]))
 

@@ -25,7 +25,7 @@ from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.ahead import Ahead
 from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.loading.loader import StepLoader
-from hetero_strategy.loading.steps import Share, StepDataset
+from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.strategy import HeteroStrategy
 from recipes.digits import digit_processors
 from tests.distributed.harness import Pool, WorkerError
@@ -217,7 +217,7 @@ def agreed(rank: int, world: int, folder: str, workers: int) -> list[tuple[str, 
     loaders = {}
     for name in ("train", "val"):
         edges = (("vision", "llm"), ("audio", "llm"))
-        steps = Uneven(index, digit_processors(), edges, Share.whole(modules), global_batch_size=10)
+        steps = Uneven(index, digit_processors(), edges, RankView.whole(modules), global_batch_size=10)
         steps.rank = rank
         loaders[name] = StepLoader(
             steps,

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hetero_strategy.loading.batch import Batch
-from hetero_strategy.loading.steps import Share
+from hetero_strategy.loading.steps import RankView
 from hetero_strategy.model import ModelOutput, MultimodalModel
 from hetero_strategy.runtime.step import StepRunner
 from tests.distributed.exact import EXACT, NOTICED, on
@@ -92,7 +92,7 @@ def alone(setting: Setting) -> dict[str, Reference]:
     with fp64():
         vocabulary = data_of(setting.folder, True).tokenizer.vocab_size
         model = model_of(setting, vocabulary).double()
-        batch: Any = steps_of(setting, 2, Share.whole(setting.modules))[0]
+        batch: Any = steps_of(setting, 2, RankView.whole(setting.modules))[0]
         return {form: Reference({}, gradients(model, batch, form)) for form in FORMS}
 
 

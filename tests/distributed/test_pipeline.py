@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hetero_strategy.loading.steps import Share
+from hetero_strategy.loading.steps import RankView
 from tests.distributed.exact import EXACT, compare, expected, on, setting_of
 from tests.distributed.harness import Pool
 from tests.distributed.stepping import SAMPLES, data, reference, steps_of, steps_on_rank
@@ -63,11 +63,11 @@ def test_the_batch_is_ragged_and_has_microbatches_of_text(folders: dict[bool, st
     """What the parity tests say they cover."""
     setting = setting_of(folders, LAYOUTS["mixed"], "1f1b")
     for number in (4, SAMPLES):
-        plan = steps_of(setting, number, Share.whole(setting.modules)).plan(0, 0)
+        plan = steps_of(setting, number, RankView.whole(setting.modules)).plan(0, 0)
         idle = {n: {i for i, a in enumerate(plan.assignments[n]) if a.idle} for n in setting.modules}
         assert not idle["llm"]
         assert idle["audio"] if number == 4 else idle["vision"] & idle["audio"]
     assert len(set(plan.metadata.tokens.tolist())) > 4
     drawing = setting_of(folders, LAYOUTS["generator on its own rank"], "1f1b")
-    plan = steps_of(drawing, SAMPLES, Share.whole(drawing.modules)).plan(0, 0)
+    plan = steps_of(drawing, SAMPLES, RankView.whole(drawing.modules)).plan(0, 0)
     assert 0 < len(plan.active("draw")) < SAMPLES and 0 < len(plan.active("vision")) < SAMPLES

@@ -25,7 +25,7 @@ from hetero_strategy.errors import DataError
 from hetero_strategy.loading import loader as loading
 from hetero_strategy.loading.ahead import Ahead, finished
 from hetero_strategy.loading.loader import StepLoader
-from hetero_strategy.loading.steps import Share, StepDataset
+from hetero_strategy.loading.steps import RankView, StepDataset
 from recipes.digits import digit_processors
 from tests.loading.test_loader import EDGES, MODULES, flat
 
@@ -55,7 +55,7 @@ class Noting(StepDataset):
 
 def steps(index: DatasetIndex, folder: Path, **options: Any) -> Noting:
     options = {"global_batch_size": 2, "seed": 5, **options}
-    made = Noting(index, digit_processors(), EDGES, Share.whole(MODULES), **options)
+    made = Noting(index, digit_processors(), EDGES, RankView.whole(MODULES), **options)
     made.marks = folder / f"marks{len(list(folder.iterdir()))}"
     made.marks.mkdir()
     return made

@@ -24,8 +24,8 @@ from hetero_strategy.loading.dispatch import Dispatch, moves
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.metadata import expanded
 from hetero_strategy.loading.read_where_sampled import Decoded, SampledDataset
-from hetero_strategy.loading.steps import Share, StepDataset
-from hetero_strategy.plan.config import Balance, Surroundings
+from hetero_strategy.loading.steps import RankView, StepDataset
+from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.step_plan import StepItems
 from recipes.digits import digit_processors, draw_processors, write_digits
 from tests.loading.compared import differences
@@ -41,12 +41,12 @@ def index_of(manifest: Path, tokenizer: Path, *, measure: bool = False, **option
     return build_index(manifest, ChatTokenizer(tokenizer), processors, measure=measure, progress=False, **options)
 
 
-def both(folder: Path, modules: tuple[str, ...], share: Share | None = None, **options: Any) -> tuple[Any, ...]:
+def both(folder: Path, modules: tuple[str, ...], share: RankView | None = None, **options: Any) -> tuple[Any, ...]:
     """(steps that fetch, steps that sample, dispatch) of the same data."""
     processors = draw_processors() if "draw" in modules else digit_processors()
     options = {"global_batch_size": 16, "microbatches": 2, "seed": 5, **options}
     indices = (index_of(folder / "train.json", folder, measure=measure) for measure in (True, False))
-    share = share or Share.whole(modules)
+    share = share or RankView.whole(modules)
     fetch, sampled = (
         kind(index, processors, EDGES[modules], share, **options)
         for kind, index in zip((StepDataset, SampledDataset), indices, strict=True)
@@ -67,9 +67,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("modules", [READS, DRAWS], ids=["reads", "draws"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 def test_batches_are_equal(digits: Path, drawings: Path, modules: tuple[str, ...], options: dict[str, Any]) -> None:
-    share = Share(dict.fromkeys(modules, 1), dict.fromkeys(modules, 0), {"llm": 4})
+    share = RankView(dict.fromkeys(modules, 1), dict.fromkeys(modules, 0), {"llm": 4})
     if options.get("balancing"):
-        options = {**options, "balancing": Balance.of("auto").resolve(share.instances, Surroundings())}
+        options = {**options, "balancing": BalanceConfig.of("auto").resolve(share.instances, ModelContext())}
     fetch, sampled, dispatch = both(drawings if "draw" in modules else digits, modules, share, **options)
     assert len(fetch) == len(sampled)
     for place in [(0, step) for step in range(min(len(fetch), 5))] + [(3, len(fetch) - 1)]:
@@ -82,7 +82,7 @@ def test_pipeline_stages_take_what_they_need(digits: Path, drawings: Path) -> No
     for modules in (READS, DRAWS):
         for without in ({"without_first": frozenset(modules)}, {"without_last": frozenset(modules)},
                         {"without_first": frozenset(modules), "without_last": frozenset(modules)}):  # fmt: skip
-            share = Share(dict.fromkeys(modules, 1), dict.fromkeys(modules, 0), **without)  # type: ignore[arg-type]
+            share = RankView(dict.fromkeys(modules, 1), dict.fromkeys(modules, 0), **without)  # type: ignore[arg-type]
             fetch, sampled, dispatch = both(drawings if "draw" in modules else digits, modules, share)
             assert not differences(fetch[1, 0], dispatch(sampled[1, 0]))
 
@@ -111,7 +111,7 @@ def test_nothing_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_refusals(digits: Path) -> None:
     index, full = index_of(digits / "train.json", digits), index_of(digits / "train.json", digits, measure=True)
     options: dict[str, Any] = {"global_batch_size": 4, "microbatches": 1}
-    arguments = (digit_processors(), EDGES[READS], Share.whole(READS))
+    arguments = (digit_processors(), EDGES[READS], RankView.whole(READS))
     with pytest.raises(ConfigError, match="sizes are known only once items are decoded; use payload='all_to_all'"):
         StepDataset(index, *arguments, **options)[0]
     with pytest.raises(ConfigError, match="payload='all_to_all' needs one built with measure=False"):
@@ -121,14 +121,14 @@ def test_refusals(digits: Path) -> None:
     with pytest.raises(ConfigError, match="verify is 'header' but measure is False"):
         index_of(digits / "train.json", digits, verify="header")
     with pytest.raises(ValueError, match="rank 0 of 1 dispatches what is read as rank 1 of 2"):
-        Dispatch(SampledDataset(index, *arguments, rank=1, world=2, **options), [Share.whole(READS)])
+        Dispatch(SampledDataset(index, *arguments, rank=1, world=2, **options), [RankView.whole(READS)])
     with pytest.raises(IndexError):
         SampledDataset(index, *arguments, **options)[99]
 
 
 def test_every_sample_has_one_home(digits: Path) -> None:
     index = index_of(digits / "train.json", digits)
-    arguments = (index, digit_processors(), EDGES[READS], Share.whole(READS))
+    arguments = (index, digit_processors(), EDGES[READS], RankView.whole(READS))
     parts: list[Decoded] = []
     for rank in range(5):
         parts.append(SampledDataset(*arguments, global_batch_size=13, seed=5, rank=rank, world=5)[2, 1])
@@ -200,20 +200,20 @@ def broken(digits: Path, tmp_path: Path) -> Path:
 def steps_of(manifest: Path, tokenizer: Path, **options: Any) -> SampledDataset:
     index = index_of(manifest, tokenizer, **options)
     processors = digit_processors()
-    return SampledDataset(index, processors, EDGES[READS], Share.whole(READS), global_batch_size=4, shuffle=False)
+    return SampledDataset(index, processors, EDGES[READS], RankView.whole(READS), global_batch_size=4, shuffle=False)
 
 
 def test_what_cannot_be_read_stops(digits: Path, broken: Path) -> None:
     steps = steps_of(broken, digits)
     with pytest.raises(DataError, match=r"cut\.png: not a readable image.*sample 'cut', module 'vision'.*on_error"):
-        Dispatch(steps, [Share.whole(READS)])(steps[0])
+        Dispatch(steps, [RankView.whole(READS)])(steps[0])
 
 
 def test_what_cannot_be_read_is_left_out(digits: Path, broken: Path, tmp_path: Path) -> None:
     """The samples that are left have the inputs and the N of a batch without the others."""
     steps = steps_of(broken, digits)
     steps.on_error = "skip"
-    batch = Agree(None)(Dispatch(steps, [Share.whole(READS)])(steps[0]))
+    batch = Agree(None)(Dispatch(steps, [RankView.whole(READS)])(steps[0]))
     assert sorted(batch.failed) == [1, 3] and batch.skipped == 2
     assert "none.wav: file is missing (sample 'gone', module 'audio')" in batch.failed[3]
     vision, text = batch.inputs["vision"][0], batch.inputs["llm"][0]
@@ -222,7 +222,7 @@ def test_what_cannot_be_read_is_left_out(digits: Path, broken: Path, tmp_path: P
         broken.parent, entry("good", "see<image>", image="a.png"), entry("text", "hi"), name="only.json"
     )
     kept = steps_of(only, digits)
-    kept_batch = Dispatch(kept, [Share.whole(READS)])(kept[0])
+    kept_batch = Dispatch(kept, [RankView.whole(READS)])(kept[0])
     wanted = kept_batch.inputs["llm"][0]
     assert not differences(vision, kept_batch.inputs["vision"][0])
     assert batch.plan.loss_tokens == kept_batch.plan.loss_tokens == int((text.labels != -100).sum())  # type: ignore[union-attr]
@@ -245,7 +245,7 @@ def test_a_sample_that_turns_out_too_long(digits: Path, tmp_path: Path) -> None:
     message = f"sample 'long': {tokens[1]} tokens, more than max_tokens={tokens[1] - 1}"
     assert steps[0].failed == {1: message}
     with pytest.raises(DataError, match=message):
-        Dispatch(steps, [Share.whole(READS)])(steps[0])
+        Dispatch(steps, [RankView.whole(READS)])(steps[0])
     with pytest.raises(DataError, match="more than max_tokens=3"):  # the text alone: found without a file
         index_of(manifest, digits, max_tokens=3)
 

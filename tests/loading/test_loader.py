@@ -14,7 +14,7 @@ from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import CheckpointError, ConfigError, DataError
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.loader import StepLoader
-from hetero_strategy.loading.steps import Share, StepDataset, epoch_order
+from hetero_strategy.loading.steps import RankView, StepDataset, epoch_order
 from hetero_strategy.model.inputs import EncoderInputs, GeneratorInputs, SequenceInputs
 from recipes.digits import digit_processors, draw_processors
 from tests.manifests import entry, write_manifest
@@ -28,9 +28,9 @@ def index(digits: Path) -> DatasetIndex:
     return build_index(digits / "train.json", ChatTokenizer(digits), digit_processors(), progress=False)
 
 
-def steps(index: DatasetIndex, share: Share | None = None, **options: object) -> StepDataset:
+def steps(index: DatasetIndex, share: RankView | None = None, **options: object) -> StepDataset:
     options = {"global_batch_size": 16, "microbatches": 2, "seed": 5, **options}
-    return StepDataset(index, digit_processors(), EDGES, share or Share.whole(MODULES), **options)  # type: ignore[arg-type]
+    return StepDataset(index, digit_processors(), EDGES, share or RankView.whole(MODULES), **options)  # type: ignore[arg-type]
 
 
 def flat(batch: Batch) -> list[object]:
@@ -61,7 +61,7 @@ def test_labels_and_slots_of_a_packed_microbatch(digits: Path, tmp_path: Path) -
     )
     tokenizer = ChatTokenizer(digits)
     index = build_index(manifest, tokenizer, digit_processors(), progress=False)
-    share = Share({"vision": 1, "audio": 1, "llm": 1}, {"vision": 0, "audio": 0, "llm": 0}, {"llm": 4})
+    share = RankView({"vision": 1, "audio": 1, "llm": 1}, {"vision": 0, "audio": 0, "llm": 0}, {"llm": 4})
     batch = steps(index, share, global_batch_size=2, microbatches=1, shuffle=False)[0]
     inputs = {name: made[0] for name, made in batch.inputs.items()}
     assert inputs["audio"] is None  # no instance has a clip
@@ -86,7 +86,7 @@ def test_waits_are_the_loaders_time_and_nobody_elses(index: DatasetIndex, finish
             sleep(0.1)
             return super().__getitem__(place)
 
-    given = Slow(index, digit_processors(), EDGES, Share.whole(MODULES), global_batch_size=4)
+    given = Slow(index, digit_processors(), EDGES, RankView.whole(MODULES), global_batch_size=4)
     loader = StepLoader(given, finish=finish, prefetch_factor=1)
     batches = iter(loader)
     next(batches)
@@ -131,7 +131,7 @@ def test_three_ranks_load_what_one_does(index: DatasetIndex, multiple: int) -> N
     plans = []
     for rank in range(3):
         mine: dict[str, int | None] = {"vision": rank, "audio": 0 if rank == 1 else None, "llm": rank}
-        share = Share({"vision": 3, "audio": 1, "llm": 3}, mine, {"llm": multiple})
+        share = RankView({"vision": 3, "audio": 1, "llm": 3}, mine, {"llm": multiple})
         batch = steps(index, share)[3, 2]
         plans.append(batch.plan.samples.tolist())
         assert ("audio" in batch.inputs) == (rank == 1)
@@ -142,7 +142,7 @@ def test_three_ranks_load_what_one_does(index: DatasetIndex, multiple: int) -> N
 
 def test_an_instance_without_units_gets_zero_rows(index: DatasetIndex) -> None:
     many = {"vision": 64, "audio": 64, "llm": 64}
-    share = Share(many, dict.fromkeys(many, 63))
+    share = RankView(many, dict.fromkeys(many, 63))
     made = steps(index, share)
     full = (
         number
@@ -159,9 +159,9 @@ def test_an_instance_without_units_gets_zero_rows(index: DatasetIndex) -> None:
         assert set(llm.slots) == {("vision", number), ("audio", number)}
 
 
-def drawing_steps(folder: Path, share: Share | None = None, **options: object) -> StepDataset:
+def drawing_steps(folder: Path, share: RankView | None = None, **options: object) -> StepDataset:
     index = build_index(folder / "train.json", ChatTokenizer(folder), draw_processors(), progress=False)
-    share = share or Share.whole(("vision", "llm", "draw"))
+    share = share or RankView.whole(("vision", "llm", "draw"))
     options = {"global_batch_size": 16, "microbatches": 2, "seed": 5, **options}
     return StepDataset(index, draw_processors(), (("vision", "llm"), ("llm", "draw")), share, **options)  # type: ignore[arg-type]
 
@@ -192,7 +192,7 @@ def test_what_is_drawn_is_the_same_on_any_ranks_and_in_any_microbatches(drawings
     for tokens in (None, 20, 1000):
         union: dict[int, tuple[object, ...]] = {}
         for rank in range(3):
-            share = Share({"vision": 2, "llm": 1, "draw": 3}, {"vision": None, "llm": None, "draw": rank})
+            share = RankView({"vision": 2, "llm": 1, "draw": 3}, {"vision": None, "llm": None, "draw": rank})
             own = {} if tokens is None else {"draw": tokens}
             batch = drawing_steps(drawings, share, microbatch_tokens=own)[3, 1]
             mine = drawn_items(batch, rank)
@@ -216,9 +216,11 @@ def test_noise_changes_with_the_epoch_unless_told_otherwise(drawings: Path) -> N
 
 def test_inner_stages_read_no_targets_but_know_the_times(drawings: Path) -> None:
     shares = {
-        "all": Share.whole(("vision", "llm", "draw")),
-        "first": Share({"draw": 1, "llm": 1, "vision": 1}, {"draw": 0}, without_last=frozenset({"draw"})),
-        "inner": Share({"draw": 1, "llm": 1, "vision": 1}, {"draw": 0}, {}, frozenset({"draw"}), frozenset({"draw"})),
+        "all": RankView.whole(("vision", "llm", "draw")),
+        "first": RankView({"draw": 1, "llm": 1, "vision": 1}, {"draw": 0}, without_last=frozenset({"draw"})),
+        "inner": RankView(
+            {"draw": 1, "llm": 1, "vision": 1}, {"draw": 0}, {}, frozenset({"draw"}), frozenset({"draw"})
+        ),
     }
     made = {name: drawing_steps(drawings, share)[0, 0].inputs["draw"][0] for name, share in shares.items()}
     whole, inner = made["all"], made["inner"]

@@ -24,7 +24,7 @@ from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.loader import StepLoader
-from hetero_strategy.loading.steps import Share, StepDataset
+from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.model import MultimodalModel, flow_decoder, siglip2_encoder, titan_llama
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, GeneratorInputs, SequenceInputs
 from recipes.digits import draw_processors
@@ -72,7 +72,7 @@ def index(digits: Path, tmp_path: Path) -> DatasetIndex:
 
 def in_order(index: DatasetIndex, cls: type[StepDataset] = StepDataset, **options: Any) -> Any:
     options = {"global_batch_size": 2, "microbatches": 1, "shuffle": False, **options}
-    return cls(index, PROCESSORS, EDGES, Share.whole(MODULES), **options)
+    return cls(index, PROCESSORS, EDGES, RankView.whole(MODULES), **options)
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def drawing_sample(folder: Path, tokenizer: Path, last: object) -> DatasetIndex:
 
 
 def eight(index: DatasetIndex, microbatches: int) -> StepDataset:
-    edges, share = (("vision", "llm"), ("llm", "draw")), Share.whole(("vision", "llm", "draw"))
+    edges, share = (("vision", "llm"), ("llm", "draw")), RankView.whole(("vision", "llm", "draw"))
     return StepDataset(index, draw_processors(), edges, share, global_batch_size=8, microbatches=microbatches)
 
 
@@ -273,7 +273,7 @@ def test_ranks_with_several_instances_silence_their_own(digits: Path, tmp_path: 
     bad[[1, 6]] = True
     left = 0
     for rank in range(3):
-        share = Share({"vision": 3, "audio": 1, "llm": 3}, {"vision": rank, "audio": None, "llm": rank}, {"llm": 4})
+        share = RankView({"vision": 3, "audio": 1, "llm": 3}, {"vision": rank, "audio": None, "llm": rank}, {"llm": 4})
         steps = StepDataset(index, PROCESSORS, EDGES, share, global_batch_size=8, microbatches=2, shuffle=False)
         before = steps[0, 0]
         after = before.without(bad)

@@ -15,9 +15,9 @@ import pytest
 from hetero_strategy.data.build_index import DatasetIndex, build_index
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
-from hetero_strategy.loading import remote
+from hetero_strategy.loading import ray_pool as remote
 from hetero_strategy.loading.loader import StepLoader
-from hetero_strategy.loading.remote import Actors
+from hetero_strategy.loading.ray_pool import RayPool
 from recipes.digits import digit_processors
 from tests.loading.test_ahead import settled, steps
 from tests.loading.test_loader import flat
@@ -49,8 +49,8 @@ def index(digits: Path) -> Iterator[DatasetIndex]:
     ray.shutdown()
 
 
-def crew(loader: StepLoader) -> Actors:
-    assert isinstance(loader._crew, Actors)
+def crew(loader: StepLoader) -> RayPool:
+    assert isinstance(loader._crew, RayPool)
     return loader._crew
 
 

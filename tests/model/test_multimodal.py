@@ -13,7 +13,7 @@ from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ModelError
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.metadata import step_metadata
-from hetero_strategy.loading.steps import Share, StepDataset
+from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.model import (
     MultimodalModel,
     SequenceInputs,
@@ -254,7 +254,7 @@ def drawings(tmp_path_factory):
 def drawing_batch(index, **options):
     options = {"global_batch_size": 12, "microbatches": 3, **options}
     edges = (("vision", "llm"), ("llm", "draw"))
-    return StepDataset(index, draw_processors(), edges, Share.whole(("vision", "llm", "draw")), **options)[1, 0]
+    return StepDataset(index, draw_processors(), edges, RankView.whole(("vision", "llm", "draw")), **options)[1, 0]
 
 
 def drawing_model(**options):

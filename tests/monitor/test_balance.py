@@ -25,7 +25,7 @@ from hetero_strategy.monitor.balance_monitor import step_traffic
 from hetero_strategy.monitor.measure import Waits
 from hetero_strategy.monitor.traffic import Traffic
 from hetero_strategy.plan.step_plan import ModuleLoad, StepPlan
-from hetero_strategy.schedule.action import Node
+from hetero_strategy.schedule.action import StageId
 from tests.monitor.fakes import WAIT, Clock, Counted, CountedEncoder, Lit, Loader, Model, make_batch
 from tests.monitor.fakes import Remember as Throughput
 
@@ -185,9 +185,9 @@ def test_spread_is_the_imbalance_of_all_microbatches() -> None:
 
 def executor(*, backward: bool, plan: StepPlan, grids: dict[str, np.ndarray]) -> Any:
     """As much of one as bytes need; the encoder is 2 ranks, a pipeline of 2 stages that this test does not count."""
-    nodes = [Node("vision", 0), Node("vision", 1), Node("llm", 0)]
+    nodes = [StageId("vision", 0), StageId("vision", 1), StageId("llm", 0)]
 
-    def side(node: Node, plan: StepPlan, number: int, *, hidden: bool) -> Side:
+    def side(node: StageId, plan: StepPlan, number: int, *, hidden: bool) -> Side:
         return Side(grids[node.module], plan.assignments[node.module][number].totals(hidden=hidden))
 
     return SimpleNamespace(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hetero_strategy.monitor.flops import Part, Work, device_peak_flops, fed_by_trainable, utilization, work
+from hetero_strategy.monitor.flops import ModuleFlops, Part, device_peak_flops, fed_by_trainable, utilization, work
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from hetero_strategy.monitor.flops import Part, Work, device_peak_flops, fed_by_
 def test_backward_and_recompute(
     trainable: bool, upstream: bool, recomputed: bool, model: float, hardware: float
 ) -> None:
-    assert work([Part(100, trainable, recomputed)], upstream) == Work(model, hardware)
+    assert work([Part(100, trainable, recomputed)], upstream) == ModuleFlops(model, hardware)
 
 
 def test_parts_feed_each_other() -> None:

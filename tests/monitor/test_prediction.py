@@ -11,7 +11,7 @@ from benchmarks.pipelines import Planned, Setting, planned
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.monitor.prediction import Fitted, Ran, durations, links, predicted, rows_between, together
 from hetero_strategy.monitor.timeline import from_measured
-from hetero_strategy.schedule.action import Action, Node
+from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.simulator import Host, Links, Simulation, simulate
 
 SETTING = Setting(
@@ -24,7 +24,7 @@ CLOSING, BEGIN, AFTER = 0.004, 0.01, 0.0005
 WORLD = range(4)
 
 
-def width(source: Node, target: Node) -> float:
+def width(source: StageId, target: StageId) -> float:
     return 1024.0
 
 
@@ -92,7 +92,7 @@ def test_idle_means_the_same_of_what_ran_and_of_what_is_simulated() -> None:
     span = (0.0, ran.seconds)
     assert from_measured(together(ran.schedule, ran.events), span).bubble == pytest.approx(made.bubble)
     assert from_measured(ran.events, span).bubble < made.bubble - 0.02
-    assert durations(ran.schedule, ran.events)[Action("REDUCE", Node("llm", 1))] == pytest.approx([0.003] * 2)
+    assert durations(ran.schedule, ran.events)[Action("REDUCE", StageId("llm", 1))] == pytest.approx([0.003] * 2)
 
 
 def test_transfers_have_a_bandwidth_only_where_it_shows() -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from hetero_strategy.monitor.timeline import Timeline, evenly, from_measured, from_simulation, write_trace
 from hetero_strategy.monitor.timeline_draw import draw, figure
-from hetero_strategy.schedule.action import Action, Node
+from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.simulator import Simulation, simulate
 from tests.simulator.schedules import chain, random_schedule
 
@@ -54,7 +54,7 @@ def test_measured_events_start_at_zero_and_have_the_same_bubble() -> None:
 
 
 def test_ranks_that_ran_nothing_count_as_idle() -> None:
-    action = Action("F", Node("llm", 0), 0)
+    action = Action("F", StageId("llm", 0), 0)
     found = from_measured({0: [(action, 1.0, 2.0)], 5: []})
     assert found.ranks == (0, 5) and found.bubble == 0.5
     assert from_measured({}).events == ()

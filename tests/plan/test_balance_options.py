@@ -1,4 +1,4 @@
-"""Every option of `Balance`, from what a person writes to the step plan: it changes the plan, and does what it says."""
+"""Every option of `BalanceConfig`, from what a person writes to the step plan: it changes it and does what it says."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.plan.balance import POLICIES, Cost, loads
 from hetero_strategy.plan.balance.auto import NEAR
 from hetero_strategy.plan.balance.papers import TOLERANCE
-from hetero_strategy.plan.config import Balance, Surroundings
-from hetero_strategy.plan.orchestrator import Near, Orderer, Sizes, plan_step
+from hetero_strategy.plan.config import BalanceConfig, ModelContext
+from hetero_strategy.plan.orchestrator import Near, Orderer, UnitSizes, plan_step
 from hetero_strategy.plan.step_plan import ModuleLoad, StepItems, StepMetadata, StepPlan
 from recipes.digits import digit_processors
 from tests.plan.balance.plain import (
@@ -56,8 +56,8 @@ def plan_of(
 ) -> StepPlan:
     """As the data module makes it of ``balance={...}``."""
     count = {"vision": instances, "llm": instances} if isinstance(instances, int) else instances
-    around = Surroundings(COSTS, {} if near is None else {"vision": near}, orderer)
-    balance = Balance.of(options)
+    around = ModelContext(COSTS, {} if near is None else {"vision": near}, orderer)
+    balance = BalanceConfig.of(options)
     balance.check(tuple(count))
     return plan_step(metadata, count, ("llm",), microbatches=microbatches, balancing=balance.resolve(count, around))
 
@@ -265,7 +265,7 @@ def test_reorder_names_the_search_whose_order_is_run() -> None:
     def orderer(search: str) -> Orderer | None:
         asked.append(search)
 
-        def turned(sizes: Sizes) -> np.ndarray:
+        def turned(sizes: UnitSizes) -> np.ndarray:
             return np.arange(len(sizes["llm"].rows))[::-1]
 
         return None if search == "none" else turned

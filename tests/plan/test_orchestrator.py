@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance import Cost, loads
-from hetero_strategy.plan.config import Balance, Surroundings
-from hetero_strategy.plan.orchestrator import Balancing, Near, Sizes, plan_step
+from hetero_strategy.plan.config import BalanceConfig, ModelContext
+from hetero_strategy.plan.orchestrator import Near, ResolvedBalance, UnitSizes, plan_step
 from hetero_strategy.plan.packing import levelled, pack, pieces
 from hetero_strategy.plan.step_plan import ModuleLoad, StepItems, StepMetadata, StepPlan
 
@@ -39,11 +39,11 @@ def step(seed: int, samples: int = 40) -> StepMetadata:
     return StepMetadata(0, seed, np.arange(samples), start + text, text - 1, items)
 
 
-def full(**changes: Any) -> Balancing:
-    return replace(Balancing(policy=dict.fromkeys(MODULES, "auto"), costs=COSTS), **changes)
+def full(**changes: Any) -> ResolvedBalance:
+    return replace(ResolvedBalance(policy=dict.fromkeys(MODULES, "auto"), costs=COSTS), **changes)
 
 
-def backwards(sizes: Sizes) -> np.ndarray:
+def backwards(sizes: UnitSizes) -> np.ndarray:
     return np.arange(len(sizes["llm"][0]))[::-1]
 
 
@@ -98,7 +98,9 @@ def test_balanced_is_cheaper_than_as_sampled(seed: int, microbatches: int) -> No
 
 def test_as_sampled_items_stay_with_their_samples() -> None:
     same = {"vision": 4, "audio": 2, "llm": 4, "draw": 4}
-    plan = plan_step(step(1), same, ("llm",), microbatches=2, balancing=Balancing(policy=dict.fromkeys(same, "none")))
+    plan = plan_step(
+        step(1), same, ("llm",), microbatches=2, balancing=ResolvedBalance(policy=dict.fromkeys(same, "none"))
+    )
     for number in range(2):
         at = dict(
             zip(plan.assignments["llm"][number].units.tolist(), plan.assignments["llm"][number].instance(), strict=True)
@@ -140,7 +142,10 @@ def test_a_budget_that_cannot_be_kept_is_named() -> None:
     two = {"llm": 4, "caption": 2}
     with pytest.raises(ConfigError, match=r"'caption', 2 instances: balance: \d+ rows do not fit into 2 bins"):
         plan_step(
-            metadata, two, tuple(two), balancing=Balancing(dict.fromkeys(two, "auto"), budget={"caption": longest})
+            metadata,
+            two,
+            tuple(two),
+            balancing=ResolvedBalance(dict.fromkeys(two, "auto"), budget={"caption": longest}),
         )
 
 
@@ -154,9 +159,9 @@ def test_microbatches_run_in_the_order_that_is_chosen() -> None:
 
 
 def test_the_orderer_sees_every_module_whole() -> None:
-    seen: list[Sizes] = []
+    seen: list[UnitSizes] = []
 
-    def order(sizes: Sizes) -> np.ndarray:
+    def order(sizes: UnitSizes) -> np.ndarray:
         seen.append(sizes)
         return np.arange(3)
 
@@ -189,7 +194,7 @@ def test_items_near_their_samples_cross_less_and_stay_balanced() -> None:
     near = {name: Near(nodes, nodes, "llm") for name in ("vision", "draw")}
     metadata = step(5, samples=400)
 
-    def crossing(chosen: Balancing) -> tuple[float, float]:
+    def crossing(chosen: ResolvedBalance) -> tuple[float, float]:
         plan = plan_step(metadata, everywhere, ("llm",), balancing=chosen)
         at = np.empty(400, dtype=np.int64)
         at[plan.assignments["llm"][0].units] = plan.assignments["llm"][0].instance()
@@ -241,7 +246,7 @@ def test_what_a_person_can_get_wrong() -> None:
         ({"polcy": "auto"}, "has no field polcy"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Balance.of(wrong)
+            BalanceConfig.of(wrong)
     for name, wrong in (
         ("policy", {"lm": "lpt"}),
         ("budget", {"lm": 3}),
@@ -249,22 +254,22 @@ def test_what_a_person_can_get_wrong() -> None:
         ("costs", {"lm": {}}),
     ):
         with pytest.raises(ConfigError, match=f"{name} names 'lm'"):
-            Balance.of({name: wrong}).check(("vision", "llm"))
+            BalanceConfig.of({name: wrong}).check(("vision", "llm"))
     with pytest.raises(ConfigError, match="speeds of 'llm' has 3 numbers, the module 4 instances"):
-        Balance.of({"speeds": {"llm": [1, 1, 2]}}).resolve(MODULES, Surroundings())
+        BalanceConfig.of({"speeds": {"llm": [1, 1, 2]}}).resolve(MODULES, ModelContext())
 
 
 def test_options_reach_the_plan() -> None:
-    made = Balance.of({"policy": {"vision": "lpt"}, "costs": {"vision": {"quadratic": 3}}, "rearrange": "ilp"}).resolve(
-        MODULES, Surroundings(costs=COSTS)
-    )
+    made = BalanceConfig.of(
+        {"policy": {"vision": "lpt"}, "costs": {"vision": {"quadratic": 3}}, "rearrange": "ilp"}
+    ).resolve(MODULES, ModelContext(costs=COSTS))
     assert made.policy == {"vision": "lpt", "audio": "auto", "llm": "auto", "draw": "auto"}
     assert made.cost("llm") == COSTS["llm"] and made.rearrange == "ilp"
     vision, typical = made.cost("vision"), np.array([128])  # in the unit of the others, which have none of their own
     assert vision.quadratic == pytest.approx(3 * vision.linear)
     assert vision.alone(typical) == pytest.approx(COSTS["vision"].alone(typical))
     every = {name: {"fixed": 2.0, "linear": 0.0} for name in MODULES}
-    measured = Balance.of({"costs": every}).resolve(MODULES, Surroundings(costs=COSTS))
+    measured = BalanceConfig.of({"costs": every}).resolve(MODULES, ModelContext(costs=COSTS))
     assert set(measured.costs.values()) == {Cost(0.0, 0.0, 2.0)}, "costs of all modules are in one unit already"
-    assert Balance.of("none").resolve(MODULES, Surroundings()).policy_of("llm") == "none"
-    assert Balance.of(None) == Balance()
+    assert BalanceConfig.of("none").resolve(MODULES, ModelContext()).policy_of("llm") == "none"
+    assert BalanceConfig.of(None) == BalanceConfig()

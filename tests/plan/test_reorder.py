@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan import reorder
 from hetero_strategy.plan.reorder import Intervals, best_order, interval_order
-from hetero_strategy.schedule.action import Action, Node
+from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.simulator import Simulation, simulate
 from hetero_strategy.simulator.replay import Replay
@@ -43,7 +43,7 @@ def simulated(forward: np.ndarray, backward: np.ndarray, order: list[int]) -> Si
 
 def interval(found: Simulation, number: int) -> float:
     """Between two backwards of the first rank (or its first forward and backward), until the next may start."""
-    first, second = Node("llm", 0), Node("llm", 1)
+    first, second = StageId("llm", 0), StageId("llm", 1)
     since = Action("B", first, number - 1) if number else Action("F", first, 0)
     return max(0.0, (found.end[Action("B", second, number)] - found.end[since]).item())
 
@@ -136,8 +136,8 @@ def test_shapes_are_refused(shapes: tuple[tuple[int, ...], tuple[int, ...]], vpp
 def replayed(forward: np.ndarray, backward: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
     """An evaluator: 1F1B."""
     replay = Replay(make_schedule("1f1b", chain(len(forward)), work(forward.shape[1])))
-    costs = {("F", Node("llm", s)): row for s, row in enumerate(forward)}
-    costs |= {("B", Node("llm", s)): row for s, row in enumerate(backward)}
+    costs = {("F", StageId("llm", s)): row for s, row in enumerate(forward)}
+    costs |= {("B", StageId("llm", s)): row for s, row in enumerate(backward)}
     table = replay.table(costs, forward.shape[1])  # type: ignore[arg-type]
     return lambda orders: replay.of_orders(table, orders)
 

@@ -14,7 +14,7 @@ from hetero_strategy.errors import LayoutError
 from hetero_strategy.planner.allocate import allocate, allocate_best
 from hetero_strategy.planner.layers import LayerCost, Passes, costs
 from hetero_strategy.planner.predict import estimate, simulated, stage_graph, topological
-from hetero_strategy.schedule.action import Node
+from hetero_strategy.schedule.action import StageId
 
 STAR = (("vision", "llm"), ("audio", "llm"))
 
@@ -69,9 +69,9 @@ def test_stage_graph_of_a_frozen_encoder() -> None:
         "llm.1": (False, True),
     }
     assert set(graph.edges) == {
-        (Node("vision", 0), Node("vision", 1)),
-        (Node("llm", 0), Node("llm", 1)),
-        (Node("vision", 1), Node("llm", 0)),
+        (StageId("vision", 0), StageId("vision", 1)),
+        (StageId("llm", 0), StageId("llm", 1)),
+        (StageId("vision", 1), StageId("llm", 0)),
     }
     ranks = [r for s in graph.stages.values() for r in s.ranks]
     assert sorted(ranks) == [0, 1, 2, 3]

@@ -19,7 +19,7 @@ import pytest
 
 from hetero_strategy.checkpoint import describe
 from hetero_strategy.errors import CheckpointError
-from hetero_strategy.plan.config import Balance
+from hetero_strategy.plan.config import BalanceConfig
 from recipes import cli
 from tests.recipes.commands import ROOT, SMALL, Ended, run, start, wait_until_gone
 
@@ -82,7 +82,7 @@ def test_a_run_leaves_a_report(tmp_path: Path, whole: tuple[Path, Ended]) -> Non
     trace = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     ran = [{(e["tid"], e["name"]) for e in trace if e["ph"] == "X" and e["pid"] == pid} for pid in (0, 1)]
     assert ran[0] == ran[1], "simulated and measured are one schedule"
-    costs = Balance.of({"costs": json.loads((folder / "balance.json").read_text())["costs"]}).costs
+    costs = BalanceConfig.of({"costs": json.loads((folder / "balance.json").read_text())["costs"]}).costs
     assert set(costs) == {"vision", "audio", "llm"}
     for cost in costs.values():
         assert 0 < cost.alone(np.array([30]))[0] < 10, "seconds of a forward"

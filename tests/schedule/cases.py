@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from hetero_strategy.layout.pipeline import Pipeline
-from hetero_strategy.schedule.action import Action, Node, Schedule, Span, Stage, StageGraph, Work
+from hetero_strategy.schedule.action import Action, Schedule, Span, Stage, StageGraph, StageId, StepWork
 
 
 class Module(NamedTuple):
@@ -27,20 +27,20 @@ class Module(NamedTuple):
 def graph(modules: Mapping[str, Module], edges: Iterable[tuple[str, str]] = ()) -> StageGraph:
     """Of modules in topological order and (source, target) edges."""
     edges = list(edges)
-    stages: dict[Node, Stage] = {}
-    links: list[tuple[Node, Node]] = []
+    stages: dict[StageId, Stage] = {}
+    links: list[tuple[StageId, StageId]] = []
     pipelines: dict[str, Pipeline] = {}
     for name, module in modules.items():
         pipeline = Pipeline(len(module.ranks), module.vpp, module.style)  # type: ignore[arg-type]
         pipelines[name] = pipeline
         trains = [module.trains] * pipeline.stages if isinstance(module.trains, bool) else list(module.trains)
-        back = any(stages[Node(s, pipelines[s].stages - 1)].backward for s, t in edges if t == name)
+        back = any(stages[StageId(s, pipelines[s].stages - 1)].backward for s, t in edges if t == name)
         for stage in range(pipeline.stages):
             back = back or trains[stage]
             grid = np.array([[r] for r in module.ranks[pipeline.rank_of(stage)]])
-            stages[Node(name, stage)] = Stage(grid, trains[stage], back, module.sharded)
-        links += [(Node(name, s), Node(name, s + 1)) for s in range(pipeline.stages - 1)]
-        links += [(Node(s, pipelines[s].stages - 1), Node(name, 0)) for s, t in edges if t == name]
+            stages[StageId(name, stage)] = Stage(grid, trains[stage], back, module.sharded)
+        links += [(StageId(name, s), StageId(name, s + 1)) for s in range(pipeline.stages - 1)]
+        links += [(StageId(s, pipelines[s].stages - 1), StageId(name, 0)) for s, t in edges if t == name]
     return StageGraph(stages, tuple(links), pipelines)
 
 
@@ -49,9 +49,9 @@ def chain(pp: int, vpp: int = 1, style: str = "loop") -> StageGraph:
     return graph({"llm": Module([[r] for r in range(pp)], vpp, style)})
 
 
-def work(count: int, *modules: str, edges: Iterable[tuple[str, str]] = ()) -> Work:
+def work(count: int, *modules: str, edges: Iterable[tuple[str, str]] = ()) -> StepWork:
     """``count`` microbatches, the same for all modules."""
-    return Work(
+    return StepWork(
         {m: tuple(Span(i, i, i) for i in range(count)) for m in modules or ("llm",)},
         {e: tuple((i, i) for i in range(count)) for e in edges},
     )
@@ -133,7 +133,7 @@ def units(
 
 
 @st.composite
-def cases(draw: st.DrawFn, order: str, most: int = 9) -> tuple[StageGraph, Work]:
+def cases(draw: st.DrawFn, order: str, most: int = 9) -> tuple[StageGraph, StepWork]:
     """Any graph: up to three encoders, an LLM, perhaps a generator, on any ranks; any work."""
     count = draw(st.integers(1, most))
     world = draw(st.integers(1, 6))
@@ -175,4 +175,4 @@ def cases(draw: st.DrawFn, order: str, most: int = 9) -> tuple[StageGraph, Work]
                 if v.first <= d.last and d.first <= v.last
             ]
             feeds["vision", "draw"] = tuple(pairs)
-    return graph(modules, edges), Work(microbatches, feeds)
+    return graph(modules, edges), StepWork(microbatches, feeds)

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetero_strategy.errors import ScheduleError
-from hetero_strategy.schedule.action import Action, Kind, Node, Schedule, Span, Work
+from hetero_strategy.schedule.action import Action, Kind, Schedule, Span, StageId, StepWork
 from hetero_strategy.schedule.build import ORDERS, make_schedule
 from hetero_strategy.schedule.check import check
 from tests.schedule.cases import Module, cases, chain, clock, graph, listed, makespan, uniform, work
 
-LLM0 = Node("llm", 0)
+LLM0 = StageId("llm", 0)
 TO_LLM = [("vision", "llm"), ("audio", "llm")]
 
 
@@ -61,7 +61,7 @@ def test_zb_h1_table() -> None:
         F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
     """)
     assert set(schedule.in_flight.values()) == {4}
-    assert schedule.split == {Node("llm", s) for s in (1, 2, 3)}
+    assert schedule.split == {StageId("llm", s) for s in (1, 2, 3)}
 
 
 KINDS: dict[str, Kind] = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
@@ -71,7 +71,7 @@ def torch_s(peer: Any, rank: int) -> list[Action]:
     """The table of one of torch's schedules for a rank."""
     table = peer._calculate_single_rank_operations(rank)
     return [
-        Action(KINDS[a.computation_type.name], Node("llm", a.stage_index), a.microbatch_index)
+        Action(KINDS[a.computation_type.name], StageId("llm", a.stage_index), a.microbatch_index)
         for a in table
         if a is not None
     ]
@@ -155,7 +155,7 @@ def test_frozen_encoder_fills_the_llm_s_bubbles() -> None:
     alone = make_schedule("1f1b", chain(3), work(4))
     both = make_schedule("1f1b", stages, work(4, "vision", "llm", edges=edges))
     assert not [a for a in both.of(0) if a.node.module == "vision" and a.kind != "F"]
-    assert both.in_flight[Node("vision", 0)] == 0
+    assert both.in_flight[StageId("vision", 0)] == 0
     assert makespan(both, uniform()) < makespan(alone, uniform()) + 4
 
 
@@ -168,12 +168,12 @@ def test_units_that_group_and_split_microbatches() -> None:
     }
     feeds = {("vision", "llm"): ((0, 0), (0, 1), (1, 2), (1, 3)), ("audio", "llm"): ((0, 0), (1, 0), (2, 0), (3, 3))}
     stages = graph({m: Module([[r]]) for r, m in enumerate(spans)}, TO_LLM)
-    schedule = make_schedule("1f1b", stages, Work(spans, feeds))
+    schedule = make_schedule("1f1b", stages, StepWork(spans, feeds))
     check(schedule)
     assert listed(schedule) == ["F0 F1 B0 B1", "F0 F1 F2 B0 B1 B2 F3 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
     with pytest.raises(ScheduleError, match=r"llm microbatch 0 needs 3 microbatches of audio at once.*allows 2"):
-        make_schedule("1f1b", stages, Work(spans, feeds), max_in_flight={"audio": 2})
-    crossed = Work(spans, {**feeds, ("vision", "llm"): ((1, 0), (0, 1), (0, 2), (0, 3))})
+        make_schedule("1f1b", stages, StepWork(spans, feeds), max_in_flight={"audio": 2})
+    crossed = StepWork(spans, {**feeds, ("vision", "llm"): ((1, 0), (0, 1), (0, 2), (0, 3))})
     with pytest.raises(ScheduleError, match=r"awaits rows of .* but they are sent after them"):
         check(make_schedule("1f1b", stages, crossed))
 
@@ -224,11 +224,11 @@ def test_a_frozen_encoder_over_all_stages_does_not_run_its_forwards_first() -> N
 def test_a_generator_that_groups_microbatches(order: str, vpp: int, style: str) -> None:
     """The LLM's last stage must run forwards of a whole group before the first of its backwards."""
     spans = {"llm": tuple(Span(i, i, i) for i in range(8)), "draw": (Span(0, 0, 3), Span(1, 4, 7))}
-    grouped = Work(spans, {("llm", "draw"): tuple((i, i // 4) for i in range(8))})
+    grouped = StepWork(spans, {("llm", "draw"): tuple((i, i // 4) for i in range(8))})
     stages = graph({"llm": Module([[0], [1]], vpp, style), "draw": Module([[2]])}, [("llm", "draw")])
     schedule = make_schedule(order, stages, grouped)
     check(schedule)
-    assert schedule.in_flight[Node("llm", 2 * vpp - 1)] >= 4
+    assert schedule.in_flight[StageId("llm", 2 * vpp - 1)] >= 4
     with pytest.raises(ScheduleError, match="max_in_flight"):
         make_schedule(order, stages, grouped, max_in_flight={"llm": 3})
 
@@ -236,11 +236,11 @@ def test_a_generator_that_groups_microbatches(order: str, vpp: int, style: str) 
 def test_an_encoder_s_bound_counts_its_own_microbatches() -> None:
     """One group of four in flight lets the LLM run four microbatches, not more."""
     spans = {"vision": (Span(0, 0, 3), Span(1, 4, 7)), "llm": tuple(Span(i, i, i) for i in range(8))}
-    grouped = Work(spans, {("vision", "llm"): tuple((i // 4, i) for i in range(8))})
+    grouped = StepWork(spans, {("vision", "llm"): tuple((i // 4, i) for i in range(8))})
     stages = graph({"vision": Module([[6]]), "llm": Module([[r] for r in range(6)])}, [("vision", "llm")])
     schedule = make_schedule("1f1b", stages, grouped, max_in_flight={"vision": 1})
     check(schedule)
-    assert schedule.in_flight[Node("vision", 0)] == 1
+    assert schedule.in_flight[StageId("vision", 0)] == 1
     assert schedule.in_flight[LLM0] == 4
 
 
@@ -248,7 +248,7 @@ def test_sequential_keeps_the_order_of_backwards() -> None:
     """The generator's group holds back LLM microbatches 0 and 2; microbatch 1, not in it, does not overtake 0."""
     spans = {"llm": tuple(Span(i, i, i) for i in range(3)), "draw": (Span(0, 0, 2),)}
     stages = graph({"llm": Module([[0]]), "draw": Module([[1]])}, [("llm", "draw")])
-    schedule = make_schedule("sequential", stages, Work(spans, {("llm", "draw"): ((0, 0), (2, 0))}))
+    schedule = make_schedule("sequential", stages, StepWork(spans, {("llm", "draw"): ((0, 0), (2, 0))}))
     assert listed(schedule) == ["F0 F1 F2 B0 B1 B2", "F0 B0"]
 
 
@@ -267,7 +267,7 @@ def test_a_step_of_a_thousand_units_takes_little_time() -> None:
 def test_ranks_and_modules_without_work_have_no_actions() -> None:
     stages = graph({"vision": Module([[2]]), "audio": Module([[0]]), "llm": Module([[0], [1]])}, TO_LLM)
     some = work(2, "llm")
-    schedule = make_schedule("1f1b", stages, Work({**some.microbatches, "vision": (), "audio": ()}, {}))
+    schedule = make_schedule("1f1b", stages, StepWork({**some.microbatches, "vision": (), "audio": ()}, {}))
     check(schedule)
     assert [lane.ranks for lane in schedule.lanes] == [(0,), (1,)]
     assert schedule.of(2) == ()

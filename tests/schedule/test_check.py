@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hetero_strategy.errors import ScheduleError
-from hetero_strategy.schedule.action import Action, Node, Schedule
+from hetero_strategy.schedule.action import Action, Schedule, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
 from tests.schedule.cases import Module, chain, damaged, graph, work
@@ -33,7 +33,7 @@ def mixed() -> Schedule:
     return schedule
 
 
-LLM0, LLM1, VISION, AUDIO = Node("llm", 0), Node("llm", 1), Node("vision", 0), Node("audio", 0)
+LLM0, LLM1, VISION, AUDIO = StageId("llm", 0), StageId("llm", 1), StageId("vision", 0), StageId("audio", 0)
 
 
 def test_a_missing_action(mixed: Schedule) -> None:
@@ -51,7 +51,7 @@ def test_an_action_that_the_step_does_not_have(mixed: Schedule) -> None:
         Action("F", AUDIO, 4),
         Action("I", AUDIO, 0),
         Action("UNSHARD", AUDIO),
-        Action("F", Node("x", 0), 0),
+        Action("F", StageId("x", 0), 0),
     ):
         with pytest.raises(ScheduleError, match=f"rank 2: {foreign} is not part of this step"):
             check(damaged(mixed, mixed.lane_of[2], [*mixed.of(2), foreign]))

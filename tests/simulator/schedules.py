@@ -8,28 +8,28 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from hetero_strategy.layout.pipeline import Pipeline
-from hetero_strategy.schedule.action import Action, Lane, Node, Schedule, Span, Stage, StageGraph, Work
+from hetero_strategy.schedule.action import Action, Lane, Schedule, Span, Stage, StageGraph, StageId, StepWork
 
 
-def graph_of(grids: Mapping[Node, np.ndarray], edges: Sequence[tuple[str, str]] = ()) -> StageGraph:
+def graph_of(grids: Mapping[StageId, np.ndarray], edges: Sequence[tuple[str, str]] = ()) -> StageGraph:
     """All stages train. ``edges``: between modules, last stage to first."""
     stages = {node: Stage(np.asarray(grid), True, True) for node, grid in grids.items()}
     count = {m: sum(n.module == m for n in grids) for m in dict.fromkeys(n.module for n in grids)}
-    inner = [(Node(m, s), Node(m, s + 1)) for m, c in count.items() for s in range(c - 1)]
-    outer = [(Node(a, count[a] - 1), Node(b, 0)) for a, b in edges]
+    inner = [(StageId(m, s), StageId(m, s + 1)) for m, c in count.items() for s in range(c - 1)]
+    outer = [(StageId(a, count[a] - 1), StageId(b, 0)) for a, b in edges]
     return StageGraph(stages, (*inner, *outer), {m: Pipeline(c) for m, c in count.items()})
 
 
-def work_of(graph: StageGraph, microbatches: int) -> Work:
+def work_of(graph: StageGraph, microbatches: int) -> StepWork:
     """Every module has all microbatches of the step; rows flow between equal numbers."""
     spans = tuple(Span(i, i, i) for i in range(microbatches))
     feeds = {(a.module, b.module): tuple((i, i) for i in range(microbatches)) for a, b in graph.edges if a[0] != b[0]}
-    return Work(dict.fromkeys(graph.pipelines, spans), feeds)
+    return StepWork(dict.fromkeys(graph.pipelines, spans), feeds)
 
 
-def schedule_of(graph: StageGraph, work: Work, order: Iterable[Action], split: Iterable[Node] = ()) -> Schedule:
+def schedule_of(graph: StageGraph, work: StepWork, order: Iterable[Action], split: Iterable[StageId] = ()) -> Schedule:
     """Every rank's list is the part of ``order`` (a total order) that its stages have."""
-    hosted: dict[int, tuple[Node, ...]] = {}
+    hosted: dict[int, tuple[StageId, ...]] = {}
     for node, stage in graph.stages.items():
         for rank in stage.ranks:
             hosted[rank] = (*hosted.get(rank, ()), node)
@@ -44,7 +44,7 @@ def schedule_of(graph: StageGraph, work: Work, order: Iterable[Action], split: I
 def chain(stages: int, microbatches: int, instances: int = 1, tp: int = 1) -> Schedule:
     """1F1B on one module."""
     size = instances * tp
-    grids = {Node("llm", s): np.arange(size).reshape(instances, tp) + s * size for s in range(stages)}
+    grids = {StageId("llm", s): np.arange(size).reshape(instances, tp) + s * size for s in range(stages)}
     graph = graph_of(grids)
     lanes = []
     for node, stage in graph.stages.items():
@@ -61,13 +61,13 @@ def random_schedule(seed: int) -> Schedule:
     """Two encoders and an LLM on random, possibly shared ranks; a random order that can run; some nodes split."""
     rng = random.Random(seed)
     ranks = rng.choice((4, 6, 8))
-    grids: dict[Node, np.ndarray] = {}
+    grids: dict[StageId, np.ndarray] = {}
     for module in ("vision", "audio", "llm"):
         tp, instances = rng.choice((1, 2)), rng.choice((1, 2))
         for stage in range(rng.choice((1, 2))):
-            grids[Node(module, stage)] = np.array(rng.sample(range(ranks), tp * instances)).reshape(instances, tp)
+            grids[StageId(module, stage)] = np.array(rng.sample(range(ranks), tp * instances)).reshape(instances, tp)
     for stage in (n for n in list(grids) if n.stage == 1):  # instances are the module's, not the stage's
-        first = grids[Node(stage.module, 0)]
+        first = grids[StageId(stage.module, 0)]
         grids[stage] = np.array(rng.sample(range(ranks), first.size)).reshape(first.shape)
     graph = graph_of(grids, (("vision", "llm"), ("audio", "llm")))
     work = work_of(graph, rng.choice((1, 2, 3)))

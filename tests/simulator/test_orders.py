@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from hetero_strategy.layout.pipeline import Pipeline
-from hetero_strategy.schedule.action import Action, Node, Schedule, StageGraph
+from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.simulator import CAUSES, Footprint, Links, simulate
 from tests.simulator.schedules import graph_of, work_of
 
 COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "UNSHARD": 0.0, "REDUCE": 0.0}
-VISION, AUDIO = Node("vision", 0), Node("audio", 0)
+VISION, AUDIO = StageId("vision", 0), StageId("audio", 0)
 
 
 def cost(action: Action) -> float:
@@ -26,7 +26,7 @@ def cost(action: Action) -> float:
 def pipeline(pp: int, vpp: int = 1, style: Literal["loop", "v"] = "loop") -> StageGraph:
     """One module on ``pp`` ranks."""
     layout = Pipeline(pp, vpp, style)
-    graph = graph_of({Node("llm", s): np.array([[layout.rank_of(s)]]) for s in range(layout.stages)})
+    graph = graph_of({StageId("llm", s): np.array([[layout.rank_of(s)]]) for s in range(layout.stages)})
     return replace(graph, pipelines={"llm": layout})
 
 
@@ -69,10 +69,10 @@ def test_zbv_has_no_bubble_between_a_ranks_actions(pp: int, microbatches: int) -
 def dag() -> StageGraph:
     """Two encoders of different depth beside one another, and an LLM of other widths; one encoder on LLM ranks."""
     grids = {
-        Node("vision", 0): np.array([[0], [1]]),
-        Node("vision", 1): np.array([[2], [3]]),
+        StageId("vision", 0): np.array([[0], [1]]),
+        StageId("vision", 1): np.array([[2], [3]]),
         AUDIO: np.array([[4], [5], [6]]),
-        **{Node("llm", s): np.arange(4 * s, 4 * s + 4).reshape(2, 2) + 4 for s in range(2)},
+        **{StageId("llm", s): np.arange(4 * s, 4 * s + 4).reshape(2, 2) + 4 for s in range(2)},
     }
     return graph_of(grids, (("vision", "llm"), ("audio", "llm")))
 
@@ -93,7 +93,7 @@ def test_independent_encoders_run_beside_each_other() -> None:
     """On ranks of their own they take the time of one; on one rank the time of both."""
 
     def of(audio: int) -> float:
-        grids = {VISION: np.array([[0]]), AUDIO: np.array([[audio]]), Node("llm", 0): np.array([[2]])}
+        grids = {VISION: np.array([[0]]), AUDIO: np.array([[audio]]), StageId("llm", 0): np.array([[2]])}
         graph = graph_of(grids, (("vision", "llm"), ("audio", "llm")))
         return simulate(scheduled("1f1b", graph, 16), lambda a: cost(a) * (0.1 if a.node.module == "llm" else 1)).time
 
@@ -104,7 +104,7 @@ def test_ten_thousand_ranks_with_encoders_on_all_of_them() -> None:
     """LLM pp16 dp78 tp8; one encoder replica on each of its 9984 ranks, another on half; 64 microbatches."""
     world = 9984
     grids = {VISION: np.arange(world)[:, None], AUDIO: np.arange(world // 2)[:, None]}
-    grids |= {Node("llm", s): np.arange(624).reshape(78, 8) + 624 * s for s in range(16)}
+    grids |= {StageId("llm", s): np.arange(624).reshape(78, 8) + 624 * s for s in range(16)}
     schedule = scheduled("1f1b", graph_of(grids, (("vision", "llm"), ("audio", "llm"))), 64)
     links = Links(1e-5, 1e11, 2e-5, 2e10, ranks_per_machine=8)
     begin = time.perf_counter()

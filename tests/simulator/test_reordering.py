@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_strategy.errors import ConfigError, ScheduleError
-from hetero_strategy.plan.config import Balance, Surroundings
+from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.orchestrator import Size, plan_step
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata
-from hetero_strategy.schedule.action import Action, Node, Span, StageGraph, Work
+from hetero_strategy.schedule.action import Action, Span, StageGraph, StageId, StepWork
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.graph import PlannedCosts, StageCost
 from hetero_strategy.simulator.reordering import Reorderer
@@ -33,7 +33,7 @@ def drawn(stages: StageGraph, count: int, seed: int, skipped: float = 0.0) -> Si
     random = np.random.default_rng(seed)
     found: Sizes = {}
     for module in stages.pipelines:
-        instances = len(stages.stages[Node(module, 0)].grid)
+        instances = len(stages.stages[StageId(module, 0)].grid)
         rows = random.lognormal(3, 0.8, (count, 1)) * random.uniform(0.7, 1.0, (count, instances))
         if module != "llm":
             rows *= random.random((count, 1)) >= skipped
@@ -41,7 +41,7 @@ def drawn(stages: StageGraph, count: int, seed: int, skipped: float = 0.0) -> Si
     return found
 
 
-def costs_of(stages: StageGraph, seed: int = 0) -> dict[Node, StageCost]:
+def costs_of(stages: StageGraph, seed: int = 0) -> dict[StageId, StageCost]:
     random = np.random.default_rng(seed)
     return {
         n: StageCost(random.uniform(1, 3), random.uniform(0, 0.01), bool(random.random() < 0.3)) for n in stages.stages
@@ -51,7 +51,7 @@ def costs_of(stages: StageGraph, seed: int = 0) -> dict[Node, StageCost]:
 def taken(
     name: str,
     stages: StageGraph,
-    costs: Mapping[Node, StageCost],
+    costs: Mapping[StageId, StageCost],
     sizes: Sizes,
     order: np.ndarray,
     bounds: Mapping[str, int] | None = None,
@@ -59,7 +59,7 @@ def taken(
     """Seconds of the step on the schedule made for this order, written without what is tested."""
     there = {m: [k for k, o in enumerate(order) if sizes[m][0][o].any()] for m in stages.pipelines}
     edges = {(s.module, t.module) for s, t in stages.edges if s.module != t.module}
-    work = Work(
+    work = StepWork(
         {m: tuple(Span(k, k, k) for k in ks) for m, ks in there.items()},
         {(a, b): tuple((k, k) for k in there[a] if k in there[b]) for a, b in edges},
     )
@@ -153,8 +153,8 @@ def test_costs_are_those_that_schedules_are_made_with(measured: bool) -> None:
         return np.arange(6)
 
     given = {"vision": {"linear": 3.0, "fixed": 70.0}, "llm": {"linear": 0.0, "quadratic": 9.0}}
-    around = Surroundings(orderer=lambda search: order)
-    balance = Balance.of({"policy": "none", "costs": given, "speeds": {"llm": [1, 4], "vision": [0.5]}})
+    around = ModelContext(orderer=lambda search: order)
+    balance = BalanceConfig.of({"policy": "none", "costs": given, "speeds": {"llm": [1, 4], "vision": [0.5]}})
     instances = {"vision": 1, "llm": 2}
     plan = plan_step(metadata, instances, ("llm",), microbatches=6, balancing=balance.resolve(instances, around))
     planned = PlannedCosts(plan if measured else replace(plan, loads={}), stages, costs)
@@ -174,7 +174,7 @@ def test_costs_are_those_that_schedules_are_made_with(measured: bool) -> None:
 def test_a_measured_cost_changes_the_order() -> None:
     """FLOPs say that all microbatches are alike; the run said that one module's take very different times."""
     rows, costs = np.full((8, 1), 100.0), dict.fromkeys(APART.stages, StageCost(1.0, 0.0))
-    alike = {m: Size(rows.repeat(len(APART.stages[Node(m, 0)].grid), 1), rows * rows) for m in APART.pipelines}
+    alike = {m: Size(rows.repeat(len(APART.stages[StageId(m, 0)].grid), 1), rows * rows) for m in APART.pipelines}
     reorderer = Reorderer(APART, "1f1b", costs)
     assert reorderer(alike).tolist() == list(range(8))
     time = np.random.default_rng(0).lognormal(3, 1, (8, 1))

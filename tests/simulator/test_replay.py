@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hetero_strategy.schedule.action import Action, Schedule, StageGraph, Work
+from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StepWork
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.simulator import simulate
 from hetero_strategy.simulator.replay import Replay
@@ -47,7 +47,7 @@ SETTINGS: list[tuple[str, StageGraph]] = [
 ]
 
 
-def same(graph: StageGraph, count: int) -> Work:
+def same(graph: StageGraph, count: int) -> StepWork:
     """Every module computes the microbatches of the step."""
     edges = [(s.module, t.module) for s, t in graph.edges if s.module != t.module]
     return work(count, *graph.pipelines, edges=edges)
@@ -145,7 +145,7 @@ def test_a_schedule_that_lost_a_dependency_is_told_apart() -> None:
 
 def test_an_empty_schedule_takes_no_time() -> None:
     stages = graph({"llm": Module([[0]])})
-    empty = Schedule("1f1b", stages, Work({"llm": ()}, {}), frozenset(), True, (), {})
+    empty = Schedule("1f1b", stages, StepWork({"llm": ()}, {}), frozenset(), True, (), {})
     assert Replay(empty).times(np.zeros((3, 0))).tolist() == [0.0, 0.0, 0.0]
 
 

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_strategy.errors import ScheduleError
-from hetero_strategy.schedule.action import Action, Lane, Node, Schedule
+from hetero_strategy.schedule.action import Action, Lane, Schedule, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
 from hetero_strategy.simulator import CAUSES, Footprint, Host, Links, Simulation, simulate
 from tests.simulator.schedules import chain, graph_of, random_schedule, schedule_of, work_of
 
 UNIFORM = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "UNSHARD": 0.0, "REDUCE": 0.0}
-V, L, L1 = Node("vision", 0), Node("llm", 0), Node("llm", 1)
+V, L, L1 = StageId("vision", 0), StageId("llm", 0), StageId("llm", 1)
 
 
 def uniform(action: Action) -> float:
@@ -79,7 +79,7 @@ def test_memory_of_a_forward_is_gone_after_it() -> None:
     assert found.peak_memory is not None and found.peak_memory.tolist() == [15]
 
 
-def forwards(microbatches: int, grids: dict[Node, np.ndarray]) -> Schedule:
+def forwards(microbatches: int, grids: dict[StageId, np.ndarray]) -> Schedule:
     graph = graph_of(grids, (("vision", "llm"),) if V in grids else ())
     order = [Action("F", node, i) for i in range(microbatches) for node in grids]
     return schedule_of(graph, work_of(graph, microbatches), order)

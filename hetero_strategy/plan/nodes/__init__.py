@@ -14,14 +14,14 @@ from __future__ import annotations
 import numpy as np
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.plan.nodes.local import balance_near_home
-from hetero_strategy.plan.nodes.place import place_items
-from hetero_strategy.plan.nodes.program import Program, solve_placement
+from hetero_strategy.plan.nodes.near_home import balance_near_home
+from hetero_strategy.plan.nodes.placement_ilp import PlacementSolution, solve_placement
+from hetero_strategy.plan.nodes.propose import place_items
 from hetero_strategy.plan.nodes.volume import bytes_between, item_bytes_between, volumes
 
 __all__ = [
     "METHODS",
-    "Program",
+    "PlacementSolution",
     "balance_near_home",
     "bytes_between",
     "item_bytes_between",

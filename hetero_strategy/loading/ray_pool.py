@@ -43,8 +43,8 @@ LOADERS = 4
 """Sets of actors that a Ray of our own has room for: one per data split."""
 
 
-class Actors:
-    """A :class:`hetero_strategy.loading.worker_pool.Crew` of Ray actors.
+class RayPool:
+    """A :class:`hetero_strategy.loading.worker_pool.WorkerPool` of Ray actors.
 
     Args:
         steps: what they make.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hetero_strategy import ragged
-from hetero_strategy.plan.nodes.cells import Cells
+from hetero_strategy.plan.nodes.slots import Cells
 
 
 class Flow:

@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Team:
+class AllOrNone:
     """The ranks that save or load together. `group` None: the default group, or one process without any."""
 
     group: dist.ProcessGroup | None
@@ -26,11 +26,11 @@ class Team:
     size: int
 
     @staticmethod
-    def of(group: dist.ProcessGroup | None) -> Team:
+    def of(group: dist.ProcessGroup | None) -> AllOrNone:
         """The team of a process group, which this rank must be part of."""
         if group is None and not (dist.is_available() and dist.is_initialized()):
-            return Team(None, 0, 1)
-        return Team(group, dist.get_rank(group), dist.get_world_size(group))
+            return AllOrNone(None, 0, 1)
+        return AllOrNone(group, dist.get_rank(group), dist.get_world_size(group))
 
     def from_first(self, work: Callable[[], T]) -> T:
         """What `work` returns on rank 0, on every rank."""

@@ -16,11 +16,11 @@ from hetero_strategy.model.inputs import IGNORE, SequenceInputs, host_index
 from hetero_strategy.plan.step_plan import Assignment
 from hetero_strategy.runtime.agreement import Agreement
 from hetero_strategy.runtime.wiring import Wiring
-from hetero_strategy.schedule.action import Node
+from hetero_strategy.schedule.action import StageId
 
 
 @dataclass
-class Outcome:
+class StepOutput:
     """What a step yields, the same on every rank."""
 
     losses: dict[str, torch.Tensor]
@@ -35,7 +35,7 @@ class Outcome:
     """Evaluation only, by generator without a pipeline: fp32 ``[target rows of the batch, feature]`` in item order."""
 
 
-class Counter:
+class StepMetrics:
     """Adds up one step on this rank. An instance's first rank speaks for the instance."""
 
     def __init__(self, wiring: Wiring, batch: Batch, *, train: bool, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class Counter:
         self._drawn = {name: self._canvas(name) for name in draws}
 
     @torch.no_grad()
-    def add(self, node: Node, microbatch: int, inputs: ModuleInputs, out: LMOutput | GeneratorOutput) -> None:
+    def add(self, node: StageId, microbatch: int, inputs: ModuleInputs, out: LMOutput | GeneratorOutput) -> None:
         """Count one microbatch of a last stage."""
         name = node.module
         where = self._wiring.placement.coordinate(name, self._wiring.rank)
@@ -67,7 +67,7 @@ class Counter:
         assert isinstance(inputs, SequenceInputs)
         self._count_tokens(mine, name, assignment, units, inputs, out)
 
-    def outcome(self, agreement: Agreement) -> Outcome:
+    def outcome(self, agreement: Agreement) -> StepOutput:
         """Sums over all ranks. A collective over the world; nothing waits for the device."""
         dist.all_reduce(self._totals)
         agreement.note(self._plan, self._totals[-2:, :2])
@@ -77,7 +77,7 @@ class Counter:
                 dist.all_reduce(drawn)
         losses = {n: self._totals[i, 0] / self._plan.normalizer(n) for i, n in enumerate(self._with_loss)}
         consumers = [self._with_loss.index(n) for n in self._consumers]
-        return Outcome(
+        return StepOutput(
             losses,
             self._totals[consumers, 1],
             self._totals[consumers, 2],

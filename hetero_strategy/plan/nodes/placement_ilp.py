@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from hetero_strategy.plan.nodes.cells import Cells, make_cells
+from hetero_strategy.plan.nodes.slots import Cells, make_cells
 
 
 @dataclass(frozen=True)
-class Program:
+class PlacementSolution:
     """What the solver found."""
 
     slots: np.ndarray | None
@@ -31,7 +31,7 @@ def solve_placement(
     classes: np.ndarray | None = None,
     time_limit: float = 60.0,
     relax: bool = False,
-) -> Program:
+) -> PlacementSolution:
     """Least maximum over sources of bytes to other nodes, over all placements of batches on nodes.
 
     Variables ``[batches, nodes]``, one capacity per node and class, one row per source (OrchMLLM section 5.2.2,
@@ -52,7 +52,7 @@ def solve_placement(
     unit = float(total.max(initial=0.0)) or 1.0  # the solver's tolerances are absolute
     fixed = float(total[cells.of_source < 0].max(initial=0.0))
     if cells.count == 1:
-        return Program(np.arange(len(slot_node)), fixed, True)
+        return PlacementSolution(np.arange(len(slot_node)), fixed, True)
 
     x = cp.Variable((volume.shape[1], cells.count), **({"bounds": [0, 1]} if relax else {"boolean": True}))
     worst = cp.Variable()
@@ -69,14 +69,14 @@ def solve_placement(
             warnings.simplefilter("ignore")  # "may be inaccurate" when time is up, which `optimal` says
             problem.solve(solver=cp.HIGHS, time_limit=float(time_limit))
     except cp.SolverError:
-        return Program(None, 0.0, False)
+        return PlacementSolution(None, 0.0, False)
     info: Any = problem.solver_stats.extra_stats
     if relax:
         solved = problem.status == cp.OPTIMAL
-        return Program(None, float(problem.value) * unit if solved else 0.0, False)
+        return PlacementSolution(None, float(problem.value) * unit if solved else 0.0, False)
     bound = float(info.mip_dual_bound) * unit
     bound = bound if np.isfinite(bound) else 0.0
-    return Program(_slots(x.value, cells), bound, problem.status == cp.OPTIMAL)
+    return PlacementSolution(_slots(x.value, cells), bound, problem.status == cp.OPTIMAL)
 
 
 def _slots(x: np.ndarray | None, cells: Cells) -> np.ndarray | None:

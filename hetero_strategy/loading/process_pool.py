@@ -37,7 +37,7 @@ HINTS = {
 """Signal -> why."""
 
 
-class Processes:
+class ProcessPool:
     """A :class:`Crew` of processes on this machine.
 
     Args:

@@ -7,9 +7,9 @@ import numpy as np
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance.greedy import deal, whole
-from hetero_strategy.plan.nodes.cells import cell_of
-from hetero_strategy.plan.nodes.place import place_items
-from hetero_strategy.plan.nodes.spread import even_out, narrow, spread
+from hetero_strategy.plan.nodes.level import even_out, narrow, spread
+from hetero_strategy.plan.nodes.propose import place_items
+from hetero_strategy.plan.nodes.slots import cell_of
 
 _SCATTER = 40503
 """Odd, near 2^16 divided by the golden ratio: neighbouring item numbers come far apart when multiplied by it."""

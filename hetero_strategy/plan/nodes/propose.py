@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.plan.nodes.cells import Cells, make_cells
-from hetero_strategy.plan.nodes.swap import Flow, refine
+from hetero_strategy.plan.nodes.slots import Cells, make_cells
+from hetero_strategy.plan.nodes.swap_batches import Flow, refine
 
 _WORK = 1 << 17
 """Entries of ``[batches, nodes]`` that may be looked at again; fewer passes above, for milliseconds at any size."""
