@@ -57,9 +57,9 @@ def modules(workload: str, instances: int) -> Iterator[Module]:
     for name, width in (("vision", vision), ("audio", audio)):
         items = drawn.items[name]
         quadratic = 1 / (6 * width)
-        yield Module(name, items.hidden, items.sample, Cost(1.0, quadratic, padding=drawn.padding[name]))  # type: ignore[arg-type]
+        yield Module(name, items.inner_rows, items.sample, Cost(1.0, quadratic, padding=drawn.padding[name]))  # type: ignore[arg-type]
         if name == "audio":
-            yield Module("audio", items.hidden, items.sample, Cost(1.0, quadratic, padding="attention"))
+            yield Module("audio", items.inner_rows, items.sample, Cost(1.0, quadratic, padding="attention"))
     yield Module("llm", drawn.tokens(), np.arange(len(drawn.text)), Cost(1.0, 1 / (12 * llm)))
 
 
@@ -109,7 +109,7 @@ def table_3(rounds: int) -> list[dict[str, Any]]:
     """1920 samples of an interleaved set, by their image tokens as DistTrain measures a sample."""
     drawn = WORKLOADS["laion"](1920, 0)
     items = drawn.items["vision"]
-    size = np.bincount(items.sample, weights=items.hidden, minlength=1920).astype(np.int64)
+    size = np.bincount(items.sample, weights=items.inner_rows, minlength=1920).astype(np.int64)
     module = Module("vision", size, np.arange(1920), Cost())
     lines = []
     for bins, printed in TABLE_3.items():

@@ -26,8 +26,8 @@ PARTS = {
 """What may be frozen of a module, or of a kind of language model."""
 
 
-PLAIN = ("balance", "tokens", "freeze", "recompute", "max_in_flight", "gather", "edges", "loss_weights", "kv_heads",
-         "ranks_per_node", "tied", "dropout", "precision", "late", "lm", "order")  # fmt: skip
+PLAIN = ("balance", "tokens", "freeze", "recompute", "max_in_flight", "reshard_after_forward", "edges", "loss_weights",
+         "kv_heads", "ranks_per_node", "tied", "dropout", "precision", "late", "lm", "schedule")  # fmt: skip
 """Options that a smaller setting has as they are by default, in the order in which that is tried."""
 
 
@@ -100,9 +100,9 @@ class _Drawing:
         world = self.one_of({1: 2, 2: 26, 3: 26, 4: 32, 5: 4, 6: 6, 8: 4})
         layouts = {name: self.layout(world) for name in modules}
         pipelined = [name for name in modules if layouts[name]["pp"] > 1]
-        order = self.order(pipelined)
+        schedule = self.schedule(pipelined)
         for name in pipelined:
-            layouts[name] |= self.virtual(order)
+            layouts[name] |= self.virtual(schedule)
         lm = self.one_of({"titan": 5, "hf_llama": 3, "hf_qwen3": 2})
         layers = self.layers(modules, layouts)
         instances = {name: one["dp_replicate"] * one["dp_shard"] for name, one in layouts.items()}
@@ -116,11 +116,11 @@ class _Drawing:
             if name in ITEM_MODULES and self.often(0.25):
                 tokens[name] = self.one_of({"equal": 3, 4: 1, 8: 1, 20: 1, 100: 1, 1000: 2})
         losses = [name for name in modules if ITEM_MODULES.get(name) != "encoder"]
-        splits = order in ("zb_h1", "zbv")
+        splits = schedule in ("zb_h1", "zbv")
         return Setting(
             self.data.folder,
             {name: self.written(one) for name, one in layouts.items()},
-            order,
+            schedule,
             lm,
             edges=self.edges(modules),
             loss_weights={n: rng.choice((0.0, 0.5, 3.0)) for n in losses if self.often(0.15)},
@@ -128,7 +128,7 @@ class _Drawing:
             **layers,
             freeze=self.freeze(modules, lm),
             recompute=tuple(name for name in modules if self.often(0.15)),
-            gather=self.one_of({"auto": 6, "step": 2, "microbatch": 0.2 if splits else 2}),
+            reshard_after_forward=self.one_of({"auto": 6, "never": 2, "always": 0.2 if splits else 2}),
             max_in_flight={rng.choice(modules): rng.randint(1, 4)} if self.often(0.12) else {},
             tokens=tokens,
             balance=balance,
@@ -178,18 +178,18 @@ class _Drawing:
                 found[degree] *= factor
         return found
 
-    def order(self, pipelined: Sequence[str]) -> str:
+    def schedule(self, pipelined: Sequence[str]) -> str:
         found = {"1f1b": 3, "gpipe": 1, "zb_h1": 3, "sequential": 1, "auto": 2}
         return str(self.one_of({**found, **dict.fromkeys(("interleaved_1f1b", "zbv"), 2.5 if pipelined else 0.1)}))
 
-    def virtual(self, order: str) -> dict[str, Any]:
-        """Stages that an order is made for, mostly."""
+    def virtual(self, schedule: str) -> dict[str, Any]:
+        """Stages that a schedule is made for, mostly."""
         loop, style = {"vpp": self.rng.choice((2, 2, 3))}, {"vpp": 2, "pp_style": "v"}
-        if order == "interleaved_1f1b":
+        if schedule == "interleaved_1f1b":
             return loop if self.often(0.9) else {}
-        if order == "zbv":
+        if schedule == "zbv":
             return style if self.often(0.9) else {}
-        if order in ("auto", "gpipe", "sequential") and self.often(0.3):
+        if schedule in ("auto", "gpipe", "sequential") and self.often(0.3):
             return self.rng.choice((loop, style))
         return {}
 
@@ -289,8 +289,8 @@ def smaller(setting: Setting) -> Iterator[Setting]:
     for option in PLAIN:
         if getattr(setting, option) != getattr(plain, option):
             yield _plain(setting, option)
-    if setting.order == "zbv":
-        yield replace(_plain(setting, "order"), order="zb_h1")
+    if setting.schedule == "zbv":
+        yield replace(_plain(setting, "schedule"), schedule="zb_h1")
     for option in ("freeze", "recompute"):
         parts = getattr(setting, option)
         for part in parts if len(parts) > 1 else ():
@@ -347,7 +347,7 @@ def _plain(setting: Setting, option: str) -> Setting:
         for old, new in names.items():
             renamed = tuple(part.replace(f".model.{old}", f".model.{new}") for part in renamed)
         changed |= {"freeze": renamed, "tied": False}
-    if option == "order":
+    if option == "schedule":
         keys = ("vpp", "pp_style", "split")
         changed["layouts"] = {n: {k: v for k, v in one.items() if k not in keys} for n, one in setting.layouts.items()}
     if option == "balance" and setting.microbatches is None:

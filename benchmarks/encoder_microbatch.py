@@ -1,4 +1,4 @@
-"""What `encoder_microbatch_tokens` should be: step time over how an encoder groups or splits the step's microbatches.
+"""What `encoder_microbatch_rows` should be: step time over how an encoder groups or splits the step's microbatches.
 
 Two real ranks (gloo, one thread each), one model per placement, the same global batch under every budget, budgets in
 turns in one run. A budget is a multiple of the encoder's mean rows per instance and microbatch of the step; "as the
@@ -48,7 +48,7 @@ SMALL = replace(LARGE, name="small", samples=16, items=(0, 2), cells=(1, 2), tex
 def budgets(setting: Setting) -> list[Setting]:
     """The setting under every budget."""
     plan = setting.plan(0)
-    hidden = float(plan.metadata.items["vision"].hidden.sum())
+    hidden = float(plan.metadata.items["vision"].inner_rows.sum())
     mean = hidden / setting.microbatches / plan_instances(setting)
     found = []
     for factor in FACTORS:

@@ -81,8 +81,8 @@ def compare(name: str, seed: int, seconds: float) -> list[dict[str, Any]]:
     rows, encoded = [], {}
     for module, items in work.items.items():
         cost = Cost(padding=work.padding[module])  # type: ignore[arg-type]
-        flow = Flow(items.hidden * float(PAYLOAD[module]), sampled[items.sample], np.arange(len(items.sample)))
-        row, slots = one_module(items.hidden, cost, dict.fromkeys(("plain", "fast", "near"), flow), node, seconds)
+        flow = Flow(items.inner_rows * float(PAYLOAD[module]), sampled[items.sample], np.arange(len(items.sample)))
+        row, slots = one_module(items.inner_rows, cost, dict.fromkeys(("plain", "fast", "near"), flow), node, seconds)
         rows.append({"model": name, "module": module, **row})
         encoded[module] = slots
     flows = {k: llm_flow(work, {m: s[k] for m, s in encoded.items()}, width) for k in ("plain", "fast", "near")}
@@ -158,7 +158,7 @@ def scale(instances: int, repeats: int, seconds: float) -> dict[str, Any]:
     work = WORKLOADS["orchmllm_10b"](instances * 100, 0)
     seen = work.items["vision"]
     count = min(len(seen.sample), 60 * instances)
-    hidden, source = seen.hidden[:count], np.arange(count) * instances // count
+    hidden, source = seen.inner_rows[:count], np.arange(count) * instances // count
     node = np.arange(instances) // PER_NODE
     size = hidden * float(PAYLOAD["vision"])
     batch = balance(hidden, instances, Cost())

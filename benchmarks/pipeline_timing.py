@@ -121,7 +121,7 @@ def compare(setting: Setting, steps: Sequence[Gathered]) -> dict[str, Any]:
     return {
         "setting": setting.name,
         "ranks": setting.world,
-        "order": setting.order,
+        "schedule": setting.schedule,
         "ratios": dict(ratios),
         "step_ms": 1e3 * statistics.median(s.seconds for s in steps),
         "action_ms": [1e3 * float(x) for x in np.quantile(actions, (0.1, 0.5, 0.9))],
@@ -173,10 +173,10 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> None:
     report(
         "pipeline_timing",
         f"measured / simulated step time: median (10% to 90%) over {len(SEEDS) * given.steps} steps each",
-        ("", "ranks", "order", "step ms", "action ms", "latency ms", "bubble", *FIGURES, "lost", "load"),
+        ("", "ranks", "schedule", "step ms", "action ms", "latency ms", "bubble", *FIGURES, "lost", "load"),
         [
             (
-                r["setting"], r["ranks"], r["order"], f"{r['step_ms']:.0f}",
+                r["setting"], r["ranks"], r["schedule"], f"{r['step_ms']:.0f}",
                 " / ".join(f"{x:.0f}" for x in r["action_ms"]), f"{r['latency_ms']:.1f}", f"{r['bubble']:.0%}",
                 *(f"{statistics.median(r['ratios'][f]):.3f} ({spread(r['ratios'][f])})" for f in FIGURES),
                 f"{r['lost']:.0%}", r["load"],
@@ -210,7 +210,7 @@ def write_pair(folder: Path, setting: Setting, *pair: Timeline) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     name = "".join(c if c.isalnum() else "_" for c in setting.name)
     write_trace(folder / f"{name}.json", *pair)
-    draw(folder / f"{name}.png", *pair, title=f"{setting.name}, {setting.order}")
+    draw(folder / f"{name}.png", *pair, title=f"{setting.name}, {setting.schedule}")
 
 
 if __name__ == "__main__":

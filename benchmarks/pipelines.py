@@ -22,9 +22,10 @@ from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import Assignment, StepMetadata, StepPlan, edge_blocks, slots
 from hetero_strategy.schedule.action import Action, Schedule
 from hetero_strategy.schedule.build import make_schedule
+from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.graph import PlannedCosts, work_of
 from hetero_strategy.strategy.assembly import Assembled, assemble
-from hetero_strategy.strategy.blueprint import Blueprint, Scheduling, blueprint, surroundings
+from hetero_strategy.strategy.blueprint import Blueprint, blueprint, surroundings
 
 MERGE, PATCH, MELS, VOCABULARY = 2, 8, 40, 512
 
@@ -36,7 +37,7 @@ class Setting:
     name: str
     layouts: Mapping[str, ModuleLayout]
     """Of ``llm`` and any of ``vision`` and ``audio``."""
-    order: str = "1f1b"
+    schedule: str = "1f1b"
     vision: tuple[int, int] = (192, 4)
     """Width and layers."""
     audio: tuple[int, int] = (192, 4)
@@ -52,7 +53,7 @@ class Setting:
     text: tuple[int, int] = (16, 64)
     """Fewest and most text tokens of a sample."""
     tokens: Mapping[str, int] = field(default_factory=dict)
-    """``encoder_microbatch_tokens``."""
+    """``encoder_microbatch_rows``."""
     balance: Mapping[str, Any] | None = None
     """None: all units are dealt in order."""
 
@@ -65,8 +66,8 @@ class Setting:
         return place(self.layouts, self.world)
 
     @property
-    def scheduling(self) -> Scheduling:
-        return Scheduling(self.order)
+    def scheduling(self) -> ScheduleConfig:
+        return ScheduleConfig(self.schedule)
 
     def model(self) -> MultimodalModel:
         """On the meta device."""
@@ -105,7 +106,7 @@ class Setting:
         metadata = ragged_step(seed, self.samples, encoders, items=self.items, text=self.text)
         if "vision" in encoders:
             images = metadata.items["vision"]
-            merged = replace(images, hidden=images.rows * MERGE**2)
+            merged = replace(images, inner_rows=images.edge_rows * MERGE**2)
             metadata = replace(metadata, items={**metadata.items, "vision": merged})
         return metadata
 
@@ -121,7 +122,7 @@ class Setting:
             instances,
             ("llm",),
             microbatches=self.microbatches,
-            microbatch_tokens=self.tokens,
+            microbatch_rows=self.tokens,
             balancing=balancing,
         )
 
@@ -150,7 +151,7 @@ def _heads(width: int) -> int:
 
 
 def _items(module: str, assignment: Assignment, instance: int, generator: torch.Generator) -> EncoderInputs:
-    rows, hidden = assignment.rows_of(instance), assignment.hidden_of(instance)
+    rows, hidden = assignment.edge_rows_of(instance), assignment.inner_rows_of(instance)
     if module == "audio":
         frames = 2 * rows[:, None]
         mels = torch.randn(int(frames.sum()), MELS, generator=generator)
@@ -162,7 +163,7 @@ def _items(module: str, assignment: Assignment, instance: int, generator: torch.
 
 def _tokens(plan: StepPlan, number: int, instance: int, generator: torch.Generator) -> SequenceInputs:
     assignment = plan.assignments["llm"][number]
-    lengths = assignment.rows_of(instance)
+    lengths = assignment.edge_rows_of(instance)
     ids = torch.randint(0, VOCABULARY, (int(lengths.sum()),), generator=generator)
     labels = torch.full_like(ids, IGNORE)
     for end, count in zip(np.cumsum(lengths), plan.metadata.labels[assignment.of(instance)], strict=True):
@@ -291,4 +292,4 @@ def planned(setting: Setting, seed: int) -> Planned:
     """The schedule that every rank makes of this batch."""
     made, plan = setting.blueprint, setting.plan(seed)
     costs = PlannedCosts(plan, made.graph, made.costs)
-    return Planned(plan, made, costs, make_schedule(setting.order, made.graph, work_of(plan, made.graph), costs))
+    return Planned(plan, made, costs, make_schedule(setting.schedule, made.graph, work_of(plan, made.graph), costs))

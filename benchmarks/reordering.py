@@ -57,7 +57,7 @@ class Case(NamedTuple):
     """One step."""
 
     name: str
-    order: str
+    schedule: str
     graph: StageGraph
     forward: dict[str, np.ndarray]
     """Of each stage's forward, by module: float64 ``[microbatches]``; a rank's mean is 1."""
@@ -75,7 +75,7 @@ class Case(NamedTuple):
         """
         if len(orders) > 1 and any((times == 0).any() for times in self.forward.values()):
             return np.concatenate([self.seconds(order[None]) for order in orders])
-        replay = Replay(make_schedule(self.order, self.graph, self.work(orders[0])))
+        replay = Replay(make_schedule(self.schedule, self.graph, self.work(orders[0])))
         times: dict[tuple[Kind, StageId], np.ndarray] = {}
         for node in self.graph.stages:
             times["F", node] = self.forward[node.module]
@@ -137,7 +137,7 @@ def drawn(workload: str, microbatches: int, seed: int) -> dict[str, np.ndarray]:
         return np.bincount(sample * microbatches // samples, weights=time, minlength=microbatches)
 
     items = list(made.items.values())
-    found = {"encoder": np.sum([summed(i.sample, _work(i.hidden, "encoder")) for i in items], axis=0)}
+    found = {"encoder": np.sum([summed(i.sample, _work(i.inner_rows, "encoder")) for i in items], axis=0)}
     found["llm"] = summed(np.arange(samples), _work(made.tokens(), "llm"))
     if workload == "laion":
         found["generator"] = summed(items[0].sample, np.ones(len(items[0].sample)))
@@ -153,7 +153,7 @@ def measure(one: Case, seed: int) -> dict[str, float]:
     """Step times of all contenders, the bound, the ranks' mean work, and seconds of our search."""
     count = len(one.forward["llm"])
     random = np.random.default_rng(seed)
-    reorderer = Reorderer(one.graph, one.order, dict.fromkeys(one.graph.stages, StageCost(1.0, 0.0)))
+    reorderer = Reorderer(one.graph, one.schedule, dict.fromkeys(one.graph.stages, StageCost(1.0, 0.0)))
     sizes = {m: Size(t[:, None], 0.0 * t[:, None]) for m, t in one.forward.items()}
     reorderer(sizes)
     begin = time.perf_counter()
@@ -195,7 +195,7 @@ def speed(rounds: int) -> list[dict[str, Any]]:
     for groups, count, paper in TABLE_3:
         one = case("laion", TABLE_3_RANKS, 1, count, 0)
         forward, backward = one.ranks()
-        reorderer = Reorderer(one.graph, one.order, dict.fromkeys(one.graph.stages, StageCost(1.0, 0.0)))
+        reorderer = Reorderer(one.graph, one.schedule, dict.fromkeys(one.graph.stages, StageCost(1.0, 0.0)))
         sizes = {m: Size(t[:, None], 0.0 * t[:, None]) for m, t in one.forward.items()}
         reorderer(sizes)
         times: dict[str, list[float]] = {"algorithm_3_ms": [], "search_ms": []}
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         for ranks in given.ranks
         for count in given.microbatches
     ]
-    columns = ("workload, order", "p", "l", *(f"bubble {c}" for c in (*CONTENDERS, "bound")))
+    columns = ("workload, schedule", "p", "l", *(f"bubble {c}" for c in (*CONTENDERS, "bound")))
     columns += (*(f"{c} / bound" for c in CONTENDERS), "ours / random", "disttrain / random", "ms")
     rows = [
         (

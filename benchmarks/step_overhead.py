@@ -105,7 +105,7 @@ def batches_of(size: Size, count: int, microbatches: int) -> list[Batch]:
 
 def _inputs(plan: StepPlan, number: int, vocabulary: int, generator: torch.Generator) -> dict[str, ModuleInputs]:
     assignments = {name: made[number] for name, made in plan.assignments.items()}
-    rows = {name: assignment.rows for name, assignment in assignments.items()}
+    rows = {name: assignment.edge_rows for name, assignment in assignments.items()}
     side = MERGE * np.sqrt(rows["vision"]).astype(np.int64)
     grids, frames = np.stack([side, side], axis=1), 2 * rows["audio"][:, None]
     patches = torch.randn(int(grids.prod(1).sum()), 3 * PATCH**2, generator=generator)

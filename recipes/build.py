@@ -99,9 +99,9 @@ def strategy(
     layouts: Mapping[str, ModuleLayout],
     *,
     recompute: list[str],
-    order: str,
+    schedule: str,
     max_in_flight: dict[str, int] | None,
-    gather: str,
+    reshard_after_forward: str,
     process_group_backend: str | None,
     timeout_minutes: float,
     async_checkpoint: bool,
@@ -111,9 +111,9 @@ def strategy(
     return HeteroStrategy(
         layouts,
         recompute=recompute,
-        order=order,
+        schedule=schedule,
         max_in_flight=max_in_flight,
-        gather=gather,
+        reshard_after_forward=reshard_after_forward,
         process_group_backend=process_group_backend,
         timeout=timedelta(minutes=timeout_minutes),
         async_checkpoint=async_checkpoint,
@@ -179,10 +179,10 @@ def check_model(make: Callable[[], MultimodalModel], data: MultimodalDataModule,
     if set(modules) != set(data.modules):
         raise ConfigError(
             f"the model has the modules {', '.join(modules)}, but data.module feeds {', '.join(data.modules)};"
-            " use the same names in model.modules, data.module.processors and data.module.consumers"
+            " use the same names in model.modules, data.module.processors and data.module.language_models"
         )
     vocabulary = data.tokenizer.vocab_size
-    for name in data.consumers:
+    for name in data.language_models:
         for parameter, tensor in modules[name].named_parameters():
             if "embed" in parameter and tensor.dim() == 2 and tensor.shape[0] < vocabulary:
                 raise ConfigError(
@@ -215,7 +215,7 @@ def _check_items(index: DatasetIndex, name: str, module: Adapter, processor: Med
     sizes = np.asarray(table.sizes)
     for what, expected, found in (
         ("makes", module.output_rows(sizes), table.rows),
-        ("computes on", module.packing_rows(sizes), table.hidden),
+        ("computes on", module.packing_rows(sizes), table.inner_rows),
     ):
         wrong = np.flatnonzero(expected != found)
         if len(wrong):

@@ -87,7 +87,7 @@ def drawings_of(batch: Batch, drawn: dict[str, Any], index: DatasetIndex, proces
         if not isinstance(processor, ImageTarget):
             continue
         items = batch.plan.metadata.items[generator]
-        ends = np.cumsum(items.hidden - items.rows)
+        ends = np.cumsum(items.inner_rows - items.edge_rows)
         parts = np.split(values.float().cpu().numpy(), ends[:-1])
         numbers = index.item_numbers(generator, batch.plan.samples)
         sizes = index.items[generator].sizes

@@ -17,7 +17,7 @@ class WorkloadItems:
 
     sample: np.ndarray
     """Number of the item's sample, ascending."""
-    hidden: np.ndarray
+    inner_rows: np.ndarray
     """Rows inside the encoder, without padding."""
     rows: np.ndarray
     """Rows that reach the LLM: after the downsampling before the connector."""
@@ -59,7 +59,7 @@ class Workload:
             total = ragged.starts(items.rows)
             within = total - total[np.searchsorted(s, s)]
             text = self.text[s] * (items_before[s] + number[modality] + 1) // gaps[s]
-            placed[modality] = StepItems(s, items.rows, text + before[s] + within, items.hidden)
+            placed[modality] = StepItems(s, items.rows, text + before[s] + within, items.inner_rows)
             before = before + self._rows(items)
             items_before = items_before + per_sample[modality]
         labels = np.maximum(self.text - 1, 0)

@@ -31,7 +31,7 @@ from hetero_strategy.data.media import Media, TargetProcessor
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
 
-VERSION = 2
+VERSION = 3
 """Raised whenever the template, the arrays or a processor's rows change meaning."""
 
 DECODE_LIMIT = 20_000
@@ -228,7 +228,7 @@ def _arrays(
             columns |= {
                 "sizes": sizes,
                 "rows": np.array([rows for _, rows in found], np.int64),
-                "hidden": processor.hidden_rows(sizes),
+                "inner_rows": processor.inner_rows(sizes),
             }
             if isinstance(processor, TargetProcessor):
                 columns["targets"] = processor.target_elements(sizes)

@@ -33,7 +33,7 @@ class Strings:
 class ItemTable:
     """Items of one encoder or generator over the whole data set, in (sample, order within the sample) order.
 
-    Of an index that is not measured, ``sizes`` and ``hidden`` are zeros, ``rows`` ones and ``targets`` None.
+    Of an index that is not measured, ``sizes`` and ``inner_rows`` are zeros, ``rows`` ones and ``targets`` None.
     """
 
     sample: np.ndarray
@@ -42,7 +42,7 @@ class ItemTable:
     """int64 [n, k], as the module's processor measures them."""
     rows: np.ndarray
     """int64 [n], rows that cross the module's edges: an encoder's output, a generator's condition."""
-    hidden: np.ndarray
+    inner_rows: np.ndarray
     """int64 [n], rows inside the module."""
     start: np.ndarray
     """int64 [n], first row inside the sample's token sequence."""
@@ -135,14 +135,14 @@ def load_index(place: Path, media_folder: Path) -> DatasetIndex:
 
     tables = {}
     for number, module in enumerate(header["modules"]):
-        names = ["sample", "start", "offsets"] + (["sizes", "rows", "hidden"] if measured else [])
+        names = ["sample", "start", "offsets"] + (["sizes", "rows", "inner_rows"] if measured else [])
         if (place / f"items{number}.targets.npy").is_file():
             names.append("targets")
         columns = {column: array(f"items{number}.{column}") for column in names}
         if not measured:
             zero, one, count = np.int64(0), np.int64(1), len(columns["sample"])
             columns["sizes"] = np.broadcast_to(zero, (count, header["widths"][number]))
-            columns |= {"rows": np.broadcast_to(one, count), "hidden": np.broadcast_to(zero, count)}
+            columns |= {"rows": np.broadcast_to(one, count), "inner_rows": np.broadcast_to(zero, count)}
         tables[module] = ItemTable(**columns, paths=strings(f"items{number}.paths"))
     return DatasetIndex(
         folder=place,

@@ -49,7 +49,7 @@ class Media(Protocol):
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
         """float32 [R, feature]; refused if ``sizes`` is given and the file no longer has it. Raises DataError."""
 
-    def hidden_rows(self, sizes: np.ndarray) -> np.ndarray:
+    def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
         """int64 [n]: rows inside the module for items of these sizes, int64 [n, k]."""
 
     def settings(self) -> dict[str, Any]:
@@ -147,9 +147,9 @@ class ImageProcessor:
 
     def collate(self, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
         sizes = np.asarray(sizes, np.int64).reshape(-1, 2)
-        return _collate(values, self.feature, sizes, rows, self.hidden_rows(sizes))
+        return _collate(values, self.feature, sizes, rows, self.inner_rows(sizes))
 
-    def hidden_rows(self, sizes: np.ndarray) -> np.ndarray:
+    def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
         """A row per patch."""
         return sizes.reshape(-1, 2).prod(axis=1)
 
@@ -239,9 +239,9 @@ class AudioProcessor:
 
     def collate(self, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
         sizes = np.asarray(sizes, np.int64).reshape(-1, 1)
-        return _collate(values, self.feature, sizes, rows, self.hidden_rows(sizes))
+        return _collate(values, self.feature, sizes, rows, self.inner_rows(sizes))
 
-    def hidden_rows(self, sizes: np.ndarray) -> np.ndarray:
+    def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
         """Half the frames, rounded up."""
         return (sizes.reshape(-1) + 1) // 2
 

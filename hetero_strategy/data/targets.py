@@ -76,13 +76,13 @@ class ImageTarget:
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
         return self._images.load(path, sizes)
 
-    def hidden_rows(self, sizes: np.ndarray) -> np.ndarray:
+    def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
         """Condition rows, and a row per patch."""
-        return self._images.hidden_rows(sizes) + self.rows
+        return self._images.inner_rows(sizes) + self.rows
 
     def target_elements(self, sizes: np.ndarray) -> np.ndarray:
         """Every number of every patch."""
-        return self._images.hidden_rows(sizes) * self.feature
+        return self._images.inner_rows(sizes) * self.feature
 
     def pixels(self, values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
         """The inverse of `load`: float32 [R, feature] -> uint8 [height, width, channels]."""

@@ -59,6 +59,6 @@ def targets(
         time=torch.from_numpy(time),
         sizes=items.sizes,
         rows=items.rows,
-        packing=Packing.of(assignment.hidden_of(instance)),
+        packing=Packing.of(assignment.inner_rows_of(instance)),
         slots=dict(slots),
     )

@@ -47,18 +47,19 @@ class MultimodalDataModule(L.LightningDataModule):
             `ImageTarget`.
         global_batch_size: samples per optimizer step (per batch of an accumulation), over all ranks.
         eval_batch_size: the same for val, test and predict; default: ``global_batch_size``.
-        microbatches: pieces of a global batch; ``auto``: as few as the first consumer's ``balance.budget`` allows.
+        microbatches: pieces of a global batch; ``auto``: as few as the first language model's ``balance.budget``
+            allows.
         eval_microbatches: the same for val, test and predict; default: ``microbatches``, at most ``eval_batch_size``.
-        encoder_microbatch_tokens: encoders and generators with microbatches of their own: about this many rows inside
+        encoder_microbatch_rows: encoders and generators with microbatches of their own: about this many rows inside
             the module per instance and microbatch, or ``equal``; others keep the step's. See `plan_step`.
         balance: how work is spread over instances and microbatches: a policy, a `BalanceConfig` or its fields.
         payload: how training items get to where they are computed. ``fetch``: each rank reads what it computes; the
             sizes of all media are measured when the index is built. ``all_to_all``: no training file is opened before
             its step; each rank reads a part of the samples, then sizes are exchanged, the step is planned, and items
             are sent where they are computed, all ahead of need. The batches are the same. Other splits are fetched.
-        consumers: modules whose units are whole samples: the LLM.
-        edges: (encoder, consumer) and (consumer, generator) pairs; default: every encoder to every consumer, and the
-            first consumer to every generator.
+        language_models: modules whose units are whole samples: the LLM.
+        edges: (encoder, language_model) and (language_model, generator) pairs; default: every encoder to every
+            language_model, and the first language model to every generator.
         seed: of the order of training samples.
         shuffle: permute training samples anew in every epoch.
         drop_last: leave out the last training step of an epoch if it is not full.
@@ -93,10 +94,10 @@ class MultimodalDataModule(L.LightningDataModule):
         eval_batch_size: int | None = None,
         microbatches: int | Literal["auto"] = 1,
         eval_microbatches: int | Literal["auto"] | None = None,
-        encoder_microbatch_tokens: Mapping[str, int | Literal["equal"]] | None = None,
+        encoder_microbatch_rows: Mapping[str, int | Literal["equal"]] | None = None,
         balance: BalanceConfig | str | Mapping[str, Any] | None = None,
         payload: Payload = "fetch",
-        consumers: Sequence[str] = ("llm",),
+        language_models: Sequence[str] = ("llm",),
         edges: Sequence[tuple[str, str]] | None = None,
         seed: int = 0,
         shuffle: bool = True,
@@ -124,12 +125,12 @@ class MultimodalDataModule(L.LightningDataModule):
             "predict": _path(predict),
         }
         self.processors = dict(processors)
-        self.consumers = tuple(consumers)
+        self.language_models = tuple(language_models)
         self.generators = tuple(n for n, p in self.processors.items() if isinstance(p, TargetProcessor))
         self.edges = self._all_edges() if edges is None else _pairs(edges)
         self._check_edges()
-        self.encoder_microbatch_tokens = dict(encoder_microbatch_tokens or {})
-        self._check_microbatch_tokens()
+        self.encoder_microbatch_rows = dict(encoder_microbatch_rows or {})
+        self._check_microbatch_rows()
         self.balance = BalanceConfig.of(balance)
         self.balance.check(self.modules)
         self.payload: Payload = payload
@@ -159,7 +160,7 @@ class MultimodalDataModule(L.LightningDataModule):
     @property
     def modules(self) -> tuple[str, ...]:
         """Names of the modules that this data feeds."""
-        return (*self.processors, *self.consumers)
+        return (*self.processors, *self.language_models)
 
     def prepare_data(self) -> None:
         """Build the missing indices: Lightning calls this on one rank, the others wait."""
@@ -216,7 +217,7 @@ class MultimodalDataModule(L.LightningDataModule):
         if missing or unfed:
             raise ConfigError(
                 f"MultimodalDataModule feeds {', '.join(self.modules)} but the layouts place {', '.join(placed)};"
-                " use the same names in processors, consumers and layouts"
+                " use the same names in processors, language_models and layouts"
             )
         row_multiple = getattr(trainer.strategy, "row_multiple", None)
         return RankView.of(placement, self.modules, trainer.global_rank, row_multiple)
@@ -244,10 +245,10 @@ class MultimodalDataModule(L.LightningDataModule):
         share = self.share()
         around = getattr(getattr(self.trainer, "strategy", None), "surroundings", None) or ModelContext()
         options: dict[str, Any] = {
-            "consumers": self.consumers,
+            "language_models": self.language_models,
             "global_batch_size": self.global_batch_size if training else self.eval_batch_size,
             "microbatches": self.microbatches if training else self.eval_microbatches,
-            "microbatch_tokens": self.encoder_microbatch_tokens,
+            "microbatch_rows": self.encoder_microbatch_rows,
             "balancing": self.balance.resolve(share.instances, around),
             "window": self.balance.window if training and not overfit else 1,
             "seed": self.seed,
@@ -317,38 +318,40 @@ class MultimodalDataModule(L.LightningDataModule):
 
     def _check_edges(self) -> None:
         for name in self.processors:
-            if name in self.consumers:
-                raise ConfigError(f"'{name}' is in processors and in consumers; a module reads media or whole samples")
+            if name in self.language_models:
+                raise ConfigError(
+                    f"'{name}' is in processors and in language_models; a module reads media or whole samples"
+                )
         encoders = [name for name in self.processors if name not in self.generators]
         for source, target in self.edges:
-            reads = source in encoders and target in self.consumers
-            draws = source in self.consumers and target in self.generators
+            reads = source in encoders and target in self.language_models
+            draws = source in self.language_models and target in self.generators
             if not reads and not draws:
                 raise ConfigError(
                     f"edge ({source}, {target}): an edge leads from an encoder ({', '.join(encoders) or 'none'}) to a"
-                    f" consumer ({', '.join(self.consumers)}), or from a consumer to a generator"
+                    f" language model ({', '.join(self.language_models)}), or from a language model to a generator"
                     f" ({', '.join(self.generators) or 'none'}; processors such as ImageTarget)"
                 )
         for name in encoders:
             if not any(source == name for source, _ in self.edges):
-                raise ConfigError(
-                    f"processors has '{name}' but no edge leads from it; add ('{name}', consumer) to edges"
-                )
+                raise ConfigError(f"processors has '{name}' but no edge leads from it; add ('{name}', 'llm') to edges")
         for name in self.generators:
             if (feeding := sum(target == name for _, target in self.edges)) != 1:
-                raise ConfigError(f"generator '{name}' is fed by {feeding} modules; give it one consumer in edges")
+                raise ConfigError(
+                    f"generator '{name}' is fed by {feeding} modules; give it one language model in edges"
+                )
 
-    def _check_microbatch_tokens(self) -> None:
-        given: dict[str, Any] = self.encoder_microbatch_tokens
+    def _check_microbatch_rows(self) -> None:
+        given: dict[str, Any] = self.encoder_microbatch_rows
         for name, rows in given.items():
             if name not in self.processors:
                 raise ConfigError(
-                    f"encoder_microbatch_tokens names '{name}', which is not in processors"
-                    f" ({', '.join(self.processors)}); consumers keep the step's microbatches"
+                    f"encoder_microbatch_rows names '{name}', which is not in processors"
+                    f" ({', '.join(self.processors)}); language models keep the step's microbatches"
                 )
             if rows != "equal" and (isinstance(rows, str) or rows < 1):
                 raise ConfigError(
-                    f"encoder_microbatch_tokens of '{name}' is {rows!r}; use a number of rows, at least 1, or 'equal'"
+                    f"encoder_microbatch_rows of '{name}' is {rows!r}; use a number of rows, at least 1, or 'equal'"
                 )
 
     def _count(self, name: str, given: int | str) -> int | None:
@@ -357,17 +360,18 @@ class MultimodalDataModule(L.LightningDataModule):
             return given
         if given != "auto":
             raise ConfigError(f"MultimodalDataModule: {name} is {given!r}; use a number or 'auto'")
-        if self.consumers[0] not in self.balance.budget:
+        if self.language_models[0] not in self.balance.budget:
             raise ConfigError(
                 f"MultimodalDataModule: {name}=auto follows from a budget, but balance.budget has none for"
-                f" '{self.consumers[0]}'; give budget={{{self.consumers[0]}: <tokens of an instance in a microbatch>}}"
+                f" '{self.language_models[0]}'; give budget={{{self.language_models[0]}:"
+                " <tokens of an instance in a microbatch>}"
             )
         return None
 
     def _all_edges(self) -> tuple[tuple[str, str], ...]:
         encoders = [name for name in self.processors if name not in self.generators]
-        reads = tuple((e, c) for e in encoders for c in self.consumers)
-        return (*reads, *((self.consumers[0], g) for g in self.generators))
+        reads = tuple((e, c) for e in encoders for c in self.language_models)
+        return (*reads, *((self.language_models[0], g) for g in self.generators))
 
 
 def _path(path: PathLike | None) -> Path | None:

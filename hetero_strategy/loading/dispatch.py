@@ -272,12 +272,12 @@ def _sizes(table: np.ndarray, processor: Media) -> ItemSizes:
     """From what was gathered, int64 ``[n, k + 2]``."""
     sizes, length, rows = table[:, :-2], table[:, -2], table[:, -1]
     read = length >= 0
-    hidden, targets = np.zeros(len(table), np.int64), None
-    hidden[read] = processor.hidden_rows(sizes[read])
+    inner_rows, targets = np.zeros(len(table), np.int64), None
+    inner_rows[read] = processor.inner_rows(sizes[read])
     if isinstance(processor, TargetProcessor):
         targets = np.zeros(len(table), np.int64)
         targets[read] = processor.target_elements(sizes[read])
-    return ItemSizes(np.ascontiguousarray(sizes), length, rows, hidden, read, targets)
+    return ItemSizes(np.ascontiguousarray(sizes), length, rows, inner_rows, read, targets)
 
 
 def _split(values: np.ndarray, units: np.ndarray, length: np.ndarray) -> dict[int, np.ndarray]:

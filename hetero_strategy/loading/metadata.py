@@ -23,7 +23,7 @@ class ItemSizes:
     """Raw rows: what the processor loads."""
     rows: np.ndarray
     """Rows that cross the module's edges; 0 of an item that was not read."""
-    hidden: np.ndarray
+    inner_rows: np.ndarray
     """Rows inside the module."""
     read: np.ndarray
     """bool ``[n]``; the others are not part of the step."""
@@ -60,9 +60,9 @@ def step_metadata(
         found = table.targets if sizes is None else sizes.targets
         items[module] = StepItems(
             sample=np.repeat(np.arange(len(samples), dtype=np.int64), index.counts(module, samples)),
-            rows=np.asarray(table.rows[numbers]) if sizes is None else sizes.rows,
+            edge_rows=np.asarray(table.rows[numbers]) if sizes is None else sizes.rows,
             start=np.asarray(table.start[numbers]),
-            hidden=np.asarray(table.hidden[numbers]) if sizes is None else sizes.hidden,
+            inner_rows=np.asarray(table.inner_rows[numbers]) if sizes is None else sizes.inner_rows,
             targets=None if found is None else np.asarray(found[numbers]) if sizes is None else found,
         )
     if measured is not None:
@@ -86,7 +86,7 @@ def expanded(
     if not items:
         return tokens, {}
     sample = np.concatenate([table.sample for table in items.values()])
-    rows = np.concatenate([table.rows for table in items.values()])
+    rows = np.concatenate([table.edge_rows for table in items.values()])
     order = np.lexsort((np.concatenate([table.start for table in items.values()]), sample))
     more = rows[order] - 1
     ahead = ragged.starts(more)  # of all items before, those of earlier samples included
@@ -103,9 +103,9 @@ def expanded(
         moved[module] = replace(
             table,
             sample=table.sample[keep],
-            rows=table.rows[keep],
+            edge_rows=table.edge_rows[keep],
             start=(table.start + mine)[keep],
-            hidden=table.hidden[keep],
+            inner_rows=table.inner_rows[keep],
             targets=None if table.targets is None else table.targets[keep],
         )
     return grown, moved

@@ -91,11 +91,12 @@ class StepDataset(Dataset[Batch]):
     Args:
         index: of the data set.
         processors: by encoder or generator name.
-        edges: (encoder, consumer) and (consumer, generator) pairs; a consumer's units are whole samples.
+        edges: (encoder, language_model) and (language_model, generator) pairs; a language_model's units are whole
+            samples.
         share: what this rank computes.
         global_batch_size: samples per step, over all ranks.
-        microbatches: per step; None: as few as the first consumer's budget allows.
-        microbatch_tokens: encoders and generators with microbatches of their own; see `plan_step`.
+        microbatches: per step; None: as few as the first language model's budget allows.
+        microbatch_rows: encoders and generators with microbatches of their own; see `plan_step`.
         balancing: how work is spread; default: all units are dealt in order.
         window: steps among which samples move so that steps cost the same; 1: none leaves its step.
         seed: of the order.
@@ -111,10 +112,10 @@ class StepDataset(Dataset[Batch]):
         edges: tuple[tuple[str, str], ...],
         share: RankView,
         *,
-        consumers: tuple[str, ...] = ("llm",),
+        language_models: tuple[str, ...] = ("llm",),
         global_batch_size: int,
         microbatches: int | None = 1,
-        microbatch_tokens: Mapping[str, int | Literal["equal"]] | None = None,
+        microbatch_rows: Mapping[str, int | Literal["equal"]] | None = None,
         balancing: ResolvedBalance | None = None,
         window: int = 1,
         seed: int = 0,
@@ -131,8 +132,8 @@ class StepDataset(Dataset[Batch]):
                 f" always be empty; use at most {global_batch_size} microbatches"
             )
         self.index, self.processors, self.edges, self.share = index, dict(processors), edges, share
-        self.consumers, self.balancing, self.window = consumers, balancing, window
-        self.microbatch_tokens = dict(microbatch_tokens or {})
+        self.language_models, self.balancing, self.window = language_models, balancing, window
+        self.microbatch_rows = dict(microbatch_rows or {})
         self.global_batch_size, self.microbatches = global_batch_size, microbatches
         self.seed, self.shuffle, self.drop_last, self.same_noise = seed, shuffle, drop_last, same_noise
         self.on_error: OnError = "stop"
@@ -156,10 +157,10 @@ class StepDataset(Dataset[Batch]):
         return plan_step(
             metadata,
             self.share.instances,
-            self.consumers,
+            self.language_models,
             microbatches=self.microbatches,
             row_multiple=self.share.row_multiple,
-            microbatch_tokens=self.microbatch_tokens,
+            microbatch_rows=self.microbatch_rows,
             balancing=self.balancing,
         )
 
@@ -172,7 +173,7 @@ class StepDataset(Dataset[Batch]):
         if self.window == 1 or len(drawn) < self.window * size:  # an epoch's last window keeps its steps
             return order[step * size : (step + 1) * size]
         tokens = np.asarray(self.index.offsets[drawn + 1] - self.index.offsets[drawn])
-        costs = (self.balancing or ResolvedBalance()).cost(self.consumers[0]).alone(tokens)
+        costs = (self.balancing or ResolvedBalance()).cost(self.language_models[0]).alone(tokens)
         return drawn[levelled(costs, size, self.window) == step - first]
 
     def __getitem__(self, place: int | tuple[int, int]) -> Batch:
@@ -201,7 +202,7 @@ class StepDataset(Dataset[Batch]):
         }
 
     def _inputs(self, plan: StepPlan, module: str, number: int, instance: int, content: Content) -> ModuleInputs:
-        if module in self.consumers:
+        if module in self.language_models:
             return self._sequence(plan, number, module, instance, content)
         processor = self.processors[module]
         if not isinstance(processor, TargetProcessor):
@@ -232,12 +233,14 @@ class StepDataset(Dataset[Batch]):
         items = content.items(encoder, units)
         if not self.share.reads(encoder):
             empty = torch.zeros(0, processor.feature)
-            return EncoderInputs(empty, items.sizes, items.rows, Packing.of(assignment.hidden_of(instance)))
+            return EncoderInputs(empty, items.sizes, items.rows, Packing.of(assignment.inner_rows_of(instance)))
         return processor.collate(content.values(encoder, units), items.sizes, items.rows)
 
-    def _sequence(self, plan: StepPlan, number: int, consumer: str, instance: int, content: Content) -> SequenceInputs:
-        assignment = plan.assignments[consumer][number]
-        lengths = assignment.rows_of(instance)
+    def _sequence(
+        self, plan: StepPlan, number: int, language_model: str, instance: int, content: Content
+    ) -> SequenceInputs:
+        assignment = plan.assignments[language_model][number]
+        lengths = assignment.edge_rows_of(instance)
         tokens, learnt = content.text(assignment.of(instance))
         total = len(tokens) + int(assignment.padding[instance])
         ids = np.zeros(total, np.int64)
@@ -249,16 +252,16 @@ class StepDataset(Dataset[Batch]):
         source = np.flatnonzero(~last)
         source = source[learnt[source + 1]]
         labels[source] = ids[source + 1]
-        packing = Packing.of(assignment.hidden_of(instance))
-        places = self._slots(plan, number, consumer, instance)
+        packing = Packing.of(assignment.inner_rows_of(instance))
+        places = self._slots(plan, number, language_model, instance)
         return SequenceInputs(torch.from_numpy(ids), torch.from_numpy(labels), packing, places)
 
     def _slots(self, plan: StepPlan, number: int, target: str, instance: int) -> dict[Hashable, torch.Tensor]:
         """(source, its microbatch) -> rows of the instance that it fills."""
         return {
             (source, p): torch.from_numpy(slots(edge_blocks(plan, source, p, target, t), instance))
-            for source, consumer in self.edges
-            if consumer == target
+            for source, language_model in self.edges
+            if language_model == target
             for p, t in plan.feeds(source, target)
             if t == number
         }

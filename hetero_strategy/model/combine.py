@@ -30,9 +30,11 @@ class ModelOutput:
     exact_match: Tensor
     """Scalar: of samples with labels, the share whose every label is predicted right, averaged over language models."""
     predictions: Ragged | None = None
-    """Evaluation only: predicted tokens at label positions, run ``i`` is sample ``i`` of the batch; first consumer."""
+    """Evaluation only: predicted tokens at label positions, run ``i`` is sample ``i`` of the batch; first language
+    model.
+    """
     logits: tuple[Tensor, ...] | None = None
-    """Where asked for: per microbatch ``[T, vocabulary]``; first consumer."""
+    """Where asked for: per microbatch ``[T, vocabulary]``; first language model."""
     losses: dict[str, Tensor] = field(default_factory=dict)
     """The share of each module in ``loss``, its weight included."""
     drawn: dict[str, Tensor] | None = None

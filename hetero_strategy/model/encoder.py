@@ -1,4 +1,4 @@
-"""An encoder: any backbone that turns items into rows, and a projector to the width of its consumers."""
+"""An encoder: any backbone that turns items into rows, and a projector to the width of what it feeds."""
 
 from __future__ import annotations
 

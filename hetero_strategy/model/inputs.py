@@ -131,7 +131,7 @@ class EncoderInputs:
 
 @dataclass(frozen=True, eq=False)
 class SequenceInputs:
-    """Token sequences of one consumer instance in one microbatch."""
+    """Token sequences of one language model instance in one microbatch."""
 
     ids: torch.Tensor
     """int64 ``[T]``."""

@@ -91,9 +91,9 @@ class MultimodalModel(nn.Module):
 
     def topological(self) -> tuple[str, ...]:
         """Module names, every source before its targets."""
-        return (*self._of(Encoder), *self.consumers(), *self.generators())
+        return (*self._of(Encoder), *self.language_models(), *self.generators())
 
-    def consumers(self) -> tuple[str, ...]:
+    def language_models(self) -> tuple[str, ...]:
         """Language models, in the order they were given: their units are whole samples."""
         return self._of(CausalLM)
 
@@ -103,7 +103,7 @@ class MultimodalModel(nn.Module):
 
     def with_loss(self) -> tuple[str, ...]:
         """Modules with a loss: language models, then generators."""
-        return (*self.consumers(), *self.generators())
+        return (*self.language_models(), *self.generators())
 
     def attach(self, runner: Callable[..., ModelOutput]) -> None:
         """Let ``runner(batch)`` compute :meth:`forward` from now on."""
@@ -118,7 +118,7 @@ class MultimodalModel(nn.Module):
 
         Args:
             batch: plan and inputs.
-            keep_logits: return the first consumer's logits.
+            keep_logits: return the first language model's logits.
         """
         call = self._call(batch)
         if self._runner is not None:
@@ -139,7 +139,7 @@ class MultimodalModel(nn.Module):
         device = self._device()
         sources = {edge.source for edge in self.edges}
         made: dict[Hashable, Tensor] = {}
-        scored: dict[str, list[Scored]] = {name: [] for name in self.consumers()}
+        scored: dict[str, list[Scored]] = {name: [] for name in self.language_models()}
         generated: dict[str, list[Generated]] = {name: [] for name in self.generators()}
         for name in self.topological():
             for number, given in enumerate(batch.inputs.get(name, ())):
@@ -196,15 +196,15 @@ def _check_module(name: str, module: nn.Module, model: nn.Module) -> None:
 
 def _checked_edges(modules: Mapping[str, Adapter], edges: Sequence[Edge | tuple[str, str]] | None) -> tuple[Edge, ...]:
     kinds = {name: _kind(module) for name, module in modules.items()}
-    encoders, consumers, generators = (
+    encoders, language_models, generators = (
         [name for name, kind in kinds.items() if kind == wanted] for wanted in ("Encoder", "CausalLM", "Generator")
     )
-    if not consumers:
+    if not language_models:
         raise ModelError(f"no CausalLM among modules {list(modules)}: nothing has a loss")
     if edges is None:
-        if len(consumers) != 1:
-            raise ModelError(f"modules {consumers} are all CausalLMs: say edges=[(source, target), ...]")
-        edges = [*(Edge(e, consumers[0]) for e in encoders), *(Edge(consumers[0], g) for g in generators)]
+        if len(language_models) != 1:
+            raise ModelError(f"modules {language_models} are all CausalLMs: say edges=[(source, target), ...]")
+        edges = [*(Edge(e, language_models[0]) for e in encoders), *(Edge(language_models[0], g) for g in generators)]
     checked = tuple(edge if isinstance(edge, Edge) else Edge(*edge) for edge in edges)
     for edge in checked:
         for end in (edge.source, edge.target):

@@ -214,7 +214,7 @@ def siglip2_encoder(
     """SigLIP 2 and a projector.
 
     Args:
-        out_width: width of the consumer's rows.
+        out_width: width of the rows of the language model.
         merge: see :class:`Siglip2Backbone`.
         projector_hidden: inner width of the projector, ``out_width`` by default.
         checkpoint: local folder of a ``Siglip2VisionModel`` or a whole ``Siglip2Model``.

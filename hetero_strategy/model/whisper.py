@@ -210,7 +210,7 @@ def whisper_encoder(
     """Whisper's encoder and a projector.
 
     Args:
-        out_width: width of the consumer's rows.
+        out_width: width of the rows of the language model.
         stack: see :class:`WhisperBackbone`.
         projector_hidden: inner width of the projector, ``out_width`` by default.
         checkpoint: local folder of a Whisper model.

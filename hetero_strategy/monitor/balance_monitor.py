@@ -227,7 +227,7 @@ def step_traffic(executor: Executor, plan: StepPlan, ranks_per_node: int) -> Tra
         directions = (False, True) if executor.graph.stages[source].backward else (False,)
         for p, t in plan.feeds(source.module, target.module):
             blocks = edge_blocks(plan, source.module, p, target.module, t)
-            sides = wiring.side(source, plan, p, hidden=False), wiring.side(target, plan, t, hidden=True)
+            sides = wiring.side(source, plan, p, inner=False), wiring.side(target, plan, t, inner=True)
             for backward in directions:
                 rows = traffic(blocks, *sides, ranks_per_node, backward=backward)
                 total += rows.times(form.width * form.dtype.itemsize)

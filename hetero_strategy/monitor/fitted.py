@@ -34,7 +34,7 @@ def fitted_costs(executor: Executor, group: dist.ProcessGroup | None) -> dict[st
             where = executor.wiring.placement.coordinate(action.node.module, executor.rank)
             if action.kind == "F" and isinstance(where, Coordinate):
                 assignment = step.plan.assignments[action.node.module][action.microbatch]
-                seen[action.node].append((assignment.hidden_of(where.instance), end - start))
+                seen[action.node].append((assignment.inner_rows_of(where.instance), end - start))
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(dict(seen), ranks if executor.rank == 0 else None, group=group)
     if executor.rank:

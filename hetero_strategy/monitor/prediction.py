@@ -99,7 +99,7 @@ def rows_between(plan: StepPlan, widths: Widths = lambda source, target: 1.0) ->
         first, second = (target, source) if back else (source, target)
         width = widths(first.node, second.node)
         if first.node.module == second.node.module:
-            return width * plan.assignments[first.node.module][first.microbatch].totals(hidden=True)
+            return width * plan.assignments[first.node.module][first.microbatch].totals(inner=True)
         blocks = edge_blocks(plan, first.node.module, first.microbatch, second.node.module, second.microbatch)
         counts = [len(plan.assignments[a.node.module][a.microbatch].offsets) - 1 for a in (first, second)]
         sent = np.zeros((counts[0], counts[1]))

@@ -44,9 +44,9 @@ class _Window:
         self.tokens += int(metadata.tokens.sum())
         for name, assignments in batch.plan.assignments.items():
             for assignment in assignments:
-                self.rows[name] += int(assignment.rows.sum())
+                self.rows[name] += int(assignment.edge_rows.sum())
                 self.padding += int(assignment.padding.sum())
-                self.sequences[name].append(assignment.hidden)
+                self.sequences[name].append(assignment.inner_rows)
 
 
 class Totals(NamedTuple):

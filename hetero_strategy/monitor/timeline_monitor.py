@@ -169,9 +169,9 @@ class TimelineMonitor(L.Callback):
         folder.mkdir(parents=True, exist_ok=True)
         pair = (self.last.simulated, self.last.measured)
         write_trace(folder / "timeline.json", *pair)
-        order = strategy.executor.program.order
+        name = strategy.executor.program.schedule
         epoch, step = self.last.place
-        draw(folder / "timeline.png", *pair, title=f"step {step} of epoch {epoch}, order {order}")
+        draw(folder / "timeline.png", *pair, title=f"step {step} of epoch {epoch}, {name}")
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_image("timeline", [str(folder / "timeline.png")])

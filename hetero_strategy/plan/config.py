@@ -25,7 +25,7 @@ class ModelContext:
     costs: Mapping[str, Cost] = field(default_factory=dict)
     """Module -> FLOPs of its forward."""
     near: Mapping[str, Near] = field(default_factory=dict)
-    """Encoders and generators some of whose instances lie near instances of the consumer."""
+    """Encoders and generators some of whose instances lie near instances of the language model."""
     orderer: Callable[[str], Orderer | None] | None = None
     """Search -> what orders microbatches, or None where their order does not matter."""
 
@@ -46,7 +46,7 @@ class BalanceConfig:
             is scaled so that an item of 128 rows costs what it costs by default.
         speeds: module -> how fast each of its instances is, 1: as its cost says; default: all 1.
         budget: module -> most rows inside it that an instance may have in a microbatch. An encoder's or a generator's
-            microbatches are split until it is kept; the consumer's are, if ``microbatches`` is ``auto``.
+            microbatches are split until it is kept; the language model's are, if ``microbatches`` is ``auto``.
         rearrange: how items are kept near their samples, where modules share ranks or nodes: ``home`` (balance around
             where their samples are), ``permute`` (balance, then permute whole batches: OrchMLLM, algorithm 3), ``ilp``
             (the same by integer programme), ``none``.

@@ -1,9 +1,9 @@
 """The global orchestrator: from what is known of a global batch to its step plan. Pure and deterministic.
 
-Every module is balanced on its own cost over its own instances: the consumer (LLM) on whole interleaved sequences, an
-encoder or generator on its items. What rearranges payloads and what rearranges rows are never two exchanges: a unit's
-place on either side of an edge is all that :func:`hetero_strategy.plan.step_plan.edge_blocks` reads, so the route of an
-edge is OrchMLLM's composed rearrangement, whatever was rearranged (section 6).
+Every module is balanced on its own cost over its own instances: the language model (LLM) on whole interleaved
+sequences, an encoder or generator on its items. What rearranges payloads and what rearranges rows are never two
+exchanges: a unit's place on either side of an edge is all that :func:`hetero_strategy.plan.step_plan.edge_blocks`
+reads, so the route of an edge is OrchMLLM's composed rearrangement, whatever was rearranged (section 6).
 """
 
 from __future__ import annotations
@@ -50,13 +50,15 @@ def round_robin(module: str, rows: np.ndarray, instances: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Near:
-    """Where the instances of an encoder or generator lie, seen from the consumer at the other end of its edge."""
+    """Where the instances of an encoder or generator lie, seen from the language model at the other end of its edge."""
 
     slots: np.ndarray
     """Place of each of its instances, int64 ``[instances]``."""
     homes: np.ndarray
-    """Place of each instance of the consumer, int64 ``[consumer's instances]``; between equal places rows are cheap."""
-    consumer: str
+    """Place of each instance of the language model, int64 ``[language model's instances]``; between equal places rows
+    are cheap.
+    """
+    language_model: str
 
 
 @dataclass(frozen=True)
@@ -93,26 +95,26 @@ class ResolvedBalance:
 def plan_step(
     metadata: StepMetadata,
     instances: Mapping[str, int],
-    consumers: Iterable[str],
+    samplewise: Iterable[str],
     *,
     microbatches: int | None = 1,
     row_multiple: Mapping[str, int] | None = None,
-    microbatch_tokens: Mapping[str, int | Literal["equal"]] | None = None,
+    microbatch_rows: Mapping[str, int | Literal["equal"]] | None = None,
     balancing: ResolvedBalance | None = None,
     assign: Assigner | None = None,
 ) -> StepPlan:
-    """Pack samples into microbatches and instances of the consumer, order the microbatches, then spread every other
-    module's units over its instances.
+    """Pack samples into microbatches and instances of the language model, order the microbatches, then spread every
+    other module's units over its instances.
 
     Args:
         metadata: of the global batch.
         instances: data-parallel instances of every module.
-        consumers: modules whose units are whole samples (the LLM); all others have items. The first one decides which
+        samplewise: modules whose units are whole samples (the LLM); all others have items. The first one decides which
             sample is in which microbatch.
-        microbatches: number of microbatches; None: as few as the first consumer's budget allows.
+        microbatches: number of microbatches; None: as few as the first language model's budget allows.
         row_multiple: modules whose rows per instance must be a positive multiple of this (tensor-parallel degree where
             rows are sharded over it); missing rows are added as :attr:`Assignment.padding`.
-        microbatch_tokens: encoders and generators with microbatches of their own: about this many rows inside the
+        microbatch_rows: encoders and generators with microbatches of their own: about this many rows inside the
             module per instance and microbatch (step microbatches are joined or split); or ``equal``: as many as the
             step's, of equal cost, so that what is too much for one is computed with another. Others keep the step's.
         balancing: how work is spread; default: all units are dealt in order.
@@ -121,19 +123,19 @@ def plan_step(
     Raises:
         ConfigError: a budget that cannot be kept.
     """
-    multiple, tokens = row_multiple or {}, microbatch_tokens or {}
+    multiple, tokens = row_multiple or {}, microbatch_rows or {}
     if balancing is None and assign is None:
         assign = round_robin
-    balancing, consumers = balancing or ResolvedBalance(), tuple(consumers)
-    maker = _Maker(metadata, instances, consumers, balancing, assign)
+    balancing, samplewise = balancing or ResolvedBalance(), tuple(samplewise)
+    maker = _Maker(metadata, instances, samplewise, balancing, assign)
     packed = maker.packed(microbatches)
     made: dict[str, tuple[Assignment, ...]] = {}
-    for module in sorted(instances, key=lambda name: name not in consumers):  # encoders look where their samples are
-        rows, hidden = maker.rows(module)
+    for module in sorted(instances, key=lambda name: name not in samplewise):  # encoders look where their samples are
+        rows, inner_rows = maker.rows(module)
         of_step = maker.of_step(module, packed)
         group, groups, where = maker.spread(module, of_step, tokens.get(module), packed)
         made[module] = _assignments(
-            group, groups, where, of_step, rows, hidden, instances[module], multiple.get(module, 1)
+            group, groups, where, of_step, rows, inner_rows, instances[module], multiple.get(module, 1)
         )
     loads = {name: maker.load(name, made[name], packed.count) for name in balancing.policy if name in instances}
     return StepPlan(metadata, packed.count, {name: made[name] for name in instances}, loads)
@@ -146,11 +148,11 @@ class _Maker:
         self,
         metadata: StepMetadata,
         instances: Mapping[str, int],
-        consumers: tuple[str, ...],
+        samplewise: tuple[str, ...],
         balancing: ResolvedBalance,
         assign: Assigner | None,
     ) -> None:
-        self.metadata, self.instances, self.consumers = metadata, instances, consumers
+        self.metadata, self.instances, self.samplewise = metadata, instances, samplewise
         self.balancing, self.assign = balancing, assign
         self.at: dict[str, np.ndarray] = {}
         """Consumer -> instance of each sample."""
@@ -158,23 +160,23 @@ class _Maker:
 
     def rows(self, module: str) -> tuple[np.ndarray, np.ndarray]:
         """Of each unit: rows that cross edges, rows inside the module."""
-        if module in self.consumers:
+        if module in self.samplewise:
             return self.metadata.tokens, self.metadata.tokens
         items = self.metadata.items[module]
-        return items.rows, items.hidden
+        return items.edge_rows, items.inner_rows
 
     def of_step(self, module: str, packed: Packed) -> np.ndarray:
         """Step microbatch of each unit."""
-        if module in self.consumers:
+        if module in self.samplewise:
             return packed.microbatch
         return packed.microbatch[self.metadata.items[module].sample]
 
     def packed(self, microbatches: int | None) -> Packed:
         """Samples in their microbatches, in the order in which these run."""
         b, samples = self.balancing, len(self.metadata.samples)
-        if not self.consumers:
+        if not self.samplewise:
             return deal(samples, 1, microbatches or 1)
-        first = self.consumers[0]
+        first = self.samplewise[0]
         packed = pack(
             self.metadata.tokens,
             self.instances[first],
@@ -195,7 +197,7 @@ class _Maker:
         total = np.zeros(len(self.metadata.samples))
         for module, items in self.metadata.items.items():
             if module in self.instances and len(items.sample):
-                alone = self.balancing.cost(module).alone(items.hidden) / self.instances[module]
+                alone = self.balancing.cost(module).alone(items.inner_rows) / self.instances[module]
                 total += np.bincount(items.sample, weights=alone, minlength=len(total))
         return total
 
@@ -203,19 +205,19 @@ class _Maker:
         """Of every module's work in each microbatch; that of items spread evenly, as it will be."""
         found = {}
         for module, count in self.instances.items():
-            hidden, group = self.rows(module)[1], self.of_step(module, packed)
+            inner_rows, group = self.rows(module)[1], self.of_step(module, packed)
             cost, speeds = self.balancing.cost(module), self.balancing.speeds_of(module)
             speeds = np.ones(count) if speeds is None else speeds
-            rows = hidden.astype(np.float64)
+            rows = inner_rows.astype(np.float64)
             sizes = [rows, rows * rows]
-            if module == self.consumers[0]:
+            if module == self.samplewise[0]:
                 bins, group = packed.count * count, group * count + packed.instance
                 sums = [np.bincount(group, weights=x, minlength=bins).reshape(-1, count) for x in sizes]
-                times = loads(hidden, group, bins, cost).reshape(-1, count) / speeds
+                times = loads(inner_rows, group, bins, cost).reshape(-1, count) / speeds
             else:
                 sums = [np.bincount(group, weights=x, minlength=packed.count)[:, None] for x in sizes]
                 sums = [np.repeat(x / count, count, 1) for x in sums]
-                times = np.bincount(group, weights=cost.alone(hidden), minlength=packed.count)[:, None]
+                times = np.bincount(group, weights=cost.alone(inner_rows), minlength=packed.count)[:, None]
                 times = np.repeat(times / speeds.sum(), count, 1)
             found[module] = Size(sums[0], sums[1], times)
         return found
@@ -224,19 +226,19 @@ class _Maker:
         self, module: str, of_step: np.ndarray, tokens: int | Literal["equal"] | None, packed: Packed
     ) -> tuple[np.ndarray, int, np.ndarray]:
         """Microbatch of each unit, how many there are, and instance of each unit."""
-        hidden, count = self.rows(module)[1], self.instances[module]
-        budget = None if module in self.consumers else self.balancing.budget.get(module)
+        inner_rows, count = self.rows(module)[1], self.instances[module]
+        budget = None if module in self.samplewise else self.balancing.budget.get(module)
         group, groups = of_step, packed.count
         if tokens == "equal":
-            group, groups = pieces(of_step, self.balancing.cost(module).alone(hidden), packed.count)
+            group, groups = pieces(of_step, self.balancing.cost(module).alone(inner_rows), packed.count)
         elif tokens is not None:
-            group, groups = regroup(of_step, hidden, packed.count, tokens * count)
+            group, groups = regroup(of_step, inner_rows, packed.count, tokens * count)
         if budget is None:
             return group, groups, self._where(module, group, groups, packed)
-        if len(hidden) and int(hidden.max()) > budget:
+        if len(inner_rows) and int(inner_rows.max()) > budget:
             raise ConfigError(
-                f"an item has {int(hidden.max())} rows in '{module}', more than its budget of {budget} for an"
-                f" instance and microbatch; raise it to at least {int(hidden.max())}, or make items smaller in its"
+                f"an item has {int(inner_rows.max())} rows in '{module}', more than its budget of {budget} for an"
+                f" instance and microbatch; raise it to at least {int(inner_rows.max())}, or make items smaller in its"
                 " processor"
             )
         most = budget * count
@@ -244,14 +246,14 @@ class _Maker:
             try:
                 return group, groups, self._where(module, group, groups, packed)
             except ConfigError:
-                group, groups = regroup(of_step, hidden, packed.count, most)
+                group, groups = regroup(of_step, inner_rows, packed.count, most)
                 if most == 1:
                     return group, groups, self._where(module, group, groups, packed)
                 most = max(1, most * 4 // 5)
 
     def _where(self, module: str, group: np.ndarray, groups: int, packed: Packed) -> np.ndarray:
         """Instance of each unit."""
-        if module in self.consumers[:1] and self.assign is None:
+        if module in self.samplewise[:1] and self.assign is None:
             where = packed.instance
         else:
             where = np.zeros(len(group), dtype=np.int64)
@@ -265,16 +267,16 @@ class _Maker:
                     where[units] = self._spread(module, units, stays, at)
                 except ConfigError as error:
                     raise ConfigError(f"'{module}', {self.instances[module]} instances: {error}") from None
-        if module in self.consumers:
+        if module in self.samplewise:
             self.at[module] = where
         return where
 
     def _reader(self, module: str) -> np.ndarray | None:
-        """Instance of the consumer at the other end of each item's edge, where it matters how near that is."""
+        """Instance of the language model at the other end of each item's edge, where it matters how near that is."""
         near = self.balancing.near.get(module)
-        if near is None or near.consumer not in self.at or self.instances[module] == 1:
+        if near is None or near.language_model not in self.at or self.instances[module] == 1:
             return None
-        return self.at[near.consumer][self.metadata.items[module].sample]
+        return self.at[near.language_model][self.metadata.items[module].sample]
 
     def _dealt(self, instances: int, microbatches: int) -> Packed:
         if (instances, microbatches) not in self._deals:
@@ -282,10 +284,12 @@ class _Maker:
         return self._deals[instances, microbatches]
 
     def _sampled(self, module: str, microbatches: int) -> np.ndarray:
-        """Instance of each unit as sampled: an item is where its sample is, if the consumer has as many instances."""
+        """Instance of each unit as sampled: an item is where its sample is, if the language model has as many
+        instances.
+        """
         count = self.instances[module]
         dealt = self._dealt(count, microbatches).instance
-        if module in self.consumers:
+        if module in self.samplewise:
             return dealt
         found = next((at for name, at in self.at.items() if self.instances[name] == count), dealt)
         return found[self.metadata.items[module].sample]
@@ -295,8 +299,8 @@ class _Maker:
     ) -> np.ndarray:
         """Instance of each of some units: one microbatch."""
         b, count = self.balancing, self.instances[module]
-        rows, hidden = self.rows(module)
-        lengths = hidden[units]
+        rows, inner_rows = self.rows(module)
+        lengths = inner_rows[units]
         if self.assign is not None:
             return np.asarray(self.assign(module, lengths, count), dtype=np.int64)
         policy, cost, speeds, limit = b.policy_of(module), b.cost(module), b.speeds_of(module), b.budget.get(module)
@@ -322,13 +326,13 @@ class _Maker:
     def load(self, module: str, made: tuple[Assignment, ...], microbatches: int) -> ModuleLoad:
         """What the instances cost as sampled and as planned."""
         cost, count = self.balancing.cost(module), self.instances[module]
-        hidden = self.rows(module)[1]
+        inner_rows = self.rows(module)[1]
         dealt = self._dealt(count, microbatches)
         bins = dealt.microbatch * count + dealt.instance
-        if module not in self.consumers:
+        if module not in self.samplewise:
             bins = bins[self.metadata.items[module].sample]
-        sampled = loads(hidden, bins, microbatches * count, cost).reshape(microbatches, count)
-        planned = np.stack([loads(a.hidden, a.instance(), count, cost) for a in made])
+        sampled = loads(inner_rows, bins, microbatches * count, cost).reshape(microbatches, count)
+        planned = np.stack([loads(a.inner_rows, a.instance(), count, cost) for a in made])
         speeds = self.balancing.speeds_of(module)
         return ModuleLoad(sampled, planned) if speeds is None else ModuleLoad(sampled / speeds, planned / speeds)
 
@@ -352,7 +356,7 @@ def _assignments(
     where: np.ndarray,
     of_step: np.ndarray,
     rows: np.ndarray,
-    hidden: np.ndarray,
+    inner_rows: np.ndarray,
     instances: int,
     multiple: int,
 ) -> tuple[Assignment, ...]:
@@ -361,7 +365,7 @@ def _assignments(
         at = where[members]
         units = members[np.argsort(_short(at, instances), kind="stable")].astype(np.int64)
         offsets = ragged.offsets(np.bincount(at, minlength=instances)).astype(np.int64)
-        inside = hidden[units].astype(np.int64)
+        inside = inner_rows[units].astype(np.int64)
         padding = np.zeros(instances, np.int64)
         if multiple > 1:  # at least one alignment row per rank, so that no rank works on nothing
             totals = np.diff(ragged.offsets(inside)[offsets])

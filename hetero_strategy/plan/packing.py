@@ -1,7 +1,7 @@
 """Which sample is in which microbatch, and which microbatch an item is computed with. Pure.
 
 Samples are packed by cost, not by length alone, so that attention's quadratic part counts; a microbatch is what all
-instances of the first consumer compute at a time.
+instances of the first language model compute at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance import Cost, balance, loads
 
 LEVEL_WITHIN = 1.01
-"""How much longer the consumer may take for microbatches that are level for the other modules too."""
+"""How much longer the language model may take for microbatches that are level for the other modules too."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Packed:
     microbatch: np.ndarray
     """Of each sample, int64 ``[S]``."""
     instance: np.ndarray
-    """Of the first consumer, int64 ``[S]``."""
+    """Of the first language model, int64 ``[S]``."""
     count: int
     """Of microbatches."""
 
@@ -58,7 +58,7 @@ def pack(
     budget: int | None = None,
     beside: np.ndarray | None = None,
 ) -> Packed:
-    """Pack samples into microbatches and instances of a consumer.
+    """Pack samples into microbatches and instances of a language model.
 
     Bins (microbatch, instance) are balanced at once, so that samples move to wherever in the step there is room. Bins
     of nearly equal cost are then put together into microbatches so that those cost the other modules nearly equal
@@ -66,9 +66,9 @@ def pack(
 
     Args:
         tokens: of each sample, int64 ``[S]``.
-        instances: of the consumer.
+        instances: of the language model.
         microbatches: how many; None: as few as the budget allows.
-        cost: of the consumer.
+        cost: of the language model.
         module: its name, for messages.
         policy: of :func:`hetero_strategy.plan.balance.balance`; None: samples are dealt in order.
         speeds: of the instances, float64 ``[instances]``.

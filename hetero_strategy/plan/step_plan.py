@@ -22,11 +22,11 @@ class StepItems:
 
     sample: np.ndarray
     """Number of the item's sample in the step, ``0 .. S - 1``."""
-    rows: np.ndarray
+    edge_rows: np.ndarray
     """Rows that cross the module's edges: what an encoder makes of the item, what a generator is given for it."""
     start: np.ndarray
     """First of these rows inside its sample's token sequence."""
-    hidden: np.ndarray
+    inner_rows: np.ndarray
     """Rows of the item inside the module: what its transformer sees."""
     targets: np.ndarray | None = None
     """Elements of the item that its loss counts (a generator's pixels); None: the module has no loss."""
@@ -54,11 +54,11 @@ class Assignment:
     """What every instance of one module computes in one of the module's microbatches."""
 
     units: np.ndarray
-    """int64 ``[n]``: item numbers in :attr:`StepMetadata.items`, or sample numbers for a consumer."""
-    rows: np.ndarray
-    """int64 ``[n]``: rows of each unit that cross edges; for a consumer its tokens."""
-    hidden: np.ndarray
-    """int64 ``[n]``: rows of each unit inside the module; for a consumer its tokens."""
+    """int64 ``[n]``: item numbers in :attr:`StepMetadata.items`, or sample numbers for a language model."""
+    edge_rows: np.ndarray
+    """int64 ``[n]``: rows of each unit that cross edges; for a language model its tokens."""
+    inner_rows: np.ndarray
+    """int64 ``[n]``: rows of each unit inside the module; for a language model its tokens."""
     offsets: np.ndarray
     """int64 ``[instances + 1]``: instance ``i`` computes ``units[offsets[i]:offsets[i + 1]]``, in that order."""
     padding: np.ndarray
@@ -76,28 +76,28 @@ class Assignment:
         """Units of one instance."""
         return self.units[self.offsets[instance] : self.offsets[instance + 1]]
 
-    def rows_of(self, instance: int) -> np.ndarray:
+    def edge_rows_of(self, instance: int) -> np.ndarray:
         """Rows of each unit of one instance."""
-        return self.rows[self.offsets[instance] : self.offsets[instance + 1]]
+        return self.edge_rows[self.offsets[instance] : self.offsets[instance + 1]]
 
-    def hidden_of(self, instance: int) -> np.ndarray:
+    def inner_rows_of(self, instance: int) -> np.ndarray:
         """Rows inside the module of each unit of one instance, alignment rows as a unit of their own."""
-        hidden = self.hidden[self.offsets[instance] : self.offsets[instance + 1]]
+        inner_rows = self.inner_rows[self.offsets[instance] : self.offsets[instance + 1]]
         padding = self.padding[instance]
-        return np.append(hidden, padding) if padding else hidden
+        return np.append(inner_rows, padding) if padding else inner_rows
 
     def instance(self) -> np.ndarray:
         """Instance of each unit, int64 ``[n]``."""
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
-    def starts(self, *, hidden: bool = False) -> np.ndarray:
+    def starts(self, *, inner: bool = False) -> np.ndarray:
         """First row of each unit among its instance's rows, int64 ``[n]``."""
-        ahead = ragged.offsets(self.hidden if hidden else self.rows)
+        ahead = ragged.offsets(self.inner_rows if inner else self.edge_rows)
         return ahead[:-1] - np.repeat(ahead[self.offsets[:-1]], np.diff(self.offsets))
 
-    def totals(self, *, hidden: bool = False) -> np.ndarray:
+    def totals(self, *, inner: bool = False) -> np.ndarray:
         """Rows of each instance, alignment included, int64 ``[instances]``."""
-        return np.diff(ragged.offsets(self.hidden if hidden else self.rows)[self.offsets]) + self.padding
+        return np.diff(ragged.offsets(self.inner_rows if inner else self.edge_rows)[self.offsets]) + self.padding
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class StepPlan:
 
     metadata: StepMetadata
     microbatches: int
-    """Of the step: groups of samples, and what consumers compute at a time."""
+    """Of the step: groups of samples, and what language models compute at a time."""
     assignments: Mapping[str, tuple[Assignment, ...]]
     """By module: its microbatches. An item's module may have fewer or more of them than the step."""
     loads: Mapping[str, ModuleLoad] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class StepPlan:
         found = hashlib.blake2b(self.samples.tobytes(), digest_size=8)
         for module in sorted(self.assignments):
             for one in self.assignments[module]:
-                for part in (one.units, one.offsets, one.rows, one.hidden, one.padding):
+                for part in (one.units, one.offsets, one.edge_rows, one.inner_rows, one.padding):
                     found.update(part.tobytes())
         for module in sorted(self.loads):
             found.update(self.loads[module].after.tobytes())
@@ -176,7 +176,7 @@ class StepPlan:
         return [(int(p), int(t)) for p, t in zip(*np.divmod(found, targets), strict=True)]
 
     def _sides(self, source: str, target: str) -> tuple[str, str]:
-        """(module whose units are items, consumer) of an edge."""
+        """(module whose units are items, language model) of an edge."""
         return (source, target) if source in self.metadata.items else (target, source)
 
     def _microbatch_of(self, module: str, units: int) -> np.ndarray:
@@ -212,7 +212,7 @@ def edge_blocks(plan: StepPlan, source: str, source_microbatch: int, target: str
     else:
         items = plan.metadata.items[target]
         of_items, of_samples = consumed, produced
-    # Items lie by sample, so those of the consumer's samples, in its order, are runs of them: nothing is sorted.
+    # Items lie by sample, so those of the language model's samples, in its order, are runs of them: nothing is sorted.
     bounds = ragged.offsets(np.bincount(items.sample, minlength=len(plan.samples)))
     counts = np.diff(bounds)[of_samples.units]
     item = ragged.expand(bounds[of_samples.units], counts)
@@ -231,11 +231,11 @@ def edge_blocks(plan: StepPlan, source: str, source_microbatch: int, target: str
         of_samples.instance()[sample_unit],
         of_samples.starts()[sample_unit] + items.start[item],
     )
-    of_item = (of_items.instance()[unit], of_items.starts(hidden=source not in plan.metadata.items)[unit])
+    of_item = (of_items.instance()[unit], of_items.starts(inner=source not in plan.metadata.items)[unit])
     (source_instance, source_start), (target_instance, target_start) = (
         (of_item, in_sequence) if source in plan.metadata.items else (in_sequence, of_item)
     )
-    return EdgeBlocks(source_instance, source_start, target_instance, target_start, rows=of_items.rows[unit])
+    return EdgeBlocks(source_instance, source_start, target_instance, target_start, rows=of_items.edge_rows[unit])
 
 
 def slots(blocks: EdgeBlocks, instance: int) -> np.ndarray:

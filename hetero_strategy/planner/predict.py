@@ -49,14 +49,14 @@ def estimate(modules: Mapping[str, Passes], edges: Edges, microbatches: int) -> 
     return max(finish.values()) + (microbatches - 1) * slowest
 
 
-def simulated(modules: Mapping[str, Passes], edges: Edges, microbatches: int, order: str = "1f1b") -> float:
+def simulated(modules: Mapping[str, Passes], edges: Edges, microbatches: int, schedule: str = "1f1b") -> float:
     """Seconds of a step by the schedule that ranks would run, every stage on its own rank, transfers free.
 
     Args:
         modules: name -> times of its stages.
         edges: between modules.
         microbatches: of the step; every module has as many.
-        order: one of ``schedule.build.ORDERS`` for one stage per rank.
+        schedule: one of ``schedule.build.SCHEDULES`` for one stage per rank.
     """
     graph = stage_graph(modules, edges)
     numbers = tuple(Span(i, i, i) for i in range(microbatches))
@@ -67,7 +67,7 @@ def simulated(modules: Mapping[str, Passes], edges: Edges, microbatches: int, or
         part = {"F": times.forward, "B": times.backward, "I": times.input, "W": times.weight}.get(action.kind)
         return 0.0 if part is None else float(part[action.node.stage])
 
-    return simulate(make_schedule(order, graph, work, seconds), seconds).time
+    return simulate(make_schedule(schedule, graph, work, seconds), seconds).time
 
 
 def stage_graph(modules: Mapping[str, Passes], edges: Edges) -> StageGraph:

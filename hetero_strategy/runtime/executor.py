@@ -41,12 +41,12 @@ class Program:
     """How steps are scheduled.
 
     Args:
-        order: name of the order, see ``schedule.build``.
+        schedule: its name, see ``schedule.build``.
         costs: of every stage.
         max_in_flight: module -> most microbatches whose activations one of its stages holds.
     """
 
-    order: str
+    schedule: str
     costs: Mapping[StageId, StageCost]
     max_in_flight: Mapping[str, int] = field(default_factory=dict)
     reduces_each: bool = False
@@ -150,7 +150,7 @@ class Executor:
     def schedule(self, batch: Batch, *, train: bool) -> Schedule:
         """The schedule of a batch; a function of its plan alone, so the same on every rank."""
         return make_schedule(
-            self.program.order,
+            self.program.schedule,
             self.graph,
             work_of(batch.plan, self.graph),
             PlannedCosts(batch.plan, self.graph, self.program.costs),

@@ -26,11 +26,13 @@ class StepOutput:
     losses: dict[str, torch.Tensor]
     """By module with a loss: fp64 scalar, summed over its elements, over N; not weighted."""
     correct: torch.Tensor
-    """fp64 ``[consumers]``: loss tokens predicted right."""
+    """fp64 ``[language models]``: loss tokens predicted right."""
     exact: torch.Tensor
-    """fp64 ``[consumers]``: samples with labels, every one of them right."""
+    """fp64 ``[language models]``: samples with labels, every one of them right."""
     predicted: torch.Tensor | None
-    """int64 ``[N]``: predicted token at every loss token in sample order (evaluation only), of the first consumer."""
+    """int64 ``[N]``: predicted token at every loss token in sample order (evaluation only), of the first language
+    model.
+    """
     drawn: dict[str, torch.Tensor]
     """Evaluation only, by generator without a pipeline: fp32 ``[target rows of the batch, feature]`` in item order."""
 
@@ -41,11 +43,11 @@ class StepMetrics:
     def __init__(self, wiring: Wiring, batch: Batch, *, train: bool, device: torch.device) -> None:
         self._wiring, self._plan, self._train, self._device = wiring, batch.plan, train, device
         self._with_loss = [n for n, m in wiring.modules.items() if m.has_loss]
-        self._consumers = [n for n in self._with_loss if n not in self._plan.metadata.items]
+        self._language_models = [n for n in self._with_loss if n not in self._plan.metadata.items]
         self._totals = torch.zeros(len(self._with_loss) + 2, 3, dtype=torch.float64, device=device)
         Agreement.write(batch.plan, self._totals[-2:, :2])
         self._predicted = torch.zeros(0 if train else self._plan.loss_tokens, dtype=torch.int64, device=device)
-        draws = [n for n in self._with_loss if n not in self._consumers and self._is_whole(n) and not train]
+        draws = [n for n in self._with_loss if n not in self._language_models and self._is_whole(n) and not train]
         self._drawn = {name: self._canvas(name) for name in draws}
 
     @torch.no_grad()
@@ -76,11 +78,11 @@ class StepMetrics:
             for drawn in self._drawn.values():
                 dist.all_reduce(drawn)
         losses = {n: self._totals[i, 0] / self._plan.normalizer(n) for i, n in enumerate(self._with_loss)}
-        consumers = [self._with_loss.index(n) for n in self._consumers]
+        language_models = [self._with_loss.index(n) for n in self._language_models]
         return StepOutput(
             losses,
-            self._totals[consumers, 1],
-            self._totals[consumers, 2],
+            self._totals[language_models, 1],
+            self._totals[language_models, 2],
             None if self._train else self._predicted,
             self._drawn,
         )
@@ -100,7 +102,7 @@ class StepMetrics:
         wanted, right = per_sequence
         mine[1] += right.sum().double()
         mine[2] += ((wanted == right) & (wanted > 0)).sum().double()
-        if self._train or name != self._consumers[0]:
+        if self._train or name != self._language_models[0]:
             return
         labels = self._plan.metadata.labels
         place = ragged.expand(ragged.starts(labels)[units], labels[units])
@@ -119,7 +121,7 @@ class StepMetrics:
     def _target_rows(self, name: str) -> np.ndarray:
         """Rows that each item of a generator becomes: those inside the module that are not conditions."""
         items = self._plan.metadata.items[name]
-        return items.hidden - items.rows
+        return items.inner_rows - items.edge_rows
 
     def _rows_of(self, name: str, units: np.ndarray) -> np.ndarray:
         rows = self._target_rows(name)

@@ -76,10 +76,10 @@ class Wiring:
         first, second = groups.forward if forward else groups.backward
         return Channel(first, second, 2 * self._number[edge] + (not forward), in_flight)
 
-    def side(self, node: StageId, plan: StepPlan, microbatch: int, *, hidden: bool) -> Side:
+    def side(self, node: StageId, plan: StepPlan, microbatch: int, *, inner: bool) -> Side:
         """How rows lie on a stage's ranks: those inside the module, or those it gives to others."""
         layout, adapter = self.placement.layouts[node.module], self.modules[node.module]
-        totals = plan.assignments[node.module][microbatch].totals(hidden=hidden)
+        totals = plan.assignments[node.module][microbatch].totals(inner=inner)
         return Side(layout.stage_grid(node.stage), totals, sharded=adapter.sequence_parallel and layout.tp > 1)
 
     def step(self, plan: StepPlan, in_flight: InFlight) -> StepWires:
@@ -111,7 +111,7 @@ class StepWires:
         """The inputs with slots as row numbers of this rank, where rows are sharded over the instance."""
         if node.stage or isinstance(inputs, EncoderInputs) or not inputs.slots:
             return inputs
-        side = self._wiring.side(node, self._plan, microbatch, hidden=True)
+        side = self._wiring.side(node, self._plan, microbatch, inner=True)
         where = self._wiring.placement.coordinate(node.module, self._wiring.rank)
         if not side.sharded or where is None:
             return inputs
@@ -127,9 +127,9 @@ class StepWires:
         if key not in self._routes:
             side, plan, rank = self._wiring.side, self._plan, self._wiring.rank
             if source.module == target.module:
-                made = stage_route(side(source, plan, p, hidden=True), side(target, plan, t, hidden=True), rank)
+                made = stage_route(side(source, plan, p, inner=True), side(target, plan, t, inner=True), rank)
             else:
                 blocks = edge_blocks(plan, source.module, p, target.module, t)
-                made = route(blocks, side(source, plan, p, hidden=False), side(target, plan, t, hidden=True), rank)
+                made = route(blocks, side(source, plan, p, inner=False), side(target, plan, t, inner=True), rank)
             self._routes[key] = made
         return self._routes[key]

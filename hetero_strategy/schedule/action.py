@@ -128,8 +128,8 @@ class Lane:
 class Schedule:
     """For one step: every rank's ordered list of actions. Make it with ``schedule.build.make_schedule``."""
 
-    order: str
-    """Name of the order it was built by."""
+    name: str
+    """Of what it was made by."""
     graph: StageGraph
     work: StepWork
     split: frozenset[StageId]

@@ -16,13 +16,13 @@ from hetero_strategy.schedule.merge import merge
 from hetero_strategy.schedule.module_programs import listed, module_programs, most
 from hetero_strategy.schedule.warmup import Link, links
 
-ORDERS = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "sequential")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "sequential")
 SPLIT = ("zb_h1", "zbv")
 """Orders that divide backwards in I and W."""
 
 
 def make_schedule(
-    order: str,
+    name: str,
     graph: StageGraph,
     work: StepWork,
     costs: Costs | None = None,
@@ -33,7 +33,7 @@ def make_schedule(
     """Build every rank's list of actions.
 
     Args:
-        order: one of ``ORDERS``. ``interleaved_1f1b`` interleaves modules with ``vpp > 1``, ``zbv`` those with two
+        name: one of ``SCHEDULES``. ``interleaved_1f1b`` interleaves modules with ``vpp > 1``, ``zbv`` those with two
             stages per rank in v style; other modules run 1F1B and ZB-H1 beside them.
         graph: stages of all modules.
         work: microbatches of the step.
@@ -44,45 +44,45 @@ def make_schedule(
         max_in_flight: by module, most microbatches of its own that each of its stages may hold.
 
     Raises:
-        ScheduleError: unknown order or module, an order that the modules' stages do not fit, or a bound that cannot be
+        ScheduleError: unknown schedule or module, one that the modules' stages do not fit, or a bound that cannot be
             kept.
     """
     bounds = dict(max_in_flight or {})
-    _refuse(order, graph, bounds)
-    numbers = ActionIndex(graph, work, train=train, splits=order in SPLIT, costs=costs)
+    _refuse(name, graph, bounds)
+    numbers = ActionIndex(graph, work, train=train, splits=name in SPLIT, costs=costs)
     groups = _lanes(graph, numbers)
-    if order == "sequential":
+    if name == "sequential":
         starts = _sequential(numbers, graph, work)
     else:
-        starts = _pipelined(order, graph, work, numbers, groups, bounds)
-    return _schedule(order, graph, work, train, numbers, groups, starts, bounds)
+        starts = _pipelined(name, graph, work, numbers, groups, bounds)
+    return _schedule(name, graph, work, train, numbers, groups, starts, bounds)
 
 
-def _refuse(order: str, graph: StageGraph, bounds: Mapping[str, int]) -> None:
-    if order not in ORDERS:
-        raise ScheduleError(f"order {order!r} is not known; choose one of {', '.join(ORDERS)}")
+def _refuse(name: str, graph: StageGraph, bounds: Mapping[str, int]) -> None:
+    if name not in SCHEDULES:
+        raise ScheduleError(f"schedule {name!r} is not known; choose one of {', '.join(SCHEDULES)}")
     for module, bound in bounds.items():
         if module not in graph.pipelines:
             raise ScheduleError(f"max_in_flight names {module!r}; the modules are {', '.join(graph.pipelines)}")
         if bound < 1:
             raise ScheduleError(f"max_in_flight of {module} is {bound}: it must hold at least 1 microbatch")
-    fits = [p for p in graph.pipelines.values() if p.vpp > 1 and (p.style == "v") == (order == "zbv")]
-    if order == "interleaved_1f1b" and not fits:
+    fits = [p for p in graph.pipelines.values() if p.vpp > 1 and (p.style == "v") == (name == "zbv")]
+    if name == "interleaved_1f1b" and not fits:
         raise ScheduleError("interleaved_1f1b needs a module with vpp > 1 in loop style: set its vpp, or take 1f1b")
-    if order == "zbv" and not fits:
+    if name == "zbv" and not fits:
         raise ScheduleError("zbv needs a module with vpp=2 in v style: set them, or take zb_h1")
-    if order in ("gpipe", "sequential"):
+    if name in ("gpipe", "sequential"):
         return
     for module, pipeline in graph.pipelines.items():
         if pipeline.vpp == 1:
             continue
         wanted = "zbv" if pipeline.style == "v" else "interleaved_1f1b"
-        if order != wanted:
+        if name != wanted:
             raise ScheduleError(
-                f"{module} has vpp={pipeline.vpp} in {pipeline.style} style, which {order} does not order: "
+                f"{module} has vpp={pipeline.vpp} in {pipeline.style} style, which {name} does not order: "
                 f"take {wanted}, or set its vpp to 1"
             )
-        if order == "zbv" and pipeline.vpp != 2:
+        if name == "zbv" and pipeline.vpp != 2:
             raise ScheduleError(f"{module} has vpp={pipeline.vpp}, but zbv has two stages per rank: set vpp to 2")
 
 
@@ -135,7 +135,7 @@ def _sequential(numbers: ActionIndex, graph: StageGraph, work: StepWork) -> list
 
 
 def _pipelined(
-    order: str,
+    name: str,
     graph: StageGraph,
     work: StepWork,
     numbers: ActionIndex,
@@ -145,12 +145,12 @@ def _pipelined(
     lanes = [tuple(k for k, (_, nodes) in enumerate(groups) if i in nodes) for i in range(len(numbers.nodes))]
     edges = links(graph, work)
     _hold_back(numbers, graph, lanes, edges)
-    made = module_programs(order, graph, work, numbers, edges, bounds)
+    made = module_programs(name, graph, work, numbers, edges, bounds)
     lists = [listed(numbers, module, program) for module, program in made]
     starts = merge(numbers, lists, lanes, most(numbers, made, bounds))
     if starts is None:
         raise ScheduleError(
-            f"{order}: microbatches of neighbouring modules wait for each other in a circle; "
+            f"{name}: microbatches of neighbouring modules wait for each other in a circle; "
             f"feeds must pair them in ascending order"
         )
     return starts
@@ -181,7 +181,7 @@ def _hold_back(
 
 
 def _schedule(
-    order: str,
+    name: str,
     graph: StageGraph,
     work: StepWork,
     train: bool,
@@ -215,11 +215,11 @@ def _schedule(
     for i, n in enumerate(numbers.nodes):
         if most[i] > bounds.get(n.module, most[i]):
             raise ScheduleError(
-                f"{order} holds {most[i]} microbatches of {n}, max_in_flight allows {bounds[n.module]}: "
+                f"{name} holds {most[i]} microbatches of {n}, max_in_flight allows {bounds[n.module]}: "
                 f"raise it, or take 1f1b"
             )
     return Schedule(
-        order=order,
+        name=name,
         graph=graph,
         work=work,
         split=frozenset(n for n, split in zip(numbers.nodes, numbers.split, strict=True) if split),

@@ -141,7 +141,7 @@ def forwards(kind: Kind, stage: Stage, cost: StageCost) -> int:
 def _sizes(plan: StepPlan, module: str, number: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows and sums of squared lengths of every instance, float64 ``[instances]`` each."""
     assignment = plan.assignments[module][number]
-    hidden = assignment.hidden.astype(np.float64)
+    inner_rows = assignment.inner_rows.astype(np.float64)
     bounds = assignment.offsets
-    sums = [np.diff(np.concatenate([[0.0], np.cumsum(x)])[bounds]) for x in (hidden, hidden * hidden)]
+    sums = [np.diff(np.concatenate([[0.0], np.cumsum(x)])[bounds]) for x in (inner_rows, inner_rows * inner_rows)]
     return sums[0] + assignment.padding, sums[1]

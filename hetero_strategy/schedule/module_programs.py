@@ -18,7 +18,7 @@ SLACK = 1
 
 
 def module_programs(
-    order: str,
+    name: str,
     graph: StageGraph,
     work: StepWork,
     numbers: ActionIndex,
@@ -28,7 +28,7 @@ def module_programs(
     """(module, program) of every pipeline rank of every module with work.
 
     Args:
-        order: name.
+        name: of the schedule.
         graph, work, numbers, edges: of the step.
         bounds: most microbatches in flight, by module.
 
@@ -68,13 +68,13 @@ def module_programs(
                 f"{module} must hold {must[j] - j} microbatches before the backward of microbatch {spans[j].number}, "
                 f"but max_in_flight allows {limit[j] - j}: raise it, or group fewer in the modules after it"
             )
-        made = _module(order, module, pipeline, must, should, limit, depth[module])
+        made = _module(name, module, pipeline, must, should, limit, depth[module])
         leads[module] = programs.leads_of(made[pipeline.rank_of(0)], 0)
         nodes = [numbers.index[n] for n in graph.nodes_of(module)]
         silent = {s for s, i in enumerate(nodes) if not numbers.backward[i]}
         whole = {s for s, i in enumerate(nodes) if not numbers.split[i]}
         for program in made:
-            if silent or (whole and order == "zbv"):
+            if silent or (whole and name == "zbv"):
                 program = tuple(
                     op
                     for op in program
@@ -85,7 +85,7 @@ def module_programs(
 
 
 def _module(
-    order: str,
+    name: str,
     module: str,
     pipeline: Pipeline,
     must: list[int],
@@ -96,14 +96,14 @@ def _module(
     """Programs of one module's pipeline ranks.
 
     Args:
-        order: name.
+        name: of the schedule.
         module, pipeline: which.
         must, should, limit: forwards of the last stage before each of its backwards: at least, for no wait, at most.
         depth: pipeline ranks that follow in other modules.
     """
     count = len(must)
     bound = min((c - j for j, c in enumerate(limit) if c < count), default=count)
-    if order == "gpipe":
+    if name == "gpipe":
         if bound < count:
             raise ScheduleError(
                 f"gpipe holds all {count} microbatches of {module}, max_in_flight allows {bound}: "
@@ -123,7 +123,7 @@ def _module(
         made = programs.interleaved(pipeline, count, 2 * depth, tuple(must))
     if max(map(programs.held, made)) <= bound:
         return made
-    return programs.windowed(order, pipeline, tuple(must), bound, module)
+    return programs.windowed(name, pipeline, tuple(must), bound, module)
 
 
 def listed(numbers: ActionIndex, module: str, program: RankProgram) -> list[int]:

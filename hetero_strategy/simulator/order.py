@@ -70,7 +70,7 @@ def running_order(schedule: Schedule) -> tuple[list[Action], dict[Action, list[A
 def _refuse(schedule: Schedule) -> NoReturn:
     """The checker says what is wrong; it looks at more than is needed to run, and so is not asked before."""
     check(schedule)
-    raise ScheduleError(f"schedule {schedule.order!r} cannot run: some actions never become next on all their ranks")
+    raise ScheduleError(f"schedule {schedule.name!r} cannot run: some actions never become next on all their ranks")
 
 
 def _hosts(schedule: Schedule) -> dict[StageId, tuple[int, ...]]:

@@ -36,10 +36,10 @@ class Reorderer:
 
     Args:
         graph: stages of all modules.
-        order: name of the order that schedules are made with, one of ``schedule.build.ORDERS``.
+        schedule: name of the schedule, one of ``schedule.build.SCHEDULES``.
         costs: forward FLOPs of every node: its part of the time that a module is said to take, or the time itself.
         max_in_flight: as for `make_schedule`.
-        search: how, one of ``data.reorder.SEARCHES``.
+        search: how, one of ``plan.reorder.SEARCHES``.
 
     Raises:
         ConfigError: ``search`` is not known, or a node has no cost.
@@ -48,7 +48,7 @@ class Reorderer:
     def __init__(
         self,
         graph: StageGraph,
-        order: str,
+        schedule: str,
         costs: Mapping[StageId, StageCost],
         max_in_flight: Mapping[str, int] | None = None,
         search: str = "search",
@@ -58,11 +58,11 @@ class Reorderer:
         if missing := [str(node) for node in graph.stages if node not in costs]:
             raise ConfigError(f"reordering needs the cost of every stage, but {', '.join(missing)} have none")
         self._graph = graph
-        self._order = order
+        self._name = schedule
         self._costs = dict(costs)
         self._bounds = dict(max_in_flight or {})
         self._search = search
-        self._alone = order not in SPLIT and all(len({n.module for n in nodes}) == 1 for nodes in graph.hosts)
+        self._alone = schedule not in SPLIT and all(len({n.module for n in nodes}) == 1 for nodes in graph.hosts)
         self._replays: dict[int, Replay] = {}
 
     @property
@@ -162,4 +162,4 @@ class Reorderer:
         def cost(action: Action) -> float:
             return 0.0 if action.microbatch < 0 else seconds[action.kind, action.node][action.microbatch]
 
-        return make_schedule(self._order, self._graph, work, cost, max_in_flight=self._bounds)
+        return make_schedule(self._name, self._graph, work, cost, max_in_flight=self._bounds)

@@ -24,7 +24,8 @@ from hetero_strategy.plan.config import ModelContext
 from hetero_strategy.runtime.executor import Executor, Program
 from hetero_strategy.runtime.wiring import Groups, NodeEdge, Wiring
 from hetero_strategy.schedule.action import StageGraph, StageId
-from hetero_strategy.strategy.blueprint import Scheduling, blueprint, surroundings
+from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.strategy.blueprint import blueprint, surroundings
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def assemble(
     ranks_per_node: int = 1 << 30,
     wire_dtype: torch.dtype,
     hidden_dtype: torch.dtype,
-    scheduling: Scheduling,
+    scheduling: ScheduleConfig,
     recompute: Sequence[str] = (),
     timeout: timedelta | None = None,
     async_checkpoint: bool = False,
@@ -147,14 +148,19 @@ def assemble(
         mine,
         graph,
         Wiring(modules, placement, groups, rank, device, wire_dtype, hidden_dtype),
-        Program(scheduling.order, plan.costs, scheduling.max_in_flight, reduces_each=scheduling.gather == "microbatch"),
+        Program(
+            scheduling.schedule,
+            plan.costs,
+            scheduling.max_in_flight,
+            reduces_each=scheduling.reshard_after_forward == "always",
+        ),
         model.loss_weights,
         {node: _replicas(registry, layouts[node.module], node.module) for node in mine},
         find_tied(modules, layouts, rank, registry.group),
         device,
     )
     state = TrainingState(prefix, modules, group=registry.background, asynchronous=async_checkpoint)
-    around = surroundings(plan, model.consumers(), scheduling, placement, ranks_per_node)
+    around = surroundings(plan, model.language_models(), scheduling, placement, ranks_per_node)
     owned = owned_parameters(stages, layouts)
     return Assembled(executor, owned, state, registry.background, registry.loading, around)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,53 +19,10 @@ from hetero_strategy.plan.config import ModelContext
 from hetero_strategy.plan.orchestrator import Near, Orderer
 from hetero_strategy.planner.stages import with_splits
 from hetero_strategy.schedule.action import Span, StageGraph, StageId, StepWork
-from hetero_strategy.schedule.build import SPLIT, make_schedule
+from hetero_strategy.schedule.build import make_schedule
+from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.graph import StageCost, stage_graph
 from hetero_strategy.simulator.reordering import Reorderer
-
-GATHER = ("auto", "step", "microbatch")
-
-
-@dataclass(frozen=True)
-class Scheduling:
-    """How steps are scheduled, as a person says it; see :class:`HeteroStrategy`."""
-
-    order: str = "auto"
-    max_in_flight: Mapping[str, int] = field(default_factory=dict)
-    gather: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.gather not in GATHER:
-            raise ConfigError(f"HeteroStrategy: gather={self.gather!r}; use one of {', '.join(GATHER)}")
-        if self.gather == "microbatch" and self.order in SPLIT:
-            raise ConfigError(
-                f"HeteroStrategy: gather='microbatch' with order={self.order!r}: a backward in two halves needs its"
-                " parameters whole all step; use gather='step' or another order"
-            )
-
-    def resolved(self, layouts: Mapping[str, ModuleLayout]) -> Scheduling:
-        """With the order that ``auto`` stands for: what the virtual stages are made for, else 1F1B."""
-        if self.order != "auto":
-            return self
-        styles = {layout.pp_style for layout in layouts.values() if layout.vpp > 1}
-        return replace(self, order="zbv" if "v" in styles else "interleaved_1f1b" if styles else "1f1b")
-
-    def check(self, layouts: Mapping[str, ModuleLayout]) -> None:
-        """Refuse an order that cannot run these layouts, whatever the model is. Pure.
-
-        Raises:
-            ScheduleError: naming module, field and fix.
-        """
-        trains = {StageId(n, s): True for n, layout in layouts.items() for s in range(layout.pipeline.stages)}
-        alone = stage_graph(list(layouts), [], layouts, trains)
-        once = StepWork({n: (Span(0, 0, 0),) for n in layouts}, {})
-        make_schedule(self.resolved(layouts).order, alone, once, max_in_flight=self.max_in_flight)
-
-    def gathered(self, layout: ModuleLayout) -> bool:
-        """Whether a module's parameters stay whole over a step."""
-        if layout.dp_shard == 1:
-            return False
-        return self.gather == "step" or (self.gather == "auto" and (layout.pp > 1 or self.order in SPLIT))
 
 
 @dataclass(frozen=True)
@@ -79,7 +36,10 @@ class Blueprint:
 
 
 def blueprint(
-    model: MultimodalModel, layouts: Mapping[str, ModuleLayout], scheduling: Scheduling, recompute: Sequence[str] = ()
+    model: MultimodalModel,
+    layouts: Mapping[str, ModuleLayout],
+    scheduling: ScheduleConfig,
+    recompute: Sequence[str] = (),
 ) -> Blueprint:
     """Cut the modules into stages and check that the order can run them. Pure; call it on the meta device.
 
@@ -111,21 +71,25 @@ def blueprint(
         ranks = chosen[name].tp * chosen[name].cp
         for number, cost in enumerate(_costs(module, split, name in recompute, ranks)):
             costs[StageId(name, number)] = cost
-    gathered = {name for name, layout in chosen.items() if scheduling.gathered(layout)}
+    gathered = {name for name, layout in chosen.items() if scheduling.gathered_once(layout)}
     graph = stage_graph(model.topological(), edges, chosen, trains, gathered, recompute)
     once = StepWork({n: (Span(0, 0, 0),) for n in modules}, dict.fromkeys(edges, ((0, 0),)))
-    make_schedule(scheduling.order, graph, once, max_in_flight=scheduling.max_in_flight)
+    make_schedule(scheduling.schedule, graph, once, max_in_flight=scheduling.max_in_flight)
     return Blueprint(chosen, graph, costs)
 
 
 def surroundings(
-    plan: Blueprint, consumers: Collection[str], scheduling: Scheduling, placement: Placement, ranks_per_node: int
+    plan: Blueprint,
+    language_models: Collection[str],
+    scheduling: ScheduleConfig,
+    placement: Placement,
+    ranks_per_node: int,
 ) -> ModelContext:
     """What balancing has to know: what modules cost, which instances lie near each other, what orders microbatches.
 
     Args:
         plan: of the model.
-        consumers: modules whose units are whole samples.
+        language_models: modules whose units are whole samples.
         scheduling: of steps.
         placement: of all modules.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``.
@@ -138,32 +102,34 @@ def surroundings(
     between = {(s.module, t.module): (s, t) for s, t in plan.graph.edges if s.module != t.module}
     near: dict[str, Near] = {}
     for (source, target), nodes in between.items():
-        item, consumer = (source, target) if target in consumers else (target, source)
+        item, language_model = (source, target) if target in language_models else (target, source)
         grids = {node.module: plan.graph.stages[node].grid for node in nodes}
-        found = _near(grids[item], grids[consumer], ranks_per_node, placement.world_size)
+        found = _near(grids[item], grids[language_model], ranks_per_node, placement.world_size)
         if found is not None:
-            near.setdefault(item, Near(*found, consumer))
+            near.setdefault(item, Near(*found, language_model))
 
     def orderer(search: str) -> Orderer | None:
-        made = Reorderer(plan.graph, scheduling.order, plan.costs, scheduling.max_in_flight, search)
+        made = Reorderer(plan.graph, scheduling.schedule, plan.costs, scheduling.max_in_flight, search)
         return made if made.needed else None
 
     return ModelContext({n: c for n, c in costs.items() if c.linear or c.quadratic}, near, orderer)
 
 
 def _near(
-    items: np.ndarray, consumer: np.ndarray, ranks_per_node: int, world: int
+    items: np.ndarray, language_model: np.ndarray, ranks_per_node: int, world: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Places of both sides' instances, from their ranks ``[instances, ranks]``; None where no place is shared.
 
-    Nodes where there are several; on one node the instances of the consumer, each with its ranks.
+    Nodes where there are several; on one node the instances of the language_model, each with its ranks.
     """
     if world > ranks_per_node:
-        slots, homes = items[:, 0] // ranks_per_node, consumer[:, 0] // ranks_per_node
+        slots, homes = items[:, 0] // ranks_per_node, language_model[:, 0] // ranks_per_node
     else:
-        homes = np.arange(len(consumer))
-        at = {int(rank): instance for instance, ranks in enumerate(consumer) for rank in ranks}
-        slots = np.array([at.get(int(ranks[0]), len(consumer) + i) for i, ranks in enumerate(items)], dtype=np.int64)
+        homes = np.arange(len(language_model))
+        at = {int(rank): instance for instance, ranks in enumerate(language_model) for rank in ranks}
+        slots = np.array(
+            [at.get(int(ranks[0]), len(language_model) + i) for i, ranks in enumerate(items)], dtype=np.int64
+        )
     return (slots, homes) if np.isin(slots, homes).any() else None
 
 

@@ -39,8 +39,8 @@ from hetero_strategy.parallelize.kernels import choose_kernels
 from hetero_strategy.plan.config import ModelContext
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.runtime.step import StepRunner
+from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.assembly import Assembled, assemble, find_model, move_rest
-from hetero_strategy.strategy.blueprint import Scheduling
 from hetero_strategy.strategy.collectives import WorldCollectives
 from hetero_strategy.strategy.launch import (
     START_METHODS,
@@ -55,7 +55,8 @@ from hetero_strategy.strategy.precision import SyncedGradScaler, hidden_dtype, s
 from hetero_strategy.strategy.refusals import check_callbacks, check_dataloader
 
 ROW_ALIGNMENT = 32
-"""A tensor-parallel consumer's rows per rank are a multiple of this. Sequence parallelism needs a multiple of 1; few
+"""A tensor-parallel language model's rows per rank are a multiple of this. Sequence parallelism needs a multiple of 1;
+few
 distinct sizes also let DTensor reuse its sharding decisions instead of making them anew for every ragged batch."""
 
 
@@ -70,11 +71,11 @@ class HeteroStrategy(WorldCollectives):
         layouts: module name -> :class:`ModuleLayout` or a mapping of its fields. None (as in ``strategy="hetero"``):
             every module sharded over all ranks.
         recompute: modules whose blocks do not keep activations but run forward again in backward.
-        order: in which order a step's work runs: ``1f1b``, ``gpipe``, ``interleaved_1f1b`` (modules with vpp > 1),
+        schedule: in which order a step's work runs: ``1f1b``, ``gpipe``, ``interleaved_1f1b`` (modules with vpp > 1),
             ``zb_h1``, ``zbv`` (vpp=2, pp_style="v"), ``sequential``; or ``auto``: what the layouts are made for.
         max_in_flight: module -> most microbatches whose activations one of its stages holds.
-        gather: when FSDP gathers parameters and reduces gradients: once per ``step`` (parameters stay whole over a
-            step's microbatches), per ``microbatch``, or ``auto``: per step where a module is pipelined.
+        reshard_after_forward: when FSDP frees gathered parameters: ``never`` within a step (they are gathered once and
+            gradients reduced once), ``always`` (with every microbatch), or ``auto``: never where a module is pipelined.
         start_method: ``popen`` (re-runs the script per process), ``fork`` or ``spawn``. Ignored under torchrun, SLURM.
         process_group_backend: default: by device.
         timeout: of every collective.
@@ -93,9 +94,9 @@ class HeteroStrategy(WorldCollectives):
         layouts: Mapping[str, ModuleLayout | Mapping[str, Any]] | None = None,
         *,
         recompute: Sequence[str] = (),
-        order: str = "auto",
+        schedule: str = "auto",
         max_in_flight: Mapping[str, int] | None = None,
-        gather: str = "auto",
+        reshard_after_forward: str = "auto",
         start_method: str = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -107,7 +108,7 @@ class HeteroStrategy(WorldCollectives):
             raise ConfigError(f"HeteroStrategy: start_method={start_method!r}; use one of {', '.join(START_METHODS)}")
         self._layouts = None if layouts is None else {n: ModuleLayout.from_config(n, v) for n, v in layouts.items()}
         self.recompute = tuple(recompute)
-        self._scheduling = Scheduling(order, dict(max_in_flight or {}), gather)
+        self._scheduling = ScheduleConfig(schedule, dict(max_in_flight or {}), reshard_after_forward)
         self._start_method = start_method
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -159,7 +160,7 @@ class HeteroStrategy(WorldCollectives):
         if self._multimodal is None or self._placement is None:
             return {}
         layouts = self._placement.layouts
-        return {n: layouts[n].tp * ROW_ALIGNMENT for n in self._multimodal.consumers() if layouts[n].tp > 1}
+        return {n: layouts[n].tp * ROW_ALIGNMENT for n in self._multimodal.language_models() if layouts[n].tp > 1}
 
     # ---- identity and processes ------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ def test_ragged_step_lays_items_one_after_another_before_the_text() -> None:
         spans = []
         for items in made.items.values():
             mine = items.sample == sample
-            spans += list(zip(items.start[mine].tolist(), items.rows[mine].tolist(), strict=True))
+            spans += list(zip(items.start[mine].tolist(), items.edge_rows[mine].tolist(), strict=True))
         end = 0
         for start, rows in sorted(spans):
             assert start == end

@@ -21,7 +21,7 @@ def test_settings_have_schedules_that_check(setting) -> None:  # type: ignore[no
     for seed in pipeline_timing.SEEDS:
         known = planned(setting, seed)
         check(known.schedule)
-        assert known.schedule.order == setting.order
+        assert known.schedule.name == setting.schedule
 
 
 def ran(known, seconds: dict) -> Gathered:  # type: ignore[no-untyped-def, type-arg]

@@ -55,10 +55,10 @@ def test_draws_are_their_numbers_and_cover_everything(data: dict[bool, Data]) ->
     drawn = [draw(7, number, data) for number in range(600)]
     assert drawn == [draw(7, number, data) for number in range(600)]
     assert {s.modules for s in drawn} >= {("vision", "audio", "llm"), ("vision", "llm", "draw"), ("llm",)}
-    assert any(set(s.consumers) == {"llm", "caption"} for s in drawn) and any(s.edges for s in drawn)
-    assert {s.order for s in drawn} == {"1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zbv", "sequential", "auto"}
+    assert any(set(s.language_models) == {"llm", "caption"} for s in drawn) and any(s.edges for s in drawn)
+    assert {s.schedule for s in drawn} == {"1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zbv", "sequential", "auto"}
     assert {s.lm for s in drawn} == {"titan", "hf_llama", "hf_qwen3"} and {s.tied for s in drawn} == {True, False}
-    assert {s.gather for s in drawn} == {"auto", "step", "microbatch"}
+    assert {s.reshard_after_forward for s in drawn} == {"auto", "never", "always"}
     layouts = [layout for s in drawn for layout in s.layouts.values()]
     for field in ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "split", "pp_style"):
         assert sum(field in layout for layout in layouts) > 10

@@ -41,7 +41,7 @@ def test_metadata_makes_a_step_plan_in_which_every_row_of_a_sample_has_one_place
     plan = plan_step(metadata, instances, ["llm"], microbatches=2)
     assert set(load.padding) == set(instances)
     for module, items in load.items.items():
-        assert sum(int(a.totals(hidden=True).sum()) for a in plan.assignments[module]) == int(items.hidden.sum())
+        assert sum(int(a.totals(inner=True).sum()) for a in plan.assignments[module]) == int(items.inner_rows.sum())
         crossing = sum(int(edge_blocks(plan, module, p, "llm", t).rows.sum()) for p, t in plan.feeds(module, "llm"))
         assert crossing == int(items.rows.sum())
 
@@ -53,10 +53,10 @@ def test_depends_on_the_seed_alone_and_has_sound_arrays(name: str) -> None:
     assert one.name == name and one.assumptions and all(a.endswith(".") for a in one.assumptions)
     assert len(one.text) == 500 and one.text.dtype == np.int64 and (one.text > 0).all()
     for module, items in one.items.items():
-        np.testing.assert_array_equal(items.hidden, same.items[module].hidden)
-        assert {x.dtype for x in (items.sample, items.hidden, items.rows)} == {np.dtype(np.int64)}
+        np.testing.assert_array_equal(items.inner_rows, same.items[module].inner_rows)
+        assert {x.dtype for x in (items.sample, items.inner_rows, items.rows)} == {np.dtype(np.int64)}
         assert (np.diff(items.sample) >= 0).all() and items.sample.max() < 500
-        assert (items.hidden >= items.rows).all() and (items.rows >= 1).all()
+        assert (items.inner_rows >= items.rows).all() and (items.rows >= 1).all()
     assert name == "cornstarch" or not np.array_equal(one.text, other.text)
 
 
@@ -142,9 +142,9 @@ def test_orchmllm_follows_section_8(name: str) -> None:
     cap, vision, audio = {"orchmllm_10b": (448, 1, 2), "orchmllm_18b": (672, 4, 2), "orchmllm_84b": (896, 4, 4)}[name]
     load = WORKLOADS[name](50_000, 8)
     seen, heard = load.items["vision"], load.items["audio"]
-    assert seen.hidden.max() <= (cap // 14) ** 2
-    np.testing.assert_array_equal(seen.rows, -(-seen.hidden // vision))
-    np.testing.assert_array_equal(heard.rows, -(-heard.hidden // audio))
+    assert seen.inner_rows.max() <= (cap // 14) ** 2
+    np.testing.assert_array_equal(seen.rows, -(-seen.inner_rows // vision))
+    np.testing.assert_array_equal(heard.rows, -(-heard.inner_rows // audio))
     assert load.padding == {"vision": "none", "audio": "full", "llm": "none"}
     assert not set(seen.sample) & set(heard.sample), "an auditory task has no picture"
     assert len(heard.sample) / 50_000 == pytest.approx((281 + 21) / 967, abs=0.01)

@@ -50,9 +50,9 @@ def test_by_hand(digits: Path, tmp_path: Path) -> None:
     assert index.path("vision", 1) == tmp_path / "a.png"
     metadata = step_metadata(index, 1, 2, np.array([2, 0]))
     assert metadata.tokens.tolist() == [11, 15] and metadata.labels.tolist() == [2, 3]
-    assert metadata.items["vision"].sample.tolist() == [0, 1, 1] and metadata.items["vision"].rows.tolist() == [2, 6, 2]
+    assert metadata.items["vision"].sample.tolist() == [0, 1, 1] and metadata.items["vision"].edge_rows.tolist() == [2, 6, 2]
     assert metadata.items["vision"].start.tolist() == [6, 2, 9] and metadata.items["vision"].targets is None
-    assert metadata.items["vision"].hidden.tolist() == [8, 24, 8] and audio.hidden.tolist() == [5]
+    assert metadata.items["vision"].inner_rows.tolist() == [8, 24, 8] and audio.inner_rows.tolist() == [5]
     assert index.item_numbers("vision", np.array([2, 0])).tolist() == [2, 0, 1]
     copy = pickle.loads(pickle.dumps(index))
     assert isinstance(copy.ids, np.memmap) and copy.ids.tolist() == index.ids.tolist()
@@ -86,13 +86,13 @@ def test_what_is_drawn(digits: Path, drawings: Path, tmp_path: Path) -> None:
     index = build_index(manifest, tokenizer, draw_processors(), progress=False)
     table = index.items["draw"]
     assert table.start.tolist() == [4, 7] and table.rows.tolist() == [2, 2] and table.sizes.tolist() == [[4, 4], [4, 2]]
-    assert table.hidden.tolist() == [18, 10] and table.targets is not None and table.targets.tolist() == [64, 32]
+    assert table.inner_rows.tolist() == [18, 10] and table.targets is not None and table.targets.tolist() == [64, 32]
     mark = tokenizer.placeholder_id("draw")  # bos q \n 4 mark mark u mark mark eos
     assert (index.ids == mark).tolist() == [False] * 4 + [True, True, False, True, True, False]
     assert index.loss.tolist() == [False] * 3 + [True, False, False, True, False, False, True]
     items = step_metadata(index, 0, 0, np.array([0])).items
     assert items["draw"].targets is not None and items["draw"].targets.tolist() == [64, 32]
-    assert items["draw"].hidden.tolist() == [18, 10] and items["vision"].targets is None
+    assert items["draw"].inner_rows.tolist() == [18, 10] and items["vision"].targets is None
     with pytest.raises(ConfigError, match=r"has no token '<draw>' \(placeholders\['draw'\]\)"):
         build_index(manifest, ChatTokenizer(digits), draw_processors(), progress=False)
 

@@ -191,7 +191,7 @@ def test_a_target_is_cut_and_put_together(tmp_path: Path) -> None:
     values = target.load(tmp_path / "a.png", sizes)
     assert (sizes, rows, values.shape) == ((2, 3), 3, (6, 48)) and values.dtype == np.float32
     assert (target.pixels(values, sizes) == pixels).all()
-    assert target.hidden_rows(np.array([sizes])).tolist() == [9]
+    assert target.inner_rows(np.array([sizes])).tolist() == [9]
     assert target.target_elements(np.array([sizes])).tolist() == [288]
     assert isinstance(target, TargetProcessor) and not isinstance(ImageProcessor(), TargetProcessor)
     json.dumps(target.settings())

@@ -21,13 +21,13 @@ def on(*ranks: int, **degrees: Any) -> dict[str, Any]:
 
 
 def setting_of(
-    folders: Mapping[bool, str], layouts: Mapping[str, Mapping[str, Any]], order: str, **options: Any
+    folders: Mapping[bool, str], layouts: Mapping[str, Mapping[str, Any]], schedule: str, **options: Any
 ) -> Setting:
-    """Modules with pipeline ranks get the stages that the order needs, and a layer more than it needs."""
-    stages = {"interleaved_1f1b": {"vpp": 2}, "zbv": {"vpp": 2, "pp_style": "v"}}.get(order, {})
+    """Modules with pipeline ranks get the stages that the schedule needs, and a layer more than it needs."""
+    stages = {"interleaved_1f1b": {"vpp": 2}, "zbv": {"vpp": 2, "pp_style": "v"}}.get(schedule, {})
     given = {name: {**one, **(stages if one.get("pp", 1) > 1 else {})} for name, one in layouts.items()}
     layers = {f"{n}_layers": one["pp"] * one.get("vpp", 1) + 1 for n, one in given.items() if one.get("pp", 1) > 1}
-    return Setting(folders["draw" in layouts], given, order, **{**layers, **options})
+    return Setting(folders["draw" in layouts], given, schedule, **{**layers, **options})
 
 
 def expected(setting: Setting) -> Reference:

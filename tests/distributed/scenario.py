@@ -36,7 +36,7 @@ class Job:
     precision: str = "32-true"
     lm: str = "titan"
     """Kind of the language models; several kinds, with spaces between, for several of them."""
-    consumers: tuple[str, ...] = ("llm",)
+    language_models: tuple[str, ...] = ("llm",)
     freeze: tuple[str, ...] = ()
     manifest: str = "train.json"
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -104,9 +104,9 @@ class Lit(L.LightningModule):
                 num_mel_bins=40, max_source_positions=256,
             ),
         }  # fmt: skip
-        for name, kind in zip(self.job.consumers, itertools.cycle(self.job.lm.split())):
+        for name, kind in zip(self.job.language_models, itertools.cycle(self.job.lm.split())):
             modules[name] = language_model(kind, self.vocabulary)
-        edges = [(e, c) for e in ("vision", "audio") for c in self.job.consumers]
+        edges = [(e, c) for e in ("vision", "audio") for c in self.job.language_models]
         self.model = MultimodalModel(modules, edges, freeze=self.job.freeze, seed=11)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -145,7 +145,7 @@ class Result:
 
 
 def modules_of(job: Job) -> tuple[str, ...]:
-    return ("vision", "audio", *job.consumers)
+    return ("vision", "audio", *job.language_models)
 
 
 def datamodule(job: Job) -> MultimodalDataModule:
@@ -157,7 +157,7 @@ def datamodule(job: Job) -> MultimodalDataModule:
         processors=digit_processors(),
         global_batch_size=job.batch,
         microbatches=job.microbatches,
-        consumers=job.consumers,
+        language_models=job.language_models,
         seed=1,
         shuffle=job.shuffle,
     )

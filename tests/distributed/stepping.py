@@ -35,7 +35,8 @@ from hetero_strategy.runtime import executor as running
 from hetero_strategy.runtime.step_output import StepOutput
 from hetero_strategy.schedule.action import Action, Lane, StageGraph, StageId
 from hetero_strategy.schedule.check import check
-from hetero_strategy.strategy.assembly import Assembled, Scheduling, assemble
+from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.strategy.assembly import Assembled, assemble
 from hetero_strategy.strategy.strategy import ROW_ALIGNMENT
 from recipes.digits import digit_processors, draw_processors, write_digits, write_digits_draw
 from tests.distributed.damage import damaged, late
@@ -57,7 +58,7 @@ class Setting:
 
     folder: str
     layouts: Mapping[str, Mapping[str, Any]]
-    order: str = "1f1b"
+    schedule: str = "1f1b"
     lm: str = "titan"
     """Or hf_llama, hf_qwen3."""
     edges: tuple[tuple[str, str], ...] | None = None
@@ -70,10 +71,10 @@ class Setting:
     draw_layers: int = 2
     freeze: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
-    gather: str = "auto"
+    reshard_after_forward: str = "auto"
     max_in_flight: Mapping[str, int] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
-    """``encoder_microbatch_tokens``."""
+    """``encoder_microbatch_rows``."""
     balance: Mapping[str, Any] | None = None
     """None: all units are dealt in order."""
     ranks_per_node: int = 1 << 30
@@ -102,7 +103,7 @@ class Setting:
         return PRECISIONS[self.precision]
 
     @property
-    def consumers(self) -> tuple[str, ...]:
+    def language_models(self) -> tuple[str, ...]:
         """Language models."""
         return tuple(name for name in self.layouts if name not in ITEM_MODULES)
 
@@ -111,8 +112,8 @@ class Setting:
         if self.edges is not None:
             return self.edges
         of = {kind: [n for n in self.layouts if ITEM_MODULES.get(n) == kind] for kind in ("encoder", "generator")}
-        reads = tuple((e, c) for e in of["encoder"] for c in self.consumers)
-        return (*reads, *((self.consumers[0], g) for g in of["generator"]))
+        reads = tuple((e, c) for e in of["encoder"] for c in self.language_models)
+        return (*reads, *((self.language_models[0], g) for g in of["generator"]))
 
     def model_key(self) -> tuple[Any, ...]:
         """What a one-process run depends on."""
@@ -201,9 +202,9 @@ def steps_of(
         made.processors,
         setting.flows(),
         share,
-        consumers=setting.consumers,
+        language_models=setting.language_models,
         microbatches=microbatches,
-        microbatch_tokens=setting.tokens,
+        microbatch_rows=setting.tokens,
         balancing=None
         if setting.balance is None
         else BalanceConfig.of(setting.balance).resolve(share.instances, around or ModelContext()),
@@ -213,7 +214,7 @@ def steps_of(
 
 def share_of(placement: Placement, setting: Setting, rank: int) -> RankView:
     """What a rank computes, as the strategy and the data module say it."""
-    tp = {name: placement.layouts[name].tp for name in setting.consumers}
+    tp = {name: placement.layouts[name].tp for name in setting.language_models}
     return RankView.of(placement, setting.modules, rank, {n: d * ROW_ALIGNMENT for n, d in tp.items() if d > 1})
 
 
@@ -310,7 +311,7 @@ def assembled(
             torch.device("cpu"),
             wire_dtype=setting.dtype,
             hidden_dtype=setting.dtype,
-            scheduling=Scheduling(setting.order, setting.max_in_flight, setting.gather),
+            scheduling=ScheduleConfig(setting.schedule, setting.max_in_flight, setting.reshard_after_forward),
             recompute=setting.recompute,
             ranks_per_node=setting.ranks_per_node,
         )

@@ -59,7 +59,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
 
 
 def balanced(folders: dict[bool, str], layout: str, **options: Any) -> Setting:
-    return setting_of(folders, LAYOUTS[layout], options.pop("order", "1f1b"), **options)
+    return setting_of(folders, LAYOUTS[layout], options.pop("schedule", "1f1b"), **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -69,9 +69,9 @@ def test_gradients_are_those_of_the_samples_as_drawn(pool: Pool, folders: dict[b
     compare(wanted, pool.run(setting.world, steps_on_rank, setting, wanted, (2,), 0, ways, timeout=120))
 
 
-@pytest.mark.parametrize("order", ["gpipe", "zb_h1", "interleaved_1f1b"])
-def test_other_orders(pool: Pool, folders: dict[bool, str], order: str) -> None:
-    setting = balanced(folders, "pipelined", order=order, balance={"policy": "auto", "reorder": "search"})
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "interleaved_1f1b"])
+def test_other_orders(pool: Pool, folders: dict[bool, str], schedule: str) -> None:
+    setting = balanced(folders, "pipelined", schedule=schedule, balance={"policy": "auto", "reorder": "search"})
     wanted = expected(setting)
     compare(wanted, pool.run(setting.world, steps_on_rank, setting, wanted, (4, 9), 4, timeout=120))
 
@@ -81,7 +81,7 @@ def test_microbatches_by_budget_and_of_equal_cost(pool: Pool, folders: dict[bool
     """As many microbatches as budgets ask for, encoders with more or equal ones of their own, nodes of two ranks."""
     free = balanced(folders, layout, balance={"policy": "auto"})
     plan = plan_of(free, None, budget={"llm": 10**6})
-    longest, items = int(plan.metadata.tokens.max()), plan.metadata.items["vision"].hidden
+    longest, items = int(plan.metadata.tokens.max()), plan.metadata.items["vision"].inner_rows
     setting = balanced(
         folders,
         layout,
@@ -95,7 +95,7 @@ def test_microbatches_by_budget_and_of_equal_cost(pool: Pool, folders: dict[bool
     chosen = runs[0].steps[0].plan
     assert chosen.microbatches > 1
     assert max(a.totals().max() - a.padding.max() for a in chosen.assignments["llm"]) <= longest + 8
-    assert max(a.totals(hidden=True).max() for a in chosen.assignments["vision"]) <= items.max()
+    assert max(a.totals(inner=True).max() for a in chosen.assignments["vision"]) <= items.max()
     assert len(chosen.assignments["vision"]) >= chosen.microbatches
 
 
@@ -144,7 +144,7 @@ def test_every_option_changes_the_batch(pool: Pool, folders: dict[bool, str]) ->
     assert places(flops.plan) == places(seconds.plan) == places(slow.plan)
     assert flops.lanes not in (seconds.lanes, slow.lanes), "costs and speeds decide who comes first on a shared rank"
     by_flops, *by_time = (places(step.plan) for step in ordered)
-    assert by_flops not in by_time, "and in which order microbatches run"
+    assert by_flops not in by_time, "and in which schedule microbatches run"
 
 
 def ran(pool: Pool, setting: Setting, count: int, ways: list[dict[str, Any]]) -> list[Stepped]:
@@ -224,7 +224,7 @@ def test_ranks_with_different_plans_of_the_same_sizes_say_so_in_that_step(pool: 
 def test_loads_are_reported_and_better(folders: dict[bool, str]) -> None:
     plan = plan_of(balanced(folders, "unequal dp", balance={"policy": "auto", "rearrange": "none"}), 1)
     for name, load in plan.loads.items():
-        hidden = plan.metadata.tokens if name == "llm" else plan.metadata.items[name].hidden
+        hidden = plan.metadata.tokens if name == "llm" else plan.metadata.items[name].inner_rows
         assert load.before.sum() == load.after.sum() == hidden.sum()
         assert load.imbalance(load.after) <= load.imbalance(load.before)
     assert any(load.imbalance(load.after) < load.imbalance(load.before) for load in plan.loads.values())

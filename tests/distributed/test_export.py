@@ -46,7 +46,12 @@ def run(rank: int, world: int, job: Job, path: str) -> None:
 def test_transformers_loads_what_a_run_exports(pool: Pool, tmp_path: Path) -> None:
     folder, path, out = data(tmp_path / "digits"), tmp_path / "saved", tmp_path / "out"
     job = Job(
-        str(folder), steps=1, lr=0.05, consumers=tuple(LANGUAGE_MODELS), lm="titan hf_llama hf_qwen3", capture=False
+        str(folder),
+        steps=1,
+        lr=0.05,
+        language_models=tuple(LANGUAGE_MODELS),
+        lm="titan hf_llama hf_qwen3",
+        capture=False,
     )
     pool.run(2, run, job.on(**LAYOUTS), str(path), timeout=120)
     assert any(len(stored.pieces) > 1 for stored in ck.describe(path).tensors.values())

@@ -49,15 +49,15 @@ CASES = {
     "idle rank": case(4, vision=on(0, 3), audio=on(3), llm=on(0, 1, tp=2)),
     "pipelined": case(4, vision=on(0, 1, pp=2), audio=on(1), llm=on(2, 3, pp=2)),
     "pipelined and sharded, colocated": case(
-        4, {"strategy": {"order": "zb_h1"}}, vision=on(0, 1, 2, 3), audio=on(3), llm=on(0, 1, 2, 3, pp=2, dp_shard=2)
+        4, {"strategy": {"schedule": "zb_h1"}}, vision=on(0, 1, 2, 3), audio=on(3), llm=on(0, 1, 2, 3, pp=2, dp_shard=2)
     ),
     "frozen encoder": case(3, {"freeze": ("vision", "audio.backbone")}, vision=on(0), audio=on(0, 1), llm=on(1, 2)),
     "frozen llm": case(3, {"freeze": ("llm",)}, vision=on(0, 2), audio=on(1), llm=on(1, 2)),
     "recompute": case(
         2, {"strategy": {"recompute": ("vision", "llm")}}, vision=on(0, 1, tp=2), audio=on(0), llm=on(0, 1)
     ),
-    "two consumers": case(
-        3, {"consumers": ("llm", "caption")}, vision=on(0, 1), audio=on(2), llm=on(1, 2, tp=2), caption=on(0)
+    "two language_models": case(
+        3, {"language_models": ("llm", "caption")}, vision=on(0, 1), audio=on(2), llm=on(1, 2, tp=2), caption=on(0)
     ),
     "hf llama tp2, replicated rows": case(3, {"lm": "hf_llama"}, vision=on(0, 1, 2), audio=on(2), llm=on(0, 1, tp=2)),
     "hf qwen3 fsdp": case(2, {"lm": "hf_qwen3"}, vision=on(0, 1), audio=on(1), llm=on(0, 1)),

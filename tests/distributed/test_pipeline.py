@@ -1,4 +1,4 @@
-"""Every order of pipelined modules, in every kind of placement: gradients against one process, fp64."""
+"""Every schedule of pipelined modules, in every kind of placement: gradients against one process, fp64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.distributed.exact import EXACT, compare, expected, on, setting_of
 from tests.distributed.harness import Pool
 from tests.distributed.stepping import SAMPLES, data, reference, steps_of, steps_on_rank
 
-ORDERS = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv")
 COUNTS = tuple(range(1, SAMPLES + 1))
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -38,10 +38,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
     return {draws: data(root / str(draws), draws=draws) for draws in (False, True)}
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_are_those_of_one_process(pool: Pool, folders: dict[bool, str], layout: str, order: str) -> None:
-    setting = setting_of(folders, LAYOUTS[layout], order)
+def test_gradients_are_those_of_one_process(pool: Pool, folders: dict[bool, str], layout: str, schedule: str) -> None:
+    setting = setting_of(folders, LAYOUTS[layout], schedule)
     wanted = expected(setting)
     runs = pool.run(setting.world, steps_on_rank, setting, wanted, COUNTS, 4, timeout=120)
     assert {name.split()[0] for name in runs[0].damaged} == {"forward", "backward"}

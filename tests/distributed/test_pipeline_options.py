@@ -54,11 +54,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {"freeze": ("vision.backbone", "llm")},
         ("1f1b", "zb_h1"),
     ),
-    "gather once": (SHARDED, {"gather": "step"}, ("gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zbv")),
-    "gather where it is better": (SHARDED, {"gather": "auto"}, ("1f1b", "zb_h1")),
-    "gather always": (SHARDED, {"gather": "microbatch"}, ("gpipe", "1f1b", "interleaved_1f1b")),
-    "gather once, frozen": (SHARDED, {"gather": "step", "freeze": ("vision.backbone", "llm")}, ("1f1b", "zb_h1")),
-    "gather always, frozen": (SHARDED, {"gather": "microbatch", "freeze": ("vision.backbone", "llm")}, ("1f1b",)),
+    "gather once": (SHARDED, {"reshard_after_forward": "never"}, ("gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zbv")),
+    "gather where it is better": (SHARDED, {"reshard_after_forward": "auto"}, ("1f1b", "zb_h1")),
+    "gather always": (SHARDED, {"reshard_after_forward": "always"}, ("gpipe", "1f1b", "interleaved_1f1b")),
+    "gather once, frozen": (
+        SHARDED,
+        {"reshard_after_forward": "never", "freeze": ("vision.backbone", "llm")},
+        ("1f1b", "zb_h1"),
+    ),
+    "gather always, frozen": (
+        SHARDED,
+        {"reshard_after_forward": "always", "freeze": ("vision.backbone", "llm")},
+        ("1f1b",),
+    ),
     "replicated": (REPLICATED, {}, ("1f1b", "zb_h1")),
     "bounded": (MIXED, {"max_in_flight": {"llm": 2, "vision": 2}}, ("1f1b", "zb_h1")),
     "bounded to one": (BOTH, {"max_in_flight": {"llm": 1, "vision": 1}}, ("1f1b", "zb_h1")),
@@ -101,9 +109,9 @@ def several(
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_gradients(pool: Pool, folders: dict[bool, str], name: str) -> None:
-    layouts, options, orders = CASES[name]
+    layouts, options, schedules = CASES[name]
     layers = {} if "llm_layers" in options else {"llm_layers": 4, "vision_layers": 4}
-    settings = [setting_of(folders, layouts, order, **layers, **options) for order in orders]
+    settings = [setting_of(folders, layouts, schedule, **layers, **options) for schedule in schedules]
     wanted = expected(settings[0])
     ranks = pool.run(settings[0].world, several, settings, wanted, 4, timeout=120)
     for setting, *runs in zip(settings, *ranks, strict=True):
@@ -139,9 +147,9 @@ DROPOUT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", DROPOUT)
 def test_the_same_random_numbers_wherever_a_module_lives(pool: Pool, folders: dict[bool, str], name: str) -> None:
-    layouts, options, orders = DROPOUT[name]
+    layouts, options, schedules = DROPOUT[name]
     layers = {f"{module}_layers": 4 for module in layouts}
-    settings = [setting_of(folders, layouts, order, lm="hf_llama", **layers, **options) for order in orders]
+    settings = [setting_of(folders, layouts, schedule, lm="hf_llama", **layers, **options) for schedule in schedules]
     wanted = reference(settings[0], 4)
     without = reference(replace(settings[0], dropout={}), 4)
     assert max(without.errors(wanted.gradients).values()) > NOTICED
@@ -195,8 +203,8 @@ EVALUATED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", EVALUATED)
 def test_evaluation(pool: Pool, folders: dict[bool, str], name: str) -> None:
-    layouts, order = EVALUATED[name]
-    setting = setting_of(folders, layouts, order)
+    layouts, schedule = EVALUATED[name]
+    setting = setting_of(folders, layouts, schedule)
     wanted = reference(setting, 2, train=False)
     assert wanted.predicted is not None
     for rank in pool.run(setting.world, evaluations_on_rank, setting, (1, 4, 9), timeout=60):

@@ -135,7 +135,7 @@ def drawing(folder: Path, **options: Any) -> MultimodalDataModule:
 
 
 def test_a_generator_follows_the_consumer(drawings: Path) -> None:
-    module = drawing(drawings, encoder_microbatch_tokens={"vision": 1000, "draw": 30})
+    module = drawing(drawings, encoder_microbatch_rows={"vision": 1000, "draw": 30})
     assert module.edges == (("vision", "llm"), ("llm", "draw")) and set(module.modules) == {"vision", "llm", "draw"}
     batch = next(iter(module.train_dataloader()))
     assert len(batch.inputs["llm"]) == 2 and len(batch.inputs["vision"]) == 1 and len(batch.inputs["draw"]) > 2
@@ -177,9 +177,9 @@ def test_refusals(digits: Path) -> None:
         data(digits, edges=[("vision", "llm"), ("audio", "llm"), ("llm", "vision")])
     with pytest.raises(ConfigError, match="generator 'draw' is fed by 0 modules"):
         drawing(digits, edges=[("vision", "llm")])
-    with pytest.raises(ConfigError, match="encoder_microbatch_tokens names 'llm', which is not in processors"):
-        data(digits, encoder_microbatch_tokens={"llm": 5})
-    with pytest.raises(ConfigError, match="encoder_microbatch_tokens of 'audio' is 0"):
-        data(digits, encoder_microbatch_tokens={"audio": 0})
-    with pytest.raises(ConfigError, match="in processors and in consumers"):
-        data(digits, consumers=("vision",))
+    with pytest.raises(ConfigError, match="encoder_microbatch_rows names 'llm', which is not in processors"):
+        data(digits, encoder_microbatch_rows={"llm": 5})
+    with pytest.raises(ConfigError, match="encoder_microbatch_rows of 'audio' is 0"):
+        data(digits, encoder_microbatch_rows={"audio": 0})
+    with pytest.raises(ConfigError, match="in processors and in language_models"):
+        data(digits, language_models=("vision",))

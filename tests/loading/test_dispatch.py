@@ -57,8 +57,8 @@ def both(folder: Path, modules: tuple[str, ...], share: RankView | None = None, 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "one by one": {"global_batch_size": 1, "microbatches": 1},
-    "equal microbatches": {"microbatches": 4, "microbatch_tokens": {"vision": "equal"}},
-    "small microbatches": {"microbatch_tokens": {"vision": 8}, "shuffle": False},
+    "equal microbatches": {"microbatches": 4, "microbatch_rows": {"vision": "equal"}},
+    "small microbatches": {"microbatch_rows": {"vision": 8}, "shuffle": False},
     "balanced": {"microbatches": 3, "balancing": "auto"},
     "same noise": {"same_noise": True},
 }

@@ -187,14 +187,14 @@ def drawn_items(batch: Batch, instance: int) -> dict[int, tuple[object, ...]]:
 def test_what_is_drawn_is_the_same_on_any_ranks_and_in_any_microbatches(drawings: Path) -> None:
     reference = drawing_steps(drawings)[3, 1]
     whole = drawn_items(reference, 0)
-    assert len(whole) == len(reference.plan.metadata.items["draw"].rows) > 4
+    assert len(whole) == len(reference.plan.metadata.items["draw"].edge_rows) > 4
     assert any(np.shape(values)[0] for values, *_ in whole.values())
     for tokens in (None, 20, 1000):
         union: dict[int, tuple[object, ...]] = {}
         for rank in range(3):
             share = RankView({"vision": 2, "llm": 1, "draw": 3}, {"vision": None, "llm": None, "draw": rank})
             own = {} if tokens is None else {"draw": tokens}
-            batch = drawing_steps(drawings, share, microbatch_tokens=own)[3, 1]
+            batch = drawing_steps(drawings, share, microbatch_rows=own)[3, 1]
             mine = drawn_items(batch, rank)
             assert not set(mine) & set(union)
             union |= mine

@@ -61,20 +61,20 @@ def batch():
     )
 
 
-def by_hand(model, data, consumer="llm"):
+def by_hand(model, data, language_model="llm"):
     """The same loss written again: one sample at a time, rows put in with a Python loop."""
     total, predicted = torch.zeros((), dtype=torch.float64), {}
     for mb, inputs in enumerate(data.given):
-        given = inputs[consumer]
+        given = inputs[language_model]
         rows = {}
         for name in ("vision", "audio"):
             if name in inputs:
                 rows[name] = getattr(model, name)(inputs[name])
-                if (order := data.order.get((mb, name, consumer))) is not None:
+                if (order := data.order.get((mb, name, language_model))) is not None:
                     rows[name] = rows[name][order]
-        llm = getattr(model, consumer)
+        llm = getattr(model, language_model)
         start = 0
-        for unit, length in zip(data.units[mb][consumer], given.packing.lengths, strict=True):
+        for unit, length in zip(data.units[mb][language_model], given.packing.lengths, strict=True):
             hidden = list(llm.embed(given.ids[start : start + length]))
             for name, made in rows.items():
                 for place, row in zip(given.slots[name].tolist(), made, strict=True):
@@ -174,7 +174,7 @@ def test_freezing_modules_and_parts():
 def test_two_consumers_of_one_encoder():
     modules = {"vision": vision(), "llm": titan_llama(**TITAN), "caption": hf_llama(**LLAMA)}
     model = model_of(modules, edges=[("vision", "llm"), ("vision", "caption")])
-    assert model.topological()[0] == "vision" and model.consumers() == ("llm", "caption")
+    assert model.topological()[0] == "vision" and model.language_models() == ("llm", "caption")
     data = batch()
     data.given[0].pop("audio")
     for mb, inputs in enumerate(data.given):
@@ -285,7 +285,7 @@ def test_a_generator_learns_from_the_language_models_rows(drawings):
     model, data = drawing_model(loss_weights={"draw": 0.3}), drawing_batch(drawings)
     assert model.topological() == ("vision", "llm", "draw") and model.with_loss() == ("llm", "draw")
     assert [(edge.source, edge.target) for edge in model.edges] == [("vision", "llm"), ("llm", "draw")]
-    assert model.consumers() == ("llm",) and model.generators() == ("draw",)
+    assert model.language_models() == ("llm",) and model.generators() == ("draw",)
     out = model(data)
     torch.testing.assert_close(out.loss, out.losses["llm"] + out.losses["draw"], rtol=1e-12, atol=0)
 
@@ -324,7 +324,7 @@ def drawings_mark(index):
 )
 def test_microbatches_of_their_own_change_nothing(drawings, own):
     model = drawing_model()
-    expected, found = (drawing_batch(drawings, microbatch_tokens=tokens) for tokens in ({}, own))
+    expected, found = (drawing_batch(drawings, microbatch_rows=tokens) for tokens in ({}, own))
     counts = {name: len(found.plan.assignments[name]) for name in own}
     assert all((count < 3) == (own[name] == 1000) for name, count in counts.items())
     a, b = model(expected), model(found)
@@ -340,7 +340,7 @@ def test_microbatches_of_their_own_change_nothing(drawings, own):
 
 def test_damaged_routes_are_seen(drawings):
     """The negative control: rows of one drawing given to another change loss and drawings."""
-    model, data = drawing_model(), drawing_batch(drawings, microbatch_tokens={"draw": 1000})
+    model, data = drawing_model(), drawing_batch(drawings, microbatch_rows={"draw": 1000})
     expected = model(data).losses["draw"]
     slots = data.inputs["draw"][0].slots
     key = next(key for key in slots if len(slots[key]) > 2)  # an item has two rows

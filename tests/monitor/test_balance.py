@@ -187,8 +187,8 @@ def executor(*, backward: bool, plan: StepPlan, grids: dict[str, np.ndarray]) ->
     """As much of one as bytes need; the encoder is 2 ranks, a pipeline of 2 stages that this test does not count."""
     nodes = [StageId("vision", 0), StageId("vision", 1), StageId("llm", 0)]
 
-    def side(node: StageId, plan: StepPlan, number: int, *, hidden: bool) -> Side:
-        return Side(grids[node.module], plan.assignments[node.module][number].totals(hidden=hidden))
+    def side(node: StageId, plan: StepPlan, number: int, *, inner: bool) -> Side:
+        return Side(grids[node.module], plan.assignments[node.module][number].totals(inner=inner))
 
     return SimpleNamespace(
         graph=SimpleNamespace(

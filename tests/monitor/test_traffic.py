@@ -50,7 +50,7 @@ def edges(draw: st.DrawFn) -> tuple[EdgeBlocks, Side, Side, int]:
     plan = plan_step(metadata, instances_of, ["llm"], row_multiple=multiple)
     sharded = draw(st.booleans()), draw(st.booleans())
     source = Side(grids[0], plan.assignments["vision"][0].totals(), sharded[0])
-    target = Side(grids[1], plan.assignments["llm"][0].totals(hidden=True), sharded[1])
+    target = Side(grids[1], plan.assignments["llm"][0].totals(inner=True), sharded[1])
     return edge_blocks(plan, "vision", 0, "llm", 0), source, target, world
 
 

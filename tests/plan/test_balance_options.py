@@ -97,7 +97,7 @@ def sent(plan: StepPlan, nodes: np.ndarray, slots: tuple[int, ...] | None = None
             for item in units:
                 reader = at[int(items.sample[item])]
                 if nodes[batch if slots is None else slots[batch]] != nodes[reader]:
-                    out[reader] += int(items.rows[item])
+                    out[reader] += int(items.edge_rows[item])
     return out
 
 
@@ -143,7 +143,7 @@ def test_a_batch_made_for_a_fast_instance_stays_on_one() -> None:
     nodes, speeds = np.array([0, 0, 1, 1]), [1, 3, 1, 3]
     for way in ("permute", "ilp"):
         plan = plan_of(drawn(1, 60), 4, near=Near(nodes, nodes, "llm"), rearrange=way, speeds={"vision": speeds})
-        work = COSTS["vision"].alone(plan.metadata.items["vision"].hidden)
+        work = COSTS["vision"].alone(plan.metadata.items["vision"].inner_rows)
         totals = [work[units].sum() for units in places(plan, "vision")]
         assert min(totals[1], totals[3]) > 2.5 * max(totals[0], totals[2])
 
@@ -179,7 +179,7 @@ def test_a_policy_is_its_papers_algorithm(policy: str, microbatches: int) -> Non
     tokens = metadata.tokens
     found = Counter(tuple(sorted(tokens[list(units)].tolist())) for units in sets(plan, "llm").elements())
     assert found == plain(policy, tokens.tolist(), 4 * microbatches, COSTS["llm"])
-    hidden = metadata.items["vision"].hidden
+    hidden = metadata.items["vision"].inner_rows
     for number, made in enumerate(plan.assignments["vision"]):
         mine = np.sort(made.units)
         instances = [tuple(sorted(hidden[units].tolist())) for units in places(plan, "vision", number)]
@@ -189,10 +189,10 @@ def test_a_policy_is_its_papers_algorithm(policy: str, microbatches: int) -> Non
 def test_karmarkar_karp_is_the_largest_differencing() -> None:
     rng, metadata = np.random.default_rng(0), drawn(2, 30)
     items = metadata.items["vision"]
-    items = replace(items, hidden=rng.integers(10**8, 10**9, len(items.rows)))  # so that no two differences tie
+    items = replace(items, inner_rows=rng.integers(10**8, 10**9, len(items.edge_rows)))  # so that no two differences tie
     metadata = replace(metadata, tokens=rng.integers(10**8, 10**9, 30), items={"vision": items})
     plan = plan_of(metadata, 3, policy="karmarkar_karp", costs={"llm": {}, "vision": {}})
-    for module, lengths in (("llm", metadata.tokens), ("vision", items.hidden)):
+    for module, lengths in (("llm", metadata.tokens), ("vision", items.inner_rows)):
         totals = sorted(int(lengths[units].sum()) for units in places(plan, module))
         assert totals == differencing(lengths.tolist(), 3)
 
@@ -212,7 +212,7 @@ def test_auto_is_the_best_of_all_and_every_policy_another_plan(padding: str) -> 
     metadata = drawn(4, 40)
     costs = {"llm": {"quadratic": 0.002, "padding": padding}, "vision": {"quadratic": 0.01, "padding": padding}}
     made = {name: plan_of(metadata, 7, costs=costs, policy=name) for name in (*POLICIES, "none")}
-    for module, lengths in (("vision", metadata.items["vision"].hidden), ("llm", metadata.tokens)):
+    for module, lengths in (("vision", metadata.items["vision"].inner_rows), ("llm", metadata.tokens)):
         cost = Cost(**costs[module])
         times = {n: time_of(lengths.tolist(), where_of(p, module).tolist(), 7, cost) for n, p in made.items()}
         near = NEAR if padding == "none" else 2e-5  # of the bound, where it stops looking
@@ -233,7 +233,7 @@ def test_every_module_has_its_own_policy() -> None:
 
 def test_costs_and_speeds_decide_what_is_level() -> None:
     metadata = drawn(6, 90)
-    hidden = metadata.items["vision"].hidden
+    hidden = metadata.items["vision"].inner_rows
     counted = plan_of(metadata, costs={"vision": {"linear": 0.0, "fixed": 1.0}})
     sizes = [len(units) for units in places(counted, "vision")]
     assert max(sizes) - min(sizes) <= 1, "items count, not rows"
@@ -250,13 +250,13 @@ def test_costs_and_speeds_decide_what_is_level() -> None:
 
 def test_a_budget_bounds_every_instance() -> None:
     metadata = drawn(7, 90)
-    most = {"llm": 2 * int(metadata.tokens.max()), "vision": int(metadata.items["vision"].hidden.max()) + 50}
+    most = {"llm": 2 * int(metadata.tokens.max()), "vision": int(metadata.items["vision"].inner_rows.max()) + 50}
     plan = plan_of(metadata, 4, None, budget=most)
     free = plan_of(metadata, 4, None, budget={"llm": 10**6})
     assert free.microbatches == len(free.assignments["vision"]) == 1 < plan.microbatches
     for module, rows in most.items():
-        assert max(a.totals(hidden=True).max() for a in plan.assignments[module]) <= rows
-        assert max(a.totals(hidden=True).max() for a in free.assignments[module]) > rows
+        assert max(a.totals(inner=True).max() for a in plan.assignments[module]) <= rows
+        assert max(a.totals(inner=True).max() for a in free.assignments[module]) > rows
 
 
 def test_reorder_names_the_search_whose_order_is_run() -> None:

@@ -78,9 +78,9 @@ def test_every_unit_is_computed_once(
     places = {"vision": Near(np.array([0, 1, 1]), np.array([0, 0, 1, 1]), "llm")} if near else {}
     chosen = full(rearrange=rearrange, near=places, order=backwards if reordered else None)
     metadata = step(seed, samples)
-    plan = plan_step(metadata, MODULES, ("llm",), microbatches=microbatches, microbatch_tokens=own, balancing=chosen)
+    plan = plan_step(metadata, MODULES, ("llm",), microbatches=microbatches, microbatch_rows=own, balancing=chosen)
     check(plan)
-    again = plan_step(metadata, MODULES, ("llm",), microbatches=microbatches, microbatch_tokens=own, balancing=chosen)
+    again = plan_step(metadata, MODULES, ("llm",), microbatches=microbatches, microbatch_rows=own, balancing=chosen)
     for name, made in plan.assignments.items():
         for a, b in zip(made, again.assignments[name], strict=True):
             assert np.array_equal(a.units, b.units) and np.array_equal(a.offsets, b.offsets)
@@ -116,7 +116,7 @@ def test_as_sampled_items_stay_with_their_samples() -> None:
 def test_budgets_choose_microbatches_and_split_those_of_encoders(seed: int) -> None:
     metadata = step(seed)
     longest = int(metadata.tokens.max())
-    images = int(metadata.items["vision"].hidden.max())
+    images = int(metadata.items["vision"].inner_rows.max())
     chosen = full(budget={"llm": longest, "vision": images})
     plan = plan_step(metadata, MODULES, ("llm",), microbatches=None, balancing=chosen)
     check(plan)
@@ -124,7 +124,7 @@ def test_budgets_choose_microbatches_and_split_those_of_encoders(seed: int) -> N
     assert least <= plan.microbatches <= 2 * least + 1
     for name, most in (("llm", longest), ("vision", images)):
         assert (
-            max(int(loads(a.hidden, a.instance(), MODULES[name], Cost()).max()) for a in plan.assignments[name]) <= most
+            max(int(loads(a.inner_rows, a.instance(), MODULES[name], Cost()).max()) for a in plan.assignments[name]) <= most
         )
     roomy = plan_step(metadata, MODULES, ("llm",), microbatches=None, balancing=full(budget={"llm": 10**6}))
     assert roomy.microbatches == 1
@@ -170,7 +170,7 @@ def test_the_orderer_sees_every_module_whole() -> None:
     np.testing.assert_allclose(seen[0]["llm"].time, plan.loads["llm"].after)
     for name, count in MODULES.items():
         rows, squares, time = seen[0][name]
-        hidden = metadata.tokens if name == "llm" else metadata.items[name].hidden
+        hidden = metadata.tokens if name == "llm" else metadata.items[name].inner_rows
         assert rows.shape == squares.shape == (3, count)
         assert rows.sum() == pytest.approx(hidden.sum()) and squares.sum() == pytest.approx((hidden**2).sum())
         assert time is not None and time.shape == rows.shape
@@ -183,7 +183,7 @@ def test_the_orderer_sees_every_module_whole() -> None:
 def test_unequal_instances_get_unequal_work() -> None:
     chosen = full(speeds={"llm": (1.0, 1.0, 1.0, 3.0)})
     plan = plan_step(step(4), MODULES, ("llm",), microbatches=2, balancing=chosen)
-    work = sum(loads(a.hidden, a.instance(), 4, COSTS["llm"]) for a in plan.assignments["llm"])
+    work = sum(loads(a.inner_rows, a.instance(), 4, COSTS["llm"]) for a in plan.assignments["llm"])
     assert work[3] / work[:3].mean() == pytest.approx(3.0, rel=0.15)
     check(plan)
 

@@ -48,7 +48,7 @@ def plans(draw: st.DrawFn) -> Plans:
         ("llm",),
         microbatches=draw(st.integers(1, 3)),
         row_multiple={"llm": multiple},
-        microbatch_tokens=own,
+        microbatch_rows=own,
     )
     return plan, multiple, own
 
@@ -56,7 +56,7 @@ def plans(draw: st.DrawFn) -> Plans:
 @given(plans())
 def test_every_unit_once(made: Plans) -> None:
     plan, _, _ = made
-    counts = {name: len(items.rows) for name, items in plan.metadata.items.items()}
+    counts = {name: len(items.edge_rows) for name, items in plan.metadata.items.items()}
     for module, count in {**counts, "llm": len(plan.samples)}.items():
         units = np.concatenate([assignment.units for assignment in plan.assignments[module]])
         assert sorted(units.tolist()) == list(range(count))
@@ -83,7 +83,7 @@ def test_an_item_is_in_the_microbatch_of_its_sample_unless_its_module_has_its_ow
 def test_rows_are_aligned(made: Plans) -> None:
     plan, multiple, _ = made
     for assignment in plan.assignments["llm"]:
-        bare = [int(assignment.rows_of(i).sum()) for i in range(len(assignment.offsets) - 1)]
+        bare = [int(assignment.edge_rows_of(i).sum()) for i in range(len(assignment.offsets) - 1)]
         assert (assignment.totals() == bare + assignment.padding).all()
         if multiple > 1:
             assert (assignment.totals() % multiple == 0).all() and (assignment.totals() > 0).all()
@@ -102,12 +102,12 @@ def laid_out(plan: StepPlan, module: str, number: int, instance: int) -> list[tu
             tokens = [("own", unit, row) for row in range(int(plan.metadata.tokens[unit]))]
             for name, items in plan.metadata.items.items():
                 for item in np.flatnonzero(items.sample == unit).tolist():
-                    for row in range(int(items.rows[item])):
+                    for row in range(int(items.edge_rows[item])):
                         tokens[int(items.start[item]) + row] = (name, item, row)
             found += tokens
         else:
             items = plan.metadata.items[module]
-            crossing, inside = int(items.rows[unit]), int(items.hidden[unit])
+            crossing, inside = int(items.edge_rows[unit]), int(items.inner_rows[unit])
             rows = crossing if module == "vision" else inside
             found += [(module if row < crossing else "own", unit, row) for row in range(rows)]
     return found

@@ -72,7 +72,7 @@ def test_command_line_beats_the_experiment() -> None:
         ("+monitor.steps=1", "monitor: no field 'steps'"),
         ("+report.example=1", "report: no field 'example'; did you mean examples?"),
         ("+model.loss_weight={llm: 1}", "model: no field 'loss_weight'; did you mean loss_weights?"),
-        ("+data.module.encoder_microbatch_token={vision: 9}", "did you mean encoder_microbatch_tokens?"),
+        ("+data.module.encoder_microbatch_row={vision: 9}", "did you mean encoder_microbatch_rows?"),
         ("+layouts.llm=1", "configuration: no field 'layouts'; did you mean layout?"),
     ],
 )

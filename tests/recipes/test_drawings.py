@@ -30,7 +30,7 @@ def perfect(folder: Path, **options: object) -> list[Drawing]:
     found = []
     for batch in data.test_dataloader():
         items = batch.plan.metadata.items["draw"]
-        rows: list[torch.Tensor] = [torch.zeros(0, 4)] * len(items.rows)
+        rows: list[torch.Tensor] = [torch.zeros(0, 4)] * len(items.edge_rows)
         for assignment, given in zip(batch.plan.assignments["draw"], batch.inputs["draw"], strict=True):
             for unit, values in zip(
                 assignment.units, given.values.split(given.target_rows.tolist()) if given else (), strict=True

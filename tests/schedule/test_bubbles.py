@@ -17,11 +17,11 @@ def counts(pp: int) -> list[int]:
 
 
 @pytest.mark.parametrize("pp", DEPTHS)
-@pytest.mark.parametrize("order", ["1f1b", "gpipe"])
-def test_1f1b_and_gpipe_lose_one_microbatch_per_further_stage(order: str, pp: int) -> None:
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_1f1b_and_gpipe_lose_one_microbatch_per_further_stage(name: str, pp: int) -> None:
     """(p - 1) (F + B)."""
     for count in (1, 2, *counts(pp)):
-        schedule = make_schedule(order, chain(pp), work(count))
+        schedule = make_schedule(name, chain(pp), work(count))
         assert makespan(schedule, uniform(3, 4, 2)) == (count + pp - 1) * 9
 
 

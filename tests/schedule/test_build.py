@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.schedule.action import Action, Kind, Schedule, Span, StageId, StepWork
-from hetero_strategy.schedule.build import ORDERS, make_schedule
+from hetero_strategy.schedule.build import SCHEDULES, make_schedule
 from hetero_strategy.schedule.check import check
 from tests.schedule.cases import Module, cases, chain, clock, graph, listed, makespan, uniform, work
 
@@ -218,19 +218,19 @@ def test_a_frozen_encoder_over_all_stages_does_not_run_its_forwards_first() -> N
 
 
 @pytest.mark.parametrize(
-    ("order", "vpp", "style"),
+    ("name", "vpp", "style"),
     [("1f1b", 1, "loop"), ("zb_h1", 1, "loop"), ("interleaved_1f1b", 2, "loop"), ("zbv", 2, "v")],
 )
-def test_a_generator_that_groups_microbatches(order: str, vpp: int, style: str) -> None:
+def test_a_generator_that_groups_microbatches(name: str, vpp: int, style: str) -> None:
     """The LLM's last stage must run forwards of a whole group before the first of its backwards."""
     spans = {"llm": tuple(Span(i, i, i) for i in range(8)), "draw": (Span(0, 0, 3), Span(1, 4, 7))}
     grouped = StepWork(spans, {("llm", "draw"): tuple((i, i // 4) for i in range(8))})
     stages = graph({"llm": Module([[0], [1]], vpp, style), "draw": Module([[2]])}, [("llm", "draw")])
-    schedule = make_schedule(order, stages, grouped)
+    schedule = make_schedule(name, stages, grouped)
     check(schedule)
     assert schedule.in_flight[StageId("llm", 2 * vpp - 1)] >= 4
     with pytest.raises(ScheduleError, match="max_in_flight"):
-        make_schedule(order, stages, grouped, max_in_flight={"llm": 3})
+        make_schedule(name, stages, grouped, max_in_flight={"llm": 3})
 
 
 def test_an_encoder_s_bound_counts_its_own_microbatches() -> None:
@@ -293,7 +293,7 @@ def test_a_bound_of_an_encoder_holds_the_llm_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "made", "bounds", "message"),
+    ("name", "made", "bounds", "message"),
     [
         ("zigzag", chain(2), {}, "zigzag.*choose one of gpipe, 1f1b"),
         ("gpipe", chain(2), {"llm": 7}, "gpipe holds all 8.*allows 7: raise it to 8 or take 1f1b"),
@@ -306,35 +306,35 @@ def test_a_bound_of_an_encoder_holds_the_llm_back() -> None:
         ("zbv", chain(2, 4, "v"), {}, "llm has vpp=4, but zbv has two stages per rank"),
     ],
 )
-def test_refusals(order: str, made: object, bounds: dict[str, int], message: str) -> None:
+def test_refusals(name: str, made: object, bounds: dict[str, int], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
-        make_schedule(order, made, work(8), max_in_flight=bounds)  # type: ignore[arg-type]
+        make_schedule(name, made, work(8), max_in_flight=bounds)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", SCHEDULES)
 @given(st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-def test_any_graph_and_work_makes_a_schedule_that_runs(order: str, data: st.DataObject) -> None:
-    stages, steps = data.draw(cases(order))
+def test_any_graph_and_work_makes_a_schedule_that_runs(name: str, data: st.DataObject) -> None:
+    stages, steps = data.draw(cases(name))
     length = data.draw(st.integers(1, 5))
 
     def cost(action: Action) -> float:
         return 1 + (3 * len(action.node.module) + action.node.stage + ord(action.kind[0])) % length
 
-    schedule = make_schedule(order, stages, steps, cost, train=data.draw(st.booleans()))
+    schedule = make_schedule(name, stages, steps, cost, train=data.draw(st.booleans()))
     check(schedule)
     clock(schedule, uniform())
-    assert make_schedule(order, stages, steps, cost, train=schedule.train).lanes == (schedule.lanes)
+    assert make_schedule(name, stages, steps, cost, train=schedule.train).lanes == (schedule.lanes)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", SCHEDULES)
 @given(st.data())
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-def test_bounds_are_kept_or_refused(order: str, data: st.DataObject) -> None:
-    stages, steps = data.draw(cases(order))
+def test_bounds_are_kept_or_refused(name: str, data: st.DataObject) -> None:
+    stages, steps = data.draw(cases(name))
     bounds = {m: data.draw(st.integers(1, 4)) for m in stages.pipelines}
     try:
-        schedule = make_schedule(order, stages, steps, max_in_flight=bounds)
+        schedule = make_schedule(name, stages, steps, max_in_flight=bounds)
     except ScheduleError as error:
         assert "max_in_flight" in str(error)
         return

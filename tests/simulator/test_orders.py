@@ -30,14 +30,14 @@ def pipeline(pp: int, vpp: int = 1, style: Literal["loop", "v"] = "loop") -> Sta
     return replace(graph, pipelines={"llm": layout})
 
 
-def scheduled(order: str, graph: StageGraph, microbatches: int) -> Schedule:
-    return make_schedule(order, graph, work_of(graph, microbatches))
+def scheduled(name: str, graph: StageGraph, microbatches: int) -> Schedule:
+    return make_schedule(name, graph, work_of(graph, microbatches))
 
 
-@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 3), (4, 8), (8, 8), (6, 13)])
-def test_gpipe_and_1f1b(order: str, pp: int, microbatches: int) -> None:
-    found = simulate(scheduled(order, pipeline(pp), microbatches), cost)
+def test_gpipe_and_1f1b(name: str, pp: int, microbatches: int) -> None:
+    found = simulate(scheduled(name, pipeline(pp), microbatches), cost)
     assert found.time == 3 * microbatches + 3 * (pp - 1)
     assert found.bubble == pytest.approx((pp - 1) / (microbatches + pp - 1), abs=1e-15)
 
@@ -77,10 +77,10 @@ def dag() -> StageGraph:
     return graph_of(grids, (("vision", "llm"), ("audio", "llm")))
 
 
-@pytest.mark.parametrize("order", ["gpipe", "1f1b", "zb_h1", "sequential"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "sequential"])
 @pytest.mark.parametrize("microbatches", [1, 5, 9])
-def test_orders_of_a_dag_keep_their_bounds_and_add_up(order: str, microbatches: int) -> None:
-    schedule = scheduled(order, dag(), microbatches)
+def test_orders_of_a_dag_keep_their_bounds_and_add_up(name: str, microbatches: int) -> None:
+    schedule = scheduled(name, dag(), microbatches)
     for node in schedule.graph.stages:  # the activations of one node at a time
         held = {node: Footprint(0.0, 1.0)}
         found = simulate(schedule, cost, Links(0.125), memory=lambda n, held=held: held.get(n, Footprint()))

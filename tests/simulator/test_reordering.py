@@ -163,10 +163,10 @@ def test_costs_are_those_that_schedules_are_made_with(measured: bool) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-12)
     # The stages of a module share its time, here that of the slowest instance, as they share its FLOPs.
     for number, a in enumerate(plan.assignments["llm"] if measured else ()):
-        times = [9.0 * float((a.hidden_of(i) ** 2).sum()) / pace for i, pace in enumerate((1, 4))]
+        times = [9.0 * float((a.inner_rows_of(i) ** 2).sum()) / pace for i, pace in enumerate((1, 4))]
         parts = [planned.of_instances(Action("F", node, number)) for node in stages.nodes_of("llm")]
         np.testing.assert_allclose(sum(parts), times, rtol=1e-12)
-        flops = [costs[n].of(*(np.array([(a.hidden_of(i) ** p).sum() for i in (0, 1)]) for p in (1, 2)))
+        flops = [costs[n].of(*(np.array([(a.inner_rows_of(i) ** p).sum() for i in (0, 1)]) for p in (1, 2)))
                  for n in stages.nodes_of("llm")]  # fmt: skip
         np.testing.assert_allclose(parts[0] / parts[1], flops[0] / flops[1], rtol=1e-12)
 

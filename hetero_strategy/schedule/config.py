@@ -1,0 +1,59 @@
+"""How steps are scheduled, as a person says it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.schedule.action import Span, StageId, StepWork
+from hetero_strategy.schedule.build import SPLIT, make_schedule
+from hetero_strategy.schedule.graph import stage_graph
+
+RESHARD = ("auto", "never", "always")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How steps are scheduled; see :class:`HeteroStrategy`."""
+
+    schedule: str = "auto"
+    max_in_flight: Mapping[str, int] = field(default_factory=dict)
+    reshard_after_forward: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.reshard_after_forward not in RESHARD:
+            raise ConfigError(
+                f"HeteroStrategy: reshard_after_forward={self.reshard_after_forward!r}; use one of {', '.join(RESHARD)}"
+            )
+        if self.reshard_after_forward == "always" and self.schedule in SPLIT:
+            raise ConfigError(
+                f"HeteroStrategy: reshard_after_forward='always' with schedule={self.schedule!r}: a backward in two"
+                " halves needs its parameters whole all step; use reshard_after_forward='never' or another schedule"
+            )
+
+    def resolved(self, layouts: Mapping[str, ModuleLayout]) -> ScheduleConfig:
+        """With the schedule that ``auto`` stands for: what the virtual stages are made for, else 1F1B."""
+        if self.schedule != "auto":
+            return self
+        styles = {layout.pp_style for layout in layouts.values() if layout.vpp > 1}
+        return replace(self, schedule="zbv" if "v" in styles else "interleaved_1f1b" if styles else "1f1b")
+
+    def check(self, layouts: Mapping[str, ModuleLayout]) -> None:
+        """Refuse a schedule that these layouts cannot run, whatever the model is.
+
+        Raises:
+            ScheduleError: naming module, field and fix.
+        """
+        trains = {StageId(n, s): True for n, layout in layouts.items() for s in range(layout.pipeline.stages)}
+        alone = stage_graph(list(layouts), [], layouts, trains)
+        once = StepWork({n: (Span(0, 0, 0),) for n in layouts}, {})
+        make_schedule(self.resolved(layouts).schedule, alone, once, max_in_flight=self.max_in_flight)
+
+    def gathered_once(self, layout: ModuleLayout) -> bool:
+        """Whether a module's parameters stay whole over a step."""
+        if layout.dp_shard == 1:
+            return False
+        piped = layout.pp > 1 or self.schedule in SPLIT
+        return self.reshard_after_forward == "never" or (self.reshard_after_forward == "auto" and piped)
