@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance import Cost, balance, loads
 
@@ -208,4 +207,4 @@ def pieces(of_step: np.ndarray, costs: np.ndarray, count: int) -> tuple[np.ndarr
 def _piece(costs: np.ndarray, count: int) -> np.ndarray:
     """Number of the piece in which each unit's middle lies, so that pieces are about equal."""
     total = max(float(costs.sum()), np.finfo(np.float64).tiny)
-    return np.minimum(((ragged.starts(costs) / 2) * count / total).astype(np.int64), count - 1)
+    return np.minimum(((np.cumsum(costs) - costs / 2) * count / total).astype(np.int64), count - 1)

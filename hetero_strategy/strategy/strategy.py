@@ -33,7 +33,7 @@ from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model.adapter import models_without_values
-from hetero_strategy.model.multimodal import ModelOutput, MultimodalModel
+from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.gradients import Owned
 from hetero_strategy.parallelize.kernels import choose_kernels
 from hetero_strategy.plan.config import ModelContext
@@ -427,5 +427,3 @@ def _never() -> bool:
 
 
 HeteroStrategy.register_strategies(StrategyRegistry)
-
-__all__ = ["HeteroStrategy", "ModelOutput"]

@@ -30,7 +30,7 @@ def test_metadata_makes_a_step_plan_in_which_every_row_of_a_sample_has_one_place
         runs = sorted(
             (int(a), int(a + r))
             for i in metadata.items.values()
-            for a, r, of in zip(i.start, i.rows, i.sample, strict=True)
+            for a, r, of in zip(i.start, i.edge_rows, i.sample, strict=True)
             if of == s
         )
         edges = [0, *(x for run in runs for x in run), int(tokens[s])]

@@ -50,7 +50,11 @@ def test_by_hand(digits: Path, tmp_path: Path) -> None:
     assert index.path("vision", 1) == tmp_path / "a.png"
     metadata = step_metadata(index, 1, 2, np.array([2, 0]))
     assert metadata.tokens.tolist() == [11, 15] and metadata.labels.tolist() == [2, 3]
-    assert metadata.items["vision"].sample.tolist() == [0, 1, 1] and metadata.items["vision"].edge_rows.tolist() == [2, 6, 2]
+    assert metadata.items["vision"].sample.tolist() == [0, 1, 1] and metadata.items["vision"].edge_rows.tolist() == [
+        2,
+        6,
+        2,
+    ]
     assert metadata.items["vision"].start.tolist() == [6, 2, 9] and metadata.items["vision"].targets is None
     assert metadata.items["vision"].inner_rows.tolist() == [8, 24, 8] and audio.inner_rows.tolist() == [5]
     assert index.item_numbers("vision", np.array([2, 0])).tolist() == [2, 0, 1]

@@ -277,10 +277,10 @@ def test_places_after_expansion(data: st.DataObject) -> None:
         tables[name] = StepItems(*(np.array(x, np.int64) for x in (sample, rows, start, rows)))
         wanted[name] = placed
     given_tokens = np.array([len(sequence) for sequence in words])
-    tokens, items = expanded(given_tokens, tables, {name: table.rows > 0 for name, table in tables.items()})
+    tokens, items = expanded(given_tokens, tables, {name: table.edge_rows > 0 for name, table in tables.items()})
     assert tokens.tolist() == [sum(1 if k == "text" else n for k, n in sequence) for sequence in words]
     for name, table in items.items():
-        found = list(zip(table.sample.tolist(), table.start.tolist(), table.rows.tolist(), strict=True))
+        found = list(zip(table.sample.tolist(), table.start.tolist(), table.edge_rows.tolist(), strict=True))
         assert found == wanted[name]
 
 

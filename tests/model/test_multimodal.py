@@ -303,7 +303,7 @@ def test_a_generator_learns_from_the_language_models_rows(drawings):
         marked = hidden[sequence.ids == drawings_mark(drawings)]
         total = total + model.draw(given, {("llm", t): marked}).loss_sum
         seen += len(given.rows)
-    assert seen == len(drawn.rows) > 3
+    assert seen == len(drawn.edge_rows) > 3
     torch.testing.assert_close(out.losses["draw"], 0.3 * total / int(drawn.targets.sum()), rtol=1e-12, atol=0)
 
     only = grads(model, out.losses["draw"])

@@ -189,7 +189,9 @@ def test_a_policy_is_its_papers_algorithm(policy: str, microbatches: int) -> Non
 def test_karmarkar_karp_is_the_largest_differencing() -> None:
     rng, metadata = np.random.default_rng(0), drawn(2, 30)
     items = metadata.items["vision"]
-    items = replace(items, inner_rows=rng.integers(10**8, 10**9, len(items.edge_rows)))  # so that no two differences tie
+    items = replace(
+        items, inner_rows=rng.integers(10**8, 10**9, len(items.edge_rows))
+    )  # so that no two differences tie
     metadata = replace(metadata, tokens=rng.integers(10**8, 10**9, 30), items={"vision": items})
     plan = plan_of(metadata, 3, policy="karmarkar_karp", costs={"llm": {}, "vision": {}})
     for module, lengths in (("llm", metadata.tokens), ("vision", items.inner_rows)):

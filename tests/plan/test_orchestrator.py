@@ -124,7 +124,8 @@ def test_budgets_choose_microbatches_and_split_those_of_encoders(seed: int) -> N
     assert least <= plan.microbatches <= 2 * least + 1
     for name, most in (("llm", longest), ("vision", images)):
         assert (
-            max(int(loads(a.inner_rows, a.instance(), MODULES[name], Cost()).max()) for a in plan.assignments[name]) <= most
+            max(int(loads(a.inner_rows, a.instance(), MODULES[name], Cost()).max()) for a in plan.assignments[name])
+            <= most
         )
     roomy = plan_step(metadata, MODULES, ("llm",), microbatches=None, balancing=full(budget={"llm": 10**6}))
     assert roomy.microbatches == 1
@@ -200,7 +201,9 @@ def test_items_near_their_samples_cross_less_and_stay_balanced() -> None:
         at[plan.assignments["llm"][0].units] = plan.assignments["llm"][0].instance()
         made = plan.assignments["vision"][0]
         away = nodes[made.instance()] != nodes[at[metadata.items["vision"].sample[made.units]]]
-        return float(made.rows[away].sum() / made.rows.sum()), ModuleLoad.imbalance(plan.loads["vision"].after)
+        return float(made.edge_rows[away].sum() / made.edge_rows.sum()), ModuleLoad.imbalance(
+            plan.loads["vision"].after
+        )
 
     anywhere, home, permuted = (
         crossing(full()),

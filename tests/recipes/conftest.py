@@ -14,7 +14,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def drawings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_drawings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """48 training, 12 validation and 14 test samples to draw."""
     return write_digits_draw(tmp_path_factory.mktemp("data") / "drawings", train=48, val=12, test=14, progress=False)
 

@@ -136,9 +136,9 @@ def test_one_setting_takes_a_module_out(small: Path, capsys: pytest.CaptureFixtu
     assert f"train: {heard['train']} of 48 samples are left out, as they hold audio" in said
 
 
-def test_a_generator_taken_out_leaves_what_is_read(drawings: Path) -> None:
+def test_a_generator_taken_out_leaves_what_is_read(small_drawings: Path) -> None:
     cfg, data = drawing(
-        drawings, "model.modules.draw=null", "layout.draw=null", "layout.llm.pp=1", "layout.llm.ranks=[1]"
+        small_drawings, "model.modules.draw=null", "layout.draw=null", "layout.llm.pp=1", "layout.llm.ranks=[1]"
     )
     assert data.modules == ("vision", "llm") and data.indices["train"].left_out > 0
     build.check_model(build.model_maker(cfg, data), data, build.placement(cfg))
@@ -169,8 +169,8 @@ def drawing(folder: Path, *overrides: str) -> tuple[DictConfig, MultimodalDataMo
     return cfg, build.datamodule(cfg)
 
 
-def test_the_drawing_experiment_fits_together(drawings: Path) -> None:
-    cfg, data = drawing(drawings)
+def test_the_drawing_experiment_fits_together(small_drawings: Path) -> None:
+    cfg, data = drawing(small_drawings)
     assert set(data.processors) == {"vision", "draw"} and data.edges == (("vision", "llm"), ("llm", "draw"))
     assert set(cfg.layout) == {"vision", "llm", "draw"} and cfg.checkpoint.monitor == "val/loss"
     make = build.model_maker(cfg, data)
@@ -193,8 +193,8 @@ def test_the_drawing_experiment_fits_together(drawings: Path) -> None:
         ("data.module.processors.vision.merge=1", "use the same merge or stack in both"),
     ],
 )
-def test_drawing_configurations_that_cannot_be(drawings: Path, override: str, message: str) -> None:
-    cfg, data = drawing(drawings, override)
+def test_drawing_configurations_that_cannot_be(small_drawings: Path, override: str, message: str) -> None:
+    cfg, data = drawing(small_drawings, override)
     placed = build.placement(compose(*DRAW, "layout.llm.pp=1", "layout.llm.ranks=[1]", "layout.draw.ranks=[2]"))
     with pytest.raises(HeteroError, match=message):
         build.check_model(build.model_maker(cfg, data), data, placed)
@@ -208,8 +208,8 @@ def test_drawing_configurations_that_cannot_be(drawings: Path, override: str, me
         ("model.modules.draw.dim=98", "flow_decoder: dim 98 must be a multiple"),
     ],
 )
-def test_drawing_models_that_cannot_be(drawings: Path, override: str, message: str) -> None:
-    cfg, data = drawing(drawings, override)
+def test_drawing_models_that_cannot_be(small_drawings: Path, override: str, message: str) -> None:
+    cfg, data = drawing(small_drawings, override)
     with pytest.raises(InstantiationException, match=message), torch.device("meta"):
         build.model_maker(cfg, data)()
 

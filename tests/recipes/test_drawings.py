@@ -42,16 +42,16 @@ def perfect(folder: Path, **options: object) -> list[Drawing]:
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_drawings_are_those_of_their_files(drawings: Path, microbatches: int) -> None:
-    found = perfect(drawings, microbatches=microbatches)
+def test_drawings_are_those_of_their_files(small_drawings: Path, microbatches: int) -> None:
+    found = perfect(small_drawings, microbatches=microbatches)
     assert len(found) > 5
     for drawing in found:
         with Image.open(drawing.target) as image:
             assert np.array_equal(drawing.pixels[:, :, 0], np.asarray(image))
 
 
-def test_the_judge_reads_digits(drawings: Path, tmp_path: Path) -> None:
-    judge, found = DigitJudge(), perfect(drawings)
+def test_the_judge_reads_digits(small_drawings: Path, tmp_path: Path) -> None:
+    judge, found = DigitJudge(), perfect(small_drawings)
     assert judge.accuracy > 0.97
     right = judge(found)
     assert right.mean() > 0.85
@@ -66,13 +66,13 @@ def test_the_judge_reads_digits(drawings: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_draws_leaves_its_drawings(tmp_path: Path, drawings: Path) -> None:
+def test_a_run_that_draws_leaves_its_drawings(tmp_path: Path, small_drawings: Path) -> None:
     small = [s for s in SMALL if "audio" not in s]
-    job = ("experiment=digits_draw", *data_at(drawings), "report.judge.seed=0", *small, "model.modules.draw.dim=16")
+    job = ("experiment=digits_draw", *data_at(small_drawings), "report.judge.seed=0", *small, "model.modules.draw.dim=16")
     result = run(tmp_path, *job)
     assert result.code == 0, result.output
     report = json.loads((tmp_path / "report.json").read_text())
-    expected = perfect(drawings)
+    expected = perfect(small_drawings)
     assert report["steps"] == 3 and report["processes"] == 4 and report["drawings"] == len(expected)
     assert 0 <= report["drawn_right"]["all"] <= 1 and set(report["drawn_right"]) <= {"all", "draw", "vision+draw"}
     assert (tmp_path / "drawings.png").stat().st_size > 500 and "drawn right" in result.output

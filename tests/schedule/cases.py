@@ -133,7 +133,7 @@ def units(
 
 
 @st.composite
-def cases(draw: st.DrawFn, name: str, most: int = 9) -> tuple[StageGraph, StepWork]:
+def cases(draw: st.DrawFn, schedule: str, most: int = 9) -> tuple[StageGraph, StepWork]:
     """Any graph: up to three encoders, an LLM, perhaps a generator, on any ranks; any work."""
     count = draw(st.integers(1, most))
     world = draw(st.integers(1, 6))
@@ -150,8 +150,8 @@ def cases(draw: st.DrawFn, name: str, most: int = 9) -> tuple[StageGraph, StepWo
         ranks = [[r for r in range(world) if owner[r] == p] for p in range(pp)]
         return Module(ranks, vpp, style, trains, draw(st.booleans()))
 
-    interleaves = name == "interleaved_1f1b" or (name in ("gpipe", "sequential") and draw(st.booleans()))
-    vpp = draw(st.integers(2, 3)) if interleaves else 2 if name == "zbv" else 1
+    interleaves = schedule == "interleaved_1f1b" or (schedule in ("gpipe", "sequential") and draw(st.booleans()))
+    vpp = draw(st.integers(2, 3)) if interleaves else 2 if schedule == "zbv" else 1
     step = tuple(Span(i, i, i) for i in range(count))
     microbatches = {"llm": step}
     feeds: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {}
@@ -160,7 +160,7 @@ def cases(draw: st.DrawFn, name: str, most: int = 9) -> tuple[StageGraph, StepWo
         edges.append((name, "llm"))
         spans, fed = draw(units(count, step))
         microbatches[name], feeds[name, "llm"] = tuple(spans), tuple(fed)
-    modules["llm"] = module(draw(st.integers(1, 4)), vpp, "v" if name == "zbv" else "loop")
+    modules["llm"] = module(draw(st.integers(1, 4)), vpp, "v" if schedule == "zbv" else "loop")
     if draw(st.booleans()):
         modules["draw"] = module(draw(st.integers(1, 2)))
         edges.append(("llm", "draw"))
