@@ -68,8 +68,7 @@ def test_the_judge_reads_digits(small_drawings: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_that_draws_leaves_its_drawings(tmp_path: Path, small_drawings: Path) -> None:
     small = [s for s in SMALL if "audio" not in s]
-    job = ("experiment=digits_draw", *data_at(small_drawings), "report.judge.seed=0", *small)
-    job = (*job, "model.modules.draw.dim=16")
+    job = (
         "experiment=digits_draw",
         *data_at(small_drawings),
         "report.judge.seed=0",
