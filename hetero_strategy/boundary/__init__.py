@@ -1,5 +1,7 @@
-"""How rows cross an edge: routes (pure) and the autograd exchange."""
+"""The boundary between modules: which rows go where, and how they travel."""
 
+from hetero_strategy.boundary.exchange import Boundary, exchange
 from hetero_strategy.boundary.route import Route, Side, Transfer, least_rows, route
+from hetero_strategy.boundary.transport import Channel
 
-__all__ = ["Route", "Side", "Transfer", "least_rows", "route"]
+__all__ = ["Boundary", "Channel", "Route", "Side", "Transfer", "exchange", "least_rows", "route"]

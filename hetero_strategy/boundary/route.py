@@ -21,17 +21,27 @@ whose members have none of them >= the number of distinct rows it needs. Both ar
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from hetero_strategy import ragged
-from hetero_strategy.plan.step_plan import EdgeBlocks, slots
+from hetero_strategy.plan.step_plan import EdgeBlocks
 
-Rows = np.ndarray
-"""Row numbers in one rank's tensor, int64 ``[n]``."""
+
+class Rows(NamedTuple):
+    """Row numbers: consecutive from ``first``, or, where ``at`` is not -1, ``size`` numbers of an index array that all
+    transfers of a step share, from ``at`` on.
+    """
+
+    first: int
+    size: int
+    at: int = -1
+
+
+R = TypeVar("R", np.ndarray, Rows)
+"""How row numbers of one rank's tensor are written: int64 ``[n]`` as routes are made, :class:`Rows` once packed."""
 
 
 @dataclass(frozen=True)
@@ -51,28 +61,28 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Hop:
+class Hop(Generic[R]):
     """Messages of one rank: peers ascending, row numbers in the order in which they travel."""
 
-    sends: tuple[tuple[int, Rows], ...] = ()
-    receives: tuple[tuple[int, Rows], ...] = ()
+    sends: tuple[tuple[int, R], ...] = ()
+    receives: tuple[tuple[int, R], ...] = ()
 
     @property
     def rows_sent(self) -> int:
-        return sum(len(rows) for _, rows in self.sends)
+        return sum(_count(rows) for _, rows in self.sends)
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Transfer(Generic[R]):
     """One direction of a route as one rank runs it: ``inputs`` rows become ``outputs`` rows."""
 
     inputs: int
     outputs: int
-    local: tuple[Rows, Rows]
+    local: tuple[R, R]
     """Rows that stay: (row of the input, row of the output)."""
-    first: Hop
+    first: Hop[R] = field(default_factory=Hop)
     """Reads the input, writes the output."""
-    second: Hop
+    second: Hop[R] = field(default_factory=Hop)
     """Reads the output after the first hop, writes the output."""
 
     @property
@@ -83,56 +93,223 @@ class Transfer:
     @property
     def is_identity(self) -> bool:
         """Every row stays where it is: the output is the input, without a copy."""
-        rows_in, rows_out = self.local
-        whole = len(rows_in) == self.inputs == self.outputs
-        return whole and not self.rows_sent and np.array_equal(rows_in, rows_out) and _ascending(rows_in)
+        whole = _count(self.local[0]) == self.inputs == self.outputs
+        return whole and not self.rows_sent and all(not self.inputs or _first(rows) == 0 for rows in self.local)
 
     @property
     def is_complete(self) -> bool:
         """Every output row is written."""
-        arrived = sum(len(rows) for hop in (self.first, self.second) for _, rows in hop.receives)
-        return len(self.local[0]) + arrived == self.outputs
+        arrived = sum(_count(rows) for hop in (self.first, self.second) for _, rows in hop.receives)
+        return _count(self.local[0]) + arrived == self.outputs
 
 
 @dataclass(frozen=True)
 class Route:
     """Both directions of one edge in one microbatch, as one rank runs them."""
 
-    forward: Transfer
-    backward: Transfer
+    forward: Transfer[np.ndarray]
+    backward: Transfer[np.ndarray]
 
 
-_HolderNeeder = tuple[tuple[int, ...], Rows, tuple[int, ...], Rows, int]
-"""(holders, their row numbers, needers, their row numbers, turn)."""
+class RowIndex:
+    """Collects the row numbers of a step's transfers in one array, consecutive ones as their first and their count."""
 
+    def __init__(self) -> None:
+        self._parts: list[np.ndarray] = []
+        self._size = 0
 
-@dataclass(frozen=True)
-class _Group:
-    """Rows with the same holders and the same needers on the forward way."""
+    def rows(self, numbers: np.ndarray, *, always: bool = False) -> Rows:
+        """The same rows; ``always``: in the array, even if they are consecutive."""
+        first = None if always else _first(numbers)
+        if first is not None:
+            return Rows(first, len(numbers))
+        self._parts.append(numbers)
+        self._size += len(numbers)
+        return Rows(0, len(numbers), self._size - len(numbers))
 
-    source_ranks: tuple[int, ...]
-    target_ranks: tuple[int, ...]
-    source_rows: Rows
-    target_rows: Rows
-    turn: int
-    """Which replica starts sending: spreads load, the same number on every rank."""
+    def pack(self, transfer: Transfer[np.ndarray]) -> Transfer[Rows]:
+        """The same transfer."""
+        hops = (
+            Hop(*(tuple((peer, self.rows(rows)) for peer, rows in way) for way in (hop.sends, hop.receives)))
+            for hop in (transfer.first, transfer.second)
+        )
+        local = (self.rows(transfer.local[0]), self.rows(transfer.local[1]))
+        return Transfer(transfer.inputs, transfer.outputs, local, *hops)
+
+    def array(self) -> np.ndarray:
+        """Int64, all that were collected."""
+        return np.concatenate([np.zeros(0, dtype=np.int64), *self._parts])
 
 
 def route(blocks: EdgeBlocks, source: Side, target: Side, rank: int) -> Route:
     """The route of one edge and microbatch for one rank.
 
     On the target side rows are numbered among the slots that the edge fills on that rank, ascending: the forward
-    output has exactly :func:`local_slots` rows. Only groups that this rank is part of are expanded to rows, so the
+    output has exactly :func:`local_slots` rows. Only runs that touch this rank's instances are expanded to rows, so the
     cost follows the rank's own rows.
+
+    Args:
+        blocks: runs of rows, ordered by (target instance, target start).
+        source, target: how rows lie on either side.
+        rank: global rank.
     """
-    mine = _slots_on(blocks, target, rank)
-    forward, backward = [], []
-    for g in _groups(blocks, source, target, rank):
-        target_rows = np.searchsorted(mine, g.target_rows) if rank in g.target_ranks else g.target_rows
-        forward.append((g.source_ranks, g.source_rows, g.target_ranks, target_rows, g.turn))
-        backward.append((g.target_ranks, target_rows, g.source_ranks, g.source_rows, g.turn))
-    has, wants = _rows_on(source, rank), len(mine)
-    return Route(_transfer(forward, rank, has, wants), _transfer(backward, rank, wants, has))
+    pieces, wants = _pieces(blocks, source, target, rank)
+    has = _rows_on(source, rank)
+    return Route(pieces.transfer(rank, has, wants), pieces.turned().transfer(rank, wants, has))
+
+
+def least_rows(blocks: EdgeBlocks, source: Side, target: Side, *, backward: bool = False) -> int:
+    """Lower bound on rows between ranks in one direction (derivation in the module docstring)."""
+    pieces, _ = _pieces(blocks, source, target, None)
+    if backward:
+        pieces = pieces.turned()
+    lacking = (pieces.needers[:, :, None] != pieces.holders[:, None, :]).all(axis=2).sum(axis=1)
+    return int((lacking * pieces.count).sum())
+
+
+def _pieces(blocks: EdgeBlocks, source: Side, target: Side, rank: int | None) -> tuple[_Pieces, int]:
+    """Rows that a rank holds or needs, and how many it needs; without a rank, all rows."""
+    if rank is None:
+        near = np.arange(len(blocks.rows))
+    else:
+        (i, source_shard), (j, target_shard) = seat(source, rank), seat(target, rank)
+        near = np.flatnonzero((blocks.source_instance == i) | (blocks.target_instance == j))
+    # Runs are cut where another rank of a sharded side begins: at first on the source's side, then on the target's.
+    run, held, length, from_shard = cut(
+        blocks.source_start[near], blocks.rows[near], source, blocks.source_instance[near]
+    )
+    ahead = ragged.starts(length)
+    begin = np.flatnonzero(np.diff(run, prepend=-1))
+    start = blocks.target_start[near][run] + ahead - np.repeat(ahead[begin], np.diff(np.append(begin, len(run))))
+    piece, needed, length, to_shard = cut(start, length, target, blocks.target_instance[near][run])
+    from_, to, from_shard = (
+        blocks.source_instance[near][run[piece]],
+        blocks.target_instance[near][run[piece]],
+        from_shard[piece],
+    )
+    held = held[piece] + needed - start[piece]
+    if source.sharded:
+        held = held - from_shard * (np.asarray(source.totals)[from_] // source.instances.shape[1])
+    part, wants = np.arange(len(length)), 0
+    if rank is not None:
+        holds, needs = (from_ == i) & (from_shard == source_shard), (to == j) & (to_shard == target_shard)
+        part, wants = np.flatnonzero(holds | needs), int(length[needs].sum())
+        needed = ragged.starts(np.where(needs, length, 0))  # among this rank's slots; no other's are looked at
+    one, other = from_ * parts(source) + from_shard, to * parts(target) + to_shard
+    return _Pieces.of(held[part], needed[part], length[part], source, one[part], target, other[part]), wants
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Rows that one rank holds or needs, by the ranks that hold them and the ranks that need them."""
+
+    held: np.ndarray
+    """Row on the holders, int64 ``[rows]``."""
+    needed: np.ndarray
+    """Row on the needers."""
+    group: np.ndarray
+    """Number of the (holders, needers) pair."""
+    place: np.ndarray
+    """Of the row in its group."""
+    count: np.ndarray
+    """Rows of each group, int64 ``[groups]``."""
+    holders: np.ndarray
+    """Global ranks, int64 ``[groups, replicas]``."""
+    needers: np.ndarray
+    turn: np.ndarray
+    """Which replica starts sending: it spreads load, and is the same number on every rank."""
+
+    @staticmethod
+    def of(
+        held: np.ndarray,
+        needed: np.ndarray,
+        length: np.ndarray,
+        source: Side,
+        holder: np.ndarray,
+        target: Side,
+        needer: np.ndarray,
+    ) -> _Pieces:
+        """From runs of rows ``[n]``: first row on either side, length, and number of the rank set on either side."""
+        count_of = len(target.instances) * parts(target)
+        pairs, group = np.unique(holder * count_of + needer, return_inverse=True)
+        order = np.argsort(group, kind="stable")
+        count = np.bincount(group, weights=length, minlength=len(pairs)).astype(np.int64)
+        place = np.empty_like(length)
+        place[order] = ragged.starts(length[order]) - ragged.starts(count)[group[order]]
+        one, other = np.divmod(pairs, count_of)
+        return _Pieces(
+            held=ragged.expand(held, length),
+            needed=ragged.expand(needed, length),
+            group=np.repeat(group, length),
+            place=ragged.expand(place, length),
+            count=count,
+            holders=rank_sets(source)[one],
+            needers=rank_sets(target)[other],
+            turn=one // parts(source) + other // parts(target),
+        )
+
+    def turned(self) -> _Pieces:
+        """Who needs the rows holds their gradients."""
+        return replace(self, held=self.needed, needed=self.held, holders=self.needers, needers=self.holders)
+
+    def transfer(self, rank: int, inputs: int, outputs: int) -> Transfer[np.ndarray]:
+        """What a rank moves from holders to needers (see the module docstring)."""
+        g, size = self.group, self.needers.shape[1]
+        both = (self.needers[:, :, None] == self.holders[:, None, :]).any(axis=2)
+        having = both.sum(axis=1)
+        # Rows of a group go out in equal shares: over the needers that have them, else over all needers.
+        column = np.argsort(~both, axis=1, kind="stable")
+        share = _share(self.place, self.count[g], np.where(having > 0, having, size)[g])
+        entry = self.needers[g, np.where(having[g] > 0, column[g, share], share)]
+        fresh = having[g] == 0
+        sender = np.where(fresh, self.holders[g, (share + self.turn[g]) % self.holders.shape[1]], entry)
+        first: list[tuple[np.ndarray, ...]] = []
+        second: list[tuple[np.ndarray, ...]] = []
+        for k in range(size):
+            needer = self.needers[g, k]
+            # First hop: to the entry of a group that has nothing, or from a needer that has the rows to one that lacks
+            # them.
+            moves = np.where(fresh, needer == entry, ~both[g, k])
+            first.append(_moved(moves, sender, needer, rank, self.held, self.needed))
+            if size > 1:
+                second.append(_moved(fresh & (needer != entry), entry, needer, rank, self.needed, self.needed))
+        mine = (self.holders == rank).any(axis=1) & (self.needers == rank).any(axis=1)
+        stays = mine[g]
+        return Transfer(inputs, outputs, (self.held[stays], self.needed[stays]), _hop(first), _hop(second))
+
+
+def _share(place: np.ndarray, count: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    """Which of so many parts each row falls in, as :func:`numpy.array_split` cuts ``count`` rows."""
+    size, larger = count // parts, count % parts
+    edge = larger * (size + 1)
+    return np.where(place < edge, place // (size + 1), larger + (place - edge) // np.maximum(size, 1))
+
+
+def _moved(
+    moves: np.ndarray, sender: np.ndarray, needer: np.ndarray, rank: int, read: np.ndarray, write: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """(peer, row) of each row that a rank sends, and of each that it receives."""
+    sent, got = np.flatnonzero(moves & (sender == rank)), np.flatnonzero(moves & (needer == rank))
+    return needer[sent], read[sent], sender[got], write[got]
+
+
+def _hop(moved: list[tuple[np.ndarray, ...]]) -> Hop[np.ndarray]:
+    if not moved:
+        return Hop()
+    to, read, from_, write = (np.concatenate(columns) for columns in zip(*moved, strict=True))
+    return Hop(_messages(to, read), _messages(from_, write))
+
+
+def _messages(peer: np.ndarray, rows: np.ndarray) -> tuple[tuple[int, np.ndarray], ...]:
+    """One message per peer, ascending."""
+    if not len(peer):
+        return ()
+    if (peer == peer[0]).all():
+        return ((int(peer[0]), rows),)
+    order = np.argsort(peer.astype(np.uint16) if peer.max() < 1 << 16 else peer, kind="stable")
+    bounds = np.flatnonzero(np.diff(peer[order])) + 1
+    peers = peer[order][np.append(0, bounds)].tolist()
+    return tuple(zip(peers, np.split(rows[order], bounds), strict=True))
 
 
 def stage_route(source: Side, target: Side, rank: int) -> Route:
@@ -147,67 +324,28 @@ def stage_route(source: Side, target: Side, rank: int) -> Route:
         zero = np.zeros(len(instance), dtype=np.int64)
         blocks = EdgeBlocks(instance, zero, instance, zero, np.asarray(source.totals)[instance])
         return route(blocks, source, target, rank)
-    has, wants = _seats(rank, source, target), _seats(rank, target, source)
-    return Route(_straight(has, wants), _straight(wants, has))
+    return Route(_straight(source, target, rank), _straight(target, source, rank))
 
 
-@dataclass(frozen=True)
-class _Seat:
-    """A rank's rows in one stage, and who has the same coordinate in the other."""
-
-    peer: int
-    rows: Rows
-    stays: bool
-
-
-def _seats(rank: int, side: Side, other: Side) -> list[_Seat]:
-    """The rank's seat in a stage, if it has one."""
-    found = []
-    for instance, shard in np.argwhere(side.instances == rank):
-        peer = int(other.instances[instance, shard])
-        rows = np.arange(int(side.totals[instance]) // side.instances.shape[1])
-        found.append(_Seat(peer, rows, peer == rank))
-    return found
+def _straight(source: Side, target: Side, rank: int) -> Transfer[np.ndarray]:
+    """What a rank with a seat on either side moves: all rows of its seat, to the same seat of the other stage."""
+    (i, shard), (j, place) = seat(source, rank), seat(target, rank)
+    held, needed = np.arange(_rows_on(source, rank)), np.arange(_rows_on(target, rank))
+    to = int(target.instances[i, shard]) if i >= 0 else rank
+    from_ = int(source.instances[j, place]) if j >= 0 else rank
+    stays = held if i >= 0 and to == rank else held[:0]
+    sends = ((to, held),) if to != rank and len(held) else ()
+    receives = ((from_, needed),) if from_ != rank and len(needed) else ()
+    return Transfer(len(held), len(needed), (stays, stays), Hop(sends, receives))
 
 
-def _straight(has: list[_Seat], wants: list[_Seat]) -> Transfer:
-    """What a rank with a seat on either side moves: all rows of its seat, to or from the peer."""
-    none = np.zeros(0, dtype=np.int64)
-    stay = next((s.rows for s in has if s.stays), none)
-    first = Hop(
-        tuple((s.peer, s.rows) for s in has if not s.stays and len(s.rows)),
-        tuple((s.peer, s.rows) for s in wants if not s.stays and len(s.rows)),
-    )
-    return Transfer(sum(len(s.rows) for s in has), sum(len(s.rows) for s in wants), (stay, stay), first, Hop())
-
-
-def least_rows(blocks: EdgeBlocks, source: Side, target: Side, *, backward: bool = False) -> int:
-    """Lower bound on rows between ranks in one direction (derivation in the module docstring)."""
-    total = 0
-    for group in _groups(blocks, source, target, None):
-        holders, needers = group.source_ranks, group.target_ranks
-        if backward:
-            holders, needers = needers, holders
-        total += len(set(needers) - set(holders)) * len(group.source_rows)
-    return total
-
-
-def local_slots(rows: Rows, side: Side, instance: int, shard: int) -> Rows:
+def local_slots(rows: np.ndarray, side: Side, instance: int, shard: int) -> np.ndarray:
     """Rows of an instance as row numbers of one of its ranks, int64: all of them, or its slice where sharded."""
     if not side.sharded:
         return rows
     size = int(side.totals[instance]) // side.instances.shape[1]
     mine = rows[(rows >= shard * size) & (rows < (shard + 1) * size)]
     return mine - shard * size
-
-
-def _slots_on(blocks: EdgeBlocks, target: Side, rank: int) -> Rows:
-    """Local row numbers on this rank that the edge fills, ascending; empty where the rank is not of the target."""
-    where = np.argwhere(target.instances == rank)
-    if not len(where):
-        return np.zeros(0, dtype=np.int64)
-    instance, shard = (int(x) for x in where[0])
-    return local_slots(slots(blocks, instance), target, instance, shard)
 
 
 def _rows_on(side: Side, rank: int) -> int:
@@ -219,76 +357,58 @@ def _rows_on(side: Side, rank: int) -> int:
     return total // side.instances.shape[1] if side.sharded else total
 
 
-def _groups(blocks: EdgeBlocks, source: Side, target: Side, rank: int | None) -> Iterator[_Group]:
-    """Rows by (source ranks, target ranks); with a rank, only the groups it is part of, for it to expand."""
-    pairs = np.unique(np.stack([blocks.source_instance, blocks.target_instance], axis=1), axis=0)
-    for i, j in pairs:
-        if rank is not None and rank not in source.instances[i] and rank not in target.instances[j]:
-            continue
-        mine = (blocks.source_instance == i) & (blocks.target_instance == j)
-        rows = blocks.rows[mine]
-        source_rows = ragged.expand(blocks.source_start[mine], rows)
-        target_rows = ragged.expand(blocks.target_start[mine], rows)
-        for source_ranks, here, source_local in _shards(source, int(i), source_rows):
-            for target_ranks, there, target_local in _shards(target, int(j), target_rows[here]):
-                yield _Group(source_ranks, target_ranks, source_local[there], target_local, int(i + j))
+def cut(
+    start: np.ndarray, rows: np.ndarray, side: Side, instance: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Cut runs of rows where a sharded side's next rank begins.
+
+    Args:
+        start, rows: first row of each run among the rows of its instance, and how many; int64 ``[n]``.
+        side: whose rows they are.
+        instance: of each run.
+
+    Returns:
+        Run, first row, rows and shard of each piece, int64 ``[pieces]``.
+    """
+    if parts(side) == 1:
+        return np.arange(len(rows)), start, rows, np.zeros(len(rows), np.int64)
+    size = np.maximum(np.asarray(side.totals)[instance] // side.instances.shape[1], 1)
+    first, last = start // size, (start + np.maximum(rows, 1) - 1) // size
+    count = last - first + 1
+    run = np.repeat(np.arange(len(rows)), count)
+    shard = ragged.expand(first, count)
+    low = np.maximum(start[run], shard * size[run])
+    high = np.minimum((start + rows)[run], (shard + 1) * size[run])
+    return run, low, high - low, shard
 
 
-def _shards(side: Side, instance: int, rows: Rows) -> Iterator[tuple[tuple[int, ...], np.ndarray, Rows]]:
-    """(ranks that have the rows, which of ``rows`` they are, their row numbers on those ranks)."""
-    ranks = tuple(int(r) for r in side.instances[instance])
-    if not side.sharded or len(ranks) == 1:
-        yield ranks, np.arange(len(rows)), rows
-        return
-    size = int(side.totals[instance]) // len(ranks)
-    owner = rows // size
-    for j, rank in enumerate(ranks):
-        which = np.flatnonzero(owner == j)
-        if len(which):
-            yield (rank,), which, rows[which] - j * size
+def parts(side: Side) -> int:
+    """Sets of ranks with rows of their own in one instance."""
+    return side.instances.shape[1] if side.sharded else 1
 
 
-def _transfer(groups: list[_HolderNeeder], rank: int, inputs: int, outputs: int) -> Transfer:
-    stay: list[tuple[Rows, Rows]] = []
-    sends: tuple[dict[int, list[Rows]], ...] = (defaultdict(list), defaultdict(list))
-    receives: tuple[dict[int, list[Rows]], ...] = (defaultdict(list), defaultdict(list))
-
-    def message(hop: int, sender: int, receiver: int, read: Rows, write: Rows) -> None:
-        if len(write) and sender == rank:
-            sends[hop][receiver].append(read)
-        if len(write) and receiver == rank:
-            receives[hop][sender].append(write)
-
-    for holders, held, needers, needed, turn in groups:
-        both = [r for r in needers if r in holders]
-        lacking = [r for r in needers if r not in holders]
-        if rank in both:
-            stay.append((held, needed))
-        if not lacking:
-            continue
-        givers = both or needers
-        for k, part in enumerate(np.array_split(np.arange(len(needed)), len(givers))):
-            if both:
-                for receiver in lacking:
-                    message(0, both[k], receiver, held[part], needed[part])
-                continue
-            entry = needers[k]
-            message(0, holders[(k + turn) % len(holders)], entry, held[part], needed[part])
-            for receiver in needers:
-                if receiver != entry:
-                    message(1, entry, receiver, needed[part], needed[part])
-    hops = [Hop(_messages(sends[h]), _messages(receives[h])) for h in (0, 1)]
-    local = (_join([a for a, _ in stay]), _join([b for _, b in stay]))
-    return Transfer(inputs, outputs, local, hops[0], hops[1])
+def rank_sets(side: Side) -> np.ndarray:
+    """Ranks that have the same rows, int64 ``[instances * parts, ranks]``."""
+    return side.instances.reshape(-1, 1) if side.sharded else side.instances
 
 
-def _messages(by_peer: dict[int, list[Rows]]) -> tuple[tuple[int, Rows], ...]:
-    return tuple((peer, _join(by_peer[peer])) for peer in sorted(by_peer))
+def seat(side: Side, rank: int) -> tuple[int, int]:
+    """(instance, shard) of a rank, (-1, -1) where it has none; shard 0 where all ranks of an instance have its rows."""
+    places = np.argwhere(side.instances == rank)
+    if not len(places):
+        return -1, -1
+    return int(places[0, 0]), int(places[0, 1]) if side.sharded else 0
 
 
-def _join(parts: list[Rows]) -> Rows:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+def _first(rows: np.ndarray | Rows) -> int | None:
+    """The first of consecutive row numbers, 0 where there is none; None where they are not consecutive."""
+    if isinstance(rows, Rows):
+        return rows.first if rows.at < 0 else None
+    if not len(rows):
+        return 0
+    straight = rows[-1] - rows[0] == len(rows) - 1 and bool((np.diff(rows) == 1).all())
+    return int(rows[0]) if straight else None
 
 
-def _ascending(rows: Rows) -> bool:
-    return len(rows) < 2 or bool((np.diff(rows) == 1).all())
+def _count(rows: np.ndarray | Rows) -> int:
+    return rows.size if isinstance(rows, Rows) else len(rows)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from hetero_strategy import ragged
-from hetero_strategy.model.inputs import IGNORE, EncoderInputs, GeneratorInputs, SequenceInputs
+from hetero_strategy.model.inputs import IGNORE, EncoderInputs, GeneratorInputs, SequenceInputs, tensors_of
 from hetero_strategy.plan.step_plan import StepPlan, edge_blocks
+from hetero_strategy.schedule.compile import NO_INDEX, StepProgram
 
 ModuleInputs = EncoderInputs | SequenceInputs | GeneratorInputs
 
@@ -41,6 +43,8 @@ class Batch:
         mine: Mapping[str, int | None] | None = None,
         failed: Mapping[int, str] | None = None,
         skipped: int = 0,
+        program: StepProgram | None = None,
+        index: torch.Tensor | None = None,
     ) -> None:
         self.plan = plan
         self.times = times
@@ -52,21 +56,36 @@ class Batch:
         """Data set index of each sample with an item that this rank could not read -> why not, with the file's name."""
         self.skipped = skipped
         """Samples of the global batch that count for nothing, on whatever rank they failed."""
+        self.program = program
+        """What this rank runs, where a strategy runs steps."""
+        self.index = index
+        """int64: the row numbers that the program points to; they travel with the inputs."""
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
         """This batch with its tensors on ``device``."""
-        return self._each(lambda x: x.to(device, non_blocking))
+        return self._each(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """This batch in page-locked memory."""
         return self._each(lambda x: x.pin_memory())
 
-    def _each(self, change: Callable[[ModuleInputs], ModuleInputs]) -> Batch:
-        made = {n: tuple(None if x is None else change(x) for x in inputs) for n, inputs in self.inputs.items()}
-        return self._with(self.plan, made, self.skipped)
+    def with_program(self, program: StepProgram) -> Batch:
+        """This batch with what its rank runs."""
+        bare = replace(program, index=NO_INDEX)
+        return self._with(program=bare, index=torch.from_numpy(program.index))
 
-    def _with(self, plan: StepPlan, inputs: Mapping[str, tuple[ModuleInputs | None, ...]], skipped: int) -> Batch:
-        return Batch(plan, inputs, self.times, mine=self.mine, failed=self.failed, skipped=skipped)
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors that move with the batch."""
+        inputs = [x for made in self.inputs.values() for x in made if x is not None]
+        return [*(tensor for x in inputs for tensor in tensors_of(x)), *([] if self.index is None else [self.index])]
+
+    def _each(self, change: Callable[[Any], Any]) -> Batch:
+        made = {n: tuple(None if x is None else change(x) for x in inputs) for n, inputs in self.inputs.items()}
+        return self._with(inputs=made, index=None if self.index is None else change(self.index))
+
+    def _with(self, **changes: Any) -> Batch:
+        names = ("plan", "inputs", "times", "mine", "failed", "skipped", "program", "index")
+        return Batch(**{name: getattr(self, name) for name in names} | changes)
 
     def without(self, bad: np.ndarray) -> Batch:
         """This batch with some samples counting for nothing: no label, no target, in the normalisers neither.
@@ -89,7 +108,7 @@ class Batch:
             module: tuple(None if x is None else self._silenced(x, module, n, bad) for n, x in enumerate(made))
             for module, made in self.inputs.items()
         }
-        return self._with(plan, inputs, int(bad.sum()))
+        return self._with(plan=plan, inputs=inputs, skipped=int(bad.sum()))
 
     def _silenced(self, inputs: ModuleInputs, module: str, number: int, bad: np.ndarray) -> ModuleInputs:
         if isinstance(inputs, EncoderInputs):

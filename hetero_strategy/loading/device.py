@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from hetero_strategy.loading.batch import Batch
-from hetero_strategy.model.inputs import tensors_of
 
 
 class Moving(NamedTuple):
@@ -40,8 +39,6 @@ class Mover:
         """The batch, for the current stream of this thread: what it computes from now on waits for the copy."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(moving.copied)
-        for made in moving.batch.inputs.values():
-            for inputs in made:
-                for tensor in () if inputs is None else tensors_of(inputs):
-                    tensor.record_stream(stream)  # or its memory is reused when Python lets go of it
+        for tensor in moving.batch.tensors():
+            tensor.record_stream(stream)  # or its memory is reused when Python lets go of it
         return moving.batch

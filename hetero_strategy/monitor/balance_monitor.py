@@ -16,7 +16,8 @@ from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.fitted import fitted_costs
 from hetero_strategy.monitor.measure import Waits, over_ranks
 from hetero_strategy.monitor.traffic import Traffic, traffic
-from hetero_strategy.plan.step_plan import StepPlan, edge_blocks
+from hetero_strategy.plan.step_plan import StepPlan, edge_runs
+from hetero_strategy.schedule.compile import rows_on
 
 if TYPE_CHECKING:
     from hetero_strategy.loading.batch import Batch
@@ -219,18 +220,19 @@ def step_traffic(executor: Executor, plan: StepPlan, ranks_per_node: int) -> Tra
         plan: of the step.
         ranks_per_node: ranks ``[k * n, (k + 1) * n)`` share a node.
     """
-    total, wiring = Traffic(0.0, 0.0), executor.wiring
-    for source, target in executor.graph.edges:
+    total, graph = Traffic(0.0, 0.0), executor.compiler.graph
+    for row_bytes, (source, target) in zip(executor.row_bytes, graph.edges, strict=True):
         if source.module == target.module:
             continue
-        form = wiring.form(source, target)
-        directions = (False, True) if executor.graph.stages[source].backward else (False,)
-        for p, t in plan.feeds(source.module, target.module):
-            blocks = edge_blocks(plan, source.module, p, target.module, t)
-            sides = wiring.side(source, plan, p, inner=False), wiring.side(target, plan, t, inner=True)
-            for backward in directions:
-                rows = traffic(blocks, *sides, ranks_per_node, backward=backward)
-                total += rows.times(form.width * form.dtype.itemsize)
+        runs = edge_runs(plan, source.module, target.module)
+        for p, t in runs.pairs:
+            sides = (
+                rows_on(graph.stages[source], plan.assignments[source.module][p].totals()),
+                rows_on(graph.stages[target], plan.assignments[target.module][t].totals(inner=True)),
+            )
+            for backward in (False, True) if graph.stages[source].backward else (False,):
+                rows = traffic(runs.between(p, t), *sides, ranks_per_node, backward=backward)
+                total += rows.times(row_bytes)
     return total
 
 

@@ -31,7 +31,7 @@ def fitted_costs(executor: Executor, group: dist.ProcessGroup | None) -> dict[st
     steps = list(executor.recorder.steps)
     for step in steps[1:] or steps:  # the first one warms up
         for action, start, end in step.events():
-            where = executor.wiring.placement.coordinate(action.node.module, executor.rank)
+            where = executor.coordinates.get(action.node.module)
             if action.kind == "F" and isinstance(where, Coordinate):
                 assignment = step.plan.assignments[action.node.module][action.microbatch]
                 seen[action.node].append((assignment.inner_rows_of(where.instance), end - start))

@@ -101,15 +101,15 @@ def _ran(
     for rank, ((own, (begin, end)), shift) in enumerate(zip(ranks, shifts, strict=True)):
         events[rank] = [(action, start + shift, stop + shift) for action, start, stop in own]
         spans[rank] = begin + shift, end + shift
-    return Ran(plan, schedule, PlannedCosts(plan, executor.graph, executor.program.costs), events, spans)
+    return Ran(plan, schedule, PlannedCosts(plan, executor.compiler.graph, executor.compiler.costs), events, spans)
 
 
 def _pair(executor: Executor, steps: Sequence[Ran]) -> MeasuredAndSimulated:
     def width(source: StageId, target: StageId) -> float:
-        form = executor.wiring.form(source, target)
-        return float(form.width * form.dtype.itemsize)
+        return float(executor.row_bytes[graph.edges.index((source, target))])
 
-    stages, layouts = executor.graph.stages, executor.wiring.placement.layouts
+    graph, layouts = executor.compiler.graph, executor.placement.layouts
+    stages = graph.stages
     synchronous = {n for n, stage in stages.items() if layouts[n.module].dp_shard > 1 and not stage.sharded}
     simulations = predicted(steps, width, synchronous)
     measured = []
@@ -169,7 +169,7 @@ class TimelineMonitor(L.Callback):
         folder.mkdir(parents=True, exist_ok=True)
         pair = (self.last.simulated, self.last.measured)
         write_trace(folder / "timeline.json", *pair)
-        name = strategy.executor.program.schedule
+        name = strategy.executor.compiler.config.schedule
         epoch, step = self.last.place
         draw(folder / "timeline.png", *pair, title=f"step {step} of epoch {epoch}, {name}")
         for logger in trainer.loggers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import numpy as np
@@ -119,6 +119,19 @@ class ModuleLoad:
 
 
 @dataclass(frozen=True)
+class UnitPlaces:
+    """Where each unit of one module is computed; all int64 ``[units]``."""
+
+    microbatch: np.ndarray
+    """Of the module."""
+    instance: np.ndarray
+    edge_start: np.ndarray
+    """First row of the unit among its instance's rows that cross edges."""
+    inner_start: np.ndarray
+    """The same among the rows inside the module."""
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """Who computes what for one global batch."""
 
@@ -167,23 +180,41 @@ class StepPlan:
     def feeds(self, source: str, target: str) -> list[tuple[int, int]]:
         """(source microbatch, target microbatch) pairs between which rows flow, ascending."""
         of_items, of_samples = self._sides(source, target)
-        items = self.metadata.items[of_items]
-        item_microbatch = self._microbatch_of(of_items, len(items.sample))
-        sample_microbatch = self._microbatch_of(of_samples, len(self.samples))[items.sample]
+        item_microbatch = self.places(of_items).microbatch
+        sample_microbatch = self.places(of_samples).microbatch[self.metadata.items[of_items].sample]
         pair = [item_microbatch, sample_microbatch] if source == of_items else [sample_microbatch, item_microbatch]
         targets = len(self.assignments[target])
-        found = np.flatnonzero(np.bincount(pair[0] * targets + pair[1]))
-        return [(int(p), int(t)) for p, t in zip(*np.divmod(found, targets), strict=True)]
+        numbers = np.flatnonzero(np.bincount(pair[0] * targets + pair[1]))
+        return [(int(p), int(t)) for p, t in zip(*np.divmod(numbers, targets), strict=True)]
+
+    def places(self, module: str) -> UnitPlaces:
+        """Where each unit of a module is computed; made once per plan."""
+        if module not in self._places:
+            self._places[module] = self._placed(module)
+        return self._places[module]
+
+    def _placed(self, module: str) -> UnitPlaces:
+        items = self.metadata.items.get(module)
+        count = len(self.samples) if items is None else len(items.sample)
+        columns = UnitPlaces(*(np.zeros(count, dtype=np.int64) for _ in range(4)))
+        for number, assignment in enumerate(self.assignments[module]):
+            columns.microbatch[assignment.units] = number
+            columns.instance[assignment.units] = assignment.instance()
+            columns.edge_start[assignment.units] = assignment.starts()
+            columns.inner_start[assignment.units] = assignment.starts(inner=True)
+        return columns
 
     def _sides(self, source: str, target: str) -> tuple[str, str]:
-        """(module whose units are items, language model) of an edge."""
+        """(module whose units are items, module whose units are samples) of an edge."""
         return (source, target) if source in self.metadata.items else (target, source)
 
-    def _microbatch_of(self, module: str, units: int) -> np.ndarray:
-        found = np.zeros(units, dtype=np.int64)
-        for number, assignment in enumerate(self.assignments[module]):
-            found[assignment.units] = number
-        return found
+    @cached_property
+    def _places(self) -> dict[str, UnitPlaces]:
+        return {}
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without what follows from the rest."""
+        return {name: value for name, value in self.__dict__.items() if name != "_places"}
 
 
 @dataclass(frozen=True)
@@ -202,40 +233,65 @@ class EdgeBlocks:
     rows: np.ndarray
 
 
+@dataclass(frozen=True)
+class EdgeRuns:
+    """Runs of rows that cross one edge in a step, those of some instances or all.
+
+    Args:
+        pairs: (source microbatch, target microbatch) pairs between which they flow, ascending by target, then source.
+        bounds: int64 ``[pairs + 1]``: those of pair ``k`` are ``blocks[bounds[k]:bounds[k + 1]]``.
+        blocks: of all pairs.
+    """
+
+    pairs: dict[tuple[int, int], int]
+    bounds: np.ndarray
+    blocks: EdgeBlocks
+
+    def between(self, source_microbatch: int, target_microbatch: int) -> EdgeBlocks:
+        """Runs between one microbatch of each side."""
+        k = self.pairs.get((source_microbatch, target_microbatch))
+        part = slice(0, 0) if k is None else slice(int(self.bounds[k]), int(self.bounds[k + 1]))
+        return EdgeBlocks(*(getattr(self.blocks, field.name)[part] for field in fields(EdgeBlocks)))
+
+
+def edge_runs(plan: StepPlan, source: str, target: str, instances: tuple[int, int] | None = None) -> EdgeRuns:
+    """Which rows of ``source`` fill which rows of ``target`` in a step: one run per item.
+
+    Args:
+        plan: of the step.
+        source, target: modules that an edge joins.
+        instances: only runs that leave this instance of the source or enter this one of the target; -1 for none.
+    """
+    of_items, of_samples = plan._sides(source, target)
+    items, item, sequence = plan.metadata.items[of_items], plan.places(of_items), plan.places(of_samples)
+    forward = source == of_items
+    chosen = np.arange(len(items.sample))
+    if instances is not None:
+        by_item, by_sample = instances if forward else instances[::-1]
+        chosen = np.flatnonzero((item.instance == by_item) | (sequence.instance[items.sample] == by_sample))
+    sample = items.sample[chosen]
+    item_columns = (
+        item.microbatch[chosen],
+        item.instance[chosen],
+        (item.edge_start if forward else item.inner_start)[chosen],
+    )
+    sample_columns = (
+        sequence.microbatch[sample],
+        sequence.instance[sample],
+        sequence.edge_start[sample] + items.start[chosen],
+    )
+    (p, *there), (t, *here) = (item_columns, sample_columns) if forward else (sample_columns, item_columns)
+    order = np.lexsort((here[1], here[0], p, t))
+    p, t = p[order], t[order]
+    first = np.flatnonzero((np.diff(p, prepend=-1) != 0) | (np.diff(t, prepend=-1) != 0))
+    pairs = {pair: k for k, pair in enumerate(zip(p[first].tolist(), t[first].tolist(), strict=True))}
+    blocks = EdgeBlocks(*(column[order] for column in (*there, *here, items.edge_rows[chosen])))
+    return EdgeRuns(pairs, np.append(first, len(order)), blocks)
+
+
 def edge_blocks(plan: StepPlan, source: str, source_microbatch: int, target: str, target_microbatch: int) -> EdgeBlocks:
     """Which rows of a microbatch of ``source`` fill which rows of a microbatch of ``target``."""
-    produced = plan.assignments[source][source_microbatch]
-    consumed = plan.assignments[target][target_microbatch]
-    if source in plan.metadata.items:
-        items = plan.metadata.items[source]
-        of_items, of_samples = produced, consumed
-    else:
-        items = plan.metadata.items[target]
-        of_items, of_samples = consumed, produced
-    # Items lie by sample, so those of the language model's samples, in its order, are runs of them: nothing is sorted.
-    bounds = ragged.offsets(np.bincount(items.sample, minlength=len(plan.samples)))
-    counts = np.diff(bounds)[of_samples.units]
-    item = ragged.expand(bounds[of_samples.units], counts)
-    place = np.full(len(items.sample), -1, dtype=np.int64)  # item -> its unit in the assignment of its module
-    place[of_items.units] = np.arange(len(of_items.units))
-    sample_unit, unit = np.repeat(np.arange(len(counts)), counts), place[item]
-    if len(of_items.units) < len(items.sample):
-        mine = np.flatnonzero(unit >= 0)
-        sample_unit, unit, item = sample_unit[mine], unit[mine], item[mine]
-    if source not in plan.metadata.items:  # by the item's module
-        place[:] = -1
-        place[unit] = np.arange(len(unit))
-        order = place[place >= 0]
-        sample_unit, unit, item = sample_unit[order], unit[order], item[order]
-    in_sequence = (
-        of_samples.instance()[sample_unit],
-        of_samples.starts()[sample_unit] + items.start[item],
-    )
-    of_item = (of_items.instance()[unit], of_items.starts(inner=source not in plan.metadata.items)[unit])
-    (source_instance, source_start), (target_instance, target_start) = (
-        (of_item, in_sequence) if source in plan.metadata.items else (in_sequence, of_item)
-    )
-    return EdgeBlocks(source_instance, source_start, target_instance, target_start, rows=of_items.edge_rows[unit])
+    return edge_runs(plan, source, target).between(source_microbatch, target_microbatch)
 
 
 def slots(blocks: EdgeBlocks, instance: int) -> np.ndarray:

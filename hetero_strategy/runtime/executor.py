@@ -1,24 +1,25 @@
-"""Runs a step's schedule on this rank.
+"""Runs a step's program on this rank: receive, run, send.
 
-Every (stage, microbatch) is its own autograd graph between detached leaves: the order of work is the order of actions,
-never what the autograd engine happens to choose. Rows leave as soon as they exist, receives are posted ahead of the
-action that needs them, and nothing here waits for the device.
+Every (stage, microbatch) is its own autograd graph between detached leaves: the order of work is the program's, never
+what the autograd engine happens to choose. The program says what each action reads, where its rows go and when each
+transfer starts (``schedule.compile``); nothing here waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from hetero_strategy.boundary.exchange import InFlight
-from hetero_strategy.boundary.line import Line, Pair
-from hetero_strategy.loading.batch import Batch
+from hetero_strategy.boundary.transport import Channel, Transport
+from hetero_strategy.layout.placement import Coordinate, Placement
+from hetero_strategy.loading.batch import Batch, ModuleInputs
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import LMOutput
+from hetero_strategy.model.inputs import EncoderInputs
 from hetero_strategy.model.random_numbers import kept
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.gradients import settle
@@ -27,136 +28,106 @@ from hetero_strategy.runtime import backward
 from hetero_strategy.runtime.agreement import Agreement
 from hetero_strategy.runtime.recorder import Recorder
 from hetero_strategy.runtime.step_output import StepMetrics, StepOutput
-from hetero_strategy.runtime.wiring import NodeEdge, Wiring
-from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
-from hetero_strategy.schedule.build import make_schedule
-from hetero_strategy.schedule.graph import PlannedCosts, StageCost, work_of
+from hetero_strategy.schedule.action import StageId
+from hetero_strategy.schedule.compile import RankAction, StepCompiler, StepProgram
 
-AHEAD = 2
-"""Actions whose receives are posted before they are reached."""
-
-
-@dataclass(frozen=True)
-class Program:
-    """How steps are scheduled.
-
-    Args:
-        schedule: its name, see ``schedule.build``.
-        costs: of every stage.
-        max_in_flight: module -> most microbatches whose activations one of its stages holds.
-    """
-
-    schedule: str
-    costs: Mapping[StageId, StageCost]
-    max_in_flight: Mapping[str, int] = field(default_factory=dict)
-    reduces_each: bool = False
-    """Stages that are not gathered once per step reduce gradients after every microbatch, not after the last."""
+Factors = Mapping[str, float | torch.Tensor | None]
 
 
 @dataclass
-class _Live:
-    """What is alive of one microbatch of one stage on this rank."""
-
-    leaves: dict[Action, torch.Tensor] = field(default_factory=dict)
-    """What came in, by the forward that made it."""
-    rows: torch.Tensor | None = None
-    """Output rows with a gradient function."""
-    loss: torch.Tensor | None = None
-    later: backward.WeightsLater | None = None
-
-
 class Executor:
     """Runs steps of one model on this rank.
 
     Args:
-        stages: of this rank, by node.
-        graph: of all stages.
-        wiring: what crosses between them, and how.
-        program: how steps are scheduled.
+        stages: those of this rank.
+        compiler: makes schedules and programs of steps.
+        channels: by number of the stage edge, and whether gradients travel; those that this rank is part of.
+        row_bytes: by number of the stage edge: bytes of a row on the way, on every rank.
+        modules: all modules by name.
+        placement: where they live.
         weights: of the loss of every module that has one.
-        replicas: node -> group of ranks with equal parameters that saw other data (``dp_replicate`` without FSDP).
+        replicas: ranks with equal parameters that saw other data (``dp_replicate`` without FSDP), by stage.
         tied: parameters that two stages share.
         device: of this rank.
+        exact: rows between modules are fp64: losses stay so too.
     """
 
-    def __init__(
-        self,
-        stages: Mapping[StageId, Adapter],
-        graph: StageGraph,
-        wiring: Wiring,
-        program: Program,
-        weights: Mapping[str, float],
-        replicas: Mapping[StageId, dist.ProcessGroup | None],
-        tied: Tied,
-        device: torch.device,
-    ) -> None:
-        self.stages = dict(stages)
-        self.graph = graph
-        self.wiring = wiring
-        self.program = program
-        self.weights = dict(weights)
-        self.replicas = dict(replicas)
-        self.tied = tied
-        self.device = device
-        self.rank = dist.get_rank()
-        self.coordinates = {node: wiring.placement.coordinate(node.module, self.rank) for node in stages}
-        self.in_flight = InFlight()
-        self.recorder = Recorder(device)
-        self.agreement = Agreement()
+    stages: Mapping[StageId, Adapter]
+    compiler: StepCompiler
+    channels: Mapping[tuple[int, bool], Channel]
+    row_bytes: Sequence[int]
+    modules: Mapping[str, Adapter]
+    placement: Placement
+    weights: Mapping[str, float]
+    replicas: Mapping[StageId, dist.ProcessGroup | None]
+    tied: Tied
+    device: torch.device
+    exact: bool = False
+    rank: int = field(default_factory=dist.get_rank)
+    agreement: Agreement = field(default_factory=Agreement)
+    recorder: Recorder = field(init=False)
+    coordinates: dict[str, Coordinate] = field(init=False)
+    """Of this rank, by module."""
 
-    def run(
-        self,
-        batch: Batch,
-        *,
-        train: bool,
-        factors: Mapping[str, float | torch.Tensor | None] | None = None,
-        call: int = 0,
-    ) -> StepOutput:
+    def __post_init__(self) -> None:
+        self.recorder = Recorder(self.device, self.compiler)
+        seats = {name: self.placement.coordinate(name, self.rank) for name in self.modules}
+        self.coordinates = {name: seat for name, seat in seats.items() if seat is not None}
+
+    def run(self, batch: Batch, *, train: bool, factors: Factors | None = None, call: int = 0) -> StepOutput:
         """Run one global batch: forwards, and with ``train`` backwards into ``p.grad`` of the owned parameters.
+
+        A collective over the world: every rank calls it with the same plan.
 
         Args:
             batch: as this rank's loader made it.
             train: with backward.
-            factors: module -> what multiplies its loss before backward, a number or a scalar tensor, or None where the
-                loss is not used; 1 for the others.
+            factors: what multiplies a module's loss before backward, a number or a scalar tensor, or None where the
+                loss is not used; 1 for modules that are not named.
             call: how often the model was given this batch before, for random numbers of its own.
-
-        A collective over the world: every rank calls it with the same plan.
 
         Raises:
             DataError: ranks have different plans.
         """
         self.recorder.open()
-        schedule = self.schedule(batch, train=train)
-        actions = schedule.of(self.rank)
-        step = _Step(self, batch, schedule, factors or {}, call)
-        with kept(self.device), self.recorder.step(schedule, batch.plan):
-            for number, action in enumerate(actions):
-                for coming in actions[number : number + 1 + AHEAD]:
-                    step.post(coming)
-                step.do(action)
-                self.in_flight.prune()
+        batch = self.ready(batch, train=train)
+        assert batch.program is not None and batch.index is not None
+        transfers = [(self.channels[t.edge, t.backward], t.transfer) for t in batch.program.transfers]
+        transport = Transport(transfers, batch.index)
+        step = _Step(self, batch, batch.program, transport, factors or {}, call)
+        with kept(self.device), self.recorder.step(batch.plan, train=train):
+            transport.start(batch.program.starts)
+            for action in batch.program.actions:
+                step.run(action)
+                transport.start(action.starts)
             if train:
-                self.tied.settle({node.module for node in step.last})
-        for node, stage in self.stages.items():
-            if isinstance(stage, FSDPModule) and not (train and self.graph.stages[node].backward):
+                self.tied.settle({a.action.node.module for a in batch.program.actions if a.last})
+        for stage_id, stage in self.stages.items():
+            if isinstance(stage, FSDPModule) and not (train and self.compiler.graph.stages[stage_id].backward):
                 fsdp.release(stage)
-        outcome = step.counter.outcome(self.agreement)
-        self.in_flight.drain()
+        output = step.metrics.output(self.agreement)
+        transport.drain()
         self.recorder.close()
         self.agreement.check()
-        return outcome
+        return output
 
-    def schedule(self, batch: Batch, *, train: bool) -> Schedule:
-        """The schedule of a batch; a function of its plan alone, so the same on every rank."""
-        return make_schedule(
-            self.program.schedule,
-            self.graph,
-            work_of(batch.plan, self.graph),
-            PlannedCosts(batch.plan, self.graph, self.program.costs),
-            train=train,
-            max_in_flight=self.program.max_in_flight,
-        )
+    def ready(self, batch: Batch, *, train: bool) -> Batch:
+        """The batch with its program, which the loader made for the kind of step that it expected."""
+        if batch.program is not None and batch.program.train == train:
+            return batch
+        return batch.with_program(self.compiler(batch.plan, self.rank, train=train)).to(self.device)
+
+
+@dataclass
+class _Live:
+    """Activations of one microbatch of one stage, from its forward until its backward."""
+
+    leaves: list[torch.Tensor]
+    """Rows that came in, one tensor per transfer."""
+    rows: torch.Tensor | None = None
+    """Output rows with a gradient function."""
+    loss: torch.Tensor | None = None
+    later: backward.WeightsLater | None = None
 
 
 class _Step:
@@ -166,183 +137,143 @@ class _Step:
         self,
         executor: Executor,
         batch: Batch,
-        schedule: Schedule,
-        factors: Mapping[str, float | torch.Tensor | None],
+        program: StepProgram,
+        transport: Transport,
+        factors: Factors,
         call: int,
     ) -> None:
-        self.x = executor
-        self.batch = batch
-        self.schedule = schedule
-        self.factors = factors
-        self.call = call
+        self.executor, self.batch, self.program, self.transport = executor, batch, program, transport
+        self.factors, self.call = factors, call
+        self.graph = executor.compiler.graph
         self.live: dict[tuple[StageId, int], _Live] = {}
-        self.lines: dict[tuple[NodeEdge, bool], Line] = {}
-        self.wires = executor.wiring.step(batch.plan, executor.in_flight)
-        self.counter = StepMetrics(executor.wiring, batch, train=schedule.train, device=executor.device)
-        self.last = {
-            action.node: action.microbatch for action in schedule.of(executor.rank) if action.kind in ("B", "W")
-        }
+        self.metrics = StepMetrics(
+            executor.modules,
+            executor.coordinates,
+            batch,
+            train=program.train,
+            pipelined={name for name, layout in executor.placement.layouts.items() if layout.pipeline.stages > 1},
+            device=executor.device,
+        )
 
-    # ---- what crosses ----------------------------------------------------------------------------------------------
-
-    def post(self, action: Action) -> None:
-        """Start the receives of an action to come."""
-        for source in self.schedule.dependencies.crossing(action):
-            line, pair = self._line(source, action.node, action.microbatch)
-            line.post(pair)
-
-    def _line(self, source: Action, node: StageId, microbatch: int) -> tuple[Line, Pair]:
-        """Where what an action makes (rows by F, gradient rows by B or I) travels to a node and its microbatch."""
-        forward = source.kind == "F"
-        edge = (source.node, node) if forward else (node, source.node)
-        if (edge, forward) not in self.lines:
-            self.lines[edge, forward] = self.wires.line(edge, self._pairs(edge), forward=forward)
-        pair = (source.microbatch, microbatch) if forward else (microbatch, source.microbatch)
-        return self.lines[edge, forward], pair
-
-    def _pairs(self, edge: NodeEdge) -> Sequence[Pair]:
-        source, target = edge
-        if source.module == target.module:
-            return [(span.number, span.number) for span in self.schedule.work.microbatches[source.module]]
-        return self.schedule.work.feeds[(source.module, target.module)]
-
-    def _arrive(
-        self, source: Action, node: StageId, microbatch: int, add_to: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Wait for what an action sent to a node and microbatch."""
-        line, pair = self._line(source, node, microbatch)
-        return line.receive(pair, add_to)
-
-    def _send(self, action: Action, node: StageId, microbatch: int, rows: torch.Tensor) -> None:
-        """Let what an action made leave for a node and microbatch."""
-        line, pair = self._line(action, node, microbatch)
-        line.send(pair, rows)
-
-    # ---- actions ---------------------------------------------------------------------------------------------------
-
-    def do(self, action: Action) -> None:
-        match action.kind:
-            case "F":
-                self._forward(action)
-            case "B" | "I":
-                self._backward(action)
-            case "W":
-                with self.x.recorder.timing(action):
+    def run(self, step: RankAction) -> None:
+        """Run one action: take its rows, compute, give what it makes."""
+        action, stage = step.action, self.executor.stages[step.action.node]
+        rows = [] if action.kind in ("B", "I") else [self.transport.take(number).detach() for number in step.reads]
+        gradient = self._gradient(step) if action.kind in ("B", "I") else None
+        with self.executor.recorder.timing(action):
+            match action.kind:
+                case "F":
+                    self._forward(step, stage, rows)
+                case "B" | "I":
+                    self._backward(step, stage, gradient)
+                case "W":
                     live = self.live.pop((action.node, action.microbatch))
-                    self._sync(action)
+                    self._sync(step, stage)
                     assert live.later is not None
                     live.later()
-            case "UNSHARD":
-                with self.x.recorder.timing(action):
-                    fsdp.gather(self.x.stages[action.node])
-            case "REDUCE":
-                with self.x.recorder.timing(action):
-                    self._reduce(action.node)
+                case "UNSHARD":
+                    fsdp.gather(stage)
+                case "REDUCE":
+                    if isinstance(stage, FSDPModule) and self.graph.stages[action.node].sharded:
+                        fsdp.reduce(stage)
+                    settle((p for p in stage.parameters() if p.requires_grad), self.executor.replicas[action.node])
 
-    def _forward(self, action: Action) -> None:
-        node, microbatch = action.node, action.microbatch
-        stage, inputs = self.x.graph.stages[node], self.batch.inputs[node.module][microbatch]
-        assert inputs is not None, f"{action} has no inputs"
-        differentiable = self.schedule.train and stage.backward
-        live = _Live()
+    def _forward(self, step: RankAction, stage: Adapter, arrived: list[torch.Tensor]) -> None:
+        stage_id, microbatch = step.action.node, step.action.microbatch
+        differentiable = self.program.train and self.graph.stages[stage_id].backward
+        live = _Live(arrived)
         hidden, rows = None, {}
-        for source in self.schedule.dependencies.rows_from(node, microbatch):
-            leaf = self._arrive(source, node, microbatch).detach()
-            leaf.requires_grad_(differentiable and self.x.graph.stages[source.node].backward)
-            live.leaves[source] = leaf
-            if source.node.module == node.module:
+        for source, leaf in zip(step.sources, arrived, strict=True):
+            leaf.requires_grad_(differentiable and self.graph.stages[source.node].backward)
+            if source.node.module == stage_id.module:
                 hidden = leaf
             else:
-                rows[(source.node.module, source.microbatch)] = leaf
-        with self.x.recorder.timing(action):
-            inputs = self.wires.localized(inputs, node, microbatch)
-            self._random_numbers(node, microbatch)
-            with torch.set_grad_enabled(differentiable):
-                out = self.x.stages[node](inputs, rows, hidden)
-            made: torch.Tensor | None = out if isinstance(out, torch.Tensor) else None
-            if not isinstance(out, torch.Tensor):
-                made = out.hidden if isinstance(out, LMOutput) else None
-                live.loss = out.loss_sum
-                self.counter.add(node, microbatch, inputs, out)
-            self._send_rows(action, made, live)
+                rows[source.node.module, source.microbatch] = leaf
+        inputs = self._inputs(step)
+        self._random_numbers(stage_id, stage, microbatch)
+        with torch.set_grad_enabled(differentiable):
+            out = stage(inputs, rows, hidden)
+        made: torch.Tensor | None = out if isinstance(out, torch.Tensor) else None
+        if not isinstance(out, torch.Tensor):
+            made = out.hidden if isinstance(out, LMOutput) else None
+            live.loss = out.loss_sum
+            self.metrics.add(stage_id, microbatch, inputs, out)
+        if step.gives:
+            assert made is not None and step.gives[0] is not None
+            transfer = self.program.transfers[step.gives[0]]
+            live.rows = made.to(self.executor.channels[transfer.edge, False].dtype)
+            for number in step.gives:
+                assert number is not None
+                self.transport.give(number, live.rows.detach())
         if differentiable:
-            self.live[(node, microbatch)] = live
+            self.live[stage_id, microbatch] = live
 
-    def _send_rows(self, action: Action, made: torch.Tensor | None, live: _Live) -> None:
-        node, microbatch = action.node, action.microbatch
-        targets = self.schedule.dependencies.readers(node, microbatch)
-        if not targets:
-            return
-        assert made is not None
-        made = made.to(self.x.wiring.form(node, targets[0][0]).dtype)
-        live.rows = made
-        for target, number in targets:
-            self._send(action, target, number, made.detach())
+    def _inputs(self, step: RankAction) -> ModuleInputs:
+        """What the module takes besides rows, with the slots of this rank."""
+        inputs = self.batch.inputs[step.action.node.module][step.action.microbatch]
+        assert inputs is not None and self.batch.index is not None, f"{step.action} has no inputs"
+        if step.action.node.stage or isinstance(inputs, EncoderInputs):
+            return inputs
+        slots: dict[Hashable, torch.Tensor] = {
+            (source.node.module, source.microbatch): self.batch.index.narrow(0, filled.at, filled.size)
+            for source, filled in zip(step.sources, step.slots, strict=True)
+            if filled is not None
+        }
+        return replace(inputs, slots=slots)
 
-    def _backward(self, action: Action) -> None:
-        node, microbatch = action.node, action.microbatch
-        live = self.live[(node, microbatch)]
-        if action.kind == "B":
-            del self.live[(node, microbatch)]
-        sources = self.schedule.dependencies.gradients_from(node, microbatch)
+    def _gradient(self, step: RankAction) -> torch.Tensor | None:
+        """Sum of the gradients of an action's rows; None where nobody sends any."""
         gradient: torch.Tensor | None = None
-        if len(sources) > 1:  # added up apart: one that arrived may still be read by sends to other ranks
+        if len(step.reads) > 1:  # added up apart: one that arrived may still be read by sends to other ranks
+            live = self.live[step.action.node, step.action.microbatch]
             assert live.rows is not None
             gradient = torch.zeros_like(live.rows)
-        for source in sources:
-            gradient = self._arrive(source, node, microbatch, add_to=gradient)
-            line, pair = self._line(Action("F", node, microbatch), source.node, source.microbatch)
-            line.settle(pair)  # whoever sends gradients has had the rows
-        with self.x.recorder.timing(action):
-            self._random_numbers(node, microbatch)
-            roots = []
-            factor = self.factors.get(node.module, 1.0)
-            if live.loss is not None and live.loss.requires_grad and factor is not None:
-                weight = self.x.weights[node.module] / self.batch.plan.normalizer(node.module)
-                roots.append((live.loss, torch.full_like(live.loss, weight) * factor))
-            if live.rows is not None and live.rows.requires_grad:
-                if gradient is None:
-                    gradient = torch.zeros_like(live.rows)
-                roots.append((live.rows, gradient.to(live.rows.dtype)))
-            inputs = [leaf for leaf in live.leaves.values() if leaf.requires_grad]
-            with torch.autocast(self.x.device.type, enabled=False):  # it would change gradients of custom functions
-                if action.kind == "I":
-                    live.later = backward.inputs_first(
-                        roots, inputs, [p for p in self.x.stages[node].parameters() if p.requires_grad]
-                    )
-                    live.rows = live.loss = None
-                else:
-                    self._sync(action)
-                    backward.whole(roots)
-            for source, leaf in live.leaves.items():
-                if leaf.requires_grad:
-                    back = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                    self._send(action, source.node, source.microbatch, back)
-            live.leaves = {}
+        for number in step.reads:
+            gradient = self.transport.take(number, gradient)
+        for number in step.frees:
+            self.transport.free(number)
+        return gradient
 
-    def _random_numbers(self, node: StageId, microbatch: int) -> None:
-        stage = self.x.stages[node]
-        where = self.x.coordinates[node]
-        assert where is not None and stage.random_numbers is not None
+    def _backward(self, step: RankAction, stage: Adapter, gradient: torch.Tensor | None) -> None:
+        stage_id, microbatch = step.action.node, step.action.microbatch
+        live = self.live[stage_id, microbatch] if step.action.kind == "I" else self.live.pop((stage_id, microbatch))
+        self._random_numbers(stage_id, stage, microbatch)
+        roots = []
+        factor = self.factors.get(stage_id.module, 1.0)
+        if live.loss is not None and live.loss.requires_grad and factor is not None:
+            weight = self.executor.weights[stage_id.module] / self.batch.plan.normalizer(stage_id.module)
+            roots.append((live.loss, torch.full_like(live.loss, weight) * factor))
+        if live.rows is not None and live.rows.requires_grad:
+            gradient = torch.zeros_like(live.rows) if gradient is None else gradient
+            roots.append((live.rows, gradient.to(live.rows.dtype)))
+        with torch.autocast(self.executor.device.type, enabled=False):  # it would change gradients of custom functions
+            if step.action.kind == "I":
+                weights = [p for p in stage.parameters() if p.requires_grad]
+                live.later = backward.inputs_first(roots, [leaf for leaf in live.leaves if leaf.requires_grad], weights)
+                live.rows = live.loss = None
+            else:
+                self._sync(step, stage)
+                backward.whole(roots)
+        for number, leaf in zip(step.gives, live.leaves, strict=True):
+            if number is not None:
+                self.transport.give(number, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+        live.leaves = []
+
+    def _random_numbers(self, stage_id: StageId, stage: Adapter, microbatch: int) -> None:
+        seat = self.executor.coordinates[stage_id.module]
+        assert stage.random_numbers is not None
         stage.random_numbers.start(
             self.batch.plan.metadata,
             self.call,
             microbatch,
-            where.instance,
-            where.shard,
-            self.x.device,
+            seat.instance,
+            seat.shard,
+            self.executor.device,
             rows_apart=stage.sequence_parallel,
         )
 
-    def _sync(self, action: Action) -> None:
+    def _sync(self, step: RankAction, stage: Adapter) -> None:
         """Before gradients of weights are made: whether FSDP reduces them at once."""
-        stage = self.x.stages[action.node]
-        if isinstance(stage, FSDPModule) and not self.x.graph.stages[action.node].sharded:
-            last = self.last[action.node] == action.microbatch
-            fsdp.per_microbatch(stage, is_last=last or self.x.program.reduces_each)
-
-    def _reduce(self, node: StageId) -> None:
-        stage = self.x.stages[node]
-        if isinstance(stage, FSDPModule) and self.x.graph.stages[node].sharded:
-            fsdp.reduce(stage)
-        settle((p for p in stage.parameters() if p.requires_grad), self.x.replicas[node])
+        if isinstance(stage, FSDPModule) and not self.graph.stages[step.action.node].sharded:
+            always = self.executor.compiler.config.reshard_after_forward == "always"
+            fsdp.per_microbatch(stage, is_last=step.last or always)

@@ -7,11 +7,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.schedule.action import Action, Schedule
+from hetero_strategy.schedule.compile import StepCompiler
 
 STEPS = 8
 """Steps that are kept."""
@@ -22,8 +24,9 @@ Mark = float | torch.cuda.Event
 class Recording:
     """One step. An action's time begins when its inputs have arrived and ends when its outputs are on their way."""
 
-    schedule: Schedule
+    compiler: StepCompiler
     plan: StepPlan
+    train: bool
     host_asked: float
     asked: Mark
     """When this rank was asked to run the step: it makes the schedule then."""
@@ -32,6 +35,11 @@ class Recording:
     done: Mark | None = None
     """When what the step yields was summed over all ranks."""
     marks: list[tuple[Action, Mark, Mark]] = field(default_factory=list)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What was run, made again from the plan."""
+        return self.compiler.schedule(self.plan, train=self.train)
 
     def events(self) -> list[tuple[Action, float, float]]:
         """(action, start, end) in seconds of this machine's clock. Waits for the device."""
@@ -59,7 +67,8 @@ class Recording:
 class Recorder:
     """Marks the beginning and the end of actions: by the clock, on CUDA by events, so that nothing waits."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, compiler: StepCompiler) -> None:
+        self._compiler = compiler
         self._cuda = device.type == "cuda"
         self.steps: deque[Recording] = deque(maxlen=STEPS)
         """The last training steps, oldest first."""
@@ -77,9 +86,9 @@ class Recorder:
         self._asked = (time.perf_counter(), self._now())
 
     @contextmanager
-    def step(self, schedule: Schedule, plan: StepPlan) -> Iterator[None]:
+    def step(self, plan: StepPlan, *, train: bool) -> Iterator[None]:
         """Around the actions of a step."""
-        self._current = Recording(schedule, plan, *self._asked, self._now())
+        self._current = Recording(self._compiler, plan, train, *self._asked, self._now())
         yield
         self._current.end = self._now()
 
@@ -87,7 +96,7 @@ class Recorder:
         """The step is over; one that was not trained is not kept."""
         assert self._current is not None
         self._current.done = self._now()
-        if self._current.schedule.train:
+        if self._current.train:
             self.steps.append(self._current)
 
     @contextmanager

@@ -52,7 +52,7 @@ class StepRunner:
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.executor = executor
-        self._all = [p for module in executor.wiring.modules.values() for p in module.parameters()]
+        self._all = [p for module in executor.modules.values() for p in module.parameters()]
         self._trainable = sum(p.requires_grad for p in self._all)
         self._parameters = [p for p in parameters if p.requires_grad]
         self._seed_scale = seed_scale
@@ -144,7 +144,7 @@ class StepRunner:
     def _shares(self, outcome: StepOutput) -> torch.Tensor:
         """Of the modules in the loss, ``[modules with a loss]``."""
         shares = torch.stack([self.executor.weights[n] * x for n, x in outcome.losses.items()])
-        return shares if self.executor.wiring.wire_dtype == torch.float64 else shares.float()
+        return shares if self.executor.exact else shares.float()
 
 
 Factors = Mapping[str, float | None]
@@ -271,8 +271,8 @@ def _total_and_shares(shares: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _upstream(executor: Executor) -> dict[str, set[str]]:
     """Module -> itself and the modules whose rows reach it."""
-    edges = {(s.module, t.module) for s, t in executor.graph.edges}
-    found = {node.module: {node.module} for node in executor.graph.stages}
+    edges = {(s.module, t.module) for s, t in executor.compiler.graph.edges}
+    found = {node.module: {node.module} for node in executor.compiler.graph.stages}
     for _ in found:
         for source, target in edges:
             found[target] |= found[source]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from hetero_strategy import ragged
+from hetero_strategy.layout.placement import Coordinate
 from hetero_strategy.loading.batch import Batch, ModuleInputs
+from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import LMOutput
 from hetero_strategy.model.generator import Generator, GeneratorOutput
 from hetero_strategy.model.inputs import IGNORE, SequenceInputs, host_index
 from hetero_strategy.plan.step_plan import Assignment
 from hetero_strategy.runtime.agreement import Agreement
-from hetero_strategy.runtime.wiring import Wiring
 from hetero_strategy.schedule.action import StageId
 
 
@@ -40,22 +42,32 @@ class StepOutput:
 class StepMetrics:
     """Adds up one step on this rank. An instance's first rank speaks for the instance."""
 
-    def __init__(self, wiring: Wiring, batch: Batch, *, train: bool, device: torch.device) -> None:
-        self._wiring, self._plan, self._train, self._device = wiring, batch.plan, train, device
-        self._with_loss = [n for n, m in wiring.modules.items() if m.has_loss]
+    def __init__(
+        self,
+        modules: Mapping[str, Adapter],
+        coordinates: Mapping[str, Coordinate],
+        batch: Batch,
+        *,
+        train: bool,
+        pipelined: Collection[str],
+        device: torch.device,
+    ) -> None:
+        self._modules, self._coordinates = modules, coordinates
+        self._plan, self._train, self._device = batch.plan, train, device
+        self._with_loss = [n for n, m in modules.items() if m.has_loss]
         self._language_models = [n for n in self._with_loss if n not in self._plan.metadata.items]
         self._totals = torch.zeros(len(self._with_loss) + 2, 3, dtype=torch.float64, device=device)
         Agreement.write(batch.plan, self._totals[-2:, :2])
         self._predicted = torch.zeros(0 if train else self._plan.loss_tokens, dtype=torch.int64, device=device)
-        draws = [n for n in self._with_loss if n not in self._language_models and self._is_whole(n) and not train]
+        draws = [n for n in self._with_loss if not train and n not in self._language_models and n not in pipelined]
         self._drawn = {name: self._canvas(name) for name in draws}
 
     @torch.no_grad()
     def add(self, node: StageId, microbatch: int, inputs: ModuleInputs, out: LMOutput | GeneratorOutput) -> None:
         """Count one microbatch of a last stage."""
         name = node.module
-        where = self._wiring.placement.coordinate(name, self._wiring.rank)
-        if where is None or where.shard:
+        where = self._coordinates[name]
+        if where.shard:
             return
         assignment = self._plan.assignments[name][microbatch]
         units = assignment.of(where.instance)
@@ -69,7 +81,7 @@ class StepMetrics:
         assert isinstance(inputs, SequenceInputs)
         self._count_tokens(mine, name, assignment, units, inputs, out)
 
-    def outcome(self, agreement: Agreement) -> StepOutput:
+    def output(self, agreement: Agreement) -> StepOutput:
         """Sums over all ranks. A collective over the world; nothing waits for the device."""
         dist.all_reduce(self._totals)
         agreement.note(self._plan, self._totals[-2:, :2])
@@ -109,12 +121,8 @@ class StepMetrics:
         # Evaluation only: finding labelled rows on the device waits for it.
         self._predicted[host_index(place, self._predicted)] = out.predicted[labelled]
 
-    def _is_whole(self, name: str) -> bool:
-        """Whether the generator is no pipeline: drawing takes many passes through all of it."""
-        return self._wiring.placement.layouts[name].pipeline.stages == 1
-
     def _canvas(self, name: str) -> torch.Tensor:
-        generator = self._wiring.modules[name]
+        generator = self._modules[name]
         assert isinstance(generator, Generator)
         return torch.zeros(int(self._target_rows(name).sum()), generator.feature, device=self._device)
 

@@ -7,6 +7,7 @@ follow from the dependencies here.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from hetero_strategy.errors import ScheduleError
 from hetero_strategy.layout.pipeline import Pipeline
 
 Kind = Literal["F", "B", "I", "W", "UNSHARD", "REDUCE"]
@@ -57,6 +59,8 @@ class Stage:
     """Its parameters are gathered once per step (UNSHARD) and its gradients reduced once (REDUCE)."""
     whole: bool = False
     """Its backward is never divided in I and W: with recompute each half would run the forward again."""
+    row_sharded: bool = False
+    """Each rank of an instance has an equal contiguous part of its rows (sequence parallelism), not all of them."""
 
     @cached_property
     def ranks(self) -> frozenset[int]:
@@ -139,6 +143,17 @@ class Schedule:
     """Disjoint; ranks without work are in none."""
     in_flight: Mapping[StageId, int]
     """Most microbatches whose activations a node may hold at once: from F until B, or W where split."""
+    known_starts: tuple[Action, ...] | None = None
+    """See :attr:`starts`; None: they follow from the lists."""
+
+    @cached_property
+    def starts(self) -> tuple[Action, ...]:
+        """All actions of the step in the order in which they start, if possible by time; every list keeps to it.
+
+        Raises:
+            ScheduleError: the lists wait for each other.
+        """
+        return running_order(self) if self.known_starts is None else self.known_starts
 
     @cached_property
     def lane_of(self) -> dict[int, int]:
@@ -216,3 +231,54 @@ class Dependencies:
     def before(self, action: Action) -> tuple[Action, ...]:
         """All of them."""
         return (*self.local(action), *self.crossing(action))
+
+
+def running_order(schedule: Schedule) -> tuple[Action, ...]:
+    """Every action once, after all it depends on and after what any of its ranks runs before it.
+
+    An action runs when it is next in the lists of all ranks of its stage and what it reads has run.
+
+    Raises:
+        ScheduleError: some actions never become next on all ranks of their stage.
+    """
+    lists = [lane.actions for lane in schedule.lanes]
+    hosts: dict[StageId, list[int]] = {}
+    for number, of_ranks in enumerate(schedule.lanes):
+        for stage_id, stage in schedule.graph.stages.items():
+            if of_ranks.ranks[0] in stage.ranks:
+                hosts.setdefault(stage_id, []).append(number)
+    dependencies = schedule.dependencies
+    waits: dict[Action, int] = {}  # for how many actions, and for how many lanes
+    frees: dict[Action, list[Action]] = {}
+    for actions in lists:
+        for action in actions:
+            if action in waits:
+                continue
+            before = dependencies.before(action)
+            waits[action] = len(before) + len(hosts.get(action.node, ()))
+            for source in before:
+                frees.setdefault(source, []).append(action)
+    place = [0] * len(lists)
+    order: list[Action] = []
+    ready: deque[Action] = deque()
+
+    def count_down(action: Action) -> None:
+        waits[action] -= 1
+        if waits[action] == 0:
+            ready.append(action)
+
+    for actions in lists:
+        if actions:
+            count_down(actions[0])
+    while ready:
+        action = ready.popleft()
+        order.append(action)
+        for reader in frees.get(action, ()):
+            count_down(reader)
+        for lane in hosts[action.node]:
+            place[lane] += 1
+            if place[lane] < len(lists[lane]):
+                count_down(lists[lane][place[lane]])
+    if any(place[lane] < len(actions) for lane, actions in enumerate(lists)):
+        raise ScheduleError(f"schedule {schedule.name!r} cannot run: its lists wait for each other, see schedule.check")
+    return tuple(order)

@@ -200,10 +200,12 @@ def _schedule(
             holders[i].append(lists[-1])
     held = [0] * len(numbers.nodes)
     most = held.copy()
+    order: list[Action] = []
     for number in starts:
         i = node[number]
         action = numbers.actions[number]
         assert action is not None
+        order.append(action)
         for actions in holders[i]:
             actions.append(action)
         if number < units:
@@ -226,4 +228,5 @@ def _schedule(
         train=train,
         lanes=tuple(Lane(ranks, tuple(acts)) for (ranks, _), acts in zip(groups, lists, strict=True)),
         in_flight=dict(zip(numbers.nodes, most, strict=True)),
+        known_starts=tuple(order),
     )

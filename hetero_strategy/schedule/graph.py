@@ -19,6 +19,7 @@ def stage_graph(
     trains: Mapping[StageId, bool],
     gathered: Collection[str] = (),
     whole: Collection[str] = (),
+    row_sharded: Collection[str] = (),
 ) -> StageGraph:
     """All stages of all modules.
 
@@ -32,6 +33,7 @@ def stage_graph(
         trains: whether a stage has a trainable parameter.
         gathered: modules whose parameters are gathered once per step.
         whole: modules whose backward is never divided.
+        row_sharded: modules whose instances' ranks have equal parts of the rows.
     """
     stages: dict[StageId, Stage] = {}
     between: list[tuple[StageId, StageId]] = []
@@ -44,7 +46,9 @@ def stage_graph(
             node = StageId(module, number)
             upstream = upstream or trains[node]
             grid = layout.stage_grid(number)
-            stages[node] = Stage(grid, trains[node], upstream, module in gathered, module in whole)
+            stages[node] = Stage(
+                grid, trains[node], upstream, module in gathered, module in whole, module in row_sharded
+            )
             if number:
                 between.append((StageId(module, number - 1), node))
     return StageGraph(stages, tuple(between), {m: layouts[m].pipeline for m in modules})

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hetero_strategy.boundary.transport import Channel
 from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import Placement
@@ -21,11 +22,14 @@ from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.gradients import Owned, owned_parameters
 from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
 from hetero_strategy.plan.config import ModelContext
-from hetero_strategy.runtime.executor import Executor, Program
-from hetero_strategy.runtime.wiring import Groups, NodeEdge, Wiring
+from hetero_strategy.runtime.connect import connect
+from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import StageGraph, StageId
+from hetero_strategy.schedule.compile import StepCompiler
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.blueprint import blueprint, surroundings
+
+Hops = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Assembled:
     """All ranks, on the host."""
     loading: dist.ProcessGroup
     """The same for the thread that loads data."""
+    connections: int
+    """Pairs of ranks that this rank may ever exchange rows with, hops and edges counted apart."""
     surroundings: ModelContext
     """For balancing."""
 
@@ -121,9 +127,21 @@ def assemble(
     scheduling = scheduling.resolved(placement.layouts)
     plan = blueprint(model, placement.layouts, scheduling, recompute)
     modules, layouts, graph = model.modules_by_name, plan.layouts, plan.graph
-    edges = {(s, t): graph.stages[s].ranks | graph.stages[t].ranks for s, t in graph.edges}
-    registry = GroupRegistry(placement, [*edges.values(), *tied_rank_sets(modules, layouts)], device.type, timeout)
-    groups = {edge: _groups(registry, ranks, graph, edge) for edge, ranks in edges.items()}
+    edges = [graph.stages[s].ranks | graph.stages[t].ranks for s, t in graph.edges]
+    registry = GroupRegistry(placement, [*edges, *tied_rank_sets(modules, layouts)], device.type, timeout)
+    rows = [
+        (modules[s.module].hidden_width, hidden_dtype)
+        if s.module == t.module
+        else (modules[s.module].width, wire_dtype)
+        for s, t in graph.edges
+    ]
+    channels = {
+        (number, backward): Channel(*groups[backward], 2 * number + backward, *rows[number], device)
+        for number, groups in enumerate(_groups(registry, graph))
+        for backward in (False, True)
+        if rank in edges[number]
+    }
+    connections = connect(graph, channels, rank)
     stages: dict[str, dict[int, Adapter]] = {}
     for name, module in modules.items():
         where = placement.coordinate(name, rank)
@@ -145,24 +163,22 @@ def assemble(
         module.forget_given()
     mine = {StageId(name, number): stage for name, made in stages.items() for number, stage in made.items()}
     executor = Executor(
-        mine,
-        graph,
-        Wiring(modules, placement, groups, rank, device, wire_dtype, hidden_dtype),
-        Program(
-            scheduling.schedule,
-            plan.costs,
-            scheduling.max_in_flight,
-            reduces_each=scheduling.reshard_after_forward == "always",
-        ),
-        model.loss_weights,
-        {node: _replicas(registry, layouts[node.module], node.module) for node in mine},
-        find_tied(modules, layouts, rank, registry.group),
-        device,
+        stages=mine,
+        compiler=StepCompiler(graph, plan.costs, scheduling),
+        channels=channels,
+        row_bytes=[width * dtype.itemsize for width, dtype in rows],
+        modules=modules,
+        placement=placement,
+        weights=model.loss_weights,
+        replicas={node: _replicas(registry, layouts[node.module], node.module) for node in mine},
+        tied=find_tied(modules, layouts, rank, registry.group),
+        device=device,
+        exact=wire_dtype == torch.float64,
     )
     state = TrainingState(prefix, modules, group=registry.background, asynchronous=async_checkpoint)
     around = surroundings(plan, model.language_models(), scheduling, placement, ranks_per_node)
     owned = owned_parameters(stages, layouts)
-    return Assembled(executor, owned, state, registry.background, registry.loading, around)
+    return Assembled(executor, owned, state, registry.background, registry.loading, connections, around)
 
 
 def move_rest(module: nn.Module, device: torch.device) -> None:
@@ -176,16 +192,19 @@ def move_rest(module: nn.Module, device: torch.device) -> None:
             move_rest(child, device)
 
 
-def _groups(registry: GroupRegistry, ranks: frozenset[int], graph: StageGraph, edge: NodeEdge) -> Groups:
-    """Where an edge's rows travel: a group of its own per direction and hop where messages of a group wait for one
-    another (NCCL), the one group of these ranks where tags tell them apart.
+def _groups(registry: GroupRegistry, graph: StageGraph) -> list[tuple[Hops, Hops]]:
+    """Where each edge's rows travel forward and backward: groups of the first and of the second hop.
+
+    Both directions of an edge share the first hop's group, since all ranks start transfers in one order. What replicas
+    pass on among themselves travels in a group of theirs.
     """
-    source, target = (graph.stages[node] for node in edge)
-    found = []
-    for receiver in (target, source):
-        second = registry.channel(receiver.ranks) if receiver.grid.shape[1] > 1 else None
-        found.append((registry.channel(ranks), second))
-    return Groups(*found)
+    groups = []
+    for edge in graph.edges:
+        source, target = (graph.stages[stage] for stage in edge)
+        first = registry.channel(source.ranks | target.ranks)
+        second = [registry.channel(s.ranks) if s.grid.shape[1] > 1 else None for s in (target, source)]
+        groups.append(((first, second[0]), (first, second[1])))
+    return groups
 
 
 def _replicas(registry: GroupRegistry, layout: ModuleLayout, name: str) -> dist.ProcessGroup | None:

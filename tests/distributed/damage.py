@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hetero_strategy.boundary.exchange import Crossing
+from hetero_strategy.boundary.transport import Transport
 
 
 @contextmanager
@@ -23,23 +23,23 @@ def damaged(what: str) -> Iterator[None]:
     if not what:
         yield
         return
-    original = Crossing.receive
+    original = Transport.take
     kind, _, number = what.partition(":")
 
-    def receive(self: Crossing, add_to: torch.Tensor | None = None) -> torch.Tensor:
-        edge, backward = divmod(self.channel.tag, 2)
-        out = original(self)
+    def take(self: Transport, transfer: int, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        edge, backward = divmod(self._transfers[transfer][0].tag, 2)
+        out = original(self, transfer)
         if edge == int(number) and kind == "forward" and not backward and len(out):
             out = torch.cat([torch.zeros_like(out[:1]), out[:-1]])
         if edge == int(number) and kind == "backward" and backward:
             out = out * 0.5
         return out if add_to is None else add_to.add_(out)
 
-    Crossing.receive = receive  # type: ignore[method-assign]
+    Transport.take = take  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Crossing.receive = original  # type: ignore[method-assign]
+        Transport.take = original  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -50,16 +50,16 @@ def late(seconds: float, rank: int) -> Iterator[None]:
     if not seconds:
         yield
         return
-    original = Crossing._start
+    original = Transport._start
     rng = random.Random(f"{rank} {seconds}")
 
-    def start(self: Crossing, *args: Any, **options: Any) -> Any:
+    def start(self: Transport, *args: Any, **options: Any) -> Any:
         if rng.random() < 0.5:
             time.sleep(rng.random() * seconds)
         return original(self, *args, **options)
 
-    Crossing._start = start  # type: ignore[method-assign]
+    Transport._start = start  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Crossing._start = original  # type: ignore[method-assign]
+        Transport._start = original  # type: ignore[method-assign]

@@ -33,8 +33,9 @@ from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.runtime import executor as running
 from hetero_strategy.runtime.step_output import StepOutput
-from hetero_strategy.schedule.action import Action, Lane, StageGraph, StageId
+from hetero_strategy.schedule.action import Lane, StageGraph, StageId
 from hetero_strategy.schedule.check import check
+from hetero_strategy.schedule.compile import RankAction
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.assembly import Assembled, assemble
 from hetero_strategy.strategy.strategy import ROW_ALIGNMENT
@@ -321,18 +322,18 @@ def assembled(
 def counted() -> Iterator[dict[StageId, int]]:
     """Most microbatches of each of this rank's stages that are alive after any action of a step."""
     peaks: dict[StageId, int] = {}
-    original = running._Step.do
+    original = running._Step.run
 
-    def do(self: running._Step, action: Action) -> None:
-        original(self, action)
+    def run(self: running._Step, step: RankAction) -> None:
+        original(self, step)
         for node in {node for node, _ in self.live}:
             peaks[node] = max(peaks.get(node, 0), sum(n == node for n, _ in self.live))
 
-    running._Step.do = do  # type: ignore[method-assign]
+    running._Step.run = run  # type: ignore[method-assign]
     try:
         yield peaks
     finally:
-        running._Step.do = original  # type: ignore[method-assign]
+        running._Step.run = original  # type: ignore[method-assign]
 
 
 @dataclass
@@ -386,7 +387,7 @@ def steps_on_rank(
     made = OnRank(rank, world, setting)
     ways = [replace(setting, balance=balance) for balance in balances] or [setting]
     steps = [made.step(expected, number, way) for way in ways for number in counts]
-    breaks = _breaks(made.executor.graph) if damages else {}
+    breaks = _breaks(made.executor.compiler.graph) if damages else {}
     names = list(breaks) if world <= MOST else [next(iter(breaks)), list(breaks)[-1]]
     found = {name: made.step(expected, damages, setting, breaks[name]).errors for name in names}
     dist.barrier()
@@ -401,7 +402,7 @@ class OnRank:
         self.share = share_of(placed(setting, world), setting, rank)
         self.made = assembled(setting, rank, world)
         self.executor = self.made.executor
-        modules = self.executor.wiring.modules
+        modules = self.executor.modules
         self.owned = {f"{n}.{fqn}": p for n, m in modules.items() for fqn, p in m.named_parameters() if not p.is_meta}
 
     def step(
@@ -436,7 +437,7 @@ class OnRank:
 
     def evaluate(self, setting: Setting) -> dict[str, float]:
         """Losses of the first batch, forwards alone."""
-        modules = self.executor.wiring.modules.values()
+        modules = self.executor.modules.values()
         for module in modules:
             module.eval()
         batch: Batch = steps_of(setting, setting.microbatches, self.share, self.made.surroundings)[0]
@@ -495,7 +496,7 @@ def evaluations_on_rank(rank: int, world: int, setting: Setting, counts: Sequenc
         batch = steps_of(setting, number, share)[0]
         with torch.no_grad():
             outcome = made.executor.run(batch, train=False)
-        check(made.executor.schedule(batch, train=False))
+        check(made.executor.compiler.schedule(batch.plan, train=False))
         assert outcome.predicted is not None
         losses = {n: float(x) for n, x in outcome.losses.items()}
         found.append(Evaluated(losses, outcome.predicted, outcome.drawn, len(made.executor.recorder.steps)))

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_strategy.boundary.exchange import Crossing
-from hetero_strategy.boundary.route import Hop
+from hetero_strategy.boundary.transport import Transport
 from tests.distributed.exact import EXACT, NOTICED, compare, expected, on, setting_of
 from tests.distributed.harness import Pool
 from tests.distributed.stepping import (
@@ -168,14 +167,14 @@ def test_idle_ranks(pool: Pool, folders: dict[bool, str]) -> None:
 
 def late_on_rank(rank: int, world: int, setting: Setting, wanted: Reference) -> Run:
     """Rank 2 takes what its instance passes on among its ranks long after it was sent."""
-    original = Crossing._start
+    original = Transport._start
 
-    def start(self: Crossing, hop: Hop, rows: torch.Tensor | None, *, first: bool) -> Any:
-        if rank == 2 and not first and hop.receives:
+    def start(self: Transport, hops: list[Any], *, first: bool) -> None:
+        if rank == 2 and not first and hops[0][1].receives:
             time.sleep(0.3)
-        return original(self, hop, rows, first=first)
+        original(self, hops, first=first)
 
-    Crossing._start = start  # type: ignore[method-assign]
+    Transport._start = start  # type: ignore[method-assign]
     return steps_on_rank(rank, world, setting, wanted, (1,))
 
 

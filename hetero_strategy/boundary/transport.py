@@ -1,0 +1,163 @@
+"""How rows travel: transfers as sends, receives and copies.
+
+Every message is one contiguous tensor per pair of ranks and hop; nothing waits for a send, and no shape travels: the
+transfers hold them all. Rows that stay on their rank are copied at most once, and not at all where output and input
+agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hetero_strategy.boundary.route import Hop, Rows, Transfer
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Where the rows of one edge travel in one direction, and what they are there; the same on all its ranks.
+
+    Args:
+        group: of the ranks of both sides; None where that is one rank. A group's messages are started in one order on
+            every rank, that of the schedule, so channels may share groups.
+        second: the same for the second hop: the ranks of the side that receives.
+        tag: tells channels of one group apart where tags exist (gloo); hops use ``2 * tag`` and ``2 * tag + 1``.
+        width: of a row.
+        dtype: of a row, whatever the autocast state of either side.
+        device: of this rank.
+    """
+
+    group: dist.ProcessGroup | None
+    second: dist.ProcessGroup | None
+    tag: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+Arriving = tuple[dist.Work, Rows, torch.Tensor]
+"""A message on its way here: its handle, the rows it is for, its buffer."""
+
+
+class Transport:
+    """Runs transfers of one step on this rank.
+
+    For each of them, in this order: :meth:`give` on a rank that has rows, :meth:`start`, and :meth:`take` on a rank
+    that needs rows.
+
+    Args:
+        transfers: with the channel of each.
+        index: int64 on the device, the row numbers that the transfers' :class:`Rows` point to.
+    """
+
+    def __init__(self, transfers: Sequence[tuple[Channel, Transfer[Rows]]], index: torch.Tensor) -> None:
+        self._transfers = transfers
+        self._index = index
+        self._given: dict[int, torch.Tensor] = {}
+        self._arriving: dict[int, list[Arriving]] = {}
+        self._sent: dict[int, list[tuple[dist.Work, torch.Tensor]]] = {}
+
+    def give(self, number: int, rows: torch.Tensor) -> None:
+        """Hand over the rows ``[inputs, width]`` of a transfer."""
+        channel, transfer = self._transfers[number]
+        if rows.shape[0] != transfer.inputs:
+            raise RuntimeError(f"the plan says {transfer.inputs} rows on this rank, the module made {rows.shape[0]}")
+        if transfer.first.sends or transfer.local[0].size:
+            self._given[number] = rows.to(channel.dtype)
+
+    def start(self, numbers: Iterable[int]) -> None:
+        """Start the first hop of some transfers; neighbours of one group travel as one batch."""
+        batch: list[tuple[int, Hop[Rows]]] = []
+        for number in numbers:
+            if batch and self._transfers[batch[-1][0]][0].group is not self._transfers[number][0].group:
+                self._start(batch, first=True)
+                batch = []
+            batch.append((number, self._transfers[number][1].first))
+        self._start(batch, first=True)
+
+    def take(self, number: int, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        """Wait for the rows ``[outputs, width]``, zero where nothing arrives; or add them to ``add_to`` in place."""
+        channel, transfer = self._transfers[number]
+        rows = self._given.pop(number, None)
+        if transfer.is_identity and rows is not None:
+            return rows if add_to is None else add_to.add_(rows)
+        adds = add_to is not None and not (transfer.second.sends or transfer.second.receives)
+        if adds:
+            assert add_to is not None
+            out = add_to
+        else:
+            make = torch.empty if transfer.is_complete else torch.zeros
+            out = make((transfer.outputs, channel.width), dtype=channel.dtype, device=channel.device)
+        from_rows, to_rows = transfer.local
+        if from_rows.size:
+            assert rows is not None, "rows that stay on their rank were never given"
+            self._place(out, to_rows, self._pick(rows, from_rows), adds)
+        self._finish(number, out, adds)
+        if transfer.second.sends or transfer.second.receives:
+            self._given[number] = out
+            self._start([(number, transfer.second)], first=False)
+            self._finish(number, out, adds)
+        return out if adds or add_to is None else add_to.add_(out)
+
+    def free(self, number: int) -> None:
+        """Let the buffers of a transfer go whose rows are known to have arrived (stream-ordered on CUDA)."""
+        for work, _ in self._sent.pop(number, ()):
+            work.wait()
+
+    def drain(self) -> None:
+        """Let all buffers go once they are sent."""
+        for number in list(self._sent):
+            self.free(number)
+
+    def _start(self, hops: list[tuple[int, Hop[Rows]]], *, first: bool) -> None:
+        ops: list[dist.P2POp] = []
+        arriving: list[tuple[int, Rows]] = []
+        leaving: list[int] = []
+        for number, hop in hops:
+            channel, transfer = self._transfers[number]
+            group, tag = (channel.group, 2 * channel.tag) if first else (channel.second, 2 * channel.tag + 1)
+            for peer, rows in hop.receives:
+                buffer = torch.empty((rows.size, channel.width), dtype=channel.dtype, device=channel.device)
+                ops.append(dist.P2POp(dist.irecv, buffer, peer, group, tag))
+                arriving.append((number, rows))
+                leaving.append(-1)
+            for peer, rows in hop.sends:
+                buffer = self._pick(self._given[number], rows).contiguous()
+                ops.append(dist.P2POp(dist.isend, buffer, peer, group, tag))
+                leaving.append(number)
+            if first and hop.sends and not transfer.local[0].size:
+                del self._given[number]  # the messages hold what is left to send
+        if not ops:
+            return
+        works = dist.batch_isend_irecv(ops)
+        if len(works) < len(ops):  # the backend gives one handle for all of them
+            works = works * len(ops)
+        received = iter(arriving)
+        for work, op, sender in zip(works, ops, leaving, strict=False):
+            if sender < 0:
+                number, rows = next(received)
+                self._arriving.setdefault(number, []).append((work, rows, op.tensor))
+            else:
+                self._sent.setdefault(sender, []).append((work, op.tensor))
+
+    def _finish(self, number: int, out: torch.Tensor, adds: bool) -> None:
+        for work, rows, buffer in self._arriving.pop(number, ()):
+            work.wait()
+            self._place(out, rows, buffer, adds)
+
+    def _pick(self, rows: torch.Tensor, take: Rows) -> torch.Tensor:
+        """Rows by number: a view where they are consecutive."""
+        if take.at < 0:
+            return rows.narrow(0, take.first, take.size)
+        return rows.index_select(0, self._index.narrow(0, take.at, take.size))
+
+    def _place(self, out: torch.Tensor, place: Rows, values: torch.Tensor, adds: bool) -> None:
+        if place.at < 0:
+            part = out.narrow(0, place.first, place.size)
+            part.add_(values) if adds else part.copy_(values)
+            return
+        index = self._index.narrow(0, place.at, place.size)
+        out.index_add_(0, index, values) if adds else out.index_copy_(0, index, values)

@@ -1,0 +1,76 @@
+"""The connect phase: every pair of ranks that may ever exchange rows meets at start, never first in a step.
+
+NCCL connects two ranks of a group at their first message, and holds up both hosts until both are there. Here they meet
+in rounds, as in a tournament: in each round a rank meets at most one other, and all ranks go through the rounds of all
+groups in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from hetero_strategy.boundary.pairs import Pairs, first_hop, second_hop
+from hetero_strategy.boundary.transport import Channel
+from hetero_strategy.schedule.action import StageGraph
+
+
+def connect(graph: StageGraph, channels: Mapping[tuple[int, bool], Channel], rank: int) -> int:
+    """Let this rank meet all it may ever exchange rows with; a collective over the world.
+
+    Args:
+        graph: of all stages.
+        channels: of this rank, by number of the stage edge, and whether gradients travel.
+        rank: global rank.
+
+    Returns:
+        How many pairs this rank is in, hops and edges counted apart.
+    """
+    count = 0
+    for number, edge in enumerate(graph.edges):
+        if (number, False) not in channels:
+            continue
+        source, target = (graph.stages[stage] for stage in edge)
+        same = edge[0].module == edge[1].module
+        pairs = first_hop(source.grid, target.grid, same_module=same, row_sharded=source.row_sharded)
+        there, back = channels[number, False], channels[number, True]
+        for group, tag, those in (
+            (there.group, 2 * there.tag, pairs),
+            (there.second, 2 * there.tag + 1, second_hop(target.grid)),
+            (back.second, 2 * back.tag + 1, second_hop(source.grid)),
+        ):
+            if group is not None:
+                count += _meet(group, tag, those, rank, there.device)
+    return count
+
+
+def _meet(group: dist.ProcessGroup, tag: int, pairs: Pairs, rank: int, device: torch.device) -> int:
+    """One message each way between this rank and each of its partners."""
+    partners = [
+        p for p in rounds(sorted({r for pair in pairs for r in pair}), rank) if (min(p, rank), max(p, rank)) in pairs
+    ]
+    for partner in partners:
+        ops = [
+            dist.P2POp(way, torch.zeros(1, device=device), partner, group, tag)
+            for way in ((dist.isend, dist.irecv) if rank < partner else (dist.irecv, dist.isend))
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+    return len(partners)
+
+
+def rounds(ranks: Sequence[int], rank: int) -> Iterator[int]:
+    """Whom a rank meets, round by round (circle method): in no round two ranks are meant to meet the same one."""
+    places = [*ranks, -1] if len(ranks) % 2 else [*ranks]
+    if rank not in places:
+        return
+    turning, me = len(places) - 1, places.index(rank)
+    for number in range(turning):
+        # The last place stays; of the others those meet whose places add up to twice the round.
+        other = (2 * number - me) % turning if me < turning else number
+        if me < turning and other == me:
+            other = turning
+        if places[other] >= 0:
+            yield places[other]
