@@ -25,7 +25,7 @@ from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.graph import PlannedCosts, work_of
 from hetero_strategy.strategy.assembly import Assembled, assemble
-from hetero_strategy.strategy.blueprint import Blueprint, blueprint, surroundings
+from hetero_strategy.strategy.blueprint import Blueprint, blueprint, model_context
 
 MERGE, PATCH, MELS, VOCABULARY = 2, 8, 40, 512
 
@@ -115,7 +115,7 @@ class Setting:
         instances = self.placement.instances()
         balancing = None
         if self.balance is not None:
-            around = surroundings(self.blueprint, ("llm",), self.scheduling, self.placement, self.world)
+            around = model_context(self.blueprint, ("llm",), self.scheduling, self.placement, self.world)
             balancing = BalanceConfig.of(self.balance).resolve(instances, around)
         return plan_step(
             self.metadata(seed),

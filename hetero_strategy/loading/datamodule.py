@@ -15,12 +15,13 @@ from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.ahead import Ahead
+from hetero_strategy.loading.context import TrainingContext
 from hetero_strategy.loading.dispatch import Dispatch
 from hetero_strategy.loading.item_reader import OnError
 from hetero_strategy.loading.loader import Engine, StepLoader
 from hetero_strategy.loading.read_where_sampled import SampledDataset
 from hetero_strategy.loading.steps import RankView, StepDataset
-from hetero_strategy.plan.config import BalanceConfig, ModelContext
+from hetero_strategy.plan.config import BalanceConfig
 
 Split = Literal["train", "val", "test", "predict"]
 STAGES: dict[str, tuple[Split, ...]] = {
@@ -170,7 +171,7 @@ class MultimodalDataModule(L.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Map the indices, and refuse a run that would read its data wrongly."""
-        if not getattr(getattr(self.trainer, "strategy", None), "defers_placement", False):
+        if not TrainingContext.of(self.trainer).placed_later:
             self.share()
         for split in STAGES.get(str(getattr(stage, "value", stage)), tuple(self.manifests)):
             self._index(split, progress=False)
@@ -200,8 +201,8 @@ class MultimodalDataModule(L.LightningDataModule):
         Raises:
             ConfigError: several processes without a placement, or a placement that does not fit the data's modules.
         """
-        trainer = self.trainer
-        placement = None if trainer is None else getattr(trainer.strategy, "placement", None)
+        trainer, context = self.trainer, TrainingContext.of(self.trainer)
+        placement = context.placement
         if trainer is None or placement is None:
             if trainer is not None and trainer.world_size > 1:
                 name = type(trainer.strategy).__name__
@@ -219,8 +220,7 @@ class MultimodalDataModule(L.LightningDataModule):
                 f"MultimodalDataModule feeds {', '.join(self.modules)} but the layouts place {', '.join(placed)};"
                 " use the same names in processors, language_models and layouts"
             )
-        row_multiple = getattr(trainer.strategy, "row_multiple", None)
-        return RankView.of(placement, self.modules, trainer.global_rank, row_multiple)
+        return RankView.of(placement, self.modules, trainer.global_rank, context.row_multiple)
 
     def _index(self, split: Split, progress: bool = True) -> DatasetIndex | None:
         manifest = self.manifests[split]
@@ -243,23 +243,23 @@ class MultimodalDataModule(L.LightningDataModule):
         training = split == "train"
         overfit = training and self.trainer is not None and bool(getattr(self.trainer, "overfit_batches", 0))
         share = self.share()
-        around = getattr(getattr(self.trainer, "strategy", None), "surroundings", None) or ModelContext()
+        context = TrainingContext.of(self.trainer)
         options: dict[str, Any] = {
             "language_models": self.language_models,
             "global_batch_size": self.global_batch_size if training else self.eval_batch_size,
             "microbatches": self.microbatches if training else self.eval_microbatches,
             "microbatch_rows": self.encoder_microbatch_rows,
-            "balancing": self.balance.resolve(share.instances, around),
+            "balancing": self.balance.resolve(share.instances, context.model),
             "window": self.balance.window if training and not overfit else 1,
             "seed": self.seed,
             "shuffle": training and self.shuffle and not overfit,
             "drop_last": training and self.drop_last,
             "same_noise": not training,
+            "compiler": None if context.compiler is None else context.compiler.of(context.rank, training),
         }
         steps, finish = self._steps(split, index, share, options)
-        strategy = getattr(self.trainer, "strategy", None)
         if self.on_error == "skip":
-            finish.append(Agree(getattr(strategy, "loading", None)))
+            finish.append(Agree(context.group))
         pin = torch.cuda.is_available() if self.pin_memory is None else self.pin_memory
         if split in self._loaders:
             self._loaders[split].close()
@@ -273,7 +273,7 @@ class MultimodalDataModule(L.LightningDataModule):
             max_skipped=self.max_skipped,
             finish=finish,
             background=self._ahead,
-            device=getattr(strategy, "root_device", None),
+            device=context.device,
         )
         return self._loaders[split]
 
@@ -285,20 +285,20 @@ class MultimodalDataModule(L.LightningDataModule):
             return StepDataset(index, self.processors, self.edges, share, **options), []
         shares, rank = self._shares(share)
         steps = SampledDataset(index, self.processors, self.edges, share, **options, rank=rank, world=len(shares))
-        return steps, [Dispatch(steps, shares, getattr(getattr(self.trainer, "strategy", None), "loading", None))]
+        return steps, [Dispatch(steps, shares, TrainingContext.of(self.trainer).group)]
 
     def _dispatches(self, split: Split) -> bool:
         return split == "train" and self.payload == "all_to_all"
 
     def _shares(self, mine: RankView) -> tuple[list[RankView], int]:
         """What every rank computes, and this rank."""
-        trainer = self.trainer
-        placement = None if trainer is None else getattr(trainer.strategy, "placement", None)
-        if trainer is None or placement is None:
+        trainer, context = self.trainer, TrainingContext.of(self.trainer)
+        if trainer is None or context.placement is None:
             return [mine], 0
-        row_multiple = getattr(trainer.strategy, "row_multiple", None)
         ranks = range(trainer.world_size)
-        return [RankView.of(placement, self.modules, rank, row_multiple) for rank in ranks], trainer.global_rank
+        return [
+            RankView.of(context.placement, self.modules, rank, context.row_multiple) for rank in ranks
+        ], trainer.global_rank
 
     def _check_payload(self, verify: str) -> None:
         if self.payload not in get_args(Payload):

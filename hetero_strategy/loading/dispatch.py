@@ -152,7 +152,7 @@ class Dispatch:
         inputs = steps.inputs(plan, Dispatched(steps.index, samples, measured, pieces))
         seconds = decoded.seconds + known - began + time.perf_counter() - planned
         times = LoadTimes(planned - known, seconds)
-        return Batch(plan, inputs, times, mine=steps.share.mine, failed=decoded.failed)
+        return steps.compiled(Batch(plan, inputs, times, mine=steps.share.mine, failed=decoded.failed))
 
     def _measured(self, decoded: Decoded, samples: np.ndarray, home: np.ndarray) -> dict[str, ItemSizes]:
         """Sizes of all items of the step. How many items each rank has all ranks know beforehand."""

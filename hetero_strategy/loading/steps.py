@@ -7,7 +7,7 @@ never from the process's random state.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
@@ -29,6 +29,7 @@ from hetero_strategy.model.inputs import IGNORE, EncoderInputs, Packing, Sequenc
 from hetero_strategy.plan.orchestrator import ResolvedBalance, plan_step
 from hetero_strategy.plan.packing import levelled
 from hetero_strategy.plan.step_plan import Assignment, StepMetadata, StepPlan, edge_blocks, slots
+from hetero_strategy.schedule.compile import StepProgram
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class StepDataset(Dataset[Batch]):
         shuffle: whether epochs are permuted; otherwise manifest order.
         drop_last: leave out the last step of an epoch if it is not full.
         same_noise: generators see the same noise and times in every epoch, so that validations compare.
+        compiler: makes this rank's program of a step, which then says which rows edges fill; None: the inputs do.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class StepDataset(Dataset[Batch]):
         shuffle: bool = True,
         drop_last: bool = False,
         same_noise: bool = False,
+        compiler: Callable[[StepPlan], StepProgram] | None = None,
     ) -> None:
         for name, value in (("global_batch_size", global_batch_size), ("microbatches", microbatches)):
             if value is not None and value < 1:
@@ -136,6 +139,7 @@ class StepDataset(Dataset[Batch]):
         self.microbatch_rows = dict(microbatch_rows or {})
         self.global_batch_size, self.microbatches = global_batch_size, microbatches
         self.seed, self.shuffle, self.drop_last, self.same_noise = seed, shuffle, drop_last, same_noise
+        self.compiler = compiler
         self.on_error: OnError = "stop"
         """What an item that cannot be read does; the loader sets it."""
         if not len(self):
@@ -188,7 +192,11 @@ class StepDataset(Dataset[Batch]):
         reader = Reader(self.index, self.on_error)
         inputs = self.inputs(plan, Fetched(self.index, self.processors, plan.samples, reader))
         times = LoadTimes(planned - began, time.perf_counter() - planned)
-        return Batch(plan, inputs, times, mine=self.share.mine, failed=reader.failed)
+        return self.compiled(Batch(plan, inputs, times, mine=self.share.mine, failed=reader.failed))
+
+    def compiled(self, batch: Batch) -> Batch:
+        """A batch with its program, if steps have one."""
+        return batch if self.compiler is None else batch.with_program(self.compiler(batch.plan))
 
     def inputs(self, plan: StepPlan, content: Content) -> dict[str, tuple[ModuleInputs | None, ...]]:
         """What this rank computes, by module and microbatch."""
@@ -257,7 +265,9 @@ class StepDataset(Dataset[Batch]):
         return SequenceInputs(torch.from_numpy(ids), torch.from_numpy(labels), packing, places)
 
     def _slots(self, plan: StepPlan, number: int, target: str, instance: int) -> dict[Hashable, torch.Tensor]:
-        """(source, its microbatch) -> rows of the instance that it fills."""
+        """(source, its microbatch) -> rows of the instance that it fills; none where the step's program says it."""
+        if self.compiler is not None:
+            return {}
         return {
             (source, p): torch.from_numpy(slots(edge_blocks(plan, source, p, target, t), instance))
             for source, language_model in self.edges

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.schedule.action import Action, Kind, Lane, Schedule, StageId
@@ -21,7 +22,9 @@ def check(schedule: Schedule) -> None:
     on no other; on every rank what is needed comes before what needs it, UNSHARD before all forwards of its node and
     REDUCE after all its backwards; with actions that block until all their ranks come and their rows are there, all
     lists come to their end; rows of an edge are awaited in the order in which they are sent; no node holds more
-    microbatches than ``in_flight`` says.
+    microbatches than ``in_flight`` says; ``starts`` is one order of all actions that every list keeps to and in which
+    what is needed comes first. Transfers start in that order on every rank (``schedule.compile``), so no rank's host
+    ever waits for what another one does later, even where sends and receives hold up their hosts.
 
     Raises:
         ScheduleError: names the rank, the action and the numbers of the first fault.
@@ -34,6 +37,7 @@ def check(schedule: Schedule) -> None:
         _check_order(schedule, lane, needs)
     _check_runs(schedule, homes, needs)
     _check_edges(schedule, homes)
+    _check_starts(schedule, homes, needs)
 
 
 def expected(schedule: Schedule, node: StageId) -> list[Action]:
@@ -238,3 +242,20 @@ def _check_fifo(
                 f"but they are sent after them"
             )
         reached, before = place, sent
+
+
+def _check_starts(
+    schedule: Schedule, homes: dict[Action, tuple[int, ...]], needs: dict[Action, tuple[Action, ...]]
+) -> None:
+    """One order of all actions that every list keeps to, what is needed first."""
+    place = {action: i for i, action in enumerate(schedule.starts)}
+    if len(place) != len(schedule.starts) or place.keys() != homes.keys():
+        raise ScheduleError(f"starts names {len(schedule.starts)} actions, the step has {len(homes)}")
+    for lane in schedule.lanes:
+        for before, action in pairwise(lane.actions):
+            if place[before] > place[action]:
+                raise ScheduleError(f"{action} starts before {before}, which rank {lane.ranks[0]} runs first")
+    for action, before_it in needs.items():
+        for need in before_it:
+            if place[need] > place[action]:
+                raise ScheduleError(f"{action} starts before {need}, which it needs")

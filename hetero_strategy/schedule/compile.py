@@ -13,8 +13,9 @@ runs at all runs to its end. On a rank without work of its own in between, a rec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +48,8 @@ class RankTransfer(NamedTuple):
     """Number in :attr:`StageGraph.edges`."""
     backward: bool
     """Gradients travel, from the edge's target to its source."""
+    microbatches: tuple[int, int]
+    """Of the edge's source and of its target."""
     transfer: Transfer[Rows]
 
 
@@ -109,8 +112,11 @@ class StepCompiler:
             max_in_flight=self.config.max_in_flight,
         )
 
-    def __call__(self, plan: StepPlan, rank: int, *, train: bool) -> StepProgram:
-        """The program of one rank."""
+    def of(self, rank: int, train: bool) -> Callable[[StepPlan], StepProgram]:
+        """What makes programs of one rank."""
+        return partial(self._program, rank=rank, train=train)
+
+    def _program(self, plan: StepPlan, rank: int, train: bool) -> StepProgram:
         return compile_step(plan, self.schedule(plan, train=train), rank)
 
 
@@ -199,10 +205,14 @@ class _Compiler:
         key = (edge, source, target)
         if key not in self.numbers:
             there, back, made = self.routed(edge, source, target), None, len(self.transfers)
-            self.transfers.append(RankTransfer(self.edges[edge], False, self.index.pack(there.forward)))
+            self.transfers.append(
+                RankTransfer(self.edges[edge], False, (source, target), self.index.pack(there.forward))
+            )
             if self.schedule.train and self.graph.stages[edge[0]].backward:
                 back = made + 1
-                self.transfers.append(RankTransfer(self.edges[edge], True, self.index.pack(there.backward)))
+                self.transfers.append(
+                    RankTransfer(self.edges[edge], True, (source, target), self.index.pack(there.backward))
+                )
             self.numbers[key] = (made, back)
         return self.numbers[key]
 

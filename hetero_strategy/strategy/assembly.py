@@ -27,7 +27,7 @@ from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import StageGraph, StageId
 from hetero_strategy.schedule.compile import StepCompiler
 from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.strategy.blueprint import blueprint, surroundings
+from hetero_strategy.strategy.blueprint import blueprint, model_context
 
 Hops = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
 
@@ -46,7 +46,7 @@ class Assembled:
     """The same for the thread that loads data."""
     connections: int
     """Pairs of ranks that this rank may ever exchange rows with, hops and edges counted apart."""
-    surroundings: ModelContext
+    context: ModelContext
     """For balancing."""
 
 
@@ -176,7 +176,7 @@ def assemble(
         exact=wire_dtype == torch.float64,
     )
     state = TrainingState(prefix, modules, group=registry.background, asynchronous=async_checkpoint)
-    around = surroundings(plan, model.language_models(), scheduling, placement, ranks_per_node)
+    around = model_context(plan, model.language_models(), scheduling, placement, ranks_per_node)
     owned = owned_parameters(stages, layouts)
     return Assembled(executor, owned, state, registry.background, registry.loading, connections, around)
 

@@ -79,7 +79,7 @@ def blueprint(
     return Blueprint(chosen, graph, costs)
 
 
-def surroundings(
+def model_context(
     plan: Blueprint,
     language_models: Collection[str],
     scheduling: ScheduleConfig,

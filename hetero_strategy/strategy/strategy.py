@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -32,11 +33,11 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.loading.batch import Batch
+from hetero_strategy.loading.context import TrainingContext
 from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.gradients import Owned
 from hetero_strategy.parallelize.kernels import choose_kernels
-from hetero_strategy.plan.config import ModelContext
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.runtime.step import StepRunner
 from hetero_strategy.schedule.config import ScheduleConfig
@@ -128,11 +129,6 @@ class HeteroStrategy(WorldCollectives):
         return self._placement
 
     @property
-    def defers_placement(self) -> bool:
-        """The placement follows from the model, which does not exist yet."""
-        return self._layouts is None
-
-    @property
     def executor(self) -> Executor:
         """What runs steps on this rank; after ``setup``."""
         assert self._runner is not None
@@ -145,22 +141,21 @@ class HeteroStrategy(WorldCollectives):
         return self._assembled.background
 
     @property
-    def loading(self) -> dist.ProcessGroup | None:
-        """All ranks, on the host: for the thread that loads data; None before ``setup``."""
-        return None if self._assembled is None else self._assembled.loading
-
-    @property
-    def surroundings(self) -> ModelContext:
-        """What model and layouts say about balancing; nothing before ``setup``."""
-        return ModelContext() if self._assembled is None else self._assembled.surroundings
-
-    @property
-    def row_multiple(self) -> dict[str, int]:
-        """Consumers whose rows per instance are padded to a multiple of this; empty before ``setup``."""
-        if self._multimodal is None or self._placement is None:
-            return {}
-        layouts = self._placement.layouts
-        return {n: layouts[n].tp * ROW_ALIGNMENT for n in self._multimodal.language_models() if layouts[n].tp > 1}
+    def context(self) -> TrainingContext:
+        """What the data module has to know; model and groups from ``setup`` on."""
+        context = TrainingContext(self._placement, placed_later=self._layouts is None, device=self.root_device)
+        if self._assembled is None or self._multimodal is None or self._placement is None:
+            return context
+        layouts, made = self._placement.layouts, self._assembled
+        tp = {name: layouts[name].tp for name in self._multimodal.language_models() if layouts[name].tp > 1}
+        return replace(
+            context,
+            row_multiple={name: degree * ROW_ALIGNMENT for name, degree in tp.items()},
+            model=made.context,
+            rank=self.global_rank,
+            compiler=made.executor.compiler,
+            group=made.loading,
+        )
 
     # ---- identity and processes ------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Rows across edges on real processes: crossings in every order of calls, and the autograd exchange."""
+"""Rows across edges on real processes: transfers of several microbatches, and the autograd exchange."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetero_strategy.boundary.exchange import Channel, Crossing, Edge, Format, InFlight, cross, exchange
-from hetero_strategy.boundary.route import Route, Side, route
+from hetero_strategy.boundary.exchange import Boundary, cross, exchange
+from hetero_strategy.boundary.route import Route, RowIndex, Side, Transfer, route
+from hetero_strategy.boundary.transport import Channel, Transport
 from hetero_strategy.plan.step_plan import EdgeBlocks
 from tests.distributed.harness import Pool
 
 WIDTH = 3
-FORM = Format(WIDTH, torch.float64, torch.device("cpu"))
+CPU = torch.device("cpu")
 
 
 def array(*values: int) -> np.ndarray:
@@ -46,8 +47,14 @@ def arrived(rank: int, target: str, seed: int = 0) -> torch.Tensor:
     return torch.cat([first[2:5], second, first[:2]])
 
 
-def channel(tag: int = 0, in_flight: InFlight | None = None) -> Channel:
-    return Channel(dist.group.WORLD, dist.group.WORLD, tag, in_flight or InFlight())
+def channel(tag: int = 0, dtype: torch.dtype = torch.float64) -> Channel:
+    return Channel(dist.group.WORLD, dist.group.WORLD, tag, WIDTH, dtype, CPU)
+
+
+def transport(*transfers: Transfer[np.ndarray], over: Channel) -> Transport:
+    index = RowIndex()
+    packed = [(over, index.pack(transfer)) for transfer in transfers]
+    return Transport(packed, torch.from_numpy(index.array()))
 
 
 def routed(rank: int, target: str) -> Route:
@@ -57,13 +64,10 @@ def routed(rank: int, target: str) -> Route:
 def autograd(rank: int, world: int, target: str) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """Rows and gradients of two exchanges, the second backward first."""
     x = [source_rows(rank, seed).requires_grad_() for seed in (0, 1)]
-    in_flight = InFlight()
-    edge = Edge(routed(rank, target), FORM, channel(0, in_flight), channel(1, in_flight))
-    y = [exchange(one * 2, edge) for one in x]
+    boundary = Boundary(routed(rank, target), channel(0), channel(1))
+    y = [exchange(one * 2, boundary) for one in x]
     for seed in (1, 0):
         y[seed].backward(gradient(rank, target, seed))
-    in_flight.drain()
-    assert not in_flight.pending
     return [(rows.detach(), leaf.grad) for rows, leaf in zip(y, x, strict=True)]
 
 
@@ -83,27 +87,28 @@ def test_exchange_moves_rows_and_gradients(pool: Pool, target: str) -> None:
 
 
 def in_order(rank: int, world: int, target: str, calls: str, adds: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two microbatches of one channel; P posts, S sends, R receives, digits say which microbatch."""
-    in_flight = InFlight()
-    crossings = [Crossing(routed(rank, target).forward, channel(0, in_flight), FORM) for _ in range(2)]
+    """Two microbatches of one channel; G gives, S starts, T takes, digits say which microbatch."""
+    transfer = routed(rank, target).forward
+    made = transport(transfer, transfer, over=channel())
     found = {}
-    for call, number in zip(calls[::2], map(int, calls[1::2]), strict=True):
-        if call == "P":
-            crossings[number].post()
+    for call, numbers in (part.split(":") for part in calls.split()):
+        for number in map(int, numbers):
+            if call == "G":
+                made.give(number, source_rows(rank, number))
+            if call == "T":
+                base = torch.ones(transfer.outputs, WIDTH, dtype=torch.float64)
+                found[number] = made.take(number, base if adds else None)
+                assert not adds or found[number] is base
         if call == "S":
-            crossings[number].send(source_rows(rank, number))
-        if call == "R":
-            base = torch.ones(crossings[number].transfer.outputs, WIDTH, dtype=torch.float64)
-            found[number] = crossings[number].receive(base if adds else None)
-            assert not adds or found[number] is base
-    in_flight.drain()
+            made.start(map(int, numbers))
+    made.drain()
     return found[0], found[1]
 
 
 @pytest.mark.parametrize("adds", [False, True], ids=["new rows", "added rows"])
-@pytest.mark.parametrize("calls", ["P0S0R0P1S1R1", "S0P0R0S1R1", "P0P1P0S0S1R0R1", "S0S1P0P1R1R0"])
+@pytest.mark.parametrize("calls", ["G:0 S:0 T:0 G:1 S:1 T:1", "G:01 S:0 S:1 T:01", "G:01 S:01 T:10"])
 @pytest.mark.parametrize("target", TARGETS)
-def test_any_order_of_calls(pool: Pool, target: str, calls: str, adds: bool) -> None:
+def test_transfers_one_by_one_and_together(pool: Pool, target: str, calls: str, adds: bool) -> None:
     for rank, rows in enumerate(pool.run(3, in_order, target, calls, adds)):
         for seed in (0, 1):
             assert torch.equal(rows[seed], arrived(rank, target, seed) + adds)
@@ -115,11 +120,10 @@ def two_directions(rank: int, world: int) -> dict[str, Any]:
     one = np.array([[0], [1]])
     swap = route(blocks, Side(one, array(3, 2)), Side(one, array(2, 3)), rank)
     mine = values(3 - rank, WIDTH, seed=rank)
-    narrow = Format(WIDTH, torch.float32, FORM.device)
     return {
-        "swapped": cross(Crossing(swap.forward, channel(), FORM), mine),
-        "back": cross(Crossing(swap.backward, channel(1), FORM), values(2 + rank, WIDTH, seed=1 - rank)),
-        "narrow": cross(Crossing(swap.forward, channel(2), narrow), mine).dtype,
+        "swapped": cross(swap.forward, channel(), mine),
+        "back": cross(swap.backward, channel(1), values(2 + rank, WIDTH, seed=1 - rank)),
+        "narrow": cross(swap.forward, channel(2, torch.float32), mine).dtype,
     }
 
 
@@ -127,7 +131,7 @@ def test_ranks_of_both_sides(pool: Pool) -> None:
     for rank, found in enumerate(pool.run(2, two_directions)):
         assert torch.equal(found["swapped"], values(2 + rank, WIDTH, seed=1 - rank))
         assert torch.equal(found["back"], values(3 - rank, WIDTH, seed=rank))
-        assert found["narrow"] == torch.float32  # as the format says, whatever the module makes
+        assert found["narrow"] == torch.float32  # as the channel says, whatever the module makes
 
 
 def staying() -> Route:
@@ -137,24 +141,22 @@ def staying() -> Route:
 
 
 def here() -> Channel:
-    return Channel(None, None, 0, InFlight())
+    return Channel(None, None, 0, WIDTH, torch.float64, CPU)
 
 
 def test_rows_that_stay_are_not_copied() -> None:
-    rows = values(4, WIDTH)
-    crossing = Crossing(staying().forward, here(), FORM)
-    crossing.send(rows)
-    assert crossing.receive().data_ptr() == rows.data_ptr()
-    base = torch.ones(4, WIDTH, dtype=torch.float64)
-    crossing = Crossing(staying().forward, here(), FORM)
-    crossing.send(rows)
-    assert crossing.receive(base) is base and torch.equal(base, rows + 1)
+    rows, base = values(4, WIDTH), torch.ones(4, WIDTH, dtype=torch.float64)
+    made = transport(staying().forward, staying().forward, over=here())
+    made.give(0, rows)
+    made.give(1, rows)
+    assert made.take(0).data_ptr() == rows.data_ptr()
+    assert made.take(1, base) is base and torch.equal(base, rows + 1)
     assert torch.equal(rows, values(4, WIDTH)), "what was sent is not changed"
 
 
 def test_exchange_of_rows_that_stay() -> None:
     rows = values(4, WIDTH).requires_grad_()
-    moved = exchange(rows, Edge(staying(), FORM, here(), here()))
+    moved = exchange(rows, Boundary(staying(), here(), here()))
     assert moved.data_ptr() == rows.data_ptr() and moved is not rows
     (moved * values(4, WIDTH, seed=1)).sum().backward()
     assert rows.grad is not None and torch.equal(rows.grad, values(4, WIDTH, seed=1))
@@ -165,10 +167,10 @@ def test_rows_that_nobody_fills_are_zero() -> None:
     blocks = EdgeBlocks(array(0), array(1), array(0), array(0), array(2))
     one = np.array([[0]])
     made = route(blocks, Side(one, array(4)), Side(one, array(2)), 0)
-    gradient = cross(Crossing(made.backward, here(), FORM), torch.ones(2, WIDTH, dtype=torch.float64))
+    gradient = cross(made.backward, here(), torch.ones(2, WIDTH, dtype=torch.float64))
     assert gradient.sum(1).tolist() == [0, WIDTH, WIDTH, 0]
 
 
 def test_a_wrong_number_of_rows_is_refused() -> None:
     with pytest.raises(RuntimeError, match="4 rows on this rank, the module made 5"):
-        Crossing(staying().forward, here(), FORM).send(values(5, WIDTH))
+        transport(staying().forward, over=here()).give(0, values(5, WIDTH))

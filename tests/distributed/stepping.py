@@ -417,7 +417,7 @@ class OnRank:
             damage: see :func:`damaged`.
             number: of the step in the setting's batches.
         """
-        batch: Batch = steps_of(setting, microbatches, self.share, self.made.surroundings)[number]
+        batch: Batch = steps_of(setting, microbatches, self.share, self.made.context)[number]
         with damaged(damage), late(setting.late, self.rank), counted() as peaks:
             outcome = self.executor.run(batch, train=True)
         schedule = self.executor.recorder.steps[-1].schedule
@@ -440,7 +440,7 @@ class OnRank:
         modules = self.executor.modules.values()
         for module in modules:
             module.eval()
-        batch: Batch = steps_of(setting, setting.microbatches, self.share, self.made.surroundings)[0]
+        batch: Batch = steps_of(setting, setting.microbatches, self.share, self.made.context)[0]
         with torch.no_grad():
             outcome = self.executor.run(batch, train=False)
         for module in modules:

@@ -173,7 +173,7 @@ def exchanges_on_rank(rank: int, world: int, setting: Setting, wanted: Reference
 
     running._Step._send = send  # type: ignore[method-assign]
     try:
-        made.executor.run(steps_of(setting, 1, share, made.surroundings)[0], train=True)
+        made.executor.run(steps_of(setting, 1, share, made.context)[0], train=True)
     finally:
         running._Step._send = original  # type: ignore[method-assign]
     return dict(started)
@@ -193,7 +193,7 @@ def disagreeing_on_rank(rank: int, world: int, setting: Setting) -> str:
     runner = StepRunner(made.executor, [], lambda: None, lambda: True, lambda: False)
     mine = replace(setting, balance={"policy": "none" if rank else "auto"})
     with pytest.raises(DataError) as error:
-        runner(steps_of(mine, 2, share, made.surroundings)[0])
+        runner(steps_of(mine, 2, share, made.context)[0])
     return str(error.value)
 
 
@@ -208,7 +208,7 @@ def disagreeing_later_on_rank(rank: int, world: int, setting: Setting) -> str:
     made = assembled(setting, rank, world)
     share = share_of(placed(setting, world), setting, rank)
     for step in range(3):
-        batch = steps_of(setting, 2, share, made.surroundings)[0]
+        batch = steps_of(setting, 2, share, made.context)[0]
         if step == 2 and rank == 1:
             batch.plan.__dict__["digest"] = batch.plan.digest ^ 1 << 20
         with pytest.raises(DataError) if step == 2 else nullcontext() as error:

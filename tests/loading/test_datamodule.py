@@ -13,6 +13,7 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import place
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.loading.batch import Batch
+from hetero_strategy.loading.context import TrainingContext
 from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.loading.loader import StepLoader
 from recipes.digits import digit_processors, draw_processors
@@ -110,7 +111,7 @@ def test_other_stages(digits: Path, tmp_path: Path) -> None:
 
 
 def placed(rank: int, world: int, **layouts: ModuleLayout) -> Any:
-    strategy = SimpleNamespace(placement=place(layouts, world), row_multiple={"llm": 2})
+    strategy = SimpleNamespace(context=TrainingContext(place(layouts, world), row_multiple={"llm": 2}))
     return SimpleNamespace(strategy=strategy, global_rank=rank, world_size=world, state=None, overfit_batches=0)
 
 
@@ -162,7 +163,7 @@ def test_later_stages_read_less(drawings: Path) -> None:
 
 def test_refusals(digits: Path) -> None:
     module = data(digits)
-    plain = SimpleNamespace(strategy=SimpleNamespace(), world_size=2, global_rank=0)
+    plain = SimpleNamespace(strategy=SimpleNamespace(root_device=None), world_size=2, global_rank=0)
     module.trainer = plain  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"runs 2 processes .* use HeteroStrategy"):
         module.setup("fit")

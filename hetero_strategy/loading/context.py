@@ -1,0 +1,45 @@
+"""What a strategy tells the data module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import lightning as L
+import torch
+import torch.distributed as dist
+
+from hetero_strategy.layout.placement import Placement
+from hetero_strategy.plan.config import ModelContext
+from hetero_strategy.schedule.compile import StepCompiler
+
+
+@dataclass(frozen=True)
+class TrainingContext:
+    """Where modules live and how steps are run; by default everything is one process."""
+
+    placement: Placement | None = None
+    """Of all modules; None: all of them are on this device, or no layouts are known yet."""
+    placed_later: bool = False
+    """The placement follows from the model, which does not exist yet."""
+    row_multiple: Mapping[str, int] = field(default_factory=dict)
+    """Modules whose rows per instance are padded to a multiple of this."""
+    model: ModelContext = field(default_factory=ModelContext)
+    """What model and layouts say about balancing."""
+    rank: int = 0
+    """Of this process."""
+    compiler: StepCompiler | None = None
+    """Makes the program of each step; None: the strategy runs none."""
+    group: dist.ProcessGroup | None = None
+    """All ranks, on the host, for the one thread per rank that loads data."""
+    device: torch.device | None = None
+    """Where batches are computed."""
+
+    @staticmethod
+    def of(trainer: L.Trainer | None) -> TrainingContext:
+        """The context of a Trainer's strategy, whichever that is."""
+        strategy = None if trainer is None else trainer.strategy
+        context = getattr(strategy, "context", None)
+        if isinstance(context, TrainingContext):
+            return context
+        return TrainingContext(device=None if strategy is None else strategy.root_device)

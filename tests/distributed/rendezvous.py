@@ -1,0 +1,60 @@
+"""gloo made as unforgiving as NCCL can be: messages that hold up their hosts until the other side has come."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+PATIENCE = 10.0
+"""Seconds that a host is held up before it is said to hang."""
+KINDS = ("first message", "receive", "every message")
+"""``first message`` of two ranks in one group and direction: both hosts wait for each other (NCCL connects them then).
+``receive``: its host waits until the other side has sent. ``every message``: both hosts wait for each other."""
+
+
+@contextmanager
+def unforgiving(kind: str) -> Iterator[None]:
+    """While it lasts, batches of messages hold up this rank's host.
+
+    Raises:
+        RuntimeError: in the step that hangs.
+    """
+    original = dist.batch_isend_irecv
+    store, me = _get_default_store(), dist.get_rank()
+    counted: Counter[tuple[Any, ...]] = Counter()
+
+    def batch(ops: Sequence[dist.P2POp]) -> Any:
+        names = []
+        for op in ops:
+            sends = op.op is dist.isend
+            way = (me, op.peer) if sends else (op.peer, me)
+            group = dist.get_process_group_ranks(op.group or dist.group.WORLD)
+            # NCCL knows no tags: both directions of an edge's first hop have one group, each second hop has its own.
+            own = op.tag // 4 if kind == "first message" and op.tag % 2 == 0 else -op.tag
+            place = (*way, tuple(group), own)
+            names.append((place, counted[place], sends))
+            counted[place] += 1
+        for place, number, sends in names:  # a batch is at all its messages at once
+            store.set(f"{kind} {place} {number} {'sent' if sends else 'awaited'}", "")
+        works = original(ops)
+        for place, number, sends in names:
+            waits = {"first message": number == 0, "receive": not sends, "every message": True}[kind]
+            if waits:
+                other = f"{kind} {place} {number} {'awaited' if sends else 'sent'}"
+                try:
+                    store.wait([other], timedelta(seconds=PATIENCE))
+                except RuntimeError as error:
+                    raise RuntimeError(f"rank {me} hangs: nobody came to {other}") from error
+        return works
+
+    dist.batch_isend_irecv = batch
+    try:
+        yield
+    finally:
+        dist.batch_isend_irecv = original

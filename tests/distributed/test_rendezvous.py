@@ -1,0 +1,104 @@
+"""Steps whose messages hold up their hosts, as NCCL's do: none hangs, and gradients are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetero_strategy.runtime import connect as phase
+from hetero_strategy.schedule.compile import StepCompiler, StepProgram
+from hetero_strategy.strategy import assembly
+from tests.distributed.exact import compare, expected, on, setting_of
+from tests.distributed.harness import Pool, WorkerError
+from tests.distributed.rendezvous import KINDS, unforgiving
+from tests.distributed.stepping import Reference, Run, Setting, data, steps_on_rank
+from tests.schedule.test_compile import ahead
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "llm pp2": {"vision": on(0), "llm": on(0, 1, pp=2)},
+    "vision | audio | llm pp2": {"vision": on(0), "audio": on(1), "llm": on(2, 3, pp=2)},
+    "mixed, tp2": {"vision": on(0, 1), "llm": on(1, 0, 2, 3, tp=2, pp=2)},
+    "generator pp2 around the llm": {"vision": on(0), "llm": on(0, 1, pp=2), "draw": on(1, 2, pp=2)},
+}
+CASES = [
+    *((layout, schedule) for layout in ("llm pp2", "mixed, tp2") for schedule in ("gpipe", "zb_h1", "sequential")),
+    *((layout, "1f1b") for layout in LAYOUTS),
+    *(("llm pp2", schedule) for schedule in ("interleaved_1f1b", "zbv")),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
+    """Data without and with drawings."""
+    root = tmp_path_factory.mktemp("rendezvous")
+    return {draws: data(root / str(draws), draws=draws) for draws in (False, True)}
+
+
+def start_early(actions: int) -> None:
+    """From now on receives start so many actions before the one that reads them."""
+    program = StepCompiler._program
+
+    def moved(self: StepCompiler, plan: Any, rank: int, train: bool) -> StepProgram:
+        return ahead(program(self, plan, rank, train), actions)
+
+    StepCompiler._program = moved  # type: ignore[method-assign]
+
+
+def held_up(rank: int, world: int, setting: Setting, wanted: Reference, early: int) -> list[Run]:
+    """Steps with each kind of message, from the connect phase on; ``early`` starts receives so many actions ahead."""
+    if early:
+        start_early(early)
+    runs = []
+    for kind in KINDS:
+        with unforgiving(kind):
+            runs.append(steps_on_rank(rank, world, setting, wanted, (1, 4)))
+    return runs
+
+
+def unconnected(rank: int, world: int, setting: Setting, wanted: Reference) -> Run:
+    """First messages hold up hosts, there is no connect phase, and receives start two actions ahead."""
+    start_early(2)
+    assembly.connect = lambda *given: 0  # type: ignore[assignment]
+    with unforgiving("first message"):
+        return steps_on_rank(rank, world, setting, wanted, (4,))
+
+
+@pytest.mark.parametrize(("layout", "schedule"), CASES)
+def test_no_step_hangs(pool: Pool, folders: dict[bool, str], layout: str, schedule: str) -> None:
+    setting = setting_of(folders, LAYOUTS[layout], schedule)
+    wanted = expected(setting)
+    ranks = pool.run(setting.world, held_up, setting, wanted, 0, timeout=170)
+    for runs in zip(*ranks, strict=True):
+        compare(wanted, runs)
+
+
+def test_receives_started_too_early_hang(pool: Pool, folders: dict[bool, str]) -> None:
+    """The negative control: what is started two actions ahead hangs where receives hold up their hosts."""
+    setting = setting_of(folders, LAYOUTS["llm pp2"], "1f1b")
+    with pytest.raises(WorkerError, match="hangs: nobody came to"):
+        pool.run(2, held_up, setting, expected(setting), 2, timeout=170)
+
+
+def test_first_messages_in_a_step_hang(pool: Pool, folders: dict[bool, str]) -> None:
+    """The negative control of the connect phase."""
+    setting = setting_of(folders, LAYOUTS["llm pp2"], "1f1b")
+    with pytest.raises(WorkerError, match="hangs: nobody came to"):
+        pool.run(2, unconnected, setting, expected(setting), timeout=170)
+
+
+def test_every_rank_meets_every_other_once() -> None:
+    for count in range(1, 12):
+        ranks = [7 * r for r in range(count)]
+        met = {rank: list(phase.rounds(ranks, rank)) for rank in ranks}
+        assert all(sorted(met[rank]) == [r for r in ranks if r != rank] for rank in ranks)
+        place = dict.fromkeys(ranks, 0)
+        left = sum(map(len, met.values()))
+        while left:  # two meet when each is next to the other
+            pairs = [(r, met[r][place[r]]) for r in ranks if place[r] < len(met[r])]
+            together = [(a, b) for a, b in pairs if a < b and (b, a) in pairs]
+            assert together, "somebody waits for ever"
+            for pair in together:
+                for rank in pair:
+                    place[rank] += 1
+                    left -= 1

@@ -1,0 +1,199 @@
+"""Programs of all ranks of random steps, run without processes by hosts that every message holds up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_strategy.errors import ScheduleError
+from hetero_strategy.layout import ModuleLayout, place
+from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan
+from hetero_strategy.schedule.action import Schedule, StageId
+from hetero_strategy.schedule.build import SCHEDULES, make_schedule
+from hetero_strategy.schedule.check import check
+from hetero_strategy.schedule.compile import StepProgram, compile_step
+from hetero_strategy.schedule.graph import stage_graph, work_of
+
+EDGES = (("vision", "llm"), ("audio", "llm"), ("llm", "draw"))
+
+
+def metadata(samples: int, seed: int, modules: Sequence[str]) -> StepMetadata:
+    """Samples with text, a few items of every other module among it, some without any."""
+    rng = np.random.default_rng(seed)
+    tokens, items = rng.integers(2, 9, samples), {}
+    for name in modules:
+        if name == "llm":
+            continue
+        sample = np.repeat(np.arange(samples), rng.integers(0, 3, samples))
+        rows = rng.integers(1, 5, len(sample))
+        start = np.empty_like(rows)
+        for k, s in enumerate(sample):
+            start[k], tokens[s] = tokens[s], tokens[s] + rows[k]
+        items[name] = StepItems(sample, rows, start, rows * 2)
+    return StepMetadata(0, seed, np.arange(samples), tokens, np.ones(samples, np.int64), items)
+
+
+def planned(
+    layouts: dict[str, ModuleLayout], schedule: str, microbatches: int, *, seed: int = 0, frozen: Sequence[str] = ()
+) -> tuple[StepPlan, Schedule, int]:
+    world = 1 + max(rank for layout in layouts.values() for rank in layout.ranks)
+    resolved = place(layouts, world).layouts
+    edges = [edge for edge in EDGES if set(edge) <= set(layouts)]
+    order = [name for name in ("vision", "audio", "llm", "draw") if name in layouts]
+    trains = {StageId(n, s): n not in frozen for n in order for s in range(resolved[n].pipeline.stages)}
+    sharded = ["llm"] if resolved["llm"].tp > 1 else []
+    graph = stage_graph(order, edges, resolved, trains, row_sharded=sharded)
+    plan = plan_step(
+        metadata(3 * microbatches, seed, order),
+        {name: resolved[name].dp for name in order},
+        ("llm",),
+        microbatches=microbatches,
+        row_multiple={"llm": resolved["llm"].tp},
+    )
+    return plan, make_schedule(schedule, graph, work_of(plan, graph)), world
+
+
+Event = tuple[str, frozenset[tuple[object, ...]]]
+"""What holds up a host, and the messages in it: (edge, backward, microbatches, hop, sender, receiver)."""
+
+
+def events(program: StepProgram, rank: int) -> list[Event]:
+    """What a rank's host goes through: batches of messages, and the messages that replicas pass on when they read."""
+
+    def messages(number: int, hop: int) -> set[tuple[object, ...]]:
+        transfer = program.transfers[number]
+        name = (transfer.edge, transfer.backward, transfer.microbatches, hop)
+        both = (transfer.transfer.first, transfer.transfer.second)[hop]
+        return {(*name, rank, p) for p, _ in both.sends} | {(*name, p, rank) for p, _ in both.receives}
+
+    def started(numbers: Sequence[int]) -> Event:
+        return "start", frozenset().union(*(messages(n, 0) for n in numbers))
+
+    found = [started(program.starts)]
+    for step in program.actions:
+        found += [("read", frozenset(messages(n, 1))) for n in step.reads]
+        found += [(str(step.action), frozenset()), started(step.starts)]
+    return found
+
+
+def run(ranks: Sequence[list[Event]]) -> list[str]:
+    """Let all hosts go, past a message only when both sides have come to it; returns who is stuck, and where."""
+    place = [0] * len(ranks)
+    seen: dict[object, set[int]] = {}
+    moved = True
+    while moved:
+        moved = False
+        for rank, listed in enumerate(ranks):
+            while place[rank] < len(listed):
+                for message in listed[place[rank]][1]:
+                    seen.setdefault(message, set()).add(rank)
+                if any(len(seen[message]) < 2 for message in listed[place[rank]][1]):
+                    break
+                place[rank], moved = place[rank] + 1, True
+    return [f"rank {r} in {listed[place[r]][0]}" for r, listed in enumerate(ranks) if place[r] < len(listed)]
+
+
+@st.composite
+def steps(draw: st.DrawFn, schedule: str) -> tuple[StepPlan, Schedule, int]:
+    virtual = schedule in ("interleaved_1f1b", "zbv")
+    world = draw(st.integers(2, 6))
+
+    def layout(*, piped: bool = False, virtual: bool = False) -> ModuleLayout:
+        count = draw(st.integers(2 if virtual else 1, world))
+        ranks = tuple(draw(st.permutations(range(world)))[:count])
+        divisors = [d for d in range(2 if virtual else 1, count + 1) if count % d == 0]
+        pp = draw(st.sampled_from(divisors)) if piped else 1
+        tp = draw(st.sampled_from([d for d in (1, 2) if count // pp % d == 0]))
+        style = "v" if schedule == "zbv" and virtual else "loop"
+        return ModuleLayout(ranks=ranks, pp=pp, tp=tp, vpp=2 if virtual else 1, pp_style=style)
+
+    layouts = {"vision": layout(piped=not virtual), "llm": layout(piped=True, virtual=virtual)}
+    for name in ("audio", "draw"):
+        if draw(st.booleans()):
+            layouts[name] = layout()
+    frozen = [name for name in layouts if draw(st.booleans())]
+    count = draw(st.integers(1, 5))
+    layouts = {name: replace(one, split=None) for name, one in layouts.items()}
+    return planned(layouts, schedule, count, seed=draw(st.integers(0, 99)), frozen=frozen)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_no_step_holds_up_hosts_for_ever(schedule: str, data: st.DataObject) -> None:
+    """Also where every message waits for both hosts: no transfer starts before what its sender waits for."""
+    plan, made, world = data.draw(steps(schedule))
+    check(made)
+    programs = [compile_step(plan, made, rank) for rank in range(world)]
+    assert not run([events(program, rank) for rank, program in enumerate(programs)])
+    for rank, program in enumerate(programs):
+        assert tuple(one.action for one in program.actions) == made.of(rank)
+        started = [n for one in program.actions for n in one.starts] + list(program.starts)
+        assert len(set(started)) == len(started), "a transfer starts twice"
+        moving = {n for n, t in enumerate(program.transfers) if t.transfer.first.sends or t.transfer.first.receives}
+        assert set(started) == moving
+
+
+def ahead(program: StepProgram, actions: int) -> StepProgram:
+    """The program with every receive started so many actions before the one that reads it, sends as they were."""
+
+    def sends(number: int) -> bool:
+        return bool(program.transfers[number].transfer.first.sends)
+
+    starts: list[list[int]] = [[n for n in program.starts if sends(n)]]
+    starts += [[n for n in one.starts if sends(n)] for one in program.actions]
+    for k, one in enumerate(program.actions):
+        waiting = [n for n in one.reads if not sends(n) and program.transfers[n].transfer.first.receives]
+        starts[max(0, k - actions)] += waiting
+    moved = tuple(one._replace(starts=tuple(starts[k + 1])) for k, one in enumerate(program.actions))
+    return replace(program, starts=tuple(starts[0]), actions=moved)
+
+
+HUNG: dict[str, tuple[dict[str, ModuleLayout], str]] = {
+    "pp2": ({"llm": ModuleLayout((0, 1), pp=2)}, "1f1b"),
+    "pp8": ({"llm": ModuleLayout(tuple(range(8)), pp=8)}, "1f1b"),
+    "zero bubble": ({"llm": ModuleLayout((0, 1, 2, 3), pp=4)}, "zb_h1"),
+    "encoder on its own rank": ({"vision": ModuleLayout((0,)), "llm": ModuleLayout((1,))}, "1f1b"),
+    "two encoders": (
+        {"vision": ModuleLayout((0,)), "audio": ModuleLayout((1,)), "llm": ModuleLayout((2, 3), pp=2)},
+        "1f1b",
+    ),
+}
+"""Hosts would hang with receives started two actions ahead."""
+
+
+@pytest.mark.parametrize("name", HUNG)
+def test_receives_started_too_early_hang(name: str) -> None:
+    """The negative control of the test above."""
+    layouts, schedule = HUNG[name]
+    plan, made, world = planned(layouts, schedule, 8)
+    programs = [compile_step(plan, made, rank) for rank in range(world)]
+    assert not run([events(program, rank) for rank, program in enumerate(programs)])
+    assert run([events(ahead(program, 2), rank) for rank, program in enumerate(programs)])
+
+
+def test_starts_that_lists_do_not_keep_to_are_refused() -> None:
+    _, made, _ = planned({"llm": ModuleLayout((0, 1), pp=2)}, "1f1b", 4)
+    wrong = list(made.starts)
+    wrong[0], wrong[1] = wrong[1], wrong[0]
+    with pytest.raises(ScheduleError, match="starts before"):
+        check(replace(made, known_starts=tuple(wrong)))
+    with pytest.raises(ScheduleError, match="starts names 3 actions"):
+        check(replace(made, known_starts=made.starts[:3]))
+    check(replace(made, known_starts=None))
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_ten_thousand_ranks(train: bool) -> None:
+    layouts = {"vision": ModuleLayout(tuple(range(2000))), "llm": ModuleLayout(tuple(range(2000, 10_000)), pp=8, tp=8)}
+    plan, made, _ = planned(layouts, "1f1b", 64)
+    check(made)
+    for rank in (0, 2000, 9999):
+        program = compile_step(plan, made, rank)
+        assert tuple(one.action for one in program.actions) == made.of(rank)
