@@ -61,7 +61,7 @@ def unconnected(rank: int, world: int, setting: Setting, wanted: Reference) -> R
     start_early(2)
     assembly.connect = lambda *given: 0  # type: ignore[assignment]
     with unforgiving("first message"):
-        return steps_on_rank(rank, world, setting, wanted, (4,))
+        return steps_on_rank(rank, world, setting, wanted, (1, 4))
 
 
 @pytest.mark.parametrize(("layout", "schedule"), CASES)
