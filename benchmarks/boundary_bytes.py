@@ -30,8 +30,9 @@ import torch
 from benchmarks.common import arguments, ragged_step, report, write_json
 from benchmarks.counting import counted
 from benchmarks.gather_then_slice import MIMO, Moved, refuses
-from hetero_strategy.boundary.exchange import Channel, Crossing, Format, InFlight, cross
+from hetero_strategy.boundary.exchange import cross
 from hetero_strategy.boundary.route import Side, least_rows, route
+from hetero_strategy.boundary.transport import Channel
 from hetero_strategy.layout import ModuleLayout, Placement, place
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import EdgeBlocks, edge_blocks
@@ -153,9 +154,8 @@ WHO: tuple[Who, Who] = ("ours", "peer")
 def run_on_rank(rank: int, world: int, edge: Edge, width: int, rounds: int) -> dict[Who, dict[str, Any]]:
     """Both exchanges on one rank, in turns: rows and gradients checked against each other, bytes counted, timed."""
     ours = route(edge.blocks, edge.source, edge.target, rank)
-    form, in_flight = Format(width, torch.float32, torch.device("cpu")), InFlight()
-    group = torch.distributed.group.WORLD
-    there, back_again = (Channel(group, group, tag, in_flight) for tag in (0, 1))
+    group, cpu = torch.distributed.group.WORLD, torch.device("cpu")
+    there, back_again = (Channel(group, group, tag, width, torch.float32, cpu) for tag in (0, 1))
     peer = MIMO(edge.blocks, edge.source, edge.target).on_rank(rank)
     rows = tagged(edge.source, rank, width)
     grad = tagged(edge.target, rank, width)[peer.slots_here]
@@ -164,10 +164,9 @@ def run_on_rank(rank: int, world: int, edge: Edge, width: int, rounds: int) -> d
         torch.distributed.barrier()
         start = time.perf_counter()
         if who == "ours":
-            out = cross(Crossing(ours.forward, there, form), rows)
+            out = cross(ours.forward, there, rows)
             middle = time.perf_counter()
-            back = cross(Crossing(ours.backward, back_again, form), grad)
-            in_flight.drain()
+            back = cross(ours.backward, back_again, grad)
         else:
             out = peer.forward(rows)
             middle = time.perf_counter()

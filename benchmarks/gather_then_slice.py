@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from hetero_strategy import ragged
-from hetero_strategy.boundary.exchange import Channel, Crossing, Format, InFlight, cross
-from hetero_strategy.boundary.route import Rows, Side, Transfer, least_rows, local_slots, route
+from hetero_strategy.boundary.exchange import cross
+from hetero_strategy.boundary.route import Side, Transfer, least_rows, local_slots, route
+from hetero_strategy.boundary.transport import Channel
 from hetero_strategy.plan.step_plan import EdgeBlocks, slots
 
 
@@ -96,8 +97,8 @@ class _Message(NamedTuple):
     """Last rank of the source instance."""
     receiver: int
     """First rank of the target instance."""
-    source_rows: Rows
-    target_rows: Rows
+    source_rows: np.ndarray
+    target_rows: np.ndarray
     """Among the rows that the edge fills in the target instance, ascending."""
 
 
@@ -168,11 +169,8 @@ class OnRank:
 
     def _move(self, transfer: Transfer, rows: torch.Tensor) -> torch.Tensor:
         assert self.colocated is not None
-        world, in_flight = dist.group.WORLD, InFlight()
-        form = Format(rows.shape[1], rows.dtype, rows.device)
-        out = cross(Crossing(transfer, Channel(world, world, 2, in_flight), form), rows)
-        in_flight.drain()
-        return out
+        world = dist.group.WORLD
+        return cross(transfer, Channel(world, world, 2, rows.shape[1], rows.dtype, rows.device), rows)
 
 
 class _Instance:
@@ -203,7 +201,7 @@ class _Instance:
             dist.broadcast(tensor, source, group=self._group)
 
 
-def _in_shard(rows: Rows, side: Side, instance: int, shard: int) -> np.ndarray:
+def _in_shard(rows: np.ndarray, side: Side, instance: int, shard: int) -> np.ndarray:
     if not side.sharded:
         return np.ones(len(rows), bool)
     size = int(side.totals[instance]) // side.instances.shape[1]

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from hetero_strategy.boundary.transport import Transport
 from hetero_strategy.errors import DataError
 from hetero_strategy.plan.step_plan import StepPlan
-from hetero_strategy.runtime import executor as running
 from hetero_strategy.runtime.step import StepRunner
 from tests.distributed.exact import compare, expected, on, setting_of
 from tests.distributed.harness import Pool
@@ -165,17 +166,19 @@ def exchanges_on_rank(rank: int, world: int, setting: Setting, wanted: Reference
     made = assembled(setting, rank, world)
     share = share_of(placed(setting, world), setting, rank)
     started: Counter[str] = Counter()
-    original = running._Step._send
+    edges, original = made.executor.compiler.graph.edges, Transport.give
 
-    def send(self: Any, action: Any, node: Any, microbatch: int, rows: Any) -> None:
-        started[f"{action.kind} {action.node.module} to {node.module}"] += 1
-        original(self, action, node, microbatch, rows)
+    def give(self: Transport, number: int, rows: torch.Tensor) -> None:
+        edge, backward = divmod(self._transfers[number][0].tag, 2)
+        source, target = edges[edge][::-1] if backward else edges[edge]
+        started[f"{'FB'[backward]} {source.module} to {target.module}"] += 1
+        original(self, number, rows)
 
-    running._Step._send = send  # type: ignore[method-assign]
+    Transport.give = give  # type: ignore[method-assign]
     try:
         made.executor.run(steps_of(setting, 1, share, made.context)[0], train=True)
     finally:
-        running._Step._send = original  # type: ignore[method-assign]
+        Transport.give = original  # type: ignore[method-assign]
     return dict(started)
 
 

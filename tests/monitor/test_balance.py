@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch.loggers import Logger, WandbLogger
 from matplotlib.collections import PolyCollection
 
-from hetero_strategy.boundary.route import Side
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading.batch import LoadTimes
 from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor
@@ -25,7 +24,7 @@ from hetero_strategy.monitor.balance_monitor import step_traffic
 from hetero_strategy.monitor.measure import Waits
 from hetero_strategy.monitor.traffic import Traffic
 from hetero_strategy.plan.step_plan import ModuleLoad, StepPlan
-from hetero_strategy.schedule.action import StageId
+from hetero_strategy.schedule.action import Stage, StageId
 from tests.monitor.fakes import WAIT, Clock, Counted, CountedEncoder, Lit, Loader, Model, make_batch
 from tests.monitor.fakes import Remember as Throughput
 
@@ -187,16 +186,9 @@ def executor(*, backward: bool, plan: StepPlan, grids: dict[str, np.ndarray]) ->
     """As much of one as bytes need; the encoder is 2 ranks, a pipeline of 2 stages that this test does not count."""
     nodes = [StageId("vision", 0), StageId("vision", 1), StageId("llm", 0)]
 
-    def side(node: StageId, plan: StepPlan, number: int, *, inner: bool) -> Side:
-        return Side(grids[node.module], plan.assignments[node.module][number].totals(inner=inner))
-
-    return SimpleNamespace(
-        graph=SimpleNamespace(
-            edges=((nodes[0], nodes[1]), (nodes[1], nodes[2])),
-            stages={node: SimpleNamespace(backward=backward) for node in nodes},
-        ),
-        wiring=SimpleNamespace(side=side, form=lambda s, t: SimpleNamespace(width=5, dtype=torch.bfloat16)),
-    )
+    stages = {node: Stage(grids[node.module], True, backward) for node in nodes}
+    graph = SimpleNamespace(edges=((nodes[0], nodes[1]), (nodes[1], nodes[2])), stages=stages)
+    return SimpleNamespace(compiler=SimpleNamespace(graph=graph), row_bytes=[0, 5 * 2])
 
 
 @pytest.mark.parametrize(("backward", "directions"), [(True, 2), (False, 1)])
