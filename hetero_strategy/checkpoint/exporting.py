@@ -53,17 +53,17 @@ def export_record(modules: Mapping[str, Adapter]) -> dict[str, dict[str, Any]]:
     Args:
         modules: start of the names of a module's parameters (``model.llm.``) -> the module.
     """
-    record = {}
+    record: dict[str, dict[str, Any]] = {}
     for start, module in modules.items():
-        names = module.export_names()
-        tied = module.tied_weight()
-        if tied is not None and names:
+        weights, tied = module.hf_weights(), module.tied_weight()
+        if weights is None:
+            record[start.removesuffix(".")] = {}
+            continue
+        names = dict(weights.names)
+        if tied is not None:
             names[tied[1]] = names[tied[0]]  # one parameter under two names of ours has one there
-        record[start.removesuffix(".")] = {
-            "names": names,
-            "config": module.export_config(),
-            "paired_heads": module.paired_heads(),
-        }
+        heads = dict(weights.paired_heads)
+        record[start.removesuffix(".")] = {"names": names, "config": weights.config, "paired_heads": heads}
     return record
 
 

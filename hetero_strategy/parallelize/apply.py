@@ -57,7 +57,7 @@ def parallelize(
     Raises:
         ModelError: a parameter is not what it was: see :func:`check_traits`.
     """
-    module.twin()  # the module as it was, for initialisation and counting
+    module.meta_copy()  # the module as it was, for initialisation and counting
     traits = traits_of(dict(module.named_parameters()))
     with ties_kept([module]):
         module.to("meta")  # a part that came with values gets them back in shards

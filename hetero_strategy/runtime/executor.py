@@ -19,7 +19,7 @@ from hetero_strategy.boundary.line import Line, Pair
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import LMOutput
-from hetero_strategy.model.random_numbers import kept
+from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.gradients import settle
 from hetero_strategy.parallelize.tied import Tied
@@ -130,7 +130,7 @@ class Executor:
         schedule = self.schedule(batch, train=train)
         actions = schedule.of(self.rank)
         step = _Step(self, batch, schedule, factors or {}, call)
-        with kept(self.device), self.recorder.step(schedule, batch.plan):
+        with random_state_kept(self.device), self.recorder.step(schedule, batch.plan):
             for number, action in enumerate(actions):
                 for coming in actions[number : number + 1 + AHEAD]:
                     step.post(coming)
