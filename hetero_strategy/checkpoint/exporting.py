@@ -1,4 +1,4 @@
-"""Plain weights for other programs, from any checkpoint of a run: safetensors and config.json as Hugging Face has them.
+"""Plain weights for other programs, from any checkpoint of a run: safetensors and config.json as Hugging Face's.
 
 A save leaves in its metadata, under :data:`EXPORT_KEY`, what every module's parameters are called in its Hugging Face
 folder and what config.json says there, so that an export needs no model. Without such a record names stay ours.
@@ -32,26 +32,22 @@ FILE_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class Exported:
-    """One folder of an export.
-
-    Attributes:
-        folder: where it is.
-        names: of its tensors in model.safetensors.
-        architecture: the transformers class whose ``from_pretrained`` loads it; None: names are our own.
-        extra: names of its tensors in :data:`EXTRA`.
-    """
+    """One folder of an export."""
 
     folder: Path
     names: tuple[str, ...]
+    """Names of its tensors in model.safetensors."""
     architecture: str | None
+    """The transformers class whose ``from_pretrained`` loads it; None if the names are our own."""
     extra: tuple[str, ...]
+    """Names of its tensors in :data:`EXTRA`."""
 
 
 def export_record(modules: Mapping[str, Adapter]) -> dict[str, dict[str, Any]]:
-    """What a save keeps under :data:`EXPORT_KEY`.
+    """Return what a save keeps under :data:`EXPORT_KEY`.
 
     Args:
-        modules: start of the names of a module's parameters (``model.llm.``) -> the module.
+        modules: prefix of the names of a module's parameters (``model.llm.``) -> the module.
     """
     record: dict[str, dict[str, Any]] = {}
     for start, module in modules.items():
@@ -75,21 +71,21 @@ def export(
     dtype: torch.dtype | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> tuple[Exported, ...]:
-    """Writes a checkpoint's parameters to `folder`, in one process and without a model; one full tensor at a time.
+    """Write a checkpoint's parameters to ``folder``, in one process and without a model; one full tensor at a time.
 
     Every module becomes a folder of its name, with model.safetensors (several files and an index where it is large) and
-    config.json. What the Hugging Face model has no place for, such as a projector, is beside them in
-    :data:`EXTRA`; a module that has no such model keeps its own names. A checkpoint without a record gives one folder.
+    config.json. What the Hugging Face model has no place for, such as a projector, goes to :data:`EXTRA` beside them; a
+    module that has no such model keeps its own names. A checkpoint without a record gives one folder.
 
     Args:
         checkpoint: a checkpoint of any layout.
-        folder: where to; must not exist or be empty.
-        module: only this module's parameters, right in `folder` (`vision`; a dotted path is possible).
-        dtype: cast floating tensors to it; default: as stored.
+        folder: where to write; it must not exist or be empty.
+        module: export only this module (``vision`` or a dotted path), right in ``folder``.
+        dtype: dtype that floating tensors are cast to; by default they stay as stored.
         file_bytes: greatest size of a file of model weights, unless a single tensor is larger.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, has no such module, or `folder` cannot be written.
+        CheckpointError: the checkpoint is damaged, has no such module, or ``folder`` cannot be written.
     """
     source, index = folders.locate(Path(checkpoint))
     metadata = folders.read_values(source, METADATA, index)
@@ -103,13 +99,13 @@ def export(
         try:
             temporary.mkdir(parents=True)
             writer = _Writer(reader, index, dtype, file_bytes)
-            for place, keys in _places(index, module, source, record).items():
-                inside = place.rpartition(".")[2] if module is None and record else ""
-                if module is None and record and not place:
+            for path, keys in _keys_by_module(index, module, source, record).items():
+                inside = path.rpartition(".")[2] if module is None and record else ""
+                if module is None and record and not path:
                     names: tuple[str, ...] = ()
                     architecture, extra = None, writer.write_extra(temporary, keys)
                 else:
-                    names, architecture, extra = writer.write(temporary / inside, keys, record.get(place, {}))
+                    names, architecture, extra = writer.write(temporary / inside, keys, record.get(path, {}))
                 written.append(Exported(target / inside, names, architecture, extra))
             os.rename(temporary, target)
         except (OSError, TypeError) as fault:  # TypeError: a config that JSON cannot hold
@@ -119,21 +115,22 @@ def export(
     return tuple(written)
 
 
-def _places(index: Index, module: str | None, source: Path, record: Mapping[str, object]) -> dict[str, dict[str, str]]:
-    """Path of a module in the LightningModule -> name inside it -> key in the checkpoint; "" what is in no module."""
+def _keys_by_module(
+    index: Index, module: str | None, source: Path, record: Mapping[str, object]
+) -> dict[str, dict[str, str]]:
+    """Return path of a module in the LightningModule ("" for none) -> name inside it -> key in the checkpoint."""
     keys = {key.removeprefix("model."): key for key in index.tensors if key.startswith("model.")}
-    if module is None:
-        places: dict[str, dict[str, str]] = {}
-        for name, key in keys.items():
-            place = next((place for place in record if name.startswith(f"{place}.")), "")
-            places.setdefault(place, {})[name.removeprefix(f"{place}.") if place else name] = key
-        return places
-    # the module may lie deeper than the root, below the LightningModule's own attribute
     inside: dict[str, dict[str, str]] = {}
+    if module is None:
+        for name, key in keys.items():
+            path = next((path for path in record if name.startswith(f"{path}.")), "")
+            inside.setdefault(path, {})[name.removeprefix(f"{path}.") if path else name] = key
+        return inside
+    # the module may lie deeper than the root, below the LightningModule's own attribute
     for name, key in keys.items():
-        at = f".{name}".find(f".{module}.")
-        if at >= 0:
-            inside.setdefault(name[:at] + module, {})[name[at + len(module) + 1 :]] = key
+        start = f".{name}".find(f".{module}.")
+        if start >= 0:
+            inside.setdefault(name[:start] + module, {})[name[start + len(module) + 1 :]] = key
     if len(inside) != 1:
         known = sorted({name.split(".")[0] for name in keys}) if not inside else sorted(inside)
         problem = "no parameters" if not inside else "several places"
@@ -155,7 +152,7 @@ class _Writer:
     def write(
         self, folder: Path, keys: Mapping[str, str], record: Mapping[str, Any]
     ) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
-        """Names in model.safetensors, architecture, names in :data:`EXTRA`."""
+        """Write a module; return names in model.safetensors, the architecture and names in :data:`EXTRA`."""
         names, heads, config = (record.get(field) or {} for field in ("names", "paired_heads", "config"))
         if lacking := sorted(set(names) - set(keys)):
             raise CheckpointError(f"the checkpoint lacks {len(lacking)} parameters of a module, such as {lacking[0]!r}")
@@ -173,7 +170,7 @@ class _Writer:
         return tuple(sorted(weights)), architecture, self.write_extra(folder, extra) if extra else ()
 
     def write_extra(self, folder: Path, keys: Mapping[str, str]) -> tuple[str, ...]:
-        """Names in :data:`EXTRA`."""
+        """Write tensors to :data:`EXTRA` and return their names."""
         write_tensors(folder / EXTRA, [self._entry(fqn, key) for fqn, key in keys.items()])
         return tuple(sorted(keys))
 

@@ -1,7 +1,7 @@
 """Fills owned tensors from a checkpoint that any other layout wrote.
 
-What overlaps what is worked out by DCP's planner (`DefaultLoadPlanner`); the pieces are read as slices of safetensors
-files. Nothing in a checkpoint is ever unpickled or imported.
+DCP's planner (``DefaultLoadPlanner``) works out what overlaps what; the pieces are read as slices of safetensors files.
+Nothing in a checkpoint is ever unpickled or imported.
 """
 
 from __future__ import annotations
@@ -37,20 +37,17 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load returns besides the tensors it filled.
-
-    Attributes:
-        metadata: as saved.
-        rank_state: what this rank saved; None where the checkpoint has none or was saved by another number of ranks.
-        missing: names this rank asked for that the checkpoint lacks; their tensors are untouched. With `strict` only
-            optimizer states of parameters that had none when saving (no gradient yet): leave these states empty.
-        unexpected: `model.` names in the checkpoint that no rank asked for; empty with `strict`.
-    """
+    """What a load returns besides the tensors it filled."""
 
     metadata: dict[str, Any]
+    """The metadata as saved."""
     rank_state: dict[str, Any] | None
+    """What this rank saved; None where the checkpoint has none or was saved by another number of ranks."""
     missing: tuple[str, ...]
+    """Names this rank asked for that the checkpoint lacks; their tensors are untouched. With ``strict`` only optimizer
+    states of parameters that had none when saving (no gradient yet): leave these states empty."""
     unexpected: tuple[str, ...]
+    """``model.`` names in the checkpoint that no rank asked for; empty with ``strict``."""
 
 
 def load(
@@ -61,15 +58,15 @@ def load(
     verify: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
-    """Fills `tensors` in place, bit by bit as saved, whatever layout and number of ranks saved them. Collective.
+    """Fill ``tensors`` in place, bit by bit as saved, whatever layout and number of ranks saved them. Collective.
 
     Args:
         tensors: what this rank owns under global names; plain tensors or DTensors on any mesh, not on meta.
         path: the checkpoint (rank 0's is used); after a killed save its predecessor stands in.
-        strict: refuse `model.` names on one side only, and another dtype. Otherwise these are reported, and cast.
+        strict: refuse ``model.`` names on one side only, and another dtype; otherwise report the names and cast.
         verify: compare the checksum of every block of a tensor that is read. Those of index, headers and metadata, of
             all ranks, are always compared: they are small.
-        process_group: the ranks that take part; default: all.
+        process_group: the ranks that take part; all by default.
 
     Raises:
         CheckpointError: no checkpoint, a damaged one, or one that does not fit; on all ranks alike. Some tensors may
@@ -79,14 +76,14 @@ def load(
     folder, index = team.from_first(lambda: folders.locate(Path(os.path.abspath(path))))
     names = sorted(key for key in index.tensors if key.startswith("model."))
 
-    def check() -> tuple[tuple[str, ...], bytes]:
+    def check() -> bytes:
         if verify and team.rank == 0 and not index.has_checksums:
             warnings.warn(f"{folder} was saved without checksums: damage of its tensors is not noticed", stacklevel=2)
-        missing = _check_wanted(tensors, index, folder, strict)
-        return missing, bytes(key in tensors for key in names)
+        _check_fit(tensors, index, folder, strict)
+        return bytes(key in tensors for key in names)
 
-    def unexpected(everyone: list[tuple[tuple[str, ...], bytes]]) -> list[tuple[str, ...]]:
-        extra = tuple(key for i, key in enumerate(names) if not any(wanted[i] for _, wanted in everyone))
+    def unexpected(everyone: list[bytes]) -> list[tuple[str, ...]]:
+        extra = tuple(key for i, key in enumerate(names) if not any(asked[i] for asked in everyone))
         if extra and strict:
             raise CheckpointError(
                 f"{folder} holds {len(extra)} tensors that the model does not have: {_some(extra)}; "
@@ -100,7 +97,7 @@ def load(
     def read() -> tuple[dict[str, Any], dict[str, Any] | None]:
         _fill({key: tensor for key, tensor in tensors.items() if key in index.tensors}, folder, index, verify)
         metadata = folders.read_values(folder, METADATA, index)
-        # in another world nobody needs the ranks' states, but a damaged one is told: the file system may be at fault
+        # with other ranks nobody needs the states, but a damaged one is reported: the file system may be at fault
         saved = range(team.rank, index.world_size, team.size)
         states = [folders.read_values(folder, f"{rank_stem(rank)}.state", index) for rank in saved]
         state = states[0] if index.world_size == team.size else None
@@ -115,7 +112,7 @@ def load(
 def describe_together(
     path: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None
 ) -> folders.Description:
-    """`describe` of rank 0's path, read there and known on every rank. Collective.
+    """:func:`describe` rank 0's path on every rank. Collective.
 
     Raises:
         CheckpointError: there is no complete checkpoint; on all ranks alike.
@@ -123,21 +120,8 @@ def describe_together(
     return AllOrNone.of(process_group).from_first(lambda: folders.describe(path))
 
 
-def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The metadata of a checkpoint alone, in one process.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint at `path`.
-    """
-    folder, index = folders.locate(Path(path))
-    metadata = folders.read_values(folder, METADATA, index)
-    if not isinstance(metadata, dict):
-        raise CheckpointError(f"{folder}: metadata is not a dict; the checkpoint is damaged")
-    return metadata
-
-
-def _check_wanted(tensors: Mapping[str, torch.Tensor], index: Index, folder: Path, strict: bool) -> tuple[str, ...]:
-    missing = tuple(key for key in tensors if key not in index.tensors)
+def _check_fit(tensors: Mapping[str, torch.Tensor], index: Index, folder: Path, strict: bool) -> None:
+    missing = [key for key in tensors if key not in index.tensors]
     lacking = [key for key in missing if not key.startswith("optim.")]
     if lacking and strict:
         raise CheckpointError(
@@ -174,7 +158,6 @@ def _check_wanted(tensors: Mapping[str, torch.Tensor], index: Index, folder: Pat
                 f"{key} is {stored.dtype} in {folder} but {tensor.dtype} in the model; "
                 "use the precision it was saved with, or load with strict=False (strict_loading=False) to cast"
             )
-    return missing
 
 
 def _some(names: tuple[str, ...] | list[str]) -> str:
@@ -217,7 +200,7 @@ def _source(item: ReadItem) -> tuple[str, tuple[int, ...]]:
 
 
 def _dcp_metadata(index: Index, keys: Mapping[str, object]) -> Metadata:
-    """The index in DCP's terms."""
+    """Translate the index to DCP's terms."""
     return Metadata(
         {
             key: TensorStorageMetadata(

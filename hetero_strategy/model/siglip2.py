@@ -156,7 +156,7 @@ class Siglip2Backbone(HFAdapter, Backbone):
 
 
 def merge_order(grids: np.ndarray, merge: int) -> np.ndarray:
-    """Return row numbers of several grids' raster patches with each ``merge x merge`` cell contiguous, int64 ``[R]``."""
+    """Return row numbers of several grids' raster patches, each ``merge x merge`` cell contiguous, int64 ``[R]``."""
     grids = grids.reshape(-1, 2)
     lengths = grids.prod(axis=1)
     step = np.arange(int(lengths.sum())) - np.repeat(ragged.starts(lengths), lengths)
