@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -74,13 +75,17 @@ class Adapter(nn.Module):
     """FQNs of the parts that run before the blocks; :meth:`prune` sets them to None."""
     after_blocks: tuple[str, ...] = ()
     """FQNs of the parts that run after the blocks; :meth:`prune` sets them to None."""
+    tp_columns: tuple[str, ...] = ()
+    """Names inside a block of the linear maps whose outputs tensor parallelism splits; none: it is not possible."""
+    tp_rows: tuple[str, ...] = ()
+    """Names inside a block of the linear maps that follow those, whose inputs it splits."""
     sequence_parallel: bool = False
     """Whether :meth:`apply_tp` with tp > 1 shards the rows of this module over tp ranks, or leaves them replicated."""
     width: int
     """Size of the rows this module exchanges at its edges."""
     hidden_width: int
     """Size of the rows between its blocks, which one pipeline stage gives to the next."""
-    checkpoint: str | None = None
+    checkpoint: str | Path | None = None
     """Local Hugging Face folder that the initial values come from."""
     name: str = ""
     """The module's name in its :class:`MultimodalModel`."""
@@ -191,7 +196,12 @@ class Adapter(nn.Module):
 
     def tp_plan(self) -> dict[str, ParallelStyle] | None:
         """Return FQN (globs allowed) -> torch ParallelStyle, or None if this module cannot be tensor parallel."""
-        return None
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        if not self.tp_columns:
+            return None
+        plan: dict[str, ParallelStyle] = {f"{self.block_list}.*.{name}": ColwiseParallel() for name in self.tp_columns}
+        return plan | {f"{self.block_list}.*.{name}": RowwiseParallel() for name in self.tp_rows}
 
     def check_tp(self, tp: int) -> list[str]:
         """Return faults such as "heads 6 not divisible by tp 4"; empty if the module can be split ``tp`` ways."""
@@ -297,7 +307,7 @@ def _separate_random_numbers(module: nn.Module, plan: Mapping[str, ParallelStyle
     for fqn, part in module.named_modules():
         style = next((style for pattern, style in plan.items() if fnmatchcase(fqn, pattern)), None)
         if isinstance(style, ColwiseParallel):
-            part.register_forward_hook(lambda *_, place=fqn: numbers.part(place))
+            part.register_forward_hook(lambda *_, fqn=fqn: numbers.part(fqn))
         elif isinstance(style, RowwiseParallel):
             part.register_forward_pre_hook(lambda *_: numbers.join())
 
@@ -335,20 +345,6 @@ def linear_flops(module: nn.Module) -> int:
 def block_linear_flops(module: Adapter) -> np.ndarray:
     """Return the :func:`linear_flops` of each block, float64 ``[blocks]``."""
     return np.array([linear_flops(block) for block in module.meta_copy().blocks().values()], dtype=np.float64)
-
-
-def megatron_plan(blocks: str, *, columns: Sequence[str], rows: Sequence[str]) -> dict[str, ParallelStyle]:
-    """Return a plan that splits some linear maps of every block by columns and those that follow them by rows.
-
-    Args:
-        blocks: glob of the blocks' FQNs.
-        columns: names inside a block of the maps whose outputs are split.
-        rows: names inside a block of the maps whose inputs are split.
-    """
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    plan: dict[str, ParallelStyle] = {f"{blocks}.{name}": ColwiseParallel() for name in columns}
-    return plan | {f"{blocks}.{name}": RowwiseParallel() for name in rows}
 
 
 def divisible(tp: int, **sizes: int) -> list[str]:

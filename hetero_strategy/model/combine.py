@@ -139,5 +139,5 @@ def _in_unit_order(values: Tensor, units: np.ndarray, counts: np.ndarray) -> Ten
     """Sort runs of ``counts`` values, one run per unit in the order of ``units``, by unit number."""
     rank = np.argsort(np.argsort(units))
     starts = ragged.starts(counts[np.argsort(units)])[rank]
-    index = np.arange(len(values)) + np.repeat(starts - ragged.starts(counts), counts)
-    return torch.empty_like(values).index_copy_(0, torch.from_numpy(index).to(values.device), values)
+    index = torch.from_numpy(ragged.expand(starts, counts)).to(values.device)
+    return torch.empty_like(values).index_copy_(0, index, values)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +21,10 @@ from typing_extensions import override
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import DataError, ModelError
-from hetero_strategy.model.adapter import divisible, linear_flops, megatron_plan
+from hetero_strategy.model.adapter import divisible, linear_flops
 from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.generator import Generator
 from hetero_strategy.model.inputs import GeneratorInputs, Packing, host_index
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
 
 TIME_FEATURES = 64
 
@@ -99,6 +96,8 @@ class FlowDecoder(Generator):
     block_list = "layers"
     before_blocks = ("condition_norm", "condition_in", "patch_in")
     after_blocks = ("modulation_out", "patch_out")
+    tp_columns = ("attention.wq", "attention.wk", "attention.wv", "up")
+    tp_rows = ("attention.wo", "down")
 
     def __init__(self, width: int, feature: int, dim: int, n_layers: int, n_heads: int, ffn: int, steps: int) -> None:
         super().__init__()
@@ -146,11 +145,6 @@ class FlowDecoder(Generator):
             hidden = self.transform(self._rows(drawn, inputs, conditions, index), now)
             drawn = drawn + self._velocity(hidden, now).to(drawn.dtype) / self.sample_steps
         return drawn
-
-    @override
-    def tp_plan(self) -> dict[str, ParallelStyle]:
-        columns = ["attention.wq", "attention.wk", "attention.wv", "up"]
-        return megatron_plan("layers.*", columns=columns, rows=["attention.wo", "down"])  # modulation stays replicated
 
     @override
     def check_tp(self, tp: int) -> list[str]:
@@ -228,9 +222,8 @@ class FlowDecoder(Generator):
 
     def _patch_index(self, inputs: GeneratorInputs) -> Tensor:
         """Return the packed rows that are patches, int64 ``[R]``."""
-        lengths = inputs.packing.lengths
-        row_of_item = np.arange(int(lengths.sum())) - np.repeat(ragged.starts(lengths), lengths)
-        return host_index(np.flatnonzero(row_of_item >= np.repeat(inputs.rows, lengths)), inputs.time)
+        starts = ragged.starts(inputs.packing.lengths)
+        return host_index(ragged.expand(starts + inputs.rows, inputs.target_rows), inputs.time)
 
 
 def flow_decoder(

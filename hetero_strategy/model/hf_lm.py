@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops, megatron_plan
+from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
 from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.hf import HFAdapter, at_least_one_row, make_config, make_norms_precise
@@ -32,6 +32,8 @@ class HFCausalLM(HFAdapter, CausalLM):
     block_list = "model.model.layers"
     before_blocks = ("model.model.embed_tokens",)
     after_blocks = ("model.model.norm", "model.lm_head")
+    tp_columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    tp_rows = ("self_attn.o_proj", "mlp.down_proj")
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class HFCausalLM(HFAdapter, CausalLM):
         self.architecture = model_class.__name__
         self.config = self.model.config
         self.width = self.hidden_width = config.hidden_size
-        self.checkpoint = None if checkpoint is None else str(checkpoint)
+        self.checkpoint = checkpoint
         # Old folders hold rotary frequencies, and a tied head is the embedding.
         self.folder_ignored = ("*rotary_emb.inv_freq", *["lm_head.weight"] * config.tie_word_embeddings)
 
@@ -85,12 +87,7 @@ class HFCausalLM(HFAdapter, CausalLM):
     def tp_plan(self) -> dict[str, ParallelStyle]:
         from torch.distributed.tensor.parallel import SequenceParallel
 
-        columns = [f"self_attn.{name}_proj" for name in "qkv"]
-        plan = megatron_plan(
-            f"{self.block_list}.*",
-            columns=[*columns, "mlp.gate_proj", "mlp.up_proj"],
-            rows=["self_attn.o_proj", "mlp.down_proj"],
-        )
+        plan = super().tp_plan() or {}
         first: Any = next(iter(self.blocks().values()), None)
         if first is not None and hasattr(first.self_attn, "q_norm"):
             # One weight for all heads, of which each rank sees its own: the gradient is a sum over ranks. Heads are

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,14 +14,11 @@ from typing_extensions import override
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import DataError, ModelError
-from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops, megatron_plan
+from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import attention_pairs
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
 from hetero_strategy.model.hf import HFAdapter, make_config
 from hetero_strategy.model.inputs import EncoderInputs, Packing, host_index
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class Siglip2Backbone(HFAdapter, Backbone):
@@ -40,6 +37,8 @@ class Siglip2Backbone(HFAdapter, Backbone):
     block_list = "model.encoder.layers"
     before_blocks = ("model.embeddings",)
     after_blocks = ("model.post_layernorm",)
+    tp_columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.fc1")
+    tp_rows = ("self_attn.out_proj", "mlp.fc2")
     architecture = "Siglip2VisionModel"
     folder_prefixes = ("", "vision_model.")
     folder_ignored = ("head.*", "vision_model.head.*", "text_model.*", "logit_*")
@@ -61,7 +60,7 @@ class Siglip2Backbone(HFAdapter, Backbone):
         self.merge = merge
         self.hidden_width = config.hidden_size
         self.width = config.hidden_size * merge**2
-        self.checkpoint = None if checkpoint is None else str(checkpoint)
+        self.checkpoint = checkpoint
 
     @override
     def embed(self, inputs: EncoderInputs) -> Tensor:
@@ -102,13 +101,6 @@ class Siglip2Backbone(HFAdapter, Backbone):
         return int(np.sum(packing_lengths)) // self.merge**2
 
     @override
-    def tp_plan(self) -> dict[str, ParallelStyle]:
-        columns = [f"self_attn.{name}_proj" for name in "qkv"]
-        return megatron_plan(
-            f"{self.block_list}.*", columns=[*columns, "mlp.fc1"], rows=["self_attn.out_proj", "mlp.fc2"]
-        )
-
-    @override
     def check_tp(self, tp: int) -> list[str]:
         return divisible(tp, heads=self.config.num_attention_heads, feed_forward_width=self.config.intermediate_size)
 
@@ -139,8 +131,7 @@ class Siglip2Backbone(HFAdapter, Backbone):
         rows = torch.cat(resized).to(weight.dtype)
         sizes = grids.prod(axis=1)
         first = ragged.starts(sizes)[which.reshape(-1)]
-        index = host_index(np.repeat(first, inputs.packing.lengths), rows) + inputs.packing.positions
-        return F.embedding(index, rows)
+        return F.embedding(host_index(ragged.expand(first, inputs.packing.lengths), rows), rows)
 
     def _check(self, inputs: EncoderInputs) -> None:
         grids = inputs.sizes.reshape(-1, 2)
@@ -159,9 +150,9 @@ def merge_order(grids: np.ndarray, merge: int) -> np.ndarray:
     """Return row numbers of several grids' raster patches, each ``merge x merge`` cell contiguous, int64 ``[R]``."""
     grids = grids.reshape(-1, 2)
     lengths = grids.prod(axis=1)
-    step = np.arange(int(lengths.sum())) - np.repeat(ragged.starts(lengths), lengths)
+    step = ragged.expand(np.zeros_like(lengths), lengths)
     width = np.repeat(grids[:, 1], lengths)
-    # Number `step` of an image, counted cell by cell, is patch (row, column).
+    # Number ``step`` of an image, counted cell by cell, is patch (row, column).
     cell, inside = step // merge**2, step % merge**2
     row = cell // (width // merge) * merge + inside // merge
     column = cell % (width // merge) * merge + inside % merge

@@ -132,7 +132,7 @@ class TitanLlama(CausalLM):
         self.args = args
         self.width = self.hidden_width = args.dim
         self.max_length = args.max_seq_len
-        self.checkpoint = None if checkpoint is None else str(checkpoint)
+        self.checkpoint = checkpoint
         with torch.device("meta"):
             self.model = _titan().Transformer(args)
             for block in self.model.layers.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,14 +14,11 @@ from typing_extensions import override
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import DataError, ModelError
-from hetero_strategy.model.adapter import block_linear_flops, divisible, megatron_plan
+from hetero_strategy.model.adapter import block_linear_flops, divisible
 from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
 from hetero_strategy.model.hf import HFAdapter, at_least_one_row, make_config
 from hetero_strategy.model.inputs import EncoderInputs, Packing, host_index
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class WhisperBackbone(HFAdapter, Backbone):
@@ -41,6 +38,8 @@ class WhisperBackbone(HFAdapter, Backbone):
     block_list = "model.layers"
     before_blocks = ("model.conv1", "model.conv2", "model.embed_positions")
     after_blocks = ("model.layer_norm",)
+    tp_columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "fc1")
+    tp_rows = ("self_attn.out_proj", "fc2")
     architecture = "WhisperEncoder"
     folder_prefixes = ("", "model.encoder.", "encoder.")
     folder_ignored = ("decoder.*", "model.decoder.*", "proj_out.weight")
@@ -64,7 +63,7 @@ class WhisperBackbone(HFAdapter, Backbone):
         self.stack = stack
         self.hidden_width = config.d_model
         self.width = config.d_model * stack
-        self.checkpoint = None if checkpoint is None else str(checkpoint)
+        self.checkpoint = checkpoint
 
     @override
     def embed(self, inputs: EncoderInputs) -> Tensor:
@@ -98,11 +97,6 @@ class WhisperBackbone(HFAdapter, Backbone):
         return int(np.sum(-(-np.asarray(packing_lengths) // self.stack)))
 
     @override
-    def tp_plan(self) -> dict[str, ParallelStyle]:
-        columns = [f"self_attn.{name}_proj" for name in "qkv"]
-        return megatron_plan(f"{self.block_list}.*", columns=[*columns, "fc1"], rows=["self_attn.out_proj", "fc2"])
-
-    @override
     def check_tp(self, tp: int) -> list[str]:
         config = self.config
         return divisible(tp, heads=config.encoder_attention_heads, feed_forward_width=config.encoder_ffn_dim)
@@ -126,23 +120,20 @@ class WhisperBackbone(HFAdapter, Backbone):
         spans = clip_spans(frames)
         starts = ragged.starts(spans)
         total = max(int(spans.sum()), 2)  # without clips: one silent pair, so that the weights have a (zero) gradient
-        shift = starts - ragged.starts(frames)
-        frame_index = host_index(np.arange(int(frames.sum())) + np.repeat(shift, frames), inputs.values)
-        rows = inputs.packing.lengths
-        row_index = np.arange(int(rows.sum())) + np.repeat(starts // 2 - ragged.starts(rows), rows)
+        frame_index = host_index(ragged.expand(starts, frames), inputs.values)
+        row_index = host_index(ragged.expand(starts // 2, inputs.packing.lengths), inputs.values)
         mels = inputs.values.to(self.model.conv1.weight.dtype)
         line = mels.new_zeros(total, mels.shape[1]).index_copy(0, frame_index, mels)
         real = mels.new_zeros(total).index_fill(0, frame_index, 1)
         hidden = F.gelu(self.model.conv1(line.T[None]))
         hidden = F.gelu(self.model.conv2(hidden * real))
-        return hidden[0].T.index_select(0, host_index(row_index, mels))
+        return hidden[0].T.index_select(0, row_index)
 
     def _stacked(self, rows: Tensor, inputs: EncoderInputs) -> Tensor:
         lengths = inputs.packing.lengths
         spans = -(-lengths // self.stack) * self.stack
-        shift = ragged.starts(spans) - ragged.starts(lengths)
-        index = np.arange(int(lengths.sum())) + np.repeat(shift, lengths)
-        filled = rows.new_zeros(int(spans.sum()), rows.shape[1]).index_copy(0, host_index(index, rows), rows)
+        index = host_index(ragged.expand(ragged.starts(spans), lengths), rows)
+        filled = rows.new_zeros(int(spans.sum()), rows.shape[1]).index_copy(0, index, rows)
         return filled.reshape(-1, self.width)
 
     def _check(self, inputs: EncoderInputs) -> None:
