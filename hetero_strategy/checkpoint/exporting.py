@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hetero_strategy.checkpoint import folder as folders
-from hetero_strategy.checkpoint.folder import METADATA, Index, StoredTensor, rank_stem
+from hetero_strategy.checkpoint.folder import METADATA, Description, StoredTensor, rank_stem
 from hetero_strategy.checkpoint.tensorfile import Entry, TensorReader, check_dtype, write_tensors
 from hetero_strategy.errors import CheckpointError
 from hetero_strategy.model.adapter import Adapter
@@ -87,19 +87,19 @@ def export(
     Raises:
         CheckpointError: the checkpoint is damaged, has no such module, or ``folder`` cannot be written.
     """
-    source, index = folders.locate(Path(checkpoint))
-    metadata = folders.read_values(source, METADATA, index)
+    index = folders.describe(checkpoint)
+    metadata = folders.read_values(index, METADATA)
     record = metadata.get(EXPORT_KEY, {}) if isinstance(metadata, dict) else {}
     target = Path(os.path.abspath(folder))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is not an empty folder; choose another one to export to")
     temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
     written = []
-    with TensorReader(source, index.files) as reader:
+    with TensorReader(index.path, index.files) as reader:
         try:
             temporary.mkdir(parents=True)
             writer = _Writer(reader, index, dtype, file_bytes)
-            for path, keys in _keys_by_module(index, module, source, record).items():
+            for path, keys in _keys_by_module(index, module, record).items():
                 inside = path.rpartition(".")[2] if module is None and record else ""
                 if module is None and record and not path:
                     names: tuple[str, ...] = ()
@@ -115,9 +115,7 @@ def export(
     return tuple(written)
 
 
-def _keys_by_module(
-    index: Index, module: str | None, source: Path, record: Mapping[str, object]
-) -> dict[str, dict[str, str]]:
+def _keys_by_module(index: Description, module: str | None, record: Mapping[str, object]) -> dict[str, dict[str, str]]:
     """Return path of a module in the LightningModule ("" for none) -> name inside it -> key in the checkpoint."""
     keys = {key.removeprefix("model."): key for key in index.tensors if key.startswith("model.")}
     inside: dict[str, dict[str, str]] = {}
@@ -135,7 +133,7 @@ def _keys_by_module(
         known = sorted({name.split(".")[0] for name in keys}) if not inside else sorted(inside)
         problem = "no parameters" if not inside else "several places"
         raise CheckpointError(
-            f"{source}: {problem} for module {module!r}: there is {', '.join(known)}; give its full path"
+            f"{index.path}: {problem} for module {module!r}: there is {', '.join(known)}; give its full path"
         )
     return inside
 
@@ -145,7 +143,7 @@ class _Writer:
     """Writes one folder; arguments as of :func:`export`."""
 
     reader: TensorReader
-    index: Index
+    index: Description
     dtype: torch.dtype | None
     file_bytes: int
 

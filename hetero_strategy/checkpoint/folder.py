@@ -8,7 +8,7 @@
     rank-00000.state.json, rank-00000.state.safetensors  what one rank alone knows (random number states)
 
 A save writes ``<path>.tmp-<token>``, moves a present ``<path>`` to ``<path>.old``, moves the new folder in and deletes
-``<path>.old``. Killed at any moment it leaves ``<path>`` or ``<path>.old`` complete, and :func:`locate` finds which.
+``<path>.old``. Killed at any moment it leaves ``<path>`` or ``<path>.old`` complete, and :func:`describe` finds which.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class Index:
+class Description:
     """Everything about a checkpoint that can be known without reading tensors."""
 
+    path: Path
     world_size: int
     epoch: int | None
     step: int | None
@@ -80,32 +81,38 @@ class Index:
     files: Mapping[str, StoredFile]
 
     @property
+    def nbytes(self) -> int:
+        """Size of all files in bytes."""
+        return sum(file.nbytes for file in self.files.values())
+
+    @property
     def has_checksums(self) -> bool:
         """Whether damage is noticed; checkpoints of the version before have no checksums."""
         return all(file.checksums for file in self.files.values())
 
 
-@dataclass(frozen=True)
-class Description:
-    """A checkpoint in short: the folder read, when it was saved, its tensors and its size in bytes."""
-
-    path: Path
-    epoch: int | None
-    step: int | None
-    world_size: int
-    tensors: Mapping[str, StoredTensor]
-    nbytes: int
-
-
 def describe(path: str | os.PathLike[str]) -> Description:
-    """Read names, shapes and dtypes of a checkpoint from its index alone, in one process.
+    """Find the complete checkpoint of a path (the folder itself, or ``<path>.old`` after a killed save).
+
+    A path that names the temporary folder of a killed save stands for the checkpoint it was to replace. Only the index
+    is read, in one process.
 
     Raises:
-        CheckpointError: there is no complete checkpoint at ``path``.
+        CheckpointError: none is complete; the message says what is wrong with ``path``.
     """
-    folder, index = locate(Path(path))
-    nbytes = sum(file.nbytes for file in index.files.values())
-    return Description(folder, index.epoch, index.step, index.world_size, index.tensors, nbytes)
+    path = Path(path)
+    candidates = [path, old_of(path)]
+    if (temporary := _TEMPORARY.match(path.name)) is not None:
+        base = path.with_name(temporary["path"])
+        candidates += [base, old_of(base)]
+    first: CheckpointError | None = None
+    for candidate in candidates:
+        try:
+            return read_index(candidate)
+        except _Incomplete as fault:
+            first = first or fault
+    assert first is not None
+    raise first
 
 
 def remove(path: str | os.PathLike[str]) -> None:
@@ -150,30 +157,7 @@ class _Incomplete(CheckpointError):
     """What a killed save or removal leaves, as opposed to a damaged checkpoint."""
 
 
-def locate(path: Path) -> tuple[Path, Index]:
-    """Find the complete checkpoint of a path (the folder itself, or ``<path>.old`` after a killed save) and its index.
-
-    A path that names the temporary folder of a killed save stands for the checkpoint it was to replace.
-
-    Raises:
-        CheckpointError: none is complete; the message says what is wrong with ``path``.
-    """
-    candidates = [path, old_of(path)]
-    temporary = _TEMPORARY.match(path.name)
-    if temporary is not None:
-        base = path.with_name(temporary["path"])
-        candidates += [base, old_of(base)]
-    first: CheckpointError | None = None
-    for candidate in candidates:
-        try:
-            return candidate, read_index(candidate)
-        except _Incomplete as fault:
-            first = first or fault
-    assert first is not None
-    raise first
-
-
-def read_index(folder: Path) -> Index:
+def read_index(folder: Path) -> Description:
     """Read the index of a folder, after checking that every file is there in full length.
 
     Raises:
@@ -204,7 +188,7 @@ def read_index(folder: Path) -> Index:
     return index
 
 
-def write_index(folder: Path, index: Index) -> None:
+def write_index(folder: Path, index: Description) -> None:
     """Write the index, which declares the folder complete."""
     tensors = {
         key: {
@@ -235,7 +219,7 @@ def _own_checksum(body: bytes) -> bytes:
     return b',"crc32":"%08x"}' % zlib.crc32(body)
 
 
-def _parse_index(data: bytes, file: Path) -> Index:
+def _parse_index(data: bytes, file: Path) -> Description:
     try:
         content = json.loads(data)
         version = content["version"]
@@ -263,7 +247,7 @@ def _parse_index(data: bytes, file: Path) -> Index:
         # names come from a file anyone may have written: none may lead out of the folder
         if not all(_OURS.match(name) for name in files):
             raise ValueError(f"files {sorted(files)}")
-        return Index(int(content["world_size"]), content["epoch"], content["step"], tensors, files)
+        return Description(file.parent, int(content["world_size"]), content["epoch"], content["step"], tensors, files)
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as fault:
@@ -279,7 +263,7 @@ def write_values(folder: Path, stem: str, encoded: object, tensors: list[torch.T
     return files
 
 
-def read_values(folder: Path, stem: str, index: Index) -> Any:
+def read_values(index: Description, stem: str) -> Any:
     """Undo :func:`write_values`, checking in full; return None if the checkpoint has no such file.
 
     Raises:
@@ -287,7 +271,7 @@ def read_values(folder: Path, stem: str, index: Index) -> Any:
     """
     if f"{stem}.json" not in index.files:
         return None
-    file = folder / f"{stem}.json"
+    file = index.path / f"{stem}.json"
     try:
         data = file.read_bytes()
         if (checksums := index.files[file.name].checksums) and zlib.crc32(data) != checksums[0]:
@@ -299,14 +283,14 @@ def read_values(folder: Path, stem: str, index: Index) -> Any:
         raise CheckpointError(f"{file} is damaged: {fault}") from fault
     tensors: list[torch.Tensor] = []
     if f"{stem}.safetensors" in index.files:
-        with TensorReader(folder, index.files) as reader:
+        with TensorReader(index.path, index.files) as reader:
             names = reader.names(f"{stem}.safetensors")
             tensors = [reader.read(f"{stem}.safetensors", str(number)).clone() for number in range(len(names))]
     return decode(encoded, tensors)
 
 
 def publish(written: Path, path: Path) -> None:
-    """Move a complete folder to ``path``; at every moment :func:`locate` finds the new checkpoint or the one before."""
+    """Move a complete folder to ``path``; at any moment :func:`describe` finds the new checkpoint or the one before."""
     old = old_of(path)
     if path.exists():
         try:

@@ -11,7 +11,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from hetero_strategy.checkpoint import folder as folders
 from hetero_strategy.checkpoint.all_or_none import AllOrNone
-from hetero_strategy.checkpoint.folder import METADATA, Index, rank_stem
+from hetero_strategy.checkpoint.folder import METADATA, Description, rank_stem
 from hetero_strategy.checkpoint.tensorfile import TensorReader
 from hetero_strategy.errors import CheckpointError
 
@@ -73,13 +72,14 @@ def load(
             have been filled when a file turned out to be damaged.
     """
     team = AllOrNone.of(process_group)
-    folder, index = team.from_first(lambda: folders.locate(Path(os.path.abspath(path))))
+    index = team.from_first(lambda: folders.describe(os.path.abspath(path)))
+    folder = index.path
     names = sorted(key for key in index.tensors if key.startswith("model."))
 
     def check() -> bytes:
         if verify and team.rank == 0 and not index.has_checksums:
             warnings.warn(f"{folder} was saved without checksums: damage of its tensors is not noticed", stacklevel=2)
-        _check_fit(tensors, index, folder, strict)
+        _check_fit(tensors, index, strict)
         return bytes(key in tensors for key in names)
 
     def unexpected(everyone: list[bytes]) -> list[tuple[str, ...]]:
@@ -95,11 +95,11 @@ def load(
     missing = tuple(key for key in tensors if key not in index.tensors)
 
     def read() -> tuple[dict[str, Any], dict[str, Any] | None]:
-        _fill({key: tensor for key, tensor in tensors.items() if key in index.tensors}, folder, index, verify)
-        metadata = folders.read_values(folder, METADATA, index)
+        _fill({key: tensor for key, tensor in tensors.items() if key in index.tensors}, index, verify)
+        metadata = folders.read_values(index, METADATA)
         # with other ranks nobody needs the states, but a damaged one is reported: the file system may be at fault
         saved = range(team.rank, index.world_size, team.size)
-        states = [folders.read_values(folder, f"{rank_stem(rank)}.state", index) for rank in saved]
+        states = [folders.read_values(index, f"{rank_stem(rank)}.state") for rank in saved]
         state = states[0] if index.world_size == team.size else None
         if not isinstance(metadata, dict) or not isinstance(state, dict | None):
             raise CheckpointError(f"{folder}: metadata is not a dict; the checkpoint is damaged")
@@ -109,18 +109,8 @@ def load(
     return Loaded(metadata, state, missing, extra)
 
 
-def describe_together(
-    path: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None
-) -> folders.Description:
-    """:func:`describe` rank 0's path on every rank. Collective.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint; on all ranks alike.
-    """
-    return AllOrNone.of(process_group).from_first(lambda: folders.describe(path))
-
-
-def _check_fit(tensors: Mapping[str, torch.Tensor], index: Index, folder: Path, strict: bool) -> None:
+def _check_fit(tensors: Mapping[str, torch.Tensor], index: Description, strict: bool) -> None:
+    folder = index.path
     missing = [key for key in tensors if key not in index.tensors]
     lacking = [key for key in missing if not key.startswith("optim.")]
     if lacking and strict:
@@ -164,7 +154,8 @@ def _some(names: tuple[str, ...] | list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
 
 
-def _fill(tensors: Mapping[str, torch.Tensor], folder: Path, index: Index, verify: bool) -> None:
+def _fill(tensors: Mapping[str, torch.Tensor], index: Description, verify: bool) -> None:
+    folder = index.path
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), _dcp_metadata(index, tensors))
     try:
@@ -199,7 +190,7 @@ def _source(item: ReadItem) -> tuple[str, tuple[int, ...]]:
     return item.storage_index.fqn, tuple(item.storage_index.offset or ())
 
 
-def _dcp_metadata(index: Index, keys: Mapping[str, object]) -> Metadata:
+def _dcp_metadata(index: Description, keys: Mapping[str, object]) -> Metadata:
     """Translate the index to DCP's terms."""
     return Metadata(
         {

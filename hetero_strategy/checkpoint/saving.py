@@ -26,7 +26,7 @@ from typing_extensions import override
 from hetero_strategy.checkpoint import folder as folders
 from hetero_strategy.checkpoint.all_or_none import AllOrNone
 from hetero_strategy.checkpoint.codec import encode
-from hetero_strategy.checkpoint.folder import METADATA, Index, Piece, StoredTensor, rank_stem
+from hetero_strategy.checkpoint.folder import METADATA, Description, Piece, StoredTensor, rank_stem
 from hetero_strategy.checkpoint.tensorfile import Entry, StoredFile, check_dtype, write_tensors
 from hetero_strategy.errors import CheckpointError
 
@@ -91,8 +91,8 @@ class Checkpointer:
             _discard(team, temporary)
             raise
         epoch, step = (n if isinstance(n := metadata.get(key), int) else None for key in ("epoch", "global_step"))
-        index = Index(team.size, epoch, step, stored, {})
-        write = _Write(team, target, temporary, pieces, values, index)
+        index = Description(target, team.size, epoch, step, stored, {})
+        write = _Write(team, temporary, pieces, values, index)
         if async_:
             self._pending = self._writer.submit(write.run)
         else:
@@ -129,13 +129,12 @@ class _Write:
     """What is left to do once nothing depends on the live tensors any more: write, agree, publish."""
 
     team: AllOrNone
-    target: Path
     temporary: Path
     pieces: list[Entry]
     values: dict[str, tuple[object, list[torch.Tensor]]]
     """File name without ending -> encoded values and their tensors."""
-    index: Index
-    """The index, as yet without files."""
+    index: Description
+    """The checkpoint to be, as yet without files."""
 
     def run(self) -> None:
         try:
@@ -156,14 +155,14 @@ class _Write:
             return files
         except OSError as fault:
             raise CheckpointError(
-                f"cannot write checkpoint {self.target}: {fault.strerror or fault}; "
+                f"cannot write checkpoint {self.index.path}: {fault.strerror or fault}; "
                 "a previous checkpoint there is untouched"
             ) from fault
 
     def _publish(self, written: list[dict[str, StoredFile]]) -> list[None]:
         files = {name: file for part in written for name, file in part.items()}
         folders.write_index(self.temporary, dataclasses.replace(self.index, files=files))
-        folders.publish(self.temporary, self.target)
+        folders.publish(self.temporary, self.index.path)
         return [None] * self.team.size
 
 

@@ -133,13 +133,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 class TensorReader(SafetensorFiles):
-    """Tensors of a checkpoint's files, read by slices; headers are always checked.
-
-    Args:
-        folder: where the files lie.
-        files: what the index knows of them.
-        verify: whether to check the blocks that are read.
-    """
+    """Tensors of the files that an index lists, read by slices; headers are checked always, blocks with ``verify``."""
 
     def __init__(self, folder: Path, files: Mapping[str, StoredFile], *, verify: bool = True) -> None:
         super().__init__(folder)

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from hetero_strategy.checkpoint.all_or_none import AllOrNone
 from hetero_strategy.checkpoint.exporting import EXPORT_KEY, export_record
-from hetero_strategy.checkpoint.folder import remove
-from hetero_strategy.checkpoint.loading import describe_together, load
+from hetero_strategy.checkpoint.folder import StoredTensor, describe, remove
+from hetero_strategy.checkpoint.loading import load
 from hetero_strategy.checkpoint.saving import Checkpointer
 from hetero_strategy.errors import CheckpointError
 from hetero_strategy.model.adapter import Adapter
@@ -32,7 +33,6 @@ class TrainingState:
         prefix: FQN of the model inside the LightningModule, such as ``"model"``.
         modules: all modules of the model by name; this rank owns what is not on the meta device.
         group: gloo group of all ranks that nothing else uses.
-        asynchronous: whether to write in the background.
     """
 
     def __init__(
@@ -124,14 +124,16 @@ class TrainingState:
             optimizers: the optimizers whose state and groups are filled.
             rest: :meth:`rest_of` the module; what the checkpoint has of it is returned as ``state_dict``.
             strict: whether names on one side only, and other dtypes, are errors.
-            verify: whether to compare the checksums of what is loaded.
+            verify: as in :func:`~hetero_strategy.checkpoint.load`.
 
         Raises:
             CheckpointError: there is none, it is damaged, or it was saved from another model.
         """
         self.finalize()
         tensors = {f"model.{name}": value for name, value in self.model_tensors().items()}
-        stored = describe_together(path, process_group=self._group).tensors if optimizers or rest else {}
+        stored: Mapping[str, StoredTensor] = {}
+        if optimizers or rest:
+            stored = AllOrNone.of(self._group).from_first(lambda: describe(path)).tensors
         states = [self._empty_state(i, optimizer, stored) for i, optimizer in enumerate(optimizers)]
         beside: dict[str, Any] = {}
         for name, value in (rest or {}).items():
@@ -179,7 +181,7 @@ class TrainingState:
         self.seconds += time.perf_counter() - began
 
     def _empty_state(
-        self, number: int, optimizer: Optimizer, stored: Mapping[str, Any]
+        self, number: int, optimizer: Optimizer, stored: Mapping[str, StoredTensor]
     ) -> dict[Any, dict[str, torch.Tensor]]:
         """Allocate the state that the checkpoint has for each owned parameter, in its shapes."""
         keys: dict[str, list[str]] = {}

@@ -70,9 +70,9 @@ def combine(
 
     Args:
         plan: the step plan, with metadata and normalisers.
-        scored: language model -> outputs of its microbatches.
-        generated: generator -> outputs of its microbatches.
-        weights: module with a loss -> factor of its loss.
+        scored: outputs of the microbatches of each language model.
+        generated: outputs of the microbatches of each generator.
+        weights: factor of each module's loss.
         evaluation: whether to gather predicted tokens and drawings.
         device: where the scalars lie.
     """

@@ -242,10 +242,7 @@ def flow_decoder(
     Args:
         width: width of the language model's rows.
         patch_size: pixels on a side of a patch, as in the data's ``ImageTarget``.
-        channels: color channels of an image.
         dim: width of the rows inside.
-        n_layers: number of blocks.
-        n_heads: attention heads.
         ffn: inner width of the feed-forward network, ``4 * dim`` by default.
         sample_steps: Euler steps that draw an image.
 

@@ -29,12 +29,7 @@ def initial_units(
     Values come from the adapter's Hugging Face folder where it has one; what the folder lacks by nature (projector,
     tables of positions) and all values of other adapters are initialised. Tensors that were real when the adapter was
     made (a ready backbone) keep their values. Only one unit is in memory at a time.
-
-    Args:
-        name: the module's name in the model.
-        adapter: the whole module.
-        seed: the model's seed.
-        wanted: FQNs; units without any of them are not made. None: all units.
+    Units without any FQN in ``wanted`` are not made; ``None`` makes all.
 
     Raises:
         ModelError: nothing initialises a parameter or buffer, or the folder's names or shapes are not the module's.
@@ -58,13 +53,8 @@ def initial_units(
 
 
 def materialize(module: nn.Module, seed: int, *, name: str = "", device: torch.device | None = None) -> None:
-    """Give every meta parameter and buffer of a ``MultimodalModel`` or one :class:`Adapter` its first value.
-
-    Args:
-        module: the model, or an adapter.
-        seed: seed of the initialisation.
-        name: the adapter's module name; the model knows its own.
-        device: where the values go, torch's default device by default.
+    """Give every meta parameter and buffer of a ``MultimodalModel``, or of an :class:`Adapter` of this ``name``, its
+    first value on ``device``, torch's default device by default.
     """
     device = device or torch.get_default_device()
     if not isinstance(module, Adapter):

@@ -19,13 +19,7 @@ from torch import nn
 
 
 class RandomNumbers:
-    """The random numbers of one module.
-
-    Args:
-        seed: seed of the model.
-        name: name of the module in the model.
-        blocks: FQN -> block; before and after each of them the generators are seeded anew.
-    """
+    """The random numbers of one module; before and after each of its ``blocks`` the generators are seeded anew."""
 
     def __init__(self, seed: int, name: str, blocks: Mapping[str, nn.Module]) -> None:
         self._name = (seed, name)
@@ -53,7 +47,7 @@ class RandomNumbers:
         Args:
             metadata: the step plan's metadata, of which epoch and step are read.
             call: how often the model was called with this very batch before.
-            microbatch: number of the module's microbatch.
+            microbatch: number among the module's microbatches.
             instance: data-parallel coordinate.
             shard: coordinate among the instance's ranks.
             device: where the module lives.

@@ -40,14 +40,11 @@ def parallelize(
     """Put this rank's stages of ``module`` on its mesh, in place. Call on the module's ranks only.
 
     Args:
-        name: the module's name in the model.
         module: the whole module on the meta device. Afterwards it holds the tensors of this rank's stages under its own
             names; the others stay on meta.
-        layout: the module's resolved layout.
+        layout: its resolved layout.
         mesh: mesh of this rank's pipeline slice, with the axes above 1 among ``dp_replicate, dp_shard, tp``; None for
             one rank.
-        device: where this rank's shards live.
-        seed: seed of the initial values.
         recompute: whether a block's forward runs again in backward instead of keeping its activations.
         split: blocks of each stage; not read without a pipeline.
         pp_rank: this rank's pipeline coordinate.
@@ -172,10 +169,7 @@ def fill(stage: Adapter, values: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Write full tensors into a stage's parameters and buffers, each rank keeping its shard.
 
     Complex and integer buffers keep the dtype they are given, whatever the precision plugin made of the module.
-
-    Args:
-        stage: a stage, or a whole module.
-        values: pairs of a name in the whole module and the full tensor; those of other stages are left out.
+    ``values`` are pairs of a name in the whole module and the full tensor; those of other stages are left out.
     """
     parameters = owned_tensors(stage)
     buffers = dict(stage.named_buffers())

@@ -40,9 +40,7 @@ def per_microbatch(stage: nn.Module, is_last: bool) -> None:
     Not for a backward in two halves: FSDP's hooks take the end of the first for the end of the backward, and gradients
     of the second would be lost. Such a stage is gathered once per step.
 
-    Args:
-        stage: an FSDP root.
-        is_last: whether no backward of this stage follows in this step.
+    ``is_last`` says that no backward of this stage, an FSDP root, follows in this step.
     """
     for part in _parts(stage):
         part.set_requires_gradient_sync(is_last, recurse=False)

@@ -64,12 +64,7 @@ class Owned:
 def owned_parameters(
     stages: Mapping[str, Mapping[int, Adapter]], layouts: Mapping[str, ModuleLayout]
 ) -> dict[int, Owned]:
-    """Return the parameters that this rank owns, by ``id``.
-
-    Args:
-        stages: this rank's stages, by module and number, as ``parallelize`` gives them.
-        layouts: resolved layouts of all modules.
-    """
+    """Return the parameters in this rank's stages (as ``parallelize`` gives them, by module and number), by ``id``."""
     owned: dict[int, Owned] = {}
     for name, numbered in stages.items():
         layout = layouts[name]

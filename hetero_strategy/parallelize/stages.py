@@ -11,12 +11,9 @@ from hetero_strategy.model.adapter import Adapter
 
 
 def cut(module: Adapter, split: Sequence[int], numbers: Iterable[int]) -> dict[int, Adapter]:
-    """Cut a whole module into stages, returned by number; without a pipeline the only stage is the module itself.
+    """Make the stages of these numbers of a whole module, where ``split`` is the blocks of each stage.
 
-    Args:
-        module: the whole module.
-        split: blocks of each stage; with fewer than two entries there is no pipeline.
-        numbers: which stages to make.
+    With fewer than two entries there is no pipeline, and the only stage is the module itself.
     """
     if len(split) < 2:
         return {0: module}

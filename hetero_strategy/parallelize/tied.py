@@ -48,13 +48,9 @@ def find_tied(
     rank: int,
     group: Callable[[Iterable[int]], dist.ProcessGroup | None],
 ) -> Tied:
-    """Find the shared weights that this rank owns.
+    """Find the shared weights that this rank owns, after ``parallelize``.
 
-    Args:
-        modules: the whole modules, after ``parallelize``.
-        layouts: resolved layouts of all modules.
-        rank: this process's global rank.
-        group: ``GroupRegistry.group`` of a registry that was given :func:`tied_rank_sets`.
+    ``group`` is ``GroupRegistry.group`` of a registry that was given :func:`tied_rank_sets`.
     """
     owned = []
     for name, module in modules.items():
