@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from hetero_strategy.checkpoint import folder as folders
-from hetero_strategy.checkpoint.folder import METADATA, Description, StoredTensor, rank_stem
+from hetero_strategy.checkpoint.folder import METADATA, Description
+from hetero_strategy.checkpoint.loading import fill
 from hetero_strategy.checkpoint.tensorfile import Entry, TensorReader, check_dtype, write_tensors
 from hetero_strategy.errors import CheckpointError
 from hetero_strategy.model.adapter import Adapter
@@ -178,23 +179,11 @@ class _Writer:
         check_dtype(name, out)
 
         def get() -> torch.Tensor:
-            full = _whole(self.reader, key, stored).to(out)
-            return full if heads is None else pairs_to_halves(full, heads)
+            full = torch.empty(stored.shape, dtype=stored.dtype)
+            fill({key: full}, self.index, self.reader)
+            return full.to(out) if heads is None else pairs_to_halves(full.to(out), heads)
 
         return Entry(name, out, stored.shape, get)
-
-
-def _whole(reader: TensorReader, key: str, stored: StoredTensor) -> torch.Tensor:
-    full = torch.empty(stored.shape, dtype=stored.dtype)
-    filled = 0
-    for piece in stored.pieces:
-        box = tuple(slice(start, start + size) for start, size in zip(piece.offsets, piece.sizes, strict=True))
-        value = reader.read(f"{rank_stem(piece.rank)}.safetensors", piece.name(key, stored.shape))
-        full[box] = value
-        filled += value.numel()
-    if filled != full.numel():
-        raise CheckpointError(f"only {filled} of {full.numel()} elements of {key} are there; the checkpoint is damaged")
-    return full
 
 
 def _write(folder: Path, entries: list[Entry], file_bytes: int) -> None:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from hetero_strategy.checkpoint import folder as folders
 from hetero_strategy.checkpoint.all_or_none import AllOrNone
-from hetero_strategy.checkpoint.folder import METADATA, Description, rank_stem
+from hetero_strategy.checkpoint.folder import METADATA, Description, StoredTensor, rank_stem
 from hetero_strategy.checkpoint.tensorfile import TensorReader
 from hetero_strategy.errors import CheckpointError
 
@@ -95,7 +95,9 @@ def load(
     missing = tuple(key for key in tensors if key not in index.tensors)
 
     def read() -> tuple[dict[str, Any], dict[str, Any] | None]:
-        _fill({key: tensor for key, tensor in tensors.items() if key in index.tensors}, index, verify)
+        present = {key: tensor for key, tensor in tensors.items() if key in index.tensors}
+        with TensorReader(folder, index.files, verify=verify) as reader:
+            fill(present, index, reader)
         metadata = folders.read_values(index, METADATA)
         # with other ranks nobody needs the states, but a damaged one is reported: the file system may be at fault
         saved = range(team.rank, index.world_size, team.size)
@@ -154,35 +156,37 @@ def _some(names: tuple[str, ...] | list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
 
 
-def _fill(tensors: Mapping[str, torch.Tensor], index: Description, verify: bool) -> None:
-    folder = index.path
+def fill(tensors: Mapping[str, torch.Tensor], index: Description, reader: TensorReader) -> None:
+    """Fill tensors that the checkpoint has, in place, from the pieces that overlap this rank's parts of them.
+
+    Raises:
+        CheckpointError: a piece is missing or damaged, or a tensor has another shape.
+    """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), _dcp_metadata(index, tensors))
+    planner.set_up_planner(dict(tensors), Metadata({key: _dcp_metadata(index.tensors[key]) for key in tensors}))
     try:
         items = planner.create_local_plan().items
     except (ValueError, RuntimeError, AssertionError) as fault:
-        raise CheckpointError(f"{folder} cannot be matched with the model: {fault}") from fault
+        raise CheckpointError(f"{index.path} cannot be matched with the model: {fault}") from fault
     pieces = {(key, piece.offsets): piece for key in tensors for piece in index.tensors[key].pieces}
     filled: dict[str, int] = defaultdict(int)
-    with TensorReader(folder, index.files, verify=verify) as reader:
-        for item in sorted(items, key=lambda item: pieces[_source(item)].rank):
-            key, offsets = _source(item)
-            piece = pieces[key, offsets]
-            name = piece.name(key, index.tensors[key].shape)
-            target = planner.resolve_tensor(item).detach()
-            if target.numel():
-                file = f"{rank_stem(piece.rank)}.safetensors"
-                value = reader.read(file, name, tuple(item.storage_offsets), tuple(item.lengths))
-                if value.shape != target.shape:
-                    raise CheckpointError(f"{folder / file}: {name!r} has the wrong shape; the checkpoint is damaged")
-                target.copy_(value)
-            planner.commit_tensor(item, target)
-            filled[key] += target.numel()
+    for item in sorted(items, key=lambda item: pieces[_source(item)].rank):
+        key, offsets = _source(item)
+        piece = pieces[key, offsets]
+        target = planner.resolve_tensor(item).detach()
+        if target.numel():
+            file, name = f"{rank_stem(piece.rank)}.safetensors", piece.name(key, index.tensors[key].shape)
+            value = reader.read(file, name, tuple(item.storage_offsets), tuple(item.lengths))
+            if value.shape != target.shape:
+                raise CheckpointError(f"{index.path / file}: {name!r} has the wrong shape; the checkpoint is damaged")
+            target.copy_(value)
+        planner.commit_tensor(item, target)
+        filled[key] += target.numel()
     for key, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if filled[key] != local.numel():
             raise CheckpointError(
-                f"{folder}: only {filled[key]} of {local.numel()} elements of {key} are there; it is damaged"
+                f"{index.path}: only {filled[key]} of {local.numel()} elements of {key} are there; it is damaged"
             )
 
 
@@ -190,16 +194,6 @@ def _source(item: ReadItem) -> tuple[str, tuple[int, ...]]:
     return item.storage_index.fqn, tuple(item.storage_index.offset or ())
 
 
-def _dcp_metadata(index: Description, keys: Mapping[str, object]) -> Metadata:
-    """Translate the index to DCP's terms."""
-    return Metadata(
-        {
-            key: TensorStorageMetadata(
-                TensorProperties(dtype=stored.dtype),
-                torch.Size(stored.shape),
-                [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in stored.pieces],
-            )
-            for key, stored in index.tensors.items()
-            if key in keys
-        }
-    )
+def _dcp_metadata(stored: StoredTensor) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in stored.pieces]
+    return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), torch.Size(stored.shape), chunks)

@@ -90,7 +90,7 @@ class PackedAttention(nn.Module):
     def forward(
         self, x: Tensor, freqs_cis: Tensor, attention_masks: Packing, positions: Tensor | None = None
     ) -> Tensor:
-        """Rows ``[1, T, dim]`` -> ``[1, T, dim]``; torchtitan's block passes these four by position."""
+        """Attend among rows ``[1, T, dim]``; torchtitan's block passes these four arguments by position."""
         packing = attention_masks
         # -1 heads: tensor parallelism leaves only this rank's.
         query, key, value = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))

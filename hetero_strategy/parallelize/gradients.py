@@ -136,7 +136,7 @@ def scale(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 @torch.no_grad()
 def accumulate(into: Sequence[torch.Tensor], more: Sequence[torch.Tensor]) -> None:
-    """``into += more``, entry by entry, in place."""
+    """Add gradients to others in place, pair by pair."""
     if into:
         torch._foreach_add_([local(g) for g in into], [local(g) for g in more])
 

@@ -6,6 +6,7 @@ Both owners start from the same values and see the same summed gradient, so the 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,26 +17,20 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.parallelize.gradients import local
 
 
+@dataclass(frozen=True)
 class Tied:
-    """The shared weights that this rank owns.
+    """The shared weights that this rank owns."""
 
-    Args:
-        owned: module name, parameter and the group of its two owners.
-    """
-
-    def __init__(self, owned: Sequence[tuple[str, nn.Parameter, dist.ProcessGroup]]) -> None:
-        self._owned = list(owned)
+    owned: Sequence[tuple[str, nn.Parameter, dist.ProcessGroup]]
+    """Module name, parameter and the group of its two owners."""
 
     @torch.no_grad()
     def settle(self, worked: Collection[str]) -> None:
         """Sum the gradients of both owners, each already summed over data-parallel ranks; a missing one counts as zero.
 
-        A collective of the two owners.
-
-        Args:
-            worked: modules with a backward in this step; the others have no gradients on either side.
+        A collective of the two owners. Modules that have not ``worked`` in this step have no gradients on either side.
         """
-        for module, parameter, group in self._owned:
+        for module, parameter, group in self.owned:
             if module in worked:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
