@@ -187,7 +187,7 @@ def summarize(
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert module.model is not None
     counts = {
-        name: sum(p.numel() for p in adapter.twin().parameters())
+        name: sum(p.numel() for p in adapter.meta_copy().parameters())
         for name, adapter in module.model.modules_by_name.items()
     }
     return {

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from hetero_strategy.model import TitanLlama, titan_llama
+from hetero_strategy.model import titan_llama
+from hetero_strategy.model.titan import TitanLlama
 
 
 class TinyLlama(TitanLlama):

@@ -1,14 +1,14 @@
 """One checkpoint over all modules: owned tensors under global names, loadable into any other layout bit by bit.
 
-A checkpoint is a folder of safetensors and JSON (`folder` tells its files); nothing in it is ever unpickled.
-`python -m hetero_strategy.checkpoint --help` describes or exports one without a model.
+A checkpoint is a folder of safetensors and JSON (``folder`` describes its files); nothing in it is ever unpickled.
+``python -m hetero_strategy.checkpoint --help`` describes or exports one without a model.
 """
 
 from hetero_strategy.checkpoint.codec import decode, encode
 from hetero_strategy.checkpoint.exporting import EXPORT_KEY, Exported, export
 from hetero_strategy.checkpoint.folder import Description, Piece, StoredTensor, describe, remove
-from hetero_strategy.checkpoint.loading import Loaded, describe_together, load, load_metadata
-from hetero_strategy.checkpoint.saving import Checkpointer, PendingSave, save
+from hetero_strategy.checkpoint.loading import Loaded, load
+from hetero_strategy.checkpoint.saving import Checkpointer, save
 
 __all__ = [
     "EXPORT_KEY",
@@ -16,16 +16,13 @@ __all__ = [
     "Description",
     "Exported",
     "Loaded",
-    "PendingSave",
     "Piece",
     "StoredTensor",
     "decode",
     "describe",
-    "describe_together",
     "encode",
     "export",
     "load",
-    "load_metadata",
     "remove",
     "save",
 ]

@@ -1,4 +1,4 @@
-"""`python -m hetero_strategy.checkpoint describe|export ...`: what a person does with a checkpoint, without a model."""
+"""``python -m hetero_strategy.checkpoint describe|export ...``: look at a checkpoint or export it, without a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ does all of a checkpoint that was not saved by a run, or before runs recorded th
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the process's exit status. A CheckpointError is told in one line."""
+    """Run one command and return the process's exit status; a CheckpointError becomes one line on stderr."""
     parser = argparse.ArgumentParser(prog="python -m hetero_strategy.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("describe", help="list step, tensors, shapes and dtypes")
@@ -38,21 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "describe":
-            found = describe(chosen.checkpoint)
-            head = f"{found.path}: step {found.step}, epoch {found.epoch}, saved by {found.world_size} ranks"
-            lines = [f"{head}, {found.nbytes / 1e6:,.1f} MB"]
-            for key, stored in found.tensors.items():
+            about = describe(chosen.checkpoint)
+            head = f"{about.path}: step {about.step}, epoch {about.epoch}, saved by {about.world_size} ranks"
+            lines = [f"{head}, {about.nbytes / 1e6:,.1f} MB"]
+            for key, stored in about.tensors.items():
                 dtype = str(stored.dtype).removeprefix("torch.")
                 lines.append(f"{key}  {dtype} {list(stored.shape)}  in {len(stored.pieces)} pieces")
         else:
-            written = export(
-                chosen.checkpoint,
-                chosen.folder,
-                module=chosen.module,
-                dtype=dtypes.get(chosen.dtype),
-                file_bytes=int(chosen.file_gb * 1e9),
-            )
-            lines = [_told(one) for one in written]
+            cast, file_bytes = dtypes.get(chosen.dtype), int(chosen.file_gb * 1e9)
+            written = export(chosen.checkpoint, chosen.folder, module=chosen.module, dtype=cast, file_bytes=file_bytes)
+            lines = [_summary(exported) for exported in written]
     except CheckpointError as fault:
         sys.stderr.write(f"{fault}\n")
         return 1
@@ -60,12 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _told(one: Exported) -> str:
-    if not one.names:
-        return f"{one.folder / EXTRA}: {len(one.extra)} tensors outside the modules"
-    how = f"for transformers' {one.architecture}" if one.architecture else "under their own names"
-    more = f"; {len(one.extra)} more in {EXTRA}, under their own names" if one.extra else ""
-    return f"{one.folder}: {len(one.names)} tensors {how}{more}"
+def _summary(exported: Exported) -> str:
+    if not exported.names:
+        return f"{exported.folder / EXTRA}: {len(exported.extra)} tensors outside the modules"
+    how = f"for transformers' {exported.architecture}" if exported.architecture else "under their own names"
+    more = f"; {len(exported.extra)} more in {EXTRA}, under their own names" if exported.extra else ""
+    return f"{exported.folder}: {len(exported.names)} tensors {how}{more}"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """What a checkpoint says besides its tensors, as JSON and a list of tensors; never a pickle.
 
 A value of a type that JSON has (None, bool, int, str, finite float, list, dict with text keys) stands for itself. Any
-other is an object with one reserved key, `"$"`, that names its type. Tensors are taken out into a list, which the
-caller stores as safetensors. What has no form here is refused with the place and type of the value: running code found
-in a checkpoint is the only other way to bring it back.
+other becomes an object with one reserved key, ``"$"``, that names its type. Tensors are taken out into a list, which
+the caller stores as safetensors. What has no form here is refused with its path and type: the only other way to bring
+it back would be to run code found in a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import datetime
 import enum
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -27,148 +27,164 @@ TAG = "$"
 
 
 def encode(value: object) -> tuple[Any, list[torch.Tensor]]:
-    """Returns a JSON value and the tensors it refers to by number.
+    """Return a JSON value and the tensors it refers to by number.
 
-    The tensors are detached host copies, so `value` may change afterwards. Subclasses of dict and list come back as
+    The tensors are detached host copies, so ``value`` may change afterwards. Subclasses of dict and list come back as
     dict and list (OrderedDict stays), OmegaConf containers as plain ones with their interpolations resolved.
 
     Raises:
-        CheckpointError: a value has no form; the message gives its place (`callbacks.EMA.shadow`) and type.
+        CheckpointError: a value has no form; the message gives its path (``callbacks.EMA.shadow``) and type.
     """
-    tensors: list[torch.Tensor] = []
-    return _encode(value, (), tensors, set()), tensors
+    encoder = _Encoder()
+    return encoder.encode(value), encoder.tensors
 
 
 def decode(encoded: object, tensors: Sequence[torch.Tensor] = ()) -> Any:
-    """The inverse of `encode`. Builds only values of the types listed there; imports and calls nothing by name.
+    """Undo :func:`encode`. Builds only values of the types listed here; imports and calls nothing by name.
 
     Raises:
-        CheckpointError: `encoded` was not made by `encode`.
+        CheckpointError: ``encoded`` was not made by :func:`encode`.
     """
     try:
         return _decode(encoded, tensors)
+    except CheckpointError:
+        raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as fault:
-        if isinstance(fault, CheckpointError):
-            raise
         raise CheckpointError(f"checkpoint metadata is damaged: {type(fault).__name__}: {fault}") from fault
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype {name!r}")
+    return dtype
+
+
+def _bounds(value: Any) -> list[int | None]:
+    bounds = [value.start, value.stop, value.step]
+    if not all(bound is None or type(bound) is int for bound in bounds):
+        raise TypeError
+    return bounds
+
+
+_LEAVES: dict[str, tuple[type | tuple[type, ...], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "float": (float, lambda value: repr(float(value)), float),  # infinite or NaN
+    "complex": (complex, lambda value: [repr(value.real), repr(value.imag)], lambda parts: complex(*map(float, parts))),
+    "bytes": ((bytes, bytearray), lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    "path": (PurePath, str, Path),
+    "dtype": (torch.dtype, lambda value: str(value).removeprefix("torch."), _dtype),
+    "device": (torch.device, str, torch.device),
+    "size": (torch.Size, list, torch.Size),
+    "range": (range, _bounds, lambda bounds: range(*bounds)),
+    "slice": (slice, _bounds, lambda bounds: slice(*bounds)),
+    "timedelta": (
+        datetime.timedelta,
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda parts: datetime.timedelta(*parts),
+    ),
+    "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+}
+"""Name in the file -> types that it stands for, value to JSON, JSON to value."""
+
+_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+"""Name in the file -> type; subclasses are refused, as a named tuple would lose its names."""
 
 
 def _tagged(kind: str, value: object, **more: object) -> dict[str, object]:
     return {TAG: kind, "v": value, **more}
 
 
-def _encode(value: Any, place: tuple[str, ...], tensors: list[torch.Tensor], above: set[int]) -> Any:
-    # numpy's float64 and str_ are Python floats and strings too, and some enums are: they come first
-    if isinstance(value, np.generic):
-        return _array(np.asarray(value), "scalar", value, place)
-    if isinstance(value, enum.Enum):
-        if isinstance(value, str):
-            return str.__str__(value.value)
-        if isinstance(value, int):
-            return int(value)
-        raise _refused(value, place)
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else _tagged("float", repr(float(value)))
-    if isinstance(value, complex):
-        return _tagged(
-            "complex", [_encode(value.real, place, tensors, above), _encode(value.imag, place, tensors, above)]
-        )
-    if isinstance(value, torch.Tensor):
-        if isinstance(value, DTensor) or value.layout is not torch.strided or value.is_meta or value.is_quantized:
-            raise _refused(value, place, "a tensor here is a plain one, equal on all ranks")
-        tensors.append(value.detach().to("cpu", copy=True).contiguous())
-        return _tagged("tensor", len(tensors) - 1)
-    if isinstance(value, np.ndarray):
-        return _array(value, "array", value, place)
-    leaf = _encode_leaf(value)
-    if leaf is not None:
-        return leaf
+class _Encoder:
+    """Encodes one value, remembering its tensors and the way to the part that is being encoded."""
 
-    if id(value) in above:
-        raise _refused(value, place, "it contains itself")
-    above = above | {id(value)}
-    plain = _plain_config(value, place)
-    if plain is not None:
-        return _encode(plain, place, tensors, above)
-    if isinstance(value, dict):
-        return _encode_dict(value, place, tensors, above)
-    sequences: dict[type, str | None] = {list: None, tuple: "tuple", set: "set", frozenset: "frozenset"}
-    if isinstance(value, list) or type(value) in sequences:  # a named tuple would lose its names: refused
-        items = [_encode(item, (*place, str(i)), tensors, above) for i, item in enumerate(value)]
-        kind = sequences[list if isinstance(value, list) else type(value)]
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._path: list[str] = []
+        self._above: set[int] = set()
+
+    def encode(self, value: Any) -> Any:
+        # numpy's float64 and str_ are Python floats and strings too, and some enums are: they come first
+        if isinstance(value, (np.generic, np.ndarray)):
+            return self._array(value)
+        if isinstance(value, enum.Enum):
+            if not isinstance(value, (str, int)):
+                raise self._refused(value)
+            value = value.value
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, (str, int)):
+            return str(value) if isinstance(value, str) else int(value)
+        if isinstance(value, float) and math.isfinite(value):
+            return float(value)
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, DTensor) or value.layout is not torch.strided or value.is_meta or value.is_quantized:
+                raise self._refused(value, "a tensor here is a plain one, equal on all ranks")
+            self.tensors.append(value.detach().to("cpu", copy=True).contiguous())
+            return _tagged("tensor", len(self.tensors) - 1)
+        for kind, (types, to_json, _) in _LEAVES.items():
+            if isinstance(value, types):
+                try:
+                    return _tagged(kind, to_json(value))
+                except TypeError:
+                    raise self._refused(value) from None
+        if isinstance(value, type) and value.__module__.startswith("omegaconf."):
+            return value.__name__  # Lightning's `hparams_type`; it reads a name as "attribute dict"
+        if id(value) in self._above:
+            raise self._refused(value, "it contains itself")
+        self._above.add(id(value))
+        encoded = self._container(self._plain_config(value))
+        self._above.remove(id(value))
+        return encoded
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            if not isinstance(value, OrderedDict) and all(type(key) is str for key in value) and TAG not in value:
+                return {key: self._inside(key, item) for key, item in value.items()}
+            pairs = [[self._inside(f"key {key!r}", key), self._inside(str(key), item)] for key, item in value.items()]
+            return _tagged("ordered" if isinstance(value, OrderedDict) else "dict", pairs)
+        kind = next((name for name, sequence in _SEQUENCES.items() if type(value) is sequence), None)
+        if kind is None and not isinstance(value, list):
+            raise self._refused(value)
+        items = [self._inside(str(i), item) for i, item in enumerate(value)]
         return items if kind is None else _tagged(kind, items)
-    raise _refused(value, place)
 
+    def _inside(self, name: str, value: object) -> Any:
+        self._path.append(name)
+        encoded = self.encode(value)
+        self._path.pop()
+        return encoded
 
-def _encode_leaf(value: Any) -> object | None:
-    if isinstance(value, (bytes, bytearray)):
-        return _tagged("bytes", base64.b64encode(value).decode())
-    if isinstance(value, PurePath):
-        return _tagged("path", str(value))
-    if isinstance(value, (torch.dtype, torch.device)):
-        return _tagged(type(value).__name__, str(value).removeprefix("torch."))
-    if isinstance(value, torch.Size):
-        return _tagged("size", list(value))
-    if isinstance(value, (range, slice)):
-        bounds = [value.start, value.stop, value.step]
-        if all(bound is None or type(bound) is int for bound in bounds):
-            return _tagged(type(value).__name__, bounds)
-    if isinstance(value, datetime.timedelta):
-        return _tagged("timedelta", [value.days, value.seconds, value.microseconds])
-    if isinstance(value, datetime.datetime):
-        return _tagged("datetime", value.isoformat())
-    if isinstance(value, type) and value.__module__.startswith("omegaconf."):
-        return value.__name__  # Lightning's `hparams_type`; it reads a name as "attribute dict"
-    return None
+    def _array(self, value: np.generic | np.ndarray[Any, Any]) -> dict[str, object]:
+        array = np.asarray(value)
+        if array.dtype.hasobject or array.dtype.kind == "V":
+            raise self._refused(value, f"numpy dtype {array.dtype}")
+        data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+        kind = "scalar" if isinstance(value, np.generic) else "array"
+        return _tagged(kind, data, dtype=array.dtype.str, shape=list(array.shape))
 
+    def _plain_config(self, value: Any) -> Any:
+        """Turn an OmegaConf container into a plain one. Does not import omegaconf: its maker has done so."""
+        if not type(value).__module__.startswith("omegaconf."):
+            return value
+        from omegaconf import Container, OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
 
-def _encode_dict(value: dict[Any, Any], place: tuple[str, ...], tensors: list[torch.Tensor], above: set[int]) -> Any:
-    if not isinstance(value, OrderedDict) and all(type(key) is str for key in value) and TAG not in value:
-        return {key: _encode(item, (*place, key), tensors, above) for key, item in value.items()}
-    pairs = [
-        [_encode(key, (*place, f"key {key!r}"), tensors, above), _encode(item, (*place, str(key)), tensors, above)]
-        for key, item in value.items()
-    ]
-    return _tagged("ordered" if isinstance(value, OrderedDict) else "dict", pairs)
+        if not isinstance(value, Container):
+            return value
+        try:
+            # interpolations may point outside this part of the config, which a later process does not have
+            return OmegaConf.to_container(value, resolve=True, throw_on_missing=False)
+        except OmegaConfBaseException as fault:
+            raise self._refused(value, f"it does not resolve: {fault}") from fault
 
-
-def _array(array: np.ndarray[Any, Any], kind: str, value: object, place: tuple[str, ...]) -> dict[str, object]:
-    if array.dtype.hasobject or array.dtype.kind == "V":
-        raise _refused(value, place, f"numpy dtype {array.dtype}")
-    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-    return _tagged(kind, data, dtype=array.dtype.str, shape=list(array.shape))
-
-
-def _plain_config(value: object, place: tuple[str, ...]) -> object | None:
-    """A plain dict or list of an OmegaConf container, else None. Does not import omegaconf: its maker has done so."""
-    if not type(value).__module__.startswith("omegaconf."):
-        return None
-    from omegaconf import Container, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    if not isinstance(value, Container):
-        return None
-    try:
-        # interpolations may point outside this part of the config, which a later process does not have
-        return OmegaConf.to_container(value, resolve=True, throw_on_missing=False)
-    except OmegaConfBaseException as fault:
-        raise _refused(value, place, f"it does not resolve: {fault}") from fault
-
-
-def _refused(value: object, place: tuple[str, ...], why: str = "") -> CheckpointError:
-    kind = type(value)
-    reason = f" ({why})" if why else ""
-    return CheckpointError(
-        f"checkpoint['{'.'.join(place)}'] is a {kind.__module__}.{kind.__qualname__}{reason}, which a checkpoint "
-        "cannot hold without pickle. Store plain values: save_hyperparameters(ignore=[...]), or return them "
-        "from state_dict()."
-    )
+    def _refused(self, value: object, why: str = "") -> CheckpointError:
+        kind = type(value)
+        reason = f" ({why})" if why else ""
+        return CheckpointError(
+            f"checkpoint['{'.'.join(self._path)}'] is a {kind.__module__}.{kind.__qualname__}{reason}, which a"
+            " checkpoint cannot hold without pickle. Store plain values: save_hyperparameters(ignore=[...]), or return"
+            " them from state_dict()."
+        )
 
 
 def _decode(encoded: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -179,45 +195,16 @@ def _decode(encoded: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if TAG not in encoded:
         return {key: _decode(item, tensors) for key, item in encoded.items()}
     kind, value = encoded[TAG], encoded["v"]
-    match kind:
-        case "float":
-            return float(value)
-        case "complex":
-            return complex(*_decode(value, tensors))
-        case "tensor":
-            return tensors[value]
-        case "array" | "scalar":
-            array = np.frombuffer(base64.b64decode(value), dtype=np.dtype(encoded["dtype"])).reshape(encoded["shape"])
-            return array.copy() if kind == "array" else array[()]
-        case "bytes":
-            return base64.b64decode(value)
-        case "path":
-            return Path(value)
-        case "dtype":
-            found = getattr(torch, value)
-            if not isinstance(found, torch.dtype):
-                raise ValueError(f"no dtype {value!r}")
-            return found
-        case "device":
-            return torch.device(value)
-        case "size":
-            return torch.Size(value)
-        case "range":
-            return range(*value)
-        case "slice":
-            return slice(*value)
-        case "timedelta":
-            return datetime.timedelta(*value)
-        case "datetime":
-            return datetime.datetime.fromisoformat(value)
-        case "tuple":
-            return tuple(_decode(value, tensors))
-        case "set":
-            return set(_decode(value, tensors))
-        case "frozenset":
-            return frozenset(_decode(value, tensors))
-        case "dict":
-            return {_decode(key, tensors): _decode(item, tensors) for key, item in value}
-        case "ordered":
-            return OrderedDict((_decode(key, tensors), _decode(item, tensors)) for key, item in value)
+    if kind in _LEAVES:
+        return _LEAVES[kind][2](value)
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](_decode(value, tensors))
+    if kind == "tensor":
+        return tensors[value]
+    if kind in ("array", "scalar"):
+        array = np.frombuffer(base64.b64decode(value), dtype=np.dtype(encoded["dtype"])).reshape(encoded["shape"])
+        return array.copy() if kind == "array" else array[()]
+    if kind in ("dict", "ordered"):
+        pairs = ((_decode(key, tensors), _decode(item, tensors)) for key, item in value)
+        return dict(pairs) if kind == "dict" else OrderedDict(pairs)
     raise CheckpointError(f"checkpoint metadata holds a value of kind {kind!r}, unknown to this version")

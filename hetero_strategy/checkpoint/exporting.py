@@ -1,4 +1,4 @@
-"""Plain weights for other programs, from any checkpoint of a run: safetensors and config.json as Hugging Face has them.
+"""Plain weights for other programs, from any checkpoint of a run: safetensors and config.json as Hugging Face's.
 
 A save leaves in its metadata, under :data:`EXPORT_KEY`, what every module's parameters are called in its Hugging Face
 folder and what config.json says there, so that an export needs no model. Without such a record names stay ours.
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from hetero_strategy.checkpoint import folder as folders
-from hetero_strategy.checkpoint.folder import METADATA, Index, StoredTensor, rank_stem
+from hetero_strategy.checkpoint.folder import METADATA, Description
+from hetero_strategy.checkpoint.loading import fill
 from hetero_strategy.checkpoint.tensorfile import Entry, TensorReader, check_dtype, write_tensors
 from hetero_strategy.errors import CheckpointError
 from hetero_strategy.model.adapter import Adapter
@@ -32,38 +33,34 @@ FILE_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class Exported:
-    """One folder of an export.
-
-    Attributes:
-        folder: where it is.
-        names: of its tensors in model.safetensors.
-        architecture: the transformers class whose ``from_pretrained`` loads it; None: names are our own.
-        extra: names of its tensors in :data:`EXTRA`.
-    """
+    """One folder of an export."""
 
     folder: Path
     names: tuple[str, ...]
+    """Names of its tensors in model.safetensors."""
     architecture: str | None
+    """The transformers class whose ``from_pretrained`` loads it; None if the names are our own."""
     extra: tuple[str, ...]
+    """Names of its tensors in :data:`EXTRA`."""
 
 
 def export_record(modules: Mapping[str, Adapter]) -> dict[str, dict[str, Any]]:
-    """What a save keeps under :data:`EXPORT_KEY`.
+    """Return what a save keeps under :data:`EXPORT_KEY`.
 
     Args:
-        modules: start of the names of a module's parameters (``model.llm.``) -> the module.
+        modules: prefix of the names of a module's parameters (``model.llm.``) -> the module.
     """
-    record = {}
+    record: dict[str, dict[str, Any]] = {}
     for start, module in modules.items():
-        names = module.export_names()
-        tied = module.tied_weight()
-        if tied is not None and names:
+        weights, tied = module.hf_weights(), module.tied_weight()
+        if weights is None:
+            record[start.removesuffix(".")] = {}
+            continue
+        names = dict(weights.names)
+        if tied is not None:
             names[tied[1]] = names[tied[0]]  # one parameter under two names of ours has one there
-        record[start.removesuffix(".")] = {
-            "names": names,
-            "config": module.export_config(),
-            "paired_heads": module.paired_heads(),
-        }
+        heads = dict(weights.paired_heads)
+        record[start.removesuffix(".")] = {"names": names, "config": weights.config, "paired_heads": heads}
     return record
 
 
@@ -75,41 +72,41 @@ def export(
     dtype: torch.dtype | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> tuple[Exported, ...]:
-    """Writes a checkpoint's parameters to `folder`, in one process and without a model; one full tensor at a time.
+    """Write a checkpoint's parameters to ``folder``, in one process and without a model; one full tensor at a time.
 
     Every module becomes a folder of its name, with model.safetensors (several files and an index where it is large) and
-    config.json. What the Hugging Face model has no place for, such as a projector, is beside them in
-    :data:`EXTRA`; a module that has no such model keeps its own names. A checkpoint without a record gives one folder.
+    config.json. What the Hugging Face model has no place for, such as a projector, goes to :data:`EXTRA` beside them; a
+    module that has no such model keeps its own names. A checkpoint without a record gives one folder.
 
     Args:
         checkpoint: a checkpoint of any layout.
-        folder: where to; must not exist or be empty.
-        module: only this module's parameters, right in `folder` (`vision`; a dotted path is possible).
-        dtype: cast floating tensors to it; default: as stored.
+        folder: where to write; it must not exist or be empty.
+        module: export only this module (``vision`` or a dotted path), right in ``folder``.
+        dtype: dtype that floating tensors are cast to; by default they stay as stored.
         file_bytes: greatest size of a file of model weights, unless a single tensor is larger.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, has no such module, or `folder` cannot be written.
+        CheckpointError: the checkpoint is damaged, has no such module, or ``folder`` cannot be written.
     """
-    source, index = folders.locate(Path(checkpoint))
-    metadata = folders.read_values(source, METADATA, index)
+    index = folders.describe(checkpoint)
+    metadata = folders.read_values(index, METADATA)
     record = metadata.get(EXPORT_KEY, {}) if isinstance(metadata, dict) else {}
     target = Path(os.path.abspath(folder))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is not an empty folder; choose another one to export to")
     temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
     written = []
-    with TensorReader(source, index.files) as reader:
+    with TensorReader(index.path, index.files) as reader:
         try:
             temporary.mkdir(parents=True)
             writer = _Writer(reader, index, dtype, file_bytes)
-            for place, keys in _places(index, module, source, record).items():
-                inside = place.rpartition(".")[2] if module is None and record else ""
-                if module is None and record and not place:
+            for path, keys in _keys_by_module(index, module, record).items():
+                inside = path.rpartition(".")[2] if module is None and record else ""
+                if module is None and record and not path:
                     names: tuple[str, ...] = ()
                     architecture, extra = None, writer.write_extra(temporary, keys)
                 else:
-                    names, architecture, extra = writer.write(temporary / inside, keys, record.get(place, {}))
+                    names, architecture, extra = writer.write(temporary / inside, keys, record.get(path, {}))
                 written.append(Exported(target / inside, names, architecture, extra))
             os.rename(temporary, target)
         except (OSError, TypeError) as fault:  # TypeError: a config that JSON cannot hold
@@ -119,26 +116,25 @@ def export(
     return tuple(written)
 
 
-def _places(index: Index, module: str | None, source: Path, record: Mapping[str, object]) -> dict[str, dict[str, str]]:
-    """Path of a module in the LightningModule -> name inside it -> key in the checkpoint; "" what is in no module."""
+def _keys_by_module(index: Description, module: str | None, record: Mapping[str, object]) -> dict[str, dict[str, str]]:
+    """Return path of a module in the LightningModule ("" for none) -> name inside it -> key in the checkpoint."""
     keys = {key.removeprefix("model."): key for key in index.tensors if key.startswith("model.")}
-    if module is None:
-        places: dict[str, dict[str, str]] = {}
-        for name, key in keys.items():
-            place = next((place for place in record if name.startswith(f"{place}.")), "")
-            places.setdefault(place, {})[name.removeprefix(f"{place}.") if place else name] = key
-        return places
-    # the module may lie deeper than the root, below the LightningModule's own attribute
     inside: dict[str, dict[str, str]] = {}
+    if module is None:
+        for name, key in keys.items():
+            path = next((path for path in record if name.startswith(f"{path}.")), "")
+            inside.setdefault(path, {})[name.removeprefix(f"{path}.") if path else name] = key
+        return inside
+    # the module may lie deeper than the root, below the LightningModule's own attribute
     for name, key in keys.items():
-        at = f".{name}".find(f".{module}.")
-        if at >= 0:
-            inside.setdefault(name[:at] + module, {})[name[at + len(module) + 1 :]] = key
+        start = f".{name}".find(f".{module}.")
+        if start >= 0:
+            inside.setdefault(name[:start] + module, {})[name[start + len(module) + 1 :]] = key
     if len(inside) != 1:
         known = sorted({name.split(".")[0] for name in keys}) if not inside else sorted(inside)
         problem = "no parameters" if not inside else "several places"
         raise CheckpointError(
-            f"{source}: {problem} for module {module!r}: there is {', '.join(known)}; give its full path"
+            f"{index.path}: {problem} for module {module!r}: there is {', '.join(known)}; give its full path"
         )
     return inside
 
@@ -148,14 +144,14 @@ class _Writer:
     """Writes one folder; arguments as of :func:`export`."""
 
     reader: TensorReader
-    index: Index
+    index: Description
     dtype: torch.dtype | None
     file_bytes: int
 
     def write(
         self, folder: Path, keys: Mapping[str, str], record: Mapping[str, Any]
     ) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
-        """Names in model.safetensors, architecture, names in :data:`EXTRA`."""
+        """Write a module; return names in model.safetensors, the architecture and names in :data:`EXTRA`."""
         names, heads, config = (record.get(field) or {} for field in ("names", "paired_heads", "config"))
         if lacking := sorted(set(names) - set(keys)):
             raise CheckpointError(f"the checkpoint lacks {len(lacking)} parameters of a module, such as {lacking[0]!r}")
@@ -173,7 +169,7 @@ class _Writer:
         return tuple(sorted(weights)), architecture, self.write_extra(folder, extra) if extra else ()
 
     def write_extra(self, folder: Path, keys: Mapping[str, str]) -> tuple[str, ...]:
-        """Names in :data:`EXTRA`."""
+        """Write tensors to :data:`EXTRA` and return their names."""
         write_tensors(folder / EXTRA, [self._entry(fqn, key) for fqn, key in keys.items()])
         return tuple(sorted(keys))
 
@@ -183,23 +179,11 @@ class _Writer:
         check_dtype(name, out)
 
         def get() -> torch.Tensor:
-            full = _whole(self.reader, key, stored).to(out)
-            return full if heads is None else pairs_to_halves(full, heads)
+            full = torch.empty(stored.shape, dtype=stored.dtype)
+            fill({key: full}, self.index, self.reader)
+            return full.to(out) if heads is None else pairs_to_halves(full.to(out), heads)
 
         return Entry(name, out, stored.shape, get)
-
-
-def _whole(reader: TensorReader, key: str, stored: StoredTensor) -> torch.Tensor:
-    full = torch.empty(stored.shape, dtype=stored.dtype)
-    filled = 0
-    for piece in stored.pieces:
-        box = tuple(slice(start, start + size) for start, size in zip(piece.offsets, piece.sizes, strict=True))
-        value = reader.read(f"{rank_stem(piece.rank)}.safetensors", piece.name(key, stored.shape))
-        full[box] = value
-        filled += value.numel()
-    if filled != full.numel():
-        raise CheckpointError(f"only {filled} of {full.numel()} elements of {key} are there; the checkpoint is damaged")
-    return full
 
 
 def _write(folder: Path, entries: list[Entry], file_bytes: int) -> None:

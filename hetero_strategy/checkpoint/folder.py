@@ -4,11 +4,11 @@
                                 its end its own checksum. Written last: the folder is complete if and only if this file
                                 is there and the sizes are right
     rank-00000.safetensors      the pieces that rank 0 wrote, and so on
-    metadata.json, metadata.safetensors                  what is not a parameter, see `codec`
+    metadata.json, metadata.safetensors                  what is not a parameter, see ``codec``
     rank-00000.state.json, rank-00000.state.safetensors  what one rank alone knows (random number states)
 
-A save writes `<path>.tmp-<token>`, moves a present `<path>` to `<path>.old`, moves the new folder in and deletes
-`<path>.old`. Killed at any moment it leaves `<path>` or `<path>.old` complete, and `locate` finds the one that is.
+A save writes ``<path>.tmp-<token>``, moves a present ``<path>`` to ``<path>.old``, moves the new folder in and deletes
+``<path>.old``. Killed at any moment it leaves ``<path>`` or ``<path>.old`` complete, and :func:`describe` finds which.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ METADATA = "metadata"
 FORMAT = "hetero_strategy"
 VERSION = 2
 WITHOUT_CHECKSUMS = 1
-"""The version before; it is read too."""
+"""The version before, which is read too."""
 _OURS = re.compile(r"(checkpoint\.json(\.part)?|(metadata|rank-\d{5,}(\.state)?)\.(json|safetensors))$")
 _TEMPORARY = re.compile(r"(?P<path>.+)\.(tmp-[0-9a-f]+|old)$")
 
@@ -56,13 +56,13 @@ class Piece:
     sizes: tuple[int, ...]
 
     def name(self, key: str, shape: tuple[int, ...]) -> str:
-        """The piece's name inside its file; that of a whole tensor is the tensor's."""
+        """Return the piece's name inside its file; a whole tensor keeps its own."""
         return key if self.sizes == shape else f"{key}@{','.join(map(str, self.offsets))}"
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint. Its pieces do not overlap and fill `shape`."""
+    """A tensor of a checkpoint. Its pieces do not overlap and fill ``shape``."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -70,9 +70,10 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class Index:
+class Description:
     """Everything about a checkpoint that can be known without reading tensors."""
 
+    path: Path
     world_size: int
     epoch: int | None
     step: int | None
@@ -80,62 +81,68 @@ class Index:
     files: Mapping[str, StoredFile]
 
     @property
+    def nbytes(self) -> int:
+        """Size of all files in bytes."""
+        return sum(file.nbytes for file in self.files.values())
+
+    @property
     def has_checksums(self) -> bool:
-        """False: written by a version before there were any, so damage is not noticed."""
+        """Whether damage is noticed; checkpoints of the version before have no checksums."""
         return all(file.checksums for file in self.files.values())
 
 
-@dataclass(frozen=True)
-class Description:
-    """What `describe` found: the folder read, the step it was saved at, its tensors and its size in bytes."""
-
-    path: Path
-    epoch: int | None
-    step: int | None
-    world_size: int
-    tensors: Mapping[str, StoredTensor]
-    nbytes: int
-
-
 def describe(path: str | os.PathLike[str]) -> Description:
-    """Names, shapes and dtypes of a checkpoint, read from its index alone, in one process.
+    """Find the complete checkpoint of a path (the folder itself, or ``<path>.old`` after a killed save).
+
+    A path that names the temporary folder of a killed save stands for the checkpoint it was to replace. Only the index
+    is read, in one process.
 
     Raises:
-        CheckpointError: there is no complete checkpoint at `path`.
+        CheckpointError: none is complete; the message says what is wrong with ``path``.
     """
-    folder, index = locate(Path(path))
-    nbytes = sum(file.nbytes for file in index.files.values())
-    return Description(folder, index.epoch, index.step, index.world_size, index.tensors, nbytes)
+    path = Path(path)
+    candidates = [path, old_of(path)]
+    if (temporary := _TEMPORARY.match(path.name)) is not None:
+        base = path.with_name(temporary["path"])
+        candidates += [base, old_of(base)]
+    first: CheckpointError | None = None
+    for candidate in candidates:
+        try:
+            return read_index(candidate)
+        except _Incomplete as fault:
+            first = first or fault
+    assert first is not None
+    raise first
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Deletes a checkpoint and what killed saves left beside it, from one process. No checkpoint there: nothing to do.
+    """Delete a checkpoint, if there is one, and what killed saves left beside it, from one process.
 
     Raises:
-        CheckpointError: `path` holds something that is not a checkpoint of this library, or cannot be deleted.
+        CheckpointError: ``path`` holds something that is not a checkpoint of this library, or cannot be deleted.
     """
     path = Path(path)
     refuse_foreign(path)
     try:
         delete_leftovers(path)
-        _delete(old_of(path))  # before `path`, or it would take its place
+        _delete(old_of(path))  # before ``path``, or it would take its place
         _delete(path)
     except OSError as fault:
         raise CheckpointError(f"{path}: cannot delete the checkpoint: {fault.strerror}") from fault
 
 
 def old_of(path: Path) -> Path:
-    """Where the checkpoint at `path` waits while its successor moves in."""
+    """Return where the checkpoint at ``path`` waits while its successor moves in."""
     return path.with_name(path.name + ".old")
 
 
 def rank_stem(rank: int) -> str:
-    """File name, without ending, of what one rank wrote."""
+    """Return the file name, without ending, of what one rank wrote."""
     return f"rank-{rank:05d}"
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raises CheckpointError where a save or a removal would destroy something that is not ours."""
+    """Raise CheckpointError if a save or a removal would destroy something that is not ours."""
     if path.is_dir():
         foreign = sorted(name for name in os.listdir(path) if not _OURS.match(name))
         if foreign:
@@ -147,34 +154,11 @@ def refuse_foreign(path: Path) -> None:
 
 
 class _Incomplete(CheckpointError):
-    """What a killed save or removal leaves; a damaged checkpoint is another thing."""
+    """What a killed save or removal leaves, as opposed to a damaged checkpoint."""
 
 
-def locate(path: Path) -> tuple[Path, Index]:
-    """The complete checkpoint of a path: the folder itself, or `<path>.old` after a killed save, and its index.
-
-    A path that names the temporary folder of a killed save stands for the checkpoint it was to replace.
-
-    Raises:
-        CheckpointError: none is complete; says what is wrong with `path`.
-    """
-    candidates = [path, old_of(path)]
-    temporary = _TEMPORARY.match(path.name)
-    if temporary is not None:
-        base = path.with_name(temporary["path"])
-        candidates += [base, old_of(base)]
-    first: CheckpointError | None = None
-    for candidate in candidates:
-        try:
-            return candidate, read_index(candidate)
-        except _Incomplete as fault:
-            first = first or fault
-    assert first is not None
-    raise first
-
-
-def read_index(folder: Path) -> Index:
-    """The index of a folder, after checking that every file is there in full length.
+def read_index(folder: Path) -> Description:
+    """Read the index of a folder, after checking that every file is there in full length.
 
     Raises:
         CheckpointError: the folder is not a complete checkpoint.
@@ -194,18 +178,18 @@ def read_index(folder: Path) -> Index:
     index = _parse_index(data, folder / INDEX)
     for name, file in index.files.items():
         try:
-            found = os.path.getsize(folder / name)
+            nbytes = os.path.getsize(folder / name)
         except OSError as fault:
             raise _Incomplete(f"{folder / name}: {fault.strerror}; the checkpoint is not complete") from fault
-        if found != file.nbytes:
+        if nbytes != file.nbytes:
             raise CheckpointError(
-                f"{folder / name} has {found} bytes instead of {file.nbytes}; the checkpoint is damaged"
+                f"{folder / name} has {nbytes} bytes instead of {file.nbytes}; the checkpoint is damaged"
             )
     return index
 
 
-def write_index(folder: Path, index: Index) -> None:
-    """Declares the folder complete."""
+def write_index(folder: Path, index: Description) -> None:
+    """Write the index, which declares the folder complete."""
     tensors = {
         key: {
             "dtype": DTYPE_NAMES[stored.dtype],
@@ -231,11 +215,11 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def _own_checksum(body: bytes) -> bytes:
-    """Last field and closing brace of an index whose other bytes are `body`."""
+    """Return the last field and closing brace of an index whose other bytes are ``body``."""
     return b',"crc32":"%08x"}' % zlib.crc32(body)
 
 
-def _parse_index(data: bytes, file: Path) -> Index:
+def _parse_index(data: bytes, file: Path) -> Description:
     try:
         content = json.loads(data)
         version = content["version"]
@@ -263,15 +247,15 @@ def _parse_index(data: bytes, file: Path) -> Index:
         # names come from a file anyone may have written: none may lead out of the folder
         if not all(_OURS.match(name) for name in files):
             raise ValueError(f"files {sorted(files)}")
-        return Index(int(content["world_size"]), content["epoch"], content["step"], tensors, files)
+        return Description(file.parent, int(content["world_size"]), content["epoch"], content["step"], tensors, files)
+    except CheckpointError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as fault:
-        if isinstance(fault, CheckpointError):
-            raise
         raise CheckpointError(f"{file} is damaged: {type(fault).__name__}: {fault}") from fault
 
 
 def write_values(folder: Path, stem: str, encoded: object, tensors: list[torch.Tensor]) -> dict[str, StoredFile]:
-    """Writes what `codec.encode` returned; returns the files by name."""
+    """Write what ``codec.encode`` returned; return the files by name."""
     files = {f"{stem}.json": _write(folder / f"{stem}.json", _json(encoded))}
     if tensors:
         entries = [Entry.of(str(number), tensor) for number, tensor in enumerate(tensors)]
@@ -279,40 +263,40 @@ def write_values(folder: Path, stem: str, encoded: object, tensors: list[torch.T
     return files
 
 
-def read_values(folder: Path, stem: str, index: Index) -> Any:
-    """The inverse of `write_values`, checked in full; None where the checkpoint has no such file.
+def read_values(index: Description, stem: str) -> Any:
+    """Undo :func:`write_values`, checking in full; return None if the checkpoint has no such file.
 
     Raises:
         CheckpointError: a file is damaged.
     """
     if f"{stem}.json" not in index.files:
         return None
-    file = folder / f"{stem}.json"
+    file = index.path / f"{stem}.json"
     try:
         data = file.read_bytes()
         if (checksums := index.files[file.name].checksums) and zlib.crc32(data) != checksums[0]:
             raise CheckpointError(damaged(file, "it"))
         encoded = json.loads(data)
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as fault:
-        if isinstance(fault, CheckpointError):
-            raise
         raise CheckpointError(f"{file} is damaged: {fault}") from fault
     tensors: list[torch.Tensor] = []
     if f"{stem}.safetensors" in index.files:
-        with TensorReader(folder, index.files) as reader:
+        with TensorReader(index.path, index.files) as reader:
             names = reader.names(f"{stem}.safetensors")
             tensors = [reader.read(f"{stem}.safetensors", str(number)).clone() for number in range(len(names))]
     return decode(encoded, tensors)
 
 
 def publish(written: Path, path: Path) -> None:
-    """Moves a complete folder to `path`; at every moment `locate(path)` finds the new checkpoint or the one before."""
+    """Move a complete folder to ``path``; at any moment :func:`describe` finds the new checkpoint or the one before."""
     old = old_of(path)
     if path.exists():
         try:
             read_index(path)
         except CheckpointError:
-            _delete(path)  # the complete one, if any, is `old`: it stays until the new one is in
+            _delete(path)  # the complete one, if any, is ``old``: it stays until the new one is in
         else:
             _delete(old)
             os.rename(path, old)
@@ -322,7 +306,7 @@ def publish(written: Path, path: Path) -> None:
 
 
 def delete_leftovers(path: Path) -> None:
-    """Deletes the temporary folders of killed saves to `path`."""
+    """Delete the temporary folders of killed saves to ``path``."""
     if path.parent.is_dir():
         for name in os.listdir(path.parent):
             temporary = _TEMPORARY.match(name)
@@ -331,7 +315,7 @@ def delete_leftovers(path: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Killed on the way it leaves a folder that lacks a file of its index, which `read_index` refuses."""
+    # Killed on the way it leaves a folder that lacks a file of its index, which read_index refuses.
     if folder.is_dir():
         shutil.rmtree(folder)
 
@@ -349,7 +333,7 @@ def _write(file: Path, data: bytes) -> StoredFile:
 
 
 def _sync(folder: Path) -> None:
-    """Makes renames in a folder survive a power cut."""
+    """Make renames in a folder survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

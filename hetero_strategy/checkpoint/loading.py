@@ -1,7 +1,7 @@
 """Fills owned tensors from a checkpoint that any other layout wrote.
 
-What overlaps what is worked out by DCP's planner (`DefaultLoadPlanner`); the pieces are read as slices of safetensors
-files. Nothing in a checkpoint is ever unpickled or imported.
+DCP's planner (``DefaultLoadPlanner``) works out what overlaps what; the pieces are read as slices of safetensors files.
+Nothing in a checkpoint is ever unpickled or imported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from hetero_strategy.checkpoint import folder as folders
 from hetero_strategy.checkpoint.all_or_none import AllOrNone
-from hetero_strategy.checkpoint.folder import METADATA, Index, rank_stem
+from hetero_strategy.checkpoint.folder import METADATA, Description, StoredTensor, rank_stem
 from hetero_strategy.checkpoint.tensorfile import TensorReader
 from hetero_strategy.errors import CheckpointError
 
@@ -37,20 +36,17 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load returns besides the tensors it filled.
-
-    Attributes:
-        metadata: as saved.
-        rank_state: what this rank saved; None where the checkpoint has none or was saved by another number of ranks.
-        missing: names this rank asked for that the checkpoint lacks; their tensors are untouched. With `strict` only
-            optimizer states of parameters that had none when saving (no gradient yet): leave these states empty.
-        unexpected: `model.` names in the checkpoint that no rank asked for; empty with `strict`.
-    """
+    """What a load returns besides the tensors it filled."""
 
     metadata: dict[str, Any]
+    """The metadata as saved."""
     rank_state: dict[str, Any] | None
+    """What this rank saved; None where the checkpoint has none or was saved by another number of ranks."""
     missing: tuple[str, ...]
+    """Names this rank asked for that the checkpoint lacks; their tensors are untouched. With ``strict`` only optimizer
+    states of parameters that had none when saving (no gradient yet): leave these states empty."""
     unexpected: tuple[str, ...]
+    """``model.`` names in the checkpoint that no rank asked for; empty with ``strict``."""
 
 
 def load(
@@ -61,32 +57,33 @@ def load(
     verify: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
-    """Fills `tensors` in place, bit by bit as saved, whatever layout and number of ranks saved them. Collective.
+    """Fill ``tensors`` in place, bit by bit as saved, whatever layout and number of ranks saved them. Collective.
 
     Args:
         tensors: what this rank owns under global names; plain tensors or DTensors on any mesh, not on meta.
         path: the checkpoint (rank 0's is used); after a killed save its predecessor stands in.
-        strict: refuse `model.` names on one side only, and another dtype. Otherwise these are reported, and cast.
+        strict: refuse ``model.`` names on one side only, and another dtype; otherwise report the names and cast.
         verify: compare the checksum of every block of a tensor that is read. Those of index, headers and metadata, of
             all ranks, are always compared: they are small.
-        process_group: the ranks that take part; default: all.
+        process_group: the ranks that take part; all by default.
 
     Raises:
         CheckpointError: no checkpoint, a damaged one, or one that does not fit; on all ranks alike. Some tensors may
             have been filled when a file turned out to be damaged.
     """
     team = AllOrNone.of(process_group)
-    folder, index = team.from_first(lambda: folders.locate(Path(os.path.abspath(path))))
+    index = team.from_first(lambda: folders.describe(os.path.abspath(path)))
+    folder = index.path
     names = sorted(key for key in index.tensors if key.startswith("model."))
 
-    def check() -> tuple[tuple[str, ...], bytes]:
+    def check() -> bytes:
         if verify and team.rank == 0 and not index.has_checksums:
             warnings.warn(f"{folder} was saved without checksums: damage of its tensors is not noticed", stacklevel=2)
-        missing = _check_wanted(tensors, index, folder, strict)
-        return missing, bytes(key in tensors for key in names)
+        _check_fit(tensors, index, strict)
+        return bytes(key in tensors for key in names)
 
-    def unexpected(everyone: list[tuple[tuple[str, ...], bytes]]) -> list[tuple[str, ...]]:
-        extra = tuple(key for i, key in enumerate(names) if not any(wanted[i] for _, wanted in everyone))
+    def unexpected(everyone: list[bytes]) -> list[tuple[str, ...]]:
+        extra = tuple(key for i, key in enumerate(names) if not any(asked[i] for asked in everyone))
         if extra and strict:
             raise CheckpointError(
                 f"{folder} holds {len(extra)} tensors that the model does not have: {_some(extra)}; "
@@ -98,11 +95,13 @@ def load(
     missing = tuple(key for key in tensors if key not in index.tensors)
 
     def read() -> tuple[dict[str, Any], dict[str, Any] | None]:
-        _fill({key: tensor for key, tensor in tensors.items() if key in index.tensors}, folder, index, verify)
-        metadata = folders.read_values(folder, METADATA, index)
-        # in another world nobody needs the ranks' states, but a damaged one is told: the file system may be at fault
+        present = {key: tensor for key, tensor in tensors.items() if key in index.tensors}
+        with TensorReader(folder, index.files, verify=verify) as reader:
+            fill(present, index, reader)
+        metadata = folders.read_values(index, METADATA)
+        # with other ranks nobody needs the states, but a damaged one is reported: the file system may be at fault
         saved = range(team.rank, index.world_size, team.size)
-        states = [folders.read_values(folder, f"{rank_stem(rank)}.state", index) for rank in saved]
+        states = [folders.read_values(index, f"{rank_stem(rank)}.state") for rank in saved]
         state = states[0] if index.world_size == team.size else None
         if not isinstance(metadata, dict) or not isinstance(state, dict | None):
             raise CheckpointError(f"{folder}: metadata is not a dict; the checkpoint is damaged")
@@ -112,32 +111,9 @@ def load(
     return Loaded(metadata, state, missing, extra)
 
 
-def describe_together(
-    path: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None
-) -> folders.Description:
-    """`describe` of rank 0's path, read there and known on every rank. Collective.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint; on all ranks alike.
-    """
-    return AllOrNone.of(process_group).from_first(lambda: folders.describe(path))
-
-
-def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The metadata of a checkpoint alone, in one process.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint at `path`.
-    """
-    folder, index = folders.locate(Path(path))
-    metadata = folders.read_values(folder, METADATA, index)
-    if not isinstance(metadata, dict):
-        raise CheckpointError(f"{folder}: metadata is not a dict; the checkpoint is damaged")
-    return metadata
-
-
-def _check_wanted(tensors: Mapping[str, torch.Tensor], index: Index, folder: Path, strict: bool) -> tuple[str, ...]:
-    missing = tuple(key for key in tensors if key not in index.tensors)
+def _check_fit(tensors: Mapping[str, torch.Tensor], index: Description, strict: bool) -> None:
+    folder = index.path
+    missing = [key for key in tensors if key not in index.tensors]
     lacking = [key for key in missing if not key.startswith("optim.")]
     if lacking and strict:
         raise CheckpointError(
@@ -174,41 +150,43 @@ def _check_wanted(tensors: Mapping[str, torch.Tensor], index: Index, folder: Pat
                 f"{key} is {stored.dtype} in {folder} but {tensor.dtype} in the model; "
                 "use the precision it was saved with, or load with strict=False (strict_loading=False) to cast"
             )
-    return missing
 
 
 def _some(names: tuple[str, ...] | list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
 
 
-def _fill(tensors: Mapping[str, torch.Tensor], folder: Path, index: Index, verify: bool) -> None:
+def fill(tensors: Mapping[str, torch.Tensor], index: Description, reader: TensorReader) -> None:
+    """Fill tensors that the checkpoint has, in place, from the pieces that overlap this rank's parts of them.
+
+    Raises:
+        CheckpointError: a piece is missing or damaged, or a tensor has another shape.
+    """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), _dcp_metadata(index, tensors))
+    planner.set_up_planner(dict(tensors), Metadata({key: _dcp_metadata(index.tensors[key]) for key in tensors}))
     try:
         items = planner.create_local_plan().items
     except (ValueError, RuntimeError, AssertionError) as fault:
-        raise CheckpointError(f"{folder} cannot be matched with the model: {fault}") from fault
+        raise CheckpointError(f"{index.path} cannot be matched with the model: {fault}") from fault
     pieces = {(key, piece.offsets): piece for key in tensors for piece in index.tensors[key].pieces}
     filled: dict[str, int] = defaultdict(int)
-    with TensorReader(folder, index.files, verify=verify) as reader:
-        for item in sorted(items, key=lambda item: pieces[_source(item)].rank):
-            key, offsets = _source(item)
-            piece = pieces[key, offsets]
-            name = piece.name(key, index.tensors[key].shape)
-            target = planner.resolve_tensor(item).detach()
-            if target.numel():
-                file = f"{rank_stem(piece.rank)}.safetensors"
-                value = reader.read(file, name, tuple(item.storage_offsets), tuple(item.lengths))
-                if value.shape != target.shape:
-                    raise CheckpointError(f"{folder / file}: {name!r} has the wrong shape; the checkpoint is damaged")
-                target.copy_(value)
-            planner.commit_tensor(item, target)
-            filled[key] += target.numel()
+    for item in sorted(items, key=lambda item: pieces[_source(item)].rank):
+        key, offsets = _source(item)
+        piece = pieces[key, offsets]
+        target = planner.resolve_tensor(item).detach()
+        if target.numel():
+            file, name = f"{rank_stem(piece.rank)}.safetensors", piece.name(key, index.tensors[key].shape)
+            value = reader.read(file, name, tuple(item.storage_offsets), tuple(item.lengths))
+            if value.shape != target.shape:
+                raise CheckpointError(f"{index.path / file}: {name!r} has the wrong shape; the checkpoint is damaged")
+            target.copy_(value)
+        planner.commit_tensor(item, target)
+        filled[key] += target.numel()
     for key, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if filled[key] != local.numel():
             raise CheckpointError(
-                f"{folder}: only {filled[key]} of {local.numel()} elements of {key} are there; it is damaged"
+                f"{index.path}: only {filled[key]} of {local.numel()} elements of {key} are there; it is damaged"
             )
 
 
@@ -216,16 +194,6 @@ def _source(item: ReadItem) -> tuple[str, tuple[int, ...]]:
     return item.storage_index.fqn, tuple(item.storage_index.offset or ())
 
 
-def _dcp_metadata(index: Index, keys: Mapping[str, object]) -> Metadata:
-    """The index in DCP's terms."""
-    return Metadata(
-        {
-            key: TensorStorageMetadata(
-                TensorProperties(dtype=stored.dtype),
-                torch.Size(stored.shape),
-                [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in stored.pieces],
-            )
-            for key, stored in index.tensors.items()
-            if key in keys
-        }
-    )
+def _dcp_metadata(stored: StoredTensor) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in stored.pieces]
+    return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), torch.Size(stored.shape), chunks)

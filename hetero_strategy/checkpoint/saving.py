@@ -1,7 +1,7 @@
 """Writes one checkpoint from what every rank owns, now or in the background.
 
-The plan of who writes which piece is DCP's (`torch.distributed.checkpoint.DefaultSavePlanner`: it knows DTensors of any
-layout and drops replicas); files, index and atomic replacement are ours (`folder`), because DCP's own storage pickles.
+DCP plans who writes which piece (``torch.distributed.checkpoint.DefaultSavePlanner`` knows DTensors of any layout and
+drops replicas); files, index and atomic replacement are ours (``folder``), because DCP's own storage pickles.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import dataclasses
 import os
 import secrets
 import shutil
-import threading
 from collections import defaultdict
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,49 +21,28 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from hetero_strategy.checkpoint import folder as folders
 from hetero_strategy.checkpoint.all_or_none import AllOrNone
 from hetero_strategy.checkpoint.codec import encode
-from hetero_strategy.checkpoint.folder import METADATA, Index, Piece, StoredTensor, rank_stem
+from hetero_strategy.checkpoint.folder import METADATA, Description, Piece, StoredTensor, rank_stem
 from hetero_strategy.checkpoint.tensorfile import Entry, StoredFile, check_dtype, write_tensors
 from hetero_strategy.errors import CheckpointError
 
-_Values = tuple[object, list[torch.Tensor]]
-
-
-class PendingSave:
-    """A save that may still be writing. `wait` on every rank, from the thread that trains."""
-
-    def __init__(self, path: Path, thread: threading.Thread | None = None) -> None:
-        self.path = path
-        self._thread = thread
-        self._fault: Exception | None = None
-
-    def wait(self) -> None:
-        """Returns once the checkpoint is in place.
-
-        Raises:
-            CheckpointError: it could not be written, on all ranks alike; the previous one is untouched.
-        """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._fault is not None:
-            raise CheckpointError(str(self._fault)) from self._fault
-
 
 class Checkpointer:
-    """Saves one after another: a save waits for the one before. Not for several threads.
+    """Saves one checkpoint after another: a save waits for the one before. Not for several threads.
 
     Args:
-        process_group: a gloo group of all ranks that save. Saves in the background need one that nothing else uses:
-            its collectives run in another thread while training goes on.
+        process_group: the ranks that save; all by default. Saves in the background need a gloo group that nothing else
+            uses: its collectives run in another thread while training goes on.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self._group = process_group
-        self._pending: PendingSave | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoint")  # a program that ends early still gets its checkpoint
+        self._pending: Future[None] | None = None
 
     def save(
         self,
@@ -74,19 +53,63 @@ class Checkpointer:
         rank_state: Mapping[str, object] | None = None,
         async_: bool = False,
     ) -> None:
-        """`save`, after the pending one has ended; raises that one's CheckpointError where it failed."""
-        self.finalize()
-        self._pending = save(tensors, metadata, path, rank_state=rank_state, process_group=self._group, async_=async_)
+        """Write the checkpoint ``path`` (a folder, replaced as a whole). Every rank of the group calls it.
 
-    def finalize(self) -> None:
-        """Waits for the pending save, if any. Call it on every rank before removing a checkpoint and at the end.
+        Args:
+            tensors: what this rank owns under global names (``model.<fqn>``, ``optim.<i>.<fqn>.<state>``): plain
+                tensors or DTensors on any mesh. Of equal copies of a plain tensor the lowest rank's is written.
+            metadata: everything else that :func:`encode` takes; rank 0's is written. ``epoch`` and ``global_step`` also
+                go to the index.
+            path: rank 0's is used.
+            rank_state: what this rank alone knows, such as its random number states.
+            async_: return after copying the pieces to host memory and write them in the background.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: this or the pending save cannot be written, on all ranks alike; a previous checkpoint at
+                ``path`` is untouched.
+        """
+        self.finalize()
+        if async_ and self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise CheckpointError(
+                "a save in the background needs a process group of its own: pass a gloo group of all ranks"
+            )
+        team = AllOrNone.of(self._group)
+        target, temporary = team.from_first(lambda: _begin(Path(path)))
+        try:
+            pieces, stored = _plan(team, tensors)
+
+            def encoded() -> dict[str, tuple[object, list[torch.Tensor]]]:
+                values = {METADATA: encode(dict(metadata))} if team.rank == 0 else {}
+                if rank_state is not None:
+                    values[f"{rank_stem(team.rank)}.state"] = encode(dict(rank_state))
+                return values
+
+            values = team.together(encoded)
+            if async_:
+                pieces = team.together(lambda: _staged(pieces))
+        except Exception:
+            _discard(team, temporary)
+            raise
+        epoch, step = (n if isinstance(n := metadata.get(key), int) else None for key in ("epoch", "global_step"))
+        index = Description(target, team.size, epoch, step, stored, {})
+        write = _Write(team, temporary, pieces, values, index)
+        if async_:
+            self._pending = self._writer.submit(write.run)
+        else:
+            write.run()
+
+    def finalize(self) -> None:
+        """Wait for the pending save, if any. Call it on every rank before removing a checkpoint and at the end.
+
+        Raises:
+            CheckpointError: it could not be written, on all ranks alike.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.wait()
+            try:
+                pending.result()
+            except Exception as fault:
+                raise CheckpointError(str(fault)) from fault
 
 
 def save(
@@ -96,111 +119,55 @@ def save(
     *,
     rank_state: Mapping[str, object] | None = None,
     process_group: dist.ProcessGroup | None = None,
-    async_: bool = False,
-) -> PendingSave:
-    """Writes the checkpoint `path` (a folder, replaced as a whole). Every rank of the group calls it.
-
-    Args:
-        tensors: what this rank owns under global names (`model.<fqn>`, `optim.<i>.<fqn>.<state>`): plain tensors or
-            DTensors on any mesh. Ranks may hold equal copies of a plain tensor: the lowest one's is written.
-        metadata: everything else (`codec.encode`); rank 0's is written. `epoch` and `global_step` also go to the index.
-        rank_state: what this rank alone knows, such as its random number states.
-        path: rank 0's is used.
-        process_group: the ranks that take part; default: all. See `Checkpointer` for `async_`.
-        async_: return after copying the pieces to host memory and write them in the background.
-
-    Returns:
-        The save, ended unless `async_`.
-
-    Raises:
-        CheckpointError: it cannot be written, on all ranks alike; a previous checkpoint at `path` is untouched.
-    """
-    if async_ and process_group is None and dist.is_initialized() and dist.get_world_size() > 1:
-        raise CheckpointError(
-            "a save in the background needs a process group of its own: pass a gloo group of all ranks"
-        )
-    team = AllOrNone.of(process_group)
-    target, temporary = team.from_first(lambda: _begin(Path(path)))
-    try:
-        pieces, stored = _plan(team, tensors)
-        values: list[tuple[str, _Values]] = []
-
-        def encode_values() -> None:
-            if team.rank == 0:
-                values.append((METADATA, encode(dict(metadata))))
-            if rank_state is not None:
-                values.append((f"{rank_stem(team.rank)}.state", encode(dict(rank_state))))
-
-        team.together(encode_values)
-        if async_:
-            pieces = team.together(lambda: _staged(pieces))
-    except Exception:
-        _discard(team, temporary)
-        raise
-    position = (_number(metadata.get("epoch")), _number(metadata.get("global_step")))
-    work = _Work(team, target, temporary, pieces, values, stored, position)
-    pending = PendingSave(target)
-    if not async_:
-        work.run()
-        return pending
-
-    def in_background() -> None:
-        try:
-            work.run()
-        except Exception as fault:
-            pending._fault = fault
-
-    # not a daemon: a program that ends without `wait` still gets its checkpoint
-    pending._thread = threading.Thread(target=in_background, name="checkpoint")
-    pending._thread.start()
-    return pending
+) -> None:
+    """Write one checkpoint at once; see :meth:`Checkpointer.save`."""
+    Checkpointer(process_group).save(tensors, metadata, path, rank_state=rank_state)
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What is left to do once nothing depends on the live tensors' owner: write, agree, publish."""
+class _Write:
+    """What is left to do once nothing depends on the live tensors any more: write, agree, publish."""
 
     team: AllOrNone
-    target: Path
     temporary: Path
     pieces: list[Entry]
-    values: list[tuple[str, _Values]]
-    stored: dict[str, StoredTensor]
-    position: tuple[int | None, int | None]
+    values: dict[str, tuple[object, list[torch.Tensor]]]
+    """File name without ending -> encoded values and their tensors."""
+    index: Description
+    """The checkpoint to be, as yet without files."""
 
     def run(self) -> None:
         try:
-            self.team.centrally(self._write, self._publish)
+            self.team.centrally(self._files, self._publish)
         except Exception:
             _discard(self.team, self.temporary)
             raise
 
-    def _write(self) -> dict[str, StoredFile]:
+    def _files(self) -> dict[str, StoredFile]:
         try:
             self.temporary.mkdir(exist_ok=True)
             files: dict[str, StoredFile] = {}
             if self.pieces:
                 name = f"{rank_stem(self.team.rank)}.safetensors"
                 files[name] = write_tensors(self.temporary / name, self.pieces)
-            for stem, (encoded, tensors) in self.values:
+            for stem, (encoded, tensors) in self.values.items():
                 files |= folders.write_values(self.temporary, stem, encoded, tensors)
             return files
         except OSError as fault:
             raise CheckpointError(
-                f"cannot write checkpoint {self.target}: {fault.strerror or fault}; "
+                f"cannot write checkpoint {self.index.path}: {fault.strerror or fault}; "
                 "a previous checkpoint there is untouched"
             ) from fault
 
     def _publish(self, written: list[dict[str, StoredFile]]) -> list[None]:
         files = {name: file for part in written for name, file in part.items()}
-        epoch, step = self.position
-        folders.write_index(self.temporary, Index(self.team.size, epoch, step, self.stored, files))
-        folders.publish(self.temporary, self.target)
+        folders.write_index(self.temporary, dataclasses.replace(self.index, files=files))
+        folders.publish(self.temporary, self.index.path)
         return [None] * self.team.size
 
 
 def _begin(path: Path) -> tuple[Path, Path]:
-    """Checks that a checkpoint may be written to `path` and makes the temporary folder."""
+    """Check that a checkpoint may be written to ``path``; return the absolute path and a new temporary folder."""
     path = Path(os.path.abspath(path))
     folders.refuse_foreign(path)
     try:
@@ -221,6 +188,7 @@ def _discard(team: AllOrNone, temporary: Path) -> None:
 class _Planner(DefaultSavePlanner):
     """DCP's plan without empty pieces: of an uneven shard some ranks hold nothing."""
 
+    @override
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
         self.plan = dataclasses.replace(plan, items=[item for item in plan.items if not _is_empty_piece(item)])
@@ -233,7 +201,7 @@ def _is_empty_piece(item: WriteItem) -> bool:
 
 
 def _plan(team: AllOrNone, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Entry], dict[str, StoredTensor]]:
-    """Which pieces this rank writes, and on rank 0 what all ranks write."""
+    """Agree on the pieces that this rank writes; return them and, on rank 0, what all ranks write."""
     planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
     stored: dict[str, StoredTensor] = {}
 
@@ -252,9 +220,8 @@ def _plan(team: AllOrNone, tensors: Mapping[str, torch.Tensor]) -> tuple[list[En
         stored.update(_stored(final))
         return final
 
-    mine = planner.finish_plan(team.centrally(local, combine))
     entries = []
-    for item in mine.items:
+    for item in planner.finish_plan(team.centrally(local, combine)).items:
         piece, shape, dtype = _piece(team.rank, item)
         value = planner.resolve_data(item)
         assert isinstance(value, torch.Tensor)
@@ -278,7 +245,7 @@ def _check_owned(key: str, tensor: torch.Tensor) -> None:
 
 
 def _check_agreement(plans: list[SavePlan]) -> None:
-    """Every name means one tensor on all ranks, and its pieces are all there."""
+    """Check that every name means one tensor on all ranks, and that its pieces are all there."""
     seen: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
     volume: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
     for rank, plan in enumerate(plans):
@@ -301,22 +268,23 @@ def _check_agreement(plans: list[SavePlan]) -> None:
 
 
 def _stored(plans: list[SavePlan]) -> dict[str, StoredTensor]:
-    found: dict[str, tuple[torch.dtype, tuple[int, ...], list[Piece]]] = {}
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[Piece]]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
             piece, shape, dtype = _piece(rank, item)
-            found.setdefault(item.index.fqn, (dtype, shape, []))[2].append(piece)
-    return {key: StoredTensor(dtype, shape, tuple(pieces)) for key, (dtype, shape, pieces) in sorted(found.items())}
+            tensors.setdefault(item.index.fqn, (dtype, shape, []))[2].append(piece)
+    return {key: StoredTensor(dtype, shape, tuple(pieces)) for key, (dtype, shape, pieces) in sorted(tensors.items())}
 
 
 def _piece(rank: int, item: WriteItem) -> tuple[Piece, tuple[int, ...], torch.dtype]:
+    """Return a planned piece with the shape and dtype of its whole tensor."""
     data = item.tensor_data
     assert data is not None
     return Piece(rank, tuple(data.chunk.offsets), tuple(data.chunk.sizes)), tuple(data.size), data.properties.dtype
 
 
 def _staged(entries: list[Entry]) -> list[Entry]:
-    """The entries on host copies, so that training may go on changing the originals."""
+    """Copy the entries to the host, so that training may go on changing the originals."""
     staged, on_cuda = [], False
     for entry in entries:
         value = entry.get().detach()
@@ -327,7 +295,3 @@ def _staged(entries: list[Entry]) -> list[Entry]:
     if on_cuda:
         torch.cuda.current_stream().synchronize()
     return staged
-
-
-def _number(value: object) -> int | None:
-    return value if isinstance(value, int) else None

@@ -15,15 +15,15 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from hetero_strategy.errors import CheckpointError
+from hetero_strategy.model.hf_folder import SafetensorFiles
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -53,21 +53,17 @@ HEADER_LIMIT = 100_000_000
 
 @dataclass(frozen=True)
 class StoredFile:
-    """What the index knows of a file.
-
-    Attributes:
-        nbytes: its size.
-        checksums: of its head (a safetensors header with its length, or a whole JSON file), then of the blocks of its
-            tensors in the order they lie. Empty: written before there were checksums.
-    """
+    """What the index knows of a file."""
 
     nbytes: int
     checksums: tuple[int, ...] = ()
+    """The checksum of its head (a safetensors header with its length, or a whole JSON file), then those of its tensors'
+    blocks in the order they lie. Empty if the file was written before there were checksums."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor to write. `get` is called once, when its bytes are due, so that only one full tensor is alive."""
+    """One tensor to write. ``get`` is called once, when its bytes are due, so that only one full tensor is alive."""
 
     name: str
     dtype: torch.dtype
@@ -76,20 +72,21 @@ class Entry:
 
     @staticmethod
     def of(name: str, tensor: torch.Tensor) -> Entry:
-        """An entry of a tensor that exists already."""
+        """Make an entry of a tensor that exists already."""
         return Entry(name, tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's values."""
+        """Size of the tensor's values in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def write_tensors(path: Path, entries: Iterable[Entry]) -> StoredFile:
-    """Writes and syncs a safetensors file.
+    """Write and sync a safetensors file.
 
     Raises:
-        OSError: it could not be written. CheckpointError: a dtype that safetensors does not have.
+        OSError: the file could not be written.
+        CheckpointError: safetensors does not have a dtype.
     """
     # wide dtypes first keep every tensor aligned to its item size, which readers that map the file need
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
@@ -124,52 +121,37 @@ def write_tensors(path: Path, entries: Iterable[Entry]) -> StoredFile:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host; shared memory."""
+    """Return the bytes of a contiguous tensor on the host, sharing its memory."""
     data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
     return data
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raises CheckpointError where safetensors has no such dtype."""
+    """Raise CheckpointError if safetensors has no such dtype."""
     if dtype not in DTYPE_NAMES:
         raise CheckpointError(f"{name}: {dtype} cannot be stored in safetensors; cast it to one of {sorted(DTYPES)}")
 
 
-class TensorReader:
-    """Slices of tensors in the safetensors files of a folder; every file is opened (mapped) once. A context manager.
-
-    Args:
-        folder: where they are.
-        files: by name, what was written; others are not opened.
-        verify: compare the checksums of what is read. Headers are always checked.
-    """
+class TensorReader(SafetensorFiles):
+    """Tensors of the files that an index lists, read by slices; headers are checked always, blocks with ``verify``."""
 
     def __init__(self, folder: Path, files: Mapping[str, StoredFile], *, verify: bool = True) -> None:
-        self._folder = folder
+        super().__init__(folder)
         self._files = files
         self._verify = verify
-        self._open: dict[str, Any] = {}
         self._first_blocks: dict[str, dict[str, int]] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> TensorReader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._open.clear()
-        self._stack.close()
 
     def names(self, file: str) -> list[str]:
-        """Names of the tensors in a file."""
-        return list(self._opened(file).keys())
+        """List the tensors in a file."""
+        return list(self._checked(file).keys())
 
     def read(self, file: str, name: str, offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> torch.Tensor:
-        """`tensor[offsets : offsets + sizes]` on the host; a whole tensor where `sizes` is empty.
+        """Read ``tensor[offsets : offsets + sizes]`` to the host, or the whole tensor if ``sizes`` is empty.
 
         Raises:
             CheckpointError: the file is missing, damaged or lacks the tensor.
         """
-        opened = self._opened(file)
+        opened = self._checked(file)
         try:
             whole: torch.Tensor = opened.get_tensor(name)  # a view of the mapped file: nothing is read yet
         except (SafetensorError, OSError) as fault:
@@ -177,57 +159,54 @@ class TensorReader:
         first, end = 0, whole.numel()
         window = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
         if window:
-            first = sum(at.start * step for at, step in zip(window, whole.stride(), strict=True))
-            end = 1 + sum((at.stop - 1) * step for at, step in zip(window, whole.stride(), strict=True))
+            first = sum(part.start * step for part, step in zip(window, whole.stride(), strict=True))
+            end = 1 + sum((part.stop - 1) * step for part, step in zip(window, whole.stride(), strict=True))
         if self._verify and file in self._first_blocks and end > first:
             self._check(file, name, whole, first * whole.itemsize, end * whole.itemsize)
         return whole[window] if window else whole
 
     def _check(self, file: str, name: str, whole: torch.Tensor, start: int, end: int) -> None:
-        """Compares the blocks of a tensor that hold its bytes from `start` to `end`."""
+        """Compare the blocks of a tensor that hold its bytes from ``start`` to ``end``."""
         data, checksums = _bytes_of(whole), self._files[file].checksums
         for number in range(start // BLOCK, -(-end // BLOCK)):
             block = data[number * BLOCK : (number + 1) * BLOCK]
             if zlib.crc32(block) != checksums[self._first_blocks[file][name] + number]:
-                place = f"bytes {number * BLOCK} to {number * BLOCK + len(block)}"
-                raise CheckpointError(damaged(self._folder / file, f"{place} of {name!r}"))
+                span = f"bytes {number * BLOCK} to {number * BLOCK + len(block)}"
+                raise CheckpointError(damaged(self.folder / file, f"{span} of {name!r}"))
 
-    def _opened(self, file: str) -> Any:
-        if file not in self._open:
-            if file not in self._files:
-                raise self._unreadable(file, "is no file of the checkpoint")
-            try:
-                if self._files[file].checksums:
-                    self._first_blocks[file] = self._read_header(file)
-                opened = safe_open(self._folder / file, framework="pt", device="cpu")
-                self._open[file] = self._stack.enter_context(opened)
-            except (SafetensorError, OSError) as fault:
-                raise self._unreadable(file, f"cannot be opened: {fault}") from fault
-        return self._open[file]
+    def _checked(self, file: str) -> Any:
+        if file not in self._files:
+            raise self._unreadable(file, "is no file of the checkpoint")
+        try:
+            if self._files[file].checksums and file not in self._first_blocks:
+                self._first_blocks[file] = self._read_header(file)
+            return self.opened(file)
+        except (SafetensorError, OSError) as fault:
+            raise self._unreadable(file, f"cannot be opened: {fault}") from fault
 
     def _read_header(self, file: str) -> dict[str, int]:
-        """Checks the header of a file; the number of each tensor's first checksum."""
-        with open(self._folder / file, "rb") as stream:
+        """Check the header of a file; return the number of each tensor's first checksum."""
+        with open(self.folder / file, "rb") as stream:
             head = stream.read(8)
             head += stream.read(min(int.from_bytes(head, "little"), HEADER_LIMIT))
         if zlib.crc32(head) != self._files[file].checksums[0]:
-            raise CheckpointError(damaged(self._folder / file, "its header"))
-        places = {name: entry["data_offsets"] for name, entry in json.loads(head[8:]).items() if name != "__metadata__"}
+            raise CheckpointError(damaged(self.folder / file, "its header"))
+        spans = {name: entry["data_offsets"] for name, entry in json.loads(head[8:]).items() if name != "__metadata__"}
         numbers, number = {}, 1
-        for name, (start, end) in sorted(places.items(), key=lambda place: place[1]):
+        for name, (start, end) in sorted(spans.items(), key=lambda span: span[1]):
             numbers[name] = number
             number += -(-(end - start) // BLOCK)
         return numbers
 
     def _unreadable(self, file: str, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._folder / file}: {what}. The file is damaged or not visible to this rank "
+            f"{self.folder / file}: {what}. The file is damaged or not visible to this rank "
             "(is the folder on a file system that all ranks share?)"
         )
 
 
 def damaged(path: Path, what: str) -> str:
-    """What is said of bytes that are not those written."""
+    """Return the message about bytes that are not those written."""
     return (
         f"{path} is damaged: {what} changed since it was written (the checksum differs); restore the file from a copy, "
         "or load another checkpoint"

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from hetero_strategy.checkpoint.all_or_none import AllOrNone
 from hetero_strategy.checkpoint.exporting import EXPORT_KEY, export_record
-from hetero_strategy.checkpoint.folder import remove
-from hetero_strategy.checkpoint.loading import describe_together, load
+from hetero_strategy.checkpoint.folder import StoredTensor, describe, remove
+from hetero_strategy.checkpoint.loading import load
 from hetero_strategy.checkpoint.saving import Checkpointer
 from hetero_strategy.errors import CheckpointError
 from hetero_strategy.model.adapter import Adapter
@@ -29,10 +30,9 @@ class TrainingState:
     """Owned tensors of a run by global name, saved to and filled from checkpoints of any layout.
 
     Args:
-        prefix: FQN of the model inside the LightningModule ("model", say).
+        prefix: FQN of the model inside the LightningModule, such as ``"model"``.
         modules: all modules of the model by name; this rank owns what is not on the meta device.
         group: gloo group of all ranks that nothing else uses.
-        asynchronous: write in the background.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class TrainingState:
         self._asynchronous = asynchronous
         self._checkpointer = Checkpointer(group)
         self.seconds = 0.0
-        """That this rank has spent on writing and removing checkpoints."""
+        """Seconds that this rank has spent on writing and removing checkpoints."""
 
     def model_tensors(self) -> dict[str, torch.Tensor]:
-        """Owned parameters and persistent buffers by global name."""
+        """Return owned parameters and persistent buffers by global name."""
         return {
             start + fqn: tensor.detach()
             for start, module in self._modules.items()
@@ -66,15 +66,15 @@ class TrainingState:
         }
 
     def rest_of(self, module: nn.Module) -> dict[str, Any]:
-        """Persistent state of ``module`` beside the model's modules by global name: its buffers, metrics and the like.
+        """Return the persistent state of ``module`` beside the model's modules by global name: buffers, metrics, ...
 
-        Values are tensors, or what a metric or ``get_extra_state`` makes of them.
+        Values are tensors, or whatever a metric or ``get_extra_state`` returns.
         """
         state = nn.Module.state_dict(module)
         return {name: value for name, value in state.items() if not name.startswith(tuple(self._modules))}
 
     def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Any]:
-        """State of owned parameters by ``<fqn>.<state>``, and the hyperparameters of every group."""
+        """Return the state of owned parameters by ``<fqn>.<state>``, and the hyperparameters of every group."""
         tensors = {
             f"{self._names[id(p)]}.{key}": value if isinstance(value, torch.Tensor) else torch.tensor(value)
             for p, state in optimizer.state.items()
@@ -86,7 +86,7 @@ class TrainingState:
         return {"tensors": tensors, "param_groups": groups}
 
     def save(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Write Lightning's checkpoint. A collective over the world.
+        """Write Lightning's checkpoint. A collective of the world.
 
         Raises:
             CheckpointError: it cannot be written; a previous one at ``path`` is untouched.
@@ -115,25 +115,26 @@ class TrainingState:
         strict: bool = True,
         verify: bool = True,
     ) -> dict[str, Any]:
-        """Fill owned parameters and optimizer state; returns the rest of Lightning's checkpoint. A collective.
+        """Fill owned parameters and optimizer state, and return the rest of Lightning's checkpoint. A collective.
 
-        Optimizer state is made after the checkpoint's own description, so any optimizer works.
+        Optimizer state is allocated as the checkpoint describes it, so any optimizer works.
 
         Args:
-            path: of the checkpoint.
-            optimizers: to be filled.
+            path: the checkpoint.
+            optimizers: the optimizers whose state and groups are filled.
             rest: :meth:`rest_of` the module; what the checkpoint has of it is returned as ``state_dict``.
-            strict: names on one side only, and other dtypes, are errors.
-            verify: compare the checksums of what is loaded.
+            strict: whether names on one side only, and other dtypes, are errors.
+            verify: as in :func:`~hetero_strategy.checkpoint.load`.
 
         Raises:
             CheckpointError: there is none, it is damaged, or it was saved from another model.
         """
         self.finalize()
         tensors = {f"model.{name}": value for name, value in self.model_tensors().items()}
-        stored = describe_together(path, process_group=self._group).tensors if optimizers or rest else {}
-        fresh: list[dict[Any, dict[str, torch.Tensor]]]
-        fresh = [self._optimizer_state(i, o, stored) for i, o in enumerate(optimizers)]
+        stored: Mapping[str, StoredTensor] = {}
+        if optimizers or rest:
+            stored = AllOrNone.of(self._group).from_first(lambda: describe(path)).tensors
+        states = [self._empty_state(i, optimizer, stored) for i, optimizer in enumerate(optimizers)]
         beside: dict[str, Any] = {}
         for name, value in (rest or {}).items():
             if isinstance(value, torch.Tensor):
@@ -142,7 +143,7 @@ class TrainingState:
                     torch.empty(saved.shape, dtype=saved.dtype, device=value.device) if saved else value.clone()
                 )
         tensors |= {f"model.{name}": value for name, value in beside.items()}
-        for i, state in enumerate(fresh):
+        for i, state in enumerate(states):
             tensors |= {f"optim.{i}.{self._names[id(p)]}.{k}": v for p, s in state.items() for k, v in s.items()}
         with torch.no_grad():
             loaded = load(tensors, path, strict=strict, verify=verify, process_group=self._group)
@@ -154,7 +155,7 @@ class TrainingState:
             )
         groups = loaded.metadata.pop("param_groups", [])
         loaded.metadata.pop(EXPORT_KEY, None)
-        for i, (optimizer, state) in enumerate(zip(optimizers, fresh, strict=True)):
+        for i, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
             if i >= len(groups) or len(groups[i]) != len(optimizer.param_groups):
                 raise CheckpointError(
                     f"{path}: optimizer {i} has {len(optimizer.param_groups)} parameter groups, the checkpoint"
@@ -168,28 +169,28 @@ class TrainingState:
         return {"state_dict": beside | extra, "optimizer_states": [{} for _ in optimizers], **loaded.metadata}
 
     def finalize(self) -> None:
-        """Wait for a save in the background. Raises CheckpointError where it failed."""
+        """Wait for a save in the background; raise CheckpointError if it failed."""
         self._checkpointer.finalize()
 
     def remove(self, path: Path, first_rank: bool) -> None:
-        """Delete a checkpoint; called on every rank, done by the first."""
+        """Delete a checkpoint; every rank calls this and the first one does it."""
         began = time.perf_counter()
         self.finalize()
         if first_rank:
             remove(path)
         self.seconds += time.perf_counter() - began
 
-    def _optimizer_state(
-        self, number: int, optimizer: Optimizer, stored: Mapping[str, Any]
-    ) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """Empty state of the shapes that the checkpoint has for each owned parameter; none where it has none."""
+    def _empty_state(
+        self, number: int, optimizer: Optimizer, stored: Mapping[str, StoredTensor]
+    ) -> dict[Any, dict[str, torch.Tensor]]:
+        """Allocate the state that the checkpoint has for each owned parameter, in its shapes."""
         keys: dict[str, list[str]] = {}
         start = f"optim.{number}."
         for name in stored:
             if name.startswith(start):
                 fqn, _, key = name.removeprefix(start).rpartition(".")
                 keys.setdefault(fqn, []).append(key)
-        made: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+        state: dict[Any, dict[str, torch.Tensor]] = {}
         for group, p in ((g, p) for g in optimizer.param_groups for p in g["params"]):
             # As Optimizer.load_state_dict does: counters lie beside the parameter for kernels that read them there.
             beside = p.device if group.get("fused") or group.get("capturable") else None
@@ -200,12 +201,12 @@ class TrainingState:
                     value = torch.zeros_like(p, dtype=entry.dtype)
                 else:
                     value = torch.zeros(entry.shape, dtype=entry.dtype, device=beside)
-                made.setdefault(p, {})[key] = value.detach()
-        return made
+                state.setdefault(p, {})[key] = value.detach()
+        return state
 
 
 def random_state() -> dict[str, Any]:
-    """This process's random number states."""
+    """Return this process's random number states."""
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(),
@@ -217,7 +218,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """The inverse of :func:`random_state`."""
+    """Undo :func:`random_state`."""
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])

@@ -1,4 +1,4 @@
-"""`Pipeline`: how a module's stages lie on its pipeline ranks. Plain data."""
+"""``Pipeline``: how a module's stages lie on its pipeline ranks. Plain data."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages of one module.
+    """The stages of one module on its pipeline ranks.
 
     Args:
-        pp: pipeline ranks.
-        vpp: virtual stages on each of them.
-        style: stage ``s`` is on pipeline rank ``s % pp`` (loop), or every other turn runs backwards (v): with two
-            stages per rank the first and the last stage share a rank.
+        pp: number of pipeline ranks.
+        vpp: stages on each of them.
+        style: ``"loop"`` puts stage ``s`` on pipeline rank ``s % pp``. In ``"v"`` every other round of ``pp`` stages
+            runs backwards, so with two stages per rank the first and the last stage share a rank.
     """
 
     pp: int = 1
@@ -23,13 +23,14 @@ class Pipeline:
 
     @property
     def stages(self) -> int:
+        """The number of stages."""
         return self.pp * self.vpp
 
     def rank_of(self, stage: int) -> int:
-        """Pipeline rank of a stage."""
-        turn, place = divmod(stage, self.pp)
-        return self.pp - 1 - place if self.style == "v" and turn % 2 else place
+        """Return the pipeline rank of a stage."""
+        turn, rank = divmod(stage, self.pp)
+        return self.pp - 1 - rank if self.style == "v" and turn % 2 else rank
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Stages of a pipeline rank, ascending."""
+        """Return the stages of a pipeline rank, ascending."""
         return tuple(s for s in range(self.stages) if self.rank_of(s) == rank)

@@ -25,10 +25,10 @@ class GroupRegistry:
 
     Args:
         placement: resolved layouts; modules are visited in its order on every rank.
-        rank_sets_needed: what else needs a group, in the same order on every rank: the ranks of the two stages that an
-            edge joins, owners of a shared weight.
+        rank_sets_needed: other rank sets that need a group, in the same order on every rank: the ranks of the two
+            stages that an edge joins, the owners of a shared weight.
         device_type: ``"cuda"`` or ``"cpu"``; never guessed.
-        timeout: of every collective in the groups created here.
+        timeout: limit of every collective in the groups created here.
     """
 
     def __init__(
@@ -47,27 +47,28 @@ class GroupRegistry:
             self._create(ranks)
         self._meshes = {name: self._mesh(layout) for name, layout in placement.layouts.items()}
         self.background = dist.new_group(backend="gloo", timeout=timeout)
-        """Everyone, on the host: for what runs beside training (checkpoints)."""
+        """All ranks on the host, for what runs beside training (checkpoints)."""
         self.loading = dist.new_group(backend="gloo", timeout=timeout)
-        """Everyone, on the host: for loading data, by one thread per rank."""
+        """All ranks on the host, for loading data by one thread per rank."""
 
     def mesh(self, module: str) -> DeviceMesh | None:
-        """The mesh of this rank's pipeline slice of the module, over its axes above 1 (``dp_replicate, dp_shard, tp``);
-        None where this rank is not in the module. A slice of one rank has no mesh.
+        """Return the mesh of this rank's pipeline slice of the module, over its axes above 1 among ``MESH_AXES``.
+
+        It is None where the slice has one rank, or this rank is not in the module.
         """
         return self._meshes[module]
 
     def group(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
-        """The group of exactly these ranks; None for one rank alone or where this rank is not a member.
+        """Return the group of exactly these ranks; None for one rank alone or where this rank is not a member.
 
         Raises:
-            KeyError: if it was not created at start (groups are never created later).
+            KeyError: it was not created at start (groups are never created later).
         """
         key = tuple(sorted(ranks))
         return None if len(key) < 2 else self._groups[key]
 
     def channel(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
-        """A group of these ranks whose messages wait for no other channel's; None as in :meth:`group`.
+        """Return a group of these ranks whose messages wait for no other channel's; None as in :meth:`group`.
 
         NCCL runs a group's messages one after another, so there every channel is a new group: a collective over the
         world, to be called in the same order on every rank. Elsewhere tags tell channels of one group apart.
@@ -105,19 +106,19 @@ class GroupRegistry:
 
 
 def rank_sets(placement: Placement, needed: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
-    """Every rank set that a run needs a group for, in the one order in which all ranks create them. Pure."""
-    found: dict[tuple[int, ...], None] = {}
+    """List every rank set that a run needs a group for, in the one order in which all ranks create them. Pure."""
+    sets: dict[tuple[int, ...], None] = {}
     for layout in placement.layouts.values():
         for grid in layout.grid():
             part = grid.reshape([getattr(layout, name) for name in MESH_AXES])
-            found[tuple(int(r) for r in part.flat)] = None
+            sets[tuple(int(r) for r in part.flat)] = None
             for axis in range(part.ndim):
-                found.update(dict.fromkeys(_lines(part, axis)))
+                sets.update(dict.fromkeys(_lines(part, axis)))
     for ranks in needed:
-        found[tuple(sorted({int(r) for r in ranks}))] = None
-    return list(found)
+        sets[tuple(sorted({int(r) for r in ranks}))] = None
+    return list(sets)
 
 
 def _lines(grid: np.ndarray, axis: int) -> list[tuple[int, ...]]:
-    """Ranks along one axis, one tuple per coordinate of the other axes."""
+    """List the ranks along one axis, one tuple per coordinate of the other axes."""
     return [tuple(int(r) for r in line) for line in grid.swapaxes(axis, -1).reshape(-1, grid.shape[axis])]

@@ -1,4 +1,4 @@
-"""`ModuleLayout`: how one module is parallelised and on which ranks. Plain data, no processes."""
+"""``ModuleLayout``: how one module is parallelised and on which ranks. Plain data, no processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ModuleLayout:
     Args:
         ranks: global ranks of the module, in any order (they are kept ascending: torch orders a group's members by
             global rank, and a mesh that disagrees gives silently wrong gradients). An int ``n`` means ``range(n)``.
-        dp_replicate: replicas of the parameters whose gradients are all-reduced.
+        dp_replicate: replicas of the parameters, whose gradients are all-reduced.
         dp_shard: ranks over which parameters, gradients and optimizer state are sharded (FSDP2).
         cp: context-parallel ranks (above 1: not yet).
         tp: tensor-parallel ranks.
@@ -37,13 +37,13 @@ class ModuleLayout:
         vpp: stages on each pipeline rank.
         pp_style: which stages a pipeline rank has, see :class:`Pipeline`: ``"loop"``, or ``"v"`` (``vpp=2``: the first
             and the last stage share a rank).
-        split: blocks of each of the ``pp * vpp`` stages, first stage first; None: chosen when the model is placed.
+        split: blocks of each of the ``pp * vpp`` stages, in order; None: chosen when the model is placed.
 
     One degree may be -1: it is derived so that the product of all degrees equals the number of ranks. The default
     ``dp_shard=-1`` makes every rank that no other degree uses a shard.
 
     Raises:
-        LayoutError: from :meth:`resolved`, with every fault found.
+        LayoutError: from :meth:`resolved`; the message holds every fault.
     """
 
     ranks: tuple[int, ...]
@@ -58,96 +58,95 @@ class ModuleLayout:
     split: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        given: Iterable[int] | int = self.ranks
-        ranks = range(given) if isinstance(given, int) else given
+        argument: Iterable[int] | int = self.ranks
+        ranks = range(argument) if isinstance(argument, int) else argument
         object.__setattr__(self, "ranks", tuple(sorted(int(r) for r in ranks)))
         if self.split is not None:
             object.__setattr__(self, "split", tuple(int(n) for n in self.split))
 
     @property
     def dp(self) -> int:
-        """Instances: data-parallel coordinates, each of which computes its own units."""
+        """The number of instances: data-parallel coordinates, each of which computes its own units."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def pipeline(self) -> Pipeline:
-        """How the module's stages lie on its pipeline ranks. Resolved layouts only."""
+        """How the module's stages lie on its pipeline ranks; of resolved layouts only."""
         return Pipeline(self.pp, self.vpp, self.pp_style)
 
     def degrees(self) -> dict[str, int]:
-        """Mesh axis sizes, outermost first."""
+        """Return the mesh axis sizes, outermost first."""
         return {name: getattr(self, name) for name in DEGREES}
 
     def faults(self) -> list[str]:
-        """Everything wrong with this layout on its own; empty when it can be resolved."""
-        found: list[str] = []
+        """Return everything wrong with this layout on its own; empty if it can be resolved."""
+        faults: list[str] = []
         if not self.ranks:
             return ["ranks is empty: give the module at least one rank, or leave the module out"]
         repeated = sorted({r for r in self.ranks if self.ranks.count(r) > 1})
         if repeated:
-            found.append(f"ranks repeats {repeated}: a rank belongs to a module once; remove the repetition")
+            faults.append(f"ranks repeats {repeated}: a rank belongs to a module once; remove the repetition")
         if self.ranks[0] < 0:
-            found.append(f"ranks holds {self.ranks[0]}: ranks count from 0")
+            faults.append(f"ranks holds {self.ranks[0]}: ranks count from 0")
         sizes = {**self.degrees(), "ep": self.ep}
         for name, size in sizes.items():
             if size == 0 or size < -1:
-                found.append(f"{name}={size}: a degree is a positive number, or -1 to derive it")
+                faults.append(f"{name}={size}: a degree is a positive number, or -1 to derive it")
             if size > 1 and name in NOT_YET:
-                found.append(f"{name}={size}: {NOT_YET[name]} is not available yet; set {name}=1")
+                faults.append(f"{name}={size}: {NOT_YET[name]} is not available yet; set {name}=1")
         unknown = [name for name, size in sizes.items() if size == -1]
         if len(unknown) > 1:
-            found.append(f"{' and '.join(unknown)} are all -1: at most one degree can be derived; give the others")
-        if found:
-            return found
+            faults.append(f"{' and '.join(unknown)} are all -1: at most one degree can be derived; give the others")
+        if faults:
+            return faults
         known = prod(size for name, size in self.degrees().items() if size != -1)
         count = len(self.ranks)
         if unknown and unknown != ["ep"] and count % known:
-            found.append(
+            faults.append(
                 f"{unknown[0]}=-1 cannot be derived: {count} ranks are not a multiple of"
                 f" {self._product(skip=unknown[0])} = {known}; change a degree or the number of ranks"
             )
         elif not unknown and known != count:
-            found.append(
+            faults.append(
                 f"{self._product()} = {known} but ranks has {count}; set one degree to -1 or give {known} ranks"
             )
-        return found or self._stage_faults(count // known if self.pp == -1 else self.pp)
+        return faults or self._stage_faults(count // known if self.pp == -1 else self.pp)
 
     def _stage_faults(self, pp: int) -> list[str]:
-        """What is wrong with ``vpp``, ``pp_style`` and ``split`` where the module has ``pp`` pipeline ranks."""
-        found: list[str] = []
+        """Return what is wrong with ``vpp``, ``pp_style`` and ``split`` if the module has ``pp`` pipeline ranks."""
+        faults: list[str] = []
         if self.vpp < 1:
             return [f"vpp={self.vpp}: a pipeline rank has at least one stage; set vpp=1"]
         if self.vpp > 1 and pp == 1:
-            found.append(
+            faults.append(
                 f"vpp={self.vpp} with pp=1: stages of one rank run one after the other; set vpp=1, or pp above 1"
             )
         if self.pp_style not in ("loop", "v"):
-            found.append(f"pp_style={self.pp_style!r}: the styles are 'loop' and 'v'")
+            faults.append(f"pp_style={self.pp_style!r}: the styles are 'loop' and 'v'")
         if self.pp_style == "v" and (self.vpp != 2 or pp == 1):
-            found.append(
+            faults.append(
                 f"pp_style='v' with pp={pp} vpp={self.vpp}: two stages on each of several pipeline ranks make a v;"
                 " set vpp=2 and pp above 1, or pp_style='loop'"
             )
         if self.split is None:
-            return found
+            return faults
         if len(self.split) != pp * self.vpp:
-            found.append(
+            faults.append(
                 f"split={list(self.split)} is of {len(self.split)} stages, but pp {pp} x vpp {self.vpp} ="
                 f" {pp * self.vpp}; give the blocks of each stage, or leave split out"
             )
         if min(self.split, default=1) < 1:
-            found.append(f"split={list(self.split)}: every stage has at least one block; move blocks or lower pp")
-        return found
+            faults.append(f"split={list(self.split)}: every stage has at least one block; move blocks or lower pp")
+        return faults
 
     def resolved(self, module: str = "module") -> ModuleLayout:
-        """This layout with every -1 replaced.
+        """Return this layout with every -1 replaced.
 
         Raises:
-            LayoutError: if :meth:`faults` finds any.
+            LayoutError: :meth:`faults` finds any.
         """
-        found = self.faults()
-        if found:
-            raise LayoutError("\n".join(f"layout of '{module}': {fault}" for fault in found))
+        if faults := self.faults():
+            raise LayoutError("\n".join(f"layout of '{module}': {fault}" for fault in faults))
         known = prod(size for size in self.degrees().values() if size != -1)
         derived = {name: len(self.ranks) // known for name, size in self.degrees().items() if size == -1}
         if self.ep == -1:
@@ -155,11 +154,11 @@ class ModuleLayout:
         return replace(self, **derived)  # type: ignore[arg-type]
 
     def grid(self) -> np.ndarray:
-        """Global ranks, int64 ``[pp, dp_replicate, dp_shard, cp, tp]``; ascending along every axis. Resolved only."""
+        """Return global ranks, int64 ``[pp, dp_replicate, dp_shard, cp, tp]``, ascending; of resolved layouts only."""
         return np.asarray(self.ranks, dtype=np.int64).reshape([getattr(self, name) for name in DEGREES])
 
     def stage_grid(self, stage: int) -> np.ndarray:
-        """Ranks of each instance of a stage, int64 ``[dp, cp * tp]``. Resolved layouts only."""
+        """Return the ranks of each instance of a stage, int64 ``[dp, cp * tp]``; of resolved layouts only."""
         return self.grid()[self.pipeline.rank_of(stage)].reshape(self.dp, -1)
 
     def _product(self, skip: str = "") -> str:
@@ -171,35 +170,35 @@ class ModuleLayout:
         """Build a layout from a mapping (hydra, JSON); a field that does not exist is refused.
 
         Raises:
-            LayoutError: naming the module, the field and the fields that exist.
+            LayoutError: a field does not exist or has a value of the wrong type; the message names module and field.
         """
         if isinstance(config, ModuleLayout):
             return config
         names = [f.name for f in fields(cls)]
         try:
-            given = dict(config)  # type: ignore[call-overload]
+            values = dict(config)  # type: ignore[call-overload]
         except (TypeError, ValueError):
             raise LayoutError(f"layout of '{module}': expected fields {names}, got {config!r}") from None
-        unknown = sorted(set(given) - set(names))
+        unknown = sorted(set(values) - set(names))
         if unknown:
             raise LayoutError(
                 f"layout of '{module}': unknown field {', '.join(unknown)}; the fields are {', '.join(names)}"
             )
-        if given.get("ranks") is None:
+        if values.get("ranks") is None:
             raise LayoutError(f"layout of '{module}': ranks is missing; give a list such as [0, 1] or a count")
-        for name, value in given.items():
+        for name, value in values.items():
             if (name == "pp_style" and isinstance(value, str)) or (name == "split" and value is None):
                 continue
             whole = isinstance(value, int) and not isinstance(value, bool) and name not in ("split", "pp_style")
             listed = name in ("ranks", "split") and not isinstance(value, str) and _all_ints(value)
             if not (whole or listed):
-                wanted = {
+                expected = {
                     "ranks": "a whole number or a list of them",
                     "split": "a list of whole numbers",
                     "pp_style": "'loop' or 'v'",
                 }.get(name, "a whole number")
-                raise LayoutError(f"layout of '{module}': {name}={value!r} is not {wanted}")
-        return cls(**given)
+                raise LayoutError(f"layout of '{module}': {name}={value!r} is not {expected}")
+        return cls(**values)
 
 
 def _all_ints(value: object) -> bool:

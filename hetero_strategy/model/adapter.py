@@ -1,4 +1,4 @@
-"""What the strategy needs of any module."""
+"""What the strategy needs of any module: structure, tensor parallelism, initial values, FLOPs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
+from hetero_strategy.model.hf_folder import HFWeights
 from hetero_strategy.model.random_numbers import RandomNumbers
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ _WITHOUT_VALUES: ContextVar[bool] = ContextVar("without_values", default=False)
 
 @contextmanager
 def models_without_values() -> Iterator[None]:
-    """Models made inside stay on the meta device; everything else, even beside them, gets its values."""
+    """Keep models that are built inside on the meta device; everything else built there gets its values as usual."""
     token = _WITHOUT_VALUES.set(True)
     try:
         yield
@@ -37,7 +40,7 @@ def models_without_values() -> Iterator[None]:
 
 
 def made_without_values() -> bool:
-    """Whether a model that is made now stays on the meta device."""
+    """Whether a model that is built now stays on the meta device."""
     return _WITHOUT_VALUES.get() or torch.get_default_device().type == "meta"
 
 
@@ -51,14 +54,14 @@ def _on_meta_where_asked(init: Callable[..., None]) -> Callable[..., None]:
 
 
 NO_ROWS: Mapping[Hashable, Tensor] = MappingProxyType({})
-"""What a module is given where no edge brings it rows."""
+"""The ``rows`` argument of a module that no edge brings rows to."""
 
 
 class Adapter(nn.Module):
     """A module that can be put on a mesh, initialised unit by unit and counted. The defaults suit plain modules.
 
-    Subclasses build their parameters on the meta device; ``model.init`` gives them values. Inside
-    :func:`models_without_values` their constructors run on it in any case.
+    Subclasses build their parameters on the meta device; :mod:`hetero_strategy.model.materialize` gives them values.
+    Inside :func:`models_without_values` their constructors run on the meta device in any case.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -66,113 +69,142 @@ class Adapter(nn.Module):
         if "__init__" in cls.__dict__:
             cls.__init__ = _on_meta_where_asked(cls.__init__)  # type: ignore[method-assign]
 
+    block_list: str = ""
+    """FQN of the ModuleList or ModuleDict that holds the repeated blocks; empty where the module has none."""
+    before_blocks: tuple[str, ...] = ()
+    """FQNs of the parts that run before the blocks; :meth:`prune` sets them to None."""
+    after_blocks: tuple[str, ...] = ()
+    """FQNs of the parts that run after the blocks; :meth:`prune` sets them to None."""
+    tp_columns: tuple[str, ...] = ()
+    """Names inside a block of the linear maps whose outputs tensor parallelism splits; none: it is not possible."""
+    tp_rows: tuple[str, ...] = ()
+    """Names inside a block of the linear maps that follow those, whose inputs it splits."""
     sequence_parallel: bool = False
-    """After :meth:`apply_tp` with tp > 1 the rows of this module are sharded over tp ranks (else replicated)."""
+    """Whether :meth:`apply_tp` with tp > 1 shards the rows of this module over tp ranks, or leaves them replicated."""
     width: int
     """Size of the rows this module exchanges at its edges."""
     hidden_width: int
     """Size of the rows between its blocks, which one pipeline stage gives to the next."""
-    checkpoint: str | None = None
+    checkpoint: str | Path | None = None
     """Local Hugging Face folder that the initial values come from."""
     name: str = ""
-    """In the model that it is part of."""
+    """The module's name in its :class:`MultimodalModel`."""
     has_loss: bool = False
-    """Its last stage gives a loss."""
+    """Whether the last stage gives a loss."""
     first_stage: bool = True
-    """Holds what comes before the blocks; false in the later stages of a pipeline, which take rows instead."""
+    """Whether it holds what comes before the blocks; later pipeline stages do not and take rows instead."""
     last_stage: bool = True
-    """Holds what comes after the blocks; false in the earlier stages of a pipeline, which give rows instead."""
+    """Whether it holds what comes after the blocks; earlier pipeline stages do not and give rows instead."""
     random_numbers: RandomNumbers | None = None
-    """Of this module in its model."""
+    """The random numbers drawn inside this module; set by its :class:`MultimodalModel`."""
 
     # ---- structure -------------------------------------------------------------------------------------------------
 
     def blocks(self) -> dict[str, nn.Module]:
-        """FQN -> repeated transformer block: the unit of FSDP, recompute and initialisation."""
-        return {}
+        """Return the repeated transformer blocks by FQN: the units of FSDP, recompute and initialisation."""
+        if not self.block_list:
+            return {}
+        held = self.get_submodule(self.block_list)._modules
+        return {f"{self.block_list}.{key}": block for key, block in held.items() if block is not None}
+
+    def prune(self, blocks: Collection[str], *, before: bool, after: bool) -> None:
+        """Remove these blocks (by FQN) and what comes ``before`` or ``after`` all blocks; all other names stay."""
+        if not self.block_list:
+            raise NotImplementedError(f"{type(self).__name__} cannot be cut into stages")
+        container = self.get_submodule(self.block_list)
+        for fqn in blocks:
+            key = fqn.rpartition(".")[2]
+            if isinstance(container, nn.ModuleDict):
+                del container[key]
+            else:
+                container._modules[key] = None  # deleting it would renumber the blocks after it
+        for fqn in (*self.before_blocks * before, *self.after_blocks * after):
+            owner, _, key = fqn.rpartition(".")
+            self.get_submodule(owner)._modules[key] = None
 
     def stage(self, blocks: Collection[str], *, first: bool, last: bool) -> Adapter:
-        """A module that runs a part of this one: some blocks and, at the ends, what lies around them.
+        """Return a module that runs a part of this one: some blocks and, at the ends, what lies around them.
 
-        It shares blocks and all other parts with this module, so what is done to them is done to both: sharding,
-        values, hooks. Only the modules around the blocks are its own, with buffers of their own.
+        It shares blocks and all other parts with this module, so sharding, values and hooks given to one are given to
+        both. Only the modules around the blocks are its own, with buffers of their own.
 
         Args:
             blocks: FQNs in :meth:`blocks`, at least one; they run in this module's order.
-            first: with what comes before the blocks.
-            last: with what comes after the blocks.
+            first: whether the stage holds what comes before the blocks.
+            last: whether the stage holds what comes after the blocks.
 
         Raises:
             ModelError: a block does not exist, or this module has none.
         """
-        mine = self.blocks()
-        if not mine:
+        fqns = list(self.blocks())
+        if not fqns:
             raise ModelError(f"{type(self).__name__} has no blocks: it cannot be cut into stages; set pp=1")
-        if unknown := set(blocks) - set(mine):
-            raise ModelError(f"{type(self).__name__} has no block {sorted(unknown)}: it has {list(mine)}")
-        self.twin()  # what a stage is initialised and counted by is the whole module
-        around = {".".join(fqn.split(".")[:depth]) for fqn in mine for depth in range(fqn.count(".") + 1)}
+        if unknown := set(blocks) - set(fqns):
+            raise ModelError(f"{type(self).__name__} has no block {sorted(unknown)}: it has {fqns}")
+        self.meta_copy()  # a stage shares it: it is initialised and counted by the whole module
+        around = {".".join(fqn.split(".")[:depth]) for fqn in fqns for depth in range(fqn.count(".") + 1)}
         pairs: list[tuple[nn.Module, nn.Module]] = []
         stage = _clone(self, "", around, pairs)
-        stage.drop([fqn for fqn in mine if fqn not in set(blocks)], before=not first, after=not last)
+        stage.prune([fqn for fqn in fqns if fqn not in set(blocks)], before=not first, after=not last)
         stage.first_stage, stage.last_stage = first, last
-        object.__setattr__(stage, "_given", {})
-        stage.register_forward_pre_hook(lambda *_: _follow(pairs))
+        stage.release_initial_values()
+        stage.register_forward_pre_hook(lambda *_: _follow_training_mode(pairs))
         return stage
 
-    def drop(self, blocks: Collection[str], *, before: bool, after: bool) -> None:
-        """Remove these blocks (by FQN) and what comes ``before`` or ``after`` all blocks; all other names stay."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be cut into stages")
-
     def tied_weight(self) -> tuple[str, str] | None:
-        """FQNs under which one parameter is held before and after the blocks; None: there is no such parameter."""
+        """Return the two FQNs of a parameter held both before and after the blocks, or None if there is none."""
         return None
 
     def global_name(self, fqn: str) -> str:
-        """Name in the whole module of a parameter of this stage: a shared one has its first."""
+        """Return a stage parameter's name in the whole module; a tied one goes by the name it has before the blocks."""
         tied = self.tied_weight()
         return tied[0] if tied is not None and fqn == tied[1] else fqn
 
-    def twin(self) -> Adapter:
-        """The same module on the meta device as it was before anything was parallelised; costs no memory.
+    def meta_copy(self) -> Adapter:
+        """Return this module on the meta device as it was before anything was parallelised; it costs no memory.
 
-        Made on the first call, which must come before the module is changed.
+        The copy is made on the first call, which must come before the module is changed.
         """
-        if "_twin" not in self.__dict__:
+        if "_meta_copy" not in self.__dict__:
             # Values that are already real (a ready backbone) are initial values: remembered, not copied.
             named = [*self.named_parameters(), *self.named_buffers()]
-            given = {fqn: tensor.detach() for fqn, tensor in named if not tensor.is_meta}
-            object.__setattr__(self, "_given", given)
+            values = {fqn: tensor.detach() for fqn, tensor in named if not tensor.is_meta}
+            object.__setattr__(self, "_initial_values", values)
             memo: dict[int, Any] = {}
             for tensor in [*self.parameters(), *self.buffers()]:
                 empty = torch.empty_like(tensor, device="meta")
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-            twin = copy.deepcopy(self, memo)
-            object.__setattr__(twin, "_twin", twin)
-            # Not through nn.Module: the twin is no submodule and appears in no state dict.
-            object.__setattr__(self, "_twin", twin)
-        made: Adapter = self.__dict__["_twin"]
-        return made
+            duplicate = copy.deepcopy(self, memo)
+            # Not through nn.Module: the copy is no submodule and appears in no state dict.
+            for owner in (duplicate, self):
+                object.__setattr__(owner, "_meta_copy", duplicate)
+        original: Adapter = self.__dict__["_meta_copy"]
+        return original
 
-    def given(self) -> dict[str, Tensor]:
-        """Values that parameters and buffers had when the module was made (a ready backbone), by FQN; shared memory."""
-        self.twin()
-        given: dict[str, Tensor] = self.__dict__["_given"]
-        return given
+    def initial_values(self) -> dict[str, Tensor]:
+        """Return, by FQN, the values that tensors had when the module was made (a ready backbone); memory is shared."""
+        self.meta_copy()
+        values: dict[str, Tensor] = self.__dict__["_initial_values"]
+        return values
 
-    def forget_given(self) -> None:
-        """Let :meth:`given` go, once every rank that needs the values has its part."""
-        object.__setattr__(self, "_given", {})
+    def release_initial_values(self) -> None:
+        """Free :meth:`initial_values`, once every rank that needs the values has its part."""
+        object.__setattr__(self, "_initial_values", {})
 
     # ---- tensor parallelism ----------------------------------------------------------------------------------------
 
     def tp_plan(self) -> dict[str, ParallelStyle] | None:
-        """FQN (globs allowed) -> torch ParallelStyle; None: this module cannot be tensor parallel."""
-        return None
+        """Return FQN (globs allowed) -> torch ParallelStyle, or None if this module cannot be tensor parallel."""
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        if not self.tp_columns:
+            return None
+        plan: dict[str, ParallelStyle] = {f"{self.block_list}.*.{name}": ColwiseParallel() for name in self.tp_columns}
+        return plan | {f"{self.block_list}.*.{name}": RowwiseParallel() for name in self.tp_rows}
 
     def check_tp(self, tp: int) -> list[str]:
-        """Faults such as "heads 6 not divisible by tp 4"; empty: fine."""
+        """Return faults such as "heads 6 not divisible by tp 4"; empty if the module can be split ``tp`` ways."""
         return []
 
     def apply_tp(self, mesh: DeviceMesh) -> None:
@@ -190,11 +222,11 @@ class Adapter(nn.Module):
             raise ModelError(f"{type(self).__name__}: {'; '.join(faults)}")
         parallelize_module(self, mesh, plan)
         if self.random_numbers is not None:
-            _part_random_numbers(self, plan, self.random_numbers)
+            _separate_random_numbers(self, plan, self.random_numbers)
         self.after_tp(mesh.size())
 
     def after_tp(self, tp: int) -> None:
-        """Mend what a plan cannot say, such as a stored number of heads."""
+        """Adjust what a plan cannot express, such as a stored number of heads."""
 
     # ---- values ----------------------------------------------------------------------------------------------------
 
@@ -203,53 +235,29 @@ class Adapter(nn.Module):
 
         Args:
             prefix: FQN of the block, or "" for the rest of the module (its blocks replaced by ``nn.Identity``).
-            unit: the copy; what stays untouched is reported as a ModelError by the caller.
+            unit: the copy; the caller reports whatever stays untouched as a ModelError.
         """
         initialize_plain(unit)
 
-    def export_names(self) -> dict[str, str]:
-        """Our FQN of each parameter -> its name in this module's own Hugging Face folder; empty: it has none."""
-        return {}
-
-    def export_config(self) -> dict[str, Any] | None:
-        """What config.json of that folder holds; None: it has none."""
+    def hf_weights(self) -> HFWeights | None:
+        """Return how the parameters are stored in a Hugging Face folder, or None if there is no such model."""
         return None
-
-    def paired_heads(self) -> dict[str, int]:
-        """FQN -> heads, of projections whose rows lie as rotary embeddings of neighbouring numbers want them.
-
-        Hugging Face's rotate halves, so its folders hold these rows in another order (``model.checkpoint``).
-        """
-        return {}
-
-    def unused_export(self, name: str) -> bool:
-        """Whether a tensor of a Hugging Face folder is rightly left out by this module."""
-        return False
-
-    def export_prefixes(self) -> tuple[str, ...]:
-        """What may stand before the names of :meth:`export_names` in a folder that holds more than this module."""
-        return ("",)
 
     # ---- cost ------------------------------------------------------------------------------------------------------
 
     def flops(self, packing_lengths: np.ndarray) -> float:
-        """Forward FLOPs for sequences of these lengths: two per multiply-add of every matmul and of attention."""
+        """Count the forward FLOPs of sequences of these lengths: two per multiply-add in matmuls and attention."""
         before, blocks, after = self.part_flops(packing_lengths)
         return before + float(np.sum(blocks)) + after
 
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
-        """:meth:`flops` before the blocks, of each block (float64 ``[blocks]``), and after them."""
+        """Return the :meth:`flops` before the blocks, of each block (float64 ``[blocks]``), and after them."""
         rows = int(np.sum(packing_lengths))
         blocks = block_linear_flops(self) * rows
-        return float(linear_flops(self.twin()) * rows - blocks.sum()), blocks, 0.0
+        return float(linear_flops(self.meta_copy()) * rows - blocks.sum()), blocks, 0.0
 
     def stage_flops(self, packing_lengths: np.ndarray, split: Sequence[int]) -> np.ndarray:
-        """:meth:`flops` of each stage, float64 ``[stages]``.
-
-        Args:
-            packing_lengths: of the sequences.
-            split: blocks of each stage.
-        """
+        """Return the :meth:`flops` of each stage, float64 ``[stages]``, where ``split`` is the blocks of each."""
         before, blocks, after = self.part_flops(packing_lengths)
         ends = np.cumsum(split)
         assert ends[-1] == len(blocks), f"split {split} of {len(blocks)} blocks"
@@ -260,9 +268,10 @@ class Adapter(nn.Module):
 
     # ---- dtype -----------------------------------------------------------------------------------------------------
 
+    @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
-        """Casts (``.bfloat16()``) leave tables of positions alone: rounding them breaks rotary embeddings silently."""
-        tables = list(position_tables(self))
+        # Casts (``.bfloat16()``) leave tables of positions alone: rounding them breaks rotary embeddings silently.
+        tables = list(_position_tables(self))
         for owner, name, _ in tables:
             owner._buffers[name] = None
         super()._apply(fn, recurse)
@@ -273,47 +282,38 @@ class Adapter(nn.Module):
 
 
 def _clone(module: nn.Module, fqn: str, around: Collection[str], pairs: list[tuple[nn.Module, nn.Module]]) -> Any:
-    """Copies of a module and of its descendants named in ``around``, listed in ``pairs``; everything else is shared."""
-    copied = module.__new__(type(module))
+    """Copy a module and its descendants named in ``around``, adding (original, copy) to ``pairs``; share all else."""
+    duplicate = module.__new__(type(module))
     for key, value in module.__dict__.items():
-        copied.__dict__[key] = copy.copy(value) if isinstance(value, (dict, set)) else value
-    pairs.append((module, copied))
+        duplicate.__dict__[key] = copy.copy(value) if isinstance(value, (dict, set)) else value
+    pairs.append((module, duplicate))
     for name, child in module._modules.items():
         path = f"{fqn}.{name}" if fqn else name
         if child is not None and path in around:
-            copied._modules[name] = _clone(child, path, around, pairs)
-    return copied
+            duplicate._modules[name] = _clone(child, path, around, pairs)
+    return duplicate
 
 
-def _follow(pairs: list[tuple[nn.Module, nn.Module]]) -> None:
-    """Copies are in training mode where their originals are: Lightning sets modes without ``train()``, and it does not
-    know the copies.
-    """
-    for original, copied in pairs:
-        copied.training = original.training
+def _follow_training_mode(pairs: list[tuple[nn.Module, nn.Module]]) -> None:
+    # Lightning sets training modes without ``train()``, and it does not know the copies.
+    for original, duplicate in pairs:
+        duplicate.training = original.training
 
 
-def _part_random_numbers(module: nn.Module, plan: Mapping[str, ParallelStyle], numbers: RandomNumbers) -> None:
-    """Between a columnwise and the next rowwise layer every rank has columns, and random numbers, of its own."""
+def _separate_random_numbers(module: nn.Module, plan: Mapping[str, ParallelStyle], numbers: RandomNumbers) -> None:
+    """Give every rank random numbers of its own from a columnwise layer to the next rowwise one, as its columns are."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     for fqn, part in module.named_modules():
         style = next((style for pattern, style in plan.items() if fnmatchcase(fqn, pattern)), None)
         if isinstance(style, ColwiseParallel):
-            part.register_forward_hook(lambda *_, place=fqn: numbers.part(place))
+            part.register_forward_hook(lambda *_, fqn=fqn: numbers.part(fqn))
         elif isinstance(style, RowwiseParallel):
             part.register_forward_pre_hook(lambda *_: numbers.join())
 
 
-def given_rows(hidden: Tensor | None) -> Tensor:
-    """The previous stage's rows. Raises ValueError where they are missing."""
-    if hidden is None:
-        raise ValueError("a pipeline stage that is not the first needs the previous stage's rows")
-    return hidden
-
-
-def position_tables(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Non-persistent floating or complex buffers: (owner, name, value)."""
+def _position_tables(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield (owner, name, value) of non-persistent floating or complex buffers."""
     for owner in module.modules():
         for name, value in owner._buffers.items():
             if value is None or name not in owner._non_persistent_buffers_set:
@@ -322,8 +322,15 @@ def position_tables(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]
                 yield owner, name, value
 
 
+def previous_rows(hidden: Tensor | None) -> Tensor:
+    """Return the previous stage's rows; raise ValueError where they are missing."""
+    if hidden is None:
+        raise ValueError("a pipeline stage that is not the first needs the previous stage's rows")
+    return hidden
+
+
 def initialize_plain(unit: nn.Module) -> None:
-    """Every submodule's own ``reset_parameters``, children first."""
+    """Call every submodule's own ``reset_parameters``, children first."""
     for module in reversed(list(unit.modules())):
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if callable(reset):
@@ -331,26 +338,15 @@ def initialize_plain(unit: nn.Module) -> None:
 
 
 def linear_flops(module: nn.Module) -> int:
-    """FLOPs per row of all linear maps inside ``module``."""
+    """Count the FLOPs per row of all linear maps inside ``module``."""
     return sum(2 * linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
 
 
 def block_linear_flops(module: Adapter) -> np.ndarray:
-    """:func:`linear_flops` of each block, float64 ``[blocks]``."""
-    return np.array([linear_flops(block) for block in module.twin().blocks().values()], dtype=np.float64)
-
-
-def held_blocks(container: nn.Module, prefix: str) -> dict[str, nn.Module]:
-    """FQN -> block of a ModuleList or ModuleDict, without those that :func:`drop_blocks` removed."""
-    return {f"{prefix}.{key}": block for key, block in container._modules.items() if block is not None}
-
-
-def drop_blocks(container: nn.Module, fqns: Collection[str]) -> None:
-    """Remove blocks of a ModuleList or ModuleDict; the numbers of the others stay."""
-    for fqn in fqns:
-        container._modules[fqn.rsplit(".", 1)[-1]] = None
+    """Return the :func:`linear_flops` of each block, float64 ``[blocks]``."""
+    return np.array([linear_flops(block) for block in module.meta_copy().blocks().values()], dtype=np.float64)
 
 
 def divisible(tp: int, **sizes: int) -> list[str]:
-    """Faults of sizes that tensor parallelism has to divide."""
+    """Return a fault for each size that ``tp`` does not divide."""
     return [f"{name.replace('_', ' ')} {size} not divisible by tp {tp}" for name, size in sizes.items() if size % tp]

@@ -24,7 +24,7 @@ def packed_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Scaled dot-product attention inside every sequence of ``packing``, never across.
+    """Compute scaled dot-product attention inside every sequence of ``packing``, never across.
 
     Sequences of similar length are padded together and each such bucket is one fused call. Causal attention needs no
     mask for right padding; bidirectional attention gets a key mask only where a bucket has padding.
@@ -32,11 +32,11 @@ def packed_attention(
     Args:
         query: ``[1, heads, T, head_dim]``.
         key: ``[1, kv_heads, T, head_dim]``; ``heads`` is a multiple of ``kv_heads``.
-        value: as ``key``.
-        packing: of the T rows.
+        value: ``[1, kv_heads, T, head_dim]``.
+        packing: the sequences that make up the T rows.
         causal: whether a row sees only rows up to itself.
-        scale: of the scores; ``head_dim ** -0.5`` by default.
-        dropout: probability on the attention weights.
+        scale: factor of the scores, ``head_dim ** -0.5`` by default.
+        dropout: probability of dropping an attention weight.
 
     Returns:
         ``[1, heads, T, head_dim]``.
@@ -61,13 +61,13 @@ def packed_attention(
 
 
 def attention_pairs(packing: Packing, *, causal: bool) -> int:
-    """(query, key) pairs of real rows, the exact work of attention without padding."""
+    """Count the (query, key) pairs of real rows, the exact work of attention without padding."""
     lengths = packing.lengths
     return int((lengths * (lengths + 1) // 2 if causal else lengths * lengths).sum())
 
 
 def register_hf_attention() -> None:
-    """Make ``HF_ATTENTION`` known to transformers; the layers must be called with ``packing=``."""
+    """Register ``HF_ATTENTION`` with transformers; the layers must be called with ``packing=``."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(HF_ATTENTION, _hf_attention)
@@ -107,14 +107,14 @@ def _attend(
 
 
 def _to_buckets(rows: Tensor, packing: Packing) -> Tensor:
-    """``[T, ...]`` -> ``[padded_rows, ...]``."""
+    """Turn ``[T, ...]`` into ``[padded rows, ...]``."""
     if packing.gather is None or packing.restore is None:
         return rows
     return _Move.apply(rows, packing.gather, packing.restore, False)
 
 
 def _from_buckets(padded: Tensor, packing: Packing) -> Tensor:
-    """``[padded_rows, ...]`` -> ``[T, ...]``."""
+    """Turn ``[padded rows, ...]`` into ``[T, ...]``."""
     if packing.gather is None or packing.restore is None:
         return padded
     return _Move.apply(padded, packing.restore, packing.gather, True)
@@ -123,8 +123,8 @@ def _from_buckets(padded: Tensor, packing: Packing) -> Tensor:
 class _Move(torch.autograd.Function):
     """``rows[index]``, whose backward is a gather too, so it is fast and deterministic on every device.
 
-    Padding places take no part in anything real: the gradient that comes out of them is exactly zero and may be
-    dropped, and the gradient that goes into them must be zero.
+    Padding slots take part in nothing real: the gradient that comes out of them is exactly zero and may be dropped, and
+    the gradient that goes into them must be zero.
     """
 
     @staticmethod

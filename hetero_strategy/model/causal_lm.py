@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
+from typing_extensions import override
 
 from hetero_strategy.errors import DataError
-from hetero_strategy.model.adapter import NO_ROWS, Adapter, given_rows
+from hetero_strategy.model.adapter import NO_ROWS, Adapter, previous_rows
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
 
 
@@ -23,23 +24,21 @@ class LMOutput:
     loss_sum: Tensor
     """fp32 (fp64 for an fp64 model) scalar: cross entropy summed over labels other than -100."""
     correct: Tensor
-    """bool ``[T]``: the likeliest token is the label; false where there is no label."""
+    """bool ``[T]``: whether the likeliest token is the label; false where there is no label."""
     predicted: Tensor
     """int64 ``[T]``: the likeliest token."""
     logits: Tensor | None = None
     """``[T, vocabulary]``, where asked for."""
     hidden: Tensor | None = None
-    """``[T_local, width]``: rows after the last block, before the final norm; what edges to other modules carry."""
+    """``[T_local, width]``: rows after the last block and before the final norm, which edges to other modules carry."""
 
 
-# Or FSDP of torch before 2.13 does not see its tensors, and gathers no weights for their backward.
+# Otherwise FSDP of torch before 2.13 does not see its tensors, and gathers no weights for their backward.
 register_dataclass(LMOutput)
 
 
 class CausalLM(Adapter):
     """Base of language models: embed, callback ``before``, fill slots with rows, blocks, loss.
-
-    A subclass provides :meth:`embed`, :meth:`transform` and :meth:`head`.
 
     Args:
         before: called with the embedded rows ``[T_local, width]`` and the inputs before slots are filled; returns rows.
@@ -47,7 +46,7 @@ class CausalLM(Adapter):
 
     has_loss = True
     max_length: int | None = None
-    """Longest sequence the position tables reach; None: no limit."""
+    """Length of the longest sequence that the position tables reach; None if there is no limit."""
 
     def __init__(self, *, before: Callable[[Tensor, SequenceInputs], Tensor] | None = None) -> None:
         super().__init__()
@@ -55,16 +54,17 @@ class CausalLM(Adapter):
 
     @abstractmethod
     def embed(self, ids: Tensor) -> Tensor:
-        """Token ids int64 ``[T]`` -> rows ``[T_local, width]`` (this rank's slice where sequence parallel)."""
+        """Turn token ids int64 ``[T]`` into rows ``[T_local, width]`` (this rank's slice where sequence parallel)."""
 
     @abstractmethod
     def transform(self, hidden: Tensor, packing: Packing) -> Tensor:
-        """Rows ``[T_local, width]`` through the blocks that are here."""
+        """Run rows ``[T_local, width]`` through the blocks that this stage holds."""
 
     @abstractmethod
     def head(self, hidden: Tensor) -> Tensor:
-        """Final norm and output projection: rows ``[T_local, width]`` -> logits ``[T, vocabulary]``."""
+        """Turn rows ``[T_local, width]`` into logits ``[T, vocabulary]`` by final norm and output projection."""
 
+    @override
     def forward(
         self,
         inputs: SequenceInputs,
@@ -73,13 +73,13 @@ class CausalLM(Adapter):
         *,
         keep_logits: bool = False,
     ) -> LMOutput | Tensor:
-        """One microbatch.
+        """Run one microbatch.
 
         Args:
-            inputs: token sequences; ``slots`` are positions in the rows that :meth:`embed` gives. Stages that are not
-                the first read no ids and slots, those that are not the last no labels.
+            inputs: token sequences; ``slots`` are positions in the rows that :meth:`embed` gives. Only the first stage
+                reads ids and slots, only the last one labels.
             rows: key of ``inputs.slots`` -> ``[len(slots[key]), width]``, in the first stage.
-            hidden: rows ``[T_local, width]`` from the previous pipeline stage, where this is not the first.
+            hidden: rows ``[T_local, width]`` of the previous pipeline stage, where this is not the first.
             keep_logits: return the logits too.
 
         Returns:
@@ -98,32 +98,33 @@ class CausalLM(Adapter):
             if self.before is not None:
                 hidden = self.before(hidden, inputs)
             hidden = fill_slots(hidden, inputs.slots, rows)
-        hidden = self.transform(given_rows(hidden), inputs.packing)
+        hidden = self.transform(previous_rows(hidden), inputs.packing)
         if not self.last_stage:
             return hidden
         return replace(score(self.head(hidden), inputs.labels, keep_logits=keep_logits), hidden=hidden)
 
 
 def fill_slots(hidden: Tensor, slots: Mapping[Hashable, Tensor], rows: Mapping[Hashable, Tensor]) -> Tensor:
-    """``hidden`` with the rows of every source at its slots.
-
-    Raises:
-        DataError: the rows of a source are missing or are not as many as its slots.
-    """
-    if unknown := set(rows) - set(slots):
-        raise DataError(f"rows of {sorted(map(str, unknown))} have no slots: slots exist for {sorted(map(str, slots))}")
+    """Return ``hidden`` with the rows of every source at its slots; errors as :func:`check_slots`."""
+    check_slots(slots, rows)
     for source, index in slots.items():
-        filled = rows.get(source)
-        have = 0 if filled is None else len(filled)
-        if have != len(index):
-            raise DataError(f"source {source!r} gives {have} rows for {len(index)} slots")
-        if filled is not None:
-            hidden = hidden.index_copy(0, index, filled.to(hidden.dtype))
+        if source in rows:
+            hidden = hidden.index_copy(0, index, rows[source].to(hidden.dtype))
     return hidden
 
 
+def check_slots(slots: Mapping[Hashable, Tensor], rows: Mapping[Hashable, Tensor]) -> None:
+    """Raise DataError if the rows of a source are missing or are not as many as its slots."""
+    if unknown := set(rows) - set(slots):
+        raise DataError(f"rows of {sorted(map(str, unknown))} have no slots: slots exist for {sorted(map(str, slots))}")
+    for source, index in slots.items():
+        count = len(rows[source]) if source in rows else 0
+        if count != len(index):
+            raise DataError(f"source {source!r} gives {count} rows for {len(index)} slots")
+
+
 def score(logits: Tensor, labels: Tensor, *, keep_logits: bool = False) -> LMOutput:
-    """Cross entropy summed over labels, in fp32 or fp64, and the likeliest tokens.
+    """Sum the cross entropy over labels, in fp32 or fp64, and find the likeliest tokens.
 
     Args:
         logits: ``[T, vocabulary]``; T may be 0.

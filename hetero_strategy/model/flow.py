@@ -10,30 +10,27 @@ it enters the block, so that a pipeline stage needs nothing but rows and times.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import DataError, ModelError
-from hetero_strategy.model.adapter import divisible, drop_blocks, held_blocks, linear_flops
+from hetero_strategy.model.adapter import divisible, linear_flops
 from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.generator import Generator
 from hetero_strategy.model.inputs import GeneratorInputs, Packing, host_index
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
 
 TIME_FEATURES = 64
 
 
 class Modulation(nn.Module):
-    """Times and conditions of items -> numbers that scale, shift and gate rows. Stages share none."""
+    """Numbers that scale, shift and gate rows, made of the items' times and conditions. Stages share none."""
 
     def __init__(self, dim: int, count: int) -> None:
         super().__init__()
@@ -43,12 +40,17 @@ class Modulation(nn.Module):
         self.down = nn.Linear(dim, count * dim)
 
     def forward(self, rows: Tensor, times: Tensor, first: Tensor, packing: Packing) -> tuple[Tensor, ...]:
-        """Rows ``[T, dim]``, of which ``first`` ``[n]`` are the items' first, and time features
-        ``[n, TIME_FEATURES]`` -> ``count`` tensors ``[T, dim]``.
+        """Return ``count`` tensors ``[T, dim]``.
+
+        Args:
+            rows: ``[T, dim]``.
+            times: time features ``[n, TIME_FEATURES]``.
+            first: int64 ``[n]``, the first row of each item, which holds its condition.
+            packing: the T rows of the n items.
         """
         conditions = _normed(rows.index_select(0, first))
-        made: Tensor = self.down(F.silu(self.of_time(times) + self.of_condition(conditions)))
-        return made.index_select(0, packing.sequence).chunk(self.count, dim=-1)
+        factors: Tensor = self.down(F.silu(self.of_time(times) + self.of_condition(conditions)))
+        return factors.index_select(0, packing.sequence).chunk(self.count, dim=-1)
 
 
 class Attention(nn.Module):
@@ -60,7 +62,7 @@ class Attention(nn.Module):
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim) for _ in range(4))
 
     def forward(self, rows: Tensor, packing: Packing) -> Tensor:
-        """Rows ``[T, dim]`` -> the same shape."""
+        """Attend among rows ``[T, dim]``; the shape stays."""
         # -1 heads: tensor parallelism leaves only this rank's.
         split = (linear(rows).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))
         query, key, value = (part.transpose(0, 1)[None] for part in split)
@@ -80,7 +82,7 @@ class Block(nn.Module):
         self.down = nn.Linear(ffn, dim)
 
     def forward(self, rows: Tensor, times: Tensor, first: Tensor, packing: Packing) -> Tensor:
-        """Rows ``[T, dim]`` -> the same shape; see :class:`Modulation`."""
+        """Transform rows ``[T, dim]``; arguments as :class:`Modulation`."""
         scale, shift, gate, scale2, shift2, gate2 = self.modulation(rows, times, first, packing)
         # Gates around 1, where DiT starts at 0: a new block is an ordinary transformer block.
         rows = rows + (1 + gate) * self.attention(_normed(rows) * (1 + scale) + shift, packing)
@@ -89,7 +91,13 @@ class Block(nn.Module):
 
 
 class FlowDecoder(Generator):
-    """See the module's docstring; made by :func:`flow_decoder`."""
+    """A flow-matching generator, built by :func:`flow_decoder`; this file's docstring describes it."""
+
+    block_list = "layers"
+    before_blocks = ("condition_norm", "condition_in", "patch_in")
+    after_blocks = ("modulation_out", "patch_out")
+    tp_columns = ("attention.wq", "attention.wk", "attention.wv", "up")
+    tp_rows = ("attention.wo", "down")
 
     def __init__(self, width: int, feature: int, dim: int, n_layers: int, n_heads: int, ffn: int, steps: int) -> None:
         super().__init__()
@@ -105,20 +113,20 @@ class FlowDecoder(Generator):
             self.modulation_out: Modulation | None = Modulation(dim, 2)
             self.patch_out: nn.Linear | None = nn.Linear(dim, feature)
 
-    def embed(self, inputs: GeneratorInputs, conditions: Tensor, places: Tensor) -> Tensor:
-        """Conditions and noised patches, each with its position."""
+    @override
+    def embed(self, inputs: GeneratorInputs, conditions: Tensor, index: Tensor) -> Tensor:
         values, noise, time = self._targets(inputs)
-        return self._rows(time * values + (1 - time) * noise, inputs, self._condition(conditions), places)
+        return self._rows(time * values + (1 - time) * noise, inputs, self._condition(conditions), index)
 
+    @override
     def transform(self, hidden: Tensor, inputs: GeneratorInputs) -> Tensor:
-        """The blocks that are here, in order."""
         times, first = time_features(inputs.time, hidden.dtype), _first_rows(inputs)
         for block in self.blocks().values():
             hidden = block(hidden, times, first, inputs.packing)
         return hidden
 
+    @override
     def loss(self, hidden: Tensor, inputs: GeneratorInputs) -> Tensor:
-        """Squared error of the velocity."""
         values, noise, _ = self._targets(inputs)
         velocity = self._velocity(hidden, inputs)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -127,43 +135,26 @@ class FlowDecoder(Generator):
                 error = error * inputs.counted[self._item_of_rows(inputs)][:, None]
             return error.sum()
 
-    def draw(self, inputs: GeneratorInputs, conditions: Tensor, places: Tensor) -> Tensor:
-        """Euler's method in ``sample_steps`` equal steps."""
+    @override
+    def draw(self, inputs: GeneratorInputs, conditions: Tensor, index: Tensor) -> Tensor:
+        """Integrate by Euler's method in ``sample_steps`` equal steps."""
         _, drawn, _ = self._targets(inputs)
         conditions = self._condition(conditions)
         for step in range(self.sample_steps):
             now = replace(inputs, time=torch.full_like(inputs.time, step / self.sample_steps))
-            hidden = self.transform(self._rows(drawn, inputs, conditions, places), now)
+            hidden = self.transform(self._rows(drawn, inputs, conditions, index), now)
             drawn = drawn + self._velocity(hidden, now).to(drawn.dtype) / self.sample_steps
         return drawn
 
-    def drop(self, blocks: Collection[str], *, before: bool, after: bool) -> None:
-        """Remove blocks; what makes rows comes before them, what makes the velocity after."""
-        drop_blocks(self.layers, blocks)
-        if before:
-            self.condition_norm = self.condition_in = self.patch_in = None
-        if after:
-            self.modulation_out = self.patch_out = None
-
-    def blocks(self) -> dict[str, nn.Module]:
-        """``layers.N``."""
-        return held_blocks(self.layers, "layers")
-
-    def tp_plan(self) -> dict[str, ParallelStyle] | None:
-        """Columns of q, k, v and up, rows of out and down; modulation stays replicated."""
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-        columns = {f"layers.*.{name}": ColwiseParallel() for name in ("attention.wq", "attention.wk", "attention.wv")}
-        rows = {f"layers.*.{name}": RowwiseParallel() for name in ("attention.wo", "down")}
-        return {**columns, "layers.*.up": ColwiseParallel(), **rows}
-
+    @override
     def check_tp(self, tp: int) -> list[str]:
-        """Heads and the feed-forward width must divide."""
         return divisible(tp, heads=self.n_heads, feed_forward_width=self.ffn)
 
+    @override
     def initialize(self, prefix: str, unit: nn.Module) -> None:
-        """Matrices by their inputs, biases 0. What modulates and what predicts starts small but not at 0, so that
-        gradients reach everything from the first step.
+        """Draw matrices by the number of their inputs and set biases to 0.
+
+        What modulates and what predicts starts small but not at 0, so gradients reach everything from the first step.
         """
         for name, module in unit.named_modules():
             if isinstance(module, nn.LayerNorm):
@@ -173,16 +164,17 @@ class FlowDecoder(Generator):
                 nn.init.normal_(module.weight, std=(0.1 if small else 0.7) * module.in_features**-0.5)
                 nn.init.zeros_(module.bias)
 
+    @override
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
-        """Matmuls and attention. Around the blocks all rows count as patches: lengths do not say which are not."""
-        twin, packing = self.twin(), Packing.of(packing_lengths)
-        assert isinstance(twin, FlowDecoder) and twin.modulation_out is not None
+        # Around the blocks all rows count as patches: lengths do not say which are not.
+        original: Any = self.meta_copy()
+        packing = Packing.of(packing_lengths)
         rows, items = packing.rows, len(packing.lengths)
         attention = 4 * self.dim * attention_pairs(packing, causal=False)
-        modulation = [linear_flops(m) for m in twin.layers.modules() if isinstance(m, Modulation)]
-        linear = [linear_flops(block) for block in twin.blocks().values()]
+        modulation = [linear_flops(m) for m in original.layers.modules() if isinstance(m, Modulation)]
+        linear = [linear_flops(block) for block in original.blocks().values()]
         blocks = [rows * (a - m) + items * m + attention for a, m in zip(linear, modulation, strict=True)]
-        after = rows * 2.0 * self.dim * self.feature + items * linear_flops(twin.modulation_out)
+        after = rows * 2.0 * self.dim * self.feature + items * linear_flops(original.modulation_out)
         return rows * 2.0 * self.dim * self.feature, np.array(blocks, dtype=np.float64), after
 
     def _condition(self, conditions: Tensor) -> Tensor:
@@ -190,8 +182,10 @@ class FlowDecoder(Generator):
         rows: Tensor = self.condition_in(self.condition_norm(conditions.to(self.condition_norm.weight.dtype)))
         return rows
 
-    def _rows(self, noised: Tensor, inputs: GeneratorInputs, conditions: Tensor, places: Tensor) -> Tensor:
-        """``[T, dim]``: noised patches ``[R, feature]`` and projected conditions ``[C, dim]`` with their positions."""
+    def _rows(self, noised: Tensor, inputs: GeneratorInputs, conditions: Tensor, index: Tensor) -> Tensor:
+        """Lay noised patches ``[R, feature]`` and projected conditions ``[C, dim]`` out as rows ``[T, dim]``, and add
+        their positions.
+        """
         assert self.patch_in is not None
         grids = inputs.sizes.reshape(-1, 2)
         if not np.array_equal(grids.prod(axis=1), inputs.target_rows):
@@ -203,34 +197,33 @@ class FlowDecoder(Generator):
             )
         patches = self.patch_in(noised.to(self.patch_in.weight.dtype))
         rows = patches.new_zeros(inputs.packing.rows, self.dim)
-        rows = rows.index_copy(0, self._patch_places(inputs), patches)
-        rows = rows.index_copy(0, places, conditions.to(rows.dtype))
+        rows = rows.index_copy(0, self._patch_index(inputs), patches)
+        rows = rows.index_copy(0, index, conditions.to(rows.dtype))
         return rows + positions(inputs, self.dim, rows)
 
     def _velocity(self, hidden: Tensor, inputs: GeneratorInputs) -> Tensor:
-        """``[R, feature]``, from the last blocks' rows."""
+        """Predict ``[R, feature]`` from the last block's rows."""
         assert self.modulation_out is not None and self.patch_out is not None
         times, first = time_features(inputs.time, hidden.dtype), _first_rows(inputs)
         scale, shift = self.modulation_out(hidden, times, first, inputs.packing)
-        velocity: Tensor = self.patch_out((_normed(hidden) * (1 + scale) + shift)[self._patch_places(inputs)])
+        velocity: Tensor = self.patch_out((_normed(hidden) * (1 + scale) + shift)[self._patch_index(inputs)])
         return velocity
 
     def _targets(self, inputs: GeneratorInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """(values, noise, time of every target row ``[R, 1]``), fp64 in an fp64 model, else fp32."""
+        """Return values, noise and the time of every target row ``[R, 1]``, fp64 in an fp64 model, else fp32."""
         dtype = next(self.parameters()).dtype
         dtype = dtype if dtype == torch.float64 else torch.float32
         time = inputs.time.to(dtype)[self._item_of_rows(inputs)]
         return inputs.values.to(dtype), inputs.noise.to(dtype), time[:, None]
 
     def _item_of_rows(self, inputs: GeneratorInputs) -> Tensor:
-        """Item of every target row, int64 ``[R]``."""
+        """Return the item number of every target row, int64 ``[R]``."""
         return host_index(np.repeat(np.arange(len(inputs.rows)), inputs.target_rows), inputs.time)
 
-    def _patch_places(self, inputs: GeneratorInputs) -> Tensor:
-        """Packed rows that are patches, int64 ``[R]``."""
-        lengths = inputs.packing.lengths
-        place = np.arange(int(lengths.sum())) - np.repeat(ragged.starts(lengths), lengths)
-        return host_index(np.flatnonzero(place >= np.repeat(inputs.rows, lengths)), inputs.time)
+    def _patch_index(self, inputs: GeneratorInputs) -> Tensor:
+        """Return the packed rows that are patches, int64 ``[R]``."""
+        starts = ragged.starts(inputs.packing.lengths)
+        return host_index(ragged.expand(starts + inputs.rows, inputs.target_rows), inputs.time)
 
 
 def flow_decoder(
@@ -244,17 +237,14 @@ def flow_decoder(
     ffn: int | None = None,
     sample_steps: int = 16,
 ) -> FlowDecoder:
-    """A :class:`FlowDecoder` of images.
+    """Build a :class:`FlowDecoder` that draws images.
 
     Args:
-        width: of the language model's rows.
-        patch_size: pixels on a side of a patch, as in the data's `ImageTarget`.
-        channels: of the images.
+        width: width of the language model's rows.
+        patch_size: pixels on a side of a patch, as in the data's ``ImageTarget``.
         dim: width of the rows inside.
-        n_layers: blocks.
-        n_heads: of attention.
         ffn: inner width of the feed-forward network, ``4 * dim`` by default.
-        sample_steps: Euler steps of a drawing.
+        sample_steps: Euler steps that draw an image.
 
     Raises:
         ModelError: sizes that do not fit together.
@@ -269,7 +259,7 @@ def flow_decoder(
 
 
 def time_features(time: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sines and cosines of times in 0..1, ``[n, TIME_FEATURES]``."""
+    """Return sines and cosines of times in 0..1, ``[n, TIME_FEATURES]``."""
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     half = TIME_FEATURES // 2
     rates = torch.exp(torch.arange(half, dtype=precise, device=time.device) * (-math.log(1000.0) / (half - 1)))
@@ -278,18 +268,18 @@ def time_features(time: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def positions(inputs: GeneratorInputs, dim: int, like: Tensor) -> Tensor:
-    """Sine tables ``[T, dim]``: row and column of a patch, and the place of a condition row (as column, at row -1)."""
-    place = [np.zeros((0, 2))]
+    """Return sine tables ``[T, dim]`` of a patch's row and column; condition ``i`` counts as column ``i`` of row -1."""
+    cells = [np.zeros((0, 2))]
     for (height, width), rows in zip(inputs.sizes.reshape(-1, 2).tolist(), inputs.rows.tolist(), strict=True):
-        place.append(np.stack([np.full(rows, -1.0), np.arange(rows)], axis=1))
-        place.append(np.stack(np.divmod(np.arange(height * width), width), axis=1))
-    angles = np.concatenate(place)[:, :, None] * (100.0 ** -np.linspace(0.0, 1.0, dim // 4))
+        cells.append(np.stack([np.full(rows, -1.0), np.arange(rows)], axis=1))
+        cells.append(np.stack(np.divmod(np.arange(height * width), width), axis=1))
+    angles = np.concatenate(cells)[:, :, None] * (100.0 ** -np.linspace(0.0, 1.0, dim // 4))
     table = np.concatenate([np.sin(angles), np.cos(angles)], axis=2).reshape(-1, dim)
     return torch.from_numpy(table).to(like.dtype).to(like.device, non_blocking=True)
 
 
 def _first_rows(inputs: GeneratorInputs) -> Tensor:
-    """First packed row of every item, int64 ``[n]``."""
+    """Return the first packed row of every item, int64 ``[n]``."""
     lengths = inputs.packing.lengths
     return host_index(ragged.starts(lengths), inputs.time)
 

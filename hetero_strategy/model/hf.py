@@ -1,64 +1,104 @@
-"""What all Hugging Face adapters share: configs, initialisation, precise norms."""
+"""What all Hugging Face adapters share: configs, initial values, names of weights, precise norms."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.hf_folder import HFWeights, read_config
 from hetero_strategy.model.inputs import Packing
 
 
-def hf_config(config_class: type, fields: Mapping[str, Any], who: str) -> Any:
-    """A transformers config from keyword arguments.
+class HFAdapter(Adapter):
+    """Base of adapters around one transformers model, which subclasses keep under :attr:`model`."""
+
+    model: Any
+    config: Any
+    architecture: str
+    """Name of the transformers class that loads what is exported."""
+    folder_prefixes: tuple[str, ...] = ("",)
+    """See :attr:`HFWeights.prefixes`."""
+    folder_ignored: tuple[str, ...] = ()
+    """See :attr:`HFWeights.ignored`."""
+
+    @override
+    def initialize(self, prefix: str, unit: nn.Module) -> None:
+        """Apply transformers' own rule to every submodule, children first.
+
+        Flags that say "already initialised" are reset: they were set when the model was made on the meta device.
+        """
+        part = unit if prefix else unit.get_submodule("model")
+        for module in part.modules():
+            holders: list[Any] = [module, *module._parameters.values(), *module._buffers.values()]
+            for holder in holders:
+                if getattr(holder, "_is_hf_initialized", False):
+                    holder._is_hf_initialized = False
+        for module in reversed(list(part.modules())):
+            self.model._init_weights(module)
+
+    @override
+    def hf_weights(self) -> HFWeights:
+        names = {fqn: fqn.removeprefix("model.") for fqn, _ in self.meta_copy().named_parameters()}
+        config = {**self.config.to_dict(), "architectures": [self.architecture]}
+        return HFWeights(names, config, prefixes=self.folder_prefixes, ignored=self.folder_ignored)
+
+
+def make_config(
+    who: str,
+    config_class: Any,
+    checkpoint: str | Path | None,
+    fields: Mapping[str, Any],
+    *,
+    model_types: tuple[str, ...] = (),
+    section: str = "",
+) -> Any:
+    """Build a transformers config from keyword arguments or from a folder's config.json.
+
+    Args:
+        who: name of the factory, for errors.
+        config_class: the transformers class.
+        checkpoint: local Hugging Face folder.
+        fields: keyword arguments; they exclude ``checkpoint``.
+        model_types: accepted values of ``model_type`` in config.json, by default the class's own.
+        section: part of config.json to read where it exists.
 
     Raises:
-        ModelError: a field the config does not have, or a value it refuses.
+        ModelError: both or misspelt fields are given, the config refuses a value, or the folder is another model's.
     """
-    # A transformers config swallows any keyword as an attribute; a misspelt one must not pass.
-    known = set(inspect.get_annotations(config_class)) | set(getattr(config_class, "attribute_map", {}))
-    if unknown := set(fields) - known:
-        raise ModelError(f"{who}: unknown field {sorted(unknown)}: {config_class.__name__} has {sorted(known)}")
-    return parsed_config(config_class, fields, who)
-
-
-def parsed_config(config_class: type, fields: Mapping[str, Any], who: str) -> Any:
-    """A transformers config from keyword arguments or a config.json; its own complaints become ModelErrors."""
+    if checkpoint is not None:
+        check_no_fields(who, fields)
+        content = read_config(checkpoint)
+        if content.get("model_type") not in (model_types or (config_class.model_type,)):
+            raise ModelError(f"{who}: {checkpoint}/config.json is of a {content.get('model_type')!r} model")
+        fields = content.get(section, content)
+    else:
+        # A transformers config swallows any keyword as an attribute; a misspelt one must not pass.
+        known = set(inspect.get_annotations(config_class)) | set(getattr(config_class, "attribute_map", {}))
+        if unknown := set(fields) - known:
+            raise ModelError(f"{who}: unknown field {sorted(unknown)}: {config_class.__name__} has {sorted(known)}")
     try:
-        return config_class(
-            **{key: value for key, value in fields.items() if key not in ("model_type", "architectures")}
-        )
+        return config_class(**{k: value for k, value in fields.items() if k not in ("model_type", "architectures")})
     except Exception as fault:  # transformers raises several kinds
         raise ModelError(f"{who}: {' '.join(str(fault).split())}") from None
 
 
-def initialize_hf(model: nn.Module, unit: nn.Module) -> None:
-    """transformers' own rule for every submodule of a unit, children first.
-
-    Flags that say "already initialised" lie here: they were set when the model was made on the meta device.
-    """
-    for module in unit.modules():
-        things: list[Any] = [module, *module._parameters.values(), *module._buffers.values()]
-        for thing in things:
-            if getattr(thing, "_is_hf_initialized", False):
-                thing._is_hf_initialized = False
-    for module in reversed(list(unit.modules())):
-        model._init_weights(module)  # type: ignore[operator]
-
-
-def export_hf_config(config: Any, architecture: str) -> dict[str, Any]:
-    """config.json of a model."""
-    content: dict[str, Any] = config.to_dict()
-    return {**content, "architectures": [architecture]}
+def check_no_fields(who: str, fields: Mapping[str, Any]) -> None:
+    """Raise ModelError if a factory that is given a checkpoint is given sizes too."""
+    if fields:
+        raise ModelError(f"{who}: checkpoint= fixes the sizes, so remove {sorted(fields)}")
 
 
 def at_least_one_row(rows: Tensor, packing: Packing) -> tuple[Tensor, Packing]:
-    """``rows [T, width]`` and their packing, or one zero row where there is none.
+    """Return rows ``[T, width]`` and their packing, or one zero row where there is none.
 
     transformers' layers cannot reshape zero rows. Cut the result back to ``packing.rows``: gradients are then zero,
     and an instance without samples still takes part in its module's collectives.
@@ -71,13 +111,13 @@ def at_least_one_row(rows: Tensor, packing: Packing) -> tuple[Tensor, Packing]:
 class PreciseRMSNorm(nn.Module):
     """transformers' RMSNorm, except that fp64 rows stay fp64 (there they go through fp32)."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.weight: nn.Parameter = norm.weight  # type: ignore[assignment]
-        self.eps: float = norm.variance_epsilon  # type: ignore[assignment]
+        self.weight: nn.Parameter = norm.weight
+        self.eps: float = norm.variance_epsilon
 
+    @override
     def forward(self, rows: Tensor) -> Tensor:
-        """Normalise the last dimension."""
         precise = rows if rows.dtype == torch.float64 else rows.float()
         precise = precise * torch.rsqrt(precise.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * precise.to(rows.dtype)

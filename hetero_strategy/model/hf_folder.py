@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -16,8 +17,31 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
+@dataclass(frozen=True)
+class HFWeights:
+    """How the parameters of a module are stored in a Hugging Face folder."""
+
+    names: Mapping[str, str]
+    """FQN of each parameter -> its name in a folder of this module alone."""
+    config: Mapping[str, Any]
+    """Content of config.json."""
+    paired_heads: Mapping[str, int] = field(default_factory=dict)
+    """FQN -> heads of projections whose rotary embedding turns neighbouring rows. Hugging Face's turns halves, so its
+    folders hold their rows in another order: :func:`pairs_to_halves`."""
+    prefixes: tuple[str, ...] = ("",)
+    """What may stand before the names in a folder that holds more than this module."""
+    ignored: tuple[str, ...] = ()
+    """Globs of names in such a folder that this module rightly leaves out."""
+
+    def below(self, prefix: str) -> HFWeights:
+        """Return the same weights for a module whose FQNs have ``prefix`` in front."""
+        names = {prefix + fqn: name for fqn, name in self.names.items()}
+        heads = {prefix + fqn: count for fqn, count in self.paired_heads.items()}
+        return replace(self, names=names, paired_heads=heads)
+
+
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a folder.
+    """Read config.json of a folder.
 
     Raises:
         ModelError: there is none, or it is not JSON.
@@ -33,22 +57,45 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def pairs_to_halves(tensor: Tensor, heads: int) -> Tensor:
-    """Rows of a projection ``[heads * d, ...]`` whose rotary embedding turns neighbours, for one that turns halves."""
+    """Reorder the rows of a projection ``[heads * d, ...]`` from turning neighbours to turning halves."""
     return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def halves_to_pairs(tensor: Tensor, heads: int) -> Tensor:
-    """The inverse of :func:`pairs_to_halves`."""
+    """Undo :func:`pairs_to_halves`."""
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-class TensorFolder:
-    """Tensors of a folder by name, whichever file holds them. A context manager; reads are lazy and one by one."""
+class SafetensorFiles:
+    """The safetensors files of a folder, each opened on first use. A context manager."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def opened(self, file: str) -> Any:
+        """Return the open ``safe_open`` handle of a file; safetensors' and the system's errors pass through."""
+        if file not in self._open:
+            from safetensors import safe_open
+
+            handle = safe_open(self.folder / file, framework="pt", device="cpu")
+            self._open[file] = self._stack.enter_context(handle)
+        return self._open[file]
+
+
+class TensorFolder(SafetensorFiles):
+    """Tensors of a Hugging Face folder by name, whichever file holds them; read one by one."""
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(Path(folder))
         if (self.folder / INDEX).exists():
             self._files: Mapping[str, str] = json.loads((self.folder / INDEX).read_text())["weight_map"]
         elif (self.folder / SINGLE).exists():
@@ -56,33 +103,23 @@ class TensorFolder:
         else:
             raise ModelError(f"{self.folder} has neither {SINGLE} nor {INDEX}: other formats are not read")
 
-    def __enter__(self) -> TensorFolder:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._stack.close()
-
     def names(self) -> frozenset[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return frozenset(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it."""
+        """Return the shape of a tensor without reading it."""
         return tuple(self._file(self._files[name]).get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        """One tensor on the CPU."""
+        """Read one tensor to the CPU."""
         tensor: Tensor = self._file(self._files[name]).get_tensor(name)
         return tensor
 
     def _file(self, name: str) -> Any:
-        if name not in self._open:
-            from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
-            try:
-                self._open[name] = self._stack.enter_context(
-                    safe_open(self.folder / name, framework="pt", device="cpu")
-                )
-            except (FileNotFoundError, SafetensorError) as fault:
-                raise ModelError(f"{self.folder / name} cannot be read: {fault}") from None
-        return self._open[name]
+        try:
+            return self.opened(name)
+        except (FileNotFoundError, SafetensorError) as fault:
+            raise ModelError(f"{self.folder / name} cannot be read: {fault}") from None

@@ -2,46 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.model.adapter import block_linear_flops, divisible, drop_blocks, held_blocks, linear_flops
+from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
 from hetero_strategy.model.causal_lm import CausalLM
-from hetero_strategy.model.hf import (
-    at_least_one_row,
-    export_hf_config,
-    hf_config,
-    initialize_hf,
-    make_norms_precise,
-    parsed_config,
-)
-from hetero_strategy.model.hf_folder import read_config
+from hetero_strategy.model.hf import HFAdapter, at_least_one_row, make_config, make_norms_precise
 from hetero_strategy.model.inputs import Packing, SequenceInputs
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
-class HFCausalLM(CausalLM):
+class HFCausalLM(HFAdapter, CausalLM):
     """A transformers decoder-only model of Llama's shape, under :attr:`model`.
 
     transformers' own forward pads and builds masks; here its embedding, layers, norm and head are called on packed
     rows ``[1, T, width]``, and the layers hand the packing on to the attention function.
     """
 
+    block_list = "model.model.layers"
+    before_blocks = ("model.model.embed_tokens",)
+    after_blocks = ("model.model.norm", "model.lm_head")
+    tp_columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    tp_rows = ("self_attn.o_proj", "mlp.down_proj")
+
     def __init__(
         self,
         model_class: type,
         config: Any,
         *,
-        checkpoint: str | None = None,
+        checkpoint: str | Path | None = None,
         before: Callable[[Tensor, SequenceInputs], Tensor] | None = None,
     ) -> None:
         super().__init__(before=before)
@@ -57,63 +56,48 @@ class HFCausalLM(CausalLM):
         self.config = self.model.config
         self.width = self.hidden_width = config.hidden_size
         self.checkpoint = checkpoint
+        # Old folders hold rotary frequencies, and a tied head is the embedding.
+        self.folder_ignored = ("*rotary_emb.inv_freq", *["lm_head.weight"] * config.tie_word_embeddings)
 
+    @override
     def embed(self, ids: Tensor) -> Tensor:
-        """Token rows."""
         rows: Tensor = self.model.model.embed_tokens(ids)
         return rows
 
+    @override
     def transform(self, hidden: Tensor, packing: Packing) -> Tensor:
-        """The layers that are here, in order."""
         count = packing.rows
         hidden, packing = at_least_one_row(hidden, packing)
         rows = hidden[None]
-        positions = packing.positions[None]
-        angles = self.model.model.rotary_emb(rows, position_ids=positions)
+        angles = self.model.model.rotary_emb(rows, position_ids=packing.positions[None])
         for layer in self.blocks().values():
             rows = layer(rows, attention_mask=None, position_embeddings=angles, packing=packing)
         return rows[0][:count]
 
+    @override
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits."""
         logits: Tensor = self.model.lm_head(self.model.model.norm(hidden))
         return logits
 
-    def drop(self, blocks: Collection[str], *, before: bool, after: bool) -> None:
-        """Remove parts; the numbers of the other layers stay."""
-        drop_blocks(self.model.model.layers, blocks)
-        if before:
-            self.model.model.embed_tokens = None
-        if after:
-            self.model.model.norm = self.model.lm_head = None
-
+    @override
     def tied_weight(self) -> tuple[str, str] | None:
-        """Embedding and head, as the config says."""
         return ("model.model.embed_tokens.weight", "model.lm_head.weight") if self.config.tie_word_embeddings else None
 
-    def blocks(self) -> dict[str, nn.Module]:
-        """``model.model.layers.N``."""
-        return held_blocks(self.model.model.layers, "model.model.layers")
+    @override
+    def tp_plan(self) -> dict[str, ParallelStyle]:
+        from torch.distributed.tensor.parallel import SequenceParallel
 
-    def tp_plan(self) -> dict[str, ParallelStyle] | None:
-        """Megatron's: columns of q, k, v, gate and up, rows of o and down; the rest replicated."""
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
-
-        plan: dict[str, ParallelStyle] = {}
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-            plan[f"model.model.layers.*.{name}"] = ColwiseParallel()
-        for name in ("self_attn.o_proj", "mlp.down_proj"):
-            plan[f"model.model.layers.*.{name}"] = RowwiseParallel()
-        first = next(iter(self.blocks().values()), None)
+        plan = super().tp_plan() or {}
+        first: Any = next(iter(self.blocks().values()), None)
         if first is not None and hasattr(first.self_attn, "q_norm"):
             # One weight for all heads, of which each rank sees its own: the gradient is a sum over ranks. Heads are
             # dimension 2 of [1, T, heads, head_dim].
             for name in ("self_attn.q_norm", "self_attn.k_norm"):
-                plan[f"model.model.layers.*.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+                plan[f"{self.block_list}.*.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)
         return plan
 
+    @override
     def check_tp(self, tp: int) -> list[str]:
-        """Heads, key heads and the feed-forward width must divide."""
         config = self.config
         return divisible(
             tp,
@@ -122,28 +106,12 @@ class HFCausalLM(CausalLM):
             feed_forward_width=config.intermediate_size,
         )
 
-    def initialize(self, prefix: str, unit: nn.Module) -> None:
-        """transformers' rules."""
-        initialize_hf(self.model, unit if prefix else unit.model)  # type: ignore[arg-type]
-
-    def export_names(self) -> dict[str, str]:
-        """Names without our leading ``model.``."""
-        return {fqn: fqn.removeprefix("model.") for fqn, _ in self.twin().named_parameters()}
-
-    def export_config(self) -> dict[str, Any] | None:
-        """The transformers config."""
-        return export_hf_config(self.config, self.architecture)
-
-    def unused_export(self, name: str) -> bool:
-        """Old rotary frequencies, and the head where it is the embedding."""
-        return name.endswith("rotary_emb.inv_freq") or (self.tied_weight() is not None and name == "lm_head.weight")
-
+    @override
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
-        """Matmuls of all rows, the head last, and the causal half of attention."""
         packing, config = Packing.of(packing_lengths), self.config
         attention = 4 * config.num_attention_heads * config.head_dim * attention_pairs(packing, causal=True)
-        twin: Any = self.twin()
-        head = float(linear_flops(twin.model.lm_head) * packing.rows)
+        original: Any = self.meta_copy()
+        head = float(linear_flops(original.model.lm_head) * packing.rows)
         return 0.0, block_linear_flops(self) * packing.rows + attention, head
 
 
@@ -153,19 +121,20 @@ def hf_llama(
     before: Callable[[Tensor, SequenceInputs], Tensor] | None = None,
     **fields: Any,
 ) -> HFCausalLM:
-    """transformers' Llama.
+    """Build transformers' Llama.
 
     Args:
         checkpoint: local folder with config.json and safetensors.
         before: see :class:`CausalLM`.
-        **fields: of ``LlamaConfig``, not together with ``checkpoint``.
+        **fields: fields of ``LlamaConfig``; they exclude ``checkpoint``.
 
     Raises:
         ModelError: an unknown field, a config this adapter cannot run, or a folder of another model.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return _causal_lm("hf_llama", LlamaForCausalLM, LlamaConfig, checkpoint, before, fields)
+    config = make_config("hf_llama", LlamaConfig, checkpoint, fields)
+    return HFCausalLM(LlamaForCausalLM, config, checkpoint=checkpoint, before=before)
 
 
 def hf_qwen3(
@@ -174,28 +143,11 @@ def hf_qwen3(
     before: Callable[[Tensor, SequenceInputs], Tensor] | None = None,
     **fields: Any,
 ) -> HFCausalLM:
-    """transformers' Qwen3 (dense); arguments as :func:`hf_llama` with fields of ``Qwen3Config``."""
+    """Build transformers' dense Qwen3; arguments as :func:`hf_llama` with fields of ``Qwen3Config``."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return _causal_lm("hf_qwen3", Qwen3ForCausalLM, Qwen3Config, checkpoint, before, fields)
-
-
-def _causal_lm(
-    who: str,
-    model_class: type,
-    config_class: Any,
-    checkpoint: str | Path | None,
-    before: Callable[[Tensor, SequenceInputs], Tensor] | None,
-    fields: dict[str, Any],
-) -> HFCausalLM:
-    if checkpoint is None:
-        return HFCausalLM(model_class, hf_config(config_class, fields, who), before=before)
-    if fields:
-        raise ModelError(f"{who}: checkpoint= fixes the sizes, so remove {sorted(fields)}")
-    content = read_config(checkpoint)
-    if content.get("model_type") != config_class.model_type:
-        raise ModelError(f"{who}: {checkpoint}/config.json is of a {content.get('model_type')!r} model")
-    return HFCausalLM(model_class, parsed_config(config_class, content, who), checkpoint=str(checkpoint), before=before)
+    config = make_config("hf_qwen3", Qwen3Config, checkpoint, fields)
+    return HFCausalLM(Qwen3ForCausalLM, config, checkpoint=checkpoint, before=before)
 
 
 def _check_supported(who: str, config: Any) -> None:

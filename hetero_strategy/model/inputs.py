@@ -1,10 +1,10 @@
-"""What a module takes: ragged sequences end to end in one row dimension, and how attention finds them."""
+"""What a module takes: ragged sequences end to end in one row dimension, and where attention finds them."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -14,7 +14,19 @@ from hetero_strategy import ragged
 IGNORE = -100
 """Label of a row without a loss."""
 
-_Self = TypeVar("_Self")
+_Data = TypeVar("_Data")
+
+
+class Movable:
+    """A dataclass whose tensors are moved together; arrays stay on the host."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Self:
+        """Return a copy with its tensors on ``device``."""
+        return _moved(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Return a copy in page-locked memory, from which copies to a device overlap with compute."""
+        return _moved(self, torch.Tensor.pin_memory)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,24 +43,25 @@ class Bucket:
 
 
 @dataclass(frozen=True, eq=False)
-class Packing:
-    """Ragged sequences lying end to end in one row dimension ``[T]``; how attention finds them."""
+class Packing(Movable):
+    """Ragged sequences lying end to end in one row dimension ``[T]``, and where attention finds them."""
 
     lengths: np.ndarray
-    """int64 ``[n]``, on the host."""
+    """int64 ``[n]``, on the host: rows of each sequence."""
     positions: torch.Tensor
-    """int64 ``[T]``, position of each row in its sequence."""
+    """int64 ``[T]``: position of each row in its sequence."""
     sequence: torch.Tensor
-    """int64 ``[T]``, number of each row's sequence."""
+    """int64 ``[T]``: number of the sequence that each row belongs to."""
     buckets: tuple[Bucket, ...]
     gather: torch.Tensor | None
-    """int64 ``[padded_rows]``, row that each place of the concatenated padded buckets holds; None where a view does."""
+    """int64 ``[padded rows]``: the row that each slot of the concatenated padded buckets holds; None where the rows
+    need not move."""
     restore: torch.Tensor | None
-    """int64 ``[T]``, place of each row in the concatenated padded buckets; None where a view does."""
+    """int64 ``[T]``: the slot of each row in the concatenated padded buckets; None as in :attr:`gather`."""
 
     @staticmethod
     def of(lengths: np.ndarray) -> Packing:
-        """Lay out sequences of these lengths (zero allowed). All index tensors are made here, on the host.
+        """Lay out sequences of these lengths (zero allowed); all index tensors are made here, on the host.
 
         A bucket holds lengths of at least 3/4 of its longest, so padding is at most a third of the rows and the number
         of buckets at most ``1 + log(longest / shortest) / log(4/3)``.
@@ -60,55 +73,42 @@ class Packing:
         buckets: list[Bucket] = []
         gathers: list[np.ndarray] = []
         restore = np.zeros(len(rows), dtype=np.int64)
-        place = 0
+        slot = 0
         for members in _similar(lengths):
             longest = int(lengths[members].max())
             step = np.arange(longest)
             real = step < lengths[members, None]
-            # A padding place holds its sequence's first row: any finite value does, nothing real ever reads it.
+            # A padding slot holds its sequence's first row: any finite value does, nothing real ever reads it.
             source = starts[members, None] + np.where(real, step, 0)
-            restore[source[real]] = place + np.flatnonzero(real)
+            restore[source[real]] = slot + np.flatnonzero(real)
             mask = None if real.all() else torch.from_numpy(real)[:, None, None, :]
-            buckets.append(Bucket(len(members), longest, place, mask))
+            buckets.append(Bucket(len(members), longest, slot, mask))
             gathers.append(source.reshape(-1))
-            place += source.size
+            slot += source.size
         gather = np.concatenate(gathers) if gathers else rows
-        in_place = np.array_equal(gather, rows)
+        unmoved = np.array_equal(gather, rows)
         return Packing(
             lengths=lengths,
             positions=torch.from_numpy(rows - starts[sequence]),
             sequence=torch.from_numpy(sequence),
             buckets=tuple(buckets),
-            gather=None if in_place else torch.from_numpy(gather),
-            restore=None if in_place else torch.from_numpy(restore),
+            gather=None if unmoved else torch.from_numpy(gather),
+            restore=None if unmoved else torch.from_numpy(restore),
         )
 
     @property
     def rows(self) -> int:
-        """T."""
+        """The number of rows of all sequences, T."""
         return len(self.positions)
 
     @property
     def longest(self) -> int:
-        """Length of the longest sequence, 0 without any."""
+        """The length of the longest sequence, 0 if there is none."""
         return int(self.lengths.max(initial=0))
-
-    @property
-    def padded_rows(self) -> int:
-        """Rows attention computes, padding included."""
-        return sum(bucket.count * bucket.length for bucket in self.buckets)
-
-    def to(self, device: torch.device | str, non_blocking: bool = True) -> Packing:
-        """This packing with its tensors on ``device``."""
-        return _moved(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Packing:
-        """This packing in page-locked memory, for copies that overlap with compute."""
-        return _moved(self, torch.Tensor.pin_memory)
 
 
 @dataclass(frozen=True, eq=False)
-class EncoderInputs:
+class EncoderInputs(Movable):
     """All items of one encoder instance in one microbatch. Zero items are allowed."""
 
     values: torch.Tensor
@@ -116,43 +116,27 @@ class EncoderInputs:
     sizes: np.ndarray
     """int64 ``[n, k]``, on the host: image (grid height, grid width) in patches; audio (frames,)."""
     rows: np.ndarray
-    """int64 ``[n]``, on the host: output rows of each item, what the edge carries."""
+    """int64 ``[n]``, on the host: output rows of each item, which the edge carries."""
     packing: Packing
-    """Over the rows that the backbone's transformer sees."""
-
-    def to(self, device: torch.device | str, non_blocking: bool = True) -> EncoderInputs:
-        """These inputs with their tensors on ``device``."""
-        return _moved(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> EncoderInputs:
-        """These inputs in page-locked memory."""
-        return _moved(self, torch.Tensor.pin_memory)
+    """The rows that the backbone's transformer sees, packed."""
 
 
 @dataclass(frozen=True, eq=False)
-class SequenceInputs:
+class SequenceInputs(Movable):
     """Token sequences of one language model instance in one microbatch."""
 
     ids: torch.Tensor
-    """int64 ``[T]``."""
+    """int64 ``[T]``: token numbers."""
     labels: torch.Tensor
     """int64 ``[T]``, already shifted: ``labels[t]`` is the token after ``t`` in the same sample, or -100."""
     packing: Packing
-    """Over T; alignment rows form a last sequence of their own with labels -100."""
+    """The T rows, packed; alignment rows form a last sequence of their own with labels -100."""
     slots: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     """(source module, its microbatch) -> int64 positions in ``[0, T)`` that its rows fill, ascending."""
 
-    def to(self, device: torch.device | str, non_blocking: bool = True) -> SequenceInputs:
-        """These inputs with their tensors on ``device``."""
-        return _moved(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> SequenceInputs:
-        """These inputs in page-locked memory."""
-        return _moved(self, torch.Tensor.pin_memory)
-
 
 @dataclass(frozen=True, eq=False)
-class GeneratorInputs:
+class GeneratorInputs(Movable):
     """All items that one generator instance draws in one microbatch. Zero items are allowed.
 
     Inside the module an item's rows are its condition rows, then its target rows.
@@ -162,32 +146,24 @@ class GeneratorInputs:
     """float32 ``[R, feature]``, raw target rows of all items end to end (image: patches). ``[0, feature]`` on ranks
     that hold inner pipeline stages only, as is :attr:`noise`."""
     noise: torch.Tensor
-    """float32 ``[R, feature]``, standard normal."""
+    """float32 ``[R, feature]``, drawn from the standard normal distribution."""
     time: torch.Tensor
-    """float32 ``[n]`` in 0..1, of each item: 0 is noise, 1 is data."""
+    """float32 ``[n]``: the time of each item, from 0 (noise) to 1 (data)."""
     sizes: np.ndarray
     """int64 ``[n, k]``, on the host: image (grid height, grid width) in patches."""
     rows: np.ndarray
-    """int64 ``[n]``, on the host: condition rows that each item is given over the edge."""
+    """int64 ``[n]``, on the host: condition rows that the edge brings to each item."""
     packing: Packing
-    """Over the rows inside the module."""
+    """The rows inside the module, packed."""
     slots: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     """(source module, its microbatch) -> int64 positions in the packed rows that its rows fill, ascending."""
     counted: torch.Tensor | None = None
-    """bool ``[n]``, items whose loss counts; None: all."""
+    """bool ``[n]``: items whose loss counts; None if all do."""
 
     @property
     def target_rows(self) -> np.ndarray:
-        """Target rows of each item, int64 ``[n]``, on the host."""
+        """The number of target rows of each item, int64 ``[n]``, on the host."""
         return self.packing.lengths[: len(self.rows)] - self.rows
-
-    def to(self, device: torch.device | str, non_blocking: bool = True) -> GeneratorInputs:
-        """These inputs with their tensors on ``device``."""
-        return _moved(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> GeneratorInputs:
-        """These inputs in page-locked memory."""
-        return _moved(self, torch.Tensor.pin_memory)
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +176,7 @@ class Ragged:
 
 
 def host_index(index: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """An index made on the host, on the device of ``like``; the copy does not wait for the device."""
+    """Copy an index to the device of ``like``, without waiting for the device."""
     tensor = torch.from_numpy(np.ascontiguousarray(index, dtype=np.int64))
     if like.device.type == "cuda":
         return tensor.pin_memory().to(like.device, non_blocking=True)
@@ -208,35 +184,30 @@ def host_index(index: np.ndarray, like: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_of(data: Any) -> list[torch.Tensor]:
-    """Every tensor in one of these dataclasses."""
-    found: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    _moved(data, keep)
-    return found
+    """List every tensor in one of these dataclasses."""
+    tensors: list[torch.Tensor] = []
+    _moved(data, tensors.append)
+    return tensors
 
 
 def _similar(lengths: np.ndarray) -> list[np.ndarray]:
-    """Groups of sequence numbers of similar length; zero lengths are in none."""
+    """Group sequence numbers by similar length; zero lengths are in no group."""
     order = np.argsort(-lengths, kind="stable")
     descending = lengths[order]
-    used = int(np.count_nonzero(descending))
+    nonempty = int(np.count_nonzero(descending))
     groups = []
     first = 0
-    while first < used:
+    while first < nonempty:
         shortest = -(-3 * int(descending[first]) // 4)
-        last = int(np.searchsorted(-descending[:used], -shortest, side="right"))
+        last = int(np.searchsorted(-descending[:nonempty], -shortest, side="right"))
         groups.append(np.sort(order[first:last]))
         first = last
     # In order of first appearance, so that sequences already lying in bucket order need no gather.
     return sorted(groups, key=lambda group: int(group[0]))
 
 
-def _moved(data: _Self, move: Any) -> _Self:
-    """A copy of a dataclass with ``move`` applied to every tensor in it."""
+def _moved(data: _Data, move: Callable[[torch.Tensor], Any]) -> _Data:
+    """Copy a dataclass with ``move`` applied to every tensor in it."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

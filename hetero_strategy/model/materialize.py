@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,137 +18,90 @@ from torch import Tensor, nn
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.model.hf_folder import TensorFolder, halves_to_pairs
+from hetero_strategy.model.hf_folder import HFWeights, TensorFolder, halves_to_pairs
 
 
 def initial_units(
     name: str, adapter: Adapter, seed: int, wanted: Collection[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """First values from the adapter's checkpoint folder where it has one, else from its initialisation.
+    """Yield every parameter and buffer once: (FQN inside the adapter, full tensor on the CPU in the parameter's dtype).
 
-    Args:
-        name: of the module in the model.
-        adapter: whole.
-        seed: of the initialisation.
-        wanted: FQNs; units without any of them are not made. None: all.
-    """
-    if adapter.checkpoint is None:
-        return initialize_units(name, adapter, seed, wanted)
-    return pretrained_units(name, adapter, seed, wanted=wanted)
-
-
-def initialize_units(
-    name: str, adapter: Adapter, seed: int, wanted: Collection[str] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer once: (FQN inside the adapter, full tensor on the CPU in the parameter's dtype).
-
-    Memory is one unit. Tensors that were real when the adapter was made (a ready backbone) are given as they were.
-    Arguments as :func:`initial_units`.
+    Values come from the adapter's Hugging Face folder where it has one; what the folder lacks by nature (projector,
+    tables of positions) and all values of other adapters are initialised. Tensors that were real when the adapter was
+    made (a ready backbone) keep their values. Only one unit is in memory at a time.
+    Units without any FQN in ``wanted`` are not made; ``None`` makes all.
 
     Raises:
-        ModelError: a parameter or buffer that nothing initialises.
+        ModelError: nothing initialises a parameter or buffer, or the folder's names or shapes are not the module's.
     """
-    for prefix, fqns in _wanted_units(adapter, wanted):
-        yield from _initialized(name, adapter, seed, prefix, fqns)
-
-
-def pretrained_units(
-    name: str, adapter: Adapter, seed: int, folder: str | None = None, wanted: Collection[str] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """As :func:`initialize_units`, with the values of a local Hugging Face folder; what it lacks by nature (projector,
-    tables of positions) is initialised.
-
-    Raises:
-        ModelError: names are missing in the folder or unexpected, or a shape differs.
-    """
-    folder = folder or adapter.checkpoint
-    if folder is None:
-        raise ModelError(f"{name}: no checkpoint folder")
-    twin = adapter.twin()
-    dtypes = {fqn: tensor.dtype for fqn, tensor in _tensors(twin)}
-    with TensorFolder(folder) as tensors:
-        sources, heads = _match(name, adapter, tensors), adapter.paired_heads()
-        for prefix, fqns in _wanted_units(adapter, wanted):
-            remaining = [fqn for fqn in fqns if fqn not in sources]
-            if remaining:
+    folder = None if adapter.checkpoint is None else TensorFolder(adapter.checkpoint)
+    dtypes = {fqn: tensor.dtype for fqn, tensor in _tensors(adapter.meta_copy())}
+    with folder or nullcontext():
+        weights = adapter.hf_weights() if folder else None
+        sources = _match(name, adapter, weights, folder) if folder else {}
+        for prefix, fqns in unit_tensors(adapter).items():
+            if wanted is not None and not any(fqn in wanted for fqn in fqns):
+                continue
+            if any(fqn not in sources for fqn in fqns):
                 initialized = _initialized(name, adapter, seed, prefix, fqns)
                 yield from ((fqn, value) for fqn, value in initialized if fqn not in sources)
             for fqn in fqns:
                 if fqn in sources and (wanted is None or fqn in wanted):
-                    value = tensors.read(sources[fqn])
-                    yield fqn, (halves_to_pairs(value, heads[fqn]) if fqn in heads else value).to(dtypes[fqn])
-
-
-def _wanted_units(adapter: Adapter, wanted: Collection[str] | None) -> Iterator[tuple[str, list[str]]]:
-    for prefix, fqns in unit_tensors(adapter).items():
-        if wanted is None or any(fqn in wanted for fqn in fqns):
-            yield prefix, fqns
+                    assert folder is not None and weights is not None
+                    value, heads = folder.read(sources[fqn]), weights.paired_heads.get(fqn)
+                    yield fqn, (value if heads is None else halves_to_pairs(value, heads)).to(dtypes[fqn])
 
 
 def materialize(module: nn.Module, seed: int, *, name: str = "", device: torch.device | None = None) -> None:
-    """Give every meta parameter and buffer of a ``MultimodalModel`` or one :class:`Adapter` its first value.
-
-    Args:
-        module: the model, or an adapter.
-        seed: of the initialisation.
-        name: the adapter's module name; the model knows its own.
-        device: where the values go, torch's default device by default.
+    """Give every meta parameter and buffer of a ``MultimodalModel``, or of an :class:`Adapter` of this ``name``, its
+    first value on ``device``, torch's default device by default.
     """
     device = device or torch.get_default_device()
     if not isinstance(module, Adapter):
         for child, adapter in module.modules_by_name.items():  # type: ignore[union-attr, operator]
             materialize(adapter, seed, name=child, device=device)
         return
-    module.twin()
+    module.meta_copy()
     holders = _holders(module)
     current = dict(_tensors(module))
     if not any(tensor.is_meta for tensor in current.values()):
         return
     for fqn, value in initial_units(name, module, seed):
-        tensor = current[fqn]
-        if not tensor.is_meta:
-            continue
-        value = value.to(device)
-        made = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-        made.__dict__.update(vars(tensor))
-        for table, key in holders[id(tensor)]:
-            table[key] = made
+        if current[fqn].is_meta:
+            _replace(holders, current[fqn], value.to(device))
 
 
 def unit_tensors(adapter: Adapter) -> dict[str, list[str]]:
-    """Unit prefix ("" for the rest) -> FQNs of its parameters and buffers; each FQN is in one unit."""
-    prefixes = sorted(adapter.twin().blocks(), key=len, reverse=True)
-    units: dict[str, list[str]] = {prefix: [] for prefix in ["", *adapter.twin().blocks()]}
-    for fqn, _ in _tensors(adapter.twin()):
-        # Longest first, so that layers.1 does not claim layers.10 nor a parent its nested block.
+    """Return unit prefix ("" for the rest) -> FQNs of its parameters and buffers; each FQN is in one unit."""
+    original = adapter.meta_copy()
+    units: dict[str, list[str]] = {prefix: [] for prefix in ["", *original.blocks()]}
+    # Longest first, so that layers.1 does not claim layers.10 nor a parent its nested block.
+    prefixes = sorted(original.blocks(), key=len, reverse=True)
+    for fqn, _ in _tensors(original):
         units[next((prefix for prefix in prefixes if fqn.startswith(prefix + ".")), "")].append(fqn)
     return units
 
 
-def unit_seed(seed: int, name: str, prefix: str) -> int:
-    """Seed of one unit's generator."""
-    digest = hashlib.sha256(f"{seed}/{name}/{prefix}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
 def _initialized(name: str, adapter: Adapter, seed: int, prefix: str, fqns: list[str]) -> Iterator[tuple[str, Tensor]]:
-    twin = adapter.twin()
-    given = adapter.given()
-    if all(fqn in given for fqn in fqns):
-        yield from ((fqn, given[fqn].detach()) for fqn in fqns)
+    """Yield the tensors of one unit with their values at the adapter's making, or else newly initialised ones."""
+    original = adapter.meta_copy()
+    ready = adapter.initial_values()
+    if all(fqn in ready for fqn in fqns):
+        yield from ((fqn, ready[fqn].detach()) for fqn in fqns)
         return
-    blocks = twin.blocks()
-    root = blocks[prefix] if prefix else twin
+    blocks = original.blocks()
+    root = blocks[prefix] if prefix else original
     memo: dict[int, Any] = {} if prefix else {id(block): nn.Identity() for block in blocks.values()}
-    with _fp32_cpu(unit_seed(seed, name, prefix)):
+    digest = hashlib.sha256(f"{seed}/{name}/{prefix}".encode()).digest()
+    with _fp32_cpu(int.from_bytes(digest[:8], "little") >> 1):
         unit = copy.deepcopy(root, memo)
         _fill_with_nothing(unit)
         adapter.initialize(prefix, unit)
     values = {f"{prefix}.{fqn}" if prefix else fqn: value for fqn, value in _tensors(unit)}
-    dtypes = {fqn: tensor.dtype for fqn, tensor in _tensors(twin)}
+    dtypes = {fqn: tensor.dtype for fqn, tensor in _tensors(original)}
     for fqn in fqns:
-        if fqn in given:
-            yield fqn, given[fqn].detach()
+        if fqn in ready:
+            yield fqn, ready[fqn].detach()
             continue
         value = values[fqn].detach()
         if _is_nothing(value):
@@ -158,23 +112,22 @@ def _initialized(name: str, adapter: Adapter, seed: int, prefix: str, fqns: list
         yield fqn, value.to(dtypes[fqn])
 
 
-def _match(name: str, adapter: Adapter, tensors: TensorFolder) -> dict[str, str]:
-    """Our FQN -> name in the folder."""
-    wanted = adapter.export_names()
-    if not wanted:
+def _match(name: str, adapter: Adapter, weights: HFWeights | None, tensors: TensorFolder) -> dict[str, str]:
+    """Return our FQN -> name in the folder, after checking that names and shapes fit."""
+    if weights is None:
         raise ModelError(f"{name}: {type(adapter).__name__} cannot be loaded from a Hugging Face folder")
-    have = tensors.names()
-    prefix = max(adapter.export_prefixes(), key=lambda start: sum(start + theirs in have for theirs in wanted.values()))
-    sources = {fqn: prefix + theirs for fqn, theirs in wanted.items()}
-    if missing := [theirs for theirs in sources.values() if theirs not in have]:
+    present, names = tensors.names(), weights.names
+    prefix = max(weights.prefixes, key=lambda start: sum(start + theirs in present for theirs in names.values()))
+    sources = {fqn: prefix + theirs for fqn, theirs in names.items()}
+    if missing := [theirs for theirs in sources.values() if theirs not in present]:
         raise ModelError(f"{name}: {tensors.folder} lacks {len(missing)} tensors, such as {sorted(missing)[:3]}")
-    extra = have - set(sources.values())
-    if unexpected := sorted(theirs for theirs in extra if not adapter.unused_export(theirs)):
+    extra = sorted(present - set(sources.values()))
+    if unexpected := [theirs for theirs in extra if not any(fnmatchcase(theirs, glob) for glob in weights.ignored)]:
         raise ModelError(
             f"{name}: {tensors.folder} holds {len(unexpected)} tensors this model has no place for, such as "
             f"{unexpected[:3]}"
         )
-    shapes = {fqn: tuple(tensor.shape) for fqn, tensor in _tensors(adapter.twin())}
+    shapes = {fqn: tuple(tensor.shape) for fqn, tensor in _tensors(adapter.meta_copy())}
     for fqn, theirs in sources.items():
         if tensors.shape(theirs) != shapes[fqn]:
             raise ModelError(
@@ -185,14 +138,17 @@ def _match(name: str, adapter: Adapter, tensors: TensorFolder) -> dict[str, str]
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers, shared ones once, under their first name."""
+    """Yield all parameters and buffers, shared ones once, under their first name."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
-def _holders(module: nn.Module) -> dict[int, list[tuple[dict[str, Any], str]]]:
-    """Every place that holds a tensor, so that shared tensors stay shared."""
-    holders: dict[int, list[tuple[dict[str, Any], str]]] = {}
+_Holders = dict[int, list[tuple[dict[str, Any], str]]]
+"""Tensor ``id`` -> every dictionary and key that holds it, so that shared tensors stay shared."""
+
+
+def _holders(module: nn.Module) -> _Holders:
+    holders: _Holders = {}
     for owner in module.modules():
         for table in (owner._parameters, owner._buffers):
             for key, tensor in table.items():
@@ -201,20 +157,23 @@ def _holders(module: nn.Module) -> dict[int, list[tuple[dict[str, Any], str]]]:
     return holders
 
 
+def _replace(holders: _Holders, tensor: Tensor, value: Tensor) -> None:
+    """Put ``value`` wherever ``tensor`` is held, as a parameter if that is one, with the same attributes."""
+    new = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    new.__dict__.update(vars(tensor))
+    for table, key in holders[id(tensor)]:
+        table[key] = new
+
+
 def _fill_with_nothing(unit: nn.Module) -> None:
-    """Real memory that shows whether it was written: NaN, or the least integer."""
+    """Give a unit real memory that shows whether it was written: NaN, or the least integer."""
     holders = _holders(unit)
     for _, tensor in list(_tensors(unit)):
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        if dtype == torch.bool:
-            real = torch.zeros(tensor.shape, dtype=dtype)
-        elif dtype.is_floating_point or dtype.is_complex:
-            real = torch.full(tensor.shape, torch.nan, dtype=dtype)
-        else:
-            real = torch.full(tensor.shape, torch.iinfo(dtype).min, dtype=dtype)
-        made = nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
-        for table, key in holders[id(tensor)]:
-            table[key] = made
+        nothing: float = torch.nan
+        if not (dtype.is_floating_point or dtype.is_complex):
+            nothing = 0 if dtype == torch.bool else torch.iinfo(dtype).min
+        _replace(holders, tensor, torch.full(tensor.shape, nothing, dtype=dtype))
 
 
 def _is_nothing(value: Tensor) -> bool:
@@ -227,7 +186,7 @@ def _is_nothing(value: Tensor) -> bool:
 
 @contextmanager
 def _fp32_cpu(seed: int) -> Iterator[None]:
-    """fp32 on the CPU from a generator of our own; the process's random state is untouched."""
+    """Compute in fp32 on the CPU from a generator of our own; the process's random state is untouched."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

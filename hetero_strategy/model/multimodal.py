@@ -8,16 +8,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.adapter import Adapter, made_without_values
 from hetero_strategy.model.causal_lm import CausalLM, LMOutput
 from hetero_strategy.model.combine import Generated, ModelOutput, Scored, combine
 from hetero_strategy.model.encoder import Encoder
-from hetero_strategy.model.generator import Generator, GeneratorOutput
+from hetero_strategy.model.generator import Generator
 from hetero_strategy.model.inputs import EncoderInputs, GeneratorInputs, SequenceInputs
 from hetero_strategy.model.materialize import materialize
-from hetero_strategy.model.random_numbers import RandomNumbers, kept
+from hetero_strategy.model.random_numbers import RandomNumbers, random_state_kept
 
 __all__ = ["BatchLike", "Edge", "ModelOutput", "MultimodalModel"]
 
@@ -40,11 +41,11 @@ class BatchLike(Protocol):
     def inputs(self) -> Mapping[str, Sequence[EncoderInputs | SequenceInputs | GeneratorInputs | None]]: ...
 
     def local_rows(self, source: str, source_microbatch: int, target: str, target_microbatch: int) -> Tensor | None:
-        """Source row of each slot of the target that this pair fills; None for identity."""
+        """Return the source row of each target slot that these two microbatches share; None if they are in order."""
 
 
 class MultimodalModel(nn.Module):
-    """Named modules and edges. ``model(batch)`` runs them on one device, or as an attached runner does.
+    """Named modules and the edges between them; ``model(batch)`` runs them on one device, or with an attached runner.
 
     Args:
         modules: name -> :class:`Encoder`, :class:`CausalLM` or :class:`Generator`; they become children under their
@@ -52,8 +53,8 @@ class MultimodalModel(nn.Module):
         edges: (source, target) pairs, from encoders to language models and from these to generators; by default every
             encoder feeds the single language model, and this every generator.
         freeze: modules or parts ("vision", "vision.backbone") whose parameters are not trained.
-        loss_weights: module with a loss -> factor of its loss; 1 where not given.
-        seed: of the initialisation and of random numbers inside modules.
+        loss_weights: module with a loss -> factor of its loss, 1 by default.
+        seed: determines initial values and random numbers inside modules.
 
     Raises:
         ModelError: names, edges, widths, weights or frozen parts do not fit together.
@@ -82,7 +83,7 @@ class MultimodalModel(nn.Module):
         for part in freeze:
             _part(self, part).requires_grad_(False)
         for name, adapter in self.modules_by_name.items():
-            adapter.twin()
+            adapter.meta_copy()
             adapter.random_numbers = RandomNumbers(seed, name, adapter.blocks())
         self._called: tuple[Any, ...] = ()
         self._calls = 0
@@ -90,19 +91,19 @@ class MultimodalModel(nn.Module):
             materialize(self, seed)
 
     def topological(self) -> tuple[str, ...]:
-        """Module names, every source before its targets."""
+        """Return all module names, every source before its targets."""
         return (*self._of(Encoder), *self.language_models(), *self.generators())
 
     def language_models(self) -> tuple[str, ...]:
-        """Language models, in the order they were given: their units are whole samples."""
+        """Return the names of language models in the order they were given; their units are whole samples."""
         return self._of(CausalLM)
 
     def generators(self) -> tuple[str, ...]:
-        """Generators, in the order they were given."""
+        """Return the names of generators in the order they were given."""
         return self._of(Generator)
 
     def with_loss(self) -> tuple[str, ...]:
-        """Modules with a loss: language models, then generators."""
+        """Return the names of modules with a loss: language models, then generators."""
         return (*self.language_models(), *self.generators())
 
     def attach(self, runner: Callable[..., ModelOutput]) -> None:
@@ -110,24 +111,20 @@ class MultimodalModel(nn.Module):
         self._runner = runner
 
     def detach(self) -> None:
-        """Back to one device."""
+        """Undo :meth:`attach`: compute :meth:`forward` on one device."""
         self._runner = None
 
+    @override
     def forward(self, batch: BatchLike, *, keep_logits: bool = False) -> ModelOutput:
-        """One global batch, all microbatches of all modules.
-
-        Args:
-            batch: plan and inputs.
-            keep_logits: return the first language model's logits.
-        """
+        """Run one global batch, all microbatches of all modules; ``keep_logits`` returns the first language model's."""
         call = self._call(batch)
         if self._runner is not None:
             return self._runner(batch, call=call, keep_logits=keep_logits)
-        with kept(self._device()):
+        with random_state_kept(self._device()):
             return self._forward(batch, call, keep_logits)
 
     def _call(self, batch: BatchLike) -> int:
-        """How many times this batch has been given before, one after another: each call has its random numbers."""
+        """Count how often this batch was given before without another between: each call has its random numbers."""
         metadata = getattr(getattr(batch, "plan", None), "metadata", None)
         moment = (self.training, getattr(metadata, "epoch", None), getattr(metadata, "step", None))
         self._calls = self._calls + 1 if moment == self._called else 0
@@ -135,33 +132,31 @@ class MultimodalModel(nn.Module):
         return self._calls
 
     def _forward(self, batch: BatchLike, call: int, keep_logits: bool) -> ModelOutput:
-        """On one device."""
         device = self._device()
         sources = {edge.source for edge in self.edges}
-        made: dict[Hashable, Tensor] = {}
+        edge_rows: dict[Hashable, Tensor] = {}
         scored: dict[str, list[Scored]] = {name: [] for name in self.language_models()}
         generated: dict[str, list[Generated]] = {name: [] for name in self.generators()}
         for name in self.topological():
-            for number, given in enumerate(batch.inputs.get(name, ())):
-                if given is None:  # the module has nothing to do in this microbatch
+            for number, inputs in enumerate(batch.inputs.get(name, ())):
+                if inputs is None:  # the module has nothing to do in this microbatch
                     continue
                 units = batch.plan.assignments[name][number].units
                 module = self.modules_by_name[name]
                 assert module.random_numbers is not None
                 module.random_numbers.start(batch.plan.metadata, call, number, 0, 0, device, rows_apart=False)
-                if isinstance(given, EncoderInputs):
-                    made[name, number] = module(given)
+                if isinstance(inputs, EncoderInputs):
+                    edge_rows[name, number] = module(inputs)
                     continue
-                rows = _filling(batch, name, number, given.slots, made)
-                if isinstance(given, GeneratorInputs):
-                    drawn: GeneratorOutput = module(given, rows)
-                    generated[name].append(Generated(drawn, given, units))
+                rows = _rows_for(batch, name, number, inputs.slots, edge_rows)
+                if isinstance(inputs, GeneratorInputs):
+                    generated[name].append(Generated(module(inputs, rows), inputs, units))
                     continue
-                output: LMOutput = module(given, rows, keep_logits=keep_logits)
-                scored[name].append(Scored(output, given, units))
+                output: LMOutput = module(inputs, rows, keep_logits=keep_logits)
+                scored[name].append(Scored(output, inputs, units))
                 if name in sources:
                     assert output.hidden is not None
-                    made[name, number] = output.hidden
+                    edge_rows[name, number] = output.hidden
         return combine(batch.plan, scored, generated, self.loss_weights, evaluation=not self.training, device=device)
 
     def _of(self, kind: type[Adapter]) -> tuple[str, ...]:
@@ -171,17 +166,17 @@ class MultimodalModel(nn.Module):
         return next(self.parameters()).device
 
 
-def _filling(
-    batch: BatchLike, name: str, number: int, slots: Mapping[Hashable, Tensor], made: Mapping[Hashable, Tensor]
+def _rows_for(
+    batch: BatchLike, name: str, number: int, slots: Mapping[Hashable, Tensor], edge_rows: Mapping[Hashable, Tensor]
 ) -> dict[Hashable, Tensor]:
-    """(source, its microbatch) -> rows that fill the slots of one microbatch of a module, in the slots' order."""
+    """Select from (source, its microbatch) -> rows those that fill one microbatch's slots, in the slots' order."""
     rows: dict[Hashable, Tensor] = {}
     for key in slots:
-        if key in made:
+        if key in edge_rows:
             assert isinstance(key, tuple)
             source, source_microbatch = key
             order = batch.local_rows(source, source_microbatch, name, number)
-            rows[key] = made[key] if order is None else made[key][order.to(made[key].device)]
+            rows[key] = edge_rows[key] if order is None else edge_rows[key][order.to(edge_rows[key].device)]
     return rows
 
 
@@ -197,7 +192,7 @@ def _check_module(name: str, module: nn.Module, model: nn.Module) -> None:
 def _checked_edges(modules: Mapping[str, Adapter], edges: Sequence[Edge | tuple[str, str]] | None) -> tuple[Edge, ...]:
     kinds = {name: _kind(module) for name, module in modules.items()}
     encoders, language_models, generators = (
-        [name for name, kind in kinds.items() if kind == wanted] for wanted in ("Encoder", "CausalLM", "Generator")
+        [name for name in kinds if kinds[name] == kind] for kind in ("Encoder", "CausalLM", "Generator")
     )
     if not language_models:
         raise ModelError(f"no CausalLM among modules {list(modules)}: nothing has a loss")
@@ -215,15 +210,14 @@ def _checked_edges(modules: Mapping[str, Adapter], edges: Sequence[Edge | tuple[
                 f"edge {edge.source} -> {edge.target}: edges lead from an Encoder to a CausalLM or from a CausalLM to "
                 f"a Generator, this one from a {kinds[edge.source]} to a {kinds[edge.target]}"
             )
-        if (given := modules[edge.source].width) != (taken := modules[edge.target].width):
-            fix = (
-                f"out_width={taken} for {edge.source}"
-                if edge.source in encoders
-                else f"width={given} for {edge.target}"
-            )
+        source_width, width = modules[edge.source].width, modules[edge.target].width
+        if source_width != width:
+            fix = f"out_width={width} for {edge.source}"
+            if edge.source not in encoders:
+                fix = f"width={source_width} for {edge.target}"
             raise ModelError(
-                f"edge {edge.source} -> {edge.target}: source rows have width {given}, the target takes {taken}: set "
-                f"{fix}"
+                f"edge {edge.source} -> {edge.target}: source rows have width {source_width}, the target takes {width}:"
+                f" set {fix}"
             )
     if len(set(checked)) != len(checked):
         raise ModelError("an edge is given twice")

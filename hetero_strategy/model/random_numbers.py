@@ -19,13 +19,7 @@ from torch import nn
 
 
 class RandomNumbers:
-    """Of one module.
-
-    Args:
-        seed: of the model.
-        name: of the module.
-        blocks: FQN -> block.
-    """
+    """The random numbers of one module; before and after each of its ``blocks`` the generators are seeded anew."""
 
     def __init__(self, seed: int, name: str, blocks: Mapping[str, nn.Module]) -> None:
         self._name = (seed, name)
@@ -48,44 +42,44 @@ class RandomNumbers:
         *,
         rows_apart: bool,
     ) -> None:
-        """Before a module works on a microbatch, be it forward or backward, which may run forward again.
+        """Seed the generators for a microbatch, before its forward and its backward, which may run forward again.
 
         Args:
-            metadata: of the step plan: epoch and step.
-            call: of the model with this very batch.
-            microbatch: of the module.
+            metadata: the step plan's metadata, of which epoch and step are read.
+            call: how often the model was called with this very batch before.
+            microbatch: number among the module's microbatches.
             instance: data-parallel coordinate.
-            shard: place among the instance's ranks.
-            device: where the module is.
-            rows_apart: each of the instance's ranks has other rows.
+            shard: coordinate among the instance's ranks.
+            device: where the module lives.
+            rows_apart: whether each of the instance's ranks has other rows.
         """
         self._key = (*self._name, metadata.epoch, metadata.step, call, microbatch, instance, shard * rows_apart)
         self._shard, self._generators, self._aside = shard, generators(device), []
         self.seed("")
 
-    def seed(self, *place: object) -> None:
-        """From here on: numbers of this place in the module."""
+    def seed(self, *position: object) -> None:
+        """Continue with the numbers that belong to this position in the module."""
         if self._key is not None:
-            digest = hashlib.blake2b(repr((self._key, place)).encode(), digest_size=8).digest()
+            digest = hashlib.blake2b(repr((self._key, position)).encode(), digest_size=8).digest()
             for generator in self._generators:
                 generator.manual_seed(int.from_bytes(digest))
 
-    def part(self, place: str) -> None:
-        """From here to :meth:`join`: numbers of this rank alone, for each tensor-parallel rank has other columns."""
+    def part(self, position: str) -> None:
+        """Until :meth:`join`, use numbers of this rank alone: each tensor-parallel rank has other columns."""
         if self._key is not None and not self._aside:
             self._aside = [generator.get_state() for generator in self._generators]
-            self.seed(place, self._shard)
+            self.seed(position, self._shard)
 
     def join(self) -> None:
-        """Go on where :meth:`part` left the numbers that all of the instance's ranks share."""
+        """Continue with the numbers that all of the instance's ranks share, where :meth:`part` left them."""
         for generator, state in zip(self._generators, self._aside, strict=False):
             generator.set_state(state)
         self._aside = []
 
 
 @contextmanager
-def kept(device: torch.device) -> Iterator[None]:
-    """The process's own random numbers go on afterwards as if nothing had happened."""
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Restore the process's own random state afterwards."""
     states = [(generator, generator.get_state()) for generator in generators(device)]
     try:
         yield
@@ -95,12 +89,12 @@ def kept(device: torch.device) -> Iterator[None]:
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
-    """The default ones of the host and of a device; seeding them and keeping their state does not wait for it."""
+    """Return the default generators of the host and of a device; using their states does not wait for the device."""
     if device.type != "cuda":
         return [torch.default_generator]
     index = torch.cuda.current_device() if device.index is None else device.index
     return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
-def _seed(numbers: RandomNumbers, place: str, *_: Any) -> None:
-    numbers.seed(place)
+def _seed(numbers: RandomNumbers, position: str, *_: Any) -> None:
+    numbers.seed(position)

@@ -1,4 +1,4 @@
-"""SigLIP 2's attention over packed images. Apart, because a subclass needs transformers' modeling file at import."""
+"""SigLIP 2's attention over packed images: a file of its own, as it imports transformers' modeling file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hetero_strategy.model.inputs import Packing
 
 
 class PackedSiglip2Attention(Siglip2Attention):
-    """Same parameters; transformers' own forward does not hand keyword arguments on to the attention function."""
+    """The same parameters; transformers' own forward does not hand keyword arguments on to the attention function."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packing: Packing, **unused: Any
     ) -> tuple[Tensor, None]:
-        """Rows ``[1, R, width]`` -> the same shape, each image to itself."""
+        """Attend among rows ``[1, R, width]`` of each image; the shape stays."""
         # -1 heads: tensor parallelism leaves only this rank's.
         query, key, value = (
             linear(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

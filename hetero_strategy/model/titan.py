@@ -10,19 +10,21 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.model.adapter import block_linear_flops, divisible, held_blocks, linear_flops
+from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.causal_lm import CausalLM
-from hetero_strategy.model.hf_folder import read_config
+from hetero_strategy.model.hf import check_no_fields
+from hetero_strategy.model.hf_folder import HFWeights, read_config
 from hetero_strategy.model.inputs import Packing, SequenceInputs
 
 if TYPE_CHECKING:
@@ -36,13 +38,13 @@ _PROJECTIONS = ("wq", "wk", "wv", "wo")
 
 @functools.cache
 def _titan() -> types.SimpleNamespace:
-    """The parts of torchtitan in use, imported on first need (it takes seconds and pulls in many packages)."""
+    """Import the parts of torchtitan in use, on first need: it takes seconds and pulls in many packages."""
     try:
-        found = importlib.metadata.version("torchtitan")
+        version = importlib.metadata.version("torchtitan")
     except importlib.metadata.PackageNotFoundError:
         raise ModelError(f"titan_llama needs torchtitan=={TITAN_VERSION}, which is not installed") from None
-    if found != TITAN_VERSION:
-        raise ModelError(f"titan_llama needs torchtitan=={TITAN_VERSION}, found {found}: install that version")
+    if version != TITAN_VERSION:
+        raise ModelError(f"titan_llama needs torchtitan=={TITAN_VERSION}, found {version}: install that version")
     kernels = "torchtitan.models.moe.kernels"
     if importlib.util.find_spec("triton") is None and kernels not in sys.modules:
         # torchtitan imports its MoE kernels unconditionally and they need triton, which CPU builds do not have.
@@ -81,13 +83,14 @@ class PackedAttention(nn.Module):
         self.wq, self.wk, self.wv, self.wo = (cast(nn.Linear, getattr(attention, name)) for name in _PROJECTIONS)
 
     def init_weights(self, init_std: float) -> None:
-        """torchtitan's rule."""
+        """Apply torchtitan's rule; its block calls this."""
         _titan().Attention.init_weights(self, init_std)
 
+    @override
     def forward(
         self, x: Tensor, freqs_cis: Tensor, attention_masks: Packing, positions: Tensor | None = None
     ) -> Tensor:
-        """Rows ``[1, T, dim]`` -> ``[1, T, dim]``; torchtitan's block passes these four by position."""
+        """Attend among rows ``[1, T, dim]``; torchtitan's block passes these four arguments by position."""
         packing = attention_masks
         # -1 heads: tensor parallelism leaves only this rank's.
         query, key, value = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))
@@ -99,7 +102,7 @@ class PackedAttention(nn.Module):
 
 
 def rotate(query: Tensor, key: Tensor, freqs_cis: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of ``[1, T, heads, head_dim]`` at ``positions`` ``[T]``, computed in fp32 or, for fp64, fp64."""
+    """Rotate ``[1, T, heads, head_dim]`` by rotary embeddings of ``positions`` ``[T]`` in fp32, or in fp64 for fp64."""
     double = query.dtype == torch.float64
     angles = freqs_cis[positions].to(torch.complex128 if double else torch.complex64)[:, None, :]
 
@@ -113,13 +116,16 @@ def rotate(query: Tensor, key: Tensor, freqs_cis: Tensor, positions: Tensor) -> 
 class TitanLlama(CausalLM):
     """torchtitan's Llama 3 ``Transformer``, under :attr:`model`."""
 
+    block_list = "model.layers"
+    before_blocks = ("model.tok_embeddings",)
+    after_blocks = ("model.norm", "model.output")
     sequence_parallel = True
 
     def __init__(
         self,
         args: Any,
         *,
-        checkpoint: str | None = None,
+        checkpoint: str | Path | None = None,
         before: Callable[[Tensor, SequenceInputs], Tensor] | None = None,
     ) -> None:
         super().__init__(before=before)
@@ -132,47 +138,35 @@ class TitanLlama(CausalLM):
             for block in self.model.layers.values():
                 block.attention = PackedAttention(block.attention)
 
+    @override
     def embed(self, ids: Tensor) -> Tensor:
-        """Token rows; this rank's slice of them under tensor parallelism."""
         rows: Tensor = self.model.tok_embeddings(ids[None])[0]
         return rows
 
+    @override
     def transform(self, hidden: Tensor, packing: Packing) -> Tensor:
-        """The blocks that are here, in order."""
         rows = hidden[None]
         for block in self.blocks().values():
             rows = block(rows, self.model.freqs_cis, packing, packing.positions[None])
         return rows[0]
 
+    @override
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits of all rows, replicated under tensor parallelism."""
         logits: Tensor = self.model.output(self.model.norm(hidden[None]))[0]
         return logits
 
-    def drop(self, blocks: Collection[str], *, before: bool, after: bool) -> None:
-        """Remove parts, keeping torchtitan's names."""
-        for fqn in blocks:  # torchtitan's own loops know no holes
-            del self.model.layers[fqn.rsplit(".", 1)[-1]]
-        if before:
-            self.model.tok_embeddings = None
-        if after:
-            self.model.norm = self.model.output = None
+    @override
+    def tp_plan(self) -> dict[str, ParallelStyle]:
+        return {}  # apply_tp uses torchtitan's own
 
-    def blocks(self) -> dict[str, nn.Module]:
-        """``model.layers.N``."""
-        return held_blocks(self.model.layers, "model.layers")
-
-    def tp_plan(self) -> dict[str, ParallelStyle] | None:
-        """Empty: :meth:`apply_tp` uses torchtitan's own."""
-        return {}
-
+    @override
     def check_tp(self, tp: int) -> list[str]:
-        """Heads, key heads and the feed-forward width must divide."""
         heads, kv_heads = self.args.n_heads, self.args.n_kv_heads or self.args.n_heads
         return divisible(tp, heads=heads, kv_heads=kv_heads, feed_forward_width=self._ffn_width())
 
+    @override
     def apply_tp(self, mesh: DeviceMesh) -> None:
-        """torchtitan's tensor and sequence parallel plan, with replicated logits."""
+        """Apply torchtitan's tensor and sequence parallel plan, with replicated logits."""
         if faults := self.check_tp(mesh.size()):
             raise ModelError(f"{type(self).__name__}: {'; '.join(faults)}")
         with warnings.catch_warnings():
@@ -180,34 +174,35 @@ class TitanLlama(CausalLM):
             warnings.filterwarnings("ignore", message="Parallelize plan key")
             _titan().apply_tp(self.model, mesh, loss_parallel=False, enable_float8_tensorwise_tp=False)
 
+    @override
     def initialize(self, prefix: str, unit: nn.Module) -> None:
-        """torchtitan's ``init_weights``: a block's own, and those of its parts for the rest."""
+        """Apply torchtitan's ``init_weights`` to a block, and what its ``Transformer`` does to all other parts."""
         if prefix:
             unit.init_weights()  # type: ignore[operator]
             return
-        model = unit.model
-        model.freqs_cis.copy_(model._precompute_freqs_cis())  # type: ignore[union-attr, operator]
-        nn.init.normal_(model.tok_embeddings.weight)  # type: ignore[union-attr, arg-type]
-        model.norm.reset_parameters()  # type: ignore[union-attr, operator]
+        model: Any = unit.model
+        model.freqs_cis.copy_(model._precompute_freqs_cis())
+        nn.init.normal_(model.tok_embeddings.weight)
+        model.norm.reset_parameters()
         std = self.args.dim**-0.5
-        _titan().trunc_normal_(model.output.weight, mean=0.0, std=std, a=-3 * std, b=3 * std)  # type: ignore[union-attr]
+        _titan().trunc_normal_(model.output.weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
 
-    def export_names(self) -> dict[str, str]:
-        """Names of a Hugging Face Llama, from torchtitan's own map."""
-        hf_names = _titan().Llama3StateDictAdapter(self.args, None).from_hf_map
+    @override
+    def hf_weights(self) -> HFWeights:
+        """Return the weights of the Hugging Face Llama with the same forward, named by torchtitan's own map."""
+        args, scaling = self.args, self.args.rope_scaling_args
+        kv_heads = args.n_kv_heads or args.n_heads
+        hf_names = _titan().Llama3StateDictAdapter(args, None).from_hf_map
         to_hf = {ours: theirs for theirs, ours in hf_names.items() if ours is not None}
-        names = {}
-        for fqn, _ in self.twin().named_parameters():
+        names, paired_heads = {}, {}
+        for fqn, _ in self.meta_copy().named_parameters():
             ours = fqn.removeprefix("model.")
             number = re.search(r"layers\.(\d+)\.", ours)
             theirs = to_hf[re.sub(r"layers\.\d+\.", "layers.{}.", ours)]
             names[fqn] = theirs.format(number.group(1)) if number else theirs
-        return names
-
-    def export_config(self) -> dict[str, Any] | None:
-        """The Hugging Face Llama with the same forward."""
-        args, scaling = self.args, self.args.rope_scaling_args
-        return {
+            if fqn.endswith(("attention.wq.weight", "attention.wk.weight")):
+                paired_heads[fqn] = args.n_heads if "wq" in fqn else kv_heads
+        config = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "vocab_size": args.vocab_size,
@@ -215,7 +210,7 @@ class TitanLlama(CausalLM):
             "intermediate_size": self._ffn_width(),
             "num_hidden_layers": args.n_layers,
             "num_attention_heads": args.n_heads,
-            "num_key_value_heads": args.n_kv_heads or args.n_heads,
+            "num_key_value_heads": kv_heads,
             "max_position_embeddings": args.max_seq_len,
             "rms_norm_eps": args.norm_eps,
             "hidden_act": "silu",
@@ -231,28 +226,19 @@ class TitanLlama(CausalLM):
                 "original_max_position_embeddings": scaling.original_max_position_embeddings,
             },
         }
+        # Old folders hold the rotary frequencies.
+        return HFWeights(names, config, paired_heads, ignored=("*rotary_emb.inv_freq",))
 
-    def paired_heads(self) -> dict[str, int]:
-        """Queries and keys."""
-        args = self.args
-        heads = {"wq": args.n_heads, "wk": args.n_kv_heads or args.n_heads}
-        blocks = self.twin().blocks()
-        return {f"{block}.attention.{name}.weight": n for block in blocks for name, n in heads.items()}
-
-    def unused_export(self, name: str) -> bool:
-        """Old folders hold the rotary frequencies."""
-        return name.endswith("rotary_emb.inv_freq")
-
+    @override
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
-        """Matmuls of all rows, the head last, and the causal half of attention."""
         packing = Packing.of(packing_lengths)
         attention = 4 * self.args.dim * attention_pairs(packing, causal=True)
-        twin: Any = self.twin()
-        head = float(linear_flops(twin.model.output) * packing.rows)
+        original: Any = self.meta_copy()
+        head = float(linear_flops(original.model.output) * packing.rows)
         return 0.0, block_linear_flops(self) * packing.rows + attention, head
 
     def _ffn_width(self) -> int:
-        block = next(iter(self.twin().model.layers.values()))  # type: ignore[union-attr, operator]
+        block: Any = next(iter(self.meta_copy().blocks().values()))
         width: int = block.feed_forward.w1.out_features
         return width
 
@@ -263,21 +249,20 @@ def titan_llama(
     before: Callable[[Tensor, SequenceInputs], Tensor] | None = None,
     **fields: Any,
 ) -> TitanLlama:
-    """torchtitan's Llama 3.
+    """Build torchtitan's Llama 3.
 
     Args:
         checkpoint: local Hugging Face Llama folder (config.json, safetensors) to take sizes and weights from.
         before: see :class:`CausalLM`.
-        **fields: of torchtitan's ``TransformerModelArgs`` (``vocab_size, dim, n_layers, n_heads, n_kv_heads,
+        **fields: fields of torchtitan's ``TransformerModelArgs`` (``vocab_size, dim, n_layers, n_heads, n_kv_heads,
             multiple_of, ffn_dim_multiplier, norm_eps, rope_theta, rope_scaling_args (a mapping), max_seq_len,
-            depth_init``), not together with ``checkpoint``.
+            depth_init``); they exclude ``checkpoint``.
 
     Raises:
         ModelError: an unknown field, sizes that do not fit, or a folder this model cannot hold.
     """
     if checkpoint is not None:
-        if fields:
-            raise ModelError(f"titan_llama: checkpoint= fixes the sizes, so remove {sorted(fields)}")
+        check_no_fields("titan_llama", fields)
         fields = _fields_of(read_config(checkpoint), str(checkpoint))
     titan = _titan()
     allowed = {field.name for field in dataclasses.fields(titan.TransformerModelArgs)}
@@ -292,13 +277,13 @@ def titan_llama(
             f"titan_llama: dim {args.dim} must be a multiple of n_heads {args.n_heads}, and that of n_kv_heads "
             f"{args.n_kv_heads}"
         )
-    return TitanLlama(args, checkpoint=None if checkpoint is None else str(checkpoint), before=before)
+    return TitanLlama(args, checkpoint=checkpoint, before=before)
 
 
 def _fields_of(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """``TransformerModelArgs`` fields with the same forward as a Hugging Face Llama config."""
-    wanted = {"model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False}
-    for name, value in (wanted | {"mlp_bias": False}).items():
+    """Translate a Hugging Face Llama config to ``TransformerModelArgs`` fields with the same forward."""
+    fixed = {"model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False}
+    for name, value in (fixed | {"mlp_bias": False}).items():
         if config.get(name, value) != value:
             raise ModelError(
                 f"titan_llama: {folder}/config.json has {name}={config[name]!r}, torchtitan's Llama 3 has {value!r}: "

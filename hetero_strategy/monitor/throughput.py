@@ -244,7 +244,7 @@ def _parts(adapter: Adapter, name: str, window: _Window, strategy: Any) -> list[
     """Parts of a module with the forward FLOPs of all its sequences."""
     found = window.sequences.get(name)
     lengths = np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
-    original = adapter.twin()  # before it was parallelised: FSDP modules cannot be copied, which counting may need
+    original = adapter.meta_copy()  # before it was parallelised: FSDP modules cannot be copied, which counting may need
     forward = float(original.flops(lengths))
     recomputed = name in getattr(strategy, "recompute", ())
     if isinstance(original, Encoder) and isinstance(original.backbone, Adapter):

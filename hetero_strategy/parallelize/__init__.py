@@ -1,1 +1,1 @@
-"""How one module is put on its own mesh, and its gradients settled."""
+"""How one module is put on its own mesh, and what becomes of its gradients."""

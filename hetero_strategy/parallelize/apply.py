@@ -1,4 +1,4 @@
-"""How one module is put on its mesh: cut into stages, tensor parallel, recompute, FSDP2, then its values; from outside.
+"""How one module is put on its mesh, from outside: stages, tensor parallel, recompute, FSDP2, then its values.
 
 The module is built on the meta device and what this rank does not own stays there. Of the rest only this rank's shards
 are ever allocated: initial values are made one block at a time and each rank keeps its part, so the weights are the
@@ -21,8 +21,8 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.materialize import initial_units
 from hetero_strategy.parallelize.fsdp import apply_fsdp
-from hetero_strategy.parallelize.stages import adopt, allocate, cut, owned_tensors, ties_kept
-from hetero_strategy.parallelize.traits import check_traits, hand_on, traits_of
+from hetero_strategy.parallelize.stages import adopt, cut, owned_tensors, ties_kept
+from hetero_strategy.parallelize.traits import check_traits, restore_traits, traits_of
 
 
 def parallelize(
@@ -40,16 +40,14 @@ def parallelize(
     """Put this rank's stages of ``module`` on its mesh, in place. Call on the module's ranks only.
 
     Args:
-        name: of the module in the model.
-        module: on the meta device. Afterwards it holds this rank's stages' tensors under its own names, the others
-            stay on meta.
-        layout: resolved.
-        mesh: of this rank's pipeline slice, axes above 1 among ``dp_replicate, dp_shard, tp``; None for one rank.
-        device: where this rank's shards live.
-        seed: of the initial values.
-        recompute: do not keep a block's activations; run its forward again in backward.
+        module: the whole module on the meta device. Afterwards it holds the tensors of this rank's stages under its own
+            names; the others stay on meta.
+        layout: its resolved layout.
+        mesh: mesh of this rank's pipeline slice, with the axes above 1 among ``dp_replicate, dp_shard, tp``; None for
+            one rank.
+        recompute: whether a block's forward runs again in backward instead of keeping its activations.
         split: blocks of each stage; not read without a pipeline.
-        pp_rank: this rank's place in the pipeline.
+        pp_rank: this rank's pipeline coordinate.
 
     Returns:
         This rank's stages by number; ``{0: module}`` without a pipeline.
@@ -57,7 +55,7 @@ def parallelize(
     Raises:
         ModelError: a parameter is not what it was: see :func:`check_traits`.
     """
-    module.twin()  # the module as it was, for initialisation and counting
+    module.meta_copy()  # the module as it was, for initialisation and counting
     traits = traits_of(dict(module.named_parameters()))
     with ties_kept([module]):
         module.to("meta")  # a part that came with values gets them back in shards
@@ -67,16 +65,18 @@ def parallelize(
         if layout.tp > 1:
             assert mesh is not None
             stage.apply_tp(mesh["tp"] if mesh.ndim > 1 else mesh)
-            hand_on(traits, owned_tensors(stage))  # before FSDP, which sorts parameters by what trains
+            restore_traits(traits, owned_tensors(stage))  # before FSDP, which sorts parameters by what trains
         if recompute:
             apply_recompute(stage.blocks().values())
         if layout.dp_shard > 1:
             assert mesh is not None
             axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
             apply_fsdp(stage, mesh if mesh.ndim == 1 else mesh[axes])
-    allocate(stages.values(), device)
+    with ties_kept(stages.values()):
+        for stage in stages.values():
+            stage.to_empty(device=device)
     for stage in stages.values():
-        hand_on(traits, owned_tensors(stage))
+        restore_traits(traits, owned_tensors(stage))
         check_traits(name, traits, owned_tensors(stage))
         wanted = {*owned_tensors(stage), *(fqn for fqn, _ in stage.named_buffers())}
         fill(stage, initial_units(name, module, seed, wanted))
@@ -85,7 +85,7 @@ def parallelize(
 
 
 def check(name: str, module: Adapter, layout: ModuleLayout) -> list[str]:
-    """Faults of a layout for this very module; empty when it fits. Pure."""
+    """Return the faults of a layout for this very module; empty if it fits. Pure."""
     faults = [f"layout of '{name}': {fault}" for fault in _stage_faults(module, layout)]
     faults += [
         f"module '{name}': {fqn} is a {type(layer).__name__} in training mode, whose statistics are those of one"
@@ -133,10 +133,10 @@ def _stage_faults(module: Adapter, layout: ModuleLayout) -> list[str]:
 
 
 def check_all(modules: dict[str, Adapter], layouts: dict[str, ModuleLayout]) -> None:
-    """Raise one error with every fault of the layouts for these modules.
+    """Check the layouts of all modules.
 
     Raises:
-        LayoutError: a module without a layout, a layout without a module, or degrees that do not divide a module.
+        LayoutError: a module has no layout, a layout no module, or degrees do not divide a module; all faults at once.
     """
     faults = [f"the model has a module '{n}' without a layout; add layouts['{n}']" for n in modules if n not in layouts]
     faults += [
@@ -150,7 +150,7 @@ def check_all(modules: dict[str, Adapter], layouts: dict[str, ModuleLayout]) -> 
 
 
 def apply_recompute(blocks: Iterable[nn.Module]) -> None:
-    """Activation checkpointing of every block, without a wrapper module: parameter names stay as they are."""
+    """Apply activation checkpointing to every block, without a wrapper module: parameter names stay as they are."""
     for block in blocks:
         block.forward = _recomputed(block.forward)
 
@@ -169,21 +169,20 @@ def fill(stage: Adapter, values: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Write full tensors into a stage's parameters and buffers, each rank keeping its shard.
 
     Complex and integer buffers keep the dtype they are given, whatever the precision plugin made of the module.
-
-    Args:
-        stage: or a whole module.
-        values: name in the whole module, full tensor; others than the stage's are left out.
+    ``values`` are pairs of a name in the whole module and the full tensor; those of other stages are left out.
     """
     parameters = owned_tensors(stage)
     buffers = dict(stage.named_buffers())
     for fqn, full in values:
         if fqn in parameters:
-            write_shard(parameters[fqn], full)
+            _write_shard(parameters[fqn], full)
         elif fqn in buffers:
-            _set_buffer(stage, fqn, full, buffers[fqn])
+            path, _, leaf = fqn.rpartition(".")
+            dtype = buffers[fqn].dtype if full.is_floating_point() else full.dtype
+            stage.get_submodule(path)._buffers[leaf] = full.to(buffers[fqn].device, dtype)
 
 
-def write_shard(destination: torch.Tensor, full: torch.Tensor) -> None:
+def _write_shard(destination: torch.Tensor, full: torch.Tensor) -> None:
     """Copy this rank's part of ``full`` into ``destination`` (a plain tensor or a DTensor); no communication."""
     if not isinstance(destination, DTensor):
         destination.copy_(full)
@@ -191,10 +190,3 @@ def write_shard(destination: torch.Tensor, full: torch.Tensor) -> None:
     full = full.to(destination.device, destination.dtype)
     local = distribute_tensor(full, destination.device_mesh, destination.placements, src_data_rank=None)
     destination.to_local().copy_(local.to_local())
-
-
-def _set_buffer(module: nn.Module, fqn: str, full: torch.Tensor, old: torch.Tensor) -> None:
-    *path, leaf = fqn.split(".")
-    owner = module.get_submodule(".".join(path))
-    dtype = old.dtype if full.is_floating_point() else full.dtype
-    owner._buffers[leaf] = full.to(old.device, dtype)

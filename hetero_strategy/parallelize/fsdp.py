@@ -19,7 +19,7 @@ from hetero_strategy.model.adapter import Adapter
 
 
 def apply_fsdp(module: Adapter, mesh: DeviceMesh) -> None:
-    """FSDP2 over a 1-D (shard) or 2-D (replicate, shard) mesh; a block is a unit, the rest is the root unit.
+    """Apply FSDP2 over a 1-D (shard) or 2-D (replicate, shard) mesh; a block is a unit, the rest is the root unit.
 
     Gradients are summed, not averaged: the loss is already divided by the global number of loss tokens. The forced sum
     also avoids the pre-multiplied reduction, which gloo lacks and which loses bf16 sums on some NCCL versions.
@@ -35,31 +35,26 @@ def apply_fsdp(module: Adapter, mesh: DeviceMesh) -> None:
 
 
 def per_microbatch(stage: nn.Module, is_last: bool) -> None:
-    """Before one microbatch's backward: weights are gathered and freed as it goes, gradients reduced in the last one.
+    """Prepare one microbatch's backward: weights are gathered and freed as it goes, gradients reduced in the last one.
 
     Not for a backward in two halves: FSDP's hooks take the end of the first for the end of the backward, and gradients
     of the second would be lost. Such a stage is gathered once per step.
 
-    Args:
-        stage: an FSDP root.
-        is_last: no backward of this stage follows in this step.
+    ``is_last`` says that no backward of this stage, an FSDP root, follows in this step.
     """
     for part in _parts(stage):
         part.set_requires_gradient_sync(is_last, recurse=False)
 
 
 def gather(stage: nn.Module) -> None:
-    """UNSHARD: all weights of an FSDP root, kept over all microbatches; gradients add up locally until :func:`reduce`.
+    """Gather all weights of an FSDP root and keep them over all microbatches; gradients add up locally meanwhile.
 
-    A collective over the stage's data-parallel ranks. Ends with :func:`reduce`, or :func:`release` where there is no
-    backward.
+    A collective over the stage's data-parallel ranks. :func:`reduce` ends it, or :func:`release` without a backward.
     """
     root = _root_state(stage)
     root._lazy_init()
-    root._state_ctx.is_last_backward = False
     parts = list(_parts(stage))
-    for part in parts:
-        _communicate(part, by_itself=False, is_root=part is stage)
+    _let_hooks_communicate(stage, False)
     # All are issued before the first is waited for, so that they follow each other without gaps.
     for handle in [part.unshard(async_op=True) for part in parts]:
         if handle is not None:
@@ -68,14 +63,12 @@ def gather(stage: nn.Module) -> None:
 
 @torch.no_grad()
 def reduce(stage: nn.Module) -> None:
-    """REDUCE: sum the gradients of a gathered FSDP root over data-parallel ranks, each keeping its shard; free weights.
+    """Sum the gradients of a gathered FSDP root over data-parallel ranks, each keeping its shard, and free the weights.
 
-    A collective over the stage's data-parallel ranks; all of them call it, whoever had work.
+    A collective over the stage's data-parallel ranks; all of them call it, whether or not they had work.
     """
     root = _root_state(stage)
-    root._state_ctx.is_last_backward = True
-    for part in _parts(stage):
-        _communicate(part, by_itself=True, is_root=part is stage)
+    _let_hooks_communicate(stage, True)
     groups = [group for state in root._state_ctx.all_states for group in _groups(state)]
     for group in groups:
         for parameter in group.fsdp_params:
@@ -91,23 +84,24 @@ def reduce(stage: nn.Module) -> None:
 def release(stage: nn.Module) -> None:
     """Free gathered weights without a reduction; the parameters are shards again.
 
-    To be called after forwards without backward too: FSDP leaves the root's whole weights as its parameters then, and
-    an optimizer made after a validation would train those.
+    Call it after forwards without backward too: FSDP leaves the root's whole weights as its parameters then, and an
+    optimizer made after a validation would train those.
     """
     if _root_state(stage)._is_root is None:  # never ran
         return
-    _root_state(stage)._state_ctx.is_last_backward = True
+    _let_hooks_communicate(stage, True)
     for part in _parts(stage):
-        _communicate(part, by_itself=True, is_root=part is stage)
         part.reshard()
 
 
-def _communicate(part: FSDPModule, *, by_itself: bool, is_root: bool) -> None:
-    """Whether FSDP's own hooks reshard and reduce."""
-    part.set_requires_gradient_sync(by_itself, recurse=False)
-    part.set_reshard_after_backward(by_itself, recurse=False)
-    # The root is gathered again at once by backward, so FSDP never frees it after forward.
-    part.set_reshard_after_forward(by_itself and not is_root, recurse=False)
+def _let_hooks_communicate(stage: nn.Module, allowed: bool) -> None:
+    """Say whether FSDP's own hooks reshard and reduce, and with it whether the coming backward is the last."""
+    _root_state(stage)._state_ctx.is_last_backward = allowed
+    for part in _parts(stage):
+        part.set_requires_gradient_sync(allowed, recurse=False)
+        part.set_reshard_after_backward(allowed, recurse=False)
+        # The root is gathered again at once by backward, so FSDP never frees it after forward.
+        part.set_reshard_after_forward(allowed and part is not stage, recurse=False)
 
 
 def _parts(stage: nn.Module) -> Iterator[Any]:
@@ -120,7 +114,7 @@ def _root_state(stage: nn.Module) -> Any:
 
 
 def _groups(state: Any) -> list[Any]:
-    """Groups of parameters of one unit: newer torch may have several."""
+    """Return the parameter groups of one unit, of which newer torch may have several."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
@@ -19,13 +20,14 @@ BUCKET_BYTES = 32 * 2**20
 
 
 def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup | None) -> None:
-    """Bring gradients to their parameters' placements and sum them over replicas, where a missing one counts as zero:
-    each rank of the group brings as many bytes.
+    """Bring gradients to their parameters' placements and sum them over replicas.
+
+    A missing gradient counts as zero, so that each rank of the group brings as many bytes.
 
     Args:
-        parameters: that train, of one module.
+        parameters: the trained parameters of one module.
         replicas: group of the ranks that hold equal copies and saw different data (``dp_replicate`` without FSDP);
-            None where FSDP does it, or there is one replica.
+            None where FSDP sums, or there is one replica.
     """
     grads = []
     for p in parameters:
@@ -47,7 +49,7 @@ def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, sharing its memory."""
+    """Return this rank's part of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -62,41 +64,34 @@ class Owned:
 def owned_parameters(
     stages: Mapping[str, Mapping[int, Adapter]], layouts: Mapping[str, ModuleLayout]
 ) -> dict[int, Owned]:
-    """Parameters that this rank owns, by ``id``.
-
-    Args:
-        stages: this rank's, by module and number, as ``parallelize`` gives them.
-        layouts: resolved.
-    """
-    found: dict[int, Owned] = {}
-    for name, mine in stages.items():
+    """Return the parameters in this rank's stages (as ``parallelize`` gives them, by module and number), by ``id``."""
+    owned: dict[int, Owned] = {}
+    for name, numbered in stages.items():
         layout = layouts[name]
         pipeline = layout.pipeline
         apart = pipeline.rank_of(0) != pipeline.rank_of(pipeline.stages - 1)
-        for stage in mine.values():
+        for stage in numbered.values():
             tied = stage.tied_weight() if apart else None
             for fqn, parameter in owned_tensors(stage).items():
-                copies = copies_of(parameter, len(layout.ranks) // layout.pp)
+                copies = len(layout.ranks) // layout.pp // _parts(parameter)
                 both = tied is not None and fqn == tied[0]  # on the ranks of the first and of the last stage
-                found[id(parameter)] = Owned(parameter, copies * (2 if both else 1))
-    return found
+                owned[id(parameter)] = Owned(parameter, copies * (2 if both else 1))
+    return owned
 
 
-def copies_of(parameter: torch.Tensor, ranks: int) -> int:
-    """Ranks that hold the same part of a parameter of a stage on ``ranks`` ranks."""
-    parts = 1
-    if isinstance(parameter, DTensor):
-        for axis, placement in enumerate(parameter.placements):
-            if isinstance(placement, Shard) or not isinstance(placement, Replicate):
-                parts *= parameter.device_mesh.size(axis)
-    return ranks // parts
+def _parts(parameter: torch.Tensor) -> int:
+    """Count the parts that a parameter is sharded into."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    axes = enumerate(parameter.placements)
+    return prod(parameter.device_mesh.size(axis) for axis, placement in axes if not isinstance(placement, Replicate))
 
 
 @torch.no_grad()
 def global_norm(owned: Sequence[Owned], device: torch.device, norm_type: float = 2.0) -> torch.Tensor:
-    """Norm of all gradients of all modules, each counted once wherever its copies live; the same on every rank.
+    """Return the norm of all modules' gradients, each counted once wherever its copies live; a collective of the world.
 
-    A collective over the world. Shape ``[]``, fp32 (fp64 where gradients are).
+    The result is the same on every rank: shape ``[]``, fp32 (fp64 where gradients are).
     """
     dtype = torch.float64 if any(o.parameter.dtype == torch.float64 for o in owned) else torch.float32
     total = torch.zeros((), device=device, dtype=torch.float64)
@@ -114,7 +109,7 @@ def global_norm(owned: Sequence[Owned], device: torch.device, norm_type: float =
 
 @torch.no_grad()
 def clip_by_norm(owned: Sequence[Owned], max_norm: float, device: torch.device) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before. No host sync."""
+    """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before. No host sync."""
     norm = global_norm(owned, device)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     scale([o.parameter.grad for o in owned if o.parameter.grad is not None], factor)
@@ -141,7 +136,7 @@ def scale(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 @torch.no_grad()
 def accumulate(into: Sequence[torch.Tensor], more: Sequence[torch.Tensor]) -> None:
-    """``into += more``, entry by entry, in place."""
+    """Add gradients to others in place, pair by pair."""
     if into:
         torch._foreach_add_([local(g) for g in into], [local(g) for g in more])
 

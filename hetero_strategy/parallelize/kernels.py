@@ -18,13 +18,13 @@ def choose_kernels(optimizers: Iterable[Optimizer], owned: Mapping[int, Owned], 
     copies of a parameter would drift apart by rounding.
 
     Args:
-        optimizers: of all ranks alike.
-        owned: parameters of this rank by ``id``.
-        agree: whether any rank says yes; a collective.
+        optimizers: the optimizers, in the same order on all ranks.
+        owned: this rank's parameters by ``id``.
+        agree: a collective that returns whether any rank passes true.
     """
     optimizers = list(optimizers)
     for optimizer in optimizers:
-        # Or Lightning and torch leave unscaling to the optimizer, which only looks at this rank's gradients.
+        # Otherwise Lightning and torch leave unscaling to the optimizer, which only looks at this rank's gradients.
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             cast(Any, optimizer)._step_supports_amp_scaling = False
     for group in (g for o in optimizers for g in o.param_groups):

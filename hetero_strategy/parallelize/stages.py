@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 from hetero_strategy.model.adapter import Adapter
 
 
 def cut(module: Adapter, split: Sequence[int], numbers: Iterable[int]) -> dict[int, Adapter]:
-    """Stages of a module by number; the module itself where it is not pipelined.
+    """Make the stages of these numbers of a whole module, where ``split`` is the blocks of each stage.
 
-    Args:
-        module: whole.
-        split: blocks of each stage; fewer than two entries: no pipeline.
-        numbers: of the stages to make.
+    With fewer than two entries there is no pipeline, and the only stage is the module itself.
     """
     if len(split) < 2:
         return {0: module}
@@ -26,13 +22,13 @@ def cut(module: Adapter, split: Sequence[int], numbers: Iterable[int]) -> dict[i
     stages = {}
     for number in numbers:
         before = sum(split[:number])
-        mine = blocks[before : before + split[number]]
-        stages[number] = module.stage(mine, first=number == 0, last=number == len(split) - 1)
+        held = blocks[before : before + split[number]]
+        stages[number] = module.stage(held, first=number == 0, last=number == len(split) - 1)
     return stages
 
 
 def owned_tensors(stage: Adapter) -> dict[str, nn.Parameter]:
-    """Parameters of a stage by their name in the whole module."""
+    """Return the parameters of a stage by their name in the whole module."""
     return {stage.global_name(fqn): parameter for fqn, parameter in stage.named_parameters()}
 
 
@@ -57,15 +53,15 @@ def adopt(module: Adapter, stages: Mapping[int, Adapter]) -> None:
 
 @contextmanager
 def ties_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Parameters that several places share stay shared: ``to_empty`` and ``to`` make one for each place."""
-    places: dict[int, dict[tuple[int, str], nn.Module]] = {}
+    """Keep shared parameters shared through ``to`` and ``to_empty``, which would make one for each of their holders."""
+    holders: dict[int, dict[tuple[int, str], nn.Module]] = {}
     for module in modules:
         for owner in module.modules():
             for key, parameter in owner._parameters.items():
                 if parameter is not None:
-                    places.setdefault(id(parameter), {})[(id(owner), key)] = owner
+                    holders.setdefault(id(parameter), {})[(id(owner), key)] = owner
     yield
-    for shared in places.values():
+    for shared in holders.values():
         (first, *others) = [(owner, key) for (_, key), owner in shared.items()]
         for owner, key in others:
             owner._parameters[key] = first[0]._parameters[first[1]]
@@ -74,11 +70,3 @@ def ties_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 def _holder(module: nn.Module, fqn: str) -> tuple[nn.Module, str]:
     path, _, key = fqn.rpartition(".")
     return module.get_submodule(path), key
-
-
-def allocate(stages: Iterable[Adapter], device: torch.device) -> None:
-    """Uninitialised memory for everything that the stages hold."""
-    stages = list(stages)
-    with ties_kept(stages):
-        for stage in stages:
-            stage.to_empty(device=device)

@@ -1,4 +1,4 @@
-"""A weight that the first and the last stage of a module share: each owns a copy, their gradients are summed.
+"""A weight that the first and the last stage of a module share: each owns a copy, and their gradients are summed.
 
 Both owners start from the same values and see the same summed gradient, so the copies stay equal bit for bit.
 """
@@ -6,6 +6,7 @@ Both owners start from the same values and see the same summed gradient, so the 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,25 +17,20 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.parallelize.gradients import local
 
 
+@dataclass(frozen=True)
 class Tied:
-    """Shared weights that this rank owns.
+    """The shared weights that this rank owns."""
 
-    Args:
-        owned: module, parameter and the group of its two owners.
-    """
-
-    def __init__(self, owned: Sequence[tuple[str, nn.Parameter, dist.ProcessGroup]]) -> None:
-        self._owned = list(owned)
+    owned: Sequence[tuple[str, nn.Parameter, dist.ProcessGroup]]
+    """Module name, parameter and the group of its two owners."""
 
     @torch.no_grad()
     def settle(self, worked: Collection[str]) -> None:
         """Sum the gradients of both owners, each already summed over data-parallel ranks; a missing one counts as zero.
-        A collective of the two.
 
-        Args:
-            worked: modules with a backward in this step; the others have no gradients, on either side.
+        A collective of the two owners. Modules that have not ``worked`` in this step have no gradients on either side.
         """
-        for module, parameter, group in self._owned:
+        for module, parameter, group in self.owned:
             if module in worked:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -47,15 +43,11 @@ def find_tied(
     rank: int,
     group: Callable[[Iterable[int]], dist.ProcessGroup | None],
 ) -> Tied:
-    """Shared weights that this rank owns.
+    """Find the shared weights that this rank owns, after ``parallelize``.
 
-    Args:
-        modules: whole, after ``parallelize``.
-        layouts: resolved.
-        rank: this rank.
-        group: ``GroupRegistry.group``, which must know :func:`tied_rank_sets`.
+    ``group`` is ``GroupRegistry.group`` of a registry that was given :func:`tied_rank_sets`.
     """
-    found = []
+    owned = []
     for name, module in modules.items():
         weight = module.tied_weight()
         for pair in _pairs(module, layouts[name]):
@@ -64,17 +56,17 @@ def find_tied(
                 parameter = module.get_parameter(weight[0])
                 assert owners is not None
                 if parameter.requires_grad:
-                    found.append((name, parameter, owners))
-    return Tied(found)
+                    owned.append((name, parameter, owners))
+    return Tied(owned)
 
 
 def tied_rank_sets(modules: Mapping[str, Adapter], layouts: Mapping[str, ModuleLayout]) -> list[tuple[int, ...]]:
-    """Pairs of ranks that own the same part of a shared weight; each needs a group."""
+    """List the pairs of ranks that own the same part of a shared weight; each pair needs a group."""
     return [pair for name, module in modules.items() for pair in _pairs(module, layouts[name])]
 
 
 def _pairs(module: Adapter, layout: ModuleLayout) -> list[tuple[int, ...]]:
-    """Ranks of equal coordinate in the first and the last stage; none where one rank has both."""
+    """Pair ranks of equal coordinate in the first and the last stage; there are none where one rank has both."""
     last = layout.pipeline.stages - 1
     if module.tied_weight() is None or layout.pipeline.rank_of(0) == layout.pipeline.rank_of(last):
         return []

@@ -1,4 +1,4 @@
-"""What is said of a parameter stays so when another takes its place: whether it trains, what is noted on it."""
+"""Traits of a parameter, such as whether it trains, that must stay when parallelising puts another in its place."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from hetero_strategy.errors import ModelError
 
 @dataclass(frozen=True)
 class Traits:
-    """Of one parameter, besides its values."""
+    """What one parameter is, besides its values."""
 
     shape: torch.Size
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     dtype: torch.dtype
     requires_grad: bool
     hooks: bool
-    """Whether something is called with its gradient."""
+    """Whether a hook is called with its gradient."""
     attributes: dict[str, Any]
-    """What was written on the tensor, such as a factor of the learning rate."""
+    """Attributes that were set on the tensor, such as a factor of the learning rate."""
 
 
 def traits_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Traits]:
-    """Traits of parameters by name."""
+    """Return the traits of parameters by name."""
     return {name: _traits(parameter) for name, parameter in parameters.items()}
 
 
-def hand_on(before: Mapping[str, Traits], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Tell the parameters that took others' places what was said of those. Torch's sequence parallel style forgets that
-    a parameter is frozen, and moving one off the meta device forgets what is written on it.
+def restore_traits(before: Mapping[str, Traits], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Give new parameters the ``requires_grad`` and attributes of those that they replace.
+
+    Torch's sequence parallel style forgets that a parameter is frozen, and moving one off the meta device forgets its
+    attributes.
     """
     for name, parameter in parameters.items():
         if name in before:
@@ -45,7 +47,7 @@ def check_traits(module: str, before: Mapping[str, Traits], parameters: Mapping[
     """Compare parameters with what they were.
 
     Raises:
-        ModelError: naming module, parameter and trait.
+        ModelError: a trait changed; the message names module, parameter and trait.
     """
     for name, parameter in parameters.items():
         if name not in before:

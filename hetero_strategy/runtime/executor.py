@@ -20,7 +20,7 @@ from hetero_strategy.loading.batch import Batch, ModuleInputs
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import LMOutput
 from hetero_strategy.model.inputs import EncoderInputs
-from hetero_strategy.model.random_numbers import kept
+from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.gradients import settle
 from hetero_strategy.parallelize.tied import Tied
@@ -95,7 +95,7 @@ class Executor:
         transfers = [(self.channels[t.edge, t.backward], t.transfer) for t in batch.program.transfers]
         transport = Transport(transfers, batch.index)
         step = _Step(self, batch, batch.program, transport, factors or {}, call)
-        with kept(self.device), self.recorder.step(batch.plan, train=train):
+        with random_state_kept(self.device), self.recorder.step(batch.plan, train=train):
             transport.start(batch.program.starts)
             for action in batch.program.actions:
                 step.run(action)

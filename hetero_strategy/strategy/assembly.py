@@ -77,7 +77,7 @@ def find_model(module: nn.Module, agree: Callable[[bool], bool]) -> tuple[str, M
             " so no layout says where it lives; make it part of one of them"
         )
     filled = any(
-        not p.is_meta and fqn not in adapter.given()
+        not p.is_meta and fqn not in adapter.initial_values()
         for adapter in model.modules_by_name.values()
         for fqn, p in adapter.named_parameters()
     )
@@ -160,7 +160,7 @@ def assemble(
             pp_rank=where.pp,
         )
     for module in modules.values():
-        module.forget_given()
+        module.release_initial_values()
     mine = {StageId(name, number): stage for name, made in stages.items() for number, stage in made.items()}
     executor = Executor(
         stages=mine,

@@ -269,7 +269,7 @@ def refusals(rank: int, world: int, path: str) -> dict[str, str]:
         "state": attempt(good, rank_state={"rng": 1 if first else object()}),
         "metadata": attempt(good, {"bad": object()}),
         "path": told(lambda: ck.save(good, {}, os.path.join(path, "checkpoint.json"))),
-        "async": attempt(good, async_=True),
+        "async": told(lambda: ck.Checkpointer().save(good, {}, path, async_=True)),
         "missing": told(lambda: ck.load(good if first else {"model.nope": torch.ones(1)}, path)),
         "shape": told(lambda: ck.load(good | ({} if first else {"model.shared": torch.ones(3)}), path)),
         "unexpected": told(lambda: ck.load({} if rank == 1 else good, path)),

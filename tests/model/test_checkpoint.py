@@ -29,12 +29,11 @@ from hetero_strategy.model import (
     flow_decoder,
     hf_llama,
     hf_qwen3,
-    materialize,
     siglip2_encoder,
     titan_llama,
     whisper_encoder,
 )
-from hetero_strategy.model.materialize import initial_units, unit_tensors
+from hetero_strategy.model.materialize import initial_units, materialize, unit_tensors
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, clips, images, ready, tokens
 
 

@@ -9,8 +9,9 @@ from transformers import Siglip2VisionConfig, Siglip2VisionModel, WhisperConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from hetero_strategy.errors import DataError, ModelError
-from hetero_strategy.model import padded_frames, siglip2_encoder, whisper_encoder
+from hetero_strategy.model import siglip2_encoder, whisper_encoder
 from hetero_strategy.model.siglip2 import merge_order
+from hetero_strategy.model.whisper import clip_spans
 from tests.model.helpers import VIT, WHISPER, clips, images, ready
 
 GRIDS = [(2, 3), (4, 4), (1, 5), (2, 3), (6, 2)]
@@ -164,7 +165,7 @@ def test_whisper_stack_fills_the_tail_with_zeros():
 
 
 def test_whisper_counts_its_padding_and_refuses_long_clips():
-    assert padded_frames(np.array([[7], [24], [1]])) == 8 + 26 + 2
+    assert clip_spans(np.array([[7], [24], [1]])).sum() == 8 + 26 + 2
     encoder = ready(whisper_encoder(out_width=8, **WHISPER))
     with pytest.raises(DataError, match="26 frames exceeds 24"):
         encoder(clips([26]))

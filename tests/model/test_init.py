@@ -13,16 +13,13 @@ from hetero_strategy.model import (
     Projector,
     hf_llama,
     hf_qwen3,
-    initial_units,
-    initialize_units,
-    materialize,
     siglip2_encoder,
     titan_llama,
     whisper_encoder,
 )
 from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.model.encoder import Backbone
-from hetero_strategy.model.materialize import unit_tensors
+from hetero_strategy.model.materialize import initial_units, materialize, unit_tensors
 from hetero_strategy.model.titan import _titan
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, clips, images
 
@@ -36,7 +33,7 @@ MAKERS = {
 
 
 def values(make, seed=0, name="m"):
-    return dict(initialize_units(name, make(), seed))
+    return dict(initial_units(name, make(), seed))
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -54,7 +51,7 @@ def test_only_the_units_that_are_wanted_are_made(kind):
 def test_same_seed_same_values_and_every_tensor_once(kind):
     adapter = MAKERS[kind]()
     assert all(p.is_meta for p in adapter.parameters())
-    first = list(initialize_units("m", adapter, 0))
+    first = list(initial_units("m", adapter, 0))
     names = [fqn for fqn, _ in first]
     expected = [fqn for fqn, _ in [*adapter.named_parameters(), *adapter.named_buffers()]]
     assert sorted(names) == sorted(expected) and len(set(names)) == len(names)
@@ -78,11 +75,11 @@ def test_does_not_depend_on_what_became_of_the_module(kind):
     expected = values(MAKERS[kind])
     with torch.device("meta"):
         adapter = MAKERS[kind]()
-        adapter.twin()
+        adapter.meta_copy()
         for _, block in list(adapter.blocks().items())[:1]:
             block.to_empty(device="cpu")
             del block._modules[next(iter(block._modules))]
-        made = dict(initialize_units("m", adapter, 0))
+        made = dict(initial_units("m", adapter, 0))
     assert made.keys() == expected.keys()
     assert all(torch.equal(made[fqn], value) and value.device.type == "cpu" for fqn, value in expected.items())
 
@@ -94,7 +91,7 @@ def test_dtype_only_rounds():
         adapter = MAKERS["titan"]()
     finally:
         torch.set_default_dtype(torch.float32)
-    made = dict(initialize_units("m", adapter, 0))
+    made = dict(initial_units("m", adapter, 0))
     assert made["model.norm.weight"].dtype == torch.bfloat16 and made["model.freqs_cis"].dtype == torch.complex64
     assert all(torch.equal(made[fqn], value.to(made[fqn].dtype)) for fqn, value in expected.items())
 
@@ -186,7 +183,7 @@ def test_a_ready_backbone_keeps_its_values():
     model = MultimodalModel({"vision": Encoder(backbone, Projector(16, 16)), "llm": hf_llama(**LLAMA)})
     assert torch.equal(model.vision.backbone.linear.weight, weight)
     assert not any(p.is_meta for p in model.parameters())
-    assert torch.equal(dict(initialize_units("vision", model.vision, 0))["backbone.linear.weight"], weight)
+    assert torch.equal(dict(initial_units("vision", model.vision, 0))["backbone.linear.weight"], weight)
 
 
 def test_under_a_meta_device_nothing_is_materialised():
@@ -203,8 +200,8 @@ def test_under_a_meta_device_nothing_is_materialised():
 
 def test_twins_are_no_submodules_and_cost_nothing():
     model = MultimodalModel({"llm": hf_llama(**LLAMA)})
-    assert all(p.is_meta for p in model.llm.twin().parameters())
-    assert not any("twin" in name for name, _ in model.named_modules())
+    assert all(p.is_meta for p in model.llm.meta_copy().parameters())
+    assert not any("meta_copy" in name for name, _ in model.named_modules())
     assert set(model.state_dict()) == {"llm." + name for name, _ in model.llm.named_parameters()}
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetero_strategy.model.random_numbers import RandomNumbers, kept
+from hetero_strategy.model.random_numbers import RandomNumbers, random_state_kept
 
 CPU = torch.device("cpu")
 
@@ -71,6 +71,6 @@ def test_the_process_draws_on_as_if_nothing_had_happened() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    with kept(CPU):
+    with random_state_kept(CPU):
         drawn()
     assert torch.equal(torch.rand(4), expected)

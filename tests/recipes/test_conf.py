@@ -32,7 +32,8 @@ def test_layouts_fit_their_model(layout: str) -> None:
     cfg = compose(f"experiment={EXPERIMENTS.get(layout, 'digits')}", f"layout={layout}")
     build.check_configuration(cfg)
     placed = build.placement(cfg)
-    assert list(placed.layouts) == list(cfg.model.modules) and not placed.idle_ranks
+    assert list(placed.layouts) == list(cfg.model.modules)
+    assert set(range(placed.world_size)) == {rank for layout in placed.layouts.values() for rank in layout.ranks}
     with build.torch.device("meta"):
         cfg.model.modules.llm.vocab_size = 101
         modules = hydra.utils.instantiate(cfg.model).modules_by_name
