@@ -166,7 +166,7 @@ def _measure(
 
     measured = {}
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        for start in range(0, len(first), CHUNK * 16):  # bounded: `map` would queue a future per file at once
+        for start in range(0, len(first), CHUNK * 16):  # bounded, as ``map`` would queue a future per file at once
             files = list(first)[start : start + CHUNK * 16]
             label = "check media" if decode else "measure media"
             for file, result in zip(files, _bar(pool.map(read, files), label, len(files), progress), strict=True):

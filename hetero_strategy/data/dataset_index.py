@@ -139,9 +139,10 @@ def load_index(folder: Path, media_folder: Path) -> DatasetIndex:
             names.append("targets")
         columns = {column: array(f"items{number}.{column}") for column in names}
         if not measured:
-            zero, one, count = np.int64(0), np.int64(1), len(columns["sample"])
-            columns["sizes"] = np.broadcast_to(zero, (count, header["widths"][number]))
-            columns |= {"rows": np.broadcast_to(one, count), "inner_rows": np.broadcast_to(zero, count)}
+            count = len(columns["sample"])
+            zeros = np.broadcast_to(np.int64(0), (count, header["widths"][number]))
+            columns |= {"sizes": zeros, "inner_rows": np.broadcast_to(np.int64(0), count)}
+            columns["rows"] = np.broadcast_to(np.int64(1), count)
         tables[module] = ItemTable(**columns, paths=strings(f"items{number}.paths"))
     return DatasetIndex(
         folder=folder,

@@ -67,23 +67,24 @@ class Faults:
 
     manifest: Path
     limit: int = 10
-    found: list[tuple[int, str]] = field(default_factory=list)
+    messages: list[tuple[int, str]] = field(default_factory=list)
+    """Position of the sample in the manifest, and what is wrong with it."""
     left_out: int = 0
     """Number of samples left out because they hold media that the caller excludes."""
 
     def add(self, position: int, message: str) -> None:
         """Note one fault of the sample at a position in the manifest."""
-        self.found.append((position, message))
+        self.messages.append((position, message))
 
     def check(self) -> None:
         """Raise one DataError with the first faults in the order of the manifest, if there are any."""
-        if not self.found:
+        if not self.messages:
             return
-        ordered = [message for _, message in sorted(self.found, key=lambda fault: fault[0])]
+        ordered = [message for _, message in sorted(self.messages, key=lambda fault: fault[0])]
         more = f"\n  ... and {len(ordered) - self.limit} more" if len(ordered) > self.limit else ""
         lines = "".join(f"\n  {message}" for message in ordered[: self.limit])
         noun = "fault" if len(ordered) == 1 else "faults"
-        raise DataError(f"{self.manifest}: {len(ordered)} {noun}; mend or remove these samples:{lines}{more}")
+        raise DataError(f"{self.manifest}: {len(ordered)} {noun}; fix or remove these samples:{lines}{more}")
 
 
 def resolve(folder: Path, name: str) -> Path:
@@ -131,7 +132,7 @@ def parse_manifest(
             faults.add(position, f"sample '{name}': {problem}")
         if not problems:
             samples.append(Sample(position, name, turns, items))
-    if not samples and not faults.found:
+    if not samples and not faults.messages:
         rest = f" without {', '.join(leave_out)}, and all others are left out" if faults.left_out else ""
         raise DataError(f"{path}: the manifest holds no samples{rest}; write at least one")
     return samples

@@ -110,7 +110,7 @@ def _turns(events: Iterable[Event]) -> dict[tuple[int, str, int], int]:
     stages: dict[tuple[int, str], set[int]] = defaultdict(set)
     for event in events:
         stages[event.rank, event.action.node.module].add(event.action.node.stage)
-    return {(*key, stage): i for key, found in stages.items() for i, stage in enumerate(sorted(found))}
+    return {(*key, stage): i for key, numbers in stages.items() for i, stage in enumerate(sorted(numbers))}
 
 
 def _frame(axes: Axes, timeline: Timeline, longest: float, height: float, last: bool) -> None:
