@@ -28,8 +28,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.common import arguments, report, write_json
+from benchmarks.peers.balancing import disttrain, karmarkar_karp, padded_ascending
 from benchmarks.workloads import WORKLOADS
-from hetero_strategy.plan.balance import Cost, balance, loads, lower_bound
+from hetero_strategy.plan.balance import POLICIES, Cost, balance, loads, lower_bound
+from hetero_strategy.plan.balance.auto import conv_transformer
 
 SAMPLES = 60
 """Of an instance: the mini-batch of OrchMLLM's table 2."""
@@ -63,12 +65,22 @@ def modules(workload: str, instances: int) -> Iterator[Module]:
     yield Module("llm", drawn.tokens(), np.arange(len(drawn.text)), Cost(1.0, 1 / (12 * llm)))
 
 
+def assigned(module: Module, bins: int, policy: str) -> np.ndarray:
+    """Bin of each item by a policy of the product or an algorithm of others."""
+    if policy in POLICIES:
+        return balance(module.lengths, bins, module.cost, policy=policy)
+    if policy in ("disttrain", "karmarkar_karp"):
+        peer = disttrain if policy == "disttrain" else karmarkar_karp
+        return peer(module.cost.alone(module.lengths), bins)
+    return {"padded": padded_ascending, "conv": conv_transformer}[policy](module.lengths, bins)
+
+
 def measured(module: Module, bins: int, policy: str, rounds: int) -> tuple[float, np.ndarray]:
     """(median milliseconds, bin of each item)."""
     seconds = []
     for _ in range(rounds):
         start = time.thread_time()
-        where = balance(module.lengths, bins, module.cost, policy=policy)
+        where = assigned(module, bins, policy)
         seconds.append(time.thread_time() - start)
     return 1000 * statistics.median(seconds), where
 

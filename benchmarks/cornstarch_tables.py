@@ -38,10 +38,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.common import arguments, report, write_json
-from hetero_strategy.planner.allocate import allocate, allocate_best
+from benchmarks.peers.allocation import allocate, allocate_best, simulated
 from hetero_strategy.planner.layers import Passes
 from hetero_strategy.planner.partition import split
-from hetero_strategy.planner.predict import simulated
 
 MICROBATCHES = 24
 EDGES = (("encoder", "llm"),)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hetero_strategy.plan.balance import EQUAL_SPEEDS, POLICIES
+from hetero_strategy.plan.balance import POLICIES
 from recipes.digits import write_digits, write_digits_draw
 from tests.distributed.stepping import ITEM_MODULES, Setting
 
@@ -254,7 +254,6 @@ class _Drawing:
         found: dict[str, Any] = {}
         policies = [*POLICIES, "none"]
         if self.often(0.15):
-            policies = [name for name in policies if name not in EQUAL_SPEEDS or self.often(0.02)]
             found["speeds"] = {n: [self.rng.choice((1, 2, 3.5)) for _ in range(instances[n])] for n in modules}
         if self.often(0.5):
             found["policy"] = self.rng.choice(policies)

@@ -39,8 +39,6 @@ PURE = (
     "simulator/**/*.py",
     "planner/layers.py",
     "planner/partition.py",
-    "planner/predict.py",
-    "planner/allocate.py",
     "monitor/flops.py",
     "monitor/traffic.py",
 )

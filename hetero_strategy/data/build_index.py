@@ -1,10 +1,10 @@
-"""The metadata of a whole data set: token ids, loss masks, and the measured size of every media file.
+"""Building the index of a data set: token ids, loss masks, and the measured size of every media file.
 
-Built once, then memory mapped by every rank and worker, so that step plans need no payload. The index lies beside the
-manifest in ``.hetero_index/<manifest>-<key>``; the key is a hash of the manifest's bytes, the tokenizer's bytes and all
-settings that decide the contents. Arrays are plain ``.npy`` files and the header is JSON: nothing is unpickled.
+It is built once and memory mapped by every rank and worker, so that step plans need no payload. The index lies beside
+the manifest in ``.hetero_index/<manifest>-<key>``, where the key is a hash of the manifest, of the tokenizer and of
+all settings that decide the contents. Arrays are plain ``.npy`` files and the header is JSON: nothing is unpickled.
 
-An index may also be built without opening a media file. Then sizes become known when items are decoded, and each item
+An index may also be built without opening a media file. Sizes then become known when items are decoded, and each item
 is one placeholder token until then; see :mod:`hetero_strategy.loading.dispatch`.
 """
 
@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from tqdm import tqdm
 
+from hetero_strategy import ragged
 from hetero_strategy.data.dataset_index import DatasetIndex as DatasetIndex
 from hetero_strategy.data.dataset_index import load_index
 from hetero_strategy.data.manifest import Faults, Sample, parse_manifest, resolve
@@ -35,10 +36,11 @@ VERSION = 3
 """Raised whenever the template, the arrays or a processor's rows change meaning."""
 
 DECODE_LIMIT = 20_000
-"""``verify="auto"`` decodes every file of data sets with at most this many files."""
+"""``verify="auto"`` decodes every file if there are at most this many."""
 
 Verify = Literal["auto", "header", "decode"]
 CHUNK = 2048
+"""Samples that are tokenised at once."""
 
 ARRAY_HEADER = 128
 """Bytes of a ``.npy`` file besides its numbers."""
@@ -58,25 +60,25 @@ def build_index(
     leave_out: Sequence[str] = (),
     progress: bool = True,
 ) -> DatasetIndex:
-    """The index of a manifest: the stored one if nothing has changed, else a new one.
+    """Load the stored index of a manifest, or build it if something has changed.
 
-    Safe when several processes build at once: each writes its own folder and the first rename wins.
+    Several processes may build at once: each writes its own folder and the first rename wins.
 
     Args:
-        manifest: see :mod:`hetero_strategy.data.manifest`.
-        processors: by encoder or generator name; each reads the manifest field it names.
+        manifest: a file in the format of :mod:`hetero_strategy.data.manifest`.
+        processors: encoder or generator -> its processor, which reads the manifest field it names.
         media_folder: what media paths are relative to; default: the manifest's folder.
-        cache_folder: where indices lie; default: ``.hetero_index`` beside the manifest.
-        verify: ``header`` reads headers only, ``decode`` decodes every file once, ``auto`` decodes up to 20000 files.
+        cache_folder: folder of all indices; default: ``.hetero_index`` beside the manifest.
+        verify: ``header`` reads headers only, ``decode`` decodes every file once, ``auto`` decodes if there are at most
+            20000 files.
         max_tokens: longer samples are faults.
         answers: whether every sample must have a non-empty answer.
-        measure: False: no media file is opened; sizes become known when items are decoded, and what is wrong with a
-            file as well.
+        measure: if False, no media file is opened; sizes and faults of files show only when items are decoded.
         leave_out: media fields; samples that hold one are left out, and counted in the index.
-        progress: show progress bars.
+        progress: whether to show progress bars.
 
     Raises:
-        DataError: one error with the first ten faults of the whole data set.
+        DataError: the data set has faults, of which the error names the first ten.
         ConfigError: two processors read the same field, an option is unknown, or the tokenizer has no token for what is
             to be drawn.
     """
@@ -111,8 +113,8 @@ def build_index(
         settings["leave_out"] = sorted(leave_out)
     key = _key(settings, manifest, tokenizer.path)
     caches = Path(cache_folder) if cache_folder is not None else manifest.parent / ".hetero_index"
-    place = caches / f"{manifest.stem}-{key}"
-    if not (place / "header.json").is_file():
+    target = caches / f"{manifest.stem}-{key}"
+    if not (target / "header.json").is_file():
         faults = Faults(manifest)
         drawn = [p.field for p in processors.values() if isinstance(p, TargetProcessor)]
         for field in drawn:
@@ -123,11 +125,12 @@ def build_index(
         faults.check()
         header = {"settings": settings, "samples": len(samples), "modules": list(processors)}
         header["left_out"] = faults.left_out
-        _write(place, arrays, header | {"widths": [len(p.size_names) for p in processors.values()]})
-    return load_index(place, folder)
+        _write(target, arrays, header | {"widths": [len(p.size_names) for p in processors.values()]})
+    return load_index(target, folder)
 
 
 Measured = Mapping[tuple[str, str], tuple[tuple[int, ...], int]]
+"""(field, path) -> (sizes, rows) of a file."""
 
 
 def _measure(
@@ -138,8 +141,9 @@ def _measure(
     faults: Faults,
     progress: bool,
 ) -> Measured:
-    """(field, path) -> (sizes, rows) of every file. Threads, not processes: decoders release the GIL, and forking
-    beside process groups and CUDA is not safe.
+    """Measure every file.
+
+    Threads do it, not processes: decoders release the GIL, and forking beside process groups and CUDA is not safe.
     """
     first: dict[tuple[str, str], Sample] = {}
     for sample in samples:
@@ -153,23 +157,23 @@ def _measure(
         field, name = file
         try:
             path = resolve(folder, name)
-            found = by_field[field].measure(path)
+            size = by_field[field].measure(path)
             if decode:
                 by_field[field].check(path)
-            return found
+            return size
         except DataError as error:
             return str(error)
 
     measured = {}
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        for start in range(0, len(first), CHUNK * 16):  # bounded: `map` would queue a future per file at once
+        for start in range(0, len(first), CHUNK * 16):  # bounded, as ``map`` would queue a future per file at once
             files = list(first)[start : start + CHUNK * 16]
-            what = "check media" if decode else "measure media"
-            for file, found in zip(files, _bar(pool.map(read, files), what, len(files), progress), strict=True):
-                if isinstance(found, str):
-                    faults.add(first[file].position, f"sample '{first[file].id}': {found}")
+            label = "check media" if decode else "measure media"
+            for file, result in zip(files, _bar(pool.map(read, files), label, len(files), progress), strict=True):
+                if isinstance(result, str):
+                    faults.add(first[file].position, f"sample '{first[file].id}': {result}")
                 else:
-                    measured[file] = found
+                    measured[file] = result
     return measured
 
 
@@ -188,12 +192,12 @@ def _arrays(
     loss: list[np.ndarray] = [np.zeros(0, bool)]
     starts: dict[str, list[np.ndarray]] = {name: [np.zeros(0, np.int64)] for name in processors}
     for chunk in _bar(range(0, len(samples), CHUNK), "tokenise", None, progress):
-        some = samples[chunk : chunk + CHUNK]
+        batch = samples[chunk : chunk + CHUNK]
         rows = [
             {f: [1 if measured is None else measured[f, name][1] for name in names] for f, names in s.items.items()}
-            for s in some
+            for s in batch
         ]
-        for sample, encoded in zip(some, tokenizer.encode_batch([s.turns for s in some], rows), strict=True):
+        for sample, encoded in zip(batch, tokenizer.encode_batch([s.turns for s in batch], rows), strict=True):
             if max_tokens is not None and len(encoded.ids) > max_tokens:
                 message = (
                     f"{len(encoded.ids)} tokens, more than max_tokens={max_tokens}; shorten it or raise max_tokens"
@@ -209,7 +213,7 @@ def _arrays(
     arrays = {
         "ids": np.concatenate(ids),
         "loss": np.concatenate(loss),
-        "offsets": _cumulative(len(i) for i in ids[1:]),
+        "offsets": ragged.offsets(np.array([len(i) for i in ids[1:]], np.int64)),
         "labels": np.array([mask.sum() for mask in loss[1:]], np.int64),
         **_strings("names", [sample.id for sample in samples]),
     }
@@ -219,15 +223,15 @@ def _arrays(
         columns = {
             "sample": np.repeat(np.arange(len(samples), dtype=np.int64), counts),
             "start": np.concatenate(starts[module]),
-            "offsets": _cumulative(counts),
+            "offsets": ragged.offsets(counts),
             **_strings("paths", names),
         }
         if measured is not None:
-            found = [measured[processor.field, name] for name in names]
-            sizes = np.array([sizes for sizes, _ in found], np.int64).reshape(-1, len(processor.size_names))
+            files = [measured[processor.field, name] for name in names]
+            sizes = np.array([sizes for sizes, _ in files], np.int64).reshape(-1, len(processor.size_names))
             columns |= {
                 "sizes": sizes,
-                "rows": np.array([rows for _, rows in found], np.int64),
+                "rows": np.array([rows for _, rows in files], np.int64),
                 "inner_rows": processor.inner_rows(sizes),
             }
             if isinstance(processor, TargetProcessor):
@@ -236,9 +240,9 @@ def _arrays(
     return arrays
 
 
-def _write(place: Path, arrays: Mapping[str, np.ndarray], header: Mapping[str, Any]) -> None:
+def _write(target: Path, arrays: Mapping[str, np.ndarray], header: Mapping[str, Any]) -> None:
     need = sum(values.nbytes + ARRAY_HEADER for values in arrays.values())
-    with atomic_folder(place, need=need, fix="free some room, or choose another cache_folder") as folder:
+    with atomic_folder(target, need=need, fix="free some room, or choose another cache_folder") as folder:
         for name, values in arrays.items():
             np.save(folder / f"{name}.npy", values, allow_pickle=False)
         digest = hashlib.sha256()
@@ -249,34 +253,35 @@ def _write(place: Path, arrays: Mapping[str, np.ndarray], header: Mapping[str, A
 
 
 @contextmanager
-def atomic_folder(place: Path, *, need: int | None = None, fix: str = "choose another folder") -> Iterator[Path]:
-    """A new folder that takes its name only when everything in it is written; where another process was first, theirs
-    is kept. Nothing half-written stays behind.
+def atomic_folder(target: Path, *, need: int | None = None, fix: str = "choose another folder") -> Iterator[Path]:
+    """Open a new folder that takes its name only when everything in it is written.
+
+    Where another process was first, its folder stays. Nothing half-written is left behind.
 
     Args:
-        place: the folder's name at last.
-        need: bytes that will be written, where known.
-        fix: what to do where they cannot be.
+        target: the folder's final path.
+        need: bytes that will be written, for the message if they cannot be.
+        fix: advice in that message.
 
     Raises:
-        DataError: something cannot be written: no permission, no room, a quota.
+        DataError: something cannot be written, for want of permission, room or quota.
     """
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
-        raise DataError(_unwritten(place.parent, error, need, fix)) from None
+        raise DataError(_unwritten(target.parent, error, need, fix)) from None
     try:
         folder.chmod(0o755)
         yield folder
         try:
-            folder.rename(place)
+            folder.rename(target)
         except OSError:
-            if not place.is_dir():
+            if not target.is_dir():
                 raise
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)  # before the free room is looked at
-        raise DataError(_unwritten(place.parent, error, need, fix)) from None
+        raise DataError(_unwritten(target.parent, error, need, fix)) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -299,14 +304,11 @@ def _key(settings: Mapping[str, Any], *files: Path) -> str:
     return digest.hexdigest()[:20]
 
 
-def _cumulative(lengths: Iterable[int]) -> np.ndarray:
-    return np.cumsum([0, *lengths], dtype=np.int64)
-
-
 def _strings(name: str, texts: Sequence[str]) -> dict[str, np.ndarray]:
     encoded = [text.encode() for text in texts]
     data = np.frombuffer(b"".join(encoded), np.uint8)
-    return {f"{name}.data": data, f"{name}.offsets": _cumulative(len(text) for text in encoded)}
+    lengths = np.array([len(text) for text in encoded], np.int64)
+    return {f"{name}.data": data, f"{name}.offsets": ragged.offsets(lengths)}
 
 
 def _bar(work: Any, what: str, total: int | None, progress: bool) -> Any:

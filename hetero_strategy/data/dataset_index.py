@@ -1,4 +1,4 @@
-"""A data set without its payload, as `hetero_strategy.data.build_index` stored it; memory mapped."""
+"""The memory-mapped index of a data set: all that is known without its payload."""
 
 from __future__ import annotations
 
@@ -31,56 +31,56 @@ class Strings:
 
 @dataclass(frozen=True)
 class ItemTable:
-    """Items of one encoder or generator over the whole data set, in (sample, order within the sample) order.
+    """Items of one encoder or generator over the whole data set, by sample and then by their position in it.
 
-    Of an index that is not measured, ``sizes`` and ``inner_rows`` are zeros, ``rows`` ones and ``targets`` None.
+    In an index that is not measured ``sizes`` and ``inner_rows`` are zeros, ``rows`` are ones and ``targets`` is None.
     """
 
     sample: np.ndarray
-    """int64 [n], ascending."""
+    """Sample of each item, int64 ``[n]``, ascending."""
     sizes: np.ndarray
-    """int64 [n, k], as the module's processor measures them."""
+    """Sizes as the module's processor measures them, int64 ``[n, k]``."""
     rows: np.ndarray
-    """int64 [n], rows that cross the module's edges: an encoder's output, a generator's condition."""
+    """Rows that cross the module's edges, int64 ``[n]``: an encoder's output, a generator's condition."""
     inner_rows: np.ndarray
-    """int64 [n], rows inside the module."""
+    """Rows inside the module, int64 ``[n]``."""
     start: np.ndarray
-    """int64 [n], first row inside the sample's token sequence."""
+    """Position of the first row in the sample's token sequence, int64 ``[n]``."""
     offsets: np.ndarray
-    """int64 [samples + 1]: sample s has items offsets[s] : offsets[s + 1]."""
+    """Sample ``s`` has the items ``offsets[s] : offsets[s + 1]``, int64 ``[samples + 1]``."""
     paths: Strings
-    """As written in the manifest."""
+    """Paths as written in the manifest."""
     targets: np.ndarray | None = None
-    """int64 [n], elements that a generator's loss counts; None for an encoder."""
+    """Elements that a generator's loss counts, int64 ``[n]``; None for an encoder."""
 
 
 @dataclass(frozen=True)
 class DatasetIndex:
-    """A data set without its payload; see `hetero_strategy.data.build_index`."""
+    """A data set without its payload, as :func:`hetero_strategy.data.build_index.build_index` stored it."""
 
     folder: Path
-    """Where the index lies; its name ends with the key."""
+    """Folder of the index; its name ends with the key."""
     media_folder: Path
     content: str
-    """Hash of all arrays: equal for equal data, wherever it lies and however it was checked."""
+    """Hash of all arrays, equal for equal data wherever it lies and however it was checked."""
     ids: np.ndarray
-    """int32, token ids of all samples end to end, items expanded to their rows; if not measured, one id per item."""
+    """Token ids of all samples end to end, int32. Items are expanded to their rows, or to one id if not measured."""
     loss: np.ndarray
-    """bool, which of these tokens are to be predicted."""
+    """Which of these tokens are to be predicted, bool."""
     offsets: np.ndarray
-    """int64 [samples + 1]."""
+    """Sample ``s`` has the tokens ``offsets[s] : offsets[s + 1]``, int64 ``[samples + 1]``."""
     labels: np.ndarray
-    """int64 [samples], loss tokens of each sample."""
+    """Loss tokens of each sample, int64 ``[samples]``."""
     names: Strings
     """The manifest's sample ids."""
     items: Mapping[str, ItemTable]
-    """By encoder or generator name."""
+    """Encoder or generator -> its items."""
     measured: bool = True
-    """Whether sizes are known; otherwise they are once an item is decoded."""
+    """Whether sizes are known before items are decoded."""
     max_tokens: int | None = None
-    """Longer samples are faults: found when the index is built or, if it is not measured, when a sample is decoded."""
+    """Longer samples are faults, found when the index is built or, if it is not measured, when a sample is decoded."""
     left_out: int = 0
-    """Samples of the manifest that are not here, as they hold media that were to be left out."""
+    """Number of samples of the manifest that were left out because of the media they hold."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -89,12 +89,12 @@ class DatasetIndex:
         return load_index, (self.folder, self.media_folder)  # a worker maps the files itself instead of copying them
 
     def item_numbers(self, module: str, samples: np.ndarray) -> np.ndarray:
-        """Items of some samples, in (sample, order) order: row k of the step's item table is item ``result[k]``."""
+        """Numbers of the items of some samples, by sample: row ``k`` of the step's item table is item ``result[k]``."""
         offsets = self.items[module].offsets
         return ragged.expand(offsets[samples], offsets[samples + 1] - offsets[samples])
 
     def counts(self, module: str, samples: np.ndarray) -> np.ndarray:
-        """Items of each of some samples, int64 ``[n]``."""
+        """Number of items of each of some samples, int64 ``[n]``."""
         offsets = self.items[module].offsets
         return np.asarray(offsets[samples + 1] - offsets[samples])
 
@@ -103,11 +103,11 @@ class DatasetIndex:
         return resolve(self.media_folder, self.items[module].paths[item])
 
     def text(self, samples: np.ndarray, rows: Mapping[str, np.ndarray] | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids int32 ``[T]``, whether each is to be predicted bool ``[T]``) of some samples end to end.
+        """Token ids, int32 ``[T]``, and whether each is to be predicted, bool ``[T]``, of some samples end to end.
 
         Args:
-            samples: of the data set, int64.
-            rows: if the index is not measured: by module, rows of each item of these samples, int64.
+            samples: sample numbers, int64.
+            rows: module -> rows of each item of these samples, int64; for an index that is not measured.
         """
         lengths = np.asarray(self.offsets[samples + 1] - self.offsets[samples])
         tokens = ragged.expand(np.asarray(self.offsets[samples]), lengths)
@@ -116,19 +116,18 @@ class DatasetIndex:
             return ids, loss
         times, first = np.ones(len(tokens), np.int64), ragged.starts(lengths)
         for module, table in self.items.items():
-            times[np.repeat(first, self.counts(module, samples)) + table.start[self.item_numbers(module, samples)]] = (
-                rows[module]
-            )
+            token = np.repeat(first, self.counts(module, samples)) + table.start[self.item_numbers(module, samples)]
+            times[token] = rows[module]
         return np.repeat(ids, times), np.repeat(loss, times)
 
 
-def load_index(place: Path, media_folder: Path) -> DatasetIndex:
-    """Map an index that `build_index` wrote."""
-    header = json.loads((place / "header.json").read_text())
+def load_index(folder: Path, media_folder: Path) -> DatasetIndex:
+    """Map an index that ``build_index`` wrote."""
+    header = json.loads((folder / "header.json").read_text())
     measured = bool(header["settings"].get("measure", True))
 
     def array(name: str) -> np.ndarray:
-        return np.load(place / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+        return np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
 
     def strings(name: str) -> Strings:
         return Strings(array(f"{name}.data"), array(f"{name}.offsets"))
@@ -136,16 +135,17 @@ def load_index(place: Path, media_folder: Path) -> DatasetIndex:
     tables = {}
     for number, module in enumerate(header["modules"]):
         names = ["sample", "start", "offsets"] + (["sizes", "rows", "inner_rows"] if measured else [])
-        if (place / f"items{number}.targets.npy").is_file():
+        if (folder / f"items{number}.targets.npy").is_file():
             names.append("targets")
         columns = {column: array(f"items{number}.{column}") for column in names}
         if not measured:
-            zero, one, count = np.int64(0), np.int64(1), len(columns["sample"])
-            columns["sizes"] = np.broadcast_to(zero, (count, header["widths"][number]))
-            columns |= {"rows": np.broadcast_to(one, count), "inner_rows": np.broadcast_to(zero, count)}
+            count = len(columns["sample"])
+            zeros = np.broadcast_to(np.int64(0), (count, header["widths"][number]))
+            columns |= {"sizes": zeros, "inner_rows": np.broadcast_to(np.int64(0), count)}
+            columns["rows"] = np.broadcast_to(np.int64(1), count)
         tables[module] = ItemTable(**columns, paths=strings(f"items{number}.paths"))
     return DatasetIndex(
-        folder=place,
+        folder=folder,
         media_folder=media_folder,
         content=header["content"],
         ids=array("ids"),

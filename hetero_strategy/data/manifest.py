@@ -7,9 +7,9 @@ A manifest is a JSON list, or JSON lines (``.jsonl``), of samples::
                        {"from": "gpt", "value": "..."}]}
 
 Paths are relative to the manifest's folder or to a given media folder. The n-th ``<image>`` of the conversation stands
-for the n-th path of ``image``, and likewise for every other field. Format: LLaVA (Liu et al. 2023), its training code.
-What encoders read stands in questions; what a generator is to make stands in answers: ``"draw": "d.png"`` and
-``{"from": "gpt", "value": "Here: <draw>"}``.
+for the n-th path of ``image``, and likewise for every other field. What encoders read stands in questions, and what a
+generator is to make stands in answers: ``"draw": "d.png"`` and ``{"from": "gpt", "value": "Here: <draw>"}``. The format
+is that of LLaVA's training code (Liu et al. 2023).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ ROLES = {
     "assistant": "gpt",
     "system": "system",
 }
-"""Role names that are understood -> the three roles."""
+"""Role names in manifests -> the three roles."""
 
 MEDIA_FIELDS = ("image", "audio", "video", "draw")
-"""Fields that hold media by convention: refused, not ignored, where no module reads them."""
+"""Fields that hold media by convention. Where no module reads them they are refused, not ignored."""
 
 
 def placeholder(media_field: str) -> str:
@@ -54,7 +54,7 @@ class Sample:
     """One sample of a manifest; its media are named, not opened."""
 
     position: int
-    """Place in the manifest, from 0 (lines of JSON lines, entries of a list)."""
+    """Number of its line or list entry in the manifest, from 0."""
     id: str
     turns: tuple[Turn, ...]
     items: Mapping[str, tuple[str, ...]]
@@ -63,65 +63,33 @@ class Sample:
 
 @dataclass
 class Faults:
-    """Collects what is wrong with a manifest, to be reported in one error."""
+    """Faults of a manifest, collected to be reported in one error."""
 
     manifest: Path
     limit: int = 10
-    found: list[tuple[int, str]] = field(default_factory=list)
+    messages: list[tuple[int, str]] = field(default_factory=list)
+    """Position of the sample in the manifest, and what is wrong with it."""
     left_out: int = 0
-    """Samples that were left out because they hold what no module reads, as was asked for."""
+    """Number of samples left out because they hold media that the caller excludes."""
 
     def add(self, position: int, message: str) -> None:
-        """Note one fault of the sample at a place in the manifest."""
-        self.found.append((position, message))
+        """Note one fault of the sample at a position in the manifest."""
+        self.messages.append((position, message))
 
     def check(self) -> None:
-        """Raise one DataError with the first faults in manifest order, if there are any."""
-        if not self.found:
+        """Raise one DataError with the first faults in the order of the manifest, if there are any."""
+        if not self.messages:
             return
-        ordered = [message for _, message in sorted(self.found, key=lambda fault: fault[0])]
+        ordered = [message for _, message in sorted(self.messages, key=lambda fault: fault[0])]
         more = f"\n  ... and {len(ordered) - self.limit} more" if len(ordered) > self.limit else ""
         lines = "".join(f"\n  {message}" for message in ordered[: self.limit])
         noun = "fault" if len(ordered) == 1 else "faults"
-        raise DataError(f"{self.manifest}: {len(ordered)} {noun}; mend or remove these samples:{lines}{more}")
+        raise DataError(f"{self.manifest}: {len(ordered)} {noun}; fix or remove these samples:{lines}{more}")
 
 
 def resolve(folder: Path, name: str) -> Path:
-    """Path of a media file; an absolute name stays as it is."""
+    """Path of a media file, relative to a folder unless the name is absolute."""
     return folder / name
-
-
-def read_manifest(
-    path: str | Path,
-    *,
-    fields: Sequence[str] = ("image", "audio"),
-    drawn: Sequence[str] = (),
-    media_folder: str | Path | None = None,
-    answers: bool = True,
-) -> list[Sample]:
-    """Read and check a manifest and that its files exist (their contents are checked when the index is built).
-
-    Args:
-        path: a ``.json`` or ``.jsonl`` file.
-        fields: media fields that have an encoder or a generator.
-        drawn: those of them that have a generator.
-        media_folder: what media paths are relative to; default: the manifest's folder.
-        answers: whether every sample must have a non-empty answer.
-
-    Raises:
-        DataError: one error that names the first ten faults of the whole manifest.
-    """
-    path = Path(path)
-    faults = Faults(path)
-    samples = parse_manifest(path, fields, answers, faults, drawn=drawn)
-    folder = Path(media_folder) if media_folder is not None else path.parent
-    for sample in samples:
-        for names in sample.items.values():
-            for name in names:
-                if not resolve(folder, name).is_file():
-                    faults.add(sample.position, f"sample '{sample.id}': {resolve(folder, name)}: file is missing")
-    faults.check()
-    return samples
 
 
 def parse_manifest(
@@ -133,8 +101,20 @@ def parse_manifest(
     drawn: Sequence[str] = (),
     leave_out: Sequence[str] = (),
 ) -> list[Sample]:
-    """Samples without a structural fault and without the media fields ``leave_out``; the faults of the others go to
-    ``faults``. No media file is touched.
+    """Parse a manifest without touching a media file.
+
+    Args:
+        fields: media fields that have an encoder or a generator.
+        answers: whether every sample must have a non-empty answer.
+        faults: takes the faults of samples that have any.
+        drawn: those of ``fields`` that have a generator.
+        leave_out: media fields; samples that hold one are left out.
+
+    Returns:
+        The samples without a fault.
+
+    Raises:
+        DataError: the manifest itself cannot be read, or holds no samples.
     """
     samples = []
     for position, entry in _entries(path, faults):
@@ -152,7 +132,7 @@ def parse_manifest(
             faults.add(position, f"sample '{name}': {problem}")
         if not problems:
             samples.append(Sample(position, name, turns, items))
-    if not samples and not faults.found:
+    if not samples and not faults.messages:
         rest = f" without {', '.join(leave_out)}, and all others are left out" if faults.left_out else ""
         raise DataError(f"{path}: the manifest holds no samples{rest}; write at least one")
     return samples
@@ -229,13 +209,13 @@ def _items(
                 )
             continue
         mark = placeholder(media_field)
-        found = sum(turn.text.count(mark) for turn in turns)
+        marks = sum(turn.text.count(mark) for turn in turns)
         if media_field in drawn and any(turn.role != "gpt" and mark in turn.text for turn in turns):
             problems.append(f"{mark} stands in a question; what a generator draws can only be part of answers")
         elif media_field not in drawn and any(turn.role == "gpt" and mark in turn.text for turn in turns):
             problems.append(f"{mark} stands in an answer; items can only be part of questions")
-        elif found != len(names):
-            problems.append(f"{found} {mark} in the conversation but {len(names)} paths in '{media_field}'")
+        elif marks != len(names):
+            problems.append(f"{marks} {mark} in the conversation but {len(names)} paths in '{media_field}'")
         if names:
             items[media_field] = tuple(names)
     return items

@@ -1,7 +1,7 @@
-"""Media files to the raw rows an encoder reads.
+"""Media files to the raw rows that an encoder reads.
 
-A processor knows how many rows a file gives from its header alone (`measure`), so that a step plan can be made before
-anything is decoded; `load` then gives exactly these rows.
+A processor tells from a file's header alone how many rows it gives (``measure``), so that a step plan can be made
+before anything is decoded; ``load`` then gives exactly these rows.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Result = TypeVar("Result")
 
 
 class Media(Protocol):
-    """What the data room needs to know about one kind of media file."""
+    """How one kind of media file is measured and read."""
 
     @property
     def field(self) -> str:
-        """The manifest field that names the files; ``<field>`` stands for an item in the text."""
+        """Manifest field that names the files; ``<field>`` stands for an item in the text."""
 
     @property
     def feature(self) -> int:
@@ -38,37 +38,37 @@ class Media(Protocol):
 
     @property
     def size_names(self) -> tuple[str, ...]:
-        """What the numbers of `measure` are."""
+        """Names of the numbers in the sizes that ``measure`` gives."""
 
     def measure(self, path: str | Path) -> tuple[Sizes, int]:
-        """(sizes, output rows) from the file's header. Raises DataError."""
+        """Sizes and output rows from the file's header. Raises DataError."""
 
     def check(self, path: str | Path) -> None:
         """Decode the whole file and throw the result away. Raises DataError."""
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
-        """float32 [R, feature]; refused if ``sizes`` is given and the file no longer has it. Raises DataError."""
+        """Rows, float32 ``[R, feature]``. Raises DataError, also where the file no longer has the given ``sizes``."""
 
     def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
-        """int64 [n]: rows inside the module for items of these sizes, int64 [n, k]."""
+        """Rows inside the module, int64 ``[n]``, of items with these sizes, int64 ``[n, k]``."""
 
     def settings(self) -> dict[str, Any]:
-        """JSON-ready settings; part of the index's key."""
+        """Settings, ready for JSON; they are part of the index's key."""
 
 
 class Processor(Media, Protocol):
-    """What an encoder is given."""
+    """Makes the inputs of an encoder."""
 
     def collate(self, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
-        """Items end to end; zero items give [0, feature]."""
+        """Put items end to end; no items give ``[0, feature]``."""
 
 
 @runtime_checkable
 class TargetProcessor(Media, Protocol):
-    """What a generator is to make. `measure` gives the condition rows as an item's rows."""
+    """Makes the targets of a generator. ``measure`` gives the condition rows as an item's rows."""
 
     def target_elements(self, sizes: np.ndarray) -> np.ndarray:
-        """int64 [n]: numbers that the loss counts of items of these sizes, int64 [n, k]."""
+        """Numbers that the loss counts, int64 ``[n]``, of items with these sizes, int64 ``[n, k]``."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,15 @@ class ImageProcessor:
 
     Height and width are rounded to multiples of ``patch_size * merge`` pixels; an image of more than ``max_patches``
     patches is scaled down, none is scaled up. Patches are in row-major (grid_h, grid_w) order with features in
-    (patch_h, patch_w, channel) order, as transformers' `Siglip2ImageProcessor` makes them.
+    (patch_h, patch_w, channel) order, as transformers' ``Siglip2ImageProcessor`` makes them.
 
     Args:
         patch_size: pixels on a side of a patch.
         merge: the projector joins ``merge`` x ``merge`` patches into one output row.
         channels: 3 (RGB) or 1 (grey).
         max_patches: most patches of one image.
-        mean, std: of the pixel values after scaling to 0..1; one number, or one per channel.
-        field: manifest field.
+        mean, std: mean and deviation of pixel values after scaling to 0..1; one number, or one per channel.
+        field: manifest field that names the images.
     """
 
     patch_size: int = 16
@@ -166,7 +166,7 @@ class ImageProcessor:
         return h * self.merge, w * self.merge
 
     def _pixels(self, image: Image.Image, grid: tuple[int, int]) -> np.ndarray:
-        """float32 [height, width, channels], 0..255."""
+        """Pixels from 0 to 255 of the image resized to its grid, float32 ``[height, width, channels]``."""
         image.load()
         if _sideways(image) or image.format in ("JPEG", "MPO"):
             image = ImageOps.exif_transpose(image)
@@ -181,18 +181,18 @@ class ImageProcessor:
 
 @dataclass(frozen=True)
 class AudioProcessor:
-    """Audio as rows of log-mel frames, as Whisper's feature extractor makes them but without padding to 30 s.
+    """Audio as rows of log-mel frames, which Whisper's feature extractor makes too, but padded to 30 s.
 
     A clip of n samples (after resampling, channels averaged) gives ``n // hop_length`` frames, at least 1. The encoder
     halves the frames and the projector joins ``stack`` of them: ``ceil(ceil(frames / 2) / stack)`` output rows.
 
     Args:
-        sampling_rate: Hz; other rates are resampled.
-        n_mels: mel bands, up to min(8000 Hz, sampling_rate / 2).
-        hop_length, n_fft: in samples.
+        sampling_rate: samples per second; clips of other rates are resampled.
+        n_mels: number of mel bands, which reach up to min(8000 Hz, sampling_rate / 2).
+        hop_length, n_fft: distance of frames and length of their window, in samples.
         stack: encoder rows per output row.
         max_seconds: longer clips are refused.
-        field: manifest field.
+        field: manifest field that names the clips.
     """
 
     sampling_rate: int = 16000
@@ -268,7 +268,7 @@ class AudioProcessor:
 def log_mel(
     waveform: np.ndarray, frames: int, sampling_rate: int, n_mels: int, hop_length: int, n_fft: int
 ) -> np.ndarray:
-    """Log-mel spectrogram, float32 [frames, n_mels], with Whisper's scaling (Radford et al. 2022, section 2.2).
+    """Log-mel spectrogram with Whisper's scaling (Radford et al. 2022, section 2.2), float32 ``[frames, n_mels]``.
 
     Frames are centred, with reflected edges and a Hann window; values are clamped to 8 below the clip's maximum, then
     (x + 4) / 4. Clips too short for one reflected frame are padded with silence.
@@ -302,20 +302,20 @@ def _collate(
 
 
 def _sideways(image: Image.Image) -> bool:
-    """Whether the camera was held so that width and height trade places. Only JPEG says so in its header."""
+    """Whether width and height trade places, as the camera was held sideways; only JPEG says so in its header."""
     return image.format in ("JPEG", "MPO") and image.getexif().get(0x0112, 1) >= 5
 
 
-def _same(path: str | Path, names: Sequence[str], found: Sizes, expected: Sizes | None) -> None:
-    if expected is not None and tuple(found) != tuple(int(size) for size in expected):
+def _same(path: str | Path, names: Sequence[str], sizes: Sizes, expected: Sizes | None) -> None:
+    if expected is not None and tuple(sizes) != tuple(int(size) for size in expected):
         raise DataError(
-            f"{path}: {', '.join(names)} is {tuple(found)} but {tuple(int(s) for s in expected)} when it was indexed;"
+            f"{path}: {', '.join(names)} is {tuple(sizes)} but {tuple(int(s) for s in expected)} when it was indexed;"
             " the file has changed: delete the index folder (.hetero_index) beside the manifest"
         )
 
 
 def _reading(path: str | Path, kind: str, read: Callable[[Any], Result]) -> Result:
-    """What ``read(path)`` gives; whatever a decoder raises becomes a DataError that names the file."""
+    """Call ``read(path)`` and turn whatever a decoder raises into a DataError that names the file."""
     try:
         return read(str(path))
     except FileNotFoundError:
@@ -330,7 +330,7 @@ def _reading(path: str | Path, kind: str, read: Callable[[Any], Result]) -> Resu
 
 
 def _waveform(path: str | Path) -> tuple[np.ndarray, int]:
-    """(float32 [n] with channels averaged, sampling rate)."""
+    """Samples averaged over channels, float32 ``[n]``, and their sampling rate."""
     import soundfile
 
     info = _reading(path, "audio", soundfile.info)
@@ -346,12 +346,12 @@ def _check_riff(path: str | Path) -> None:
         if file.read(4) != b"RIFF":
             return
         size = file.seek(0, 2)
-        place = 12
-        while place + 8 <= size:
-            file.seek(place)
+        chunk = 12  # position of the first one
+        while chunk + 8 <= size:
+            file.seek(chunk)
             name, length = struct.unpack("<4sI", file.read(8))
             if name == b"data":
-                if length != 0xFFFFFFFF and place + 8 + length > size:  # 0xFFFFFFFF: written as a stream
-                    raise DataError(f"{path}: truncated audio: {size - place - 8} of {length} bytes are there")
+                if length != 0xFFFFFFFF and chunk + 8 + length > size:  # 0xFFFFFFFF: written as a stream
+                    raise DataError(f"{path}: truncated audio: {size - chunk - 8} of {length} bytes are there")
                 return
-            place += 8 + length + length % 2
+            chunk += 8 + length + length % 2

@@ -1,4 +1,4 @@
-"""What a generator is to make: media files as target rows."""
+"""Targets of generators: media files as rows that the loss compares with."""
 
 from __future__ import annotations
 
@@ -16,18 +16,14 @@ from hetero_strategy.errors import ConfigError
 
 @dataclass(frozen=True)
 class ImageTarget:
-    """Images to draw, as rows of patches; see `ImageProcessor` for how they are cut.
+    """Images to draw, as rows of patches that :class:`ImageProcessor` cuts.
 
     ``<draw>`` in an answer becomes ``rows`` placeholder tokens. The language model's rows at these tokens are what the
     generator is given; the tokens themselves are not predicted.
 
     Args:
         rows: condition rows of each image.
-        patch_size: pixels on a side of a patch.
-        channels: 3 (RGB) or 1 (grey).
-        max_patches: larger images are scaled down.
-        mean, std: of the pixel values after scaling to 0..1; one number, or one per channel.
-        field: manifest field.
+        patch_size, channels, max_patches, mean, std, field: as for :class:`ImageProcessor`.
     """
 
     rows: int = 1
@@ -67,7 +63,7 @@ class ImageTarget:
         return {"kind": type(self).__name__, **asdict(self)}
 
     def measure(self, path: str | Path) -> tuple[Sizes, int]:
-        """(grid, condition rows)."""
+        """Grid of patches and number of condition rows."""
         return self._images.measure(path)[0], self.rows
 
     def check(self, path: str | Path) -> None:
@@ -77,15 +73,15 @@ class ImageTarget:
         return self._images.load(path, sizes)
 
     def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
-        """Condition rows, and a row per patch."""
+        """The condition rows and a row per patch."""
         return self._images.inner_rows(sizes) + self.rows
 
     def target_elements(self, sizes: np.ndarray) -> np.ndarray:
-        """Every number of every patch."""
+        """All numbers of all patches."""
         return self._images.inner_rows(sizes) * self.feature
 
     def pixels(self, values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-        """The inverse of `load`: float32 [R, feature] -> uint8 [height, width, channels]."""
+        """Undo ``load``: rows, float32 ``[R, feature]``, become an image, uint8 ``[height, width, channels]``."""
         (h, w), p = (int(size) for size in sizes), self.patch_size
         patches = values.reshape(h, w, p, p, self.channels).transpose(0, 2, 1, 3, 4)
         image = patches.reshape(h * p, w * p, self.channels) * np.asarray(self.std) + np.asarray(self.mean)

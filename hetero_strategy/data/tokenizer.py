@@ -1,6 +1,6 @@
 """Conversations to token ids and loss masks.
 
-Template, the same for every model::
+The template is the same for every model::
 
     <bos>{human}\\n{gpt}<eos>\\n{human}\\n{gpt}<eos>
 
@@ -28,33 +28,32 @@ USUAL = {
     "bos": ("<bos>", "<s>", "<|begin_of_text|>"),
     "eos": ("<eos>", "</s>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>"),
 }
-"""Names that a special token has where no file beside the tokenizer says which it is; the first in the vocabulary."""
+"""Names tried for a special token, in this order, where no file beside the tokenizer says which it is."""
 
 
 class Encoded(NamedTuple):
     """One tokenised sample of T tokens."""
 
     ids: np.ndarray
-    """int32 [T], every item expanded to as many placeholder ids as it has rows."""
+    """Token ids, int32 ``[T]``; every item is expanded to as many placeholder ids as it has rows."""
     loss: np.ndarray
-    """bool [T], True where the token itself is to be predicted; the first token never is."""
+    """Whether each token is to be predicted, bool ``[T]``; the first one never is."""
     starts: dict[str, np.ndarray]
-    """Media field -> int64 [items], place of each item's first row."""
+    """Media field -> position of each item's first row, int64 ``[items]``."""
 
 
 class ChatTokenizer:
-    """A Hugging Face ``tokenizer.json`` and the template above.
+    """A Hugging Face ``tokenizer.json`` with the template above.
 
     Args:
         path: the ``tokenizer.json``, or the folder it lies in.
-        bos: token at the start of every sample; None for tokenizers that have none. ``auto``: what
-            ``tokenizer_config.json`` or ``special_tokens_map.json`` beside it say, else a usual name (:data:`USUAL`),
-            else none.
-        eos: token that ends every answer; ``auto``: found in the same way.
+        bos: token at the start of every sample; None for tokenizers that have none. With ``auto`` it is what
+            ``tokenizer_config.json`` or ``special_tokens_map.json`` beside it say, or one of :data:`USUAL`, or none.
+        eos: token that ends every answer, found in the same way with ``auto``.
         placeholders: media field -> token that fills the rows of an item; default ``<field>``, such as ``<image>``.
 
     Raises:
-        ConfigError: a file is missing or unreadable, or a special token is not in it.
+        ConfigError: a file is missing or unreadable, or a special token is not in the vocabulary.
     """
 
     def __init__(
@@ -74,8 +73,8 @@ class ChatTokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"tokenizer: {self.path} cannot be read: {error}") from None
         self.tokenizer.encode_special_tokens = True
-        self.bos = self._found("bos") if bos == "auto" else bos
-        self.eos = self._found("eos") if eos == "auto" else eos
+        self.bos = self._stock_token("bos") if bos == "auto" else bos
+        self.eos = self._stock_token("eos") if eos == "auto" else eos
         self._placeholders = dict(placeholders or {})
         self.bos_id = None if self.bos is None else self._special("bos", self.bos)
         self.eos_id = self._special("eos", USUAL["eos"][0] if self.eos is None else self.eos)
@@ -83,19 +82,19 @@ class ChatTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, special tokens included: what the LLM's embedding must hold."""
+        """Number of ids, special tokens included, that the language model's embedding must hold."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def settings(self) -> dict[str, object]:
-        """What, besides the file's bytes, decides the ids; part of the index's key."""
+        """Settings that decide the ids besides the file's bytes; they are part of the index's key."""
         return {"bos": self.bos, "eos": self.eos, "placeholders": self._placeholders}
 
     def placeholder_id(self, media_field: str, *, seen: bool = False) -> int:
         """Token id that fills the rows of the field's items.
 
         Args:
-            seen: the language model sees the token itself, as it does where something is to be drawn. Otherwise an
-                encoder's rows take its place, any id will do, and a vocabulary without ``<field>`` gives that of eos.
+            seen: whether the language model sees the token itself, as it does where something is to be drawn. Otherwise
+                an encoder's rows replace it and any id will do: that of eos where the vocabulary has no ``<field>``.
 
         Raises:
             ConfigError: the token is not in the vocabulary.
@@ -106,11 +105,11 @@ class ChatTokenizer:
         return self._special(f"placeholders['{media_field}']", token)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of some ids, special tokens left out."""
+        """Turn ids back into text without special tokens."""
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def encode(self, turns: Sequence[Turn], rows: Mapping[str, Sequence[int]]) -> Encoded:
-        """One conversation; see :meth:`encode_batch`."""
+        """Tokenise one conversation; see :meth:`encode_batch`."""
         return self.encode_batch([turns], [rows])[0]
 
     def encode_batch(
@@ -119,8 +118,8 @@ class ChatTokenizer:
         """Tokenise conversations.
 
         Args:
-            conversations: the turns of each sample, as many placeholders of a field as ``rows`` has counts.
-            rows: per sample, media field -> rows of each of its items, in placeholder order.
+            conversations: turns of each sample, with as many placeholders of a field as ``rows`` has counts.
+            rows: for each sample, media field -> rows of each of its items, in the order of the placeholders.
         """
         parts = [self._parts(turns, fields) for turns, fields in zip(conversations, rows, strict=True)]
         texts = [text for sample in parts for kind, text, _ in sample if kind == "text"]
@@ -142,12 +141,12 @@ class ChatTokenizer:
                 loss += [learn] * len(new)
             mask = np.array(loss, bool)
             mask[:1] = False  # nothing comes before the first token, so nothing can predict it
-            places = {name: np.array(start, np.int64) for name, start in starts.items()}
-            encoded.append(Encoded(np.array(ids, np.int32), mask, places))
+            arrays = {name: np.array(start, np.int64) for name, start in starts.items()}
+            encoded.append(Encoded(np.array(ids, np.int32), mask, arrays))
         return encoded
 
     def _parts(self, turns: Sequence[Turn], fields: Mapping[str, Sequence[int]]) -> list[tuple[str, str, bool]]:
-        """(``text``, ``bos``, ``eos`` or ``item``; text or field; whether it is learnt) in order."""
+        """Pieces as (``text``, ``bos``, ``eos`` or ``item``; the text or field; whether it is learnt)."""
         marks = {placeholder(name): name for name in fields}
         pattern = re.compile("(" + "|".join(map(re.escape, marks)) + ")") if marks else None
         parts = [("bos", "", False)]
@@ -166,30 +165,30 @@ class ChatTokenizer:
                     parts.append(("text", newline, False))
         return parts
 
-    def _found(self, name: str) -> str | None:
-        """The token that a stock tokenizer has for ``bos`` or ``eos``; None: it has none."""
+    def _stock_token(self, name: str) -> str | None:
+        """The token that the tokenizer's files or its vocabulary name for ``bos`` or ``eos``; None: there is none."""
         for file in ("tokenizer_config.json", "special_tokens_map.json"):
-            said = _read(self.path.with_name(file))
-            if name == "bos" and said.get("add_bos_token") is False:
+            content = _read(self.path.with_name(file))
+            if name == "bos" and content.get("add_bos_token") is False:
                 return None
-            token = said.get(f"{name}_token")
-            if token or (name == "bos" and "bos_token" in said):  # null: a tokenizer may have no bos, but needs an eos
+            token = content.get(f"{name}_token")
+            if token or (name == "bos" and "bos_token" in content):  # null: there need be no bos, but an eos
                 return token["content"] if isinstance(token, dict) else token
         return next((token for token in USUAL[name] if self.tokenizer.token_to_id(token) is not None), None)
 
     def _special(self, option: str, token: str) -> int:
-        found = self.tokenizer.token_to_id(token)
-        if found is None:
+        number = self.tokenizer.token_to_id(token)
+        if number is None:
             known = [t.content for _, t in sorted(self.tokenizer.get_added_tokens_decoder().items()) if t.special]
             raise ConfigError(
                 f"tokenizer: {self.path} has no token {token!r} ({option}); name one of its special tokens"
                 f" ({', '.join(known[:12]) or 'none'}) or add it with Tokenizer.add_special_tokens and save"
             )
-        return int(found)
+        return int(number)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object beside the tokenizer; nothing where there is no such file."""
+    """Read a JSON object beside the tokenizer; an empty one if there is no such file."""
     if not path.is_file():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""What a run achieves: throughput, FLOP/s and utilisation per module, memory, balance, and where it is written."""
+"""Callbacks and loggers: throughput, FLOP/s and utilisation per module, memory, balance, timelines."""
 
 from __future__ import annotations
 

@@ -16,17 +16,17 @@ from hetero_strategy.plan.step_plan import ModuleLoad
 class Spread:
     """Work of one module's instances over many steps: in every microbatch the busiest first, then averaged.
 
-    The first number over the mean is therefore how much longer a microbatch takes than if all were equal.
+    The first number divided by the mean is how much longer a microbatch takes than if all instances were equal.
     """
 
     before: np.ndarray
-    """As sampled, float64 ``[instances]``, summed over microbatches, in units of the module's cost."""
+    """Loads as sampled, in the unit of the module's cost, summed over microbatches, float64 ``[instances]``."""
     after: np.ndarray
-    """As planned."""
+    """The same as planned."""
 
     @classmethod
     def of(cls, load: ModuleLoad) -> Spread:
-        """One step's."""
+        """Sort and sum up the loads of one step."""
         before, after = (-np.sort(-x, axis=1).sum(axis=0) for x in (load.before, load.after))
         return cls(before, after)
 
@@ -49,16 +49,16 @@ class Spread:
 
 @dataclass(frozen=True)
 class BalanceSummary:
-    """What a run's balancing came to; times of the slowest rank, per step."""
+    """Results of a run's balancing. Times are per step, of the slowest rank, in seconds."""
 
     steps: int
     spreads: Mapping[str, Spread]
-    """By module; without those whose plan says no loads."""
+    """Module -> spread of its work, where plans hold its loads."""
     traffic: Traffic | None
-    """Bytes per step between ranks; None where there is no placement."""
+    """Bytes between ranks per step; None where there is no placement."""
     wait_seconds: float
     plan_seconds: float | None
-    """None where batches do not say."""
+    """This and the next two are None where batches do not hold their times."""
     payload_seconds: float | None
     plan_hidden_share: float | None
     microbatches: float
@@ -66,7 +66,7 @@ class BalanceSummary:
     worker_restarts: int
 
     def to_json(self) -> dict[str, Any]:
-        """Ready for JSON; loads in units of the mean before."""
+        """Summary ready for JSON, with loads divided by the mean before."""
         modules = {}
         for name, spread in self.spreads.items():
             unit = float(spread.before.mean()) or 1.0
@@ -79,8 +79,8 @@ class BalanceSummary:
                 "sorted_loads_after": (spread.after / unit).round(4).tolist(),
             }
         rest = {k: v for k, v in asdict(self).items() if k not in ("spreads", "traffic")}
-        moved = {
+        bytes_moved = {
             "bytes_within_nodes": None if self.traffic is None else self.traffic.within,
             "bytes_between_nodes": None if self.traffic is None else self.traffic.between,
         }
-        return {**rest, **moved, "modules": modules}
+        return {**rest, **bytes_moved, "modules": modules}

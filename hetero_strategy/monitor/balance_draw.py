@@ -1,4 +1,4 @@
-"""`draw`: how even the work of every module's instances was, as a picture: bars as sampled beside bars as planned."""
+"""``draw``: how even the work of every module's instances was, as bars as sampled beside bars as planned."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.timeline_draw import FAINT, IDLE, INK, MODULES, STRIPE, WIDTH
 
 SEPARATE = 96
-"""Most instances whose bars are drawn apart."""
+"""Most instances whose bars are drawn with gaps between them."""
 ROW = 2.5
-"""Height of one module, in inches."""
+"""Height of one module's row in inches."""
 
 
 def draw(path: Path | str, summary: BalanceSummary) -> None:
@@ -28,10 +28,10 @@ def draw(path: Path | str, summary: BalanceSummary) -> None:
 
 
 def figure(summary: BalanceSummary) -> Figure:
-    """The picture as a figure of its own: a row per module, before on the left and after on the right.
+    """Draw the picture as a figure of its own: a row per module, before on the left and after on the right.
 
-    Bars are the loads of the module's instances, in every microbatch the busiest first, averaged over the run; 1 is the
-    mean before. What is hatched is time in which an instance waits for the busiest one.
+    Bars are the loads of the module's instances, sorted in every microbatch and averaged over the run; 1 is the mean
+    before. Hatched is the time in which an instance waits for the busiest one.
     """
     count = max(1, len(summary.spreads))
     picture = Figure(figsize=(WIDTH, ROW * count + 1.35))
@@ -62,9 +62,9 @@ def figure(summary: BalanceSummary) -> Figure:
 
 
 def _headline(summary: BalanceSummary) -> str:
-    said = [f"{m} {s.imbalance_before:.2f} → {s.imbalance_after:.2f}" for m, s in summary.spreads.items()]
-    ratios = f":  {', '.join(said)}" if len(said) <= 5 else ""  # as many as fit
-    return f"busiest instance over the mean, {summary.steps} step{'s' * (summary.steps != 1)}{ratios}"
+    ratios = [f"{m} {s.imbalance_before:.2f} → {s.imbalance_after:.2f}" for m, s in summary.spreads.items()]
+    shown = f":  {', '.join(ratios)}" if len(ratios) <= 5 else ""  # as many as fit
+    return f"busiest instance over the mean, {summary.steps} step{'s' * (summary.steps != 1)}{shown}"
 
 
 def _says(spread: Spread, ratio: float, *, after: bool) -> str:
@@ -76,7 +76,7 @@ def _says(spread: Spread, ratio: float, *, after: bool) -> str:
 
 
 def _bars(axes: Axes, loads: np.ndarray, colour: tuple[float, float, float]) -> None:
-    """Loads from the busiest to the idlest, the wait above each."""
+    """Draw loads from the busiest to the idlest, with the wait above each."""
     count, highest = len(loads), float(loads.max(initial=0.0))
     gap = 0.08 if count <= SEPARATE else 0.0
     left, right = np.arange(count) + gap, np.arange(count) + 1 - gap
@@ -94,7 +94,7 @@ def _bars(axes: Axes, loads: np.ndarray, colour: tuple[float, float, float]) -> 
 
 
 def _lines(axes: Axes, loads: np.ndarray, top: float, sampled: float) -> None:
-    """The mean across the bars, and how far the busiest went as sampled; names where they have space."""
+    """Draw the mean and the busiest load as sampled across the bars, with names where they have space."""
     count, mean = len(loads), float(loads.mean()) if len(loads) else 0.0
     axes.axhline(mean, color=INK, linewidth=1.0, linestyle=(0, (4, 3)), zorder=3)
     axes.axhline(sampled, color=FAINT, linewidth=0.8, linestyle=(0, (1, 2)), zorder=3)

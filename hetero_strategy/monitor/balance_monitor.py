@@ -1,4 +1,4 @@
-"""`BalanceMonitor`: how evenly the work is spread, what that costs in bytes, and whether training waits for it."""
+"""``BalanceMonitor``: how evenly the work is spread, what that costs in bytes, and whether training waits for it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from lightning.pytorch.loggers import WandbLogger
+from typing_extensions import override
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.monitor.balance import BalanceSummary, Spread
@@ -27,25 +28,26 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Sums:
-    """Over steps. Spreads and traffic are the same on every rank, times are this rank's."""
+    """Sums over steps. Spreads and traffic are equal on all ranks, times are those of this rank, in seconds."""
 
     steps: int = 0
     spreads: dict[str, Spread] = field(default_factory=dict)
     traffic: Traffic | None = None
     counted: int = 0
-    """Steps whose traffic was counted."""
+    """Number of steps whose traffic was counted."""
     wait: float = 0.0
     timed: int = 0
     plan: float = 0.0
     payload: float = 0.0
     known: float = 0.0
-    """Of the time for plans, that of steps whose wait is known."""
+    """Part of ``plan`` in steps whose wait is known."""
     exposed: float = 0.0
-    """Of which training waited, at most."""
+    """Most of ``known`` that training can have waited for."""
     microbatches: int = 0
     skipped: int = 0
 
     def add(self, batch: Batch, wait: float | None, moved: Traffic | None) -> None:
+        """Count one step, whose traffic is None where it was not counted."""
         self.steps += 1
         self.microbatches += batch.plan.microbatches
         self.skipped += int(getattr(batch, "skipped", 0))
@@ -72,38 +74,38 @@ class BalanceMonitor(L.Callback):
 
     ================================= ==========================================================================
     ``balance/<m>/imbalance_before``  time of the slowest instance of every microbatch of module ``m`` over the mean of
-                                      its instances, samples dealt as drawn; 1: nobody waits
+                                      its instances, with samples dealt as drawn; 1: nobody waits
     ``balance/<m>/imbalance_after``   the same as planned
     ``balance/bytes_within_nodes``    bytes of rows and of their gradients that leave a rank for another of its node, at
                                       the edges between modules, per step (counted in the window's first one)
     ``balance/bytes_between_nodes``   likewise for a rank of another node
-    ``data/plan_seconds``             making the step plan, where it was made
+    ``data/plan_seconds``             making the step plan, in whatever process makes it
     ``data/payload_seconds``          reading and decoding
-    ``data/plan_hidden_share``        of the time for plans, what passed while training did not wait for data; at least
-    ``data/microbatches``             per step
-    ``data/skipped_samples``          in the window, of samples that could not be read
-    ``data/worker_restarts``          since the start of the run, over all ranks
+    ``data/plan_hidden_share``        least share of that time in which training did not wait for data
+    ``data/microbatches``             microbatches per step
+    ``data/skipped_samples``          samples of the window that could not be read
+    ``data/worker_restarts``          workers restarted since the start of the run, over all ranks
     ================================= ==========================================================================
 
-    How long training waits for data is ``throughput/data_wait_seconds`` of :class:`ThroughputMonitor`. Modules whose
-    plan says no loads are left out, bytes under a strategy without layouts, times where batches have none. Bytes are
-    those of :func:`hetero_strategy.monitor.traffic.traffic`: a row that its reader has already costs none, rows between
-    stages of one module are not counted; counting takes 25 to 40 ms of rank 0's main thread, once per window, at 2560
-    instances with 60 samples each. Times are those of the slowest rank; validation is left out. Every rank has to
-    have the callback, since log points reduce over all ranks.
+    :class:`ThroughputMonitor` logs how long training waits for data. Modules without loads in their plan are left out,
+    as are bytes under a strategy without layouts and times that batches do not hold. Bytes are those of
+    :func:`hetero_strategy.monitor.traffic.traffic`: a row that its reader has already costs none, and rows between
+    stages of one module are not counted. Counting takes 25 to 40 ms of rank 0's main thread, once per window, at 2560
+    instances with 60 samples each. Times are those of the slowest rank, without validation. Every rank needs the
+    callback, as log points reduce over all ranks.
 
     At the end of fit it writes ``balance.json`` and ``balance.png``: the load of every module's instances over the
-    whole run, before and after; and in ``balance.json``, under ``costs``, the seconds that the forward of every module
-    was measured to take in the last steps, as ``balance.costs`` of another run takes them. The picture also goes to
-    Weights & Biases where that is a logger.
+    whole run, before and after. Under ``costs``, ``balance.json`` has the measured seconds of every module's forward in
+    the last steps, as ``balance.costs`` of another run takes them. The picture also goes to Weights & Biases where that
+    is a logger.
 
     Args:
-        folder: where they go; default: the Trainer's ``default_root_dir``.
+        folder: folder of both files; default: the Trainer's ``default_root_dir``.
         every_n_steps: length of a window.
         ranks_per_node: ranks ``[k * n, (k + 1) * n)`` share a node; default: as many as the strategy starts on one.
 
     Raises:
-        ConfigError: a bad option; at the first step, if the batch has no step plan.
+        ConfigError: an option is wrong; at the first step, the batch has no step plan.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class BalanceMonitor(L.Callback):
         self.every_n_steps = every_n_steps
         self.ranks_per_node = ranks_per_node
         self.last: BalanceSummary | None = None
-        """Of the last run; on every rank, but bytes on rank 0 only."""
+        """Summary of the last run on every rank, with bytes on rank 0 only."""
         self._reset()
 
     def _reset(self) -> None:
@@ -129,25 +131,28 @@ class BalanceMonitor(L.Callback):
 
     # ---- hooks -----------------------------------------------------------------------------------------------------
 
+    @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget the run before."""
+        """Forget the previous run."""
         self._reset()
 
+    @override
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """The wait for data is over: count the batch."""
+        """Count the batch that training has waited for."""
         wait = self._waits.next(trainer)
         if not hasattr(batch, "plan"):
             raise ConfigError(
                 f"BalanceMonitor: the batch is a {type(batch).__name__} without a step plan; "
                 "train with hetero_strategy's data module or remove the callback"
             )
-        # Counting takes the time of sorting all items, 25 to 40 ms of 150,000: one step of a window has to do.
+        # Counting sorts all items, which takes 25 to 40 ms for 150,000, so it is done in one step of a window.
         moved = None if self._window.steps else self._moved(trainer, batch.plan)
         for sums in (self._window, self._total):
             sums.add(batch, wait, moved)
 
+    @override
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -156,6 +161,7 @@ class BalanceMonitor(L.Callback):
         if self._window.steps == self.every_n_steps:
             self._log(trainer)
 
+    @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the last, shorter window; draw and write the whole run."""
         if self._window.steps:
@@ -171,7 +177,7 @@ class BalanceMonitor(L.Callback):
     # ---- numbers ---------------------------------------------------------------------------------------------------
 
     def _moved(self, trainer: L.Trainer, plan: StepPlan) -> Traffic | None:
-        """Bytes of one step, on the rank that logs."""
+        """Bytes of one step on the rank that logs, None on others."""
         strategy: Any = trainer.strategy
         if not trainer.is_global_zero or not hasattr(strategy, "executor"):
             return None
@@ -179,29 +185,29 @@ class BalanceMonitor(L.Callback):
 
     def _log(self, trainer: L.Trainer) -> None:
         window, self._window = self._window, _Sums()
-        found = _summary(trainer, window)
+        summary = _summary(trainer, window)
         metrics: dict[str, float | None] = {
-            "data/plan_seconds": found.plan_seconds,
-            "data/payload_seconds": found.payload_seconds,
-            "data/plan_hidden_share": found.plan_hidden_share,
-            "data/microbatches": found.microbatches,
-            "data/skipped_samples": found.skipped_samples,
-            "data/worker_restarts": found.worker_restarts,
+            "data/plan_seconds": summary.plan_seconds,
+            "data/payload_seconds": summary.payload_seconds,
+            "data/plan_hidden_share": summary.plan_hidden_share,
+            "data/microbatches": summary.microbatches,
+            "data/skipped_samples": summary.skipped_samples,
+            "data/worker_restarts": summary.worker_restarts,
         }
-        for name, spread in found.spreads.items():
+        for name, spread in summary.spreads.items():
             metrics[f"balance/{name}/imbalance_before"] = spread.imbalance_before
             metrics[f"balance/{name}/imbalance_after"] = spread.imbalance_after
-        if found.traffic is not None:
-            metrics["balance/bytes_within_nodes"] = found.traffic.within
-            metrics["balance/bytes_between_nodes"] = found.traffic.between
+        if summary.traffic is not None:
+            metrics["balance/bytes_within_nodes"] = summary.traffic.within
+            metrics["balance/bytes_between_nodes"] = summary.traffic.between
         for logger in trainer.loggers:
             logger.log_metrics({name: value for name, value in metrics.items() if value is not None}, step=self._step)
 
     def _write(self, trainer: L.Trainer, summary: BalanceSummary, costs: Mapping[str, Cost]) -> None:
         folder = self.folder or Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        found = {**summary.to_json(), "costs": {name: asdict(cost) for name, cost in costs.items()}}
-        (folder / "balance.json").write_text(json.dumps(found, indent=1))
+        content = {**summary.to_json(), "costs": {name: asdict(cost) for name, cost in costs.items()}}
+        (folder / "balance.json").write_text(json.dumps(content, indent=1))
         if not summary.spreads:
             return
         from hetero_strategy.monitor.balance_draw import draw  # matplotlib takes a second to import
@@ -213,11 +219,10 @@ class BalanceMonitor(L.Callback):
 
 
 def step_traffic(executor: Executor, plan: StepPlan, ranks_per_node: int) -> Traffic:
-    """Bytes that a step moves between ranks at the edges between modules, and back where gradients flow.
+    """Count the bytes that a step moves between ranks at the edges between modules, and back where gradients flow.
 
     Args:
-        executor: knows the stages, their ranks and what travels between them.
-        plan: of the step.
+        executor: holds the stages, their ranks and the width of rows between them.
         ranks_per_node: ranks ``[k * n, (k + 1) * n)`` share a node.
     """
     total, graph = Traffic(0.0, 0.0), executor.compiler.graph
@@ -237,9 +242,9 @@ def step_traffic(executor: Executor, plan: StepPlan, ranks_per_node: int) -> Tra
 
 
 def _summary(trainer: L.Trainer, sums: _Sums) -> BalanceSummary:
-    """Of some steps; a collective, the same on every rank."""
-    mine = [sums.wait, sums.timed, sums.plan, sums.payload, sums.known, sums.exposed / (sums.known or 1.0)]
-    wait, timed, plan, payload, known, exposed = over_ranks(trainer, mine, "max")
+    """Summarise some steps; a collective, equal on all ranks but for bytes."""
+    own = [sums.wait, sums.timed, sums.plan, sums.payload, sums.known, sums.exposed / (sums.known or 1.0)]
+    wait, timed, plan, payload, known, exposed = over_ranks(trainer, own, "max")
     (restarts,) = over_ranks(trainer, [float(getattr(trainer.train_dataloader, "restarts", 0))], "mean")
     return BalanceSummary(
         steps=sums.steps,

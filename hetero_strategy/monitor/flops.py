@@ -1,4 +1,4 @@
-"""From counted FLOPs, seconds and peaks to utilisation. Plain arithmetic.
+"""Utilisation from counted FLOPs, seconds and peaks. Plain arithmetic.
 
 Model FLOPs are what the mathematics of a step needs; hardware FLOPs add what recompute repeats (PaLM, appendix B).
 """
@@ -20,7 +20,7 @@ class Part:
     """FLOPs of its forward."""
     trainable: bool
     recomputed: bool = False
-    """Its activations are not kept: backward runs the forward again."""
+    """Whether backward runs the forward again because activations are not kept."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class ModuleFlops:
 
 
 def work(parts: Iterable[Part], upstream: bool) -> ModuleFlops:
-    """FLOPs of a module whose parts run one after the other.
+    """Count the FLOPs of a module whose parts run one after the other.
 
     Backward costs a forward for the gradient of the weights and one for the gradient of the rows. A frozen part needs
     only the second, and that only if something before it is trained.
 
     Args:
-        parts: in the order of the forward.
-        upstream: whether gradients have to reach the rows that the module is given (:func:`fed_by_trainable`).
+        parts: parts in the sequence of the forward.
+        upstream: whether gradients have to reach the module's input rows (:func:`fed_by_trainable`).
     """
     model = hardware = 0.0
     for part in parts:
@@ -51,7 +51,7 @@ def work(parts: Iterable[Part], upstream: bool) -> ModuleFlops:
 
 
 def fed_by_trainable(trainable: Mapping[str, bool], edges: Iterable[tuple[str, str]]) -> dict[str, bool]:
-    """For each module whether any module before it, along edges (source, target), has something trainable."""
+    """Find for each module whether one before it, along edges (source, target), has something trainable."""
     edges = list(edges)
     fed = dict.fromkeys(trainable, False)
     for _ in fed:  # a path has fewer edges than there are modules
@@ -61,12 +61,12 @@ def fed_by_trainable(trainable: Mapping[str, bool], edges: Iterable[tuple[str, s
 
 
 def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
-    """Share of what ``ranks`` devices of ``peak`` FLOP/s could have done: MFU of model, HFU of hardware FLOPs."""
+    """Share of what ``ranks`` devices of ``peak`` FLOP/s could have done: MFU of model FLOPs, HFU of hardware FLOPs."""
     return flops / (seconds * ranks * peak)
 
 
 def device_peak_flops(device: torch.device) -> float | None:
-    """Peak dense bf16 FLOP/s of a CUDA device by torchtitan's table; None where it is not known (other devices too)."""
+    """Peak dense bf16 FLOP/s of a CUDA device by torchtitan's table; None where it is not known, as on CPU."""
     if device.type != "cuda":
         return None
     from torchtitan.tools.utils import get_peak_flops

@@ -1,4 +1,4 @@
-"""Loggers with the settings that a run on a cluster wants."""
+"""Loggers with settings for runs on a cluster."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from typing_extensions import override
 
 
 def wandb_logger(
@@ -18,36 +19,36 @@ def wandb_logger(
     offline: bool = True,
     **options: Any,
 ) -> WandbLogger:
-    """A Weights & Biases run, offline by default: ``wandb sync`` uploads it later.
+    """Make a logger of a Weights & Biases run, offline by default: ``wandb sync`` uploads it later.
 
     Args:
-        save_dir: where run files go; made if it is missing (wandb writes to a temporary folder otherwise).
-        project: of the run.
-        name: of the run; wandb invents one by default.
-        offline: no network at all.
-        options: of :class:`lightning.pytorch.loggers.WandbLogger`.
+        save_dir: folder of run files, made if it is missing (wandb writes to a temporary folder otherwise).
+        name: name of the run; wandb invents one by default.
+        offline: whether to use no network at all.
+        options: further options of :class:`lightning.pytorch.loggers.WandbLogger`.
     """
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     return WandbLogger(name=name, save_dir=save_dir, project=project, offline=offline, **options)
 
 
 def csv_logger(save_dir: str | Path = "outputs", *, name: str = "", **options: Any) -> CSVLogger:
-    """``<save_dir>/<name>/version_<n>/metrics.csv``; ``options`` as in :class:`lightning.pytorch.loggers.CSVLogger`."""
+    """Make a ``CSVLogger``, with its options, that writes ``<save_dir>/<name>/version_<n>/metrics.csv``."""
     return CSVLogger(save_dir, name=name, **options)
 
 
 class LogConfiguration(L.Callback):
-    """Gives every logger what a run is made of, when training starts.
+    """Gives every logger the run's configuration when training starts.
 
     Args:
-        configuration: nested, ready for JSON. Weights & Biases ignores names that its sweep has set: give these below
+        configuration: nested and ready for JSON. Weights & Biases ignores names that its sweep has set: these need
             another name.
     """
 
     def __init__(self, configuration: Mapping[str, Any]) -> None:
         self.configuration = dict(configuration)
 
+    @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log it once."""
+        """Log the configuration once."""
         for logger in trainer.loggers:
             logger.log_hyperparams(self.configuration)

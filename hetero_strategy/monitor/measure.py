@@ -1,56 +1,54 @@
-"""What monitors share: where the time of training goes, and figures over all ranks."""
+"""Shared by monitors: where the time of training goes, and figures over all ranks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, TypeVar
 
 import lightning as L
 import torch
+import torch.distributed as dist
 
+Value = TypeVar("Value")
 Part = Literal["step", "between", "validation"]
 
 
 @dataclass
 class Spent:
-    """Where the seconds of this process went, from its first training step on."""
+    """Seconds that this process spent on each part of training, from its first training step on."""
 
     step: float = 0.0
-    """Training steps, the optimizer's included."""
+    """Training steps, including the optimizer's."""
     data: float = 0.0
-    """Waiting for training batches, as the loader says (``waited``); 0 where it does not."""
+    """Waiting for training batches, where the loader counts it (``waited``), else 0."""
     checkpoint: float = 0.0
-    """Writing and removing checkpoints, as the strategy says (``checkpoint_seconds``); 0 where it does not."""
+    """Writing and removing checkpoints, where the strategy counts it (``checkpoint_seconds``), else 0."""
     between: float = 0.0
-    """All else between steps: callbacks, loggers, Lightning's loop and where it waits for other ranks."""
+    """Everything else between steps: callbacks, loggers, Lightning's loop and its waits for other ranks."""
     validation: float = 0.0
 
     @property
     def training(self) -> float:
-        """All but validation."""
+        """Everything but validation."""
         return self.step + self.data + self.checkpoint + self.between
 
     def __add__(self, other: Spent) -> Spent:
         return Spent(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def of_slowest(self, trainer: L.Trainer) -> tuple[Spent, int]:
-        """That of the rank that waited longest for data, and its number; a collective, the same on every rank."""
+        """Find what the rank spent that waited longest for data, and its number; a collective, equal on all ranks."""
         rows = [[0.0] * len(fields(self)) for _ in range(trainer.world_size)]
         rows[trainer.global_rank] = [getattr(self, f.name) for f in fields(self)]
-        found = over_ranks(trainer, [x for row in rows for x in row], "max")
-        ranks = [Spent(*found[i : i + len(rows[0])]) for i in range(0, len(found), len(rows[0]))]
+        all_rows = over_ranks(trainer, [x for row in rows for x in row], "max")
+        ranks = [Spent(*all_rows[i : i + len(rows[0])]) for i in range(0, len(all_rows), len(rows[0]))]
         slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].data)
         return ranks[slowest], slowest
 
 
 class Watch:
-    """Says where the seconds of training go: call it whenever something else begins.
-
-    Args:
-        clock: seconds, never going back.
-    """
+    """Splits the time of training into parts; it is to be called whenever another part begins."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -60,7 +58,7 @@ class Watch:
         self._spent = Spent()
 
     def begins(self, part: Part, trainer: L.Trainer) -> None:
-        """From now on seconds are those of a part; the first step starts the watch."""
+        """Count the time from now on to a part; the first step starts the watch."""
         now, counted = self._clock(), (waited(trainer) or 0.0, getattr(trainer.strategy, "checkpoint_seconds", 0.0))
         if self._mark is None and part != "step":
             return
@@ -71,30 +69,38 @@ class Watch:
         self._mark, self._counted, self._part = now, counted, part
 
     def read(self) -> Spent:
-        """What was spent since it was last read."""
+        """Return and forget what was spent since the last call."""
         spent, self._spent = self._spent, Spent()
         return spent
 
 
 class Waits:
-    """Seconds that training waited for each batch, as the loader says."""
+    """Seconds that training waited for each batch, where the loader counts them."""
 
     def __init__(self) -> None:
         self._before: float | None = None
 
     def next(self, trainer: L.Trainer) -> float | None:
-        """The wait for the batch that has just come; None for the first one, or where the loader does not say."""
+        """Wait for the batch that has just come; None for the first one, or where the loader does not count."""
         before, self._before = self._before, waited(trainer)
         return None if before is None or self._before is None else self._before - before
 
 
 def waited(trainer: L.Trainer) -> float | None:
-    """Seconds that training has waited for batches until now, as the loader says."""
+    """Seconds that training has waited for batches until now; None where the loader does not count them."""
     return getattr(trainer.train_dataloader, "waited", None)
 
 
 def over_ranks(trainer: L.Trainer, values: list[float], how: Literal["max", "mean"]) -> list[float]:
-    """Each value's maximum or mean over all ranks; a collective, the same on every rank."""
+    """Reduce each value over all ranks to its maximum or mean; a collective, equal on all ranks."""
     tensor = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
     reduced: list[float] = trainer.strategy.reduce(tensor, reduce_op=how).tolist()
     return reduced
+
+
+def gather_on_first(value: Value, group: dist.ProcessGroup | None) -> list[Value] | None:
+    """Collect a value of every rank on rank 0, by rank; None on the others. A collective over ``group``, all ranks."""
+    values: list[Value | None] = [None] * dist.get_world_size()
+    first = dist.get_rank() == 0
+    dist.gather_object(value, values if first else None, group=group)
+    return values if first else None  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""`ThroughputMonitor`: how fast a run is, for every module and for the whole."""
+"""``ThroughputMonitor``: how fast a run is, for every module and for the whole."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import lightning as L
 import numpy as np
 import torch
+from typing_extensions import override
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.adapter import Adapter
@@ -28,7 +29,7 @@ GIB = 2**30
 
 @dataclass
 class _Window:
-    """Sums over the steps since the last log point, the same on every rank."""
+    """Sums over the steps since the last log point, equal on all ranks."""
 
     steps: int = 0
     samples: int = 0
@@ -36,7 +37,7 @@ class _Window:
     padding: int = 0
     rows: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     sequences: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
-    """Lengths of the sequences inside a module, on all its instances."""
+    """Module -> lengths of the sequences inside it, on all its instances."""
 
     def add(self, batch: Batch) -> None:
         metadata = batch.plan.metadata
@@ -50,14 +51,14 @@ class _Window:
 
 
 class Totals(NamedTuple):
-    """Of a whole run."""
+    """Totals of a whole run."""
 
     steps: int
     tokens: int
     spent: Spent
-    """Of the rank that waited longest for data."""
+    """What the rank spent that waited longest for data."""
     rank: int
-    """Its number."""
+    """Number of that rank."""
 
 
 class ThroughputMonitor(L.Callback):
@@ -65,31 +66,31 @@ class ThroughputMonitor(L.Callback):
 
     ======================================== ====================================================================
     ``throughput/tokens_per_second``         tokens of the samples (encoder rows in them included, padding not)
-    ``throughput/samples_per_second``
+    ``throughput/samples_per_second``        samples of the global batches
     ``throughput/<module>/rows_per_second``  rows the module computed for the step, over all its instances
     ``throughput/step_seconds``              wall time of a step and of what lies between it and the next
-    ``throughput/data_wait_seconds``         of which waiting for the loader's next batch; where the loader says it
-    ``throughput/checkpoint_seconds``        of which writing and removing checkpoints, under HeteroStrategy
-    ``throughput/between_seconds``           of which all else between steps: callbacks, loggers, Lightning's loop
+    ``throughput/data_wait_seconds``         part of it: waiting for the next batch, where the loader counts that
+    ``throughput/checkpoint_seconds``        part of it: writing and removing checkpoints, under HeteroStrategy
+    ``throughput/between_seconds``           part of it: callbacks, loggers, Lightning's loop
     ``throughput/validation_seconds``        validation, per training step; not in step_seconds
-    ``throughput/padding_share``             alignment rows in all rows, over all modules
+    ``throughput/padding_share``             share of alignment rows in all rows, over all modules
     ``tflops/total``, ``tflops/<module>``    model FLOPs per second over all ranks, in 1e12
-    ``mfu/total``, ``mfu/<module>``          model FLOPs in the peak of all ranks, of the module's own ranks
+    ``mfu/total``, ``mfu/<module>``          model FLOPs over the peak of all ranks, or of the module's own ranks
     ``hfu/total``, ``hfu/<module>``          the same with what recompute repeats; MFU and HFU need a known peak
     ``memory/max_allocated_gib``             peak of the fullest rank (``memory/max_rss_gib`` on CPU)
     ======================================== ====================================================================
 
-    Modules that share ranks share their peak: their MFUs add up to the ranks' MFU. Times are those of the slowest rank,
-    each by itself, from the first step on. Validation is left out of all others. The device is waited for at log
-    points only. Every rank has to have the callback, since log points reduce over all ranks.
+    Modules that share ranks share their peak: their MFUs add up to the ranks' MFU. Each time is that of the rank
+    slowest in it, from the first step on, without validation. The device is waited for at log points only. Every rank
+    needs the callback, as log points reduce over all ranks.
 
     Args:
         every_n_steps: length of a window.
-        peak_flops: of one device, in FLOP/s. By default torchtitan's bf16 figure for the CUDA device, and none on CPU.
-        clock: seconds, never going back.
+        peak_flops: peak FLOP/s of one device; default: torchtitan's bf16 figure for a CUDA device, none on CPU.
+        clock: gives seconds and never goes back.
 
     Raises:
-        ConfigError: a bad option; at the first step, if there is no model with named modules or no step plan.
+        ConfigError: an option is wrong; at the first step, there is no model with named modules or no step plan.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class ThroughputMonitor(L.Callback):
         self.every_n_steps = every_n_steps
         self.peak_flops = peak_flops
         self.last: Totals | None = None
-        """Of the last run, the same on every rank."""
+        """Totals of the last run, equal on all ranks."""
         self._clock = clock
         self._reset()
 
@@ -119,17 +120,20 @@ class ThroughputMonitor(L.Callback):
 
     # ---- hooks -----------------------------------------------------------------------------------------------------
 
+    @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Look up the peak."""
+        """Forget the previous run and look up the peak."""
         self._reset()
         self._peak = self.peak_flops or device_peak_flops(trainer.strategy.root_device)
 
+    @override
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """A step begins."""
+        """Start the time of a step."""
         self._watch.begins("step", trainer)
 
+    @override
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -151,17 +155,20 @@ class ThroughputMonitor(L.Callback):
             # Equal on all ranks, so no rank has to ask another.
             pl_module.log("tokens/s", metrics["throughput/tokens_per_second"], prog_bar=True, logger=False)
 
+    @override
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """What the device has still to do is training."""
+        """Finish training on the device before the time of validation starts."""
         self._finish_step(trainer)
         self._watch.begins("validation", trainer)
 
+    @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Training goes on."""
+        """End the time of validation."""
         self._watch.begins("between", trainer)
 
+    @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the last, shorter window; add up the run."""
+        """Log the last, shorter window and add up the run."""
         self._finish_step(trainer)
         if self._window.steps:
             self._log(trainer, pl_module)
@@ -179,17 +186,17 @@ class ThroughputMonitor(L.Callback):
     def _log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float]:
         window, self._window = self._window, _Window()
         spent = self._watch.read()
-        self._steps, self._tokens, self._spent = (
-            self._steps + window.steps, self._tokens + window.tokens, self._spent + spent,
-        )  # fmt: skip
+        self._steps += window.steps
+        self._tokens += window.tokens
+        self._spent += spent
         modules, edges = _model(pl_module)
         placement = getattr(trainer.strategy, "placement", None)  # without one every module is on the only device
         ranks = {name: len(placement.layouts[name].ranks) if placement else 1 for name in modules}
 
-        # A collective, the same on every rank.
+        # A collective, equal on all ranks.
         memory_name, memory = _memory(trainer.strategy.root_device)
-        mine = [spent.training, spent.data, spent.checkpoint, spent.between, spent.validation, memory]
-        seconds, data, checkpoint, between, validation, memory = over_ranks(trainer, mine, "max")
+        own = [spent.training, spent.data, spent.checkpoint, spent.between, spent.validation, memory]
+        seconds, data, checkpoint, between, validation, memory = over_ranks(trainer, own, "max")
         parts = {name: _parts(adapter, name, window, trainer.strategy) for name, adapter in modules.items()}
         trainable = {name: _trainable(adapter) for name, adapter in modules.items()}
         fed = fed_by_trainable(trainable, edges)
@@ -242,8 +249,7 @@ def _model(pl_module: L.LightningModule) -> tuple[Mapping[str, Adapter], list[tu
 
 def _parts(adapter: Adapter, name: str, window: _Window, strategy: Any) -> list[Part]:
     """Parts of a module with the forward FLOPs of all its sequences."""
-    found = window.sequences.get(name)
-    lengths = np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+    lengths = np.concatenate([np.zeros(0, dtype=np.int64), *window.sequences.get(name, ())])
     original = adapter.meta_copy()  # before it was parallelised: FSDP modules cannot be copied, which counting may need
     forward = float(original.flops(lengths))
     recomputed = name in getattr(strategy, "recompute", ())

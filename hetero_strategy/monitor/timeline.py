@@ -1,18 +1,15 @@
-"""`Timeline`: what every rank ran and when, simulated or measured; written as a trace for ui.perfetto.dev.
-
-`timeline_draw.draw` makes the picture of it.
-"""
+"""``Timeline``: what every rank ran and when, simulated or measured; written as a trace for ui.perfetto.dev."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hetero_strategy.schedule.action import Action
-from hetero_strategy.simulator.result import Simulation
+from hetero_strategy.simulator.result import Cause, Simulation
 
 
 class Event(NamedTuple):
@@ -26,27 +23,30 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step."""
+    """What the ranks of one step ran."""
 
     name: str
-    """Where it is from: ``simulated``, ``measured``."""
+    """Origin: ``simulated`` or ``measured``."""
     ranks: tuple[int, ...]
-    """Shown, ascending; also those that ran nothing."""
+    """Ranks that are shown, ascending, including those that ran nothing."""
     events: tuple[Event, ...]
-    """Of these ranks: by rank, then by time."""
+    """Events of these ranks, by rank, then by time."""
     time: float
-    """Of the step, in seconds."""
+    """Duration of the step in seconds."""
     bubble: float
-    """Idle part of the time of all ranks of the step, shown or not."""
+    """Idle share of the time of all ranks of the step, shown or not."""
     world: int
-    """How many ranks the step had."""
+    """Number of ranks that the step had."""
+    causes: Mapping[Cause, float] = field(default_factory=dict)
+    """Cause -> its part of ``bubble``, where that is known."""
 
 
 def from_simulation(simulation: Simulation, most: int | None = None, name: str = "simulated") -> Timeline:
-    """What was simulated, of at most ``most`` evenly chosen ranks (None: of all)."""
+    """Make the timeline of a simulation, of at most ``most`` evenly chosen ranks (None: of all)."""
     ranks = evenly([int(r) for r in simulation.ranks], most)
     events = (Event(rank, *event) for rank in ranks for event in simulation.of(rank))
-    return Timeline(name, ranks, tuple(events), simulation.time, simulation.bubble, len(simulation.ranks))
+    world, causes = len(simulation.ranks), simulation.bubble_by_cause
+    return Timeline(name, ranks, tuple(events), simulation.time, simulation.bubble, world, causes)
 
 
 def from_measured(
@@ -55,10 +55,10 @@ def from_measured(
     most: int | None = None,
     name: str = "measured",
 ) -> Timeline:
-    """What was measured, of at most ``most`` evenly chosen ranks (None: of all).
+    """Make the timeline of a measured step, of at most ``most`` evenly chosen ranks (None: of all).
 
     Args:
-        events: by rank: (action, start, end) in seconds of one clock, in the order in which they ran.
+        events: rank -> (action, start, end) in seconds of one clock, in the sequence in which they ran.
         span: begin and end of the step on that clock; None: from the first start to the last end.
     """
     first, last = span or (
@@ -73,35 +73,37 @@ def from_measured(
 
 
 def evenly(ranks: Iterable[int], most: int | None) -> tuple[int, ...]:
-    """At most ``most`` of them, evenly chosen, ascending, the first and the last among them where it is above 1."""
-    found = tuple(sorted(ranks))
-    if most is None or len(found) <= most:
-        return found
-    return tuple(found[round(i * (len(found) - 1) / max(1, most - 1))] for i in range(most))
+    """Choose at most ``most`` ranks evenly, ascending, including the first and the last where ``most`` is above 1."""
+    ascending = tuple(sorted(ranks))
+    if most is None or len(ascending) <= most:
+        return ascending
+    return tuple(ascending[round(i * (len(ascending) - 1) / max(1, most - 1))] for i in range(most))
 
 
 def write_trace(path: Path | str, *timelines: Timeline) -> None:
     """Write a Chrome trace (JSON), which ui.perfetto.dev and chrome://tracing open.
 
-    A process per timeline, a thread per rank. Source: "Trace Event Format" (complete events ``X``, metadata ``M``),
-    times in microseconds.
+    It has a process per timeline, named with step time and bubble by cause, and a thread per rank. The format is
+    "Trace Event Format" (complete events ``X``, metadata ``M``), with times in microseconds.
     """
-    found: list[dict[str, Any]] = []
+    trace: list[dict[str, Any]] = []
     for pid, timeline in enumerate(timelines):
         label = f"{timeline.name}: {1e3 * timeline.time:.3f} ms, bubble {timeline.bubble:.1%}"
-        found.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": label}})
-        found.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
+        if causes := ", ".join(f"{cause} {part:.1%}" for cause, part in timeline.causes.items() if part >= 5e-4):
+            label += f" ({causes})"
+        trace.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": label}})
+        trace.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
         for rank in timeline.ranks:
             thread = {"ph": "M", "pid": pid, "tid": rank}
-            found.append({**thread, "name": "thread_name", "args": {"name": f"rank {rank}"}})
-            found.append({**thread, "name": "thread_sort_index", "args": {"sort_index": rank}})
-        found += [_complete(pid, event) for event in timeline.events]
-    Path(path).write_text(json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}))
+            trace.append({**thread, "name": "thread_name", "args": {"name": f"rank {rank}"}})
+            trace.append({**thread, "name": "thread_sort_index", "args": {"sort_index": rank}})
+        trace += [_complete(pid, event) for event in timeline.events]
+    Path(path).write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
 
 
 def _complete(pid: int, event: Event) -> dict[str, Any]:
-    kind, node, microbatch = event.action
-    args: dict[str, Any] = {"kind": kind, "module": node.module, "stage": node.stage}
+    kind, stage_id, microbatch = event.action
+    args: dict[str, Any] = {"kind": kind, "module": stage_id.module, "stage": stage_id.stage}
     if microbatch >= 0:
         args["microbatch"] = microbatch
     return {
@@ -109,7 +111,7 @@ def _complete(pid: int, event: Event) -> dict[str, Any]:
         "pid": pid,
         "tid": event.rank,
         "name": str(event.action),
-        "cat": f"{node.module},{kind}",
+        "cat": f"{stage_id.module},{kind}",
         "ts": 1e6 * event.start,
         "dur": 1e6 * (event.end - event.start),
         "args": args,

@@ -1,4 +1,4 @@
-"""`draw`: timelines as a picture. Ranks down, time across, a colour per module, a look per kind of action."""
+"""``draw``: timelines as a picture. Ranks down, time across, a colour per module, a look per kind of action."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hetero_strategy.schedule.action import Kind
 
 Colour = tuple[float, float, float]
 MODULES = ("#4477aa", "#e08b35", "#4f9d6b", "#aa6bb5", "#cc5a5a", "#4fa9b8", "#a38a3d", "#7a7f8c")
-"""By order of first appearance, then again from the first."""
+"""Colours of modules as they appear, repeated where there are more modules."""
 TINTS: dict[Kind, float] = {"F": 0.58, "B": 0.0, "I": 0.22, "W": 0.38, "UNSHARD": -0.45, "REDUCE": -0.6}
-"""Part of white in a kind's colour; below 0: part of black."""
+"""Share of white in the colour of a kind of action, or of black where it is below 0."""
 HATCHES: dict[Kind, str] = {"W": "/////", "UNSHARD": "....", "REDUCE": "xxxx"}
 NAMES: dict[Kind, str] = {
     "F": "F forward",
@@ -35,23 +35,18 @@ NAMES: dict[Kind, str] = {
 INK, FAINT, IDLE, STRIPE = "#22252b", "#767b85", "#f4f4f6", "#dcdde2"
 MOST_RANKS = 64
 MOST_NUMBERS = 4000
-"""Microbatch numbers in one picture; text is slow to draw."""
+"""Most microbatch numbers in one picture, as text is slow to draw."""
 WIDTH = 14.0
-"""Of the picture, in inches."""
+"""Width of the picture in inches."""
 
 
 def draw(path: Path | str, *timelines: Timeline, title: str = "") -> None:
-    """Write the picture; ``path`` ends in .png or .svg.
-
-    Args:
-        timelines: from top to bottom, on one time axis.
-        title: above them all.
-    """
+    """Write a picture of timelines, from top to bottom on one time axis; ``path`` ends in .png or .svg."""
     figure(*timelines, title=title).savefig(path, dpi=150, facecolor="white")
 
 
 def figure(*timelines: Timeline, title: str = "") -> Figure:
-    """The picture as a figure of its own, without pyplot and its global state."""
+    """Draw the picture as a figure of its own, without pyplot and its global state."""
     shown = [_at_most(timeline, MOST_RANKS) for timeline in timelines]
     modules = list(dict.fromkeys(e.action.node.module for t in shown for e in sorted(t.events, key=lambda e: e.start)))
     colours = {m: to_rgb(MODULES[i % len(MODULES)]) for i, m in enumerate(modules)}
@@ -101,7 +96,7 @@ def _at_most(timeline: Timeline, most: int) -> Timeline:
 
 
 def _shade(colour: Colour, kind: Kind, turn: int = 0) -> Colour:
-    """Colour of a kind of action; later stages of a rank have a turned hue."""
+    """Colour of a kind of action, with the hue turned for later stages of a rank."""
     tint = TINTS[kind]
     toward = 1.0 if tint > 0 else 0.0
     hue, saturation, value = rgb_to_hsv(colour)
@@ -111,11 +106,11 @@ def _shade(colour: Colour, kind: Kind, turn: int = 0) -> Colour:
 
 
 def _turns(events: Iterable[Event]) -> dict[tuple[int, str, int], int]:
-    """(rank, module, stage) -> how many earlier stages of the module the rank has."""
+    """(rank, module, stage) -> number of earlier stages of the module that the rank has."""
     stages: dict[tuple[int, str], set[int]] = defaultdict(set)
     for event in events:
         stages[event.rank, event.action.node.module].add(event.action.node.stage)
-    return {(*key, stage): i for key, found in stages.items() for i, stage in enumerate(sorted(found))}
+    return {(*key, stage): i for key, numbers in stages.items() for i, stage in enumerate(sorted(numbers))}
 
 
 def _frame(axes: Axes, timeline: Timeline, longest: float, height: float, last: bool) -> None:
@@ -141,21 +136,21 @@ def _frame(axes: Axes, timeline: Timeline, longest: float, height: float, last: 
 
 
 def _labels(timeline: Timeline) -> list[str]:
-    """Rank numbers, with the stages each rank has where there is space."""
+    """Label of each rank: its number and, where there is space, its stages."""
     stages: dict[int, dict[str, set[int]]] = {rank: defaultdict(set) for rank in timeline.ranks}
     for event in timeline.events:
         stages[event.rank][event.action.node.module].add(event.action.node.stage)
     if len(timeline.ranks) > 32:
         return [str(rank) for rank in timeline.ranks]
-    nodes = {
-        rank: "  ".join(f"{m}.{','.join(map(str, sorted(found)))}" for m, found in own.items())
+    names = {
+        rank: "  ".join(f"{m}.{','.join(map(str, sorted(numbers)))}" for m, numbers in own.items())
         for rank, own in stages.items()
     }
-    return [f"{nodes[rank]}   rank {rank}" for rank in timeline.ranks]
+    return [f"{names[rank]}   rank {rank}" for rank in timeline.ranks]
 
 
 def _boxes(axes: Axes, timeline: Timeline, colours: dict[str, Colour]) -> None:
-    """One box per event; boxes of one look are drawn together."""
+    """Draw one box per event, boxes of the same look together."""
     row = {rank: i for i, rank in enumerate(timeline.ranks)}
     turns = _turns(timeline.events)
     looks: dict[tuple[Colour, Kind], list[Sequence[tuple[float, float]]]] = defaultdict(list)
@@ -173,7 +168,7 @@ def _boxes(axes: Axes, timeline: Timeline, colours: dict[str, Colour]) -> None:
 
 
 def _numbers(axes: Axes, timeline: Timeline, colours: dict[str, Colour], longest: float, height: float) -> None:
-    """Microbatch numbers, in the boxes that are large enough where most are."""
+    """Write microbatch numbers into boxes that are large enough, if most are."""
     size = min(8.5, 72 * height * 0.55)
     points = 72 * WIDTH * 0.85 / longest
     numbered = [e for e in timeline.events if e.action.microbatch >= 0]

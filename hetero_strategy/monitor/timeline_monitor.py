@@ -1,4 +1,4 @@
-"""`TimelineMonitor`: leaves a picture and a trace of a late training step, simulated above measured."""
+"""``TimelineMonitor``: leaves a picture and a trace of a late training step, simulated above measured."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import lightning as L
 import numpy as np
 import torch.distributed as dist
 from lightning.pytorch.loggers import WandbLogger
+from typing_extensions import override
 
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.monitor.measure import gather_on_first
 from hetero_strategy.monitor.prediction import Fitted, Ran, predicted, together
 from hetero_strategy.monitor.timeline import Timeline, from_measured, from_simulation, write_trace
 from hetero_strategy.plan.step_plan import StepPlan
@@ -27,35 +29,35 @@ MOST_RANKS = 64
 
 
 class _Report(NamedTuple):
-    """What one rank tells of its last steps."""
+    """Records of one rank's last steps."""
 
     host: str
     clock: float
-    """Its clock at a moment common to all ranks."""
+    """The rank's clock when all ranks leave a barrier."""
     steps: list[tuple[list[tuple[Action, float, float]], tuple[float, float]]]
-    """Events, and from when it was asked for the step until it had what the step yields."""
+    """Events of each step, and its begin and end on this rank."""
 
 
 class MeasuredAndSimulated(NamedTuple):
-    """The last steps twice: what the simulator makes of them, with what is fitted to the others, and what ran."""
+    """The last steps as they ran, and as simulated with what is fitted to the other ones."""
 
     simulation: Simulation
-    """Of the step that took the median time."""
+    """Simulation of the step that took the median time."""
     simulated: Timeline
     measured: Timeline
-    """Of the same step."""
+    """Both are of that step."""
     place: tuple[int, int]
-    """Its epoch, and its number in it."""
+    """The step's epoch, and its number in the epoch."""
     times: np.ndarray
     """Seconds of every step, float64 ``[2, steps]``: measured, simulated."""
     bubbles: np.ndarray
-    """Likewise the idle part of all ranks' time."""
+    """Idle share of all ranks' time, likewise."""
     fitted: Fitted
-    """To all of these steps."""
+    """What is fitted to all of these steps."""
 
     @property
     def ratio(self) -> float:
-        """Median of the measured step times over that of the simulated ones."""
+        """Median of the measured step times divided by that of the simulated ones."""
         measured, simulated = np.median(self.times, axis=1)
         return float(measured / simulated)
 
@@ -63,25 +65,23 @@ class MeasuredAndSimulated(NamedTuple):
 def compare(executor: Executor, group: dist.ProcessGroup | None) -> MeasuredAndSimulated | None:
     """Simulate each of the last recorded steps with what is fitted to the others, and gather what was measured.
 
-    A collective over all ranks, after training; waits for the device.
+    This is a collective over all ranks, after training, and waits for the device.
 
     Args:
-        executor: of this rank.
-        group: of all ranks, on the host.
+        group: a group of all ranks that works on the host.
 
     Returns:
-        On rank 0; None on the others, and where no step was recorded.
+        The comparison on rank 0; None on the others, and where no step was recorded.
     """
     steps = executor.recorder.last
     if not steps:
         return None
     dist.barrier(group=group)
-    mine = _Report(socket.gethostname(), time.perf_counter(), [(step.events(), step.whole()) for step in steps])
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(mine, reports if executor.rank == 0 else None, group=group)
-    if executor.rank:
+    own = _Report(socket.gethostname(), time.perf_counter(), [(step.events(), step.whole()) for step in steps])
+    reports = gather_on_first(own, group)
+    if reports is None:
         return None
-    # One machine has one clock; others are set by the moment at which all ranks left a barrier.
+    # Ranks of one node share a clock; clocks of others are set by the moment at which all ranks left a barrier.
     shifts = [0.0 if report.host == reports[0].host else reports[0].clock - report.clock for report in reports]
     ran = [
         _ran(executor, step.plan, step.schedule, [r.steps[i] for r in reports], shifts) for i, step in enumerate(steps)
@@ -96,7 +96,7 @@ def _ran(
     ranks: Sequence[tuple[list[tuple[Action, float, float]], tuple[float, float]]],
     shifts: Sequence[float],
 ) -> Ran:
-    """One step of all ranks on the clock of the first."""
+    """One step of all ranks on the clock of rank 0."""
     events, spans = {}, {}
     for rank, ((own, (begin, end)), shift) in enumerate(zip(ranks, shifts, strict=True)):
         events[rank] = [(action, start + shift, stop + shift) for action, start, stop in own]
@@ -105,6 +105,8 @@ def _ran(
 
 
 def _pair(executor: Executor, steps: Sequence[Ran]) -> MeasuredAndSimulated:
+    """Compare steps that ran with their simulations."""
+
     def width(source: StageId, target: StageId) -> float:
         return float(executor.row_bytes[graph.edges.index((source, target))])
 
@@ -133,12 +135,12 @@ def _pair(executor: Executor, steps: Sequence[Ran]) -> MeasuredAndSimulated:
 class TimelineMonitor(L.Callback):
     """Writes ``timeline.png`` and ``timeline.json`` (for ui.perfetto.dev) of a training step, at the end of fit.
 
-    It is the one of the last steps that took the median time. Both show it twice: as simulated, with what is fitted to
-    the other ones (see :mod:`hetero_strategy.monitor.prediction`), and as measured. The picture also goes to Weights &
-    Biases where that is a logger.
+    The step is the one of the last steps that took the median time. Picture and trace show it twice: as simulated, with
+    what is fitted to the other steps (see :mod:`hetero_strategy.monitor.prediction`), and as measured. The trace names
+    the causes of the simulated bubble. The picture also goes to Weights & Biases where that is a logger.
 
     Args:
-        folder: where they go; default: the Trainer's ``default_root_dir``.
+        folder: folder of both files; default: the Trainer's ``default_root_dir``.
 
     Raises:
         ConfigError: at the start of training, under another strategy than HeteroStrategy.
@@ -147,18 +149,20 @@ class TimelineMonitor(L.Callback):
     def __init__(self, folder: Path | str | None = None) -> None:
         self.folder = None if folder is None else Path(folder)
         self.last: MeasuredAndSimulated | None = None
-        """Of the last run; on rank 0."""
+        """Comparison of the last run, on rank 0."""
 
+    @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuse what has no schedule."""
+        """Refuse a strategy that has no schedule."""
         if not hasattr(trainer.strategy, "executor"):
             raise ConfigError(
                 f"TimelineMonitor: {type(trainer.strategy).__name__} has no schedule; use HeteroStrategy or remove the"
                 " callback"
             )
 
+    @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Gather, draw and write."""
+        """Gather the last steps of all ranks, draw and write."""
         strategy: Any = trainer.strategy
         self.last = compare(strategy.executor, strategy.background)
         if self.last is None:

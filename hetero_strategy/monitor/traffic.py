@@ -1,9 +1,9 @@
-"""Rows that really move between ranks at an edge, within and between nodes: counted from a step plan alone. Pure.
+"""Rows that move between ranks at an edge, within and between nodes, counted from a step plan alone. Pure.
 
-What is counted is what the boundary's protocol sends (see `hetero_strategy.boundary.route`): a row that a rank has
-already does not move; a replica set that lacks a row gets it once, and its members pass their shares on. In sum it is
-:func:`hetero_strategy.boundary.route.least_rows`. Unlike routes it is made for all ranks at once and without a row
-being written out, so that it can be asked for thousands of instances.
+Counted is what the boundary's protocol sends (see :mod:`hetero_strategy.boundary.route`): a row that a rank has already
+does not move; a replica set that lacks a row gets it once, and its members pass their shares on. The sum is
+:func:`hetero_strategy.boundary.route.least_rows`. Unlike routes this counts for all ranks at once without writing out
+rows, so that it works for thousands of instances.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from hetero_strategy.boundary.route import Side
 from hetero_strategy.plan.step_plan import EdgeBlocks
 
 _MOST_LINKS = 1 << 22
-"""Pairs of ranks looked at together: bounds memory."""
+"""Most pairs of ranks looked at together, which bounds memory."""
 
 
 class Traffic(NamedTuple):
-    """Rows or bytes between ranks."""
+    """Rows or bytes that move between ranks."""
 
     within: float
-    """Ranks of one node."""
+    """Between ranks of one node."""
     between: float
-    """Ranks of different nodes."""
+    """Between ranks of different nodes."""
 
     def __add__(self, other: object) -> Traffic:
         if not isinstance(other, Traffic):
@@ -38,16 +38,16 @@ class Traffic(NamedTuple):
 
 
 def traffic(blocks: EdgeBlocks, source: Side, target: Side, ranks_per_node: int, *, backward: bool = False) -> Traffic:
-    """Rows that one direction of an edge moves between ranks in one microbatch of each side.
+    """Count the rows that one direction of an edge moves between ranks in one microbatch of each side.
 
-    The sum is exact. How it divides is exact up to one row per group of rows with the same ranks on both sides, where
+    The sum is exact. Its parts are exact up to one row per group of rows with the same ranks on both sides, where
     replicas share the sending and the rows do not divide by their number.
 
     Args:
-        blocks: of the edge.
+        blocks: runs of rows that cross the edge.
         source, target: how rows lie on the ranks of either side.
         ranks_per_node: ranks ``[k * n, (k + 1) * n)`` share a node.
-        backward: count gradient rows, on their way back.
+        backward: whether to count gradient rows on their way back.
     """
     if not len(blocks.rows):
         return Traffic(0.0, 0.0)
@@ -62,9 +62,9 @@ def traffic(blocks: EdgeBlocks, source: Side, target: Side, ranks_per_node: int,
     keys = len(_ranks(target))
     pairs, number = np.unique(here * keys + there, return_inverse=True)
     count = np.bincount(number, weights=rows, minlength=len(pairs))
-    one, other = np.divmod(pairs, keys)
-    turn = one // _per_instance(source) + other // _per_instance(target)
-    holders, needers = _ranks(source)[one], _ranks(target)[other]
+    from_key, to_key = np.divmod(pairs, keys)
+    turn = from_key // _per_instance(source) + to_key // _per_instance(target)
+    holders, needers = _ranks(source)[from_key], _ranks(target)[to_key]
     if backward:
         holders, needers = needers, holders
     total = Traffic(0.0, 0.0)
@@ -79,7 +79,7 @@ def traffic(blocks: EdgeBlocks, source: Side, target: Side, ranks_per_node: int,
 def _links(
     holders: np.ndarray, needers: np.ndarray, turn: np.ndarray, ranks_per_node: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Moves of one row from each set of holders to its needers, within and between nodes: float64 ``[n]`` each."""
+    """Moves of one row from each set of holders to its needers, within and between nodes, float64 ``[n]`` each."""
     has = (needers[:, :, None] == holders[:, None, :]).any(axis=2)
     having, size = has.sum(axis=1), needers.shape[1]
     node = needers // ranks_per_node
@@ -103,10 +103,10 @@ def _links(
 def _cut(
     start: np.ndarray, rows: np.ndarray, side: Side, instance: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Runs of rows cut where a sharded side's next rank begins; all int64 ``[pieces]``.
+    """Cut runs of rows where a sharded side's next rank begins.
 
     Returns:
-        (run of each piece, its first row, its rows, its shard).
+        The run of each piece, its first row, its number of rows and its shard; all int64 ``[pieces]``.
     """
     if _per_instance(side) == 1:
         return np.arange(len(rows)), start, rows, np.zeros(len(rows), np.int64)
@@ -114,18 +114,19 @@ def _cut(
     first, last = start // size, (start + np.maximum(rows, 1) - 1) // size
     pieces = last - first + 1
     run = np.repeat(np.arange(len(rows)), pieces)
-    shard = np.arange(len(run)) - np.repeat(ragged.starts(pieces), pieces) + first[run]
+    shard = ragged.expand(first, pieces)
     low = np.maximum(start[run], shard * size[run])
     high = np.minimum((start + rows)[run], (shard + 1) * size[run])
     return run, low, high - low, shard
 
 
 def _per_instance(side: Side) -> int:
-    """Sets of ranks with rows of their own in one instance."""
+    """Number of sets of ranks in one instance that have rows of their own."""
     return side.instances.shape[1] if side.sharded else 1
 
 
 def _key(side: Side, instance: np.ndarray, shard: np.ndarray) -> np.ndarray:
+    """Number of the set of ranks that has a shard of an instance."""
     return instance * _per_instance(side) + shard
 
 

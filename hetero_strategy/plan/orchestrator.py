@@ -1,9 +1,9 @@
-"""The global orchestrator: from what is known of a global batch to its step plan. Pure and deterministic.
+"""The global orchestrator: from the metadata of a global batch to its step plan. Pure and deterministic.
 
-Every module is balanced on its own cost over its own instances: the language model (LLM) on whole interleaved
-sequences, an encoder or generator on its items. What rearranges payloads and what rearranges rows are never two
-exchanges: a unit's place on either side of an edge is all that :func:`hetero_strategy.plan.step_plan.edge_blocks`
-reads, so the route of an edge is OrchMLLM's composed rearrangement, whatever was rearranged (section 6).
+Every module is balanced on its own cost over its own instances: the language model on whole interleaved sequences, an
+encoder or generator on its items. Rearranging payloads and rearranging rows are never two exchanges:
+:func:`hetero_strategy.plan.step_plan.edge_blocks` reads only where a unit is on either side of an edge, so the route of
+an edge is OrchMLLM's composed rearrangement, whatever was rearranged (section 6).
 """
 
 from __future__ import annotations
@@ -22,64 +22,65 @@ from hetero_strategy.plan.packing import Packed, deal, pack, pieces, regroup
 from hetero_strategy.plan.step_plan import Assignment, ModuleLoad, StepMetadata, StepPlan
 
 Assigner = Callable[[str, np.ndarray, int], np.ndarray]
-"""(module, rows of each unit int64 [n], instances) -> instance of each unit, int64 [n]."""
+"""(module, rows of each unit int64 ``[n]``, number of instances) -> instance of each unit, int64 ``[n]``."""
 
 
 class Size(NamedTuple):
-    """What one module has to do in a step, float64 ``[microbatches, instances]`` each."""
+    """How much work one module has in a step; float64 ``[microbatches, instances]`` each."""
 
     rows: np.ndarray
     squares: np.ndarray
     """Sums of squared rows."""
     time: np.ndarray | None = None
-    """In units of the module's cost, instances as fast as they are; None: its FLOPs."""
+    """Time in the unit of the module's cost, with the instances' speeds; None: its FLOPs."""
 
 
 UnitSizes = Mapping[str, Size]
-"""By module."""
+"""Module -> its work."""
 Orderer = Callable[[UnitSizes], np.ndarray]
-"""Sizes of a step's microbatches -> the order in which to run them, int64 ``[microbatches]``."""
+"""Work of a step's microbatches -> the order in which to run them, int64 ``[microbatches]``."""
 AS_SAMPLED = "none"
-"""Policy under which samples are dealt in order and items stay with their samples, whatever they cost."""
+"""Policy under which samples are dealt in turn and items stay with their samples, whatever they cost."""
 
 
 def round_robin(module: str, rows: np.ndarray, instances: int) -> np.ndarray:
-    """Unit ``k`` to instance ``k mod instances``, whatever it costs."""
+    """Give unit ``k`` to instance ``k mod instances``, whatever it costs."""
     return np.arange(len(rows)) % instances
 
 
 @dataclass(frozen=True)
 class Near:
-    """Where the instances of an encoder or generator lie, seen from the language model at the other end of its edge."""
+    """Nodes (or ranks) of a module's instances and of the language model's at the other end of its edge.
+
+    Rows are cheap between instances with equal numbers.
+    """
 
     slots: np.ndarray
-    """Place of each of its instances, int64 ``[instances]``."""
+    """Number of the node of each instance of the encoder or generator, int64 ``[instances]``."""
     homes: np.ndarray
-    """Place of each instance of the language model, int64 ``[language model's instances]``; between equal places rows
-    are cheap.
-    """
+    """Likewise of the language model, int64 ``[its instances]``."""
     language_model: str
 
 
 @dataclass(frozen=True)
 class ResolvedBalance:
-    """How the work of a step is spread. What it does not name stays as sampled."""
+    """How the work of a step is spread. Modules that it does not name stay as sampled."""
 
     policy: Mapping[str, str] = field(default_factory=dict)
     """Module -> policy of :data:`hetero_strategy.plan.balance.POLICIES`, or ``none``."""
     costs: Mapping[str, Cost] = field(default_factory=dict)
-    """Module -> its cost; a row costs 1 where it is not named."""
+    """Module -> its cost; default: 1 per row."""
     speeds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Module -> relative speed of each of its instances; equal where it is not named."""
+    """Module -> relative speed of each of its instances; default: equal."""
     budget: Mapping[str, int] = field(default_factory=dict)
     """Module -> most rows inside it that an instance may have in a microbatch."""
     near: Mapping[str, Near] = field(default_factory=dict)
-    """Encoders and generators that keep items near their samples."""
+    """Encoder or generator that keeps items near their samples -> what is near."""
     rearrange: Literal["home", "permute", "ilp"] = "home"
-    """How: balance around homes; or balance first and then permute whole batches (OrchMLLM, algorithm 3), fast or by
-    integer programme."""
+    """How items are kept near: by balancing around homes, or by permuting whole balanced batches (OrchMLLM, algorithm
+    3), fast or by integer program."""
     order: Orderer | None = None
-    """Chooses the order of microbatches (DistTrain, section 5.2)."""
+    """Chooses the order of microbatches (DistTrain, section 5.2); None: they stay as packed."""
 
     def cost(self, module: str) -> Cost:
         return self.costs.get(module, Cost())
@@ -88,8 +89,8 @@ class ResolvedBalance:
         return self.policy.get(module, AS_SAMPLED)
 
     def speeds_of(self, module: str) -> np.ndarray | None:
-        found = self.speeds.get(module)
-        return None if found is None else np.asarray(found, dtype=np.float64)
+        speeds = self.speeds.get(module)
+        return None if speeds is None else np.asarray(speeds, dtype=np.float64)
 
 
 def plan_step(
@@ -103,46 +104,45 @@ def plan_step(
     balancing: ResolvedBalance | None = None,
     assign: Assigner | None = None,
 ) -> StepPlan:
-    """Pack samples into microbatches and instances of the language model, order the microbatches, then spread every
-    other module's units over its instances.
+    """Plan one step: pack samples, order the microbatches, spread every other module's units over its instances.
 
     Args:
-        metadata: of the global batch.
-        instances: data-parallel instances of every module.
-        samplewise: modules whose units are whole samples (the LLM); all others have items. The first one decides which
-            sample is in which microbatch.
+        metadata: what is known of the global batch.
+        instances: module -> number of its data-parallel instances.
+        samplewise: modules whose units are whole samples (language models); all others have items. The first one
+            decides which sample is in which microbatch.
         microbatches: number of microbatches; None: as few as the first language model's budget allows.
-        row_multiple: modules whose rows per instance must be a positive multiple of this (tensor-parallel degree where
-            rows are sharded over it); missing rows are added as :attr:`Assignment.padding`.
-        microbatch_rows: encoders and generators with microbatches of their own: about this many rows inside the
-            module per instance and microbatch (step microbatches are joined or split); or ``equal``: as many as the
-            step's, of equal cost, so that what is too much for one is computed with another. Others keep the step's.
-        balancing: how work is spread; default: all units are dealt in order.
-        assign: chooses the instance of every unit within a microbatch in place of ``balancing``.
+        row_multiple: module -> number (the tensor-parallel degree where rows are sharded over it) of which the rows of
+            every instance must be a positive multiple; :attr:`Assignment.padding` fills up.
+        microbatch_rows: encoder or generator -> about how many rows inside it an instance should have in a microbatch,
+            for which step microbatches are joined or split; or ``equal``: as many microbatches as the step's, of equal
+            cost, so that what is too much for one is computed with another. Others keep the step's.
+        balancing: how work is spread; default: all units are dealt in turn.
+        assign: chooses the instance of every unit in a microbatch in place of ``balancing``.
 
     Raises:
-        ConfigError: a budget that cannot be kept.
+        ConfigError: a budget cannot be kept.
     """
-    multiple, tokens = row_multiple or {}, microbatch_rows or {}
+    multiple, budgets = row_multiple or {}, microbatch_rows or {}
     if balancing is None and assign is None:
         assign = round_robin
     balancing, samplewise = balancing or ResolvedBalance(), tuple(samplewise)
-    maker = _Maker(metadata, instances, samplewise, balancing, assign)
-    packed = maker.packed(microbatches)
-    made: dict[str, tuple[Assignment, ...]] = {}
+    planner = _StepPlanner(metadata, instances, samplewise, balancing, assign)
+    packed = planner.packed(microbatches)
+    assignments: dict[str, tuple[Assignment, ...]] = {}
     for module in sorted(instances, key=lambda name: name not in samplewise):  # encoders look where their samples are
-        rows, inner_rows = maker.rows(module)
-        of_step = maker.of_step(module, packed)
-        group, groups, where = maker.spread(module, of_step, tokens.get(module), packed)
-        made[module] = _assignments(
-            group, groups, where, of_step, rows, inner_rows, instances[module], multiple.get(module, 1)
+        of_step = planner.of_step(module, packed)
+        group, groups, instance_of = planner.spread(module, of_step, budgets.get(module), packed)
+        assignments[module] = _assignments(
+            group, groups, instance_of, of_step, *planner.rows(module), instances[module], multiple.get(module, 1)
         )
-    loads = {name: maker.load(name, made[name], packed.count) for name in balancing.policy if name in instances}
-    return StepPlan(metadata, packed.count, {name: made[name] for name in instances}, loads)
+    costed = [name for name in balancing.policy if name in instances]
+    loads = {name: planner.load(name, assignments[name], packed.count) for name in costed}
+    return StepPlan(metadata, packed.count, {name: assignments[name] for name in instances}, loads)
 
 
-class _Maker:
-    """What the parts of one plan share."""
+class _StepPlanner:
+    """Makes the parts of one plan, which share what is known of the step."""
 
     def __init__(
         self,
@@ -154,12 +154,12 @@ class _Maker:
     ) -> None:
         self.metadata, self.instances, self.samplewise = metadata, instances, samplewise
         self.balancing, self.assign = balancing, assign
-        self.at: dict[str, np.ndarray] = {}
-        """Consumer -> instance of each sample."""
+        self.instance_of: dict[str, np.ndarray] = {}
+        """Language model -> instance of each sample."""
         self._deals: dict[tuple[int, int], Packed] = {}
 
     def rows(self, module: str) -> tuple[np.ndarray, np.ndarray]:
-        """Of each unit: rows that cross edges, rows inside the module."""
+        """Rows of each unit that cross edges, and rows inside the module."""
         if module in self.samplewise:
             return self.metadata.tokens, self.metadata.tokens
         items = self.metadata.items[module]
@@ -172,7 +172,7 @@ class _Maker:
         return packed.microbatch[self.metadata.items[module].sample]
 
     def packed(self, microbatches: int | None) -> Packed:
-        """Samples in their microbatches, in the order in which these run."""
+        """Pack samples into microbatches, which are numbered in the order in which they run."""
         b, samples = self.balancing, len(self.metadata.samples)
         if not self.samplewise:
             return deal(samples, 1, microbatches or 1)
@@ -202,39 +202,39 @@ class _Maker:
         return total
 
     def _sizes(self, packed: Packed) -> UnitSizes:
-        """Of every module's work in each microbatch; that of items spread evenly, as it will be."""
-        found = {}
+        """Every module's work in each microbatch, that of items spread evenly, as it will be."""
+        sizes = {}
         for module, count in self.instances.items():
             inner_rows, group = self.rows(module)[1], self.of_step(module, packed)
             cost, speeds = self.balancing.cost(module), self.balancing.speeds_of(module)
             speeds = np.ones(count) if speeds is None else speeds
             rows = inner_rows.astype(np.float64)
-            sizes = [rows, rows * rows]
+            powers = [rows, rows * rows]
             if module == self.samplewise[0]:
                 bins, group = packed.count * count, group * count + packed.instance
-                sums = [np.bincount(group, weights=x, minlength=bins).reshape(-1, count) for x in sizes]
+                sums = [np.bincount(group, weights=x, minlength=bins).reshape(-1, count) for x in powers]
                 times = loads(inner_rows, group, bins, cost).reshape(-1, count) / speeds
             else:
-                sums = [np.bincount(group, weights=x, minlength=packed.count)[:, None] for x in sizes]
+                sums = [np.bincount(group, weights=x, minlength=packed.count)[:, None] for x in powers]
                 sums = [np.repeat(x / count, count, 1) for x in sums]
                 times = np.bincount(group, weights=cost.alone(inner_rows), minlength=packed.count)[:, None]
                 times = np.repeat(times / speeds.sum(), count, 1)
-            found[module] = Size(sums[0], sums[1], times)
-        return found
+            sizes[module] = Size(sums[0], sums[1], times)
+        return sizes
 
     def spread(
-        self, module: str, of_step: np.ndarray, tokens: int | Literal["equal"] | None, packed: Packed
+        self, module: str, of_step: np.ndarray, wanted_rows: int | Literal["equal"] | None, packed: Packed
     ) -> tuple[np.ndarray, int, np.ndarray]:
-        """Microbatch of each unit, how many there are, and instance of each unit."""
+        """Choose the microbatch of each unit, how many there are, and the instance of each unit."""
         inner_rows, count = self.rows(module)[1], self.instances[module]
         budget = None if module in self.samplewise else self.balancing.budget.get(module)
         group, groups = of_step, packed.count
-        if tokens == "equal":
+        if wanted_rows == "equal":
             group, groups = pieces(of_step, self.balancing.cost(module).alone(inner_rows), packed.count)
-        elif tokens is not None:
-            group, groups = regroup(of_step, inner_rows, packed.count, tokens * count)
+        elif wanted_rows is not None:
+            group, groups = regroup(of_step, inner_rows, packed.count, wanted_rows * count)
         if budget is None:
-            return group, groups, self._where(module, group, groups, packed)
+            return group, groups, self._instances(module, group, groups, packed)
         if len(inner_rows) and int(inner_rows.max()) > budget:
             raise ConfigError(
                 f"an item has {int(inner_rows.max())} rows in '{module}', more than its budget of {budget} for an"
@@ -242,62 +242,61 @@ class _Maker:
                 " processor"
             )
         most = budget * count
-        while True:  # whole items leave gaps: split until all of them fit; at worst every microbatch is one item
+        while True:  # whole items leave gaps: split until all items fit, at worst into one item per microbatch
             try:
-                return group, groups, self._where(module, group, groups, packed)
+                return group, groups, self._instances(module, group, groups, packed)
             except ConfigError:
                 group, groups = regroup(of_step, inner_rows, packed.count, most)
                 if most == 1:
-                    return group, groups, self._where(module, group, groups, packed)
+                    return group, groups, self._instances(module, group, groups, packed)
                 most = max(1, most * 4 // 5)
 
-    def _where(self, module: str, group: np.ndarray, groups: int, packed: Packed) -> np.ndarray:
-        """Instance of each unit."""
+    def _instances(self, module: str, group: np.ndarray, groups: int, packed: Packed) -> np.ndarray:
+        """Choose the instance of each unit, int64 ``[n]``."""
         if module in self.samplewise[:1] and self.assign is None:
-            where = packed.instance
+            instance_of = packed.instance
         else:
-            where = np.zeros(len(group), dtype=np.int64)
+            instance_of = np.zeros(len(group), dtype=np.int64)
             reader, sampled = self._reader(module), None
             if self.balancing.policy_of(module) == AS_SAMPLED and self.assign is None:
                 sampled = self._sampled(module, packed.count)
             for units in _members(group, groups):
-                at = None if reader is None else reader[units]
+                near = None if reader is None else reader[units]
                 stays = None if sampled is None else sampled[units]
                 try:
-                    where[units] = self._spread(module, units, stays, at)
+                    instance_of[units] = self._spread(module, units, stays, near)
                 except ConfigError as error:
                     raise ConfigError(f"'{module}', {self.instances[module]} instances: {error}") from None
         if module in self.samplewise:
-            self.at[module] = where
-        return where
+            self.instance_of[module] = instance_of
+        return instance_of
 
     def _reader(self, module: str) -> np.ndarray | None:
-        """Instance of the language model at the other end of each item's edge, where it matters how near that is."""
+        """The language model's instance that has each item's sample, where it matters how near that is."""
         near = self.balancing.near.get(module)
-        if near is None or near.language_model not in self.at or self.instances[module] == 1:
+        if near is None or near.language_model not in self.instance_of or self.instances[module] == 1:
             return None
-        return self.at[near.language_model][self.metadata.items[module].sample]
+        return self.instance_of[near.language_model][self.metadata.items[module].sample]
 
     def _dealt(self, instances: int, microbatches: int) -> Packed:
+        """Samples dealt in turn, remembered."""
         if (instances, microbatches) not in self._deals:
             self._deals[instances, microbatches] = deal(len(self.metadata.samples), instances, microbatches)
         return self._deals[instances, microbatches]
 
     def _sampled(self, module: str, microbatches: int) -> np.ndarray:
-        """Instance of each unit as sampled: an item is where its sample is, if the language model has as many
-        instances.
-        """
+        """Instance of each unit as sampled: that of its sample if the language model has as many instances."""
         count = self.instances[module]
         dealt = self._dealt(count, microbatches).instance
         if module in self.samplewise:
             return dealt
-        found = next((at for name, at in self.at.items() if self.instances[name] == count), dealt)
-        return found[self.metadata.items[module].sample]
+        of_sample = next((own for name, own in self.instance_of.items() if self.instances[name] == count), dealt)
+        return of_sample[self.metadata.items[module].sample]
 
     def _spread(
         self, module: str, units: np.ndarray, sampled: np.ndarray | None, reader: np.ndarray | None
     ) -> np.ndarray:
-        """Instance of each of some units: one microbatch."""
+        """Choose the instance of each unit of one microbatch."""
         b, count = self.balancing, self.instances[module]
         rows, inner_rows = self.rows(module)
         lengths = inner_rows[units]
@@ -313,18 +312,18 @@ class _Maker:
             return balance(lengths, count, cost, policy=policy, speeds=speeds, limit=limit)
         near = b.near[module]
         if policy == "auto" and b.rearrange == "home" and cost.padding == "none" and speeds is None:
-            found = balance_near_home(cost.alone(lengths), near.homes[reader], near.slots)
-            if limit is None or loads(lengths, found, count, Cost()).max(initial=0.0) <= limit:
-                return found
-        found = balance(lengths, count, cost, policy=policy, speeds=speeds, limit=limit)
+            instance_of = balance_near_home(cost.alone(lengths), near.homes[reader], near.slots)
+            if limit is None or loads(lengths, instance_of, count, Cost()).max(initial=0.0) <= limit:
+                return instance_of
+        batch = balance(lengths, count, cost, policy=policy, speeds=speeds, limit=limit)
         classes = None if speeds is None else np.unique(speeds, return_inverse=True)[1]
         if b.rearrange == "ilp":
-            volume = volumes(rows[units], reader, found, len(near.homes), count)
-            return place_batches(volume, near.homes, near.slots, method="ilp", classes=classes)[found]
-        return place_items(rows[units], reader, found, near.homes, near.slots, classes=classes)[found]
+            volume = volumes(rows[units], reader, batch, len(near.homes), count)
+            return place_batches(volume, near.homes, near.slots, method="ilp", classes=classes)[batch]
+        return place_items(rows[units], reader, batch, near.homes, near.slots, classes=classes)[batch]
 
-    def load(self, module: str, made: tuple[Assignment, ...], microbatches: int) -> ModuleLoad:
-        """What the instances cost as sampled and as planned."""
+    def load(self, module: str, assignments: tuple[Assignment, ...], microbatches: int) -> ModuleLoad:
+        """Costs of the module's instances as sampled and as planned."""
         cost, count = self.balancing.cost(module), self.instances[module]
         inner_rows = self.rows(module)[1]
         dealt = self._dealt(count, microbatches)
@@ -332,7 +331,7 @@ class _Maker:
         if module not in self.samplewise:
             bins = bins[self.metadata.items[module].sample]
         sampled = loads(inner_rows, bins, microbatches * count, cost).reshape(microbatches, count)
-        planned = np.stack([loads(a.inner_rows, a.instance(), count, cost) for a in made])
+        planned = np.stack([loads(a.inner_rows, a.instance(), count, cost) for a in assignments])
         speeds = self.balancing.speeds_of(module)
         return ModuleLoad(sampled, planned) if speeds is None else ModuleLoad(sampled / speeds, planned / speeds)
 
@@ -341,30 +340,25 @@ def _members(group: np.ndarray, groups: int) -> list[np.ndarray]:
     """Units of each group, ascending."""
     if groups == 1:
         return [np.arange(len(group))]
-    order = np.argsort(_short(group, groups), kind="stable")
-    return np.split(order, np.cumsum(np.bincount(group, minlength=groups))[:-1])
-
-
-def _short(values: np.ndarray, below: int) -> np.ndarray:
-    """The same numbers in as few bytes as torch-free numpy sorts fastest: its stable sort of uint16 is a radix sort."""
-    return values.astype(np.uint16) if below <= 1 << 16 else values
+    order, offsets = ragged.group_by(group, groups)
+    return np.split(order, offsets[1:-1])
 
 
 def _assignments(
     group: np.ndarray,
     groups: int,
-    where: np.ndarray,
+    instance_of: np.ndarray,
     of_step: np.ndarray,
     rows: np.ndarray,
     inner_rows: np.ndarray,
     instances: int,
     multiple: int,
 ) -> tuple[Assignment, ...]:
-    made = []
+    """Put together what every instance computes in each microbatch, from what was chosen for each unit."""
+    assignments = []
     for members in _members(group, groups):
-        at = where[members]
-        units = members[np.argsort(_short(at, instances), kind="stable")].astype(np.int64)
-        offsets = ragged.offsets(np.bincount(at, minlength=instances)).astype(np.int64)
+        order, offsets = ragged.group_by(instance_of[members], instances)
+        units = members[order].astype(np.int64)
         inside = inner_rows[units].astype(np.int64)
         padding = np.zeros(instances, np.int64)
         if multiple > 1:  # at least one alignment row per rank, so that no rank works on nothing
@@ -372,5 +366,5 @@ def _assignments(
             padding = np.maximum(-(-totals // multiple), 1) * multiple - totals
         steps = of_step[units]
         first, last = (int(steps.min()), int(steps.max())) if len(units) else (0, 0)
-        made.append(Assignment(units, rows[units].astype(np.int64), inside, offsets, padding, first, last))
-    return tuple(made)
+        assignments.append(Assignment(units, rows[units].astype(np.int64), inside, offsets, padding, first, last))
+    return tuple(assignments)

@@ -1,6 +1,6 @@
-"""Which sample is in which microbatch, and which microbatch an item is computed with. Pure.
+"""In which microbatch a sample is, and with which microbatch an item is computed. Pure.
 
-Samples are packed by cost, not by length alone, so that attention's quadratic part counts; a microbatch is what all
+Samples are packed by cost, not by length alone, so that attention's quadratic part counts. A microbatch is what all
 instances of the first language model compute at a time.
 """
 
@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance import Cost, balance, loads
 
 LEVEL_WITHIN = 1.01
-"""How much longer the language model may take for microbatches that are level for the other modules too."""
+"""Most that the language model's time may grow so that microbatches are level for the other modules too."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,14 @@ class Packed:
     """Samples in their microbatches."""
 
     microbatch: np.ndarray
-    """Of each sample, int64 ``[S]``."""
+    """Microbatch of each sample, int64 ``[S]``."""
     instance: np.ndarray
-    """Of the first language model, int64 ``[S]``."""
+    """Instance of the first language model that computes each sample, int64 ``[S]``."""
     count: int
-    """Of microbatches."""
+    """Number of microbatches."""
 
     def reordered(self, order: np.ndarray) -> Packed:
-        """With microbatch ``order[k]`` in place ``k``.
+        """Renumber the microbatches so that ``order[k]`` becomes number ``k``.
 
         Raises:
             ValueError: ``order`` is no permutation of the microbatches.
@@ -40,7 +41,7 @@ class Packed:
 
 
 def deal(samples: int, instances: int, microbatches: int) -> Packed:
-    """As sampled: sample ``s`` goes to microbatch ``s mod M``, and in it to one instance after the other."""
+    """Deal samples as they come: ``s`` goes to microbatch ``s mod M``, and there to one instance after the other."""
     number = np.arange(samples, dtype=np.int64)
     return Packed(number % microbatches, number // microbatches % instances, microbatches)
 
@@ -59,20 +60,20 @@ def pack(
 ) -> Packed:
     """Pack samples into microbatches and instances of a language model.
 
-    Bins (microbatch, instance) are balanced at once, so that samples move to wherever in the step there is room. Bins
-    of nearly equal cost are then put together into microbatches so that those cost the other modules nearly equal
-    work; where bins are too unequal for that, each microbatch has bins as equal as possible.
+    All bins (a microbatch and an instance) are balanced at once, so that samples move to wherever in the step there is
+    room. Bins of nearly equal cost are then joined to microbatches that cost the other modules nearly equal work; where
+    bins are too unequal for that, each microbatch gets bins as equal as possible.
 
     Args:
-        tokens: of each sample, int64 ``[S]``.
-        instances: of the language model.
-        microbatches: how many; None: as few as the budget allows.
-        cost: of the language model.
-        module: its name, for messages.
-        policy: of :func:`hetero_strategy.plan.balance.balance`; None: samples are dealt in order.
-        speeds: of the instances, float64 ``[instances]``.
-        budget: most tokens of an instance in a microbatch.
-        beside: what each sample costs other modules, float64 ``[S]``.
+        tokens: length of each sample, int64 ``[S]``.
+        instances: number of the language model's instances.
+        microbatches: number of microbatches; None: as few as the budget allows.
+        cost: cost of the language model.
+        module: the language model's name, for messages.
+        policy: policy of :func:`hetero_strategy.plan.balance.balance`; None: samples are dealt in turn.
+        speeds: relative speeds of the instances, float64 ``[instances]``; None: equal.
+        budget: most tokens of an instance in a microbatch; None: any number.
+        beside: what each sample costs other modules, float64 ``[S]``; None: nothing.
 
     Raises:
         ConfigError: the budget cannot be kept.
@@ -92,8 +93,8 @@ def pack(
         for count in range(fewest, len(tokens) + 1):
             try:
                 return pack(
-                    tokens, instances, count, cost, module=module, policy=policy, speeds=speeds, budget=budget,
-                    beside=beside,
+                    tokens, instances, count, cost,
+                    module=module, policy=policy, speeds=speeds, budget=budget, beside=beside,
                 )  # fmt: skip
             except ConfigError:
                 continue  # whole samples leave gaps: one microbatch more
@@ -103,23 +104,23 @@ def pack(
         _check(tokens, dealt, instances, budget, module)
         return dealt
     bins = instances * microbatches
-    every = None if speeds is None else np.tile(speeds, microbatches)
+    pace = None if speeds is None else np.tile(speeds, microbatches)
     try:
-        where = balance(tokens, bins, cost, policy=policy, speeds=every, limit=budget)
+        bin_of = balance(tokens, bins, cost, policy=policy, speeds=pace, limit=budget)
     except ConfigError as error:
         raise ConfigError(f"'{module}', {microbatches} microbatches x {instances} instances: {error}") from None
     if microbatches == 1:
-        return Packed(np.zeros(len(tokens), dtype=np.int64), where, 1)
-    load = loads(tokens, where, bins, cost)
+        return Packed(np.zeros(len(tokens), dtype=np.int64), bin_of, 1)
+    load = loads(tokens, bin_of, bins, cost)
     if speeds is not None:  # a bin is made for its instance
         number = np.argsort(np.argsort(load.reshape(microbatches, instances), axis=0, kind="stable"), axis=0).ravel()
-        return Packed(number[where], where % instances, microbatches)
-    number, instance = _together(load, np.bincount(where, weights=beside, minlength=bins), instances, microbatches)
-    return Packed(number[where], instance[where], microbatches)
+        return Packed(number[bin_of], bin_of % instances, microbatches)
+    number, instance = _together(load, np.bincount(bin_of, weights=beside, minlength=bins), instances, microbatches)
+    return Packed(number[bin_of], instance[bin_of], microbatches)
 
 
 def _together(load: np.ndarray, beside: np.ndarray, instances: int, microbatches: int) -> tuple[np.ndarray, np.ndarray]:
-    """Microbatch and instance of each bin."""
+    """Join bins to microbatches, ``instances`` in each: the microbatch and the instance of each bin."""
     ranked = np.argsort(-load, kind="stable")
     number = np.empty(len(load), dtype=np.int64)
     number[ranked] = np.arange(len(load)) // instances
@@ -130,13 +131,20 @@ def _together(load: np.ndarray, beside: np.ndarray, instances: int, microbatches
     if slowest.sum() <= LEVEL_WITHIN * time:
         number = level
     instance = np.empty(len(load), dtype=np.int64)
-    instance[np.argsort(number, kind="stable")] = np.arange(len(load)) % instances
+    instance[ragged.argsort_small(number)] = np.arange(len(load)) % instances
     return number, instance
 
 
 def levelled(beside: np.ndarray, instances: int, microbatches: int) -> np.ndarray:
-    """Microbatch of each of ``instances * microbatches`` bins, ``instances`` in each: the next largest bins go to the
-    microbatches with least so far, one to each.
+    """Join ``instances * microbatches`` bins to microbatches of nearly equal cost, ``instances`` bins in each.
+
+    The next largest bins go to the microbatches with the least cost so far, one to each.
+
+    Args:
+        beside: cost of each bin, float64 ``[bins]``.
+
+    Returns:
+        The microbatch of each bin, int64 ``[bins]``.
     """
     ranked = np.argsort(-beside, kind="stable").reshape(instances, microbatches)
     total, number = np.zeros(microbatches), np.empty(len(beside), dtype=np.int64)
@@ -158,12 +166,12 @@ def _check(tokens: np.ndarray, packed: Packed, instances: int, budget: int | Non
 
 
 def regroup(of_step: np.ndarray, rows: np.ndarray, microbatches: int, budget: int) -> tuple[np.ndarray, int]:
-    """Microbatches of about ``budget`` rows: joins neighbouring step microbatches, splits large ones.
+    """Make microbatches of about ``budget`` rows by joining neighbouring step microbatches and splitting large ones.
 
     Args:
         of_step: step microbatch of each unit, int64 ``[n]``.
-        rows: of each unit, int64 ``[n]``.
-        microbatches: of the step.
+        rows: rows of each unit, int64 ``[n]``.
+        microbatches: number of the step's microbatches.
         budget: rows of one microbatch over all instances.
 
     Returns:
@@ -186,18 +194,18 @@ def regroup(of_step: np.ndarray, rows: np.ndarray, microbatches: int, budget: in
 
 
 def pieces(of_step: np.ndarray, costs: np.ndarray, count: int) -> tuple[np.ndarray, int]:
-    """Microbatches of equal cost, in the order of the step's: an item may be computed before or after the rest of its
-    sample's microbatch, but never after an item of a later one.
+    """Make at most ``count`` microbatches of equal cost, in the order of the step's.
+
+    An item may be computed before or after the rest of its sample's microbatch, but never after an item of a later one.
 
     Args:
         of_step: step microbatch of each unit, int64 ``[n]``.
-        costs: of each unit, float64 ``[n]``.
-        count: how many at most.
+        costs: cost of each unit, float64 ``[n]``.
 
     Returns:
-        As :func:`regroup`.
+        The new microbatch of each unit, int64 ``[n]``, and how many there are (at least 1).
     """
-    order = np.argsort(of_step, kind="stable")
+    order = ragged.argsort_small(of_step)
     used, dense = np.unique(_piece(costs[order], count), return_inverse=True)
     group = np.empty(len(of_step), dtype=np.int64)
     group[order] = dense
@@ -205,6 +213,6 @@ def pieces(of_step: np.ndarray, costs: np.ndarray, count: int) -> tuple[np.ndarr
 
 
 def _piece(costs: np.ndarray, count: int) -> np.ndarray:
-    """Number of the piece in which each unit's middle lies, so that pieces are about equal."""
+    """Cut the running sum of costs into ``count`` equal pieces: the piece in which the middle of each unit lies."""
     total = max(float(costs.sum()), np.finfo(np.float64).tiny)
     return np.minimum(((np.cumsum(costs) - costs / 2) * count / total).astype(np.int64), count - 1)

@@ -1,7 +1,7 @@
 """The step plan: for one global batch, who computes what in which microbatch, hence every shape and every route.
 
-Pure and deterministic: a function of the batch's metadata and the layouts, the same on every rank. Nothing here looks
-at a payload.
+A plan follows from the batch's metadata and the layouts alone, so it is the same on every rank. Nothing here looks at a
+payload.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from hetero_strategy import ragged
 
 @dataclass(frozen=True)
 class StepItems:
-    """Items of one encoder or generator in a global batch, by sample, then order within it; all int64 ``[n]``."""
+    """Items of one encoder or generator in a global batch, by sample, then by position in it; all int64 ``[n]``."""
 
     sample: np.ndarray
-    """Number of the item's sample in the step, ``0 .. S - 1``."""
+    """The item's sample, counted in the step from 0 to ``S - 1``."""
     edge_rows: np.ndarray
-    """Rows that cross the module's edges: what an encoder makes of the item, what a generator is given for it."""
+    """Rows that cross the module's edges: those that an encoder makes of the item or a generator is given for it."""
     start: np.ndarray
-    """First of these rows inside its sample's token sequence."""
+    """Position of the first of these rows in its sample's token sequence."""
     inner_rows: np.ndarray
-    """Rows of the item inside the module: what its transformer sees."""
+    """Rows of the item that the module's transformer sees."""
     targets: np.ndarray | None = None
-    """Elements of the item that its loss counts (a generator's pixels); None: the module has no loss."""
+    """Elements of the item that the module's loss counts (a generator's pixels); None: it has no loss."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class StepMetadata:
 
     epoch: int
     step: int
-    """Step within the epoch."""
+    """Number of the step in the epoch."""
     samples: np.ndarray
-    """Data set indices, int64 ``[S]``."""
+    """Data set index of each sample, int64 ``[S]``."""
     tokens: np.ndarray
     """Length of each sample's token sequence, encoder rows included, int64 ``[S]``."""
     labels: np.ndarray
     """Loss tokens of each sample, int64 ``[S]``."""
     items: Mapping[str, StepItems]
-    """By encoder or generator name."""
+    """Encoder or generator -> its items."""
 
 
 @dataclass(frozen=True)
@@ -54,34 +54,34 @@ class Assignment:
     """What every instance of one module computes in one of the module's microbatches."""
 
     units: np.ndarray
-    """int64 ``[n]``: item numbers in :attr:`StepMetadata.items`, or sample numbers for a language model."""
+    """Item numbers in :attr:`StepMetadata.items`, or sample numbers for a language model, int64 ``[n]``."""
     edge_rows: np.ndarray
-    """int64 ``[n]``: rows of each unit that cross edges; for a language model its tokens."""
+    """Rows of each unit that cross edges, for a language model its tokens, int64 ``[n]``."""
     inner_rows: np.ndarray
-    """int64 ``[n]``: rows of each unit inside the module; for a language model its tokens."""
+    """Rows of each unit inside the module, for a language model its tokens, int64 ``[n]``."""
     offsets: np.ndarray
-    """int64 ``[instances + 1]``: instance ``i`` computes ``units[offsets[i]:offsets[i + 1]]``, in that order."""
+    """Instance ``i`` computes ``units[offsets[i]:offsets[i + 1]]``, in that order; int64 ``[instances + 1]``."""
     padding: np.ndarray
-    """int64 ``[instances]``: alignment rows appended where the module shards its rows over tensor-parallel ranks."""
+    """Alignment rows appended where tensor-parallel ranks share an instance's rows, int64 ``[instances]``."""
     first: int
     last: int
-    """First and last microbatch of the step (of samples) that the units belong to."""
+    """First and last of the step's microbatches that the units' samples are in."""
 
     @property
     def idle(self) -> bool:
-        """No instance has a unit: the whole module skips the microbatch."""
+        """Whether no instance has a unit, so that the whole module skips the microbatch."""
         return len(self.units) == 0
 
     def of(self, instance: int) -> np.ndarray:
-        """Units of one instance."""
+        """Units of one instance, in the order in which it computes them."""
         return self.units[self.offsets[instance] : self.offsets[instance + 1]]
 
     def edge_rows_of(self, instance: int) -> np.ndarray:
-        """Rows of each unit of one instance."""
+        """Rows that cross edges of each unit of one instance."""
         return self.edge_rows[self.offsets[instance] : self.offsets[instance + 1]]
 
     def inner_rows_of(self, instance: int) -> np.ndarray:
-        """Rows inside the module of each unit of one instance, alignment rows as a unit of their own."""
+        """Rows inside the module of each unit of one instance; alignment rows count as a last unit."""
         inner_rows = self.inner_rows[self.offsets[instance] : self.offsets[instance + 1]]
         padding = self.padding[instance]
         return np.append(inner_rows, padding) if padding else inner_rows
@@ -102,18 +102,19 @@ class Assignment:
 
 @dataclass(frozen=True)
 class ModuleLoad:
-    """What a step costs each instance of one module, in units of the module's cost; float64 ``[microbatches,
-    instances]``.
+    """Costs of a step for the instances of one module, in the unit of the module's cost.
+
+    Both are float64 ``[microbatches, instances]``.
     """
 
     before: np.ndarray
-    """As sampled: samples dealt in order to microbatches and instances, items with their samples."""
+    """Costs as sampled: samples dealt in turn to microbatches and instances, items with their samples."""
     after: np.ndarray
-    """As planned."""
+    """Costs as planned."""
 
     @staticmethod
     def imbalance(loads: np.ndarray) -> float:
-        """Time of the slowest instance of every microbatch over the mean of all instances; 1 where nobody waits."""
+        """Divide the time of every microbatch's slowest instance by the mean of all instances; 1: nobody waits."""
         mean = float(loads.mean(axis=1).sum())
         return float(loads.max(axis=1).sum()) / mean if mean else 1.0
 
@@ -137,19 +138,19 @@ class StepPlan:
 
     metadata: StepMetadata
     microbatches: int
-    """Of the step: groups of samples, and what language models compute at a time."""
+    """Number of groups of samples, each of which a language model computes at a time."""
     assignments: Mapping[str, tuple[Assignment, ...]]
-    """By module: its microbatches. An item's module may have fewer or more of them than the step."""
+    """Module -> its microbatches. A module of items may have fewer or more of them than the step."""
     loads: Mapping[str, ModuleLoad] = field(default_factory=dict)
-    """By module, where its cost is known; schedules are made with them."""
+    """Module -> costs of the step, where they are known; schedules are made with them."""
 
     @property
     def loss_tokens(self) -> int:
-        """N of law 1: loss tokens of the global batch over all microbatches and instances."""
+        """Loss tokens of the global batch, over all microbatches and instances."""
         return int(self.metadata.labels.sum())
 
     def normalizer(self, module: str) -> int:
-        """N of one module's loss, at least 1: loss tokens, or a generator's target elements."""
+        """What one module's loss is divided by: loss tokens or a generator's target elements, at least 1."""
         items = self.metadata.items.get(module)
         if items is None:
             return max(1, self.loss_tokens)
@@ -157,28 +158,28 @@ class StepPlan:
 
     @property
     def samples(self) -> np.ndarray:
-        """Data set indices of the global batch, int64 ``[S]``."""
+        """Data set index of each sample, int64 ``[S]``."""
         return self.metadata.samples
 
     @cached_property
     def digest(self) -> int:
-        """64 bits of who computes what, of every size and of what it costs: equal plans have equal ones."""
-        found = hashlib.blake2b(self.samples.tobytes(), digest_size=8)
+        """Hash of 64 bits over who computes what, every size and every cost; equal plans have equal ones."""
+        digest = hashlib.blake2b(self.samples.tobytes(), digest_size=8)
         for module in sorted(self.assignments):
-            for one in self.assignments[module]:
-                for part in (one.units, one.offsets, one.edge_rows, one.inner_rows, one.padding):
-                    found.update(part.tobytes())
+            for a in self.assignments[module]:
+                for part in (a.units, a.offsets, a.edge_rows, a.inner_rows, a.padding):
+                    digest.update(part.tobytes())
         for module in sorted(self.loads):
-            found.update(self.loads[module].after.tobytes())
-        found.update(self.metadata.labels.tobytes())
-        return int.from_bytes(found.digest())
+            digest.update(self.loads[module].after.tobytes())
+        digest.update(self.metadata.labels.tobytes())
+        return int.from_bytes(digest.digest())
 
     def active(self, module: str) -> list[int]:
-        """The module's microbatches in which any instance has a unit."""
+        """Numbers of the module's microbatches in which any instance has a unit."""
         return [i for i, assignment in enumerate(self.assignments[module]) if not assignment.idle]
 
     def feeds(self, source: str, target: str) -> list[tuple[int, int]]:
-        """(source microbatch, target microbatch) pairs between which rows flow, ascending."""
+        """Pairs of a source and a target microbatch between which rows flow, ascending."""
         of_items, of_samples = self._sides(source, target)
         item_microbatch = self.places(of_items).microbatch
         sample_microbatch = self.places(of_samples).microbatch[self.metadata.items[of_items].sample]
@@ -290,11 +291,18 @@ def edge_runs(plan: StepPlan, source: str, target: str, instances: tuple[int, in
 
 
 def edge_blocks(plan: StepPlan, source: str, source_microbatch: int, target: str, target_microbatch: int) -> EdgeBlocks:
-    """Which rows of a microbatch of ``source`` fill which rows of a microbatch of ``target``."""
+    """Find which rows of a microbatch of ``source`` fill which rows of a microbatch of ``target``.
+
+    For example, sample 0 has the item 0 (2 rows from position 1 on) and sample 1 the item 1 (3 rows from position 0).
+    An encoder computes item 1, then item 0, on its instance 0; a language model computes sample 0 on instance 0 and
+    sample 1 on instance 1. The blocks then are, by target instance::
+
+        source_instance 0 0    source_start 3 0    target_instance 0 1    target_start 1 0    rows 2 3
+    """
     return edge_runs(plan, source, target).between(source_microbatch, target_microbatch)
 
 
 def slots(blocks: EdgeBlocks, instance: int) -> np.ndarray:
     """Rows of a target instance that the edge fills, ascending, int64 ``[k]``."""
-    mine = blocks.target_instance == instance
-    return ragged.expand(blocks.target_start[mine], blocks.rows[mine])
+    local = blocks.target_instance == instance
+    return ragged.expand(blocks.target_start[local], blocks.rows[local])

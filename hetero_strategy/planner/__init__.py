@@ -1,1 +1,1 @@
-"""Which layouts: what layers cost, where stages begin, how many stages each module has."""
+"""Which layouts: what layers cost and where stages begin."""

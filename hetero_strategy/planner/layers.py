@@ -1,4 +1,4 @@
-"""What a layer's forward and backward cost, by what trains in it and upstream of it. Pure."""
+"""Times of a layer's forward and backward, which depend on what trains in it and upstream of it. Pure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetero_strategy import ragged
+
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer for one microbatch, in seconds or any other unit of time.
+    """Times of one layer for one microbatch, in seconds or any other unit.
 
     Args:
-        forward: time of the forward.
-        trains: it has a trainable parameter.
-        recomputed: its activations are not kept, its backward runs the forward again.
+        trains: whether the layer has a trainable parameter.
+        recomputed: whether its backward runs the forward again because activations are not kept.
         input: time of the gradient for its input; None: as the forward.
         weight: time of the gradient for its weights; None: as the forward.
-        backward: measured time of its whole backward, recompute included; None: the sum of its parts. A layer that
-            has no backward ignores it.
+        backward: measured time of its whole backward, recompute included; None: the sum of its parts. Ignored where the
+            layer has no backward.
 
     Raises:
         ValueError: a time is negative or not finite.
@@ -46,49 +47,48 @@ class Passes:
 
     forward: np.ndarray
     input: np.ndarray
-    """Of the input gradient; 0 where none is needed. The recomputed forward is in it, or in ``weight`` without it."""
+    """Times of the input gradient, 0 where none is needed. A recomputed forward is in here, otherwise in ``weight``."""
     weight: np.ndarray
-    """Of the weight gradient; 0 where frozen."""
+    """Times of the weight gradient, 0 where the layer is frozen."""
     backward: np.ndarray
-    """Of both at once."""
+    """Times of both gradients at once."""
 
     @property
     def total(self) -> np.ndarray:
-        """Forward and backward: what a microbatch keeps a stage busy for."""
+        """Forward and backward: how long a microbatch keeps a stage busy."""
         return self.forward + self.backward
 
     def staged(self, counts: Sequence[int]) -> Passes:
-        """Sums over runs of layers: the stages of a split, or blocks together with what always goes with them.
+        """Add up runs of layers: the stages of a split, or blocks together with what always goes with them.
 
-        An embedding that stays with the first of three blocks and a head that stays with the last:
-        ``costs([embedding, *blocks, head], ...).staged((2, 1, 2))``.
+        For example, ``costs([embedding, *blocks, head], ...).staged((2, 1, 2))`` keeps an embedding with the first of
+        three blocks and a head with the last.
 
         Raises:
             ValueError: a run is empty, or the runs do not cover the layers.
         """
         if sum(counts) != len(self.forward) or min(counts, default=0) < 1:
             raise ValueError(f"runs of {tuple(counts)} layers are no split of {len(self.forward)} layers")
-        starts = np.cumsum(counts) - np.asarray(counts)
+        starts = ragged.starts(np.asarray(counts))
         return Passes(*(np.add.reduceat(x, starts) for x in (self.forward, self.input, self.weight, self.backward)))
 
     def as_if_trained(self) -> Passes:
-        """What a planner believes that knows nothing of frozen parts: every backward is twice its forward."""
+        """The same layers for a planner that knows nothing of frozen parts: every backward is twice its forward."""
         return Passes(self.forward, self.forward, self.forward, 2 * self.forward)
 
 
 def costs(layers: Sequence[LayerCost], upstream_trains: bool) -> Passes:
-    """Times of a chain of layers, such as one module.
+    """Compute the times of a chain of layers, such as one module.
 
     A frozen layer with nothing trainable upstream has no backward; with something trainable upstream it has the input
     gradient alone. A trainable layer has the weight gradient, and the input gradient only if something upstream trains.
     Recompute adds a forward where there is a backward.
 
-    The cases, with 1 x forward for each gradient, are Cornstarch's (arXiv:2503.11367, section 4.2); the paper takes 2 x
+    The cases, with 1 x forward for each gradient, are Cornstarch's (arXiv:2503.11367, section 4.2). The paper takes 2 x
     forward for every trainable layer, which is one too many where nothing upstream trains.
 
     Args:
-        layers: in order.
-        upstream_trains: something that feeds the first of them has a trainable parameter.
+        upstream_trains: whether something that feeds the first layer has a trainable parameter.
     """
     rows = []
     for layer in layers:

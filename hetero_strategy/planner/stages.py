@@ -14,7 +14,7 @@ from hetero_strategy.planner.layers import LayerCost, costs
 from hetero_strategy.planner.partition import split
 
 TYPICAL_ROWS = 1024
-"""Length of the sequence whose FLOPs weigh the blocks; what matters is how blocks compare with embedding and head."""
+"""Length of the sequence whose FLOPs weigh the blocks against the embedding and the head."""
 
 
 def with_splits(
@@ -24,17 +24,17 @@ def with_splits(
     layouts: Mapping[str, ModuleLayout],
     recompute: Collection[str] = (),
 ) -> dict[str, ModuleLayout]:
-    """The layouts with every ``split`` given: frozen-aware, from counted FLOPs.
+    """Fill in every missing ``split`` of the layouts, from counted FLOPs and aware of frozen parts.
 
     Args:
-        modules: as built, before anything is parallelised.
-        topological: their names, sources before targets.
-        edges: (source, target) names.
-        layouts: resolved.
+        modules: modules as built, before anything is parallelised.
+        topological: names of the modules, sources before targets.
+        edges: pairs of source and target names.
+        layouts: resolved layouts.
         recompute: modules that run their blocks again in backward.
     """
     trains: dict[str, bool] = {}
-    found = {}
+    split_layouts = {}
     for name in topological:
         module, layout = modules[name], layouts[name]
         upstream = any(trains[source] for source, target in edges if target == name)
@@ -45,13 +45,13 @@ def with_splits(
             if stages > 1:
                 counts = split(costs(_layers(module, blocks, name in recompute), upstream).total, stages)
             layout = replace(layout, split=counts)
-        found[name] = layout
+        split_layouts[name] = layout
         trains[name] = upstream or any(p.requires_grad for p in module.parameters())
-    return {name: found[name] for name in layouts}
+    return {name: split_layouts[name] for name in layouts}
 
 
 def _layers(module: Adapter, blocks: list[str], recomputed: bool) -> list[LayerCost]:
-    """One entry per block; embedding and head are in the first and the last."""
+    """Cost of each block; the embedding is in the first and the head in the last."""
     forward = module.stage_flops(np.array([TYPICAL_ROWS]), [1] * len(blocks))
     layers = []
     for number, (block, flops) in enumerate(zip(blocks, forward, strict=True)):
@@ -62,7 +62,7 @@ def _layers(module: Adapter, blocks: list[str], recomputed: bool) -> list[LayerC
 
 
 def _trained_share(stage: nn.Module) -> float:
-    """Part of a stage's matmuls whose weights train: a frozen block may share its stage with a trained projector."""
+    """Share of a stage's weights in matmuls that train: a frozen block may share its stage with a trained projector."""
     weights = [linear.weight for linear in stage.modules() if isinstance(linear, nn.Linear)]
     trained = sum(w.numel() for w in weights if w.requires_grad)
     return trained / max(1, sum(w.numel() for w in weights))

@@ -1,4 +1,4 @@
-"""What a schedule would cost: the very object that the executor runs, with costs in place of devices. Pure."""
+"""What a schedule would cost: the schedule that the runtime runs, with costs in place of devices. Pure."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ from hetero_strategy.simulator.result import CAUSES, Cause, Simulation
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one node on each of its ranks."""
+    """Bytes of one stage on each of its ranks."""
 
     static: float = 0.0
-    """Parameters, gradients, optimizer state: all of the step."""
+    """Parameters, gradients and optimizer state, held all the time."""
     activation: float | np.ndarray | Callable[[int], float | np.ndarray] = 0.0
-    """Of one microbatch, from the start of its F until the end of its last backward: a number or ``[instances]``, or a
-    function of the microbatch's number that gives one."""
+    """Activations of one microbatch, held from the start of its F until the end of its last backward: a number,
+    ``[instances]``, or a function of the microbatch's number that gives one of these."""
 
     def held(self, microbatch: int) -> float | np.ndarray:
         """Activation bytes of a microbatch."""
@@ -32,12 +32,12 @@ _WAITS: tuple[Cause, ...] = ("host", "dependency", "boundary", "straggler")
 
 @dataclass(frozen=True)
 class Host:
-    """What the main threads of ranks do besides actions: computing and waiting stand still there."""
+    """Time that the main threads of ranks spend besides actions, in which they neither compute nor wait."""
 
     begins: Mapping[int, float]
-    """Seconds from the step's start until a rank can begin its first action; others: 0."""
+    """Rank -> seconds from the step's start until it can begin its first action; other ranks: 0."""
     after: Callable[[Action], float]
-    """Seconds from the end of an action until its ranks can begin another."""
+    """Gives the seconds from the end of an action until its ranks can begin another."""
     closing: float
     """Seconds from the end of the last action of all ranks until the step is over."""
 
@@ -46,15 +46,15 @@ NO_HOST = Host({}, lambda action: 0.0, 0.0)
 
 
 class Account:
-    """Per rank: when it is free, what it waited for, what it holds. Ranks are numbered by place here."""
+    """For each rank when it is free, what it waited for and what it holds. Arrays have one entry per rank."""
 
     def __init__(self, schedule: Schedule, memory: Memory | None, host: Host = NO_HOST) -> None:
         self._schedule = schedule
         self._host = host
         stages = schedule.graph.stages
         self._ranks = np.unique(np.concatenate([s.grid.ravel() for s in stages.values()]))
-        self.grids = {node: np.searchsorted(self._ranks, stage.grid) for node, stage in stages.items()}
-        """Node -> places of its ranks, int64 ``[instances, ranks per instance]``."""
+        self.grids = {stage_id: np.searchsorted(self._ranks, stage.grid) for stage_id, stage in stages.items()}
+        """Stage -> indices of its ranks in the arrays here, int64 ``[instances, ranks per instance]``."""
         count = len(self._ranks)
         self.free = np.array([host.begins.get(int(rank), 0.0) for rank in self._ranks])
         """When each rank can begin what comes next."""
@@ -63,11 +63,11 @@ class Account:
         self._idle = {cause: np.zeros(count) for cause in CAUSES}
         self._idle["host"] += self.free
         self._warm = np.zeros(count, dtype=bool)
-        self._cold_nodes = set(stages)
-        self._footprints = None if memory is None else {node: memory(node) for node in stages}
+        self._cold_stages = set(stages)
+        self._footprints = None if memory is None else {stage_id: memory(stage_id) for stage_id in stages}
         self._held = np.zeros(count)
-        for node, footprint in (self._footprints or {}).items():
-            self._held[self.grids[node]] += footprint.static
+        for stage_id, footprint in (self._footprints or {}).items():
+            self._held[self.grids[stage_id]] += footprint.static
         self._peak = self._held.copy()
         self._frees = _last_backwards(schedule)
 
@@ -79,12 +79,11 @@ class Account:
         computed: np.ndarray | None,
         arrived: np.ndarray | None,
     ) -> None:
-        """Book an action.
+        """Book an action; all times are float64 ``[instances]``.
 
         Args:
-            start: float64 ``[instances]``, and so all others.
-            computed: when what it reads was computed; None where it reads nothing from other nodes.
-            arrived: when that arrived.
+            computed: when what it reads was computed; None where it reads nothing from other stages.
+            arrived: when what it reads arrived.
         """
         grid = self.grids[action.node]
         free = self.free[grid]
@@ -94,9 +93,9 @@ class Account:
             free = np.maximum(free, arrived[:, None])
             self._idle["boundary"][grid] += free - here
         self._idle["straggler"][grid] += start[:, None] - free
-        if action.microbatch >= 0 and action.node in self._cold_nodes:
+        if action.microbatch >= 0 and action.node in self._cold_stages:
             self._warm_up(grid)
-            self._cold_nodes.discard(action.node)
+            self._cold_stages.discard(action.node)
         self._busy[grid] += (end - start)[:, None]
         after = self._host.after(action)
         self._idle["host"][grid] += after
@@ -106,12 +105,12 @@ class Account:
             self._hold(action, grid, self._footprints[action.node])
 
     def _warm_up(self, grid: np.ndarray) -> None:
-        """A node computes for the first time: what its ranks that never computed waited until now was warm-up."""
-        places = grid[~self._warm[grid]]
-        self._warm[places] = True
+        """Book as warm-up what ranks waited that compute for the first time."""
+        cold = grid[~self._warm[grid]]
+        self._warm[cold] = True
         for cause in _WAITS:
-            self._idle["warm-up"][places] += self._idle[cause][places]
-            self._idle[cause][places] = 0.0
+            self._idle["warm-up"][cold] += self._idle[cause][cold]
+            self._idle[cause][cold] = 0.0
 
     def _hold(self, action: Action, grid: np.ndarray, footprint: Footprint) -> None:
         if action.kind == "F":
@@ -121,7 +120,7 @@ class Account:
             self._held[grid] -= _column(footprint.held(action.microbatch))
 
     def close(self, start: dict[Action, np.ndarray], end: dict[Action, np.ndarray]) -> Simulation:
-        """The result, when all actions are booked."""
+        """Make the result once all actions are booked."""
         time = float(self._ended.max(initial=0.0)) + self._host.closing
         self._idle["host"] -= self.free - self._ended
         rest = time - self._ended
@@ -136,7 +135,7 @@ def _column(value: float | np.ndarray) -> float | np.ndarray:
 
 
 def _last_backwards(schedule: Schedule) -> dict[tuple[StageId, int], str]:
-    """(node, microbatch) -> the kind of action after which its activations are gone: W, else B or I, else F itself."""
+    """(stage, microbatch) -> the kind of action that frees its activations: W, else B or I, else F itself."""
     rank = {"F": 0, "I": 1, "B": 1, "W": 2}
     last: dict[tuple[StageId, int], str] = {}
     for lane in schedule.lanes:

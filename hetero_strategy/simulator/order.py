@@ -1,4 +1,4 @@
-"""An order in which all actions of a schedule can run, or the reason why there is none. Pure."""
+"""A sequence in which all actions of a schedule can run, or the reason why there is none. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hetero_strategy.schedule.check import check
 
 
 def running_order(schedule: Schedule) -> tuple[list[Action], dict[Action, list[Action]]]:
-    """Every action once, after all it depends on and after what any of its ranks runs before it.
+    """List every action once, after all that it depends on and after what any of its ranks runs before it.
 
-    An action runs when it is next in the lists of all ranks of its node and what it reads has run.
+    An action can run when it is next in the lists of all ranks of its stage and what it reads has run.
 
     Returns:
-        The order, and for every action those of other nodes that read its rows.
+        The actions, and for every action those of other stages that read its rows.
 
     Raises:
-        ScheduleError: some actions never become next on all ranks of their node.
+        ScheduleError: some actions never become next on all ranks of their stage.
     """
     lists = [lane.actions for lane in schedule.lanes]
     hosts = _hosts(schedule)
@@ -39,7 +39,7 @@ def running_order(schedule: Schedule) -> tuple[list[Action], dict[Action, list[A
                 readers.setdefault(source, []).append(action)
             for source in local:
                 followers.setdefault(source, []).append(action)
-    place = [0] * len(lists)
+    position = [0] * len(lists)
     order: list[Action] = []
     ready: deque[Action] = deque()
 
@@ -59,28 +59,28 @@ def running_order(schedule: Schedule) -> tuple[list[Action], dict[Action, list[A
         for follower in followers.get(action, ()):
             count_down(follower)
         for lane in hosts[action.node]:
-            place[lane] += 1
-            if place[lane] < len(lists[lane]):
-                count_down(lists[lane][place[lane]])
-    if any(place[lane] < len(actions) for lane, actions in enumerate(lists)):
+            position[lane] += 1
+            if position[lane] < len(lists[lane]):
+                count_down(lists[lane][position[lane]])
+    if any(position[lane] < len(actions) for lane, actions in enumerate(lists)):
         _refuse(schedule)
     return order, readers
 
 
 def _refuse(schedule: Schedule) -> NoReturn:
-    """The checker says what is wrong; it looks at more than is needed to run, and so is not asked before."""
+    """Let the checker say what is wrong; it looks at more than is needed to run, and so is not asked before."""
     check(schedule)
     raise ScheduleError(f"schedule {schedule.name!r} cannot run: some actions never become next on all their ranks")
 
 
 def _hosts(schedule: Schedule) -> dict[StageId, tuple[int, ...]]:
-    """Node with work -> the lanes its ranks are in."""
+    """Stage with work -> numbers of the lanes that its ranks are in."""
     lane_of = schedule.lane_of
     listed = {a.node for lane in schedule.lanes for a in lane.actions}
     hosts: dict[StageId, tuple[int, ...]] = {}
-    for node in listed:
-        ranks = schedule.graph.stages[node].ranks if node in schedule.graph.stages else frozenset()
+    for stage_id in listed:
+        ranks = schedule.graph.stages[stage_id].ranks if stage_id in schedule.graph.stages else frozenset()
         if not ranks or not all(rank in lane_of for rank in ranks):
             _refuse(schedule)
-        hosts[node] = tuple(sorted({lane_of[rank] for rank in ranks}))
+        hosts[stage_id] = tuple(sorted({lane_of[rank] for rank in ranks}))
     return hosts

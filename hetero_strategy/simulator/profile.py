@@ -1,4 +1,4 @@
-"""Costs of actions from what was measured: the simulator's input."""
+"""Costs of actions, fitted to what was measured, for the simulator."""
 
 from __future__ import annotations
 
@@ -24,24 +24,22 @@ class TimedForward(NamedTuple):
 
 
 Scatter = Mapping[tuple[StageId, Kind], np.ndarray]
-"""Measured over fitted seconds, float64 ``[samples]``."""
+"""(stage, kind) -> measured over fitted seconds of its actions, float64 ``[samples]``."""
 
 
 class Profile:
-    """Seconds of every kind of action of every stage, as ``a + b * FLOPs``, both at least 0.
+    """Seconds of every kind of action of every stage, as ``a + b * FLOPs`` with both at least 0.
 
-    Fitted to the samples by least squares, after those beyond twice the median time per predicted time are left out:
-    a process that lost the processor for a moment says nothing of the action.
-
-    Args:
-        samples: of any number of steps and ranks.
+    They are fitted to samples of any number of steps and ranks by least squares. Samples that take more than twice the
+    median of measured over predicted time are left out: a process that lost the processor for a moment says nothing
+    about the action.
     """
 
     def __init__(self, samples: Iterable[TimedForward]) -> None:
         by_kind: dict[tuple[StageId, Kind], list[tuple[float, float]]] = defaultdict(list)
         for sample in samples:
             by_kind[sample.node, sample.kind].append((sample.flops, sample.seconds))
-        self._lines = {key: _fit(np.array(found)) for key, found in by_kind.items()}
+        self._lines = {key: _fit(np.array(points)) for key, points in by_kind.items()}
 
     def costs(self, planned: PlannedCosts, action: Action) -> np.ndarray | float:
         """Seconds of an action on every instance, float64 ``[instances]``; what was never measured costs nothing."""
@@ -51,13 +49,13 @@ class Profile:
         return constant + slope * planned.of_instances(action)
 
     def scatter(self, samples: Iterable[TimedForward]) -> Scatter:
-        """How far samples are from their lines."""
-        found: dict[tuple[StageId, Kind], list[float]] = defaultdict(list)
+        """Divide samples by what their lines predict."""
+        ratios: dict[tuple[StageId, Kind], list[float]] = defaultdict(list)
         for sample in samples:
             constant, slope = self._lines[sample.node, sample.kind]
             line = constant + slope * sample.flops
-            found[sample.node, sample.kind].append(sample.seconds / line if line > 0 else 1.0)
-        return {key: np.array(ratios) for key, ratios in found.items()}
+            ratios[sample.node, sample.kind].append(sample.seconds / line if line > 0 else 1.0)
+        return {key: np.array(own) for key, own in ratios.items()}
 
     def drawn(
         self,
@@ -67,31 +65,33 @@ class Profile:
         random: np.random.Generator,
         synchronous: Collection[StageId] = (),
     ) -> dict[Action, np.ndarray]:
-        """Costs of all actions of a schedule, float64 ``[instances]``, each as far from its line as one of the scatter.
+        """Draw costs of all actions of a schedule, float64 ``[instances]``, that scatter around their lines.
 
-        Instances are drawn by themselves, but for what all of them do together: UNSHARD, REDUCE, ``synchronous`` nodes.
+        Each instance is drawn by itself, except where all do an action together: UNSHARD, REDUCE, ``synchronous``
+        stages.
         """
-        found = {}
+        costs = {}
         for action in dict.fromkeys(action for lane in schedule.lanes for action in lane.actions):
             instances = len(schedule.graph.stages[action.node].grid)
             as_one = action.microbatch < 0 or action.node in synchronous
             ratios = scatter.get((action.node, action.kind), np.ones(1))
             count = 1 if as_one else instances
             factor = random.choice(ratios, count, replace=count > len(ratios))
-            found[action] = np.broadcast_to(self.costs(planned, action) * factor, instances)
-        return found
+            costs[action] = np.broadcast_to(self.costs(planned, action) * factor, instances)
+        return costs
 
 
 def _fit(points: np.ndarray) -> tuple[float, float]:
-    """Constant and slope of a line through ``[n, 2]`` points of (FLOPs, seconds)."""
-    constant, slope = _line(points)
+    """Fit a line to points (FLOPs, seconds), ``[n, 2]``, without outliers."""
+    constant, slope = fit_line(points)
     predicted = constant + slope * points[:, 0]
     ratio = points[:, 1] / np.maximum(predicted, 1e-12)
-    kept = points[ratio <= 2 * np.median(ratio)]
-    return _line(kept if len(kept) else points)
+    usual = points[ratio <= 2 * np.median(ratio)]
+    return fit_line(usual if len(usual) else points)
 
 
-def _line(points: np.ndarray) -> tuple[float, float]:
+def fit_line(points: np.ndarray) -> tuple[float, float]:
+    """Constant and slope, both at least 0, of the least-squares line through points, ``[n, 2]``."""
     unit = points[:, 0].max(initial=0.0) or 1.0
     matrix = np.stack([np.ones(len(points)), points[:, 0] / unit], axis=1)
     (constant, slope), _ = nnls(matrix, points[:, 1])

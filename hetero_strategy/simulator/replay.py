@@ -1,7 +1,7 @@
-"""`Replay`: how long one schedule takes with many sets of durations at once. Pure.
+"""``Replay``: how long one schedule takes with many sets of durations at once. Pure.
 
-The longest path through what :func:`simulate` walks action by action, with the candidates as a numpy axis: actions that
-wait for none of each other run in one operation. Transfers take no time here, and the instances of a node run an action
+It is the longest path that :func:`simulate` walks action by action, with the candidates as a numpy axis: actions that
+do not wait for each other run in one operation. Transfers take no time here, and the instances of a stage run an action
 together.
 """
 
@@ -19,15 +19,12 @@ BLOCK = 128
 
 
 class Replay:
-    """A schedule compiled to arrays: make it once, ask it often.
+    """A schedule compiled to arrays, to be made once and asked often.
 
-    It equals ``simulate(schedule, costs, synchronous=<all nodes>).time`` with each action's slowest instance as its
-    cost. That is ``simulate(schedule, costs).time`` itself where every node has one instance, and also where the
-    instances of a node take equal time and lie in the same lanes; anywhere else it is never less: what waits here for
-    all instances waits there for some of them.
-
-    Args:
-        schedule: as the executor runs it.
+    Its times equal ``simulate(schedule, costs, synchronous=<all stages>).time`` with each action's slowest instance as
+    its cost. That is ``simulate(schedule, costs).time`` itself where every stage has one instance, and where the
+    instances of a stage take equal time and lie in the same lanes. Elsewhere it is never less: what waits here for all
+    instances waits there for some of them.
 
     Raises:
         ScheduleError: the lists cannot run.
@@ -39,7 +36,7 @@ class Replay:
         for source, targets in readers.items():
             for target in targets:
                 before[target].append(source)
-        for lane in schedule.lanes:  # F before B, and I before W, of one node: lanes have them in that order
+        for lane in schedule.lanes:  # F before B, and I before W, of one stage: lanes have them in this sequence
             for first, second in zip(lane.actions, lane.actions[1:], strict=False):
                 if first not in before[second]:
                     before[second].append(first)
@@ -47,66 +44,65 @@ class Replay:
         for action in order:
             level[action] = max((level[b] + 1 for b in before[action]), default=0)
         self.actions: tuple[Action, ...] = tuple(sorted(order, key=level.__getitem__))
-        """Every action once, in an order in which they can run."""
-        place = {action: i for i, action in enumerate(self.actions)}
-        self._levels = _levels([level[a] for a in self.actions], [[place[b] for b in before[a]] for a in self.actions])
-        self._last = np.array(sorted({place[lane.actions[-1]] for lane in schedule.lanes if lane.actions}), np.int64)
+        """Every action once, in a sequence in which they can run."""
+        index = {action: i for i, action in enumerate(self.actions)}
+        self._levels = _levels([level[a] for a in self.actions], [[index[b] for b in before[a]] for a in self.actions])
+        self._last = np.array(sorted({index[lane.actions[-1]] for lane in schedule.lanes if lane.actions}), np.int64)
         self.lines: tuple[tuple[Kind, StageId], ...] = tuple(dict.fromkeys((a.kind, a.node) for a in self.actions))
-        """What is done with microbatches: the rows of a table of costs."""
+        """Kinds of work, which are the rows of a table of costs."""
         line = {name: i for i, name in enumerate(self.lines)}
         self._line = np.array([line[a.kind, a.node] for a in self.actions], np.int64)
         self._position = np.array([max(0, a.microbatch) for a in self.actions], np.int64)
 
     def durations(self, costs: Callable[[Action], float | np.ndarray]) -> np.ndarray:
-        """Seconds of every action's slowest instance, float64 ``[actions]``, from a cost function of `simulate`."""
+        """Seconds of every action's slowest instance, float64 ``[actions]``, from costs as ``simulate`` takes them."""
         return np.array([float(np.max(costs(action))) for action in self.actions])
 
     def table(self, costs: Mapping[tuple[Kind, StageId], np.ndarray], microbatches: int) -> np.ndarray:
-        """Costs as `of_orders` takes them, float64 ``[lines, microbatches]``.
+        """Costs as ``of_orders`` takes them, float64 ``[lines, microbatches]``.
 
         Args:
             costs: seconds of every kind of work per microbatch of the step, float64 ``[microbatches]``; UNSHARD and
                 REDUCE (one number for all) take no time where they are left out.
-            microbatches: of the step.
         """
-        found = np.zeros((len(self.lines), microbatches))
+        table = np.zeros((len(self.lines), microbatches))
         for i, name in enumerate(self.lines):
             if name in costs or name[0] not in ("UNSHARD", "REDUCE"):
-                found[i] = costs[name]
-        return found
+                table[i] = costs[name]
+        return table
 
     def times(self, durations: np.ndarray) -> np.ndarray:
         """Seconds of the step, float64 ``[candidates]``.
 
         Args:
-            durations: of `actions`, float64 ``[candidates, actions]``.
+            durations: seconds of ``actions``, float64 ``[candidates, actions]``.
         """
-        found = np.empty(len(durations))
+        times = np.empty(len(durations))
         for a in range(0, len(durations), BLOCK):
-            found[a : a + BLOCK] = self._times(self._run(np.ascontiguousarray(durations[a : a + BLOCK].T)))
-        return found
+            times[a : a + BLOCK] = self._times(self._run(np.ascontiguousarray(durations[a : a + BLOCK].T)))
+        return times
 
     def of_orders(self, table: np.ndarray, orders: np.ndarray) -> np.ndarray:
         """Seconds of the step when position ``k`` of the schedule runs microbatch ``orders[:, k]``; ``[candidates]``.
 
         Args:
-            table: see `table`.
+            table: costs from ``table``.
             orders: permutations of the step's microbatches, int64 ``[candidates, microbatches]``.
         """
-        found = np.empty(len(orders))
+        times = np.empty(len(orders))
         cells = self._line * table.shape[1] + self._position
         for a in range(0, len(orders), BLOCK):
             block = np.ascontiguousarray(orders[a : a + BLOCK].T)
             by_cell = table.take(block, axis=1).reshape(-1, block.shape[1])
-            found[a : a + BLOCK] = self._times(self._run(by_cell.take(cells, axis=0)))
-        return found
+            times[a : a + BLOCK] = self._times(self._run(by_cell.take(cells, axis=0)))
+        return times
 
     def ends(self, durations: np.ndarray) -> np.ndarray:
-        """When every action ends, float64 ``[actions]``, for one set of durations ``[actions]``."""
+        """End of every action, float64 ``[actions]``, for one set of durations ``[actions]``."""
         return self._run(durations[:, None].copy())[:, 0]
 
     def _run(self, durations: np.ndarray) -> np.ndarray:
-        """Durations ``[actions, candidates]`` become ends, in place."""
+        """Turn durations ``[actions, candidates]`` into ends, in place."""
         for start, stop, before in self._levels:
             ready = durations.take(before[0], axis=0)
             for more in before[1:]:
@@ -121,8 +117,8 @@ class Replay:
 
 
 def _levels(level: list[int], before: list[list[int]]) -> list[tuple[int, int, np.ndarray]]:
-    """(first action, last + 1, what they wait for int64 ``[most, actions]``) of all levels that wait for something."""
-    found = []
+    """Levels that wait for something: first action, last + 1, and what they wait for, int64 ``[most, actions]``."""
+    levels = []
     start = 0
     for stop in range(1, len(level) + 1):
         if stop < len(level) and level[stop] == level[start]:
@@ -130,6 +126,6 @@ def _levels(level: list[int], before: list[list[int]]) -> list[tuple[int, int, n
         most = max(map(len, before[start:stop]))
         if most:  # a shorter list repeats its first
             padded = [b + [b[0]] * (most - len(b)) for b in before[start:stop]]
-            found.append((start, stop, np.ascontiguousarray(np.array(padded, np.int64).T)))
+            levels.append((start, stop, np.ascontiguousarray(np.array(padded, np.int64).T)))
         start = stop
-    return found
+    return levels

@@ -1,8 +1,8 @@
-"""`simulate`: what a schedule would cost. Pure: numpy over the very object that the executor runs.
+"""``simulate``: what a schedule would cost. Pure: numpy over the schedule that the runtime runs.
 
-All instances of a node run the same actions, so one step here handles one action of all of them at once; they are
-coupled only where ranks are shared, rows cross between modules, or all of them meet. Times then follow from any order
-in which the actions can run: a longest path, one visit per action, no clock.
+All instances of a stage run the same actions, so an action is simulated for all of them at once. They are coupled only
+where ranks are shared, rows cross between modules, or all of them meet. Times then follow from any sequence in which
+the actions can run, as a longest path: one visit per action, no clock.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hetero_strategy.simulator.order import running_order
 from hetero_strategy.simulator.result import Simulation
 
 ActionCosts = Callable[[Action], "float | np.ndarray"]
-"""Seconds of an action: one number, or float64 ``[instances of its node]``."""
+"""Gives the seconds of an action: one number, or float64 ``[instances of its stage]``."""
 RowsSent = Callable[[Action, Action], "float | np.ndarray"]
-"""Bytes that one rank of the reading action's node receives from the source action.
+"""(source action, reading action) -> bytes that one rank of the reading action's stage receives.
 
-One number, or float64 ``[target instances]``; between modules every source instance then sends an equal part. Or
-``[source instances, target instances]``: a target instance then waits only for those that send it more than 0.
-Within a module rows go from instance i to instance i.
+With one number, or float64 ``[target instances]``, every source instance of another module sends an equal part. With
+``[source instances, target instances]`` a target instance waits only for those that send it more than 0. Within a
+module rows go from instance i to instance i.
 """
 
 
@@ -38,23 +38,22 @@ def simulate(
     synchronous: Collection[StageId] = (),
     host: Host = NO_HOST,
 ) -> Simulation:
-    """Start and end of every action on every instance, and what its ranks waited for.
+    """Compute start and end of every action on every instance, and what its ranks waited for.
 
     An action of an instance starts when all its ranks have finished what their lists name before it and what it reads
-    has arrived. Transfers occupy no rank; those between the same two nodes (or others on the very same ranks) reach an
-    instance one after the other. UNSHARD and REDUCE start together on all instances of their node.
+    has arrived. Transfers occupy no rank; those between the same two stages (or others on exactly the same ranks) reach
+    an instance one after the other. UNSHARD and REDUCE start together on all instances of their stage.
 
     Args:
-        schedule: as the executor runs it.
-        costs: seconds per action.
+        costs: seconds of an action.
         links: speed of transfers; None: they take no time.
-        rows: bytes per transfer; None: 0, so that only latencies count.
-        memory: bytes per node; None: peak memory is not computed.
-        synchronous: nodes all of whose actions start together on all instances (FSDP that gathers per microbatch).
-        host: what main threads do besides; default: nothing.
+        rows: bytes of a transfer; None: 0, so that only latencies count.
+        memory: bytes of a stage; None: peak memory is not computed.
+        synchronous: stages whose actions all start together on all instances (FSDP that gathers per microbatch).
+        host: what main threads do besides actions; default: nothing.
 
     Raises:
-        ScheduleError: the lists cannot run, with the first rank, action and what it waits for.
+        ScheduleError: the lists cannot run; the message names the first rank, its action and what it waits for.
     """
     order, readers = running_order(schedule)
     account = Account(schedule, memory, host)
@@ -81,19 +80,20 @@ def simulate(
 
 @dataclass(frozen=True)
 class _Way:
-    """From the instances of one node to those of another."""
+    """Links from the instances of one stage to those of another."""
 
     latency: np.ndarray
+    """Seconds, float64 ``[source instances, target instances]``, or ``[instances]`` if ``direct``."""
     per_byte: np.ndarray
-    """Both float64 ``[source instances, target instances]``."""
+    """Seconds per byte, likewise."""
     direct: bool
-    """Instance i to instance i: both are then ``[instances]``."""
+    """Whether rows go from instance i to instance i."""
     last: np.ndarray
-    """When its last transfer arrived, float64 ``[target instances]``; shared by nodes on the same two grids."""
+    """When the last transfer arrived, float64 ``[target instances]``; shared by stages on the same two grids."""
 
 
 class _Transfers:
-    """Rows on their way: what every action that has not run yet waits for."""
+    """Rows on their way to actions that have not run yet."""
 
     def __init__(self, schedule: Schedule, links: Links, rows: RowsSent | None) -> None:
         self.inbox: dict[Action, tuple[np.ndarray, np.ndarray]] = {}

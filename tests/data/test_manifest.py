@@ -1,13 +1,36 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from hetero_strategy.data.manifest import read_manifest
+from hetero_strategy.data.manifest import Faults, Sample, parse_manifest, resolve
 from hetero_strategy.errors import DataError
 from tests.manifests import entry, write_manifest
+
+
+def read_manifest(
+    path: str | Path,
+    *,
+    fields: Sequence[str] = ("image", "audio"),
+    drawn: Sequence[str] = (),
+    media_folder: str | Path | None = None,
+    answers: bool = True,
+) -> list[Sample]:
+    """Samples of a manifest whose files exist, or one error with all faults."""
+    path = Path(path)
+    faults = Faults(path)
+    samples = parse_manifest(path, fields, answers, faults, drawn=drawn)
+    folder = Path(media_folder) if media_folder is not None else path.parent
+    for sample in samples:
+        for names in sample.items.values():
+            for name in names:
+                if not resolve(folder, name).is_file():
+                    faults.add(sample.position, f"sample '{sample.id}': {resolve(folder, name)}: file is missing")
+    faults.check()
+    return samples
 
 
 def test_ordinary_samples(tmp_path: Path) -> None:

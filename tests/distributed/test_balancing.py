@@ -40,11 +40,8 @@ PADDED = {"quadratic": 0.01, "padding": "full"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "auto": {},
     "lpt": {"policy": "lpt"},
-    "padded": {"policy": "padded", "costs": {"vision": PADDED, "llm": PADDED}},
-    "tolerance": {"policy": "tolerance", "costs": {"llm": {"quadratic": 0.1}}},
-    "conv": {"policy": "conv", "costs": {"vision": {"quadratic": 0.1, "padding": "attention"}}},
-    "disttrain": {"policy": "disttrain"},
-    "karmarkar_karp": {"policy": "karmarkar_karp"},
+    "padded": {"costs": {"vision": PADDED, "llm": PADDED}},
+    "padded attention": {"costs": {"vision": {"quadratic": 0.1, "padding": "attention"}}},
     "permute": {"rearrange": "permute"},
     "ilp": {"rearrange": "ilp"},
     "interval": {"reorder": "interval"},
@@ -118,7 +115,7 @@ def places(plan: StepPlan) -> dict[str, list[list[list[int]]]]:
 def test_every_option_changes_the_batch(pool: Pool, folders: dict[bool, str]) -> None:
     """Each option, told apart from leaving it out, in plans as ranks made them."""
     costs = {"llm": {"linear": 1.0, "quadratic": 0.1}, "vision": {"padding": "full"}, "audio": {"padding": "full"}}
-    names = ("none", "auto", "lpt", "disttrain", "karmarkar_karp", "padded")
+    names = ("none", "auto", "lpt", "round_robin")
     ways = [
         *({"policy": name, "costs": costs, "rearrange": "none"} for name in names),
         {},

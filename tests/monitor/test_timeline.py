@@ -77,8 +77,11 @@ def test_trace_is_what_perfetto_reads(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {(e["name"], e["args"]["name"]) for e in events if e["ph"] == "M" and "name" in e["args"]}
     assert {("thread_name", f"rank {r}") for r in first.ranks} <= names
-    processes = [e["args"]["name"].split(":")[0] for e in events if e["name"] == "process_name"]
-    assert processes == ["simulated", "measured"]
+    processes = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert [name.split(":")[0] for name in processes] == ["simulated", "measured"]
+    parts = {cause: part for cause, part in simulation.bubble_by_cause.items() if part >= 5e-4}
+    assert parts and all(f"{cause} {part:.1%}" in processes[0] for cause, part in parts.items())
+    assert "(" not in processes[1]
     complete = [e for e in events if e["ph"] == "X"]
     assert len(complete) == len(first.events) + len(second.events)
     assert {e["ph"] for e in events} == {"X", "M"}

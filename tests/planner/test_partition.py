@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.planner.layers import LayerCost, costs
-from hetero_strategy.planner.partition import megatron_balanced, split
+from hetero_strategy.planner.partition import split
 
 
 def every_split(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
@@ -86,43 +86,3 @@ def test_unaware_split_of_a_frozen_part_is_worse() -> None:
     assert unaware == split(passes.forward, 4) == (6, 6, 6, 6)
     slowest = [passes.staged(s).total.max() for s in (aware, unaware)]
     assert slowest == [12.0, 18.0]  # 47 units of work: 12 is the least possible
-
-
-def plainly_balanced(times: list[float], stages: int) -> float:
-    """Appendix B as printed, memo and all."""
-    memo: dict[tuple[int, int], float] = {}
-
-    def largest(last: int, stage: int) -> float:
-        if stage == 1:
-            return sum(times[:last])
-        if (last, stage) not in memo:
-            memo[last, stage] = min(max(largest(j, stage - 1), sum(times[j:last])) for j in range(stage - 1, last))
-        return memo[last, stage]
-
-    return largest(len(times), stages)
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.integers(1, 30).map(float), min_size=3, max_size=6),
-    st.lists(st.integers(1, 30).map(float), min_size=3, max_size=6),
-    st.integers(1, 2),
-    st.integers(1, 3),
-)
-def test_megatron_balanced(vision: list[float], llm: list[float], pp: int, vpp: int) -> None:
-    made = megatron_balanced({"vision": vision, "llm": llm}, pp, vpp)
-    assert len(made) == pp * vpp
-    assert {n: sum(stage.get(n, 0) for stage in made) for n in ("vision", "llm")} == {
-        "vision": len(vision),
-        "llm": len(llm),
-    }
-    order = [name for stage in made for name in stage]
-    assert order == sorted(order, reverse=True)  # vision before llm
-    counts = [sum(stage.values()) for stage in made]
-    assert max(stage_costs(vision + llm, counts)) == pytest.approx(plainly_balanced(vision + llm, pp * vpp), rel=1e-6)
-
-
-def test_megatron_balanced_mixes_modules_in_a_stage() -> None:
-    assert megatron_balanced({"vision": [1.0] * 3, "llm": [1.0] * 5}, 2) == ({"vision": 3, "llm": 1}, {"llm": 4})
-    with pytest.raises(LayoutError, match="2 layers cannot be split into 2 x 2 virtual stages"):
-        megatron_balanced({"vision": [1.0], "llm": [1.0]}, 2, 2)

@@ -106,7 +106,7 @@ def test_ten_thousand_ranks_with_encoders_on_all_of_them() -> None:
     grids = {VISION: np.arange(world)[:, None], AUDIO: np.arange(world // 2)[:, None]}
     grids |= {StageId("llm", s): np.arange(624).reshape(78, 8) + 624 * s for s in range(16)}
     schedule = scheduled("1f1b", graph_of(grids, (("vision", "llm"), ("audio", "llm"))), 64)
-    links = Links(1e-5, 1e11, 2e-5, 2e10, ranks_per_machine=8)
+    links = Links(1e-5, 1e11, 2e-5, 2e10, ranks_per_node=8)
     begin = time.perf_counter()
     found = simulate(
         schedule, lambda a: 1e-3 * cost(a), links, lambda source, target: 1e6, lambda node: Footprint(1e9, 1e8)

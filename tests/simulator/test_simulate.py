@@ -119,7 +119,7 @@ def test_bytes_of_several_senders_share_the_receivers_wire() -> None:
 
 
 def test_links_between_machines_are_slower() -> None:
-    links = Links(1.0, 10.0, inter_latency=2.0, inter_bandwidth=5.0, ranks_per_machine=2)
+    links = Links(1.0, 10.0, inter_latency=2.0, inter_bandwidth=5.0, ranks_per_node=2)
     for second, start in (([[1]], 5.0), ([[2]], 9.0), ([[0]], 1.0)):
         schedule = forwards(1, {L: np.array([[0]]), L1: np.array(second)})
         found = simulate(schedule, uniform, links, rows=lambda source, target: 30.0)
@@ -290,7 +290,7 @@ def test_ten_thousand_ranks() -> None:
     found = simulate(
         schedule,
         lambda action: UNIFORM[action.kind] * rng.uniform(0.9, 1.1, 78),
-        Links(1e-3, 1e9, 1e-2, 1e8, ranks_per_machine=8),
+        Links(1e-3, 1e9, 1e-2, 1e8, ranks_per_node=8),
         rows=lambda source, target: 1e6,
         memory=lambda node: Footprint(1.0, 1.0),
     )

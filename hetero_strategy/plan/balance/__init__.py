@@ -13,27 +13,16 @@ import numpy as np
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance.auto import automatic, greedy
 from hetero_strategy.plan.balance.cost import Cost, fit_cost, loads, lower_bound
-from hetero_strategy.plan.balance.differencing import karmarkar_karp
 from hetero_strategy.plan.balance.greedy import descending, whole
 from hetero_strategy.plan.balance.limits import fits, keep_limit
-from hetero_strategy.plan.balance.papers import conv_transformer, padded_ascending, tolerant
 
 __all__ = ["POLICIES", "Cost", "balance", "fit_cost", "loads", "lower_bound"]
 
 POLICIES: Mapping[str, str] = {
     "auto": "best for the cost: greedy and exchanges, or the shortest runs where items are padded",
-    "lpt": "longest item first, to the least loaded (OrchMLLM algorithm 1), by the items' costs alone",
-    "padded": "runs of equal padded length (OrchMLLM algorithm 2); equal speeds only",
-    "tolerance": "by length, near ties by squares (OrchMLLM algorithm 4); equal speeds only; slow",
-    "conv": "padded runs, then greedy (OrchMLLM algorithm 5); equal speeds only",
-    "disttrain": "shortest item first, to the least loaded (DistTrain algorithm 2), by the items' costs alone",
-    "karmarkar_karp": "largest differencing by the items' costs alone; equal speeds only; slow",
+    "lpt": "longest item first, to the least loaded (OrchMLLM algorithm 1), by the items' costs without padding",
     "round_robin": "item k to bin k modulo bins, whatever it costs: as sampled",
 }
-"""By name. Those by the items' costs alone know nothing of padding."""
-
-EQUAL_SPEEDS = ("padded", "tolerance", "conv", "karmarkar_karp")
-"""Policies that refuse unequal speeds."""
 
 
 def balance(
@@ -53,59 +42,44 @@ def balance(
 
     Args:
         lengths: rows of each item inside the module, at least 0, int64 ``[n]``.
-        bins: instances, or microbatches, or instances x microbatches.
-        cost: of a bin.
-        policy: name in :data:`POLICIES`.
-        speeds: of the bins, above 0, float64 ``[bins]``; None: equal.
+        bins: number of instances, of microbatches, or of both multiplied.
+        cost: what a bin costs.
+        policy: a name in :data:`POLICIES`.
+        speeds: relative speeds of the bins, above 0, float64 ``[bins]``; None: equal.
         limit: most ``sizes`` that a bin may hold (memory); None: any.
-        sizes: of the items, int64 ``[n]``; None: the lengths.
+        sizes: int64 ``[n]``; None: the lengths.
 
     Returns:
-        Bin of each item, int64 ``[n]``.
+        The bin of each item, int64 ``[n]``.
 
     Raises:
-        ConfigError: an unknown policy, one that cannot use the speeds, wrong shapes or values, or a limit that no
-            assignment keeps as far as was found.
+        ConfigError: the policy is unknown, shapes or values are wrong, or no assignment was found that keeps the limit.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     held = lengths if sizes is None else np.asarray(sizes, dtype=np.int64)
     speeds = _checked(lengths, bins, policy, speeds, limit, held)
-    where = _assigned(lengths, bins, cost, policy, speeds)
-    if limit is None or not len(lengths) or fits(where, bins, held, limit):
-        return where
-    kept = keep_limit(lengths, bins, cost, speeds, held, limit)
-    if kept is None:
+    bin_of = _assigned(lengths, bins, cost, policy, speeds)
+    if limit is None or not len(lengths) or fits(bin_of, bins, held, limit):
+        return bin_of
+    within_limit = keep_limit(lengths, bins, cost, speeds, held, limit)
+    if within_limit is None:
         raise ConfigError(
             f"balance: no assignment of {len(held)} items with {int(held.sum())} rows in all to {bins} bins was found "
             f"with at most limit={limit} in each; raise the limit or give more bins (microbatches)."
         )
-    return kept
+    return within_limit
 
 
 def _assigned(lengths: np.ndarray, bins: int, cost: Cost, policy: str, speeds: np.ndarray | None) -> np.ndarray:
     if policy == "round_robin":
         return np.arange(len(lengths), dtype=np.int64) % bins
-    if policy == "padded":
-        return padded_ascending(lengths, bins)
-    if policy == "tolerance":
-        return tolerant(lengths, bins)
-    if policy == "conv":
-        return conv_transformer(lengths, bins)
     order = descending(lengths)
+    bin_of = np.empty(len(lengths), dtype=np.int64)
     if policy == "auto":
-        found = automatic(lengths[order], bins, cost, speeds)
-    elif policy == "disttrain":
-        order = np.argsort(lengths, kind="stable")
-        weights = whole(cost.alone(lengths[order]), bins)
-        nothing = int(np.count_nonzero(weights == 0))  # adds to no load, so it may as well come last
-        order = np.roll(order, -nothing)
-        found = greedy(np.roll(weights, -nothing), bins, speeds)
+        bin_of[order] = automatic(lengths[order], bins, cost, speeds)
     else:
-        weights = whole(cost.alone(lengths[order]), bins)
-        found = karmarkar_karp(weights, bins) if policy == "karmarkar_karp" else greedy(weights, bins, speeds)
-    where = np.empty(len(lengths), dtype=np.int64)
-    where[order] = found
-    return where
+        bin_of[order] = greedy(whole(cost.alone(lengths[order]), bins), bins, speeds)
+    return bin_of
 
 
 def _checked(
@@ -116,7 +90,7 @@ def _checked(
     limit: int | None,
     sizes: np.ndarray,
 ) -> np.ndarray | None:
-    """Speeds, None where equal; raises what :func:`balance` does."""
+    """Check the arguments of :func:`balance` and return the speeds, None where they are equal."""
     if policy not in POLICIES:
         raise ConfigError(f"balance: policy={policy!r} is unknown; give one of {', '.join(POLICIES)}.")
     if bins < 1:
@@ -145,11 +119,4 @@ def _checked(
     pace = np.asarray(speeds, dtype=np.float64)
     if pace.shape != (bins,) or not np.all(np.isfinite(pace) & (pace > 0)):
         raise ConfigError(f"balance: speeds={pace.tolist()} for {bins} bins; give one number above 0 per bin.")
-    if not np.ptp(pace):
-        return None
-    if policy in EQUAL_SPEEDS:
-        raise ConfigError(
-            f"balance: policy={policy!r} takes all bins for equally fast, but speeds are {pace.min()} to {pace.max()}; "
-            "use policy='auto' or 'lpt'."
-        )
-    return pace
+    return pace if np.ptp(pace) else None

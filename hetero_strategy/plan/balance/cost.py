@@ -1,7 +1,7 @@
 """What a batch of items costs a module, what an assignment costs its instances, and the least that any can cost.
 
-The forms are OrchMLLM's (equations 1 and 2, appendix A) with a constant part per item added. Costs are in any unit of
-time: seconds where they were fitted (:func:`fit_cost`), else whatever the coefficients are in.
+The forms are OrchMLLM's (equations 1 and 2, appendix A) with a constant part per item added. Costs are in seconds where
+they were fitted (:func:`fit_cost`), otherwise in the unit of the coefficients.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import numpy as np
 from scipy.optimize import nnls
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.plan.balance.bounds import additive_bound
 from hetero_strategy.plan.balance.greedy import descending
 from hetero_strategy.plan.balance.runs import padded_runs
 
 Padding = Literal["none", "full", "attention"]
+DEEP = 256
+"""Items per bin up to which the largest items enter a bound; further down the mean is as good."""
 
 
 @dataclass(frozen=True)
@@ -51,81 +52,105 @@ class Cost:
             raise ConfigError(f"Cost: padding={self.padding!r} is unknown; give one of {', '.join(get_args(Padding))}.")
 
     def alone(self, lengths: np.ndarray) -> np.ndarray:
-        """Cost of a batch of that item alone, float64 ``[n]``; never falls with the length."""
+        """Cost of each item in a batch of its own, float64 ``[n]``; it never falls as the length grows."""
         rows = np.asarray(lengths, dtype=np.float64)
         if self.quadratic:
-            each = rows * self.quadratic
-            each += self.linear
-            each *= rows
+            costs = rows * self.quadratic
+            costs += self.linear
+            costs *= rows
         else:
-            each = rows * self.linear
+            costs = rows * self.linear
         if self.fixed:
-            each += self.fixed
-        return each
+            costs += self.fixed
+        return costs
 
 
-def loads(lengths: np.ndarray, where: np.ndarray, bins: int, cost: Cost) -> np.ndarray:
-    """Cost of every bin, float64 ``[bins]``; 0 where it has no item.
+def loads(lengths: np.ndarray, bin_of: np.ndarray, bins: int, cost: Cost) -> np.ndarray:
+    """Cost of every bin, float64 ``[bins]``; 0 where a bin has no item.
 
     Args:
         lengths: rows of each item, int64 ``[n]``.
-        where: bin of each item, int64 ``[n]``.
+        bin_of: bin of each item, int64 ``[n]``.
     """
     if cost.padding == "none":
-        return np.bincount(where, weights=cost.alone(lengths), minlength=bins)
+        return np.bincount(bin_of, weights=cost.alone(lengths), minlength=bins)
     rising = descending(lengths)[::-1]
     longest = np.zeros(bins)
-    longest[where[rising]] = lengths[rising]  # of the items of a bin the last one, the longest, stays
-    items = np.bincount(where, minlength=bins)
+    longest[bin_of[rising]] = lengths[rising]  # of several items of a bin numpy keeps the last, which is the longest
+    items = np.bincount(bin_of, minlength=bins)
     if cost.padding == "full":
         return items * cost.alone(longest)
-    own = np.bincount(where, weights=lengths, minlength=bins) * cost.linear
+    own = np.bincount(bin_of, weights=lengths, minlength=bins) * cost.linear
     return own + items * (cost.fixed + cost.quadratic * longest**2)
 
 
 def lower_bound(lengths: np.ndarray, bins: int, cost: Cost, speeds: np.ndarray | None = None) -> float:
-    """No assignment has a smaller ``max(load / speed)``.
+    """A value that the largest ``load / speed`` of no assignment is below.
 
-    The cost of all items alone, spread over all bins, and bounds from the largest items
-    (:func:`~hetero_strategy.plan.balance.bounds.additive_bound`); with full padding and equal speeds the bound that
-    the search for the shortest runs, which are optimal, cannot undercut.
+    It follows from the costs of the items alone (:func:`additive_bound`) and, with full padding and equal speeds, from
+    the search for the shortest runs, which are optimal.
 
     Args:
         lengths: rows of each item, int64 ``[n]``.
-        speeds: of each bin, float64 ``[bins]``; None: 1.
+        speeds: float64 ``[bins]``; None: 1.
     """
     alone = np.sort(cost.alone(lengths))[::-1]
     if speeds is not None and np.ptp(speeds):
         return additive_bound(alone, bins, np.asarray(speeds, dtype=np.float64))
     least = additive_bound(alone, bins)
     if cost.padding == "full":
-        found = padded_runs(alone, bins)
-        least = least if found is None else max(least, found[0])
+        runs = padded_runs(alone, bins)
+        least = least if runs is None else max(least, runs[0])
     return least / (1.0 if speeds is None else float(speeds[0]))
 
 
-def fit_cost(batches: Sequence[np.ndarray], seconds: Sequence[float] | np.ndarray, padding: Padding = "none") -> Cost:
-    """The cost whose times are nearest to measured ones, by non-negative least squares of the relative errors.
+def additive_bound(falling: np.ndarray, bins: int, speeds: np.ndarray | None = None) -> float:
+    """A value that the largest ``sum of costs / speed`` of no assignment is below.
+
+    With equal speeds it is the largest of the mean and, for every k, the k + 1 least of the k * bins + 1 largest items,
+    because some bin has k + 1 of these. With unequal speeds it is the largest of all items on all bins and, for every
+    k, the k largest items on the k fastest bins.
 
     Args:
-        batches: rows of each item, one array per measured batch.
-        seconds: what each batch took.
-        padding: form of the cost.
+        falling: cost of each item, never rising, ``[n]``.
+        speeds: float64 ``[bins]``; None: 1.
+    """
+    n = len(falling)
+    if not n:
+        return 0.0
+    if speeds is None:
+        least = float(falling.sum()) / bins
+        for more in range(min((n - 1) // bins, DEEP) + 1):
+            last = more * bins + 1
+            least = max(least, float(falling[last - more - 1 : last].sum()))
+        return least
+    fastest = np.sort(speeds)[::-1]
+    first = min(n, bins)
+    together = np.cumsum(falling[:first]) / np.cumsum(fastest[:first])
+    return max(float(falling.sum() / speeds.sum()), float(together.max()))
+
+
+def fit_cost(batches: Sequence[np.ndarray], seconds: Sequence[float] | np.ndarray, padding: Padding = "none") -> Cost:
+    """Fit a cost to measured times by non-negative least squares of the relative errors.
+
+    Args:
+        batches: rows of each item, one array per measured batch; empty batches are left out.
+        seconds: time of each batch.
 
     Raises:
-        ConfigError: not one time per batch, no batch with an item, or a time that is not above 0.
+        ConfigError: there is not one time per batch, no batch has an item, or a time is not above 0.
     """
     times = np.asarray(seconds, dtype=np.float64)
     if len(times) != len(batches):
         raise ConfigError(f"fit_cost: {len(batches)} batches but {len(times)} times; give one time per batch.")
-    kept = [i for i, batch in enumerate(batches) if len(batch)]
-    times = times[kept]
+    filled = [i for i, batch in enumerate(batches) if len(batch)]
+    times = times[filled]
     if not len(times) or not np.all(np.isfinite(times) & (times > 0)):
         raise ConfigError(
             f"fit_cost: {len(times)} batches with items, shortest time {times.min(initial=np.inf)} s; "
             "give at least one batch with an item, and times above 0."
         )
-    terms = np.array([_terms(np.asarray(batches[i], dtype=np.float64), padding) for i in kept])
+    terms = np.array([_terms(np.asarray(batches[i], dtype=np.float64), padding) for i in filled])
     scaled = terms / times[:, None]
     size = np.linalg.norm(scaled, axis=0)
     size[size == 0] = 1.0
@@ -134,7 +159,7 @@ def fit_cost(batches: Sequence[np.ndarray], seconds: Sequence[float] | np.ndarra
 
 
 def _terms(rows: np.ndarray, padding: Padding) -> tuple[float, float, float]:
-    """What fixed, linear and quadratic of a cost are multiplied with for one batch."""
+    """What the fixed, linear and quadratic coefficients are multiplied with for one batch."""
     items, longest = len(rows), float(rows.max())
     own, squares = float(rows.sum()), float((rows * rows).sum())
     return items, items * longest if padding == "full" else own, squares if padding == "none" else items * longest**2

@@ -1,4 +1,4 @@
-"""Greedy number partitioning without a heap: whole rounds of items at a time, item for item what the heap would do."""
+"""Greedy number partitioning in whole rounds of items, item for item what a heap would do; then exchanges of items."""
 
 from __future__ import annotations
 
@@ -7,25 +7,31 @@ import math
 
 import numpy as np
 
+from hetero_strategy import ragged
+
 FEW = 32
-"""Items of a round below which a heap deals the next ones faster: few bins are behind, and small items fill them."""
+"""Rounds of fewer items are left to a heap, which is then faster: few bins are behind, and small items fill them."""
 HEAPED = 1024
 """Items that the heap then deals."""
 SMALL = 16
-"""Mean loads are at least so many items where, with unequal speeds, an item counts as small."""
+"""With unequal speeds an item is small if the mean load is at least this many times its weight."""
+ROUNDS = 40
+"""Most rounds of exchanges."""
+TRIES = 3
+"""Rounds in a row that may leave the longest time as it is, each with other partners."""
+WORK = 1 << 18
+"""Pairs of items compared in a round of exchanges; this sets how many items of a bin are looked at."""
+ITEMS = (16, 64)
+"""Fewest and most items of a bin that are looked at, whatever the work; one of them is "nothing"."""
 
 
 def descending(lengths: np.ndarray) -> np.ndarray:
     """Items by falling length, ties by item number, int64 ``[n]``."""
-    if not len(lengths):
-        return np.zeros(0, dtype=np.int64)
-    short = lengths.max() - lengths
-    # numpy sorts 16 bits by radix, five times as fast as 64 bits by merging
-    return np.argsort(short.astype(np.uint16) if short.max() < 1 << 16 else short, kind="stable")
+    return ragged.argsort_small(lengths.max(initial=0) - lengths)
 
 
 def whole(weights: np.ndarray, bins: int) -> np.ndarray:
-    """Weights times one power of two, rounded to int64, so that their sum leaves room for a bin number below it.
+    """Scale weights by one power of two and round them to int64, so that their sum leaves room for a bin number.
 
     Whole weights of up to 2^40 in total stay exact. Sums no longer depend on their order, so all ranks agree.
     """
@@ -45,11 +51,11 @@ def deal(weights: np.ndarray, bins: int, start: np.ndarray | None = None) -> tup
     ride in the low bits of their loads, which breaks ties and spares an argsort.
 
     Args:
-        weights: int64 ``[n]``, from :func:`whole`; those at the end that are 0 are dealt in turn.
-        start: loads before the first item, int64 ``[bins]``.
+        weights: int64 ``[n]``, from :func:`whole`; weights of 0 at the end are dealt to the bins in turn.
+        start: loads before the first item, int64 ``[bins]``; None: 0.
 
     Returns:
-        (bin of each item int64 ``[n]``, loads int64 ``[bins]``).
+        The bin of each item, int64 ``[n]``, and the loads, int64 ``[bins]``.
     """
     n, bits = len(weights), (bins - 1).bit_length()
     keys = np.arange(bins, dtype=np.int64)
@@ -57,79 +63,80 @@ def deal(weights: np.ndarray, bins: int, start: np.ndarray | None = None) -> tup
         keys += start << bits
         keys.sort()
     steps = weights << bits
-    where = np.empty(n, dtype=np.int64)
-    at, end = 0, _weighing(weights)
-    while at < end:
-        count = min(bins, end - at)
-        after = keys[:count] + steps[at : at + count]
+    bin_of = np.empty(n, dtype=np.int64)
+    done, end = 0, _weighing(weights)
+    while done < end:
+        count = min(bins, end - done)
+        after = keys[:count] + steps[done : done + count]
         count = _round(keys[:count], after)
-        if count < min(FEW, bins, end - at):
-            count = min(HEAPED, end - at)
-            where[at : at + count], keys = _heaped(steps[at : at + count], keys)
+        if count < min(FEW, bins, end - done):
+            count = min(HEAPED, end - done)
+            bin_of[done : done + count], keys = _heaped(steps[done : done + count], keys)
         else:
-            where[at : at + count] = keys[:count]
+            bin_of[done : done + count] = keys[:count]
             keys[:count] = after[:count]
         keys.sort(kind="stable")  # two runs that are nearly sorted
-        at += count
-    where[end:] = np.resize(keys, n - end)
+        done += count
+    bin_of[end:] = np.resize(keys, n - end)
     mask = (1 << bits) - 1
-    where &= mask
+    bin_of &= mask
     loads = np.empty(bins, dtype=np.int64)
     loads[keys & mask] = keys >> bits
-    return where, loads
+    return bin_of, loads
 
 
 def deal_by_speed(weights: np.ndarray, speeds: np.ndarray) -> np.ndarray:
-    """Give each item, in the order given, to the bin that would be done with it first, int64 ``[n]``.
+    """Give each item, in the order given, to the bin that would finish it first; bin of each item, int64 ``[n]``.
 
-    The rule of Gonzalez, Ibarra and Sahni (1977) for bins of unequal speeds. A round uses its first item's weight for
-    all its items, and has none of less than 0.9 of it, so it is exact where items are equal and near it elsewhere.
+    This is the rule of Gonzalez, Ibarra and Sahni (1977) for bins of unequal speeds. A round takes all its items for as
+    heavy as the first one and ends before an item of less than 0.9 of that, so it is exact where items are equal and
+    nearly exact elsewhere.
 
     Args:
         weights: int64 ``[n]``, from :func:`whole`.
-        speeds: of each bin, above 0, float64 ``[bins]``.
+        speeds: above 0, float64 ``[bins]``.
     """
     n, bins = len(weights), len(speeds)
     bits = (bins - 1).bit_length()
     mask = (1 << bits) - 1
     slow = speeds.max() / speeds
-    # Times in steps of 2^-40 of the longest that can be: on the fastest bin all items, on any bin one more.
+    # Times are counted in 2^-40 of the longest possible one: all items on the fastest bin and one more on the slowest.
     unit = 2.0**40 / max(1.0, float(weights.sum()) + float(weights.max(initial=0)) * float(slow.max()))
     loads = np.zeros(bins)
     numbers = np.arange(bins, dtype=np.int64)
-    where = np.empty(n, dtype=np.int64)
-    at, end = 0, _weighing(weights)
+    bin_of = np.empty(n, dtype=np.int64)
+    done, end = 0, _weighing(weights)
     steps = weights.astype(np.float64)
-    while at < end:
-        keys = ((loads + steps[at]) * (slow * unit)).astype(np.int64) << bits
+    while done < end:
+        keys = ((loads + steps[done]) * (slow * unit)).astype(np.int64) << bits
         keys |= numbers
         keys.sort()
-        chosen = keys[: min(bins, end - at)] & mask
-        times = (loads[chosen] + steps[at]) * slow[chosen]
-        similar = steps[at : at + len(chosen)]
-        similar = similar[similar >= 0.9 * steps[at]] if similar[0] >= similar[-1] else similar[:1]
+        chosen = keys[: min(bins, end - done)] & mask
+        times = (loads[chosen] + steps[done]) * slow[chosen]
+        similar = steps[done : done + len(chosen)]
+        similar = similar[similar >= 0.9 * steps[done]] if similar[0] >= similar[-1] else similar[:1]
         times = times[: len(similar)]
         count = _round(times, times + similar * slow[chosen[: len(similar)]])
-        if count < min(FEW, bins, end - at) and SMALL * steps[at] < loads.mean():
-            count = min(HEAPED, end - at)
-            where[at : at + count] = _heaped_by_time(steps[at : at + count], loads, slow)
+        if count < min(FEW, bins, end - done) and SMALL * steps[done] < loads.mean():
+            count = min(HEAPED, end - done)
+            bin_of[done : done + count] = _heaped_by_time(steps[done : done + count], loads, slow)
         else:
-            where[at : at + count] = chosen[:count]
-            loads[chosen[:count]] += steps[at : at + count]
-        at += count
-    where[end:] = np.resize(numbers, n - end)
-    return where
+            bin_of[done : done + count] = chosen[:count]
+            loads[chosen[:count]] += steps[done : done + count]
+        done += count
+    bin_of[end:] = np.resize(numbers, n - end)
+    return bin_of
 
 
 def _heaped(steps: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(key of the bin that each item goes to, keys thereafter): the plain algorithm."""
+    """Deal by the plain algorithm: key of the bin that each item goes to, and the keys afterwards."""
     heap = keys.tolist()  # sorted, so a heap
     chosen = [heapq.heapreplace(heap, heap[0] + step) for step in steps.tolist()]
     return np.array(chosen, dtype=np.int64), np.array(heap, dtype=np.int64)
 
 
 def _heaped_by_time(steps: np.ndarray, loads: np.ndarray, slow: np.ndarray) -> list[int]:
-    """Bin of each item; adds to the loads. Small items may as well go to the bin that is done with its others first."""
+    """Give each small item to the bin that is done with its others first, and add it to ``loads``; bin of each item."""
     paces, held = slow.tolist(), loads.tolist()
     heap = [(load * pace, number) for number, (load, pace) in enumerate(zip(held, paces, strict=True))]
     heapq.heapify(heap)
@@ -144,7 +151,7 @@ def _heaped_by_time(steps: np.ndarray, loads: np.ndarray, slow: np.ndarray) -> l
 
 
 def _weighing(weights: np.ndarray) -> int:
-    """Number of items before those at the end that weigh nothing, which a heap would all give to one bin."""
+    """Number of items up to the last that weighs anything; a heap would give all later ones to one bin."""
     if len(weights) and weights[-1] == 0:
         heavy = np.flatnonzero(weights)
         return int(heavy[-1]) + 1 if len(heavy) else 0
@@ -152,10 +159,93 @@ def _weighing(weights: np.ndarray) -> int:
 
 
 def _round(loads: np.ndarray, after: np.ndarray) -> int:
-    """Number of bins, in the order of their loads, that get an item before any of them gets its second."""
+    """Number of bins, by rising load, that get an item before any of them gets its second."""
     early = loads[1:] > np.minimum.accumulate(after)[:-1]
     if len(early):
         first = int(early.argmax())
         if early[first]:
             return first + 1
     return len(loads)
+
+
+def exchange(
+    weights: np.ndarray, bin_of: np.ndarray, speeds: np.ndarray, target: float, group: np.ndarray | None = None
+) -> np.ndarray:
+    """Swap pairs of items, or move single ones, between bins so that the largest ``load / speed`` falls.
+
+    In a round the bin with the longest time meets the one with the shortest, the second the second, and so on; each
+    pair makes the exchange that brings its two times nearest to each other, if the longer one becomes shorter. The
+    largest time never grows. Rounds end at the target, or where no partner helps the bin with the longest time. Of
+    large bins only items spread evenly over their weights are looked at: their differences are many enough. For
+    example, loads of 9 and 5 become level by an exchange of the items 5 and 3:
+
+    >>> exchange(np.array([5, 4, 3, 2]), np.array([0, 0, 1, 1]), np.ones(2), 7.0)
+    array([1, 0, 0, 1])
+
+    Args:
+        weights: never rising, ``[n]``.
+        bin_of: bin of each item, int64 ``[n]``.
+        speeds: float64 ``[bins]``.
+        target: largest time that is good enough.
+        group: group of each bin, int64 ``[bins]``: items stay in their bin's group. None: all bins are one group.
+
+    Returns:
+        The new bin of each item, int64 ``[n]``.
+    """
+    bins = len(speeds)
+    group = np.zeros(bins, dtype=np.int64) if group is None else group
+    sizes = np.bincount(group)
+    first, pairs = ragged.starts(sizes), sizes // 2
+    total = int(pairs.sum())
+    if not total or not len(weights):
+        return bin_of
+    turn = ragged.within(pairs)  # the heaviest bin of a group has turn 0
+    top, bottom, count = (np.repeat(x, pairs) for x in (first + sizes - 1, first, pairs))
+    load = np.bincount(bin_of, weights=weights, minlength=bins)
+    table = _table(weights, bin_of, bins, min(max(int((WORK / total) ** 0.5), ITEMS[0]), ITEMS[1]))
+    heavy = np.append(weights, 0).astype(np.float64)[table]  # item -1, nothing, weighs nothing
+    failed = idle = 0
+    for _ in range(ROUNDS):
+        time = load / speeds
+        by_time = np.lexsort((time, group))
+        high = by_time[top - turn]
+        above = time[high] > target
+        if not above.any() or idle == TRIES:
+            break
+        high, low = high[above], by_time[bottom + (turn + failed * (1 + count // 7)) % count][above]
+        fast, slow = speeds[high], speeds[low]
+        ideal = (load[high] * slow - load[low] * fast) / (fast + slow)
+        # |difference - ideal| of all items of the one with all of the other
+        off = (heavy[high] - ideal[:, None])[:, :, None] - heavy[low][:, None, :]
+        nearest = np.abs(off, out=off).reshape(len(high), -1).argmin(1)
+        give, take = np.divmod(nearest, table.shape[1])
+        moved = heavy[high, give] - heavy[low, take]
+        gain = np.maximum((load[high] - moved) / fast, (load[low] + moved) / slow) < time[high]
+        failed = 0 if gain[time[high].argmax()] else failed + 1
+        idle = 0 if gain.any() else idle + 1
+        high, low, give, take, moved = high[gain], low[gain], give[gain], take[gain], moved[gain]
+        load[high] -= moved
+        load[low] += moved
+        for items in (table, heavy):
+            items[high, give], items[low, take] = items[low, take], items[high, give]
+    exchanged = np.append(bin_of, 0)
+    exchanged[table] = np.arange(bins)[:, None]
+    return exchanged[:-1]
+
+
+def _table(weights: np.ndarray, bin_of: np.ndarray, bins: int, columns: int) -> np.ndarray:
+    """Items of each bin that differ in weight, evenly chosen where there are too many, and at least one -1 after them;
+    int64 ``[bins, columns]``.
+    """
+    items = ragged.argsort_small(bin_of)  # items come by falling weight, and a stable sort keeps that within a bin
+    owner, heavy = bin_of[items], weights[items]
+    different = np.ones(len(items), dtype=bool)
+    different[1:] = (heavy[1:] != heavy[:-1]) | (owner[1:] != owner[:-1])
+    items = items[different]
+    counts = np.bincount(owner[different], minlength=bins)[:, None]
+    chosen = np.arange(columns - 1)
+    chosen = np.where(counts < columns, chosen, chosen * counts // (columns - 1))
+    first = np.cumsum(counts)[:, None] - counts
+    table = np.full((bins, columns), -1, dtype=np.int64)
+    table[:, :-1] = np.where(chosen < counts, items[np.minimum(first + chosen, len(items) - 1)], -1)
+    return table

@@ -1,10 +1,10 @@
 """Which instance, hence which node, computes which balanced mini-batch: bytes between nodes are the slow ones.
 
-Post-balancing decides which items share an instance, not which instance that is. Two ways to use the freedom:
+Post-balancing decides which items share an instance, not which instance that is. There are two ways to use this:
 
 * :func:`place_batches` and :func:`place_items` permute whole mini-batches over the instances (OrchMLLM section 5.2.2,
   algorithm 3). No load changes.
-* :func:`balance_near_home` balances so that only what a node has too much of leaves it. Batches differ, loads do not.
+* :func:`balance_near_home` balances so that only what a node has too much of leaves it. Batches change, loads hardly.
 
 Pure numpy; only the integer program needs cvxpy.
 """
@@ -17,13 +17,12 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.nodes.near_home import balance_near_home
 from hetero_strategy.plan.nodes.placement_ilp import PlacementSolution, solve_placement
 from hetero_strategy.plan.nodes.propose import place_items
-from hetero_strategy.plan.nodes.volume import bytes_between, item_bytes_between, volumes
+from hetero_strategy.plan.nodes.slots import item_bytes_between, volumes
 
 __all__ = [
     "METHODS",
     "PlacementSolution",
     "balance_near_home",
-    "bytes_between",
     "item_bytes_between",
     "place_batches",
     "place_items",
@@ -47,25 +46,25 @@ def place_batches(
     classes: np.ndarray | None = None,
     time_limit: float = 60.0,
 ) -> np.ndarray:
-    """Slot (instance) of each balanced mini-batch, such that sources send little to other nodes.
+    """Choose a slot (an instance) for each balanced mini-batch, such that sources send little to other nodes.
 
-    Least maximum over sources of bytes to other nodes (OrchMLLM section 5.2.2). No method is worse in it than leaving
-    batch ``b`` on slot ``b``; the fast one is not in the total either.
+    The aim is the least maximum over sources of bytes to other nodes (OrchMLLM section 5.2.2). No method is worse in
+    this than leaving batch ``b`` on slot ``b``; the fast one is no worse in the total either.
 
     Args:
         volume: bytes of each source in each batch, float64 ``[sources, batches]`` (:func:`volumes`).
         source_node: node of each source, int64 ``[sources]``.
-        slot_node: node of each slot (its first rank's), int64 ``[batches]``: as many slots as batches.
-        method: of :data:`METHODS`.
-        classes: int64 ``[batches]``, of slots and of the batches balanced for them: a batch stays in its class (slots
-            of one speed).
-        time_limit: seconds the integer program may take.
+        slot_node: node of each slot (of its first rank), int64 ``[batches]``: there are as many slots as batches.
+        method: a name in :data:`METHODS`.
+        classes: class (speed) of each slot and of the batch balanced for it, int64 ``[batches]``: a batch stays in its
+            class. None: all are alike.
+        time_limit: seconds that the integer program may take.
 
     Returns:
-        A permutation, int64 ``[batches]``.
+        The slot of each batch, a permutation, int64 ``[batches]``.
 
     Raises:
-        ConfigError: an unknown method, shapes that do not fit, or an integer program that is not solved in time.
+        ConfigError: the method is unknown, shapes do not fit, or the integer program is not solved in time.
     """
     if method not in METHODS:
         raise ConfigError(f"data.nodes: method {method!r} is not one of {', '.join(METHODS)}")
@@ -75,20 +74,14 @@ def place_batches(
             f"data.nodes: volume has shape {volume.shape}, but there are {len(source_node)} sources and "
             f"{len(slot_node)} slots; give one row per source and one column per batch, as many batches as slots"
         )
-    if method == "ilp":
-        return _solved(volume, source_node, slot_node, classes, time_limit)
-    source, batch = np.nonzero(volume)
-    return place_items(volume[source, batch], source, batch, source_node, slot_node, classes=classes)
-
-
-def _solved(
-    volume: np.ndarray, source_node: np.ndarray, slot_node: np.ndarray, classes: np.ndarray | None, time_limit: float
-) -> np.ndarray:
-    found = solve_placement(volume, source_node, slot_node, classes=classes, time_limit=time_limit)
-    if not found.optimal or found.slots is None:
-        # What a stopped search holds depends on the machine's speed, and ranks would disagree (law 7).
+    if method != "ilp":
+        source, batch = np.nonzero(volume)
+        return place_items(volume[source, batch], source, batch, source_node, slot_node, classes=classes)
+    solution = solve_placement(volume, source_node, slot_node, classes=classes, time_limit=time_limit)
+    if not solution.optimal or solution.slots is None:
+        # What a search holds when it is stopped depends on the processor's speed, and ranks would disagree (law 7).
         raise ConfigError(
             f"data.nodes: method 'ilp' did not solve {len(slot_node)} batches on {len(np.unique(slot_node))} nodes in "
             f"{time_limit:g} s; use method 'fast', or a larger time_limit"
         )
-    return found.slots
+    return solution.slots

@@ -6,8 +6,8 @@ import numpy as np
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.plan.balance.greedy import deal, whole
-from hetero_strategy.plan.nodes.level import even_out, narrow, spread
+from hetero_strategy.plan.balance.greedy import deal, exchange, whole
+from hetero_strategy.plan.nodes.level import heavy_first, spread
 from hetero_strategy.plan.nodes.propose import place_items
 from hetero_strategy.plan.nodes.slots import cell_of
 
@@ -15,30 +15,27 @@ _SCATTER = 40503
 """Odd, near 2^16 divided by the golden ratio: neighbouring item numbers come far apart when multiplied by it."""
 
 _FEW = 16
-"""Items per slot up to which the plain balance, its batches permuted, may let less leave: it is looked at too."""
+"""Items per slot up to which permuting the batches of a plain balance is tried too, as less may leave then."""
 
 _LAST = 64
-"""Items among which the one is chosen that completes what leaves a node."""
+"""Items among which the last one that leaves a node is chosen."""
 
 
 def balance_near_home(
     weights: np.ndarray, home: np.ndarray, slot_node: np.ndarray, *, tolerance: float = 0.002
 ) -> np.ndarray:
-    """Slot of each item, such that slots are level and few items leave their node.
+    """Assign items to slots so that slots are level and few items leave their node; slot of each item, int64 ``[n]``.
 
-    Permuting whole balanced batches (OrchMLLM section 5.2.2) can save little where each batch has items from
-    everywhere. Here only what a node has above its part of the total leaves it, to nodes which have less; then each
-    node levels its own slots. A load is at most ``1 + tolerance`` times the least that any balance must reach; or,
-    where that is not found (few items, or large ones), what the longest-processing-time rule reaches over all slots.
+    Permuting whole balanced batches (OrchMLLM section 5.2.2) saves little where each batch has items from everywhere.
+    Here only what a node has above its part of the total leaves it, for nodes that have less; then each node levels its
+    own slots. The largest load is at most ``1 + tolerance`` times the least that any balance must reach or, where that
+    is not found (few items, or large ones), times what the longest-processing-time rule reaches over all slots.
 
     Args:
-        weights: of each item, additive (padded batches have no such cost), float64 ``[n]``, not negative.
-        home: node of each item, int64 ``[n]``; one without slots, as -1, lets the item go anywhere.
+        weights: additive costs (padded batches have none), not negative, float64 ``[n]``.
+        home: node of each item, int64 ``[n]``. An item whose node has no slots, such as -1, may go anywhere.
         slot_node: node of each slot, int64 ``[slots]``. Slots are equally fast.
-        tolerance: how much of the largest load may be given for what stays.
-
-    Returns:
-        Slot of each item, int64 ``[n]``.
+        tolerance: how far the largest load may rise so that more items stay.
 
     Raises:
         ConfigError: no slots, a negative tolerance, weights that are negative or not finite, or lengths that differ.
@@ -62,24 +59,24 @@ def balance_near_home(
 def _near(
     weights: np.ndarray, cell: np.ndarray, of_slot: np.ndarray, lowest: float, tolerance: float
 ) -> tuple[np.ndarray, float]:
-    """Slot of each item, and the largest load: meant to be at most ``lowest * (1 + tolerance)``, but not assured."""
+    """Slot of each item, and the largest load, which is meant to be at most ``lowest * (1 + tolerance)``."""
     slots = np.bincount(of_slot)
     cell = _settle(weights, cell, slots, lowest * (1.0 + tolerance / 2))
-    numbers = np.argsort(of_slot, kind="stable")  # slots by cell
-    first = ragged.starts(slots)
+    numbers, first = ragged.group_by(of_slot, len(slots))  # slots by cell
     size = (np.arange(int(slots.max()))[None, :] < slots[:, None]).astype(np.float64)
     slot = numbers[first[cell] + spread(weights, cell, np.zeros(size.shape), size)]
     limit = lowest * (1.0 + tolerance)
     load = np.bincount(slot, weights, len(of_slot))
-    for group in (of_slot, np.zeros_like(of_slot)):  # inside nodes, then, where that does not do, across them
+    for group in (of_slot, None):  # inside nodes and then, if that is not enough, across them
         if load.max() > limit:
-            slot = even_out(weights, slot, load, group, limit)
+            falling = heavy_first(weights, np.zeros(len(weights), dtype=np.int64))
+            slot[falling] = exchange(weights[falling], slot[falling], np.ones(len(of_slot)), limit, group)
             load = np.bincount(slot, weights, len(of_slot))
     return slot, float(load.max())
 
 
 def _lowest(weights: np.ndarray, slots: int) -> float:
-    """No balance has a smaller largest load: the mean, the heaviest item, and two of the ``slots + 1`` heaviest."""
+    """A bound of the largest load from the mean, the heaviest item, and two of the ``slots + 1`` heaviest items."""
     lowest = max(float(weights.sum()) / slots, float(weights.max(initial=0.0)))
     if len(weights) > slots and 2 * float(weights.max()) > lowest:
         heavy = np.partition(weights, len(weights) - slots - 1)[len(weights) - slots - 1 :]
@@ -88,7 +85,7 @@ def _lowest(weights: np.ndarray, slots: int) -> float:
 
 
 def _settle(weights: np.ndarray, cell: np.ndarray, slots: np.ndarray, limit: float) -> np.ndarray:
-    """Cell of each item: its home's, except for items without one and what a cell has above ``limit`` per slot."""
+    """Cell of each item: its home's, except for items without a home and what a cell has above ``limit`` per slot."""
     count, room = len(slots), slots * limit
     homed = np.flatnonzero(cell >= 0)
     load = np.bincount(cell[homed], weights[homed], count)
@@ -97,33 +94,31 @@ def _settle(weights: np.ndarray, cell: np.ndarray, slots: np.ndarray, limit: flo
     crowded = np.flatnonzero(over > 0)
     if len(crowded):
         # In a scattered order, so that no instance of a node sends most of what leaves it.
-        mine = homed[over[cell[homed]] > 0]
-        mine = mine[np.argsort(((mine * _SCATTER) & 0xFFFF).astype(np.uint16), kind="stable")]
-        mine = mine[np.argsort(narrow(cell[mine]), kind="stable")]
-        of = (np.cumsum(over > 0) - 1)[cell[mine]]
-        running = np.cumsum(weights[mine])
-        begin = np.searchsorted(of, np.arange(len(crowded)))
-        within = running - (running - weights[mine])[begin][of]
-        leaves = within <= over[crowded][of]
-        moving[mine[leaves]] = True
-        number = np.bincount(of[leaves], minlength=len(crowded))
-        rest = over[crowded] - np.bincount(of[leaves], weights[mine[leaves]], len(crowded))
-        near = ~leaves & (np.arange(len(mine)) < (begin + number + _LAST)[of])
-        moving[_last(weights, mine[near], of[near], rest)] = True
+        items = homed[over[cell[homed]] > 0]
+        items = items[np.argsort(((items * _SCATTER) & 0xFFFF).astype(np.uint16), kind="stable")]
+        items = items[ragged.argsort_small(cell[items])]
+        owner = (np.cumsum(over > 0) - 1)[cell[items]]  # which of the crowded cells
+        running = np.cumsum(weights[items])
+        begin = np.searchsorted(owner, np.arange(len(crowded)))
+        within = running - (running - weights[items])[begin][owner]
+        leaves = within <= over[crowded][owner]
+        moving[items[leaves]] = True
+        number = np.bincount(owner[leaves], minlength=len(crowded))
+        rest = over[crowded] - np.bincount(owner[leaves], weights[items[leaves]], len(crowded))
+        near = ~leaves & (np.arange(len(items)) < (begin + number + _LAST)[owner])
+        moving[_last(weights, items[near], owner[near], rest)] = True
         load = np.bincount(cell[~moving], weights[~moving], count)
     pool = np.flatnonzero(moving)
     if not len(pool):
         return cell
     settled = cell.copy()
-    column = spread(
-        weights[pool], np.zeros(len(pool), dtype=np.int64), load[None, :], slots[None, :].astype(np.float64)
-    )
-    settled[pool] = column
+    together = np.zeros(len(pool), dtype=np.int64)
+    settled[pool] = spread(weights[pool], together, load[None, :], slots[None, :].astype(np.float64))
     return settled
 
 
 def _last(weights: np.ndarray, items: np.ndarray, group: np.ndarray, rest: np.ndarray) -> np.ndarray:
-    """Of each group's items, the lightest that weighs at least ``rest``; none where none does, or nothing is left."""
+    """The lightest item of each group that weighs at least ``rest``; none where no item does or ``rest <= 0``."""
     enough = (weights[items] >= rest[group]) & (rest[group] > 0)
     items, group = items[enough], group[enough]
     order = np.lexsort((items, weights[items], group))
@@ -135,7 +130,7 @@ def _last(weights: np.ndarray, items: np.ndarray, group: np.ndarray, rest: np.nd
 
 
 def _plain(weights: np.ndarray, cell: np.ndarray, nodes: np.ndarray, slot_node: np.ndarray) -> np.ndarray:
-    """The longest-processing-time rule over all slots, then whole batches to the nodes that hold most of them."""
+    """Slot of each item by the longest-processing-time rule, whole batches on the nodes that hold most of them."""
     units = whole(weights, len(slot_node))
     order = np.argsort(-units, kind="stable")
     batch = np.empty(len(weights), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""OrchMLLM's algorithm 3: node-wise rearrangement as an integer linear program, and its bound."""
+"""OrchMLLM's algorithm 3: node-wise rearrangement as an integer linear program, and a bound from it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class PlacementSolution:
     """What the solver found."""
 
     slots: np.ndarray | None
-    """Slot of each batch, int64 ``[batches]``; None: no placement in time, or the relaxation."""
+    """Slot of each batch, int64 ``[batches]``; None: no placement was found in time, or only the relaxation solved."""
     bound: float
     """No placement has a smaller maximum over sources of bytes to other nodes."""
     optimal: bool
-    """``slots`` are proven best (the solver's gap: 0.01 %)."""
+    """Whether ``slots`` are proven best, up to the solver's gap of 0.01 %."""
 
 
 def solve_placement(
@@ -32,18 +32,14 @@ def solve_placement(
     time_limit: float = 60.0,
     relax: bool = False,
 ) -> PlacementSolution:
-    """Least maximum over sources of bytes to other nodes, over all placements of batches on nodes.
+    """Find the least maximum over sources of bytes to other nodes, over all placements of batches on nodes.
 
-    Variables ``[batches, nodes]``, one capacity per node and class, one row per source (OrchMLLM section 5.2.2,
-    algorithm 3), by HiGHS through cvxpy.
+    The program has variables ``[batches, nodes]``, a capacity per node and class, and a row per source (OrchMLLM
+    section 5.2.2, algorithm 3). HiGHS solves it through cvxpy. Arguments are those of
+    :func:`~hetero_strategy.plan.nodes.place_batches`.
 
     Args:
-        volume: float64 ``[sources, batches]``.
-        source_node: int64 ``[sources]``.
-        slot_node: int64 ``[batches]``.
-        classes: int64 ``[batches]``, see :func:`~hetero_strategy.plan.nodes.place_batches`.
-        time_limit: seconds for the solver.
-        relax: solve the linear relaxation only: a bound, no placement.
+        relax: solve the linear relaxation only, which gives a bound and no placement.
     """
     import cvxpy as cp  # slow to import, and only this method needs it
 
@@ -66,7 +62,7 @@ def solve_placement(
     problem = cp.Problem(cp.Minimize(worst), constraints)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "may be inaccurate" when time is up, which `optimal` says
+            warnings.simplefilter("ignore")  # "may be inaccurate" when time is up, as ``optimal`` tells
             problem.solve(solver=cp.HIGHS, time_limit=float(time_limit))
     except cp.SolverError:
         return PlacementSolution(None, 0.0, False)
@@ -80,7 +76,7 @@ def solve_placement(
 
 
 def _slots(x: np.ndarray | None, cells: Cells) -> np.ndarray | None:
-    """The solver's values as slots; None where it stopped before it had a placement."""
+    """Slot of each batch from the solver's values; None if it stopped before it had a placement."""
     if x is None or not np.all(np.abs(x - np.rint(x)) < 1e-3):
         return None
     cell = np.argmax(x, axis=1)

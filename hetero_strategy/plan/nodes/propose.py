@@ -9,9 +9,11 @@ from hetero_strategy.plan.nodes.slots import Cells, make_cells
 from hetero_strategy.plan.nodes.swap_batches import Flow, refine
 
 _WORK = 1 << 17
-"""Entries of ``[batches, nodes]`` that may be looked at again; fewer passes above, for milliseconds at any size."""
+"""Entries of ``[batches, nodes]`` looked at over all passes, so that any size takes milliseconds."""
 _PASSES = 4
+"""Most rounds of proposals, each with other weights."""
 _SWAPS = 32
+"""Most swaps of two batches."""
 
 
 def place_items(
@@ -23,7 +25,7 @@ def place_items(
     *,
     classes: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The fast method of :func:`~hetero_strategy.plan.nodes.place_batches`, from items: no matrix of sources.
+    """Do what :func:`~hetero_strategy.plan.nodes.place_batches` does, fast and from items, without a matrix of sources.
 
     In rounds, every batch proposes to the node with room that holds most of its bytes, and every node accepts what it
     holds most of. Bytes of sources with much to send count more; where the size allows it, passes are repeated with
@@ -32,17 +34,14 @@ def place_items(
 
     Args:
         size: bytes of each item, ``[n]``.
-        source: of each item, int64 ``[n]``.
-        batch: of each item, int64 ``[n]``.
-        source_node: node of each source, int64 ``[sources]``.
-        slot_node: node of each slot, int64 ``[batches]``.
-        classes: int64 ``[batches]``: batches stay in their class.
+        source, batch: numbers of each item's source and balanced batch, int64 ``[n]``.
+        source_node, slot_node, classes: as for ``place_batches``.
 
     Returns:
-        Slot of each batch, int64 ``[batches]``: a permutation.
+        The slot of each batch, a permutation, int64 ``[batches]``.
 
     Raises:
-        ConfigError: ``classes`` is not one number per slot, or an item has a source or batch that does not exist.
+        ConfigError: ``classes`` has not one number per slot, or an item has a source or batch that does not exist.
     """
     cells = make_cells(source_node, slot_node, classes)
     _check(source, batch, len(source_node), len(slot_node))
@@ -71,35 +70,38 @@ def place_items(
 
 
 def propose(gains: np.ndarray, cells: Cells) -> np.ndarray:
-    """Cell of each batch, int64 ``[batches]``, by rounds of proposals; ``gains`` is float64 ``[batches, cells]``.
+    """Choose the cell of each batch, int64 ``[batches]``, by rounds of proposals.
 
     A batch of which no node with room holds anything waits until the others are placed, and takes what is left.
+
+    Args:
+        gains: what each batch gains in each cell, float64 ``[batches, cells]``.
     """
     cell = np.full(len(gains), -1, dtype=np.int64)
     for kind in range(len(cells.room)):
         room = cells.room[kind].copy()
         of_kind = np.flatnonzero(cells.of_batch == kind)
-        waiting, mine = of_kind, gains if len(of_kind) == len(gains) else gains[of_kind]
+        waiting, gain = of_kind, gains if len(of_kind) == len(gains) else gains[of_kind]
         while len(waiting):
-            best = np.argmax(mine, axis=1)
-            value = mine[np.arange(len(mine)), best]
+            best = np.argmax(gain, axis=1)
+            value = gain[np.arange(len(gain)), best]
             order = np.lexsort((-value, best))
             order = order[value[order] > 0]
             asked = best[order]
-            place_in_line = np.arange(len(asked)) - np.searchsorted(asked, asked)
-            accepted = place_in_line < room[asked]
+            rank = np.arange(len(asked)) - np.searchsorted(asked, asked)  # among those that ask the same cell
+            accepted = rank < room[asked]
             cell[waiting[order[accepted]]] = asked[accepted]
             room -= np.bincount(asked[accepted], minlength=len(room))
-            left = np.sort(order[~accepted])
-            waiting, mine = waiting[left], np.where(room > 0, mine[left], 0.0)
+            refused = np.sort(order[~accepted])
+            waiting, gain = waiting[refused], np.where(room > 0, gain[refused], 0.0)
         cell[of_kind[cell[of_kind] < 0]] = np.repeat(np.arange(len(room)), room)
     return cell
 
 
 def _urgency(sent: np.ndarray) -> np.ndarray:
-    """How much each source is heard: its part of the largest, to the fifth power.
+    """Weight of each source: its part of the largest, to the fifth power, float64 ``[sources]``.
 
-    Only products, which are the same on every processor; all ranks must find the same plan.
+    Products alone are the same on every processor, and all ranks must find the same plan.
     """
     part = np.maximum(sent, 1e-300) / max(float(sent.max()), 1e-300)
     squared = part * part

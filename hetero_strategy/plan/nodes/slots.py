@@ -1,4 +1,7 @@
-"""Nodes that have slots, numbered 0, 1, ...: called cells, since node numbers may have holes."""
+"""Where sources and slots are, and the bytes between them.
+
+A cell is a node that has slots. Cells are numbered 0, 1, ..., while node numbers may have holes.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Cells:
-    """Where sources and slots are; all int64."""
+    """In which cells sources and slots are; all arrays are int64."""
 
     of_source: np.ndarray
-    """``[sources]``: cell of each source; -1: its node has no slot, so that all its bytes cross."""
+    """``[sources]``: cell of each source, or -1 if its node has no slot, so that all its bytes cross."""
     of_slot: np.ndarray
-    """``[slots]``."""
+    """``[slots]``: cell of each slot."""
     of_batch: np.ndarray
     """``[slots]``: class of each batch, ``0 .. classes - 1``."""
     room: np.ndarray
@@ -24,27 +28,27 @@ class Cells:
 
     @property
     def count(self) -> int:
-        """Number of cells."""
+        """How many cells there are."""
         return int(self.room.shape[1])
 
     def fits(self, cell: np.ndarray) -> bool:
-        """Every cell holds as many batches of each class as it has slots of it."""
+        """Whether every cell holds as many batches of each class as it has slots of that class."""
         held = np.bincount(self.of_batch * self.count + cell, minlength=self.room.size)
         return bool(np.array_equal(held.reshape(self.room.shape), self.room))
 
     def slots(self, cell: np.ndarray) -> np.ndarray:
-        """Slots of batches whose cells are known: ascending inside a cell and class, int64 ``[slots]``."""
-        found = np.empty(len(cell), dtype=np.int64)
+        """Slot of each batch, int64 ``[slots]``, from the cell of each batch; ascending inside a cell and class."""
+        slots = np.empty(len(cell), dtype=np.int64)
         group = self.of_batch * self.count
-        found[np.argsort(group + cell, kind="stable")] = np.argsort(group + self.of_slot, kind="stable")
-        return found
+        slots[ragged.argsort_small(group + cell)] = ragged.argsort_small(group + self.of_slot)
+        return slots
 
 
 def make_cells(source_node: np.ndarray, slot_node: np.ndarray, classes: np.ndarray | None) -> Cells:
     """Number the nodes that have slots.
 
     Raises:
-        ConfigError: ``classes`` is not one number per slot.
+        ConfigError: ``classes`` has not one number per slot.
     """
     if classes is not None and len(classes) != len(slot_node):
         raise ConfigError(f"data.nodes: {len(classes)} classes for {len(slot_node)} slots; give one per slot")
@@ -58,12 +62,32 @@ def make_cells(source_node: np.ndarray, slot_node: np.ndarray, classes: np.ndarr
 
 
 def cell_of(node: np.ndarray, nodes: np.ndarray) -> np.ndarray:
-    """Position of each node in ``nodes`` (ascending, int64 ``[cells]``); -1: not among them."""
+    """Position of each node in ``nodes`` (ascending, int64 ``[cells]``), or -1 if it is not among them."""
     if not len(nodes):
         return np.full(len(node), -1, dtype=np.int64)
     if len(node) and nodes[0] >= 0 and nodes[-1] < 16 * len(nodes) + 64:  # a table is ten times faster than a search
         table = np.full(int(nodes[-1]) + 3, -1, dtype=np.int64)  # one entry more on either side, for numbers outside
         table[nodes + 1] = np.arange(len(nodes))
         return table[np.clip(node, -1, nodes[-1] + 1) + 1]
-    at = np.minimum(np.searchsorted(nodes, node), len(nodes) - 1)
-    return np.where(nodes[at] == node, at, -1)
+    position = np.minimum(np.searchsorted(nodes, node), len(nodes) - 1)
+    return np.where(nodes[position] == node, position, -1)
+
+
+def volumes(size: np.ndarray, source: np.ndarray, batch: np.ndarray, sources: int, batches: int) -> np.ndarray:
+    """Bytes of each source in each batch, float64 ``[sources, batches]`` (the cost matrix of OrchMLLM's algorithm 3).
+
+    Args:
+        size: bytes of each item, ``[n]``.
+        source: instance that read each item, int64 ``[n]``; or, for rows that an encoder sends on, the instance they go
+            to (direction does not change a volume). Nodes may stand for their instances where only totals matter.
+        batch: balanced mini-batch of each item, int64 ``[n]``.
+    """
+    return np.bincount(source * batches + batch, weights=size, minlength=sources * batches).reshape(sources, batches)
+
+
+def item_bytes_between(
+    size: np.ndarray, source: np.ndarray, slot: np.ndarray, source_node: np.ndarray, slot_node: np.ndarray
+) -> np.ndarray:
+    """Bytes that each source sends to other nodes, float64 ``[sources]``, from each item's size, source and slot."""
+    away = source_node[source] != slot_node[slot]
+    return np.bincount(source[away], weights=size[away], minlength=len(source_node)).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Swaps of two batches between nodes that relieve the source with most bytes to other nodes."""
+"""Swaps of two batches between nodes that relieve the source that sends most bytes to other nodes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ from hetero_strategy.plan.nodes.slots import Cells
 
 
 class Flow:
-    """Bytes of items between sources and batches, kept as items: the matrix of both would be mostly zeros."""
+    """Bytes of items between sources and batches, kept as items because a matrix of both would be mostly zeros.
+
+    Args:
+        size, source, batch: bytes, source and batch of each item, ``[n]``.
+        cells: where sources and slots are.
+    """
 
     def __init__(self, size: np.ndarray, source: np.ndarray, batch: np.ndarray, cells: Cells) -> None:
         self.size, self.source, self.batch, self.cells = size, source, batch, cells
         self.sources = len(cells.of_source)
         self.batches = len(cells.of_slot)
         self.cell = cells.of_source[source]
-        """Cell of each item's source; -1: none."""
+        """Cell of each item's source, or -1 if it has none."""
         self.total = np.bincount(source, weights=size, minlength=self.sources)
+        """Bytes of each source, float64 ``[sources]``."""
 
     def sent(self, cell: np.ndarray) -> np.ndarray:
-        """Bytes each source sends to other nodes if batch ``b`` is on ``cell[b]``, float64 ``[sources]``."""
+        """Bytes that each source sends to other nodes if batch ``b`` is on ``cell[b]``, float64 ``[sources]``."""
         away = cell[self.batch] != self.cell
         return np.bincount(self.source, weights=self.size * away, minlength=self.sources)
 
     def gains(self, weight: np.ndarray) -> np.ndarray:
-        """Bytes of each batch that each cell holds, times its sources' weight, float64 ``[batches, cells]``."""
+        """Bytes of each batch that each cell holds, times the weight of their source, float64 ``[batches, cells]``."""
         size, batch, cell = self.size * weight[self.source], self.batch, self.cell
         if cell.size and cell.min() < 0:
             homed = cell >= 0
@@ -35,16 +41,15 @@ class Flow:
 
 
 _CANDIDATES = 16
-"""Batches looked at for one swap: those that hold most of the worst source."""
+"""Batches looked at for one swap, namely those that hold most of the worst source's bytes."""
 
 
 def refine(flow: Flow, cell: np.ndarray, sent: np.ndarray, total: float, swaps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Swap batches for the worst source until none helps.
+    """Swap batches for the worst source until no swap helps.
 
     Args:
-        flow: what goes from where to which batch.
-        cell: of each batch, int64 ``[batches]``.
-        sent: bytes each source then sends to other nodes, float64 ``[sources]``.
+        cell: cell of each batch, int64 ``[batches]``.
+        sent: bytes that each source then sends to other nodes, float64 ``[sources]``.
         total: bytes between nodes that may not be exceeded.
         swaps: most swaps.
 
@@ -58,10 +63,10 @@ def refine(flow: Flow, cell: np.ndarray, sent: np.ndarray, total: float, swaps: 
         worst = int(np.argmax(sent))
         if flow.cells.of_source[worst] < 0:
             break  # whatever is done, all its bytes cross
-        found = _best_swap(flow, tables, cell, sent, worst, spare)
-        if found is None:
+        swap = _best_swap(flow, tables, cell, sent, worst, spare)
+        if swap is None:
             break
-        joins, leaves, more = found
+        joins, leaves, more = swap
         here, there = cell[leaves], cell[joins]
         _move(flow, tables, sent, joins, there, here)
         _move(flow, tables, sent, leaves, here, there)
@@ -71,46 +76,51 @@ def refine(flow: Flow, cell: np.ndarray, sent: np.ndarray, total: float, swaps: 
 
 
 class _Tables:
-    """Items by batch, and sources by cell."""
+    """Items grouped by batch, and sources grouped by cell."""
 
     def __init__(self, flow: Flow) -> None:
-        small = (
-            flow.batch.astype(np.uint16) if flow.batches < 1 << 16 else flow.batch
-        )  # radix sort, several times faster
-        self.by_batch = np.argsort(small, kind="stable")
-        self.start = np.concatenate([[0], np.cumsum(np.bincount(flow.batch, minlength=flow.batches))])
+        self.by_batch, self.start = ragged.group_by(flow.batch, flow.batches)
         homed = np.flatnonzero(flow.cells.of_source >= 0)
-        of = flow.cells.of_source[homed]
-        order = np.argsort(of, kind="stable")
-        count = np.bincount(of, minlength=flow.cells.count)
+        owner = flow.cells.of_source[homed]
+        order, bounds = ragged.group_by(owner, flow.cells.count)
+        count = np.diff(bounds)
         self.width = int(count.max(initial=0))
-        column = np.arange(len(order)) - np.repeat(ragged.starts(count), count)
+        column = ragged.within(count)
         self.sources = np.full((flow.cells.count, self.width), -1, dtype=np.int64)
         """Sources of each cell, ``[cells, width]``; -1 fills short rows."""
-        self.sources[of[order], column] = homed[order]
+        self.sources[owner[order], column] = homed[order]
         self.column = np.zeros(flow.sources, dtype=np.int64)
+        """Column of each source in its cell's row."""
         self.column[homed[order]] = column
 
     def items(self, batches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Items of some batches, and which of ``batches`` (a position) each is in."""
+        """Items of some batches, and for each the position in ``batches`` of the batch that it is in."""
         count = self.start[batches + 1] - self.start[batches]
-        position = np.repeat(np.arange(len(batches)), count)
-        offset = np.arange(len(position)) - np.repeat(ragged.starts(count), count)
-        return self.by_batch[self.start[batches][position] + offset], position
+        return self.by_batch[ragged.expand(self.start[batches], count)], np.repeat(np.arange(len(batches)), count)
 
 
 def _move(flow: Flow, tables: _Tables, sent: np.ndarray, batch: int, before: int, after: int) -> None:
-    """Put one batch elsewhere: bytes of its old node's sources now cross, those of its new node's no longer do."""
+    """Update ``sent`` for a batch that moves: bytes of its old cell's sources now cross, of its new one's no longer."""
     items = tables.by_batch[tables.start[batch] : tables.start[batch + 1]]
     for cell, sign in ((before, 1.0), (after, -1.0)):
-        mine = items[flow.cell[items] == cell]
-        np.add.at(sent, flow.source[mine], sign * flow.size[mine])
+        local = items[flow.cell[items] == cell]
+        np.add.at(sent, flow.source[local], sign * flow.size[local])
 
 
 def _best_swap(
     flow: Flow, tables: _Tables, cell: np.ndarray, sent: np.ndarray, worst: int, spare: float
 ) -> tuple[int, int, float] | None:
-    """(batch that joins the worst source's node, batch that leaves it, bytes more in total), or None."""
+    """Find the swap after which the largest sender of the two cells sends least.
+
+    The worst source's cell, "here", takes a batch that holds much of it and gives one of its own to the other's cell,
+    "there". With ``s`` bytes sent before, a source here sends ``s - (its bytes in the batch that joins) + (its bytes in
+    the batch that leaves)`` after, and a source there the opposite; sources of other cells send the same. All pairs of
+    batches are judged at once, on arrays ``[joining, residents, sources of a cell]``.
+
+    Returns:
+        The batch that joins, the batch that leaves, and by how many bytes the total grows; None if no swap helps
+        within the ``spare`` bytes.
+    """
     here = int(flow.cells.of_source[worst])
     own = np.flatnonzero(flow.source == worst)
     residents = np.flatnonzero(cell == here)
@@ -122,12 +132,12 @@ def _best_swap(
         return None
     there = cell[joining]
     width = tables.width
-    # Bytes of this node's sources in batches that join and that leave it, [batches, width].
+    # Bytes of sources here in batches that join and leave, and of sources there in those that join, [batches, width]
     near, far = tables.sources[here], tables.sources[there]
     join_here = _bytes_of_cell(flow, tables, joining, np.full(len(joining), here))
     leave_here = _bytes_of_cell(flow, tables, residents, np.full(len(residents), here))
     join_there = _bytes_of_cell(flow, tables, joining, there)
-    # Bytes of every other node's sources in the batches that leave, [joining, residents, width].
+    # Bytes of sources there in the batches that leave, [joining, residents, width]
     items, position = tables.items(residents)
     dense = np.bincount(position * flow.sources + flow.source[items], flow.size[items], len(residents) * flow.sources)
     leave_there = dense.reshape(len(residents), flow.sources)[:, far].transpose(1, 0, 2)
@@ -153,7 +163,7 @@ def _largest(values: np.ndarray) -> np.ndarray:
 def _bytes_of_cell(flow: Flow, tables: _Tables, batches: np.ndarray, cell: np.ndarray) -> np.ndarray:
     """Bytes of every source of ``cell[b]`` in ``batches[b]``, float64 ``[batches, width]``."""
     items, position = tables.items(batches)
-    mine = flow.cell[items] == cell[position]
-    items, position = items[mine], position[mine]
+    local = flow.cell[items] == cell[position]
+    items, position = items[local], position[local]
     key = position * tables.width + tables.column[flow.source[items]]
     return np.bincount(key, flow.size[items], len(batches) * tables.width).reshape(len(batches), tables.width)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.peers.balancing import disttrain
 from hetero_strategy.plan.balance import Cost, balance
 from hetero_strategy.plan.balance.greedy import deal, deal_by_speed, descending, whole
 from tests.plan.balance.plain import falling, heap_greedy, optimum, time_of
@@ -28,7 +29,7 @@ def test_lpt_is_the_heaps_ties_included(lengths: list[int], bins: int) -> None:
     bins=st.integers(1, 40),
 )
 def test_disttrain_is_the_heap_with_rising_sizes(lengths: list[int], bins: int) -> None:
-    where = balance(np.array(lengths), bins, Cost(), policy="disttrain")
+    where = disttrain(np.array(lengths), bins)
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     assert where.tolist() == heap_greedy(lengths, order, bins)
 
@@ -62,7 +63,7 @@ def test_loads_before_the_first_item_count() -> None:
 def test_items_that_cost_nothing_are_spread() -> None:
     where = balance(np.zeros(12, dtype=np.int64), 4, Cost(), policy="lpt")
     assert np.bincount(where).tolist() == [3, 3, 3, 3]
-    mixed = balance(np.array([0, 5, 0, 0, 7, 0]), 2, Cost(), policy="disttrain")
+    mixed = disttrain(np.array([0, 5, 0, 0, 7, 0]), 2)
     assert mixed[4] != mixed[1] and np.bincount(mixed[[0, 2, 3, 5]], minlength=2).tolist() == [2, 2]
 
 

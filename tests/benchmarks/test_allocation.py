@@ -10,10 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.peers.allocation import (
+    allocate,
+    allocate_best,
+    estimate,
+    one_stage_per_rank,
+    simulated,
+    topological,
+)
 from hetero_strategy.errors import LayoutError
-from hetero_strategy.planner.allocate import allocate, allocate_best
 from hetero_strategy.planner.layers import LayerCost, Passes, costs
-from hetero_strategy.planner.predict import estimate, simulated, stage_graph, topological
 from hetero_strategy.schedule.action import StageId
 
 STAR = (("vision", "llm"), ("audio", "llm"))
@@ -61,7 +67,7 @@ def test_a_step_is_never_faster_than_its_bounds(stages: list[tuple[int, int]], m
 
 def test_stage_graph_of_a_frozen_encoder() -> None:
     model = {"llm": frozen_model()["llm"].staged((4, 4)), "vision": frozen_model()["vision"].staged((4, 4))}
-    graph = stage_graph(model, STAR[:1])
+    graph = one_stage_per_rank(model, STAR[:1])
     assert {str(n): (s.trains, s.backward) for n, s in graph.stages.items()} == {
         "vision.0": (False, False),
         "vision.1": (True, True),
