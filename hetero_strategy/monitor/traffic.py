@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_strategy import ragged
-from hetero_strategy.boundary.route import Side
+from hetero_strategy.boundary.route import Side, cut, parts, rank_sets
 from hetero_strategy.plan.step_plan import EdgeBlocks
 
 _MOST_LINKS = 1 << 22
@@ -51,20 +51,20 @@ def traffic(blocks: EdgeBlocks, source: Side, target: Side, ranks_per_node: int,
     """
     if not len(blocks.rows):
         return Traffic(0.0, 0.0)
-    run, _, rows, from_shard = _cut(blocks.source_start, blocks.rows, source, blocks.source_instance)
+    run, _, rows, from_shard = cut(blocks.source_start, blocks.rows, source, blocks.source_instance)
     ahead = ragged.starts(rows)
     first = np.flatnonzero(np.diff(run, prepend=-1))  # pieces of one run follow each other
     offset = ahead - np.repeat(ahead[first], np.diff(np.append(first, len(run))))
-    piece, _, rows, to_shard = _cut(blocks.target_start[run] + offset, rows, target, blocks.target_instance[run])
+    piece, _, rows, to_shard = cut(blocks.target_start[run] + offset, rows, target, blocks.target_instance[run])
     run = run[piece]
     here = _key(source, blocks.source_instance[run], from_shard[piece])
     there = _key(target, blocks.target_instance[run], to_shard)
-    keys = len(_ranks(target))
+    keys = len(rank_sets(target))
     pairs, number = np.unique(here * keys + there, return_inverse=True)
     count = np.bincount(number, weights=rows, minlength=len(pairs))
     from_key, to_key = np.divmod(pairs, keys)
-    turn = from_key // _per_instance(source) + to_key // _per_instance(target)
-    holders, needers = _ranks(source)[from_key], _ranks(target)[to_key]
+    turn = from_key // parts(source) + to_key // parts(target)
+    holders, needers = rank_sets(source)[from_key], rank_sets(target)[to_key]
     if backward:
         holders, needers = needers, holders
     total = Traffic(0.0, 0.0)
@@ -100,36 +100,6 @@ def _links(
     return within, between
 
 
-def _cut(
-    start: np.ndarray, rows: np.ndarray, side: Side, instance: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut runs of rows where a sharded side's next rank begins.
-
-    Returns:
-        The run of each piece, its first row, its number of rows and its shard; all int64 ``[pieces]``.
-    """
-    if _per_instance(side) == 1:
-        return np.arange(len(rows)), start, rows, np.zeros(len(rows), np.int64)
-    size = np.maximum(np.asarray(side.totals)[instance] // side.instances.shape[1], 1)
-    first, last = start // size, (start + np.maximum(rows, 1) - 1) // size
-    pieces = last - first + 1
-    run = np.repeat(np.arange(len(rows)), pieces)
-    shard = ragged.expand(first, pieces)
-    low = np.maximum(start[run], shard * size[run])
-    high = np.minimum((start + rows)[run], (shard + 1) * size[run])
-    return run, low, high - low, shard
-
-
-def _per_instance(side: Side) -> int:
-    """Number of sets of ranks in one instance that have rows of their own."""
-    return side.instances.shape[1] if side.sharded else 1
-
-
 def _key(side: Side, instance: np.ndarray, shard: np.ndarray) -> np.ndarray:
     """Number of the set of ranks that has a shard of an instance."""
-    return instance * _per_instance(side) + shard
-
-
-def _ranks(side: Side) -> np.ndarray:
-    """Ranks that have the rows of each key, int64 ``[keys, ranks]``."""
-    return side.instances.reshape(-1, 1) if side.sharded else side.instances
+    return instance * parts(side) + shard

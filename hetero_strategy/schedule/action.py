@@ -250,8 +250,10 @@ def running_order(schedule: Schedule) -> tuple[Action, ...]:
     dependencies = schedule.dependencies
     waits: dict[Action, int] = {}  # for how many actions, and for how many lanes
     frees: dict[Action, list[Action]] = {}
-    for actions in lists:
+    for number, actions in enumerate(lists):
         for action in actions:
+            if number not in hosts.get(action.node, ()):
+                raise ScheduleError(f"rank {schedule.lanes[number].ranks[0]} runs {action} but does not host its stage")
             if action in waits:
                 continue
             before = dependencies.before(action)

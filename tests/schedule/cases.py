@@ -107,7 +107,7 @@ def damaged(schedule: Schedule, lane: int, actions: Iterable[Action]) -> Schedul
     """With another list in one lane."""
     lanes = list(schedule.lanes)
     lanes[lane] = replace(lanes[lane], actions=tuple(actions))
-    return replace(schedule, lanes=tuple(lanes))
+    return replace(schedule, lanes=tuple(lanes), known_starts=None)
 
 
 @st.composite

@@ -160,7 +160,7 @@ def test_a_rank_without_work_is_idle_all_the_time() -> None:
     graph = graph_of({V: np.array([[7]]), L: np.array([[0]])})
     schedule = schedule_of(graph, work_of(graph, 1), [Action("F", L, 0)])
     for lanes in (schedule.lanes, tuple(lane for lane in schedule.lanes if lane.actions)):
-        found = simulate(replace(schedule, lanes=lanes), uniform)
+        found = simulate(replace(schedule, lanes=lanes, known_starts=None), uniform)
         assert found.ranks.tolist() == [0, 7] and found.idle["warm-up"].tolist() == [0, 1]
         assert_adds_up(found)
         assert found.of(7) == []
@@ -237,7 +237,7 @@ def test_another_order_takes_another_time() -> None:
 def with_list(schedule: Schedule, lane: int, actions: list[Action]) -> Schedule:
     lanes = list(schedule.lanes)
     lanes[lane] = Lane(lanes[lane].ranks, tuple(actions))
-    return replace(schedule, lanes=tuple(lanes))
+    return replace(schedule, lanes=tuple(lanes), known_starts=None)
 
 
 def test_what_cannot_run_is_refused_as_the_checker_refuses_it() -> None:
@@ -251,7 +251,7 @@ def test_what_cannot_run_is_refused_as_the_checker_refuses_it() -> None:
         "rank 0 never runs llm.0 F0": with_list(whole, 0, first[1:]),
         "rank 0 runs llm.0 F0 2 times": with_list(whole, 0, [first[0], *first]),
         "rank 0 has llm.1 F0 in its list but does not host llm.1": with_list(whole, 0, [*first, second[0]]),
-        "rank 1 hosts llm.1 but is in no lane": replace(whole, lanes=whole.lanes[:1]),
+        "rank 1 hosts llm.1 but is in no lane": replace(whole, lanes=whole.lanes[:1], known_starts=None),
         "deadlock: rank 0 waits in llm.0 B0 for .*llm.1 B0; rank 1 waits in llm.1 F1 for .*llm.0 F1": with_list(
             with_list(whole, 0, [first[0], first[2], first[1], *first[3:]]),
             1,
@@ -271,7 +271,7 @@ def test_ranks_of_two_modules_that_meet_in_other_orders_do_not_hang() -> None:
     lanes = Lane((0,), lane.actions), Lane((1,), lane.actions[::-1])
     simulate(crossed, uniform)
     with pytest.raises(ScheduleError, match="rank"):
-        simulate(replace(crossed, train=False, lanes=lanes), uniform)
+        simulate(replace(crossed, train=False, lanes=lanes, known_starts=None), uniform)
 
 
 def test_what_has_another_shape_is_refused() -> None:
