@@ -8,7 +8,9 @@ transfer starts (``schedule.compile``); nothing here waits for the device.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -246,7 +248,7 @@ class _Step:
         if live.rows is not None and live.rows.requires_grad:
             gradient = torch.zeros_like(live.rows) if gradient is None else gradient
             roots.append((live.rows, gradient.to(live.rows.dtype)))
-        with torch.autocast(self.executor.device.type, enabled=False):  # it would change gradients of custom functions
+        with self._plain():
             if step.action.kind == "I":
                 weights = [p for p in stage.parameters() if p.requires_grad]
                 live.later = backward.inputs_first(roots, [leaf for leaf in live.leaves if leaf.requires_grad], weights)
@@ -258,6 +260,13 @@ class _Step:
             if number is not None:
                 self.transport.give(number, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
         live.leaves = []
+
+    def _plain(self) -> AbstractContextManager[Any]:
+        """Without autocast, which would change the gradients of custom functions; making it takes long where it
+        is off.
+        """
+        kind = self.executor.device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def _random_numbers(self, stage_id: StageId, stage: Adapter, microbatch: int) -> None:
         seat = self.executor.coordinates[stage_id.module]
