@@ -65,7 +65,7 @@ def simulated(modules: Mapping[str, Passes], edges: Edges, microbatches: int, sc
         modules: name -> times of its stages.
         edges: between modules.
         microbatches: of the step; every module has as many.
-        schedule: a name in ``schedule.build.SCHEDULES`` for one stage per rank.
+        schedule: a name in ``schedule.policies`` for one stage per rank.
     """
     graph = one_stage_per_rank(modules, edges)
     numbers = tuple(Span(i, i, i) for i in range(microbatches))

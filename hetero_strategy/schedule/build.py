@@ -14,11 +14,8 @@ from hetero_strategy.schedule.action import Action, Lane, Schedule, StageGraph, 
 from hetero_strategy.schedule.action_index import ActionIndex, Costs
 from hetero_strategy.schedule.merge import merge
 from hetero_strategy.schedule.module_programs import listed, module_programs, most
+from hetero_strategy.schedule.policies import SchedulePolicy, schedule_policy, schedules
 from hetero_strategy.schedule.warmup import Link, links
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "sequential")
-SPLIT = ("zb_h1", "zbv")
-"""Orders that divide backwards in I and W."""
 
 
 def make_schedule(
@@ -33,8 +30,8 @@ def make_schedule(
     """Build every rank's list of actions.
 
     Args:
-        name: one of ``SCHEDULES``. ``interleaved_1f1b`` interleaves modules with ``vpp > 1``, ``zbv`` those with two
-            stages per rank in v style; other modules run 1F1B and ZB-H1 beside them.
+        name: of a policy in ``schedule.policies``. ``interleaved_1f1b`` interleaves modules with ``vpp > 1``,
+            ``zbv`` those with two stages per rank in v style; other modules run 1F1B and ZB-H1 beside them.
         graph: stages of all modules.
         work: microbatches of the step.
         costs: duration of an action in any unit, the same on all ranks; ``None``: F, I and W take 1, B what it
@@ -48,42 +45,45 @@ def make_schedule(
             kept.
     """
     bounds = dict(max_in_flight or {})
-    _refuse(name, graph, bounds)
-    numbers = ActionIndex(graph, work, train=train, splits=name in SPLIT, costs=costs)
+    policy = schedule_policy(name)
+    _refuse(policy, graph, bounds)
+    numbers = ActionIndex(graph, work, train=train, splits=policy.splits_backward, costs=costs)
     groups = _lanes(graph, numbers)
-    if name == "sequential":
+    if policy.programs is None:
         starts = _sequential(numbers, graph, work)
     else:
-        starts = _pipelined(name, graph, work, numbers, groups, bounds)
+        starts = _pipelined(policy, graph, work, numbers, groups, bounds)
     return _schedule(name, graph, work, train, numbers, groups, starts, bounds)
 
 
-def _refuse(name: str, graph: StageGraph, bounds: Mapping[str, int]) -> None:
-    if name not in SCHEDULES:
-        raise ScheduleError(f"schedule {name!r} is not known; choose one of {', '.join(SCHEDULES)}")
+def _refuse(policy: SchedulePolicy, graph: StageGraph, bounds: Mapping[str, int]) -> None:
+    name, only = policy.name, policy.stages_per_rank
     for module, bound in bounds.items():
         if module not in graph.pipelines:
             raise ScheduleError(f"max_in_flight names {module!r}; the modules are {', '.join(graph.pipelines)}")
         if bound < 1:
             raise ScheduleError(f"max_in_flight of {module} is {bound}: it must hold at least 1 microbatch")
-    fits = [p for p in graph.pipelines.values() if p.vpp > 1 and (p.style == "v") == (name == "zbv")]
-    if name == "interleaved_1f1b" and not fits:
-        raise ScheduleError("interleaved_1f1b needs a module with vpp > 1 in loop style: set its vpp, or take 1f1b")
-    if name == "zbv" and not fits:
-        raise ScheduleError("zbv needs a module with vpp=2 in v style: set them, or take zb_h1")
-    if name in ("gpipe", "sequential"):
+    if policy.virtual == "any":
         return
+    made_for = [p for p in graph.pipelines.values() if p.vpp > 1 and p.style == policy.virtual]
+    if policy.virtual != "none" and not made_for:
+        raise ScheduleError(
+            f"{name} needs a module with vpp{f'={only}' if only else ' > 1'} in {policy.virtual} style: set its vpp, or"
+            f" take {policy.instead}"
+        )
     for module, pipeline in graph.pipelines.items():
         if pipeline.vpp == 1:
             continue
-        wanted = "zbv" if pipeline.style == "v" else "interleaved_1f1b"
-        if name != wanted:
+        if pipeline.style != policy.virtual:
+            wanted = next(n for n in schedules() if schedule_policy(n).virtual == pipeline.style)
             raise ScheduleError(
                 f"{module} has vpp={pipeline.vpp} in {pipeline.style} style, which {name} does not order: "
                 f"take {wanted}, or set its vpp to 1"
             )
-        if name == "zbv" and pipeline.vpp != 2:
-            raise ScheduleError(f"{module} has vpp={pipeline.vpp}, but zbv has two stages per rank: set vpp to 2")
+        if only not in (None, pipeline.vpp):
+            raise ScheduleError(
+                f"{module} has vpp={pipeline.vpp}, but {name} has {only} stages per rank: set vpp to {only}"
+            )
 
 
 def _lanes(graph: StageGraph, numbers: ActionIndex) -> list[tuple[tuple[int, ...], list[int]]]:
@@ -135,7 +135,7 @@ def _sequential(numbers: ActionIndex, graph: StageGraph, work: StepWork) -> list
 
 
 def _pipelined(
-    name: str,
+    policy: SchedulePolicy,
     graph: StageGraph,
     work: StepWork,
     numbers: ActionIndex,
@@ -145,12 +145,12 @@ def _pipelined(
     lanes = [tuple(k for k, (_, nodes) in enumerate(groups) if i in nodes) for i in range(len(numbers.nodes))]
     edges = links(graph, work)
     _hold_back(numbers, graph, lanes, edges)
-    made = module_programs(name, graph, work, numbers, edges, bounds)
+    made = module_programs(policy, graph, work, numbers, edges, bounds)
     lists = [listed(numbers, module, program) for module, program in made]
     starts = merge(numbers, lists, lanes, most(numbers, made, bounds))
     if starts is None:
         raise ScheduleError(
-            f"{name}: microbatches of neighbouring modules wait for each other in a circle; "
+            f"{policy.name}: microbatches of neighbouring modules wait for each other in a circle; "
             f"feeds must pair them in ascending order"
         )
     return starts

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.schedule.action import Span, StageId, StepWork
-from hetero_strategy.schedule.build import SPLIT, make_schedule
+from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.graph import stage_graph
+from hetero_strategy.schedule.policies import schedule_policy, schedules
 
 RESHARD = ("auto", "never", "always")
 
@@ -27,11 +28,16 @@ class ScheduleConfig:
             raise ConfigError(
                 f"HeteroStrategy: reshard_after_forward={self.reshard_after_forward!r}; use one of {', '.join(RESHARD)}"
             )
-        if self.reshard_after_forward == "always" and self.schedule in SPLIT:
+        if self.reshard_after_forward == "always" and self.splits_backward:
             raise ConfigError(
                 f"HeteroStrategy: reshard_after_forward='always' with schedule={self.schedule!r}: a backward in two"
                 " halves needs its parameters whole all step; use reshard_after_forward='never' or another schedule"
             )
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backwards are divided in two, as far as the schedule is known."""
+        return self.schedule in schedules() and schedule_policy(self.schedule).splits_backward
 
     def resolved(self, layouts: Mapping[str, ModuleLayout]) -> ScheduleConfig:
         """With the schedule that ``auto`` stands for: what the virtual stages are made for, else 1F1B."""
@@ -55,5 +61,5 @@ class ScheduleConfig:
         """Whether a module's parameters stay whole over a step."""
         if layout.dp_shard == 1:
             return False
-        piped = layout.pp > 1 or self.schedule in SPLIT
+        piped = layout.pp > 1 or self.splits_backward
         return self.reshard_after_forward == "never" or (self.reshard_after_forward == "auto" and piped)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from hetero_strategy.errors import ScheduleError
-from hetero_strategy.layout.pipeline import Pipeline
 from hetero_strategy.schedule import programs
 from hetero_strategy.schedule.action import StageGraph, StageId, StepWork
 from hetero_strategy.schedule.action_index import ActionIndex
+from hetero_strategy.schedule.policies import ModuleSteps, SchedulePolicy
 from hetero_strategy.schedule.programs import BACKWARD, FORWARD, RankProgram
 from hetero_strategy.schedule.warmup import Link, caps, needs, tight
 
@@ -18,7 +18,7 @@ SLACK = 1
 
 
 def module_programs(
-    name: str,
+    policy: SchedulePolicy,
     graph: StageGraph,
     work: StepWork,
     numbers: ActionIndex,
@@ -28,7 +28,7 @@ def module_programs(
     """(module, program) of every pipeline rank of every module with work.
 
     Args:
-        name: of the schedule.
+        policy: of the schedule; it orders modules that are trained.
         graph, work, numbers, edges: of the step.
         bounds: most microbatches in flight, by module.
 
@@ -68,13 +68,14 @@ def module_programs(
                 f"{module} must hold {must[j] - j} microbatches before the backward of microbatch {spans[j].number}, "
                 f"but max_in_flight allows {limit[j] - j}: raise it, or group fewer in the modules after it"
             )
-        made = _module(name, module, pipeline, must, should, limit, depth[module])
+        assert policy.programs is not None
+        made = policy.programs(ModuleSteps(module, pipeline, must, should, limit, depth[module]))
         leads[module] = programs.leads_of(made[pipeline.rank_of(0)], 0)
         nodes = [numbers.index[n] for n in graph.nodes_of(module)]
         silent = {s for s, i in enumerate(nodes) if not numbers.backward[i]}
         whole = {s for s, i in enumerate(nodes) if not numbers.split[i]}
         for program in made:
-            if silent or (whole and name == "zbv"):
+            if silent or whole:
                 program = tuple(
                     op
                     for op in program
@@ -82,48 +83,6 @@ def module_programs(
                 )
             found.append((module, program))
     return found
-
-
-def _module(
-    name: str,
-    module: str,
-    pipeline: Pipeline,
-    must: list[int],
-    should: list[int],
-    limit: list[int],
-    depth: int,
-) -> tuple[RankProgram, ...]:
-    """Programs of one module's pipeline ranks.
-
-    Args:
-        name: of the schedule.
-        module, pipeline: which.
-        must, should, limit: forwards of the last stage before each of its backwards: at least, for no wait, at most.
-        depth: pipeline ranks that follow in other modules.
-    """
-    count = len(must)
-    bound = min((c - j for j, c in enumerate(limit) if c < count), default=count)
-    if name == "gpipe":
-        if bound < count:
-            raise ScheduleError(
-                f"gpipe holds all {count} microbatches of {module}, max_in_flight allows {bound}: "
-                f"raise it to {count} or take 1f1b"
-            )
-        return tuple(programs.gpipe(pipeline.stages_of(r), count) for r in range(pipeline.pp))
-    if pipeline.vpp == 1:
-        return tuple(
-            programs.one_forward_one_backward(
-                stage, [min(s + pipeline.pp - 1 - stage, c, count) for s, c in zip(should, limit, strict=True)]
-            )
-            for stage in range(pipeline.pp)
-        )
-    if pipeline.style == "v":
-        made = programs.zbv(pipeline, count, 2 * depth, tuple(must))
-    else:
-        made = programs.interleaved(pipeline, count, 2 * depth, tuple(must))
-    if max(map(programs.held, made)) <= bound:
-        return made
-    return programs.windowed(name, pipeline, tuple(must), bound, module)
 
 
 def listed(numbers: ActionIndex, module: str, program: RankProgram) -> list[int]:

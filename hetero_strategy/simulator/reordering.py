@@ -13,8 +13,9 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.orchestrator import UnitSizes
 from hetero_strategy.plan.reorder import SEARCHES, best_order, interval_order
 from hetero_strategy.schedule.action import Action, Kind, Schedule, Span, StageGraph, StageId, StepWork
-from hetero_strategy.schedule.build import SPLIT, make_schedule
+from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.graph import StageCost, forward_times, forwards
+from hetero_strategy.schedule.policies import schedule_policy
 from hetero_strategy.simulator.replay import Replay
 
 Table = Mapping[tuple[Kind, StageId], np.ndarray]
@@ -35,7 +36,7 @@ class Reorderer:
     It takes about 20 ms for 8 ranks and 32 microbatches on disjoint ranks, and more for the first step of a length.
 
     Args:
-        schedule: a name in ``schedule.build.SCHEDULES``.
+        schedule: a name in ``schedule.policies``.
         costs: forward FLOPs of every stage, in proportion to which stages share the time of their module where one is
             known; otherwise they are the time.
         max_in_flight: as for ``make_schedule``.
@@ -62,7 +63,9 @@ class Reorderer:
         self._costs = dict(costs)
         self._bounds = dict(max_in_flight or {})
         self._search = search
-        self._alone = schedule not in SPLIT and all(len({s.module for s in hosted}) == 1 for hosted in graph.hosts)
+        self._alone = not schedule_policy(schedule).splits_backward and all(
+            len({s.module for s in hosted}) == 1 for hosted in graph.hosts
+        )
         self._replays: dict[int, Replay] = {}
 
     @property

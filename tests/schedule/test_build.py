@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.schedule.action import Action, Kind, Schedule, Span, StageId, StepWork
-from hetero_strategy.schedule.build import SCHEDULES, make_schedule
+from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
+from hetero_strategy.schedule.policies import schedules
 from tests.schedule.cases import Module, cases, chain, clock, graph, listed, makespan, uniform, work
 
 LLM0 = StageId("llm", 0)
@@ -303,7 +304,7 @@ def test_a_bound_of_an_encoder_holds_the_llm_back() -> None:
         ("zb_h1", chain(2, 2, "v"), {}, "take zbv"),
         ("interleaved_1f1b", chain(2), {}, "needs a module with vpp > 1"),
         ("zbv", chain(2, 2), {}, "needs a module with vpp=2 in v style"),
-        ("zbv", chain(2, 4, "v"), {}, "llm has vpp=4, but zbv has two stages per rank"),
+        ("zbv", chain(2, 4, "v"), {}, "llm has vpp=4, but zbv has 2 stages per rank"),
     ],
 )
 def test_refusals(name: str, made: object, bounds: dict[str, int], message: str) -> None:
@@ -311,7 +312,7 @@ def test_refusals(name: str, made: object, bounds: dict[str, int], message: str)
         make_schedule(name, made, work(8), max_in_flight=bounds)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedules())
 @given(st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_graph_and_work_makes_a_schedule_that_runs(name: str, data: st.DataObject) -> None:
@@ -327,7 +328,7 @@ def test_any_graph_and_work_makes_a_schedule_that_runs(name: str, data: st.DataO
     assert make_schedule(name, stages, steps, cost, train=schedule.train).lanes == (schedule.lanes)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedules())
 @given(st.data())
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 def test_bounds_are_kept_or_refused(name: str, data: st.DataObject) -> None:

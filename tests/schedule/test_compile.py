@@ -15,10 +15,11 @@ from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan
 from hetero_strategy.schedule.action import Schedule, StageId
-from hetero_strategy.schedule.build import SCHEDULES, make_schedule
+from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
 from hetero_strategy.schedule.compile import StepProgram, compile_step
 from hetero_strategy.schedule.graph import stage_graph, work_of
+from hetero_strategy.schedule.policies import schedules
 
 EDGES = (("vision", "llm"), ("audio", "llm"), ("llm", "draw"))
 
@@ -123,7 +124,7 @@ def steps(draw: st.DrawFn, schedule: str) -> tuple[StepPlan, Schedule, int]:
     return planned(layouts, schedule, count, seed=draw(st.integers(0, 99)), frozen=frozen)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedules())
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_no_step_holds_up_hosts_for_ever(schedule: str, data: st.DataObject) -> None:

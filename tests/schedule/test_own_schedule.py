@@ -1,0 +1,44 @@
+"""A schedule of one's own: one registered object in one file."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero_strategy.errors import ScheduleError
+from hetero_strategy.schedule.action import Action
+from hetero_strategy.schedule.build import make_schedule
+from hetero_strategy.schedule.check import check
+from hetero_strategy.schedule.policies import ModuleSteps, SchedulePolicy, register_schedule, schedules
+from hetero_strategy.schedule.programs import RankProgram, one_forward_one_backward
+from tests.schedule.cases import chain, work
+
+
+def eager(steps: ModuleSteps) -> tuple[RankProgram, ...]:
+    """1F1B whose stages run one microbatch further ahead, so that a late gradient stops nobody."""
+    last = steps.pipeline.pp - 1
+    ahead = [[min(s + last - stage + 1, c, steps.count) for s, c in zip(steps.should, steps.limit, strict=True)]
+             for stage in range(last + 1)]  # fmt: skip
+    return tuple(one_forward_one_backward(stage, leads) for stage, leads in enumerate(ahead))
+
+
+EAGER = SchedulePolicy("eager_1f1b", eager)
+register_schedule(EAGER)
+
+
+def test_it_runs_like_the_others() -> None:
+    made = make_schedule("eager_1f1b", chain(3), work(6))
+    check(made)
+    assert "eager_1f1b" in schedules()
+    assert [str(a) for a in made.of(0)[:5]] == ["llm.0 F0", "llm.0 F1", "llm.0 F2", "llm.0 F3", "llm.0 B0"]
+    plain = make_schedule("1f1b", chain(3), work(6))
+    assert {n: held + 1 for n, held in plain.in_flight.items()} == dict(made.in_flight)
+    bounded = make_schedule("eager_1f1b", chain(3), work(6), max_in_flight={"llm": 3})
+    assert max(bounded.in_flight.values()) == 3 and bounded.of(0)[3] == Action("B", plain.of(0)[0].node, 0)
+
+
+def test_names_are_taken_once() -> None:
+    register_schedule(EAGER)
+    with pytest.raises(ScheduleError, match="'eager_1f1b' is known already"):
+        register_schedule(SchedulePolicy("eager_1f1b", eager, splits_backward=True))
+    with pytest.raises(ScheduleError, match="llm has vpp=2 in loop style, which eager_1f1b does not order"):
+        make_schedule("eager_1f1b", chain(2, 2), work(4))
