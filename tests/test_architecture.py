@@ -123,7 +123,7 @@ def test_rooms_are_of_a_size() -> None:
 
 
 def test_no_file_is_in_a_circle() -> None:
-    """Imports between files make no circle, those within functions left out."""
+    """Imports between files make no circle, not even those within functions."""
     after = {name: {module for module, _ in imports(path) if module in FILES} - {name} for name, path in FILES.items()}
     while loose := {name for name, others in after.items() if not others & after.keys()}:
         after = {name: others for name, others in after.items() if name not in loose}
