@@ -1,28 +1,107 @@
 """A Lightning strategy in which every module of a multimodal model has its own parallel layout and its own ranks.
 
-Importing the package registers ``Trainer(strategy="hetero")``.
+Names are imported when they are first used, so that ``import hetero_strategy`` itself costs nothing. The first one that
+brings Lightning in also registers ``Trainer(strategy="hetero")``.
 """
 
-from hetero_strategy.errors import HeteroError
-from hetero_strategy.layout import ModuleLayout, Placement
-from hetero_strategy.loading.datamodule import MultimodalDataModule
-from hetero_strategy.model import CausalLM, Edge, Encoder, Generator, ModelOutput, MultimodalModel
-from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
-from hetero_strategy.strategy import HeteroStrategy
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetero_strategy.boundary.exchange import exchange
+    from hetero_strategy.data.media import AudioProcessor, ImageProcessor
+    from hetero_strategy.data.targets import ImageTarget
+    from hetero_strategy.errors import HeteroError
+    from hetero_strategy.layout.spec import ModuleLayout
+    from hetero_strategy.loading.datamodule import MultimodalDataModule
+    from hetero_strategy.model.causal_lm import CausalLM
+    from hetero_strategy.model.encoder import Backbone, Encoder, Projector
+    from hetero_strategy.model.flow import flow_decoder
+    from hetero_strategy.model.generator import Generator
+    from hetero_strategy.model.hf_lm import hf_llama, hf_qwen3
+    from hetero_strategy.model.inputs import EncoderInputs
+    from hetero_strategy.model.multimodal import Edge, ModelOutput, MultimodalModel
+    from hetero_strategy.model.siglip2 import siglip2_encoder
+    from hetero_strategy.model.titan import titan_llama
+    from hetero_strategy.model.whisper import whisper_encoder
+    from hetero_strategy.monitor.balance_monitor import BalanceMonitor
+    from hetero_strategy.monitor.throughput import ThroughputMonitor
+    from hetero_strategy.monitor.timeline_monitor import TimelineMonitor
+    from hetero_strategy.plan.config import BalanceConfig
+    from hetero_strategy.strategy.strategy import HeteroStrategy
+
+_FILES = {
+    "AudioProcessor": "data.media",
+    "Backbone": "model.encoder",
+    "BalanceConfig": "plan.config",
+    "BalanceMonitor": "monitor.balance_monitor",
+    "CausalLM": "model.causal_lm",
+    "Edge": "model.multimodal",
+    "Encoder": "model.encoder",
+    "EncoderInputs": "model.inputs",
+    "Generator": "model.generator",
+    "HeteroError": "errors",
+    "HeteroStrategy": "strategy.strategy",
+    "ImageProcessor": "data.media",
+    "ImageTarget": "data.targets",
+    "ModelOutput": "model.multimodal",
+    "ModuleLayout": "layout.spec",
+    "MultimodalDataModule": "loading.datamodule",
+    "MultimodalModel": "model.multimodal",
+    "Projector": "model.encoder",
+    "ThroughputMonitor": "monitor.throughput",
+    "TimelineMonitor": "monitor.timeline_monitor",
+    "exchange": "boundary.exchange",
+    "flow_decoder": "model.flow",
+    "hf_llama": "model.hf_lm",
+    "hf_qwen3": "model.hf_lm",
+    "siglip2_encoder": "model.siglip2",
+    "titan_llama": "model.titan",
+    "whisper_encoder": "model.whisper",
+}
 
 __all__ = [
+    "AudioProcessor",
+    "Backbone",
+    "BalanceConfig",
     "BalanceMonitor",
     "CausalLM",
     "Edge",
     "Encoder",
+    "EncoderInputs",
     "Generator",
     "HeteroError",
     "HeteroStrategy",
+    "ImageProcessor",
+    "ImageTarget",
     "ModelOutput",
     "ModuleLayout",
     "MultimodalDataModule",
     "MultimodalModel",
-    "Placement",
+    "Projector",
     "ThroughputMonitor",
     "TimelineMonitor",
+    "exchange",
+    "flow_decoder",
+    "hf_llama",
+    "hf_qwen3",
+    "siglip2_encoder",
+    "titan_llama",
+    "whisper_encoder",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+    if "lightning.pytorch" in sys.modules:
+        import_module(f"{__name__}.strategy")
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

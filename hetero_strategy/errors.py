@@ -6,6 +6,8 @@ without a traceback. Faults of the program itself stay ordinary Python exception
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 
 class HeteroError(ValueError):
     """Base of all errors that a person can mend by changing their input."""
@@ -33,3 +35,18 @@ class ConfigError(HeteroError):
 
 class ScheduleError(HeteroError):
     """A schedule cannot be made from what was asked, or a list of actions cannot run."""
+
+
+def require(package: str, extra: str, what: str) -> None:
+    """Refuse what needs an optional package that is not installed.
+
+    Args:
+        package: as it is imported.
+        extra: of this distribution, which installs it.
+        what: needs it.
+
+    Raises:
+        ConfigError: naming the package and the extra.
+    """
+    if find_spec(package) is None:
+        raise ConfigError(f"{what} needs {package}, which is not installed: pip install 'hetero-strategy[{extra}]'")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from hetero_strategy.errors import ConfigError, DataError
+from hetero_strategy.errors import ConfigError, DataError, require
 from hetero_strategy.model.inputs import EncoderInputs, Packing
 
 Sizes = tuple[int, ...]
@@ -207,6 +207,7 @@ class AudioProcessor:
         for name in ("sampling_rate", "n_mels", "hop_length", "n_fft", "stack", "max_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"AudioProcessor: {name} is {getattr(self, name)}; use a positive number")
+        require("soundfile", "audio", "AudioProcessor")
 
     @property
     def feature(self) -> int:

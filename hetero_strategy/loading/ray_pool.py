@@ -6,7 +6,7 @@ receives what is ready. Same steps, same order and same policy on errors as with
 On a cluster:
 
 1. The index (``cache_folder``) and the media lie on a file system that all nodes mount under the same path, and the
-   package is installed on all of them with the extra: ``pip install -e '.[remote]'``. An actor is sent the
+   package is installed on all of them with the extra: ``pip install -e '.[ray]'``. An actor is sent the
    data set without its arrays, once, and maps the index itself.
 2. One Ray cluster: ``ray start --head --port=6379`` on a CPU node, ``ray start --address=<head>:6379`` on the others.
    Machines that train join it too but offer no processor, so that no actor lands there:
@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, require
 from hetero_strategy.loading.transport import padded, unpack
 from hetero_strategy.loading.worker_pool import Place, Steps, WorkerDied, attempt
 
@@ -145,11 +145,10 @@ class _Actor:
 
 
 def _ray() -> Any:
-    try:
-        import ray
-        import ray.exceptions
-    except ImportError:
-        raise ConfigError("engine='ray' needs Ray: pip install -e '.[remote]', or use engine='local'") from None
+    require("ray", "ray", "engine='ray'")
+    import ray
+    import ray.exceptions
+
     return ray
 
 

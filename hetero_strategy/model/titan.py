@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hetero_strategy.errors import ModelError
+from hetero_strategy.errors import ModelError, require
 from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.causal_lm import CausalLM
@@ -39,10 +39,8 @@ _PROJECTIONS = ("wq", "wk", "wv", "wo")
 @functools.cache
 def _titan() -> types.SimpleNamespace:
     """Import the parts of torchtitan in use, on first need: it takes seconds and pulls in many packages."""
-    try:
-        version = importlib.metadata.version("torchtitan")
-    except importlib.metadata.PackageNotFoundError:
-        raise ModelError(f"titan_llama needs torchtitan=={TITAN_VERSION}, which is not installed") from None
+    require("torchtitan", "titan", "titan_llama")
+    version = importlib.metadata.version("torchtitan")
     if version != TITAN_VERSION:
         raise ModelError(f"titan_llama needs torchtitan=={TITAN_VERSION}, found {version}: install that version")
     kernels = "torchtitan.models.moe.kernels"

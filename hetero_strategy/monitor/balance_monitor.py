@@ -12,7 +12,7 @@ import lightning as L
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, require
 from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.fitted import fitted_costs
 from hetero_strategy.monitor.measure import Waits, over_ranks
@@ -114,6 +114,7 @@ class BalanceMonitor(L.Callback):
         every_n_steps: int = 10,
         ranks_per_node: int | None = None,
     ) -> None:
+        require("matplotlib", "plots", "BalanceMonitor")
         if every_n_steps < 1:
             raise ConfigError(f"BalanceMonitor: every_n_steps={every_n_steps}; give a window of at least 1 step")
         if ranks_per_node is not None and ranks_per_node < 1:

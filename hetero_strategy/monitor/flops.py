@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
@@ -68,6 +69,13 @@ def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
 def device_peak_flops(device: torch.device) -> float | None:
     """Peak dense bf16 FLOP/s of a CUDA device by torchtitan's table; None where it is not known, as on CPU."""
     if device.type != "cuda":
+        return None
+    if find_spec("torchtitan") is None:
+        warnings.warn(
+            "no MFU: it needs torchtitan's table of peak FLOP/s (pip install 'hetero-strategy[titan]'), or"
+            " ThroughputMonitor(peak_flops=...)",
+            stacklevel=2,
+        )
         return None
     from torchtitan.tools.utils import get_peak_flops
 

@@ -10,6 +10,8 @@ import lightning as L
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from typing_extensions import override
 
+from hetero_strategy.errors import require
+
 
 def wandb_logger(
     save_dir: str | Path = "outputs",
@@ -27,6 +29,7 @@ def wandb_logger(
         offline: whether to use no network at all.
         options: further options of :class:`lightning.pytorch.loggers.WandbLogger`.
     """
+    require("wandb", "recipes", "wandb_logger")
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     return WandbLogger(name=name, save_dir=save_dir, project=project, offline=offline, **options)
 

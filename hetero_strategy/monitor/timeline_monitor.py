@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, require
 from hetero_strategy.monitor.measure import gather_on_first
 from hetero_strategy.monitor.prediction import Fitted, Ran, predicted, together
 from hetero_strategy.monitor.timeline import Timeline, from_measured, from_simulation, write_trace
@@ -147,6 +147,7 @@ class TimelineMonitor(L.Callback):
     """
 
     def __init__(self, folder: Path | str | None = None) -> None:
+        require("matplotlib", "plots", "TimelineMonitor")
         self.folder = None if folder is None else Path(folder)
         self.last: MeasuredAndSimulated | None = None
         """Comparison of the last run, on rank 0."""

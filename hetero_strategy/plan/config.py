@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, require
 from hetero_strategy.plan.balance import POLICIES, Cost
 from hetero_strategy.plan.orchestrator import AS_SAMPLED, Near, Orderer, ResolvedBalance
 from hetero_strategy.plan.reorder import SEARCHES
@@ -72,6 +72,8 @@ class BalanceConfig:
         for policy in chosen:
             _one_of("policy", policy, (*POLICIES, AS_SAMPLED))
         _one_of("rearrange", self.rearrange, REARRANGE)
+        if self.rearrange == "ilp":
+            require("cvxpy", "planner", "balance: rearrange='ilp'")
         _one_of("reorder", self.reorder, SEARCHES)
         if self.window < 1:
             raise ConfigError(f"balance: window is {self.window}; use 1 (no sample leaves its step) or more steps")

@@ -1,0 +1,87 @@
+"""What an import of the package brings with it, and what its face is."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import hetero_strategy
+from hetero_strategy import AudioProcessor, BalanceConfig, BalanceMonitor, TimelineMonitor, titan_llama
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.loading import ray_pool
+from hetero_strategy.model import titan
+from hetero_strategy.monitor import wandb_logger
+
+ROOT = Path(__file__).parents[1]
+HEAVY = ("torch", "lightning", "transformers", "matplotlib", "scipy", "PIL")
+"""Not with the package itself."""
+OPTIONAL = ("hydra", "wandb", "ray", "sklearn", "cvxpy", "soundfile", "torchtitan")
+"""Not with any of its names either: what needs one of them brings it in."""
+
+
+def loaded(code: str) -> set[str]:
+    """Modules that are there after running a program in a fresh interpreter."""
+    program = f"import sys\n{code}\nprint('|'.join(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(run.stdout.strip().splitlines()[-1].split("|"))
+
+
+def test_the_package_itself_is_light() -> None:
+    assert not loaded("import hetero_strategy") & {*HEAVY, *OPTIONAL}
+
+
+def test_its_names_bring_in_nothing_optional() -> None:
+    assert not loaded("from hetero_strategy import *\nassert HeteroStrategy") & set(OPTIONAL)
+
+
+def test_the_exchange_needs_no_lightning() -> None:
+    found = loaded("from hetero_strategy import exchange\nassert exchange")
+    assert "torch" in found and "lightning" not in found
+
+
+def test_the_strategy_is_registered_by_any_name() -> None:
+    code = "from hetero_strategy import MultimodalDataModule\n"
+    code += "from lightning.pytorch.strategies import StrategyRegistry\nassert 'hetero' in StrategyRegistry"
+    assert "hetero_strategy.strategy.strategy" in loaded(code)
+
+
+def test_the_names_are_those_that_are_listed() -> None:
+    assert sorted(hetero_strategy._FILES) == hetero_strategy.__all__
+    assert set(hetero_strategy.__all__) <= set(dir(hetero_strategy))
+    for name in hetero_strategy.__all__:
+        assert getattr(hetero_strategy, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Placement'"):
+        hetero_strategy.Placement  # noqa: B018
+
+
+def test_pages_import_what_the_package_exports() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for names in re.findall(r"^from hetero_strategy import \(?([^()]*?)\)?$", page.read_text(), re.M):
+            wrong = {name.strip() for name in names.split(",") if name.strip()} - set(hetero_strategy.__all__)
+            assert not wrong, f"{page.name}: {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "use"),
+    [
+        ("soundfile", "audio", lambda: AudioProcessor()),
+        ("torchtitan", "titan", lambda: titan_llama(vocab_size=8)),
+        ("matplotlib", "plots", lambda: TimelineMonitor()),
+        ("matplotlib", "plots", lambda: BalanceMonitor()),
+        ("cvxpy", "planner", lambda: BalanceConfig(rearrange="ilp")),
+        ("ray", "ray", lambda: ray_pool._ray()),
+        ("wandb", "recipes", lambda: wandb_logger()),
+    ],
+)
+def test_what_is_missing_is_named(
+    package: str, extra: str, use: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titan._titan.cache_clear()
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=rf"needs {package}.*hetero-strategy\[{extra}\]"):
+        use()
