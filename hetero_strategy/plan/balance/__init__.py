@@ -6,7 +6,7 @@ OrchMLLM (arXiv:2503.23830) section 5.1 and appendix A, DistTrain (arXiv:2408.04
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,13 +16,33 @@ from hetero_strategy.plan.balance.cost import Cost, fit_cost, loads, lower_bound
 from hetero_strategy.plan.balance.greedy import descending, whole
 from hetero_strategy.plan.balance.limits import fits, keep_limit
 
-__all__ = ["POLICIES", "Cost", "balance", "fit_cost", "loads", "lower_bound"]
+__all__ = ["POLICIES", "Cost", "balance", "fit_cost", "loads", "lower_bound", "register_policy"]
 
-POLICIES: Mapping[str, str] = {
-    "auto": "best for the cost: greedy and exchanges, or the shortest runs where items are padded",
-    "lpt": "longest item first, to the least loaded (OrchMLLM algorithm 1), by the items' costs without padding",
-    "round_robin": "item k to bin k modulo bins, whatever it costs: as sampled",
-}
+Policy = Callable[[np.ndarray, int, Cost, "np.ndarray | None"], np.ndarray]
+"""(Lengths int64 ``[n]``, longest first; number of bins; what a bin costs; speeds of bins, None where they are equal)
+-> bin of each item, int64 ``[n]``. It has to be a function of these alone, for all ranks must find the same."""
+POLICIES: dict[str, Policy | None] = {}
+"""By name; None: item ``k`` goes to bin ``k`` modulo bins, whatever it costs."""
+
+
+def register_policy(name: str, policy: Policy | None) -> None:
+    """Make a policy known by its name, in every process that makes plans.
+
+    Raises:
+        ConfigError: the name is taken by another one.
+    """
+    if POLICIES.setdefault(name, policy) is not policy:
+        raise ConfigError(f"balance: policy {name!r} is known already; choose another name")
+
+
+def _longest_first(lengths: np.ndarray, bins: int, cost: Cost, speeds: np.ndarray | None) -> np.ndarray:
+    """Each item, longest first, to the least loaded bin (OrchMLLM algorithm 1), by costs without padding."""
+    return greedy(whole(cost.alone(lengths), bins), bins, speeds)
+
+
+register_policy("auto", automatic)  # greedy and exchanges, or the shortest runs where items are padded
+register_policy("lpt", _longest_first)
+register_policy("round_robin", None)  # as sampled
 
 
 def balance(
@@ -71,14 +91,12 @@ def balance(
 
 
 def _assigned(lengths: np.ndarray, bins: int, cost: Cost, policy: str, speeds: np.ndarray | None) -> np.ndarray:
-    if policy == "round_robin":
+    assign = POLICIES[policy]
+    if assign is None:
         return np.arange(len(lengths), dtype=np.int64) % bins
     order = descending(lengths)
     bin_of = np.empty(len(lengths), dtype=np.int64)
-    if policy == "auto":
-        bin_of[order] = automatic(lengths[order], bins, cost, speeds)
-    else:
-        bin_of[order] = greedy(whole(cost.alone(lengths[order]), bins), bins, speeds)
+    bin_of[order] = assign(lengths[order], bins, cost, speeds)
     return bin_of
 
 
