@@ -50,6 +50,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "anywhere": {"rearrange": "none"},
     "measured": {"costs": {"vision": {"fixed": 0.5}, "llm": {"linear": 0.0, "quadratic": 2e-3}}},
 }
+CHOSEN: dict[str, tuple[str, ...]] = {
+    "unequal dp, mixed": ("auto", "padded", "ilp"),
+    "disjoint": ("auto", "lpt", "karmarkar_karp"),
+    "pipelined": ("auto", "interval", "disttrain", "measured"),
+    "unequal dp": ("auto", "permute", "tolerance", "anywhere"),
+    "generator": ("auto", "conv", "padded", "measured"),
+}
+"""Every option at least once."""
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +72,21 @@ def balanced(folders: dict[bool, str], layout: str, **options: Any) -> Setting:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_those_of_the_samples_as_drawn(pool: Pool, folders: dict[bool, str], layout: str) -> None:
-    setting = balanced(folders, layout)
-    wanted, ways = expected(setting), list(OPTIONS.values())
+    check_gradients(pool, balanced(folders, layout), CHOSEN[layout])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_with_all_other_options(pool: Pool, folders: dict[bool, str], layout: str) -> None:
+    check_gradients(pool, balanced(folders, layout), tuple(name for name in OPTIONS if name not in CHOSEN[layout]))
+
+
+def test_every_option_is_chosen() -> None:
+    assert set(OPTIONS) == {name for chosen in CHOSEN.values() for name in chosen}
+
+
+def check_gradients(pool: Pool, setting: Setting, options: tuple[str, ...]) -> None:
+    wanted, ways = expected(setting), [OPTIONS[name] for name in options]
     compare(wanted, pool.run(setting.world, steps_on_rank, setting, wanted, (2,), 0, ways, timeout=120))
 
 

@@ -36,7 +36,7 @@ CHOSEN = {
     "vision pp2 beside audio, then llm pp3": ("zb_h1",),
     "encoders on the llm's stages": ("gpipe", "zb_h1", "zbv"),
     "mixed": ("1f1b", "interleaved_1f1b"),
-    "llm tp2 pp2 dp2, vision dp3": ("interleaved_1f1b",),
+    "llm tp2 pp2 dp2, vision dp3": ("zb_h1",),
     "generator on its own rank": ("zb_h1", "gpipe"),
     "generator on a stage of the llm": ("interleaved_1f1b", "1f1b"),
     "generator pp2 around the llm": ("zbv", "1f1b"),
