@@ -90,7 +90,10 @@ def check_gradients(pool: Pool, setting: Setting, options: tuple[str, ...]) -> N
     compare(wanted, pool.run(setting.world, steps_on_rank, setting, wanted, (2,), 0, ways, timeout=120))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "interleaved_1f1b"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["zb_h1", pytest.param("gpipe", marks=pytest.mark.full), pytest.param("interleaved_1f1b", marks=pytest.mark.full)],
+)
 def test_other_orders(pool: Pool, folders: dict[bool, str], schedule: str) -> None:
     setting = balanced(folders, "pipelined", schedule=schedule, balance={"policy": "auto", "reorder": "search"})
     wanted = expected(setting)
@@ -200,7 +203,7 @@ def exchanges_on_rank(rank: int, world: int, setting: Setting, wanted: Reference
     return dict(started)
 
 
-@pytest.mark.parametrize("policy", ["none", "auto"])
+@pytest.mark.parametrize("policy", ["auto", pytest.param("none", marks=pytest.mark.full)])
 def test_one_exchange_per_edge_and_direction(pool: Pool, folders: dict[bool, str], policy: str) -> None:
     setting = balanced(folders, "unequal dp", balance={"policy": policy})
     ranks = pool.run(setting.world, exchanges_on_rank, setting, expected(setting))

@@ -120,39 +120,47 @@ def test_other_ways_to_start_give_the_same_loss(start: Starter, alone: float) ->
     check_start({way: start("--start", way) for way in ("fork", "spawn")}, alone)
 
 
-def check_message(runs: dict[str, Run]) -> None:
-    for way, run, text, seconds in watch_all(runs):
-        assert run.process.returncode != 0, way
-        # Its words are those of a lost connection, and still they are the cause and not the other rank's.
-        cause, other = int(way[-1]), 1 - int(way[-1])
-        error = f"ConnectionError: rank {cause} has had enough: connection refused, broken pipe\n"
-        assert re.search(rf"{error}(\[rank{cause}\]: )?rank {cause} ended the run with this", text), f"{way}\n{text}"
-        assert f"rank {other} lost another rank, whose own message tells why (here: " in text, f"{way}\n{text}"
-        for what in ("told", "finally"):
-            assert sorted(p.name for p in run.folder.glob(f"{what}*")) == [f"{what}0", f"{what}1"], f"{way}\n{text}"
-        assert seconds < SECONDS, f"{way} took {seconds:.0f} s to end\n{text}"
-        assert survivors(run) == [], way
-        assert not (run.folder / "last.ckpt").exists(), way
+def check_message(way: str, run: Run, text: str, seconds: float) -> None:
+    """Of a job in which the rank that ends ``way`` raised; the job has ended."""
+    assert run.process.returncode != 0, way
+    # Its words are those of a lost connection, and still they are the cause and not the other rank's.
+    cause, other = int(way[-1]), 1 - int(way[-1])
+    error = f"ConnectionError: rank {cause} has had enough: connection refused, broken pipe\n"
+    assert re.search(rf"{error}(\[rank{cause}\]: )?rank {cause} ended the run with this", text), f"{way}\n{text}"
+    assert f"rank {other} lost another rank, whose own message tells why (here: " in text, f"{way}\n{text}"
+    for what in ("told", "finally"):
+        assert sorted(p.name for p in run.folder.glob(f"{what}*")) == [f"{what}0", f"{what}1"], f"{way}\n{text}"
+    assert seconds < SECONDS, f"{way} took {seconds:.0f} s to end\n{text}"
+    assert survivors(run) == [], way
+    assert not (run.folder / "last.ckpt").exists(), way
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_ends_the_job_with_its_message(start: Starter) -> None:
-    check_message({"popen 0": start("--fail", "0", "2"), "torchrun 1": start("--fail", "1", "2", torchrun=2)})
+def test_a_rank_that_raises_or_is_killed_ends_the_job(start: Starter) -> None:
+    runs = {"popen 0": start("--fail", "0", "2"), "killed": start("--kill", "1", "2")}
+    raised, (_, killed, text, seconds) = watch_all(runs)
+    check_message(*raised)
+    assert killed.process.returncode != 0
+    assert seconds < SECONDS, text
+    assert survivors(killed) == []
 
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_process_that_lightning_started_raises(start: Starter) -> None:
-    check_message({"popen 1": start("--fail", "1", "2"), "fork 0": start("--start", "fork", "--fail", "0", "2")})
+def test_a_rank_that_raises_ends_the_job_however_it_was_started(start: Starter) -> None:
+    runs = {
+        "popen 1": start("--fail", "1", "2"),
+        "torchrun 1": start("--fail", "1", "2", torchrun=2),
+        "fork 0": start("--start", "fork", "--fail", "0", "2"),
+    }
+    for ended in watch_all(runs):
+        check_message(*ended)
 
 
+@pytest.mark.full
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_job(start: Starter) -> None:
-    child, late = start("--kill", "1", "2"), start("--late")
-    text, seconds = watched(child)
-    assert child.process.returncode != 0
-    assert seconds < SECONDS, text
-    assert survivors(child) == []
+def test_a_failure_after_fit_ends_the_job(start: Starter) -> None:
+    late = start("--late")
     text = late.end()
     assert late.process.returncode != 0, "a failure after fit() went unnoticed"
     assert "LookupError: rank 1 failed late" in text
