@@ -139,7 +139,7 @@ def places(plan: StepPlan) -> dict[str, list[list[list[int]]]]:
 
 
 def test_every_option_changes_the_batch(pool: Pool, folders: dict[bool, str]) -> None:
-    """Each option, told apart from leaving it out, in plans as ranks made them."""
+    """Each option, told apart from leaving it out, in plans as ranks make them."""
     costs = {"llm": {"linear": 1.0, "quadratic": 0.1}, "vision": {"padding": "full"}, "audio": {"padding": "full"}}
     names = ("none", "auto", "lpt", "disttrain", "karmarkar_karp", "padded")
     ways = [
@@ -179,9 +179,17 @@ def ran(pool: Pool, setting: Setting, count: int, ways: list[dict[str, Any]]) ->
     return runs[0].steps
 
 
+def plans_on_rank(rank: int, world: int, setting: Setting, count: int, ways: list[dict[str, Any]]) -> list[Any]:
+    around, share = assembled(setting, rank, world).surroundings, share_of(placed(setting, world), setting, rank)
+    made = [steps_of(replace(setting, balance=way), count, share, around).plan(0, 0) for way in ways]
+    return [places(plan) for plan in made]
+
+
 def plans(pool: Pool, setting: Setting, count: int, ways: list[dict[str, Any]]) -> list[Any]:
-    """Who computed what, of steps that ran."""
-    return [places(step.plan) for step in ran(pool, setting, count, ways)]
+    """Who computes what; all ranks say the same."""
+    first, *others = pool.run(setting.world, plans_on_rank, setting, count, ways)
+    assert all(other == first for other in others)
+    return first
 
 
 def exchanges_on_rank(rank: int, world: int, setting: Setting, wanted: Reference) -> dict[str, int]:
