@@ -31,6 +31,7 @@ def test_step_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert 1.0 <= one["after"][module] <= one["before"][module] + 1e-9
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_balanced_steps(pool, tmp_path: Path) -> None:
     file = tmp_path / "steps.json"

@@ -82,6 +82,7 @@ MOST_CPU = 1.65
 machine is. A step that costs twice as much besides the model shows here."""
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_checkpoint_integrity(pool, capsys: pytest.CaptureFixture[str]) -> None:
     found = checkpoint_integrity.main(["--flips", "24", "--width", "64", "--rounds", "1"], pool)

@@ -86,6 +86,7 @@ def test_pipeline_timing(pool, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert len(list(tmp_path.glob("llm*.json"))) == 1
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_modality_parallel(pool, capsys: pytest.CaptureFixture[str]) -> None:
     found = modality_parallel.main(TINY.split(), pool)
@@ -106,6 +107,7 @@ def test_modality_parallel_is_faster(pool) -> None:
     assert found["ratio"] <= modality_parallel.GOAL + 0.1
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_encoder_microbatch(pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "microbatch.json"

@@ -166,10 +166,11 @@ def test_a_failure_after_fit_ends_the_job(start: Starter) -> None:
     assert "LookupError: rank 1 failed late" in text
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["fork", pytest.param("popen", marks=pytest.mark.full)])
+@pytest.mark.parametrize("way", ["fork", "popen"])
 def test_nothing_is_left_of_a_killed_job(start: Starter, way: str) -> None:
-    """A killed run of recipes/train.py, whose ranks are started by popen, is in tests/recipes."""
+    """Nor of a killed run of recipes/train.py, as tests/recipes sees it in `make test`."""
     run = start("--start", way, "--sleep", "1", "2")
     wait_for(run.folder / "asleep")
     pids = run.pids()
