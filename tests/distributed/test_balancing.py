@@ -100,7 +100,9 @@ def test_other_orders(pool: Pool, folders: dict[bool, str], schedule: str) -> No
     compare(wanted, pool.run(setting.world, steps_on_rank, setting, wanted, (4, 9), 4, timeout=120))
 
 
-@pytest.mark.parametrize("layout", ["unequal dp, mixed", "pipelined", "generator"])
+@pytest.mark.parametrize(
+    "layout", ["pipelined", "generator", pytest.param("unequal dp, mixed", marks=pytest.mark.full)]
+)
 def test_microbatches_by_budget_and_of_equal_cost(pool: Pool, folders: dict[bool, str], layout: str) -> None:
     """As many microbatches as budgets ask for, encoders with more or equal ones of their own, nodes of two ranks."""
     free = balanced(folders, layout, balance={"policy": "auto"})

@@ -400,7 +400,7 @@ def flat(told: Any) -> list[Any]:
     "layouts",
     [
         pytest.param(PAIR, id="apart", marks=pytest.mark.full),
-        pytest.param(PIPELINED, id="pipelined"),
+        pytest.param(PIPELINED, id="pipelined", marks=pytest.mark.full),
         pytest.param("hetero", id="registered"),
     ],
 )

@@ -77,6 +77,7 @@ def test_one_message_for_wrong_settings(pool: Pool, small: Path, tmp_path: Path,
     check_message(run_forked(tmp_path / "run", *data_at(small), *overrides), message)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_one_message_on_a_real_command_line(small: Path, tmp_path: Path) -> None:
     overrides, message = OVERRIDES["rows"]
