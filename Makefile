@@ -8,17 +8,20 @@ ARGS ?=
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format clean
+.PHONY: help setup train test test-all lint format clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(INSTALLED)  ## create .venv and install what is needed (the other targets do it too)
 
 train: $(INSTALLED)  ## train; hydra overrides in ARGS
 	$(VENV)/bin/python -m recipes.train $(ARGS)
 
-test: lint  ## lint, type check and tests; pytest options in ARGS
+test: lint  ## lint, type check and the tests of minutes; pytest options in ARGS
+	$(VENV)/bin/python -m pytest -m "not full and not perf" $(ARGS)
+
+test-all: lint  ## the same and all other tests: every placement with every schedule, and limits on time
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 lint: $(INSTALLED)  ## ruff and mypy

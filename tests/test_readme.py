@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from safetensors.torch import load_file
 from hetero_strategy.checkpoint import describe, load
 from recipes.digits import write_digits
 from tests import stock
+from tests.distributed.harness import Pool
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,25 +35,49 @@ TRAINED = (
 """Name in the run's checkpoint, folder, ending of the name in it."""
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_example_runs_as_printed(tmp_path: Path) -> None:
-    """On eight processes, with models and data of its names; they are tiny, and Lightning's own environment variables
-    end it after an epoch of one step.
-    """
+LIMITS = {"MAX_EPOCHS": "1", "NUM_SANITY_VAL_STEPS": "0", "ACCELERATOR": "cpu"}
+"""Lightning's own environment variables, which end the example after an epoch of one step."""
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """The script as it is printed, beside models and data of its names, all of them tiny."""
     (printed,) = re.findall(r"^```python\n(import lightning.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     (tmp_path / "example.py").write_text(printed)
     stock.models_of_readme(tmp_path / "models")
     write_digits(tmp_path / "data", train=64, val=4, progress=False)
-    limits = {"MAX_EPOCHS": "1", "NUM_SANITY_VAL_STEPS": "0", "ACCELERATOR": "cpu"}
-    given = os.environ | {f"PL_TRAINER_{name}": value for name, value in limits.items()} | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, env=given, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    return tmp_path
 
-    (saved,) = tmp_path.glob("lightning_logs/version_0/checkpoints/*.ckpt")
+
+def on_rank(rank: int, world: int, folder: str) -> None:
+    """What torchrun would start, in a process that has paid for its imports."""
+    multiprocessing.set_start_method("fork", force=True)  # as in a script
+    os.chdir(folder)
+    os.environ |= {f"PL_TRAINER_{name}": value for name, value in LIMITS.items()}
+    runpy.run_path("example.py", run_name="__main__")
+
+
+def test_the_example_runs_as_printed(pool: Pool, example: Path) -> None:
+    """On eight processes."""
+    pool.run(8, on_rank, str(example), timeout=150, group=False)
+    check_trained(example)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_example_starts_its_own_processes(example: Path) -> None:
+    given = os.environ | {f"PL_TRAINER_{name}": value for name, value in LIMITS.items()} | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "example.py"], cwd=example, env=given, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    check_trained(example)
+
+
+def check_trained(folder: Path) -> None:
+    (saved,) = folder.glob("lightning_logs/version_0/checkpoints/*.ckpt")
     assert describe(saved).step == 1
-    tensors = {f"model.model.{KEPT[0]}": theirs(tmp_path, *KEPT[1:])}
-    tensors |= {f"model.model.{name}": theirs(tmp_path, *place) for name, *place in TRAINED}
+    tensors = {f"model.model.{KEPT[0]}": theirs(folder, *KEPT[1:])}
+    tensors |= {f"model.model.{name}": theirs(folder, *place) for name, *place in TRAINED}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     load(tensors, saved, strict=False)
     changed = {name.removeprefix("model.model."): (tensors[name] - before[name]).abs().max().item() for name in tensors}

@@ -86,13 +86,17 @@ def test_pipeline_timing(pool, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert len(list(tmp_path.glob("llm*.json"))) == 1
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_modality_parallel(pool, capsys: pytest.CaptureFixture[str]) -> None:
     found = modality_parallel.main(TINY.split(), pool)
     assert "parallel / chain" in capsys.readouterr().out
-    assert found["rounds"] == 2 and found["ratio_of_all"] > 0
+    parallel, chain = (found[setting.name]["steps_ms"] for setting in modality_parallel.settings(0.25))
+    assert found["rounds"] == 2 and found["ratios"] == [a / b for a, b in zip(parallel, chain, strict=True)]
+    assert found["ratio_of_all"] == pytest.approx(sum(found["ratios"]) / 2)
 
 
+@pytest.mark.perf
 @pytest.mark.distributed
 def test_modality_parallel_is_faster(pool) -> None:
     """Where two processors were free: with others at work the two executions take turns on what is left. The goal is
@@ -103,6 +107,7 @@ def test_modality_parallel_is_faster(pool) -> None:
     assert found["ratio"] <= modality_parallel.GOAL + 0.1
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_encoder_microbatch(pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "microbatch.json"

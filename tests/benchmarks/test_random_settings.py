@@ -13,7 +13,8 @@ from tests.distributed.exact import on
 from tests.distributed.harness import Pool
 from tests.distributed.stepping import Setting
 
-COUNT, SEED = 16, 1
+FEW, MORE = (6, 1), (16, 2)
+"""Settings and the seed that draws them."""
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +25,11 @@ def data() -> Iterator[dict[bool, Data]]:
 
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
-def test_settings_drawn_at_random(pool: Pool, data: dict[bool, Data]) -> None:
-    found = run_all(pool, data, COUNT, SEED)
+@pytest.mark.parametrize(("count", "seed"), [FEW, pytest.param(*MORE, marks=pytest.mark.full)])
+def test_settings_drawn_at_random(pool: Pool, data: dict[bool, Data], count: int, seed: int) -> None:
+    found = run_all(pool, data, count, seed)
     assert not [f.text for f in found if f.fails]
-    assert sum(f.kind == "right" for f in found) >= 0.8 * COUNT
+    assert sum(f.kind == "right" for f in found) >= 0.8 * count
 
 
 @pytest.mark.distributed

@@ -60,11 +60,12 @@ def test_depends_on_the_seed_alone_and_has_sound_arrays(name: str) -> None:
     assert name == "cornstarch" or not np.array_equal(one.text, other.text)
 
 
+@pytest.mark.perf
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_global_batch_of_2560_instances_takes_a_moment(name: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     WORKLOADS[name](20_000, 0).metadata()
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 @pytest.mark.parametrize("part", speech.PARTS)

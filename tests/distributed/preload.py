@@ -20,6 +20,7 @@ for name in (
     "transformers.models.whisper.modeling_whisper",
     "torchtitan_parts",
     "hetero_strategy.strategy.strategy",
+    "recipes.train",
     "tests.distributed.stepping",
     "tests.distributed.harness",
 ):

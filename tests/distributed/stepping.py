@@ -388,7 +388,7 @@ def steps_on_rank(
     ways = [replace(setting, balance=balance) for balance in balances] or [setting]
     steps = [made.step(expected, number, way) for way in ways for number in counts]
     breaks = _breaks(made.executor.compiler.graph) if damages else {}
-    names = list(breaks) if world <= MOST else [next(iter(breaks)), list(breaks)[-1]]
+    names = list(breaks) if world <= MOST else [*breaks][:1] + [*breaks][-1:]
     found = {name: made.step(expected, damages, setting, breaks[name]).errors for name in names}
     dist.barrier()
     return Run(steps, found)

@@ -48,6 +48,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "anywhere": {"rearrange": "none"},
     "measured": {"costs": {"vision": {"fixed": 0.5}, "llm": {"linear": 0.0, "quadratic": 2e-3}}},
 }
+CHOSEN: dict[str, tuple[str, ...]] = {
+    "unequal dp, mixed": ("auto", "padded", "ilp"),
+    "disjoint": ("auto", "lpt", "karmarkar_karp"),
+    "pipelined": ("auto", "interval", "disttrain", "measured"),
+    "unequal dp": ("auto", "permute", "tolerance", "anywhere"),
+    "generator": ("auto", "conv", "padded", "measured"),
+}
+"""Every option at least once."""
 
 
 @pytest.fixture(scope="module")
@@ -62,19 +70,37 @@ def balanced(folders: dict[bool, str], layout: str, **options: Any) -> Setting:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_those_of_the_samples_as_drawn(pool: Pool, folders: dict[bool, str], layout: str) -> None:
-    setting = balanced(folders, layout)
-    wanted, ways = expected(setting), list(OPTIONS.values())
+    check_gradients(pool, balanced(folders, layout), CHOSEN[layout])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_with_all_other_options(pool: Pool, folders: dict[bool, str], layout: str) -> None:
+    check_gradients(pool, balanced(folders, layout), tuple(name for name in OPTIONS if name not in CHOSEN[layout]))
+
+
+def test_every_option_is_chosen() -> None:
+    assert set(OPTIONS) == {name for chosen in CHOSEN.values() for name in chosen}
+
+
+def check_gradients(pool: Pool, setting: Setting, options: tuple[str, ...]) -> None:
+    wanted, ways = expected(setting), [OPTIONS[name] for name in options]
     compare(wanted, pool.run(setting.world, steps_on_rank, setting, wanted, (2,), 0, ways, timeout=120))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "interleaved_1f1b"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["zb_h1", pytest.param("gpipe", marks=pytest.mark.full), pytest.param("interleaved_1f1b", marks=pytest.mark.full)],
+)
 def test_other_orders(pool: Pool, folders: dict[bool, str], schedule: str) -> None:
     setting = balanced(folders, "pipelined", schedule=schedule, balance={"policy": "auto", "reorder": "search"})
     wanted = expected(setting)
     compare(wanted, pool.run(setting.world, steps_on_rank, setting, wanted, (4, 9), 4, timeout=120))
 
 
-@pytest.mark.parametrize("layout", ["unequal dp, mixed", "pipelined", "generator"])
+@pytest.mark.parametrize(
+    "layout", ["pipelined", "generator", pytest.param("unequal dp, mixed", marks=pytest.mark.full)]
+)
 def test_microbatches_by_budget_and_of_equal_cost(pool: Pool, folders: dict[bool, str], layout: str) -> None:
     """As many microbatches as budgets ask for, encoders with more or equal ones of their own, nodes of two ranks."""
     free = balanced(folders, layout, balance={"policy": "auto"})
@@ -113,7 +139,7 @@ def places(plan: StepPlan) -> dict[str, list[list[list[int]]]]:
 
 
 def test_every_option_changes_the_batch(pool: Pool, folders: dict[bool, str]) -> None:
-    """Each option, told apart from leaving it out, in plans as ranks made them."""
+    """Each option, told apart from leaving it out, in plans as ranks make them."""
     costs = {"llm": {"linear": 1.0, "quadratic": 0.1}, "vision": {"padding": "full"}, "audio": {"padding": "full"}}
     names = ("none", "auto", "lpt", "round_robin")
     ways = [
@@ -153,9 +179,17 @@ def ran(pool: Pool, setting: Setting, count: int, ways: list[dict[str, Any]]) ->
     return runs[0].steps
 
 
+def plans_on_rank(rank: int, world: int, setting: Setting, count: int, ways: list[dict[str, Any]]) -> list[Any]:
+    around, share = assembled(setting, rank, world).surroundings, share_of(placed(setting, world), setting, rank)
+    made = [steps_of(replace(setting, balance=way), count, share, around).plan(0, 0) for way in ways]
+    return [places(plan) for plan in made]
+
+
 def plans(pool: Pool, setting: Setting, count: int, ways: list[dict[str, Any]]) -> list[Any]:
-    """Who computed what, of steps that ran."""
-    return [places(step.plan) for step in ran(pool, setting, count, ways)]
+    """Who computes what; all ranks say the same."""
+    first, *others = pool.run(setting.world, plans_on_rank, setting, count, ways)
+    assert all(other == first for other in others)
+    return first
 
 
 def exchanges_on_rank(rank: int, world: int, setting: Setting, wanted: Reference) -> dict[str, int]:
@@ -179,7 +213,7 @@ def exchanges_on_rank(rank: int, world: int, setting: Setting, wanted: Reference
     return dict(started)
 
 
-@pytest.mark.parametrize("policy", ["none", "auto"])
+@pytest.mark.parametrize("policy", ["auto", pytest.param("none", marks=pytest.mark.full)])
 def test_one_exchange_per_edge_and_direction(pool: Pool, folders: dict[bool, str], policy: str) -> None:
     setting = balanced(folders, "unequal dp", balance={"policy": policy})
     ranks = pool.run(setting.world, exchanges_on_rank, setting, expected(setting))

@@ -189,6 +189,7 @@ def dispatched_steps_on_rank(
     return steps_on_rank(rank, world, setting, wanted, counts)
 
 
+@pytest.mark.full
 def test_gradients_are_those_of_one_process(pool: Pool, folders: dict[bool, str]) -> None:
     setting = setting_of(folders, LAYOUTS["pipelined generator"], "1f1b", balance={})
     wanted = expected(setting)

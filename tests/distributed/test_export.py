@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from hetero_strategy import checkpoint as ck
+from hetero_strategy.checkpoint.__main__ import main
 from hetero_strategy.model import EncoderInputs, Packing, SequenceInputs
 from tests.distributed.harness import Pool
 from tests.distributed.scenario import Job, Lit, data, datamodule, train_on_rank
@@ -43,7 +43,7 @@ def run(rank: int, world: int, job: Job, path: str) -> None:
     train_on_rank(rank, world, replace(job, trainer={"callbacks": [Save(path)]}))
 
 
-def test_transformers_loads_what_a_run_exports(pool: Pool, tmp_path: Path) -> None:
+def test_transformers_loads_what_a_run_exports(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, path, out = data(tmp_path / "digits"), tmp_path / "saved", tmp_path / "out"
     job = Job(
         str(folder),
@@ -56,8 +56,8 @@ def test_transformers_loads_what_a_run_exports(pool: Pool, tmp_path: Path) -> No
     pool.run(2, run, job.on(**LAYOUTS), str(path), timeout=120)
     assert any(len(stored.pieces) > 1 for stored in ck.describe(path).tensors.values())
 
-    command = [sys.executable, "-m", "hetero_strategy.checkpoint", "export", str(path), str(out)]
-    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert main(["export", str(path), str(out)]) == 0
+    told = capsys.readouterr().out.splitlines()
     assert len(told) == 5 and f"{out / 'audio'}: 22 tensors for transformers' WhisperEncoder; 6 more in" in told[0]
     assert {path.name for path in out.iterdir()} == set(LAYOUTS)
 

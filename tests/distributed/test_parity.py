@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ CASES = {
     "hf qwen3 fsdp": case(2, {"lm": "hf_qwen3"}, vision=on(0, 1), audio=on(1), llm=on(0, 1)),
 }  # fmt: skip
 """Everything the layouts may do: sizes that do not divide, tensor parallel on both sides, mixed and idle ranks."""
+CURVES = ("tp1 to tp2", "pipelined", "frozen encoder")
+"""Where `make test` follows many steps; one step in double precision is compared everywhere."""
 
 
 @pytest.fixture(scope="module")
@@ -84,26 +87,61 @@ def several(rank: int, world: int, jobs: list[Job]) -> list[Result]:
     return [train_on_rank(rank, world, job) for job in jobs]
 
 
+def run_on_ranks(pool: Pool, case: Case, jobs: list[Job]) -> list[tuple[Result, ...]]:
+    """Job -> what every rank made of it."""
+    runs = pool.run(case.world, several, [replace(job, layouts=case.layouts) for job in jobs], timeout=240)
+    return list(zip(*runs, strict=True))
+
+
+def single_step(digits: Path, case: Case) -> Job:
+    return Job(str(digits), steps=1, precision="64-true", **case.options)
+
+
+@pytest.fixture(scope="module")
+def single_steps(pool: Pool, digits: Path) -> Callable[[str], tuple[Result, ...]]:
+    """Case -> what every rank made of one step; all cases of one size in one world, which the first of them starts."""
+    found: dict[str, tuple[Result, ...]] = {}
+
+    def of(name: str) -> tuple[Result, ...]:
+        if name not in found:
+            world = CASES[name].world
+            alike = [other for other, case in CASES.items() if case.world == world]
+            jobs = [replace(single_step(digits, CASES[n]), layouts=CASES[n].layouts) for n in alike]
+            runs = pool.run(world, several, jobs, timeout=150)
+            found.update(zip(alike, zip(*runs, strict=True), strict=True))
+        return found[name]
+
+    return of
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_same_curve_and_gradients(pool: Pool, digits: Path, name: str) -> None:
+def test_same_gradients(single_steps: Callable[[str], tuple[Result, ...]], digits: Path, name: str) -> None:
+    """Of one step, in double precision."""
+    expected, found = reference(single_step(digits, CASES[name])), single_steps(name)
+    error, where = worst_gradient(expected, found)
+    assert error <= FP64, where
+    assert worst_loss(expected, found) <= FP64
+    for result in found:
+        np.testing.assert_allclose(result.metrics, expected.metrics, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in CURVES else pytest.mark.full) for n in CASES])
+def test_same_curve_and_damage_is_noticed(pool: Pool, digits: Path, name: str) -> None:
+    """Of many steps, in single precision; a broken exchange shows in the first step's gradients."""
     chosen = CASES[name]
     curve = Job(str(digits), steps=20 if chosen.world < 4 else 10, **chosen.options)
     exact = replace(curve, steps=1, precision="64-true")
     broken = [replace(exact, damage="forward:0")]
     if not any(part in ("vision", "llm") for part in curve.freeze):
         broken.append(replace(exact, damage="backward:0"))
-    jobs = [curve, exact, *broken]
-    runs = pool.run(chosen.world, several, [replace(j, layouts=chosen.layouts) for j in jobs], timeout=240)
-    by_job = list(zip(*runs, strict=True))
+    found, *by_damage = run_on_ranks(pool, chosen, [curve, *broken])
     expected = reference(curve)
-    assert worst_loss(expected, by_job[0]) <= CURVE
-    error, where = worst_gradient(expected, by_job[0])
+    assert worst_loss(expected, found) <= CURVE
+    error, where = worst_gradient(expected, found)
     assert error <= FP32, where
-    for result in by_job[0]:
+    for result in found:
         np.testing.assert_allclose(result.metrics, expected.metrics, atol=1e-6)
-    error, where = worst_gradient(reference(exact), by_job[1])
-    assert error <= FP64, where
-    for job, damaged in zip(broken, by_job[2:], strict=True):
+    for job, damaged in zip(broken, by_damage, strict=True):
         error, _ = worst_gradient(reference(exact), damaged)
         assert error > 1e-3, f"{job.damage} went unnoticed"
 

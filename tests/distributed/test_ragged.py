@@ -57,7 +57,10 @@ def all_jobs(rank: int, world: int, jobs: list[Job]) -> list[Result]:
     return [train_on_rank(rank, world, job) for job in jobs]
 
 
-@pytest.mark.parametrize("layouts", [MIXED, SPREAD], ids=["tensor parallel llm", "sharded llm"])
+@pytest.mark.parametrize(
+    "layouts",
+    [pytest.param(MIXED, id="tensor parallel llm"), pytest.param(SPREAD, id="sharded llm", marks=pytest.mark.full)],
+)
 def test_same_as_one_process(pool: Pool, folder: Path, layouts: dict[str, Any]) -> None:
     jobs = [Job(str(folder), **options) for options in JOBS.values()]
     results = pool.run(3, all_jobs, [replace(j, layouts=layouts) for j in jobs], timeout=60)

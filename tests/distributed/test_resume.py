@@ -71,8 +71,15 @@ def run(rank: int, world: int, job: Job, save: str | None) -> tuple[list[float],
     return result.losses, keep.state
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
-def test_any_layout_continues_the_curve(pool: Pool, tmp_path: Path, background: bool) -> None:
+@pytest.mark.parametrize(
+    ("background", "names"),
+    [
+        pytest.param(False, ("one rank", "more ranks, other degrees"), id="at once"),
+        pytest.param(False, ("fewer ranks, disjoint", "colocated"), id="others", marks=pytest.mark.full),
+        pytest.param(True, ("colocated",), id="in the background", marks=pytest.mark.full),
+    ],
+)
+def test_any_layout_continues_the_curve(pool: Pool, tmp_path: Path, background: bool, names: tuple[str, ...]) -> None:
     folder = data(tmp_path / "digits")
     job = Job(str(folder), steps=SAVED_AT, capture=False)
     path = str(tmp_path / "saved")
@@ -83,8 +90,8 @@ def test_any_layout_continues_the_curve(pool: Pool, tmp_path: Path, background: 
             assert torch.equal(saved.setdefault(name, value), value), f"replicas of {name} differ"
     whole = train(replace(job, steps=SAVED_AT + 2))
     assert any(name.endswith("exp_avg_sq") for name in saved)
-    chosen = {"colocated": LAYOUTS["colocated"]} if background else LAYOUTS
-    for name, (world, layouts) in chosen.items():
+    for name in names:
+        world, layouts = LAYOUTS[name]
         again = replace(job, layouts=layouts, steps=SAVED_AT + 2, resume=path)
         seen = set()
         for losses, state in pool.run(world, run, again, None, timeout=90):

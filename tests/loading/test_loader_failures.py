@@ -324,10 +324,8 @@ def deadly(index: DatasetIndex, folder: Path, times: int, **options: Any) -> Any
 @pytest.mark.parametrize("workers", [1, 3])
 def test_stop_at_a_killed_worker(index: DatasetIndex, tmp_path: Path, workers: int) -> None:
     loader = StepLoader(deadly(index, tmp_path, 1), num_workers=workers)
-    began = time.monotonic()
     with pytest.raises(DataError) as error:
         list(loader)
-    assert time.monotonic() - began < 5
     assert loader.consumed == 4
     message = str(error.value)
     assert f"loader worker {4 % workers} of {workers} was killed by SIGKILL (out of memory" in message

@@ -1,13 +1,17 @@
-"""The real command line in a process of its own."""
+"""The real command line in processes of its own; the same entry point in processes that have its imports already."""
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.distributed.harness import Pool, WorkerError
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -53,6 +57,53 @@ def run(folder: Path, *overrides: object, timeout: float = 150, **options: objec
         output, _ = process.communicate()
         raise AssertionError(f"did not end within {timeout} s:\n{output[-4000:]}") from None
     return Ended(process.returncode, output, time.monotonic() - began)
+
+
+def run_forked(folder: Path, *overrides: object, timeout: float = 60, module: str = "recipes.train") -> Ended:
+    """:func:`run` without its imports, which take longer than the rest: what ``python -m`` would call, called by a
+    process forked from the one of the ``pool`` fixture.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    log, began = folder.with_name(f"{folder.name}.output"), time.monotonic()
+    arguments = [f"hydra.run.dir={folder}", *map(str, overrides)]
+    process = multiprocessing.get_context("forkserver").Process(target=_enter, args=(module, arguments, str(log)))
+    process.start()
+    process.join(timeout)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise AssertionError(f"did not end within {timeout} s:\n{log.read_text()[-4000:]}")
+    return Ended(process.exitcode, log.read_text(), time.monotonic() - began)
+
+
+def run_on_ranks(
+    pool: Pool, world: int, folder: Path, *overrides: object, timeout: float = 150, module: str = "recipes.train"
+) -> Ended:
+    """:func:`run_forked` for every rank of a job, as torchrun would start them; the output is rank 0's."""
+    log, began = folder.with_name(f"{folder.name}.output"), time.monotonic()
+    arguments = [f"hydra.run.dir={folder}", *map(str, overrides)]
+    try:
+        pool.run(world, _enter_on_rank, module, arguments, str(log), timeout=timeout, group=False)
+    except WorkerError as error:
+        raise AssertionError(f"{error}\n{log.read_text()[-4000:] if log.exists() else ''}") from None
+    return Ended(0, log.read_text(), time.monotonic() - began)
+
+
+def _enter_on_rank(rank: int, world: int, module: str, arguments: list[str], log: str) -> None:
+    multiprocessing.set_start_method("fork", force=True)  # as in a script
+    _enter(module, arguments, f"{log}{rank or ''}")
+
+
+def _enter(module: str, arguments: list[str], log: str) -> None:
+    """The last lines of a recipe, in this process."""
+    output = open(log, "w", buffering=1)  # noqa: SIM115  (open until the process ends)
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    sys.stdout = sys.stderr = output
+    os.chdir(ROOT)
+    entry = importlib.import_module(module)
+    sys.argv = [str(entry.__file__), *arguments]
+    entry.cli.start(entry.main)
 
 
 def alive(marker: Path) -> list[int]:

@@ -14,7 +14,8 @@ from hetero_strategy.errors import DataError
 from hetero_strategy.loading.datamodule import MultimodalDataModule
 from recipes.digits import draw_processors
 from recipes.drawings import DigitJudge, Drawing, draw_grid, drawings_of
-from tests.recipes.commands import SMALL, run
+from tests.distributed.harness import Pool
+from tests.recipes.commands import SMALL, run_on_ranks
 from tests.recipes.conftest import data_at
 
 
@@ -65,8 +66,7 @@ def test_the_judge_reads_digits(small_drawings: Path, tmp_path: Path) -> None:
     assert Image.open(tmp_path / "grid.png").size[0] > 300
 
 
-@pytest.mark.slow
-def test_a_run_that_draws_leaves_its_drawings(tmp_path: Path, small_drawings: Path) -> None:
+def test_a_run_that_draws_leaves_its_drawings(pool: Pool, tmp_path: Path, small_drawings: Path) -> None:
     small = [s for s in SMALL if "audio" not in s]
     job = (
         "experiment=digits_draw",
@@ -75,12 +75,12 @@ def test_a_run_that_draws_leaves_its_drawings(tmp_path: Path, small_drawings: Pa
         *small,
         "model.modules.draw.dim=16",
     )
-    result = run(tmp_path, *job)
+    result = run_on_ranks(pool, 4, tmp_path / "run", *job)
     assert result.code == 0, result.output
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
     expected = perfect(small_drawings)
     assert report["steps"] == 3 and report["processes"] == 4 and report["drawings"] == len(expected)
     assert 0 <= report["drawn_right"]["all"] <= 1 and set(report["drawn_right"]) <= {"all", "draw", "vision+draw"}
-    assert (tmp_path / "drawings.png").stat().st_size > 500 and "drawn right" in result.output
-    metrics = (tmp_path / "metrics" / "version_0" / "metrics.csv").read_text().splitlines()[0]
+    assert (tmp_path / "run" / "drawings.png").stat().st_size > 500 and "drawn right" in result.output
+    metrics = (tmp_path / "run" / "metrics" / "version_0" / "metrics.csv").read_text().splitlines()[0]
     assert "train/loss_draw" in metrics and "val/loss_llm" in metrics

@@ -186,15 +186,16 @@ def test_online_only_for_who_is_logged_in(monkeypatch: pytest.MonkeyPatch, tmp_p
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
+SIX = [*SMALL, "trainer.max_steps=6", "checkpoint.every_n_steps=2", "report.examples=1"]
+
+
 @pytest.fixture(scope="module")
 def killed(given: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A sweep that is killed in its first job and goes on; beside it, an agent of Weights & Biases runs a command."""
+    """A sweep that is killed in its first job and goes on."""
     folder = tmp_path_factory.mktemp("swept")
-    small = [*given, *SMALL, "trainer.max_steps=6", "checkpoint.every_n_steps=2", "report.examples=1"]
     values = "layout=single,digits_draw,colocated"
-    command = [sys.executable, "-m", "recipes.train", "-m", values, f"hydra.sweep.dir={folder}", *small]
+    command = [sys.executable, "-m", "recipes.train", "-m", values, f"hydra.sweep.dir={folder}", *given, *SIX]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    agent = agent_runs(tmp_path_factory.mktemp("agent"), small)
     end = time.monotonic() + 400
     while not (folder / "0" / "checkpoints" / "last.ckpt" / "checkpoint.json").exists() and time.monotonic() < end:
         assert process.poll() is None, process.communicate()[0]
@@ -209,7 +210,7 @@ def killed(given: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
         failed = jobs.go_on(folder)
     finally:
         os.chdir(here)
-    return {"folder": folder, "said": said, "left": left, "state": state, "failed": str(failed), "agent": agent}
+    return {"folder": folder, "said": said, "left": left, "state": state, "failed": str(failed)}
 
 
 def agent_runs(folder: Path, more: list[str]) -> tuple[subprocess.Popen[bytes], list[str], Path]:
@@ -259,10 +260,11 @@ def test_what_is_done_is_not_run_again(killed: dict[str, Any], capfd: pytest.Cap
     assert "elapsed" not in said and "done" in said and "failed" not in said
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_an_agent_of_weights_and_biases_runs_a_job(killed: dict[str, Any]) -> None:
-    process, formed, folder = killed["agent"]
+def test_an_agent_of_weights_and_biases_runs_a_job(tmp_path: Path, given: tuple[str, ...]) -> None:
+    process, formed, folder = agent_runs(tmp_path, [*given, *SIX])
     assert process.args == formed and formed[4:6] == ["layout=single", "optimizer.lr=0.001"]
     assert process.wait(300) == 0
     assert json.loads((folder / "report.json").read_text())["steps"] == 6

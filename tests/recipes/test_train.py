@@ -1,4 +1,4 @@
-"""`python -m recipes.train` from end to end, and a killed run that goes on."""
+"""A run of recipes/train.py from end to end, and a killed one that goes on as if it had not been killed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from hetero_strategy.checkpoint import describe
 from hetero_strategy.errors import CheckpointError
 from hetero_strategy.plan.config import BalanceConfig
 from recipes import cli
-from tests.recipes.commands import ROOT, SMALL, Ended, run, start, wait_until_gone
-
-pytestmark = pytest.mark.slow
+from tests.distributed.harness import Pool
+from tests.recipes.commands import ROOT, SMALL, Ended, run_forked, run_on_ranks, start, wait_until_gone
 
 STEPS, SAVED_EVERY = 18, 3
 JOB = (
@@ -45,10 +44,10 @@ def losses(folder: Path, version: int = 0) -> dict[int, str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, given: tuple[str, ...]) -> tuple[Path, Ended]:
+def whole(pool: Pool, tmp_path_factory: pytest.TempPathFactory, given: tuple[str, ...]) -> tuple[Path, Ended]:
     """A run that nobody stopped."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, run(folder, *JOB, *given)
+    return folder, run_on_ranks(pool, 2, folder, *JOB, *given)
 
 
 def test_a_run_leaves_a_report(tmp_path: Path, whole: tuple[Path, Ended]) -> None:
@@ -91,7 +90,7 @@ def test_a_run_leaves_a_report(tmp_path: Path, whole: tuple[Path, Ended]) -> Non
     assert result.output.count(report["resume"]) == 2 and "exact match" in result.output
 
     job = (f"run={folder}", "layout=single", "split=val", "monitor.progress_bar=false")
-    again = run(tmp_path / "again", *job, module="recipes.evaluate")
+    again = run_forked(tmp_path / "again", *job, module="recipes.evaluate")
     assert again.code == 0, again.output
     evaluation = json.loads((tmp_path / "again" / "report.json").read_text())
     assert (evaluation["processes"], evaluation["split"], evaluation["samples"]) == (1, "val", 12)
@@ -126,6 +125,7 @@ def saved_step(checkpoint: Path) -> int:
         return 0
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_the_same_run(tmp_path: Path, whole: tuple[Path, Ended], given: tuple[str, ...]) -> None:
     seed = int(os.environ.get("KILL_SEED", secrets.randbelow(10**6)))
     print(f"repeat with KILL_SEED={seed}")

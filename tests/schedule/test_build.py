@@ -253,14 +253,15 @@ def test_sequential_keeps_the_order_of_backwards() -> None:
     assert listed(schedule) == ["F0 F1 F2 B0 B1 B2", "F0 B0"]
 
 
+@pytest.mark.perf
 def test_a_step_of_a_thousand_units_takes_little_time() -> None:
     """It is made on every step: about 20 ms for 16 stages of 64 microbatches with F, I and W on a slow core."""
     stages, steps = chain(16), work(64)
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         schedule = make_schedule("zb_h1", stages, steps)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     check(schedule)
     assert min(times) < 0.2
 

@@ -107,10 +107,10 @@ def test_ten_thousand_ranks_with_encoders_on_all_of_them() -> None:
     grids |= {StageId("llm", s): np.arange(624).reshape(78, 8) + 624 * s for s in range(16)}
     schedule = scheduled("1f1b", graph_of(grids, (("vision", "llm"), ("audio", "llm"))), 64)
     links = Links(1e-5, 1e11, 2e-5, 2e10, ranks_per_node=8)
-    begin = time.perf_counter()
+    begin = time.process_time()
     found = simulate(
         schedule, lambda a: 1e-3 * cost(a), links, lambda source, target: 1e6, lambda node: Footprint(1e9, 1e8)
     )
-    assert time.perf_counter() - begin < 10
+    assert time.process_time() - begin < 10
     assert len(found.ranks) == world and found.peak_memory is not None and found.peak_memory.min() > 3e9
     np.testing.assert_allclose(sum(found.idle[c] for c in CAUSES) + found.busy, found.time, rtol=1e-9)

@@ -149,6 +149,7 @@ def test_an_empty_schedule_takes_no_time() -> None:
     assert Replay(empty).times(np.zeros((3, 0))).tolist() == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.perf
 def test_many_orders_take_little_time() -> None:
     """4096 actions for 256 orders, in 5 ms on an idle machine."""
     schedule = make_schedule("1f1b", graph({"llm": Module([[r] for r in range(16)])}), work(128))
@@ -157,7 +158,7 @@ def test_many_orders_take_little_time() -> None:
     orders = np.array([random.permutation(128) for _ in range(256)])
     took = []
     for _ in range(5):
-        begin = time.perf_counter()
+        begin = time.process_time()
         replay.of_orders(table, orders)
-        took.append(time.perf_counter() - begin)
+        took.append(time.process_time() - begin)
     assert min(took) < 0.1

@@ -286,7 +286,7 @@ def test_what_has_another_shape_is_refused() -> None:
 def test_ten_thousand_ranks() -> None:
     schedule = chain(16, 64, instances=78, tp=8)
     rng = np.random.default_rng(0)
-    begin = time.perf_counter()
+    begin = time.process_time()
     found = simulate(
         schedule,
         lambda action: UNIFORM[action.kind] * rng.uniform(0.9, 1.1, 78),
@@ -294,6 +294,6 @@ def test_ten_thousand_ranks() -> None:
         rows=lambda source, target: 1e6,
         memory=lambda node: Footprint(1.0, 1.0),
     )
-    assert time.perf_counter() - begin < 10
+    assert time.process_time() - begin < 10
     assert len(found.ranks) == 9984 and 3 * 79 < found.time < 3.3 * 79
     assert_adds_up(found)
