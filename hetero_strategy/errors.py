@@ -6,6 +6,7 @@ without a traceback. Faults of the program itself stay ordinary Python exception
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 
 
@@ -48,5 +49,5 @@ def require(package: str, extra: str, what: str) -> None:
     Raises:
         ConfigError: naming the package and the extra.
     """
-    if find_spec(package) is None:
+    if sys.modules.get(package) is None and find_spec(package) is None:
         raise ConfigError(f"{what} needs {package}, which is not installed: pip install 'hetero-strategy[{extra}]'")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 
@@ -70,15 +69,15 @@ def device_peak_flops(device: torch.device) -> float | None:
     """Peak dense bf16 FLOP/s of a CUDA device by torchtitan's table; None where it is not known, as on CPU."""
     if device.type != "cuda":
         return None
-    if find_spec("torchtitan") is None:
+    try:
+        from torchtitan.tools.utils import get_peak_flops
+    except ModuleNotFoundError:
         warnings.warn(
             "no MFU: it needs torchtitan's table of peak FLOP/s (pip install 'hetero-strategy[titan]'), or"
             " ThroughputMonitor(peak_flops=...)",
             stacklevel=2,
         )
         return None
-    from torchtitan.tools.utils import get_peak_flops
-
     name = torch.cuda.get_device_name(device)
     peak = float(get_peak_flops(name))
     if peak == 312e12 and "A100" not in name:  # the table answers with an A100 for what it does not know
