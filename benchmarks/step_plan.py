@@ -1,4 +1,4 @@
-"""How long a whole step plan takes: balance three modules, keep items near their samples, pack, compose the routes.
+"""How long preparing a step takes: balance three modules, keep items near their samples, pack, compile a rank's part.
 
 One thread, OrchMLLM's 10B workload: vision and audio encoders and the LLM on every instance, 60 samples per instance, 8
 instances per node. Beside it OrchMLLM's overhead per step in its table 2 (64 to 2560 H100; its solver is C++, and the
@@ -6,7 +6,7 @@ figure holds what it could not hide; the paper names no microbatches). Parts are
 
   plan      all of plan_step: every module balanced on its own cost, items near samples, loads before and after; beyond
             1 microbatch also packing: samples into microbatches, and every module balanced in each of them
-  compose   which rows fill which slots, for both edges
+  compile   the schedule of all ranks, and the program of one: its actions, and which rows travel between which ranks
   total     both; here nothing of it is hidden, in training all of it runs in loader workers
   wall      total by the clock; the others are processor time of the thread, which other work disturbs less
 
@@ -25,11 +25,16 @@ import numpy as np
 
 from benchmarks.common import arguments, report, write_json
 from benchmarks.workloads import WORKLOADS
+from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.balance_draw import draw
 from hetero_strategy.plan.balance import Cost
 from hetero_strategy.plan.orchestrator import Near, ResolvedBalance, plan_step
-from hetero_strategy.plan.step_plan import ModuleLoad, StepMetadata, edge_blocks
+from hetero_strategy.plan.step_plan import ModuleLoad, StepMetadata
+from hetero_strategy.schedule.action import StageGraph, StageId
+from hetero_strategy.schedule.compile import StepCompiler
+from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.schedule.graph import StageCost, stage_graph
 
 PAPER = {64: 16.66, 128: 18.49, 256: 21.32, 512: 24.64, 1024: 31.37, 2560: 53.88}
 """Instances -> ms (OrchMLLM, table 2)."""
@@ -55,6 +60,14 @@ def balancing(instances: int, rearrange: Literal["home", "permute", "none"]) -> 
     )
 
 
+def placed(instances: int) -> tuple[StageGraph, dict[StageId, StageCost]]:
+    """All three modules on every rank, each rank an instance of each, and what they cost."""
+    layouts = place({name: ModuleLayout(tuple(range(instances))) for name in MODULES}, instances).layouts
+    stages = {StageId(name, 0): StageCost(COSTS[name].linear, COSTS[name].quadratic) for name in MODULES}
+    edges = [("vision", "llm"), ("audio", "llm")]
+    return stage_graph(MODULES, edges, layouts, dict.fromkeys(stages, True)), stages
+
+
 def measure(
     metadata: StepMetadata,
     instances: int,
@@ -65,16 +78,16 @@ def measure(
     """Medians in ms, of processor time but for ``wall_ms``, and how balanced it is."""
     chosen = balancing(instances, rearrange)
     count = dict.fromkeys(MODULES, instances)
-    plans, composes, walls = [], [], []
+    graph, costs = placed(instances)
+    compiler = StepCompiler(graph, costs, ScheduleConfig("1f1b"))
+    plans, compiles, walls = [], [], []
     for _ in range(rounds):
         wall, began = time.perf_counter(), time.thread_time()
         plan = plan_step(metadata, count, ("llm",), microbatches=microbatches, balancing=chosen)
         planned = time.thread_time()
-        for encoder in ("vision", "audio"):
-            for p, t in plan.feeds(encoder, "llm"):
-                edge_blocks(plan, encoder, p, "llm", t)
+        compiler.of(instances // 3, train=True)(plan)
         plans.append(1e3 * (planned - began))
-        composes.append(1e3 * (time.thread_time() - planned))
+        compiles.append(1e3 * (time.thread_time() - planned))
         walls.append(1e3 * (time.perf_counter() - wall))
     return {
         "instances": instances,
@@ -82,8 +95,8 @@ def measure(
         "rearrange": rearrange,
         "microbatches": microbatches,
         "plan_ms": statistics.median(plans),
-        "compose_ms": statistics.median(composes),
-        "total_ms": statistics.median(a + b for a, b in zip(plans, composes, strict=True)),
+        "compile_ms": statistics.median(compiles),
+        "total_ms": statistics.median(a + b for a, b in zip(plans, compiles, strict=True)),
         "wall_ms": statistics.median(walls),
         "before": {m: ModuleLoad.imbalance(x.before) for m, x in plan.loads.items()},
         "after": {m: ModuleLoad.imbalance(x.after) for m, x in plan.loads.items()},
@@ -108,7 +121,7 @@ def row(found: Mapping[str, Any]) -> tuple[Any, ...]:
         f"{found['instances']} x {found['samples'] // found['instances']}",
         found["rearrange"],
         found["microbatches"],
-        *(f"{found[key]:.1f}" for key in ("plan_ms", "compose_ms", "total_ms", "wall_ms")),
+        *(f"{found[key]:.1f}" for key in ("plan_ms", "compile_ms", "total_ms", "wall_ms")),
         f"{1e3 * found['total_ms'] / found['samples']:.2f}",
         PAPER.get(found["instances"]),
         *(f"{found['before'][m]:.2f} {found['after'][m]:.4f}" for m in MODULES),
@@ -148,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     report(
         "step_plan",
         "a whole step plan, one thread, milliseconds of processor time",
-        ("instances x samples", "near", "microbatches", "plan", "compose", "total", "wall", "us/sample", "OrchMLLM",
+        ("instances x samples", "near", "microbatches", "plan", "compile", "total", "wall", "us/sample", "OrchMLLM",
          *(f"{m} max/mean" for m in MODULES)),
         [row(x) for x in found],
         ["max/mean: as sampled, then as planned"],
