@@ -168,7 +168,7 @@ def lost_a_rank(error: BaseException | None) -> bool:
     if error is None or not (dist.is_initialized() and dist.get_world_size() > 1):
         return False
     files = {Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)} - {Path(__file__)}
-    ours = any(file.is_relative_to(Path(__file__).parent) for file in files)
+    ours = any(file.is_relative_to(Path(__file__).parents[1]) for file in files)
     theirs = isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
     return (ours and theirs) or lost_a_rank(error.__cause__)
 

@@ -276,7 +276,7 @@ def test_nothing_keeps_a_process_alive_and_nothing_outlives_it(
     index: DatasetIndex, digits: Path, tmp_path: Path
 ) -> None:
     """A whole interpreter, and forks that end, exit by an exception, or are killed."""
-    root = str(Path(__file__).parents[3])
+    root = str(Path(__file__).parents[2])
     whole = subprocess.Popen([sys.executable, "-c", SCRIPT, root, str(digits), str(tmp_path / "whole")])
     context = multiprocessing.get_context("fork")
     forks = {}
