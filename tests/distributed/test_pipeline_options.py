@@ -232,7 +232,7 @@ EVALUATED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", EVALUATED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if "dp2" in n else ()) for n in EVALUATED])
 def test_evaluation(pool: Pool, folders: dict[bool, str], name: str) -> None:
     layouts, schedule = EVALUATED[name]
     setting = setting_of(folders, layouts, schedule)

@@ -32,7 +32,6 @@ class Ended:
     code: int
     output: str
     """stdout and stderr."""
-    seconds: float
 
 
 def start(
@@ -48,7 +47,6 @@ def start(
 
 def run(folder: Path, *overrides: object, timeout: float = 150, **options: object) -> Ended:
     """:func:`start`, and wait."""
-    began = time.monotonic()
     process = start(folder, *overrides, **options)  # type: ignore[arg-type]
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -56,7 +54,7 @@ def run(folder: Path, *overrides: object, timeout: float = 150, **options: objec
         process.kill()
         output, _ = process.communicate()
         raise AssertionError(f"did not end within {timeout} s:\n{output[-4000:]}") from None
-    return Ended(process.returncode, output, time.monotonic() - began)
+    return Ended(process.returncode, output)
 
 
 def run_forked(folder: Path, *overrides: object, timeout: float = 60, module: str = "recipes.train") -> Ended:
@@ -64,7 +62,7 @@ def run_forked(folder: Path, *overrides: object, timeout: float = 60, module: st
     process forked from the one of the ``pool`` fixture.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    log, began = folder.with_name(f"{folder.name}.output"), time.monotonic()
+    log = folder.with_name(f"{folder.name}.output")
     arguments = [f"hydra.run.dir={folder}", *map(str, overrides)]
     process = multiprocessing.get_context("forkserver").Process(target=_enter, args=(module, arguments, str(log)))
     process.start()
@@ -73,20 +71,20 @@ def run_forked(folder: Path, *overrides: object, timeout: float = 60, module: st
         process.kill()
         process.join()
         raise AssertionError(f"did not end within {timeout} s:\n{log.read_text()[-4000:]}")
-    return Ended(process.exitcode, log.read_text(), time.monotonic() - began)
+    return Ended(process.exitcode, log.read_text())
 
 
 def run_on_ranks(
     pool: Pool, world: int, folder: Path, *overrides: object, timeout: float = 150, module: str = "recipes.train"
 ) -> Ended:
     """:func:`run_forked` for every rank of a job, as torchrun would start them; the output is rank 0's."""
-    log, began = folder.with_name(f"{folder.name}.output"), time.monotonic()
+    log = folder.with_name(f"{folder.name}.output")
     arguments = [f"hydra.run.dir={folder}", *map(str, overrides)]
     try:
         pool.run(world, _enter_on_rank, module, arguments, str(log), timeout=timeout, group=False)
     except WorkerError as error:
         raise AssertionError(f"{error}\n{log.read_text()[-4000:] if log.exists() else ''}") from None
-    return Ended(0, log.read_text(), time.monotonic() - began)
+    return Ended(0, log.read_text())
 
 
 def _enter_on_rank(rank: int, world: int, module: str, arguments: list[str], log: str) -> None:
