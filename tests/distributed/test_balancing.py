@@ -50,10 +50,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 CHOSEN: dict[str, tuple[str, ...]] = {
     "unequal dp, mixed": ("auto", "padded", "ilp"),
-    "disjoint": ("auto", "lpt", "karmarkar_karp"),
-    "pipelined": ("auto", "interval", "disttrain", "measured"),
-    "unequal dp": ("auto", "permute", "tolerance", "anywhere"),
-    "generator": ("auto", "conv", "padded", "measured"),
+    "disjoint": ("auto", "lpt", "padded attention"),
+    "pipelined": ("auto", "interval", "measured"),
+    "unequal dp": ("auto", "permute", "anywhere"),
+    "generator": ("auto", "padded", "measured"),
 }
 """Every option at least once."""
 
@@ -180,7 +180,7 @@ def ran(pool: Pool, setting: Setting, count: int, ways: list[dict[str, Any]]) ->
 
 
 def plans_on_rank(rank: int, world: int, setting: Setting, count: int, ways: list[dict[str, Any]]) -> list[Any]:
-    around, share = assembled(setting, rank, world).surroundings, share_of(placed(setting, world), setting, rank)
+    around, share = assembled(setting, rank, world).context, share_of(placed(setting, world), setting, rank)
     made = [steps_of(replace(setting, balance=way), count, share, around).plan(0, 0) for way in ways]
     return [places(plan) for plan in made]
 

@@ -23,6 +23,7 @@ from hetero_strategy.data.build_index import DatasetIndex, build_index
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.ahead import Ahead
+from hetero_strategy.loading.context import TrainingContext
 from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset
@@ -48,7 +49,7 @@ class Loading(MultimodalDataModule):
             steps.index = muted(steps.index, self.mute)
         options = dict(self.options)
         if options.get("on_error") == "skip":
-            options["finish"] = (Agree(getattr(self.trainer.strategy, "loading", None)),)
+            options["finish"] = (Agree(TrainingContext.of(self.trainer).group),)
         self._loaders[split] = StepLoader(steps, **options)
         return self._loaders[split]
 

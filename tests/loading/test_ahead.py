@@ -61,10 +61,10 @@ def steps(index: DatasetIndex, folder: Path, **options: Any) -> Noting:
     return made
 
 
-def settled(count: Callable[[], int]) -> int:
-    """A count once it has stood still for a while."""
+def settled(count: Callable[[], int], still: float = 0.3) -> int:
+    """A count once it has stood still for so many seconds."""
     last, since = count(), time.monotonic()
-    while time.monotonic() - since < 0.3:
+    while time.monotonic() - since < still:
         time.sleep(0.02)
         if (now := count()) != last:
             last, since = now, time.monotonic()
