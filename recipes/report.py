@@ -26,6 +26,7 @@ from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
 from hetero_strategy.monitor.measure import Spent
 from hetero_strategy.monitor.throughput import Totals
+from hetero_strategy.runtime.connect import connections
 from recipes import cli
 from recipes.drawings import Drawing, Judge, draw_grid, drawings_of
 from recipes.lit import LitMultimodal
@@ -222,6 +223,7 @@ def write_report(
     report = summarize(trainer, module, placed, readback, checkpoint, split) | {
         "chosen_by": chosen_by(trainer),
         "steps": trainer.global_step,
+        "connections": connections(trainer.strategy.executor.compiler.graph),  # type: ignore[attr-defined]
         **throughput(totals),
         "timeline": last_steps(trainer),
         "balance": balance(trainer, totals),
@@ -348,6 +350,7 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         speed = f", {report['tokens_per_second']:.0f} tokens/s" if report["tokens_per_second"] else ""
         lines.append(("training", f"{report['steps']} steps, {report['train_seconds']:.1f} s{speed}"))
         lines.append(("of that", _spent_line(report["seconds"], report["train_seconds"])))
+        lines.append(("network", f"{report['connections']} pairs of ranks joined at start (hops and edges apart)"))
     if timeline := report.get("timeline"):
         lines += _timeline_lines(timeline)
     if report.get("balance"):

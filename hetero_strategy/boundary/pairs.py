@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-Pairs = frozenset[tuple[int, int]]
-"""(smaller rank, larger rank)."""
+
+@dataclass(frozen=True)
+class Meetings:
+    """Sets of ranks of which each rank of one side may exchange rows with each rank of the other side.
+
+    Args:
+        one, other: global ranks, int64 ``[sets, ranks]``; a row of ``one`` meets the same row of ``other``.
+    """
+
+    one: np.ndarray
+    other: np.ndarray
+
+    @property
+    def ranks(self) -> list[int]:
+        """All of them, ascending."""
+        return [int(rank) for rank in np.union1d(self.one, self.other)]
+
+    def partners(self, rank: int) -> set[int]:
+        """Whom a rank meets."""
+        met = [b[(a == rank).any(axis=1)].ravel() for a, b in ((self.one, self.other), (self.other, self.one))]
+        return {int(other) for other in np.concatenate(met)} - {rank}
+
+    @property
+    def count(self) -> int:
+        """Number of pairs of different ranks; sets of one side have no rank in common."""
+        pairs = 0
+        for one, other in zip(self.one, self.other, strict=True):
+            both = len(np.intersect1d(one, other))
+            pairs += len(one) * len(other) - both - both * (both - 1) // 2
+        return pairs
 
 
-def first_hop(source: np.ndarray, target: np.ndarray, *, same_module: bool, row_sharded: bool) -> Pairs:
-    """Pairs between two stages.
+def first_hop(source: np.ndarray, target: np.ndarray, *, same_module: bool, row_sharded: bool) -> Meetings:
+    """Meetings of two stages.
 
     Between stages of one module rows keep their instance and, where each rank has rows of its own, their place in it.
     Between modules any instance may send to any other: balancing decides that anew in every step.
@@ -20,19 +50,12 @@ def first_hop(source: np.ndarray, target: np.ndarray, *, same_module: bool, row_
         row_sharded: ranks of an instance have rows of their own.
     """
     if not same_module:
-        return _pairs(source.reshape(1, -1), target.reshape(1, -1))
-    if row_sharded or source.shape[1] == 1:
-        return _pairs(source.reshape(-1, 1), target.reshape(-1, 1))
-    return _pairs(source, target)
+        return Meetings(source.reshape(1, -1), target.reshape(1, -1))
+    if row_sharded:
+        return Meetings(source.reshape(-1, 1), target.reshape(-1, 1))
+    return Meetings(source, target)
 
 
-def second_hop(receiver: np.ndarray) -> Pairs:
-    """Pairs among the replicas of each instance that receives, int64 ``[instances, ranks]``."""
-    return _pairs(receiver, receiver)
-
-
-def _pairs(one: np.ndarray, other: np.ndarray) -> Pairs:
-    """Every rank of a row with every rank of the same row of the other side."""
-    found = np.stack(np.broadcast_arrays(one[:, :, None], other[:, None, :])).reshape(2, -1)
-    found = np.unique(np.sort(found[:, found[0] != found[1]], axis=0), axis=1)
-    return frozenset(zip(*found.tolist(), strict=True))
+def second_hop(receiver: np.ndarray) -> Meetings:
+    """Meetings among the replicas of each instance that receives, int64 ``[instances, ranks]``."""
+    return Meetings(receiver, receiver)

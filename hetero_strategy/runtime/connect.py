@@ -12,53 +12,54 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from hetero_strategy.boundary.pairs import Pairs, first_hop, second_hop
+from hetero_strategy.boundary.pairs import Meetings, first_hop, second_hop
 from hetero_strategy.boundary.transport import Channel
 from hetero_strategy.schedule.action import StageGraph
 
 
-def connect(graph: StageGraph, channels: Mapping[tuple[int, bool], Channel], rank: int) -> int:
+def connect(graph: StageGraph, channels: Mapping[tuple[int, bool], Channel], rank: int) -> None:
     """Let this rank meet all it may ever exchange rows with; a collective over the world.
 
     Args:
         graph: of all stages.
         channels: of this rank, by number of the stage edge, and whether gradients travel.
         rank: global rank.
-
-    Returns:
-        How many pairs this rank is in, hops and edges counted apart.
     """
-    count = 0
-    for number, edge in enumerate(graph.edges):
+    for number in range(len(graph.edges)):
         if (number, False) not in channels:
             continue
-        source, target = (graph.stages[stage] for stage in edge)
-        same = edge[0].module == edge[1].module
-        pairs = first_hop(source.grid, target.grid, same_module=same, row_sharded=source.row_sharded)
         there, back = channels[number, False], channels[number, True]
-        for group, tag, those in (
-            (there.group, 2 * there.tag, pairs),
-            (there.second, 2 * there.tag + 1, second_hop(target.grid)),
-            (back.second, 2 * back.tag + 1, second_hop(source.grid)),
-        ):
+        ways = ((there.group, 2 * there.tag), (there.second, 2 * there.tag + 1), (back.second, 2 * back.tag + 1))
+        for (group, tag), meetings in zip(ways, _meetings(graph, number), strict=True):
             if group is not None:
-                count += _meet(group, tag, those, rank, there.device)
-    return count
+                _meet(group, tag, meetings, rank, there.device)
 
 
-def _meet(group: dist.ProcessGroup, tag: int, pairs: Pairs, rank: int, device: torch.device) -> int:
+def connections(graph: StageGraph) -> int:
+    """Pairs of ranks that the connect phase joins in the whole world, hops and edges counted apart."""
+    return sum(meetings.count for number in range(len(graph.edges)) for meetings in _meetings(graph, number))
+
+
+def _meetings(graph: StageGraph, number: int) -> tuple[Meetings, Meetings, Meetings]:
+    """Of an edge: its first hop, and the second hops of rows and of gradients."""
+    source, target = (graph.stages[stage] for stage in graph.edges[number])
+    same = len({stage.module for stage in graph.edges[number]}) == 1
+    first = first_hop(source.grid, target.grid, same_module=same, row_sharded=source.row_sharded)
+    return first, second_hop(target.grid), second_hop(source.grid)
+
+
+def _meet(group: dist.ProcessGroup, tag: int, meetings: Meetings, rank: int, device: torch.device) -> None:
     """One message each way between this rank and each of its partners."""
-    partners = [
-        p for p in rounds(sorted({r for pair in pairs for r in pair}), rank) if (min(p, rank), max(p, rank)) in pairs
-    ]
-    for partner in partners:
+    partners = meetings.partners(rank)
+    for partner in rounds(meetings.ranks, rank):
+        if partner not in partners:
+            continue
         ops = [
             dist.P2POp(way, torch.zeros(1, device=device), partner, group, tag)
             for way in ((dist.isend, dist.irecv) if rank < partner else (dist.irecv, dist.isend))
         ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-    return len(partners)
 
 
 def rounds(ranks: Sequence[int], rank: int) -> Iterator[int]:

@@ -44,8 +44,6 @@ class Assembled:
     """All ranks, on the host."""
     loading: dist.ProcessGroup
     """The same for the thread that loads data."""
-    connections: int
-    """Pairs of ranks that this rank may ever exchange rows with, hops and edges counted apart."""
     context: ModelContext
     """For balancing."""
 
@@ -141,7 +139,7 @@ def assemble(
         for backward in (False, True)
         if rank in edges[number]
     }
-    connections = connect(graph, channels, rank)
+    connect(graph, channels, rank)
     stages: dict[str, dict[int, Adapter]] = {}
     for name, module in modules.items():
         where = placement.coordinate(name, rank)
@@ -178,7 +176,7 @@ def assemble(
     state = TrainingState(prefix, modules, group=registry.background, asynchronous=async_checkpoint)
     around = model_context(plan, model.language_models(), scheduling, placement, ranks_per_node)
     owned = owned_parameters(stages, layouts)
-    return Assembled(executor, owned, state, registry.background, registry.loading, connections, around)
+    return Assembled(executor, owned, state, registry.background, registry.loading, around)
 
 
 def move_rest(module: nn.Module, device: torch.device) -> None:

@@ -59,7 +59,7 @@ def held_up(rank: int, world: int, setting: Setting, wanted: Reference, early: i
 def unconnected(rank: int, world: int, setting: Setting, wanted: Reference) -> Run:
     """First messages hold up hosts, there is no connect phase, and receives start two actions ahead."""
     start_early(2)
-    assembly.connect = lambda *given: 0  # type: ignore[assignment]
+    assembly.connect = lambda *given: None  # type: ignore[assignment]
     with unforgiving("first message"):
         return steps_on_rank(rank, world, setting, wanted, (1, 4))
 

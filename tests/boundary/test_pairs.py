@@ -1,0 +1,40 @@
+"""Who may meet whom, against pairs counted one by one."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_strategy.boundary.pairs import Meetings, first_hop, second_hop
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> np.ndarray:
+    instances, size = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    ranks = draw(st.permutations(range(9)))[: instances * size]
+    return np.array(ranks).reshape(instances, size)
+
+
+def plain(meetings: Meetings) -> set[frozenset[int]]:
+    rows = zip(meetings.one.tolist(), meetings.other.tolist(), strict=True)
+    return {frozenset(pair) for one, other in rows for pair in product(one, other) if len(set(pair)) == 2}
+
+
+@given(source=grids(), target=grids())
+def test_pairs_and_partners(source: np.ndarray, target: np.ndarray) -> None:
+    between = first_hop(source, target, same_module=False, row_sharded=False)
+    assert plain(between) == {frozenset((a, b)) for a in source.flat for b in target.flat if a != b}
+    for meetings in (between, second_hop(target)):
+        expected = plain(meetings)
+        assert meetings.count == len(expected)
+        for rank in range(10):
+            assert meetings.partners(rank) == {r for pair in expected if rank in pair for r in pair} - {rank}
+
+
+def test_stages_of_one_module_keep_their_instance() -> None:
+    source, target = np.array([[0, 1], [2, 3]]), np.array([[4, 5], [6, 7]])
+    assert first_hop(source, target, same_module=True, row_sharded=True).partners(1) == {5}
+    assert first_hop(source, target, same_module=True, row_sharded=False).partners(1) == {4, 5}
