@@ -74,7 +74,9 @@ class StageGraph:
     stages: Mapping[StageId, Stage]
     """In topological order."""
     edges: tuple[tuple[StageId, StageId], ...]
-    """Between neighbouring stages of a module, and from a module's last stage to its consumer's first."""
+    """Between neighbouring stages of a module, and from a module's last stage to the first one of each module that it
+    feeds.
+    """
     pipelines: Mapping[str, Pipeline]
 
     @cached_property

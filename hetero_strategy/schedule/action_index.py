@@ -80,11 +80,11 @@ class ActionIndex:
         self.waits = waits
 
     def hold(self, node: int, pairs: Iterable[tuple[int, int]]) -> None:
-        """Let forwards of a node wait for forwards of its consumer.
+        """Let forwards of a node wait for forwards of a node that it feeds.
 
         Args:
             node: its index.
-            pairs: (unit of the consumer, place of this node).
+            pairs: (unit of that node, place of this node).
         """
         for unit, place in pairs:
             self.after[unit].append(self.first[node] + place)

@@ -161,8 +161,8 @@ def _hold_back(
 ) -> None:
     """Keep nodes without backward from running all their forwards first, where the longest waiting comes first.
 
-    They hold nothing that would bound them. Two microbatches ahead of the nearest consumer are enough for it not to
-    wait.
+    They hold nothing that would bound them. Two microbatches ahead of the nearest stage that it feeds are enough for it
+    not to wait.
     """
     shared = {lane for on in lanes if len(on) > 1 for lane in on}
     ahead = 2

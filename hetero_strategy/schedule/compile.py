@@ -7,8 +7,8 @@ When a transfer starts. All actions of a step start in one order (:attr:`Schedul
 to. Both sides start a transfer right after the action that makes its rows, in that order: the ranks that made them at
 once, the others before the first action of theirs that starts later. So the hosts of all ranks pass the step's actions
 and transfers in one order, and none can wait for what another one does after it, even if every send and every receive
-held up its host until the other side came: with NCCL, whose receives occupy the device until they are met, a step that
-runs at all runs to its end. On a rank without work of its own in between, a receive waits for nothing.
+held up its host until the other side came. With NCCL, whose receives occupy the device until they are met, a step that
+runs at all runs to its end.
 """
 
 from __future__ import annotations

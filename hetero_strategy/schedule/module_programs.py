@@ -14,7 +14,9 @@ from hetero_strategy.schedule.programs import BACKWARD, FORWARD, RankProgram
 from hetero_strategy.schedule.warmup import Link, caps, needs, tight
 
 SLACK = 1
-"""Step microbatches that a module runs ahead of what its consumers must have, so that they need not wait for it."""
+"""Step microbatches that a module runs ahead of what the modules that it feeds must have, so that they need not
+wait.
+"""
 
 
 def module_programs(

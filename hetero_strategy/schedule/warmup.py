@@ -1,10 +1,10 @@
 """How far ahead a module must, should and may run its forwards before each of its backwards. Pure.
 
 A backward waits for the backwards of what its rows went into, which wait for forwards, which wait for rows: so the
-number of forwards before each backward is passed from a consumer to its producer, from sinks up. On a chain it gives
-1F1B's warm-ups (``stages - s - 1``), on several encoders of different depth Cornstarch's (encoder stages after ``s`` +
-LLM stages). Bounds on microbatches in flight are passed the other way, from sources down. StepWork in the words of the
-consumer and of the producer is related by ``StepWork.feeds`` and the spans.
+number of forwards before each backward is passed from a module to those that feed it, from sinks up. On a chain it
+gives 1F1B's warm-ups (``stages - s - 1``), on several encoders of different depth Cornstarch's (encoder stages after
+``s`` + LLM stages). Bounds on microbatches in flight are passed the other way, from sources down. StepWork in the words
+of the target and of the source is related by ``StepWork.feeds`` and the spans.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def caps(
         bounded: modules with backwards, in topological order.
 
     Raises:
-        ScheduleError: a bound of a producer leaves its consumer without the rows of one microbatch.
+        ScheduleError: a bound of a module leaves one that it feeds without the rows of one microbatch.
     """
     found: dict[str, list[int]] = {}
     for module in bounded:
