@@ -128,3 +128,13 @@ def test_no_file_is_in_a_circle() -> None:
     while loose := {name for name, others in after.items() if not others & after.keys()}:
         after = {name: others for name, others in after.items() if name not in loose}
     assert not after, f"in circles or after them: {sorted(after)}"
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    names = Counter(
+        node.name
+        for path in FILES.values()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert not [name for name, count in names.items() if count > 1]
