@@ -99,6 +99,7 @@ class Transport:
         if transfer.second.sends or transfer.second.receives:
             self._given[number] = out
             self._start([(number, transfer.second)], first=False)
+            del self._given[number]  # the messages hold what is left to send
             self._finish(number, out, adds)
         return out if adds or add_to is None else add_to.add_(out)
 
