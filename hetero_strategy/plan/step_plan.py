@@ -213,9 +213,14 @@ class StepPlan:
     def _places(self) -> dict[str, UnitPlaces]:
         return {}
 
+    @cached_property
+    def _runs(self) -> dict[tuple[str, str], EdgeRuns]:
+        """All runs of the edges that :func:`edge_blocks` was asked for."""
+        return {}
+
     def __getstate__(self) -> dict[str, object]:
         """Without what follows from the rest."""
-        return {name: value for name, value in self.__dict__.items() if name != "_places"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_places", "_runs")}
 
 
 @dataclass(frozen=True)
@@ -299,7 +304,9 @@ def edge_blocks(plan: StepPlan, source: str, source_microbatch: int, target: str
 
         source_instance 0 0    source_start 3 0    target_instance 0 1    target_start 1 0    rows 2 3
     """
-    return edge_runs(plan, source, target).between(source_microbatch, target_microbatch)
+    if (source, target) not in plan._runs:
+        plan._runs[source, target] = edge_runs(plan, source, target)
+    return plan._runs[source, target].between(source_microbatch, target_microbatch)
 
 
 def slots(blocks: EdgeBlocks, instance: int) -> np.ndarray:
