@@ -295,9 +295,10 @@ def _clone(module: nn.Module, fqn: str, around: Collection[str], pairs: list[tup
 
 
 def _follow_training_mode(pairs: list[tuple[nn.Module, nn.Module]]) -> None:
-    # Lightning sets training modes without ``train()``, and it does not know the copies.
+    # Lightning sets training modes without ``train()``, and it does not know the copies. Past ``nn.Module``'s
+    # ``__setattr__``, which takes its time and runs here before every forward.
     for original, duplicate in pairs:
-        duplicate.training = original.training
+        duplicate.__dict__["training"] = original.training
 
 
 def _separate_random_numbers(module: nn.Module, plan: Mapping[str, ParallelStyle], numbers: RandomNumbers) -> None:

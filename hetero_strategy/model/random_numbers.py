@@ -9,6 +9,7 @@ where each holds a part, as Megatron's RNG tracker does (Korthikanti et al. 2022
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -22,14 +23,15 @@ class RandomNumbers:
     """The random numbers of one module; before and after each of its ``blocks`` the generators are seeded anew."""
 
     def __init__(self, seed: int, name: str, blocks: Mapping[str, nn.Module]) -> None:
-        self._name = (seed, name)
-        self._key: tuple[Any, ...] | None = None
+        self._module = number_of(f"{seed} {name}")
+        self._microbatch: int | None = None
         self._shard = 0
+        self._device: torch.device | None = None
         self._generators: list[torch.Generator] = []
         self._aside: list[torch.Tensor] = []
         for fqn, block in blocks.items():
-            block.register_forward_pre_hook(partial(_seed, self, fqn))
-            block.register_forward_hook(partial(_seed, self, f"after {fqn}"))
+            block.register_forward_pre_hook(partial(_seed, self, number_of(fqn)))
+            block.register_forward_hook(partial(_seed, self, number_of(f"after {fqn}")))
 
     def start(
         self,
@@ -53,22 +55,26 @@ class RandomNumbers:
             device: where the module lives.
             rows_apart: whether each of the instance's ranks has other rows.
         """
-        self._key = (*self._name, metadata.epoch, metadata.step, call, microbatch, instance, shard * rows_apart)
-        self._shard, self._generators, self._aside = shard, generators(device), []
-        self.seed("")
+        rows_of = shard if rows_apart else 0
+        self._microbatch = _hashed(
+            _SEVEN.pack(self._module, metadata.epoch, metadata.step, call, microbatch, instance, rows_of)
+        )
+        if device != self._device:
+            self._device, self._generators = device, generators(device)
+        self._shard, self._aside = shard, []
+        self.seed(0)
 
-    def seed(self, *position: object) -> None:
-        """Continue with the numbers that belong to this position in the module."""
-        if self._key is not None:
-            digest = hashlib.blake2b(repr((self._key, position)).encode(), digest_size=8).digest()
+    def seed(self, position: int) -> None:
+        """Continue with the numbers that belong to this position in the module, see :func:`number_of`."""
+        if self._microbatch is not None:
             for generator in self._generators:
-                generator.manual_seed(int.from_bytes(digest))
+                generator.manual_seed(self._microbatch ^ position)
 
     def part(self, position: str) -> None:
         """Until :meth:`join`, use numbers of this rank alone: each tensor-parallel rank has other columns."""
-        if self._key is not None and not self._aside:
+        if self._microbatch is not None and not self._aside:
             self._aside = [generator.get_state() for generator in self._generators]
-            self.seed(position, self._shard)
+            self.seed(number_of(f"{position} {self._shard}"))
 
     def join(self) -> None:
         """Continue with the numbers that all of the instance's ranks share, where :meth:`part` left them."""
@@ -96,5 +102,17 @@ def generators(device: torch.device) -> list[torch.Generator]:
     return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
-def _seed(numbers: RandomNumbers, position: str, *_: Any) -> None:
+def number_of(position: str) -> int:
+    """64 bits that stand for a position in a module."""
+    return _hashed(position.encode())
+
+
+_SEVEN = struct.Struct("<Q6q")
+
+
+def _hashed(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
+
+
+def _seed(numbers: RandomNumbers, position: int, *_: Any) -> None:
     numbers.seed(position)
