@@ -22,6 +22,7 @@ whose members have none of them >= the number of distinct rows it needs. Both ar
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -90,13 +91,13 @@ class Transfer(Generic[R]):
         """Rows this rank sends to other ranks."""
         return self.first.rows_sent + self.second.rows_sent
 
-    @property
+    @cached_property
     def is_identity(self) -> bool:
         """Every row stays where it is: the output is the input, without a copy."""
         whole = _count(self.local[0]) == self.inputs == self.outputs
         return whole and not self.rows_sent and all(not self.inputs or _first(rows) == 0 for rows in self.local)
 
-    @property
+    @cached_property
     def is_complete(self) -> bool:
         """Every output row is written."""
         arrived = sum(_count(rows) for hop in (self.first, self.second) for _, rows in hop.receives)
@@ -134,7 +135,9 @@ class RowIndex:
             for hop in (transfer.first, transfer.second)
         )
         local = (self.rows(transfer.local[0]), self.rows(transfer.local[1]))
-        return Transfer(transfer.inputs, transfer.outputs, local, *hops)
+        packed = Transfer(transfer.inputs, transfer.outputs, local, *hops)
+        packed.is_identity, packed.is_complete  # noqa: B018 - known from now on, and not first between two kernels
+        return packed
 
     def array(self) -> np.ndarray:
         """Int64, all that were collected."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hetero_strategy.boundary.route import Hop, Rows, Transfer
+from hetero_strategy.boundary.route import Rows, Transfer
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Channel:
     device: torch.device
 
 
-Arriving = tuple[dist.Work, Rows, torch.Tensor]
-"""A message on its way here: its handle, the rows it is for, its buffer."""
+Arriving = tuple[dist.Work, Rows | None, torch.Tensor]
+"""A message on its way here: its handle, its buffer, and the rows it is for, None where the buffer is where they go."""
 
 
 class Transport:
@@ -57,6 +57,7 @@ class Transport:
         self._transfers = transfers
         self._index = index
         self._given: dict[int, torch.Tensor] = {}
+        self._out: dict[int, torch.Tensor] = {}
         self._arriving: dict[int, list[Arriving]] = {}
         self._sent: dict[int, list[tuple[dist.Work, torch.Tensor]]] = {}
 
@@ -66,17 +67,21 @@ class Transport:
         if rows.shape[0] != transfer.inputs:
             raise RuntimeError(f"the plan says {transfer.inputs} rows on this rank, the module made {rows.shape[0]}")
         if transfer.first.sends or transfer.local[0].size:
-            self._given[number] = rows.to(channel.dtype)
+            self._given[number] = rows.to(channel.dtype).contiguous()
 
     def start(self, numbers: Iterable[int]) -> None:
         """Start the first hop of some transfers; neighbours of one group travel as one batch."""
-        batch: list[tuple[int, Hop[Rows]]] = []
+        batch: list[int] = []
+        group: dist.ProcessGroup | None = None
         for number in numbers:
-            if batch and self._transfers[batch[-1][0]][0].group is not self._transfers[number][0].group:
+            channel = self._transfers[number][0]
+            if batch and channel.group is not group:
                 self._start(batch, first=True)
                 batch = []
-            batch.append((number, self._transfers[number][1].first))
-        self._start(batch, first=True)
+            group = channel.group
+            batch.append(number)
+        if batch:
+            self._start(batch, first=True)
 
     def take(self, number: int, add_to: torch.Tensor | None = None) -> torch.Tensor:
         """Wait for the rows ``[outputs, width]``, zero where nothing arrives; or add them to ``add_to`` in place."""
@@ -84,22 +89,23 @@ class Transport:
         rows = self._given.pop(number, None)
         if transfer.is_identity and rows is not None:
             return rows if add_to is None else add_to.add_(rows)
-        adds = add_to is not None and not (transfer.second.sends or transfer.second.receives)
+        second = transfer.second
+        out = self._out.pop(number, None)
+        adds = out is None and add_to is not None and not (second.sends or second.receives)
         if adds:
-            assert add_to is not None
             out = add_to
-        else:
-            make = torch.empty if transfer.is_complete else torch.zeros
-            out = make((transfer.outputs, channel.width), dtype=channel.dtype, device=channel.device)
+        elif out is None:
+            out = self._empty(channel, transfer)
+        assert out is not None
         from_rows, to_rows = transfer.local
         if from_rows.size:
             assert rows is not None, "rows that stay on their rank were never given"
             self._place(out, to_rows, self._pick(rows, from_rows), adds)
         self._finish(number, out, adds)
-        if transfer.second.sends or transfer.second.receives:
-            self._given[number] = out
-            self._start([(number, transfer.second)], first=False)
-            del self._given[number]  # the messages hold what is left to send
+        if second.sends or second.receives:
+            self._given[number] = self._out[number] = out
+            self._start([number], first=False)
+            del self._given[number], self._out[number]  # the messages hold what is left to send
             self._finish(number, out, adds)
         return out if adds or add_to is None else add_to.add_(out)
 
@@ -113,22 +119,29 @@ class Transport:
         for number in list(self._sent):
             self.free(number)
 
-    def _start(self, hops: list[tuple[int, Hop[Rows]]], *, first: bool) -> None:
+    def _start(self, numbers: Iterable[int], *, first: bool) -> None:
         ops: list[dist.P2POp] = []
-        arriving: list[tuple[int, Rows]] = []
-        leaving: list[int] = []
-        for number, hop in hops:
+        owners: list[tuple[int, bool, Rows | None]] = []  # of each message: its transfer, whether it leaves, its rows
+        for number in numbers:
             channel, transfer = self._transfers[number]
+            hop = transfer.first if first else transfer.second
             group, tag = (channel.group, 2 * channel.tag) if first else (channel.second, 2 * channel.tag + 1)
-            for peer, rows in hop.receives:
-                buffer = torch.empty((rows.size, channel.width), dtype=channel.dtype, device=channel.device)
-                ops.append(dist.P2POp(dist.irecv, buffer, peer, group, tag))
-                arriving.append((number, rows))
-                leaving.append(-1)
+            if hop.receives:
+                out = self._out.get(number)
+                if out is None and transfer.is_complete:
+                    out = self._out[number] = self._empty(channel, transfer)
+                for peer, rows in hop.receives:
+                    direct = out is not None and rows.at < 0
+                    buffer = (
+                        self._pick(out, rows)
+                        if direct
+                        else torch.empty((rows.size, channel.width), dtype=channel.dtype, device=channel.device)
+                    )
+                    ops.append(dist.P2POp(dist.irecv, buffer, peer, group, tag))
+                    owners.append((number, False, None if direct else rows))
             for peer, rows in hop.sends:
-                buffer = self._pick(self._given[number], rows).contiguous()
-                ops.append(dist.P2POp(dist.isend, buffer, peer, group, tag))
-                leaving.append(number)
+                ops.append(dist.P2POp(dist.isend, self._pick(self._given[number], rows), peer, group, tag))
+                owners.append((number, True, None))
             if first and hop.sends and not transfer.local[0].size:
                 del self._given[number]  # the messages hold what is left to send
         if not ops:
@@ -136,23 +149,27 @@ class Transport:
         works = dist.batch_isend_irecv(ops)
         if len(works) < len(ops):  # the backend gives one handle for all of them
             works = works * len(ops)
-        received = iter(arriving)
-        for work, op, sender in zip(works, ops, leaving, strict=False):
-            if sender < 0:
-                number, rows = next(received)
-                self._arriving.setdefault(number, []).append((work, rows, op.tensor))
+        for work, op, (number, leaves, rows) in zip(works, ops, owners, strict=False):
+            if leaves:
+                self._sent.setdefault(number, []).append((work, op.tensor))
             else:
-                self._sent.setdefault(sender, []).append((work, op.tensor))
+                self._arriving.setdefault(number, []).append((work, rows, op.tensor))
 
     def _finish(self, number: int, out: torch.Tensor, adds: bool) -> None:
         for work, rows, buffer in self._arriving.pop(number, ()):
             work.wait()
-            self._place(out, rows, buffer, adds)
+            if rows is not None:
+                self._place(out, rows, buffer, adds)
+
+    def _empty(self, channel: Channel, transfer: Transfer[Rows]) -> torch.Tensor:
+        """Memory for the rows of a transfer, zero where not all of them come."""
+        make = torch.empty if transfer.is_complete else torch.zeros
+        return make((transfer.outputs, channel.width), dtype=channel.dtype, device=channel.device)
 
     def _pick(self, rows: torch.Tensor, take: Rows) -> torch.Tensor:
         """Rows by number: a view where they are consecutive."""
         if take.at < 0:
-            return rows.narrow(0, take.first, take.size)
+            return rows if take.size == rows.shape[0] else rows.narrow(0, take.first, take.size)
         return rows.index_select(0, self._index.narrow(0, take.at, take.size))
 
     def _place(self, out: torch.Tensor, place: Rows, values: torch.Tensor, adds: bool) -> None:
