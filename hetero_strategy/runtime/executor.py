@@ -148,6 +148,11 @@ class _Step:
         self.factors, self.call = factors, call
         self.graph = executor.compiler.graph
         self.live: dict[tuple[StageId, int], _Live] = {}
+        # Autocast would change the gradients of custom functions; leaving it takes long even where it is off.
+        kind = executor.device.type
+        self._plain: AbstractContextManager[Any] = nullcontext()
+        if torch.is_autocast_enabled(kind):
+            self._plain = torch.autocast(kind, enabled=False)
         self.metrics = StepMetrics(
             executor.modules,
             executor.coordinates,
@@ -159,26 +164,32 @@ class _Step:
 
     def run(self, step: RankAction) -> None:
         """Run one action: take its rows, compute, give what it makes."""
-        action, stage = step.action, self.executor.stages[step.action.node]
-        rows = [] if action.kind in ("B", "I") else [self.transport.take(number).detach() for number in step.reads]
-        gradient = self._gradient(step) if action.kind in ("B", "I") else None
-        with self.executor.recorder.timing(action):
-            match action.kind:
-                case "F":
-                    self._forward(step, stage, rows)
-                case "B" | "I":
-                    self._backward(step, stage, gradient)
-                case "W":
-                    live = self.live.pop((action.node, action.microbatch))
-                    self._sync(step, stage)
-                    assert live.later is not None
-                    live.later()
-                case "UNSHARD":
-                    fsdp.gather(stage)
-                case "REDUCE":
-                    if isinstance(stage, FSDPModule) and self.graph.stages[action.node].sharded:
-                        fsdp.reduce(stage)
-                    settle((p for p in stage.parameters() if p.requires_grad), self.executor.replicas[action.node])
+        action, recorder = step.action, self.executor.recorder
+        stage = self.executor.stages[action.node]
+        match action.kind:
+            case "F":
+                arrived = [self.transport.take(number).detach() for number in step.reads]
+                begin = recorder.now()
+                self._forward(step, stage, arrived)
+            case "B" | "I":
+                gradient = self._gradient(step)
+                begin = recorder.now()
+                self._backward(step, stage, gradient)
+            case "W":
+                begin = recorder.now()
+                live = self.live.pop((action.node, action.microbatch))
+                self._sync(step, stage)
+                assert live.later is not None
+                live.later()
+            case "UNSHARD":
+                begin = recorder.now()
+                fsdp.gather(stage)
+            case "REDUCE":
+                begin = recorder.now()
+                if isinstance(stage, FSDPModule) and self.graph.stages[action.node].sharded:
+                    fsdp.reduce(stage)
+                settle((p for p in stage.parameters() if p.requires_grad), self.executor.replicas[action.node])
+        recorder.ran(action, begin)
 
     def _forward(self, step: RankAction, stage: Adapter, arrived: list[torch.Tensor]) -> None:
         stage_id, microbatch = step.action.node, step.action.microbatch
@@ -204,9 +215,10 @@ class _Step:
             assert made is not None and step.gives[0] is not None
             transfer = self.program.transfers[step.gives[0]]
             live.rows = made.to(self.executor.channels[transfer.edge, False].dtype)
+            given = live.rows.detach()
             for number in step.gives:
                 assert number is not None
-                self.transport.give(number, live.rows.detach())
+                self.transport.give(number, given)
         if differentiable:
             self.live[stage_id, microbatch] = live
 
@@ -248,7 +260,7 @@ class _Step:
         if live.rows is not None and live.rows.requires_grad:
             gradient = torch.zeros_like(live.rows) if gradient is None else gradient
             roots.append((live.rows, gradient.to(live.rows.dtype)))
-        with self._plain():
+        with self._plain:
             if step.action.kind == "I":
                 weights = [p for p in stage.parameters() if p.requires_grad]
                 live.later = backward.inputs_first(roots, [leaf for leaf in live.leaves if leaf.requires_grad], weights)
@@ -260,13 +272,6 @@ class _Step:
             if number is not None:
                 self.transport.give(number, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
         live.leaves = []
-
-    def _plain(self) -> AbstractContextManager[Any]:
-        """Without autocast, which would change the gradients of custom functions; making it takes long where it
-        is off.
-        """
-        kind = self.executor.device.type
-        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def _random_numbers(self, stage_id: StageId, stage: Adapter, microbatch: int) -> None:
         seat = self.executor.coordinates[stage_id.module]

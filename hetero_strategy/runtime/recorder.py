@@ -83,31 +83,29 @@ class Recorder:
 
     def open(self) -> None:
         """A step is asked for."""
-        self._asked = (time.perf_counter(), self._now())
+        self._asked = (time.perf_counter(), self.now())
 
     @contextmanager
     def step(self, plan: StepPlan, *, train: bool) -> Iterator[None]:
         """Around the actions of a step."""
-        self._current = Recording(self._compiler, plan, train, *self._asked, self._now())
+        self._current = Recording(self._compiler, plan, train, *self._asked, self.now())
         yield
-        self._current.end = self._now()
+        self._current.end = self.now()
 
     def close(self) -> None:
         """The step is over; one that was not trained is not kept."""
         assert self._current is not None
-        self._current.done = self._now()
+        self._current.done = self.now()
         if self._current.train:
             self.steps.append(self._current)
 
-    @contextmanager
-    def timing(self, action: Action) -> Iterator[None]:
-        """Around an action."""
+    def ran(self, action: Action, begin: Mark) -> None:
+        """An action that began then is over."""
         assert self._current is not None
-        begin = self._now()
-        yield
-        self._current.marks.append((action, begin, self._now()))
+        self._current.marks.append((action, begin, self.now()))
 
-    def _now(self) -> Mark:
+    def now(self) -> Mark:
+        """This moment, on the device's own time line."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
