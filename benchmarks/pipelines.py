@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from benchmarks.common import ragged_step
 from hetero_strategy.layout import ModuleLayout, Placement, place
-from hetero_strategy.loading.batch import Batch, ModuleInputs
+from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model import MultimodalModel, siglip2_encoder, titan_llama, whisper_encoder
-from hetero_strategy.model.inputs import IGNORE, EncoderInputs, Packing, SequenceInputs
+from hetero_strategy.model.inputs import IGNORE, EncoderInputs, ModuleInputs, Packing, SequenceInputs
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import Assignment, StepMetadata, StepPlan, edge_blocks, slots
@@ -175,7 +175,7 @@ def _tokens(plan: StepPlan, number: int, instance: int, generator: torch.Generat
         for p, t in plan.feeds(encoder, "llm")
         if t == number
     }
-    return SequenceInputs(ids, labels, Packing.of(lengths), places)
+    return SequenceInputs(ids, labels, Packing.of(lengths), slots=places)
 
 
 class Step(NamedTuple):

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from benchmarks.common import arguments, ragged_step, report, write_json
 from benchmarks.turns import Block, Contender, take_turns
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.loading.batch import Batch, ModuleInputs
+from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model import MultimodalModel, siglip2_encoder, titan_llama, whisper_encoder
-from hetero_strategy.model.inputs import IGNORE, EncoderInputs, Packing, SequenceInputs
+from hetero_strategy.model.inputs import IGNORE, EncoderInputs, ModuleInputs, Packing, SequenceInputs
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepPlan, edge_blocks, slots
 from hetero_strategy.strategy import HeteroStrategy
@@ -122,7 +122,7 @@ def _inputs(plan: StepPlan, number: int, vocabulary: int, generator: torch.Gener
     return {
         "vision": EncoderInputs(patches, grids, rows["vision"], Packing.of(grids.prod(1))),
         "audio": EncoderInputs(mels, frames, rows["audio"], Packing.of(rows["audio"])),
-        "llm": SequenceInputs(ids, labels, Packing.of(lengths), places),
+        "llm": SequenceInputs(ids, labels, Packing.of(lengths), slots=places),
     }
 
 

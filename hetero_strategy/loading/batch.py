@@ -10,11 +10,9 @@ import numpy as np
 import torch
 
 from hetero_strategy import ragged
-from hetero_strategy.model.inputs import IGNORE, EncoderInputs, GeneratorInputs, SequenceInputs, tensors_of
+from hetero_strategy.model.inputs import ModuleInputs, tensors_of
 from hetero_strategy.plan.step_plan import StepPlan, edge_blocks
 from hetero_strategy.schedule.compile import NO_INDEX, StepProgram
-
-ModuleInputs = EncoderInputs | SequenceInputs | GeneratorInputs
 
 
 @dataclass(frozen=True)
@@ -105,14 +103,13 @@ class Batch:
         }
         plan = replace(self.plan, metadata=replace(known, labels=np.where(bad, 0, known.labels), items=items))
         inputs = {
-            module: tuple(None if x is None else self._silenced(x, module, n, bad) for n, x in enumerate(made))
+            module: tuple(None if x is None else x.silenced(self._of_units(module, n, bad)) for n, x in enumerate(made))
             for module, made in self.inputs.items()
         }
         return self._with(plan=plan, inputs=inputs, skipped=int(bad.sum()))
 
-    def _silenced(self, inputs: ModuleInputs, module: str, number: int, bad: np.ndarray) -> ModuleInputs:
-        if isinstance(inputs, EncoderInputs):
-            return inputs
+    def _of_units(self, module: str, number: int, bad: np.ndarray) -> np.ndarray:
+        """The same of the units that this rank computes in a microbatch, bool ``[n]``."""
         assignment = self.plan.assignments[module][number]
         instance = self.mine.get(module)
         if instance is None:
@@ -121,13 +118,8 @@ class Batch:
                     f"the batch says not which of {len(assignment.offsets) - 1} instances of {module} it is"
                 )
             instance = 0
-        units = assignment.of(instance)
-        if isinstance(inputs, GeneratorInputs):
-            return replace(inputs, counted=torch.from_numpy(~bad[self.plan.metadata.items[module].sample[units]]))
-        tokens = np.zeros(len(inputs.packing.lengths), bool)  # alignment rows, last, have no labels anyway
-        tokens[: len(units)] = bad[units]
-        silent = torch.from_numpy(np.repeat(tokens, inputs.packing.lengths))
-        return replace(inputs, labels=inputs.labels.masked_fill(silent.to(inputs.labels.device), IGNORE))
+        found: np.ndarray = bad[self.plan.metadata.sample_of(module)[assignment.of(instance)]]
+        return found
 
     def __len__(self) -> int:
         """Samples of the global batch."""

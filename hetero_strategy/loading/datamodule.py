@@ -20,7 +20,8 @@ from hetero_strategy.loading.dispatch import Dispatch
 from hetero_strategy.loading.item_reader import OnError
 from hetero_strategy.loading.loader import Engine, StepLoader
 from hetero_strategy.loading.read_where_sampled import SampledDataset
-from hetero_strategy.loading.steps import RankView, StepDataset
+from hetero_strategy.loading.steps import RankView, StepDataset, kinds_of
+from hetero_strategy.model.kind import ModuleKind, check_edges, usual_edges
 from hetero_strategy.plan.config import BalanceConfig
 
 Split = Literal["train", "val", "test", "predict"]
@@ -59,8 +60,9 @@ class MultimodalDataModule(L.LightningDataModule):
             its step; each rank reads a part of the samples, then sizes are exchanged, the step is planned, and items
             are sent where they are computed, all ahead of need. The batches are the same. Other splits are fetched.
         language_models: modules whose units are whole samples: the LLM.
-        edges: (encoder, language_model) and (language_model, generator) pairs; default: every encoder to every
-            language_model, and the first language model to every generator.
+        kinds: module of a kind of your own -> its kind; it may have a processor too, whose files are its units then.
+        edges: (source, target) pairs, as of the model; default: all that the modules' kinds allow, such as every
+            encoder to every language model, where of several language models only the first one feeds others.
         seed: of the order of training samples.
         shuffle: permute training samples anew in every epoch.
         drop_last: leave out the last training step of an epoch if it is not full.
@@ -99,6 +101,7 @@ class MultimodalDataModule(L.LightningDataModule):
         balance: BalanceConfig | str | Mapping[str, Any] | None = None,
         payload: Payload = "fetch",
         language_models: Sequence[str] = ("llm",),
+        kinds: Mapping[str, ModuleKind] | None = None,
         edges: Sequence[tuple[str, str]] | None = None,
         seed: int = 0,
         shuffle: bool = True,
@@ -127,9 +130,14 @@ class MultimodalDataModule(L.LightningDataModule):
         }
         self.processors = dict(processors)
         self.language_models = tuple(language_models)
-        self.generators = tuple(n for n, p in self.processors.items() if isinstance(p, TargetProcessor))
-        self.edges = self._all_edges() if edges is None else _pairs(edges)
-        self._check_edges()
+        self.kinds = kinds_of(processors, language_models, kinds)
+        if both := set(self.language_models) & {*self.processors, *(kinds or {})}:
+            raise ConfigError(
+                f"MultimodalDataModule: '{min(both)}' is in language_models and in processors or kinds; a language"
+                " model reads whole samples: name it in language_models alone"
+            )
+        self.edges = tuple(usual_edges(self.kinds)) if edges is None else _pairs(edges)
+        check_edges(self.kinds, self.edges, ConfigError)
         self.encoder_microbatch_rows = dict(encoder_microbatch_rows or {})
         self._check_microbatch_rows()
         self.balance = BalanceConfig.of(balance)
@@ -161,7 +169,7 @@ class MultimodalDataModule(L.LightningDataModule):
     @property
     def modules(self) -> tuple[str, ...]:
         """Names of the modules that this data feeds."""
-        return (*self.processors, *self.language_models)
+        return tuple(self.kinds)
 
     def prepare_data(self) -> None:
         """Build the missing indices: Lightning calls this on one rank, the others wait."""
@@ -246,6 +254,7 @@ class MultimodalDataModule(L.LightningDataModule):
         context = TrainingContext.of(self.trainer)
         options: dict[str, Any] = {
             "language_models": self.language_models,
+            "kinds": self.kinds,
             "global_batch_size": self.global_batch_size if training else self.eval_batch_size,
             "microbatches": self.microbatches if training else self.eval_microbatches,
             "microbatch_rows": self.encoder_microbatch_rows,
@@ -316,38 +325,14 @@ class MultimodalDataModule(L.LightningDataModule):
                 " tokens of a sample are known only in its step; use window=1 or payload='fetch'"
             )
 
-    def _check_edges(self) -> None:
-        for name in self.processors:
-            if name in self.language_models:
-                raise ConfigError(
-                    f"'{name}' is in processors and in language_models; a module reads media or whole samples"
-                )
-        encoders = [name for name in self.processors if name not in self.generators]
-        for source, target in self.edges:
-            reads = source in encoders and target in self.language_models
-            draws = source in self.language_models and target in self.generators
-            if not reads and not draws:
-                raise ConfigError(
-                    f"edge ({source}, {target}): an edge leads from an encoder ({', '.join(encoders) or 'none'}) to a"
-                    f" language model ({', '.join(self.language_models)}), or from a language model to a generator"
-                    f" ({', '.join(self.generators) or 'none'}; processors such as ImageTarget)"
-                )
-        for name in encoders:
-            if not any(source == name for source, _ in self.edges):
-                raise ConfigError(f"processors has '{name}' but no edge leads from it; add ('{name}', 'llm') to edges")
-        for name in self.generators:
-            if (feeding := sum(target == name for _, target in self.edges)) != 1:
-                raise ConfigError(
-                    f"generator '{name}' is fed by {feeding} modules; give it one language model in edges"
-                )
-
     def _check_microbatch_rows(self) -> None:
         given: dict[str, Any] = self.encoder_microbatch_rows
+        own = [name for name, kind in self.kinds.items() if not kind.samplewise]
         for name, rows in given.items():
-            if name not in self.processors:
+            if name not in own:
                 raise ConfigError(
-                    f"encoder_microbatch_rows names '{name}', which is not in processors"
-                    f" ({', '.join(self.processors)}); language models keep the step's microbatches"
+                    f"encoder_microbatch_rows names '{name}', which is none of {', '.join(own)}; language models keep"
+                    " the step's microbatches"
                 )
             if rows != "equal" and (isinstance(rows, str) or rows < 1):
                 raise ConfigError(
@@ -367,11 +352,6 @@ class MultimodalDataModule(L.LightningDataModule):
                 " <tokens of an instance in a microbatch>}"
             )
         return None
-
-    def _all_edges(self) -> tuple[tuple[str, str], ...]:
-        encoders = [name for name in self.processors if name not in self.generators]
-        reads = tuple((e, c) for e in encoders for c in self.language_models)
-        return (*reads, *((self.language_models[0], g) for g in self.generators))
 
 
 def _path(path: PathLike | None) -> Path | None:

@@ -3,40 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 
 from hetero_strategy.data.dataset_index import DatasetIndex
 from hetero_strategy.data.media import Media
 from hetero_strategy.loading.item_reader import Reader
-
-
-@dataclass(frozen=True)
-class Items:
-    """Some items of one module."""
-
-    numbers: np.ndarray
-    """In the module's item table, int64 ``[n]``."""
-    sizes: np.ndarray
-    """int64 ``[n, k]``."""
-    rows: np.ndarray
-    """Rows that cross the module's edges, int64 ``[n]``."""
-
-
-class Content(Protocol):
-    """The units of one step plan that a rank computes."""
-
-    def items(self, module: str, units: np.ndarray) -> Items:
-        """What is known of some items of the step."""
-
-    def values(self, module: str, units: np.ndarray) -> list[np.ndarray]:
-        """float32 ``[R, feature]`` of each of some items of the step. Raises DataError where one cannot be read."""
-
-    def text(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids int32 ``[T]``, whether each is to be predicted bool ``[T]``) of some samples of the step."""
+from hetero_strategy.model.kind import Items
 
 
 class Fetched:

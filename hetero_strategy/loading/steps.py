@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -20,15 +20,18 @@ from hetero_strategy.data.build_index import DatasetIndex
 from hetero_strategy.data.media import Processor, TargetProcessor
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import Placement
-from hetero_strategy.loading.batch import Batch, LoadTimes, ModuleInputs
-from hetero_strategy.loading.collate import targets
+from hetero_strategy.loading.batch import Batch, LoadTimes
 from hetero_strategy.loading.item_reader import OnError, Reader
 from hetero_strategy.loading.metadata import step_metadata
-from hetero_strategy.loading.payload import Content, Fetched
-from hetero_strategy.model.inputs import IGNORE, EncoderInputs, Packing, SequenceInputs
+from hetero_strategy.loading.payload import Fetched
+from hetero_strategy.model.causal_lm import CausalLM
+from hetero_strategy.model.encoder import Encoder
+from hetero_strategy.model.generator import Generator
+from hetero_strategy.model.inputs import ModuleInputs
+from hetero_strategy.model.kind import Content, InstanceUnits, ModuleKind
 from hetero_strategy.plan.orchestrator import ResolvedBalance, plan_step
 from hetero_strategy.plan.packing import levelled
-from hetero_strategy.plan.step_plan import Assignment, StepMetadata, StepPlan, edge_blocks, slots
+from hetero_strategy.plan.step_plan import StepMetadata, StepPlan, edge_blocks, slots
 from hetero_strategy.schedule.compile import StepProgram
 
 
@@ -86,15 +89,27 @@ def epoch_order(samples: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
+def kinds_of(
+    processors: Mapping[str, Processor | TargetProcessor],
+    language_models: Sequence[str],
+    others: Mapping[str, ModuleKind] | None = None,
+) -> dict[str, ModuleKind]:
+    """The kind of every module that data is read for: of those with a processor, of language models, and of others."""
+    targets = {name: isinstance(processor, TargetProcessor) for name, processor in processors.items()}
+    kinds: dict[str, ModuleKind] = {name: Generator.kind if drawn else Encoder.kind for name, drawn in targets.items()}
+    return kinds | dict.fromkeys(language_models, CausalLM.kind) | dict(others or {})
+
+
 class StepDataset(Dataset[Batch]):
     """Map-style data set over the steps of an epoch; an item is one global batch as this rank sees it.
 
     Args:
         index: of the data set.
         processors: by encoder or generator name.
-        edges: (encoder, language_model) and (language_model, generator) pairs; a language_model's units are whole
-            samples.
+        edges: (source, target) pairs of modules.
         share: what this rank computes.
+        language_models: their units are whole samples.
+        kinds: of modules that have no processor and are no language models.
         global_batch_size: samples per step, over all ranks.
         microbatches: per step; None: as few as the first language model's budget allows.
         microbatch_rows: encoders and generators with microbatches of their own; see `plan_step`.
@@ -115,6 +130,7 @@ class StepDataset(Dataset[Batch]):
         share: RankView,
         *,
         language_models: tuple[str, ...] = ("llm",),
+        kinds: Mapping[str, ModuleKind] | None = None,
         global_batch_size: int,
         microbatches: int | None = 1,
         microbatch_rows: Mapping[str, int | Literal["equal"]] | None = None,
@@ -135,6 +151,7 @@ class StepDataset(Dataset[Batch]):
                 f" always be empty; use at most {global_batch_size} microbatches"
             )
         self.index, self.processors, self.edges, self.share = index, dict(processors), edges, share
+        self.kinds = kinds_of(processors, language_models, kinds)
         self.language_models, self.balancing, self.window = language_models, balancing, window
         self.microbatch_rows = dict(microbatch_rows or {})
         self.global_batch_size, self.microbatches = global_batch_size, microbatches
@@ -158,8 +175,12 @@ class StepDataset(Dataset[Batch]):
 
     def plan_of(self, metadata: StepMetadata) -> StepPlan:
         """The step plan of a global batch."""
+        items = dict(metadata.items)
+        for name, kind in self.kinds.items():
+            if name not in items and not kind.samplewise:
+                items[name] = kind.units(metadata, [source for source, target in self.edges if target == name])
         return plan_step(
-            metadata,
+            replace(metadata, items=items),
             self.share.instances,
             self.language_models,
             microbatches=self.microbatches,
@@ -210,59 +231,21 @@ class StepDataset(Dataset[Batch]):
         }
 
     def _inputs(self, plan: StepPlan, module: str, number: int, instance: int, content: Content) -> ModuleInputs:
-        if module in self.language_models:
-            return self._sequence(plan, number, module, instance, content)
-        processor = self.processors[module]
-        if not isinstance(processor, TargetProcessor):
-            return self._items(plan, module, processor, plan.assignments[module][number], instance, content)
-        return targets(
-            processor,
-            plan,
-            module,
-            number,
-            instance,
-            self._slots(plan, number, module, instance),
-            self.seed,
-            epoch=0 if self.same_noise else plan.metadata.epoch,
-            reads=self.share.reads(module, target=True),
-            content=content,
+        assignment = plan.assignments[module][number]
+        return self.kinds[module].inputs(
+            InstanceUnits(
+                module=module,
+                numbers=assignment.of(instance),
+                edge_rows=assignment.edge_rows_of(instance),
+                inner_rows=assignment.inner_rows_of(instance),
+                slots=self._slots(plan, number, module, instance),
+                first=module not in self.share.without_first,
+                last=module not in self.share.without_last,
+                seed=(self.seed, 0 if self.same_noise else plan.metadata.epoch),
+                processor=self.processors.get(module),
+                content=content,
+            )
         )
-
-    def _items(
-        self,
-        plan: StepPlan,
-        encoder: str,
-        processor: Processor,
-        assignment: Assignment,
-        instance: int,
-        content: Content,
-    ) -> EncoderInputs:
-        units = assignment.of(instance)
-        items = content.items(encoder, units)
-        if not self.share.reads(encoder):
-            empty = torch.zeros(0, processor.feature)
-            return EncoderInputs(empty, items.sizes, items.rows, Packing.of(assignment.inner_rows_of(instance)))
-        return processor.collate(content.values(encoder, units), items.sizes, items.rows)
-
-    def _sequence(
-        self, plan: StepPlan, number: int, language_model: str, instance: int, content: Content
-    ) -> SequenceInputs:
-        assignment = plan.assignments[language_model][number]
-        lengths = assignment.edge_rows_of(instance)
-        tokens, learnt = content.text(assignment.of(instance))
-        total = len(tokens) + int(assignment.padding[instance])
-        ids = np.zeros(total, np.int64)
-        ids[: len(tokens)] = tokens
-        labels = np.full(total, IGNORE, np.int64)
-        # Shifted within each sample: its last token predicts nothing, whatever sample lies behind it.
-        last = np.zeros(len(tokens), bool)
-        last[np.cumsum(lengths)[lengths > 0] - 1] = True
-        source = np.flatnonzero(~last)
-        source = source[learnt[source + 1]]
-        labels[source] = ids[source + 1]
-        packing = Packing.of(assignment.inner_rows_of(instance))
-        places = self._slots(plan, number, language_model, instance)
-        return SequenceInputs(torch.from_numpy(ids), torch.from_numpy(labels), packing, places)
 
     def _slots(self, plan: StepPlan, number: int, target: str, instance: int) -> dict[Hashable, torch.Tensor]:
         """(source, its microbatch) -> rows of the instance that it fills; none where the step's program says it."""
@@ -270,8 +253,8 @@ class StepDataset(Dataset[Batch]):
             return {}
         return {
             (source, p): torch.from_numpy(slots(edge_blocks(plan, source, p, target, t), instance))
-            for source, language_model in self.edges
-            if language_model == target
+            for source, fed in self.edges
+            if fed == target
             for p, t in plan.feeds(source, target)
             if t == number
         }

@@ -7,7 +7,15 @@ from hetero_strategy.model.encoder import Backbone, Encoder, Projector
 from hetero_strategy.model.flow import flow_decoder
 from hetero_strategy.model.generator import Generator, GeneratorOutput
 from hetero_strategy.model.hf_lm import hf_llama, hf_qwen3
-from hetero_strategy.model.inputs import IGNORE, EncoderInputs, GeneratorInputs, Packing, SequenceInputs
+from hetero_strategy.model.inputs import (
+    IGNORE,
+    EncoderInputs,
+    GeneratorInputs,
+    ModuleInputs,
+    Packing,
+    SequenceInputs,
+)
+from hetero_strategy.model.kind import InstanceUnits, LossOutput, ModuleKind
 from hetero_strategy.model.multimodal import Edge, ModelOutput, MultimodalModel
 from hetero_strategy.model.siglip2 import siglip2_encoder
 from hetero_strategy.model.titan import titan_llama
@@ -24,8 +32,12 @@ __all__ = [
     "Generator",
     "GeneratorInputs",
     "GeneratorOutput",
+    "InstanceUnits",
     "LMOutput",
+    "LossOutput",
     "ModelOutput",
+    "ModuleInputs",
+    "ModuleKind",
     "MultimodalModel",
     "Packing",
     "Projector",

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.hf_folder import HFWeights
+from hetero_strategy.model.kind import ModuleKind
 from hetero_strategy.model.random_numbers import RandomNumbers
 
 if TYPE_CHECKING:
@@ -89,8 +90,8 @@ class Adapter(nn.Module):
     """Local Hugging Face folder that the initial values come from."""
     name: str = ""
     """The module's name in its :class:`MultimodalModel`."""
-    has_loss: bool = False
-    """Whether the last stage gives a loss."""
+    kind: ModuleKind
+    """What sets it apart from modules of other kinds; parts of modules, such as backbones, have none."""
     first_stage: bool = True
     """Whether it holds what comes before the blocks; later pipeline stages do not and take rows instead."""
     last_stage: bool = True

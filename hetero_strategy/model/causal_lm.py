@@ -5,36 +5,94 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 from typing_extensions import override
 
+from hetero_strategy import ragged
 from hetero_strategy.errors import DataError
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, previous_rows
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
+from hetero_strategy.model.kind import InstanceUnits, LossOutput, ModuleKind
+
+if TYPE_CHECKING:
+    from hetero_strategy.plan.step_plan import StepMetadata
 
 
 @dataclass
-class LMOutput:
-    """What a language model makes of one microbatch of T rows."""
+class LMOutput(LossOutput):
+    """What a language model makes of one microbatch of T rows. The loss is the cross entropy summed over labels other
+    than -100; ``hidden`` are the rows after the last block and before the final norm.
+    """
 
-    loss_sum: Tensor
-    """fp32 (fp64 for an fp64 model) scalar: cross entropy summed over labels other than -100."""
     correct: Tensor
     """bool ``[T]``: whether the likeliest token is the label; false where there is no label."""
     predicted: Tensor
     """int64 ``[T]``: the likeliest token."""
     logits: Tensor | None = None
     """``[T, vocabulary]``, where asked for."""
-    hidden: Tensor | None = None
-    """``[T_local, width]``: rows after the last block and before the final norm, which edges to other modules carry."""
 
 
 # Otherwise FSDP of torch before 2.13 does not see its tensors, and gathers no weights for their backward.
 register_dataclass(LMOutput)
+
+
+class CausalLMKind(ModuleKind):
+    """Units are samples; the loss is counted in loss tokens, and an evaluation gives the tokens predicted for them."""
+
+    name = "CausalLM"
+    takes_from = ("Encoder",)
+    samplewise = True
+
+    @override
+    def inputs(self, units: InstanceUnits) -> SequenceInputs:
+        tokens, learnt = units.content.text(units.numbers)
+        packing, lengths = Packing.of(units.inner_rows), units.edge_rows
+        ids = np.zeros(packing.rows, np.int64)
+        ids[: len(tokens)] = tokens
+        labels = np.full(packing.rows, IGNORE, np.int64)
+        # Shifted within each sample: its last token predicts nothing, whatever sample lies behind it.
+        last = np.zeros(len(tokens), bool)
+        last[np.cumsum(lengths)[lengths > 0] - 1] = True
+        source = np.flatnonzero(~last)
+        source = source[learnt[source + 1]]
+        labels[source] = ids[source + 1]
+        return SequenceInputs(torch.from_numpy(ids), torch.from_numpy(labels), packing, slots=units.slots)
+
+    @override
+    def metrics(self, metadata: StepMetadata, module: str) -> dict[str, int]:
+        """Loss tokens predicted right, of all; samples with labels, every one of them right, of all with labels."""
+        return {"accuracy": int(metadata.labels.sum()), "exact_match": int((metadata.labels > 0).sum())}
+
+    @override
+    def measured(self, inputs: SequenceInputs, output: LMOutput) -> tuple[Tensor, Tensor]:
+        packing, labelled = inputs.packing, inputs.labels != IGNORE
+        per_sequence = output.loss_sum.new_zeros(2, len(packing.lengths), dtype=torch.int64)
+        per_sequence.index_add_(1, packing.sequence, torch.stack([labelled, output.correct]).to(torch.int64))
+        wanted, right = per_sequence
+        return right.sum(), ((wanted == right) & (wanted > 0)).sum()
+
+    @override
+    def result(self, module: Adapter, metadata: StepMetadata, like: Tensor, *, pipelined: bool) -> Tensor:
+        """Predicted token of every loss token in sample order, int64 ``[N]``."""
+        return like.new_zeros(int(metadata.labels.sum()), dtype=torch.int64)
+
+    @override
+    def placed(
+        self, metadata: StepMetadata, module: str, units: np.ndarray, inputs: SequenceInputs, output: LMOutput
+    ) -> tuple[np.ndarray, Tensor]:
+        labels = metadata.labels
+        place = ragged.expand(ragged.starts(labels)[units], labels[units])
+        # Evaluation only: finding labelled rows on the device waits for it.
+        predicted = output.predicted[inputs.labels != IGNORE]
+        if len(place) != len(predicted):
+            raise DataError(f"the plan says {len(place)} labels, the batch holds {len(predicted)}")
+        return place, predicted
 
 
 class CausalLM(Adapter):
@@ -44,7 +102,7 @@ class CausalLM(Adapter):
         before: called with the embedded rows ``[T_local, width]`` and the inputs before slots are filled; returns rows.
     """
 
-    has_loss = True
+    kind = CausalLMKind()
     max_length: int | None = None
     """Length of the longest sequence that the position tables reach; None if there is no limit."""
 

@@ -1,20 +1,19 @@
-"""Loss, metrics and predictions of a global batch, from the outputs of its microbatches."""
+"""Loss, metrics and results of a global batch, from the outputs of its microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hetero_strategy import ragged
-from hetero_strategy.errors import DataError
-from hetero_strategy.model.causal_lm import LMOutput
-from hetero_strategy.model.generator import GeneratorOutput
-from hetero_strategy.model.inputs import IGNORE, GeneratorInputs, Ragged, SequenceInputs
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.inputs import ModuleInputs, Ragged, host_index
+from hetero_strategy.model.kind import LossOutput
 
 
 @dataclass
@@ -36,108 +35,85 @@ class ModelOutput:
     losses: dict[str, Tensor] = field(default_factory=dict)
     """Each module's part of ``loss``, its weight included."""
     drawn: dict[str, Tensor] | None = None
-    """Evaluation only: what each generator drew, ``[target rows of the batch, feature]`` in the order of items."""
+    """Evaluation only: what each generator drew, ``[target rows of the batch, feature]`` in the order of items; and the
+    results of modules of kinds of your own."""
+    metrics: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """Scalars by name of each module with a loss, as its kind counts them."""
 
 
-class Scored(NamedTuple):
-    """One language model's output of one microbatch."""
-
-    output: LMOutput
-    inputs: SequenceInputs
-    units: np.ndarray
-    """int64 ``[n]``: the sample number of each sequence."""
-
-
-class Generated(NamedTuple):
-    """One generator's output of one microbatch."""
-
-    output: GeneratorOutput
-    inputs: GeneratorInputs
-    units: np.ndarray
-    """int64 ``[n]``: the item numbers."""
-
-
-def combine(
-    plan: Any,
-    scored: Mapping[str, Sequence[Scored]],
-    generated: Mapping[str, Sequence[Generated]],
-    weights: Mapping[str, float],
-    *,
-    evaluation: bool,
-    device: torch.device,
-) -> ModelOutput:
-    """Combine a global batch's microbatches; no host sync unless predictions are wanted.
+class StepSums:
+    """What modules with a loss add up over one step.
 
     Args:
+        modules: by name.
         plan: the step plan, with metadata and normalisers.
-        scored: outputs of the microbatches of each language model.
-        generated: outputs of the microbatches of each generator.
-        weights: factor of each module's loss.
-        evaluation: whether to gather predicted tokens and drawings.
-        device: where the scalars lie.
+        evaluation: whether results of the whole batch (predicted tokens, drawings) are kept.
+        device: where the sums lie.
+        dtype: of results that are no integers.
+        pipelined: modules of several stages.
+        spare: numbers at the end of :attr:`totals` for whoever sums them over ranks.
     """
-    labels = plan.metadata.labels
-    loss_tokens = int(labels.sum())
-    zero = torch.zeros((), device=device)
-    sums = {name: sum((out.output.loss_sum for out in outputs), zero) for name, outputs in scored.items()}
-    sums |= {name: sum((out.output.loss_sum for out in outputs), zero) for name, outputs in generated.items()}
-    losses = {name: total * (weights[name] / plan.normalizer(name)) for name, total in sums.items()}
-    accuracy = exact = zero
-    for outputs in scored.values():
-        correct = _correct_per_sample(outputs, len(labels), device)
-        labelled = torch.from_numpy(labels).to(device)
-        accuracy = accuracy + correct.sum() / max(1, loss_tokens) / len(scored)
-        exact = exact + ((correct == labelled) & (labelled > 0)).sum() / max(1, int((labels > 0).sum())) / len(scored)
-    first = next(iter(scored.values()))
-    drawn = {name: _gather_drawn(outputs) for name, outputs in generated.items() if outputs} if evaluation else {}
-    return ModelOutput(
-        loss=sum(losses.values(), zero),
-        loss_tokens=loss_tokens,
-        accuracy=accuracy,
-        exact_match=exact,
-        predictions=_gather_predictions(first, labels) if evaluation else None,
-        logits=tuple(out.output.logits for out in first if out.output.logits is not None) or None,
-        losses=losses,
-        drawn=drawn or None,
-    )
 
+    def __init__(
+        self,
+        modules: Mapping[str, Adapter],
+        plan: Any,
+        *,
+        evaluation: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        pipelined: Collection[str] = (),
+        spare: int = 0,
+    ) -> None:
+        self._plan = plan
+        self._kinds = {name: module.kind for name, module in modules.items() if module.kind.has_loss}
+        self._counts = {name: kind.metrics(plan.metadata, name) for name, kind in self._kinds.items()}
+        sizes = [1 + len(counts) for counts in self._counts.values()]
+        self.totals = torch.zeros(sum(sizes) + spare, dtype=torch.float64, device=device)
+        """fp64: of each module in turn its loss and its metrics."""
+        self._of = dict(zip(self._kinds, self.totals.split([*sizes, spare]), strict=False))
+        self.results: dict[str, Tensor] = {}
+        """Evaluation only: of each module that has one, its result."""
+        like = torch.zeros((), dtype=dtype, device=device)
+        for name, kind in self._kinds.items() if evaluation else ():
+            result = kind.result(modules[name], plan.metadata, like, pipelined=name in pipelined)
+            if result is not None:
+                self.results[name] = result
 
-def _correct_per_sample(outputs: Sequence[Scored], samples: int, device: torch.device) -> Tensor:
-    """Count the labels predicted right in each sample of the batch, int64 ``[samples]``."""
-    correct = torch.zeros(samples + 1, dtype=torch.int64, device=device)
-    for out in outputs:
-        packing = out.inputs.packing
-        # Alignment sequences come after the samples and belong to none: they count for an extra last sample.
-        numbers = np.full(len(packing.lengths), samples, dtype=np.int64)
-        numbers[: len(out.units)] = out.units
-        sample = torch.from_numpy(numbers).to(device)[packing.sequence]
-        correct.index_add_(0, sample, out.output.correct.to(torch.int64))
-    return correct[:samples]
+    @torch.no_grad()
+    def add(self, module: str, units: np.ndarray, inputs: ModuleInputs, output: LossOutput) -> None:
+        """Count one microbatch of these units, int64 ``[n]``; nothing waits for the device in training."""
+        kind = self._kinds[module]
+        summands = (output.loss_sum, *kind.measured(inputs, output))
+        self._of[module] += torch.stack([summand.double() for summand in summands])
+        if module in self.results:
+            placed = kind.placed(self._plan.metadata, module, units, inputs, output)
+            if placed is not None:
+                result = self.results[module]
+                result.index_copy_(0, host_index(placed[0], result), placed[1].to(result.dtype))
 
+    @property
+    def losses(self) -> dict[str, Tensor]:
+        """By module: fp64 scalar, summed over its elements, over N; not weighted."""
+        return {name: sums[0] / self._plan.normalizer(name) for name, sums in self._of.items()}
 
-def _gather_predictions(outputs: Sequence[Scored], labels: np.ndarray) -> Ragged:
-    """Collect the predicted tokens at label positions, in the order of the batch's samples."""
-    offsets = ragged.offsets(labels)
-    if not outputs:
-        return Ragged(torch.zeros(0, dtype=torch.int64), np.zeros_like(offsets))
-    values = torch.cat([out.output.predicted[out.inputs.labels != IGNORE] for out in outputs])
-    units = np.concatenate([out.units for out in outputs])
-    counts = labels[units]
-    if int(counts.sum()) != len(values):
-        raise DataError(f"the plan says {int(counts.sum())} labels, the batch holds {len(values)}")
-    return Ragged(_in_unit_order(values, units, counts), offsets)
-
-
-def _gather_drawn(outputs: Sequence[Generated]) -> Tensor:
-    """Collect what a generator drew, ``[target rows, feature]``, in the order of the batch's items."""
-    drawn = [out.output.drawn for out in outputs if out.output.drawn is not None]
-    units = np.concatenate([out.units for out in outputs])
-    return _in_unit_order(torch.cat(drawn), units, np.concatenate([out.inputs.target_rows for out in outputs]))
-
-
-def _in_unit_order(values: Tensor, units: np.ndarray, counts: np.ndarray) -> Tensor:
-    """Sort runs of ``counts`` values, one run per unit in the order of ``units``, by unit number."""
-    rank = np.argsort(np.argsort(units))
-    starts = ragged.starts(counts[np.argsort(units)])[rank]
-    index = torch.from_numpy(ragged.expand(starts, counts)).to(values.device)
-    return torch.empty_like(values).index_copy_(0, index, values)
+    def output(self, loss: Tensor, losses: dict[str, Tensor], logits: tuple[Tensor, ...] | None = None) -> ModelOutput:
+        """Return all that the sums say, with the loss and each module's part of it."""
+        metrics = {
+            name: {metric: (sums[1 + i] / max(1, count)).float() for i, (metric, count) in enumerate(counts.items())}
+            for (name, sums), counts in zip(self._of.items(), self._counts.values(), strict=True)
+        }
+        language_models = [name for name, kind in self._kinds.items() if kind.samplewise]
+        first, labels = self.results.get(language_models[0]), self._plan.metadata.labels
+        others = {name: rows for name, rows in self.results.items() if name not in language_models and len(rows)}
+        return ModelOutput(
+            loss=loss,
+            loss_tokens=int(labels.sum()),
+            accuracy=torch.stack([metrics[name]["accuracy"] for name in language_models]).mean(),
+            exact_match=torch.stack([metrics[name]["exact_match"] for name in language_models]).mean(),
+            predictions=None if first is None else Ragged(first, ragged.offsets(labels)),
+            logits=logits,
+            losses=losses,
+            drawn=others or None,
+            metrics=metrics,
+        )

@@ -13,7 +13,8 @@ from typing_extensions import override
 from hetero_strategy.errors import DataError
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, initialize_plain, linear_flops, previous_rows
 from hetero_strategy.model.hf_folder import HFWeights
-from hetero_strategy.model.inputs import EncoderInputs
+from hetero_strategy.model.inputs import EncoderInputs, Packing
+from hetero_strategy.model.kind import InstanceUnits, ModuleKind
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -72,6 +73,24 @@ class Backbone(Adapter):
         return self.finish(rows, inputs) if self.last_stage else rows
 
 
+class EncoderKind(ModuleKind):
+    """Units are items; they become rows, and there is no loss."""
+
+    name = "Encoder"
+    has_loss = False
+
+    @override
+    def inputs(self, units: InstanceUnits) -> EncoderInputs:
+        items, processor = units.content.items(units.module, units.numbers), units.processor
+        if not units.first:
+            empty = torch.zeros(0, processor.feature)
+            return EncoderInputs(empty, items.sizes, items.rows, Packing.of(units.inner_rows))
+        made: EncoderInputs = processor.collate(
+            units.content.values(units.module, units.numbers), items.sizes, items.rows
+        )
+        return made
+
+
 _PLAIN = Adapter()
 """Stands for a backbone that is no adapter: it has the defaults."""
 
@@ -88,6 +107,8 @@ class Encoder(Adapter):
         before: called with the inputs on the device, returns inputs with the same sizes, rows and packing.
         after: called with the projected rows and the inputs, returns rows.
     """
+
+    kind = EncoderKind()
 
     def __init__(
         self,

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 from typing_extensions import override
 
+from hetero_strategy import ragged
 from hetero_strategy.errors import DataError
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, previous_rows
 from hetero_strategy.model.causal_lm import check_slots
-from hetero_strategy.model.inputs import GeneratorInputs
+from hetero_strategy.model.inputs import GeneratorInputs, Packing
+from hetero_strategy.model.kind import InstanceUnits, LossOutput, ModuleKind
+
+if TYPE_CHECKING:
+    from hetero_strategy.plan.step_plan import StepMetadata
 
 
 @dataclass
-class GeneratorOutput:
-    """What a generator makes of one microbatch of R target rows."""
+class GeneratorOutput(LossOutput):
+    """What a generator makes of one microbatch of R target rows. The loss is summed over target elements."""
 
-    loss_sum: Tensor
-    """fp32 (fp64 for an fp64 model) scalar: the loss summed over target elements."""
     drawn: Tensor | None = None
     """``[R, feature]`` in evaluation: target rows drawn from the conditions. None where the module is pipelined, as
     drawing takes many passes through all stages."""
@@ -31,13 +37,65 @@ class GeneratorOutput:
 register_dataclass(GeneratorOutput)  # as LMOutput
 
 
+class GeneratorKind(ModuleKind):
+    """Units are items; the loss is counted in target elements, and an evaluation gives the target rows drawn."""
+
+    name = "Generator"
+    takes_from = ("CausalLM",)
+    sources = 1
+
+    @override
+    def inputs(self, units: InstanceUnits) -> GeneratorInputs:
+        """Make noise and times, which are functions of (seed, epoch, generator, item of the data set) alone."""
+        reads = units.first or units.last  # the first stage sees noised targets, the last compares with them
+        items = units.content.items(units.module, units.numbers)
+        empty = np.zeros((0, units.processor.feature), np.float32)
+        values = units.content.values(units.module, units.numbers) if reads else []
+        noise = [empty]
+        time = np.zeros(len(units.numbers), np.float32)
+        for place, item in enumerate(items.numbers.tolist()):
+            random = np.random.Generator(np.random.PCG64([*units.seed, item, zlib.crc32(units.module.encode())]))
+            time[place] = random.random(dtype=np.float32)  # first, so that ranks that read no payload draw the same
+            if reads:
+                noise.append(random.standard_normal(values[place].shape, np.float32))
+        return GeneratorInputs(
+            values=torch.from_numpy(np.concatenate([empty, *values])),
+            noise=torch.from_numpy(np.concatenate(noise)),
+            time=torch.from_numpy(time),
+            sizes=items.sizes,
+            rows=items.rows,
+            packing=Packing.of(units.inner_rows),
+            slots=units.slots,
+        )
+
+    @override
+    def result(self, module: Adapter, metadata: StepMetadata, like: Tensor, *, pipelined: bool) -> Tensor | None:
+        """Target rows drawn, in item order, ``[target rows, feature]``."""
+        assert isinstance(module, Generator)
+        return None if pipelined else like.new_zeros(int(_target_rows(metadata, module.name).sum()), module.feature)
+
+    @override
+    def placed(
+        self, metadata: StepMetadata, module: str, units: np.ndarray, inputs: GeneratorInputs, output: GeneratorOutput
+    ) -> tuple[np.ndarray, Tensor] | None:
+        rows = _target_rows(metadata, module)
+        place = ragged.expand(ragged.starts(rows)[units], rows[units])
+        return None if output.drawn is None else (place, output.drawn)
+
+
+def _target_rows(metadata: StepMetadata, module: str) -> np.ndarray:
+    """Count the rows that each item of a generator becomes: those inside the module that are not conditions."""
+    items = metadata.items[module]
+    return items.inner_rows - items.edge_rows
+
+
 class Generator(Adapter):
     """Base of generators: rows of conditions and of noised targets, blocks, loss.
 
     :attr:`width` is the width of the condition rows, which come from a language model.
     """
 
-    has_loss = True
+    kind = GeneratorKind()
     feature: int
     """Width of a raw target row."""
 

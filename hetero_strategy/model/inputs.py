@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from hetero_strategy import ragged
 
@@ -108,7 +109,20 @@ class Packing(Movable):
 
 
 @dataclass(frozen=True, eq=False)
-class EncoderInputs(Movable):
+class ModuleInputs(Movable):
+    """What one instance of a module takes in one microbatch besides rows."""
+
+    slots: dict[Hashable, torch.Tensor] = field(default_factory=dict, kw_only=True)
+    """(source module, its microbatch) -> int64 positions among the rows inside the module that its rows fill,
+    ascending; none where no edge leads to the module."""
+
+    def silenced(self, bad: np.ndarray) -> Self:
+        """Return the same without a loss of the units that are ``bad``, bool ``[n]``; all shapes stay."""
+        raise NotImplementedError(f"{type(self).__name__}.silenced: on_error='skip' needs it")
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderInputs(ModuleInputs):
     """All items of one encoder instance in one microbatch. Zero items are allowed."""
 
     values: torch.Tensor
@@ -120,9 +134,13 @@ class EncoderInputs(Movable):
     packing: Packing
     """The rows that the backbone's transformer sees, packed."""
 
+    @override
+    def silenced(self, bad: np.ndarray) -> Self:
+        return self
+
 
 @dataclass(frozen=True, eq=False)
-class SequenceInputs(Movable):
+class SequenceInputs(ModuleInputs):
     """Token sequences of one language model instance in one microbatch."""
 
     ids: torch.Tensor
@@ -131,12 +149,17 @@ class SequenceInputs(Movable):
     """int64 ``[T]``, already shifted: ``labels[t]`` is the token after ``t`` in the same sample, or -100."""
     packing: Packing
     """The T rows, packed; alignment rows form a last sequence of their own with labels -100."""
-    slots: dict[Hashable, torch.Tensor] = field(default_factory=dict)
-    """(source module, its microbatch) -> int64 positions in ``[0, T)`` that its rows fill, ascending."""
+
+    @override
+    def silenced(self, bad: np.ndarray) -> Self:
+        sequences = np.zeros(len(self.packing.lengths), bool)  # alignment rows, last, have no labels anyway
+        sequences[: len(bad)] = bad
+        silent = torch.from_numpy(np.repeat(sequences, self.packing.lengths))
+        return replace(self, labels=self.labels.masked_fill(silent.to(self.labels.device), IGNORE))
 
 
 @dataclass(frozen=True, eq=False)
-class GeneratorInputs(Movable):
+class GeneratorInputs(ModuleInputs):
     """All items that one generator instance draws in one microbatch. Zero items are allowed.
 
     Inside the module an item's rows are its condition rows, then its target rows.
@@ -155,10 +178,12 @@ class GeneratorInputs(Movable):
     """int64 ``[n]``, on the host: condition rows that the edge brings to each item."""
     packing: Packing
     """The rows inside the module, packed."""
-    slots: dict[Hashable, torch.Tensor] = field(default_factory=dict)
-    """(source module, its microbatch) -> int64 positions in the packed rows that its rows fill, ascending."""
     counted: torch.Tensor | None = None
     """bool ``[n]``: items whose loss counts; None if all do."""
+
+    @override
+    def silenced(self, bad: np.ndarray) -> Self:
+        return replace(self, counted=torch.from_numpy(~bad))
 
     @property
     def target_rows(self) -> np.ndarray:

@@ -12,11 +12,9 @@ from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.adapter import Adapter, made_without_values
-from hetero_strategy.model.causal_lm import CausalLM, LMOutput
-from hetero_strategy.model.combine import Generated, ModelOutput, Scored, combine
-from hetero_strategy.model.encoder import Encoder
-from hetero_strategy.model.generator import Generator
-from hetero_strategy.model.inputs import EncoderInputs, GeneratorInputs, SequenceInputs
+from hetero_strategy.model.combine import ModelOutput, StepSums
+from hetero_strategy.model.inputs import ModuleInputs
+from hetero_strategy.model.kind import ModuleKind, check_edges, usual_edges
 from hetero_strategy.model.materialize import materialize
 from hetero_strategy.model.random_numbers import RandomNumbers, random_state_kept
 
@@ -38,7 +36,7 @@ class BatchLike(Protocol):
     def plan(self) -> Any: ...
 
     @property
-    def inputs(self) -> Mapping[str, Sequence[EncoderInputs | SequenceInputs | GeneratorInputs | None]]: ...
+    def inputs(self) -> Mapping[str, Sequence[ModuleInputs | None]]: ...
 
     def local_rows(self, source: str, source_microbatch: int, target: str, target_microbatch: int) -> Tensor | None:
         """Return the source row of each target slot that these two microbatches share; None if they are in order."""
@@ -48,10 +46,10 @@ class MultimodalModel(nn.Module):
     """Named modules and the edges between them; ``model(batch)`` runs them on one device, or with an attached runner.
 
     Args:
-        modules: name -> :class:`Encoder`, :class:`CausalLM` or :class:`Generator`; they become children under their
-            names.
-        edges: (source, target) pairs, from encoders to language models and from these to generators; by default every
-            encoder feeds the single language model, and this every generator.
+        modules: name -> :class:`Encoder`, :class:`CausalLM`, :class:`Generator` or an :class:`Adapter` of a kind of
+            your own; they become children under their names.
+        edges: (source, target) pairs, such as from encoders to language models and from these to generators; by
+            default, with a single language model, all that the modules' kinds allow.
         freeze: modules or parts ("vision", "vision.backbone") whose parameters are not trained.
         loss_weights: module with a loss -> factor of its loss, 1 by default.
         seed: determines initial values and random numbers inside modules.
@@ -91,20 +89,22 @@ class MultimodalModel(nn.Module):
             materialize(self, seed)
 
     def topological(self) -> tuple[str, ...]:
-        """Return all module names, every source before its targets."""
-        return (*self._of(Encoder), *self.language_models(), *self.generators())
+        """Return all module names, every source before its targets.
+
+        Modules that are as many edges away from those that nothing feeds stay in the order they were given.
+        """
+        depth = dict.fromkeys(self.modules_by_name, 0)
+        for _ in depth:
+            depth |= {edge.target: max(depth[edge.target], depth[edge.source] + 1) for edge in self.edges}
+        return tuple(sorted(depth, key=depth.__getitem__))
 
     def language_models(self) -> tuple[str, ...]:
         """Return the names of language models in the order they were given; their units are whole samples."""
-        return self._of(CausalLM)
-
-    def generators(self) -> tuple[str, ...]:
-        """Return the names of generators in the order they were given."""
-        return self._of(Generator)
+        return tuple(name for name, module in self.modules_by_name.items() if module.kind.samplewise)
 
     def with_loss(self) -> tuple[str, ...]:
-        """Return the names of modules with a loss: language models, then generators."""
-        return (*self.language_models(), *self.generators())
+        """Return the names of modules with a loss, every source before its targets."""
+        return tuple(name for name in self.topological() if self.modules_by_name[name].kind.has_loss)
 
     def attach(self, runner: Callable[..., ModelOutput]) -> None:
         """Let ``runner(batch)`` compute :meth:`forward` from now on."""
@@ -132,35 +132,32 @@ class MultimodalModel(nn.Module):
         return self._calls
 
     def _forward(self, batch: BatchLike, call: int, keep_logits: bool) -> ModelOutput:
-        device = self._device()
-        sources = {edge.source for edge in self.edges}
+        device, dtype = self._device(), next(self.parameters()).dtype
+        exact = dtype if dtype == torch.float64 else torch.float32
+        step = StepSums(self.modules_by_name, batch.plan, evaluation=not self.training, device=device, dtype=exact)
         edge_rows: dict[Hashable, Tensor] = {}
-        scored: dict[str, list[Scored]] = {name: [] for name in self.language_models()}
-        generated: dict[str, list[Generated]] = {name: [] for name in self.generators()}
+        losses = {name: torch.zeros((), device=device) for name in self.with_loss()}
+        logits: list[Tensor] = []
         for name in self.topological():
+            module = self.modules_by_name[name]
+            options = {"keep_logits": True} if keep_logits and name == self.language_models()[0] else {}
             for number, inputs in enumerate(batch.inputs.get(name, ())):
                 if inputs is None:  # the module has nothing to do in this microbatch
                     continue
-                units = batch.plan.assignments[name][number].units
-                module = self.modules_by_name[name]
                 assert module.random_numbers is not None
                 module.random_numbers.start(batch.plan.metadata, call, number, 0, 0, device, rows_apart=False)
-                if isinstance(inputs, EncoderInputs):
-                    edge_rows[name, number] = module(inputs)
-                    continue
                 rows = _rows_for(batch, name, number, inputs.slots, edge_rows)
-                if isinstance(inputs, GeneratorInputs):
-                    generated[name].append(Generated(module(inputs, rows), inputs, units))
+                output = module(inputs, rows, **options)
+                if isinstance(output, Tensor):
+                    edge_rows[name, number] = output
                     continue
-                output: LMOutput = module(inputs, rows, keep_logits=keep_logits)
-                scored[name].append(Scored(output, inputs, units))
-                if name in sources:
-                    assert output.hidden is not None
+                losses[name] = losses[name] + output.loss_sum * (self.loss_weights[name] / batch.plan.normalizer(name))
+                step.add(name, batch.plan.assignments[name][number].units, inputs, output)
+                logits += [output.logits] if options else []
+                if output.hidden is not None:
                     edge_rows[name, number] = output.hidden
-        return combine(batch.plan, scored, generated, self.loss_weights, evaluation=not self.training, device=device)
-
-    def _of(self, kind: type[Adapter]) -> tuple[str, ...]:
-        return tuple(name for name, module in self.modules_by_name.items() if isinstance(module, kind))
+        total = sum(losses.values(), torch.zeros((), device=device))
+        return step.output(total, losses, tuple(logits) or None)
 
     def _device(self) -> torch.device:
         return next(self.parameters()).device
@@ -181,8 +178,11 @@ def _rows_for(
 
 
 def _check_module(name: str, module: nn.Module, model: nn.Module) -> None:
-    if not isinstance(module, (Encoder, CausalLM, Generator)):
-        raise ModelError(f"module {name!r} is a {type(module).__name__}: wrap it in Encoder, CausalLM or Generator")
+    if not isinstance(getattr(module, "kind", None), ModuleKind):
+        raise ModelError(
+            f"module {name!r} is a {type(module).__name__}: wrap it in Encoder, CausalLM or Generator, or write an"
+            " Adapter with a kind of its own"
+        )
     if not name.isidentifier() or hasattr(model, name):
         raise ModelError(f"module name {name!r} is taken or not an identifier: choose another")
     if any(module is other for other in model.children()):
@@ -190,49 +190,27 @@ def _check_module(name: str, module: nn.Module, model: nn.Module) -> None:
 
 
 def _checked_edges(modules: Mapping[str, Adapter], edges: Sequence[Edge | tuple[str, str]] | None) -> tuple[Edge, ...]:
-    kinds = {name: _kind(module) for name, module in modules.items()}
-    encoders, language_models, generators = (
-        [name for name in kinds if kinds[name] == kind] for kind in ("Encoder", "CausalLM", "Generator")
-    )
+    kinds = {name: module.kind for name, module in modules.items()}
+    language_models = [name for name, kind in kinds.items() if kind.samplewise]
     if not language_models:
         raise ModelError(f"no CausalLM among modules {list(modules)}: nothing has a loss")
     if edges is None:
         if len(language_models) != 1:
             raise ModelError(f"modules {language_models} are all CausalLMs: say edges=[(source, target), ...]")
-        edges = [*(Edge(e, language_models[0]) for e in encoders), *(Edge(language_models[0], g) for g in generators)]
+        edges = usual_edges(kinds)
     checked = tuple(edge if isinstance(edge, Edge) else Edge(*edge) for edge in edges)
+    check_edges(kinds, [(edge.source, edge.target) for edge in checked], ModelError)
     for edge in checked:
-        for end in (edge.source, edge.target):
-            if end not in modules:
-                raise ModelError(f"edge {edge.source} -> {edge.target}: no module {end!r} among {list(modules)}")
-        if (kinds[edge.source], kinds[edge.target]) not in (("Encoder", "CausalLM"), ("CausalLM", "Generator")):
-            raise ModelError(
-                f"edge {edge.source} -> {edge.target}: edges lead from an Encoder to a CausalLM or from a CausalLM to "
-                f"a Generator, this one from a {kinds[edge.source]} to a {kinds[edge.target]}"
-            )
         source_width, width = modules[edge.source].width, modules[edge.target].width
         if source_width != width:
-            fix = f"out_width={width} for {edge.source}"
-            if edge.source not in encoders:
-                fix = f"width={source_width} for {edge.target}"
+            fix = f"width={source_width} for {edge.target}"
+            if not kinds[edge.source].has_loss:
+                fix = f"out_width={width} for {edge.source}"
             raise ModelError(
                 f"edge {edge.source} -> {edge.target}: source rows have width {source_width}, the target takes {width}:"
                 f" set {fix}"
             )
-    if len(set(checked)) != len(checked):
-        raise ModelError("an edge is given twice")
-    if unused := set(encoders) - {edge.source for edge in checked}:
-        raise ModelError(f"encoders {sorted(unused)} feed nothing: add an edge or remove them")
-    for name in generators:
-        if (feeding := sum(edge.target == name for edge in checked)) != 1:
-            raise ModelError(f"generator {name!r} is fed by {feeding} modules: give it one edge from a CausalLM")
     return checked
-
-
-def _kind(module: nn.Module) -> str:
-    if isinstance(module, Generator):
-        return "Generator"
-    return "CausalLM" if isinstance(module, CausalLM) else "Encoder"
 
 
 def _checked_weights(names: Sequence[str], weights: Mapping[str, float]) -> dict[str, float]:

@@ -17,19 +17,38 @@ from hetero_strategy import ragged
 
 
 @dataclass(frozen=True)
+class UnitRuns:
+    """Runs of rows that cross one edge in a global batch; all int64 ``[n]``."""
+
+    source: np.ndarray
+    """Unit of the source module: a sample, or an item in :attr:`StepMetadata.items`."""
+    source_start: np.ndarray
+    """First row of the run among the unit's rows that cross edges."""
+    target: np.ndarray
+    """Unit of the target module."""
+    target_start: np.ndarray
+    """First row of the run among the unit's rows inside the module."""
+    rows: np.ndarray
+
+
+@dataclass(frozen=True)
 class StepItems:
-    """Items of one encoder or generator in a global batch, by sample, then by position in it; all int64 ``[n]``."""
+    """Items of one module that is not samplewise, by sample, then by position in it; all int64 ``[n]``."""
 
     sample: np.ndarray
     """The item's sample, counted in the step from 0 to ``S - 1``."""
     edge_rows: np.ndarray
-    """Rows that cross the module's edges: those that an encoder makes of the item or a generator is given for it."""
+    """Rows that cross the module's edges: those that an encoder makes of the item or a generator is given for it; as
+    its kind says where that has units of its own."""
     start: np.ndarray
     """Position of the first of these rows in its sample's token sequence."""
     inner_rows: np.ndarray
     """Rows of the item that the module's transformer sees."""
     targets: np.ndarray | None = None
     """Elements of the item that the module's loss counts (a generator's pixels); None: it has no loss."""
+    given: Mapping[str, UnitRuns] | None = None
+    """Source module -> the rows that it gives to the items. None: where an edge joins the module with a samplewise one,
+    an item's edge rows are those of its sample from ``start`` on."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +65,21 @@ class StepMetadata:
     labels: np.ndarray
     """Loss tokens of each sample, int64 ``[S]``."""
     items: Mapping[str, StepItems]
-    """Encoder or generator -> its items."""
+    """Module that is not samplewise -> its items."""
+
+    def sample_of(self, module: str) -> np.ndarray:
+        """Sample of each of the module's units, int64 ``[units]``."""
+        return self.items[module].sample if module in self.items else np.arange(len(self.samples))
+
+    def runs(self, source: str, target: str) -> UnitRuns:
+        """Rows of each unit of ``source`` that cross the edge to ``target``."""
+        into = self.items.get(target)
+        if into is not None and into.given is not None:
+            return into.given[source]
+        items = self.items[source if source in self.items else target]
+        item, sample = (np.arange(len(items.sample)), np.zeros_like(items.sample)), (items.sample, items.start)
+        there, here = (item, sample) if source in self.items else (sample, item)
+        return UnitRuns(*there, *here, items.edge_rows)
 
 
 @dataclass(frozen=True)
@@ -180,12 +213,9 @@ class StepPlan:
 
     def feeds(self, source: str, target: str) -> list[tuple[int, int]]:
         """Pairs of a source and a target microbatch between which rows flow, ascending."""
-        of_items, of_samples = self._sides(source, target)
-        item_microbatch = self.places(of_items).microbatch
-        sample_microbatch = self.places(of_samples).microbatch[self.metadata.items[of_items].sample]
-        pair = [item_microbatch, sample_microbatch] if source == of_items else [sample_microbatch, item_microbatch]
-        targets = len(self.assignments[target])
-        numbers = np.flatnonzero(np.bincount(pair[0] * targets + pair[1]))
+        runs, targets = self.metadata.runs(source, target), len(self.assignments[target])
+        from_ = self.places(source).microbatch[runs.source]
+        numbers = np.flatnonzero(np.bincount(from_ * targets + self.places(target).microbatch[runs.target]))
         return [(int(p), int(t)) for p, t in zip(*np.divmod(numbers, targets), strict=True)]
 
     def places(self, module: str) -> UnitPlaces:
@@ -195,8 +225,7 @@ class StepPlan:
         return self._places[module]
 
     def _placed(self, module: str) -> UnitPlaces:
-        items = self.metadata.items.get(module)
-        count = len(self.samples) if items is None else len(items.sample)
+        count = len(self.metadata.sample_of(module))
         columns = UnitPlaces(*(np.zeros(count, dtype=np.int64) for _ in range(4)))
         for number, assignment in enumerate(self.assignments[module]):
             columns.microbatch[assignment.units] = number
@@ -204,10 +233,6 @@ class StepPlan:
             columns.edge_start[assignment.units] = assignment.starts()
             columns.inner_start[assignment.units] = assignment.starts(inner=True)
         return columns
-
-    def _sides(self, source: str, target: str) -> tuple[str, str]:
-        """(module whose units are items, module whose units are samples) of an edge."""
-        return (source, target) if source in self.metadata.items else (target, source)
 
     @cached_property
     def _places(self) -> dict[str, UnitPlaces]:
@@ -261,37 +286,25 @@ class EdgeRuns:
 
 
 def edge_runs(plan: StepPlan, source: str, target: str, instances: tuple[int, int] | None = None) -> EdgeRuns:
-    """Which rows of ``source`` fill which rows of ``target`` in a step: one run per item.
+    """Which rows of ``source`` fill which rows of ``target`` in a step.
 
     Args:
         plan: of the step.
         source, target: modules that an edge joins.
         instances: only runs that leave this instance of the source or enter this one of the target; -1 for none.
     """
-    of_items, of_samples = plan._sides(source, target)
-    items, item, sequence = plan.metadata.items[of_items], plan.places(of_items), plan.places(of_samples)
-    forward = source == of_items
-    chosen = np.arange(len(items.sample))
+    runs, there, here = plan.metadata.runs(source, target), plan.places(source), plan.places(target)
     if instances is not None:
-        by_item, by_sample = instances if forward else instances[::-1]
-        chosen = np.flatnonzero((item.instance == by_item) | (sequence.instance[items.sample] == by_sample))
-    sample = items.sample[chosen]
-    item_columns = (
-        item.microbatch[chosen],
-        item.instance[chosen],
-        (item.edge_start if forward else item.inner_start)[chosen],
-    )
-    sample_columns = (
-        sequence.microbatch[sample],
-        sequence.instance[sample],
-        sequence.edge_start[sample] + items.start[chosen],
-    )
-    (p, *there), (t, *here) = (item_columns, sample_columns) if forward else (sample_columns, item_columns)
-    order = np.lexsort((here[1], here[0], p, t))
+        near = (there.instance[runs.source] == instances[0]) | (here.instance[runs.target] == instances[1])
+        runs = UnitRuns(*(getattr(runs, one.name)[near] for one in fields(UnitRuns)))
+    p, t = there.microbatch[runs.source], here.microbatch[runs.target]
+    out = (there.instance[runs.source], there.edge_start[runs.source] + runs.source_start)
+    into = (here.instance[runs.target], here.inner_start[runs.target] + runs.target_start)
+    order = np.lexsort((into[1], into[0], p, t))
     p, t = p[order], t[order]
     first = np.flatnonzero((np.diff(p, prepend=-1) != 0) | (np.diff(t, prepend=-1) != 0))
     pairs = {pair: k for k, pair in enumerate(zip(p[first].tolist(), t[first].tolist(), strict=True))}
-    blocks = EdgeBlocks(*(column[order] for column in (*there, *here, items.edge_rows[chosen])))
+    blocks = EdgeBlocks(*(column[order] for column in (*out, *into, runs.rows)))
     return EdgeRuns(pairs, np.append(first, len(order)), blocks)
 
 

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from hetero_strategy.boundary.transport import Channel, Transport
 from hetero_strategy.layout.placement import Coordinate, Placement
-from hetero_strategy.loading.batch import Batch, ModuleInputs
+from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.model.causal_lm import LMOutput
-from hetero_strategy.model.inputs import EncoderInputs
+from hetero_strategy.model.combine import StepSums
+from hetero_strategy.model.inputs import ModuleInputs
 from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.gradients import settle
@@ -29,7 +29,6 @@ from hetero_strategy.parallelize.tied import Tied
 from hetero_strategy.runtime import backward
 from hetero_strategy.runtime.agreement import Agreement
 from hetero_strategy.runtime.recorder import Recorder
-from hetero_strategy.runtime.step_output import StepMetrics, StepOutput
 from hetero_strategy.schedule.action import StageId
 from hetero_strategy.schedule.compile import RankAction, StepCompiler, StepProgram
 
@@ -76,7 +75,7 @@ class Executor:
         seats = {name: self.placement.coordinate(name, self.rank) for name in self.modules}
         self.coordinates = {name: seat for name, seat in seats.items() if seat is not None}
 
-    def run(self, batch: Batch, *, train: bool, factors: Factors | None = None, call: int = 0) -> StepOutput:
+    def run(self, batch: Batch, *, train: bool, factors: Factors | None = None, call: int = 0) -> StepSums:
         """Run one global batch: forwards, and with ``train`` backwards into ``p.grad`` of the owned parameters.
 
         A collective over the world: every rank calls it with the same plan.
@@ -87,6 +86,9 @@ class Executor:
             factors: what multiplies a module's loss before backward, a number or a scalar tensor, or None where the
                 loss is not used; 1 for modules that are not named.
             call: how often the model was given this batch before, for random numbers of its own.
+
+        Returns:
+            Losses, metrics and results of the whole step, the same on every rank.
 
         Raises:
             DataError: ranks have different plans.
@@ -107,11 +109,20 @@ class Executor:
         for stage_id, stage in self.stages.items():
             if isinstance(stage, FSDPModule) and not (train and self.compiler.graph.stages[stage_id].backward):
                 fsdp.release(stage)
-        output = step.metrics.output(self.agreement)
+        self._reduce(step.sums, batch)
         transport.drain()
         self.recorder.close()
         self.agreement.check()
-        return output
+        return step.sums
+
+    def _reduce(self, sums: StepSums, batch: Batch) -> None:
+        """Sums over all ranks, and whether they had one plan. A collective; nothing waits for the device."""
+        digits = sums.totals[-4:].view(2, 2)
+        Agreement.write(batch.plan, digits)
+        dist.all_reduce(sums.totals)
+        self.agreement.note(batch.plan, digits)
+        for result in sums.results.values():
+            dist.all_reduce(result)
 
     def ready(self, batch: Batch, *, train: bool) -> Batch:
         """The batch with its program, which the loader made for the kind of step that it expected."""
@@ -153,13 +164,14 @@ class _Step:
         self._plain: AbstractContextManager[Any] = nullcontext()
         if torch.is_autocast_enabled(kind):
             self._plain = torch.autocast(kind, enabled=False)
-        self.metrics = StepMetrics(
+        self.sums = StepSums(
             executor.modules,
-            executor.coordinates,
-            batch,
-            train=program.train,
-            pipelined={name for name, layout in executor.placement.layouts.items() if layout.pipeline.stages > 1},
+            batch.plan,
+            evaluation=not program.train,
             device=executor.device,
+            dtype=torch.float64 if executor.exact else torch.float32,
+            pipelined={name for name, layout in executor.placement.layouts.items() if layout.pipeline.stages > 1},
+            spare=4,
         )
 
     def run(self, step: RankAction) -> None:
@@ -206,11 +218,13 @@ class _Step:
         self._random_numbers(stage_id, stage, microbatch)
         with torch.set_grad_enabled(differentiable):
             out = stage(inputs, rows, hidden)
-        made: torch.Tensor | None = out if isinstance(out, torch.Tensor) else None
+        made: torch.Tensor | None = out if isinstance(out, torch.Tensor) else out.hidden
         if not isinstance(out, torch.Tensor):
-            made = out.hidden if isinstance(out, LMOutput) else None
             live.loss = out.loss_sum
-            self.metrics.add(stage_id, microbatch, inputs, out)
+            seat = self.executor.coordinates[stage_id.module]
+            if not seat.shard:  # an instance's first rank speaks for the instance
+                units = self.batch.plan.assignments[stage_id.module][microbatch].of(seat.instance)
+                self.sums.add(stage_id.module, units, inputs, out)
         if step.gives:
             assert made is not None and step.gives[0] is not None
             transfer = self.program.transfers[step.gives[0]]
@@ -226,7 +240,7 @@ class _Step:
         """What the module takes besides rows, with the slots of this rank."""
         inputs = self.batch.inputs[step.action.node.module][step.action.microbatch]
         assert inputs is not None and self.batch.index is not None, f"{step.action} has no inputs"
-        if step.action.node.stage or isinstance(inputs, EncoderInputs):
+        if step.action.node.stage or not step.sources:
             return inputs
         slots: dict[Hashable, torch.Tensor] = {
             (source.node.module, source.microbatch): self.batch.index.narrow(0, filled.at, filled.size)

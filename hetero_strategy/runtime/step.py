@@ -19,15 +19,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError, ModelError
 from hetero_strategy.loading.batch import Batch
-from hetero_strategy.model.inputs import Ragged
-from hetero_strategy.model.multimodal import ModelOutput
+from hetero_strategy.model.combine import ModelOutput, StepSums
 from hetero_strategy.parallelize.gradients import accumulate, scale
 from hetero_strategy.runtime.agreement import different, plans_differ
 from hetero_strategy.runtime.executor import Executor
-from hetero_strategy.runtime.step_output import StepOutput
 
 
 class StepRunner:
@@ -92,26 +89,16 @@ class StepRunner:
             if dist.get_world_size() > 1 and plans_differ(plan):
                 raise different(plan) from error
             raise
-        offsets = ragged.offsets(plan.metadata.labels)
-        labelled = max(1, int((plan.metadata.labels > 0).sum()))
-        return ModelOutput(
-            loss=loss,
-            loss_tokens=plan.loss_tokens,
-            accuracy=(outcome.correct.mean() / max(1, plan.loss_tokens)).float(),
-            exact_match=(outcome.exact.mean() / labelled).float(),
-            predictions=None if outcome.predicted is None else Ragged(outcome.predicted, offsets),
-            losses=dict(zip(outcome.losses, shares, strict=True)),
-            drawn=outcome.drawn or None,
-        )
+        return outcome.output(loss, dict(zip(outcome.losses, shares, strict=True)))
 
-    def _run(self, batch: Batch, call: int) -> tuple[StepOutput, Sequence[torch.Tensor]]:
+    def _run(self, batch: Batch, call: int) -> tuple[StepSums, Sequence[torch.Tensor]]:
         if self._training() and torch.is_grad_enabled():
             return self._train(batch, call)
         with torch.no_grad():
             outcome = self.executor.run(batch, train=False, call=call)
         return outcome, _total_and_shares(self._shares(outcome))
 
-    def _train(self, batch: Batch, call: int) -> tuple[StepOutput, Sequence[torch.Tensor]]:
+    def _train(self, batch: Batch, call: int) -> tuple[StepSums, Sequence[torch.Tensor]]:
         if sum(p.requires_grad for p in self._all) != self._trainable:  # seen on every rank, whoever owns it
             raise ConfigError(
                 "requires_grad of a parameter was changed after the model was placed; say what trains with"
@@ -141,7 +128,7 @@ class StepRunner:
             for fqn, buffer in stage.named_buffers()
         }
 
-    def _shares(self, outcome: StepOutput) -> torch.Tensor:
+    def _shares(self, outcome: StepSums) -> torch.Tensor:
         """Of the modules in the loss, ``[modules with a loss]``."""
         shares = torch.stack([self.executor.weights[n] * x for n, x in outcome.losses.items()])
         return shares if self.executor.exact else shares.float()
@@ -162,7 +149,7 @@ class _StepGradients:
         self._names: list[str] = []
         self._versions = [p._version for p in self._parameters]
 
-    def run(self, factors: Factors, *, drop: bool = False) -> StepOutput:
+    def run(self, factors: Factors, *, drop: bool = False) -> StepSums:
         """Run the schedule and keep what it makes of the parameters' gradients.
 
         Args:

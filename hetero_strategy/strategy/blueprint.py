@@ -103,6 +103,8 @@ def model_context(
     between = {(s.module, t.module): (s, t) for s, t in plan.graph.edges if s.module != t.module}
     near: dict[str, Near] = {}
     for (source, target), nodes in between.items():
+        if not {source, target} & set(language_models):
+            continue
         item, language_model = (source, target) if target in language_models else (target, source)
         grids = {node.module: plan.graph.stages[node].grid for node in nodes}
         found = _near(grids[item], grids[language_model], ranks_per_node, placement.world_size)

@@ -148,7 +148,7 @@ def modules_of(job: Job) -> tuple[str, ...]:
     return ("vision", "audio", *job.language_models)
 
 
-def datamodule(job: Job) -> MultimodalDataModule:
+def datamodule(job: Job, **options: Any) -> MultimodalDataModule:
     folder = Path(job.folder)
     return MultimodalDataModule(
         train=folder / job.manifest,
@@ -160,6 +160,7 @@ def datamodule(job: Job) -> MultimodalDataModule:
         language_models=job.language_models,
         seed=1,
         shuffle=job.shuffle,
+        **options,
     )
 
 

@@ -29,10 +29,10 @@ from hetero_strategy.model import (
     titan_llama,
     whisper_encoder,
 )
+from hetero_strategy.model.combine import StepSums
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.runtime import executor as running
-from hetero_strategy.runtime.step_output import StepOutput
 from hetero_strategy.schedule.action import Lane, StageGraph, StageId
 from hetero_strategy.schedule.check import check
 from hetero_strategy.schedule.compile import RankAction
@@ -447,7 +447,7 @@ class OnRank:
             module.train()
         return self._losses(outcome)
 
-    def _losses(self, outcome: StepOutput) -> dict[str, float]:
+    def _losses(self, outcome: StepSums) -> dict[str, float]:
         """Shares of the loss."""
         return {name: self.executor.weights[name] * float(x.detach()) for name, x in outcome.losses.items()}
 
@@ -497,8 +497,8 @@ def evaluations_on_rank(rank: int, world: int, setting: Setting, counts: Sequenc
         with torch.no_grad():
             outcome = made.executor.run(batch, train=False)
         check(made.executor.compiler.schedule(batch.plan, train=False))
-        assert outcome.predicted is not None
         losses = {n: float(x) for n, x in outcome.losses.items()}
-        found.append(Evaluated(losses, outcome.predicted, outcome.drawn, len(made.executor.recorder.steps)))
+        drawn = {n: x for n, x in outcome.results.items() if n in ITEM_MODULES}
+        found.append(Evaluated(losses, outcome.results["llm"], drawn, len(made.executor.recorder.steps)))
     dist.barrier()
     return found

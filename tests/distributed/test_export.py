@@ -74,7 +74,7 @@ def test_transformers_loads_what_a_run_exports(pool: Pool, tmp_path: Path, capsy
         theirs = loaded(AutoModelForCausalLM, out / name, architecture)
         ids = torch.randint(0, lit.vocabulary, (40,), generator=draw)
         ours = model.modules_by_name[name](
-            SequenceInputs(ids, torch.full_like(ids, -100), Packing.of(np.array([40])), {}), keep_logits=True
+            SequenceInputs(ids, torch.full_like(ids, -100), Packing.of(np.array([40]))), keep_logits=True
         )
         torch.testing.assert_close(theirs(ids[None]).logits[0], ours.logits, rtol=1e-4, atol=1e-4)
 

@@ -72,7 +72,7 @@ def tokens(lengths, vocab=40, seed=0, slots=None, label_share=0.5, alignment=0):
     labels[torch.rand(total + alignment, generator=generator) > label_share] = -100
     labels[total:] = -100
     packing = Packing.of(np.append(lengths, alignment) if alignment else lengths)
-    return SequenceInputs(ids, labels, packing, slots or {})
+    return SequenceInputs(ids, labels, packing, slots=slots or {})
 
 
 @dataclass

@@ -98,7 +98,7 @@ class TestEveryModel:
         assert other.loss_sum != out.loss_sum
         ids = inputs.ids.clone()
         ids[slots["vision"]] = 0  # the tokens under the rows do not matter
-        same = model(type(inputs)(ids, inputs.labels, inputs.packing, slots), {"vision": rows})
+        same = model(type(inputs)(ids, inputs.labels, inputs.packing, slots=slots), {"vision": rows})
         torch.testing.assert_close(same.loss_sum, out.loss_sum)
 
     def test_no_rows_at_all(self, make):

@@ -58,7 +58,7 @@ def one(inputs, place):
         inputs.sizes[place : place + 1],
         inputs.rows[place : place + 1],
         Packing.of(inputs.packing.lengths[place : place + 1]),
-        {("llm", 0): torch.arange(count)},
+        slots={("llm", 0): torch.arange(count)},
     )
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from hetero_strategy.model import MultimodalModel, Packing, SequenceInputs
+from hetero_strategy.loading.batch import Batch
+from hetero_strategy.model import InstanceUnits, MultimodalModel, Packing, SequenceInputs
+from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.plan.step_plan import StepItems, StepMetadata, edge_blocks
+from hetero_strategy.plan.step_plan import slots as rows_filled
 from tests.model.helpers import images, ready
 
 PAGE = Path(__file__).parents[2] / "docs" / "your_module.md"
@@ -61,6 +67,45 @@ def test_sequences_do_not_see_each_other(page: dict[str, Any]) -> None:
     both, first = (llm(tokens(*lengths), keep_logits=True) for lengths in ((3, 5), (3,)))
     assert torch.allclose(both.logits[:3], first.logits)
     assert torch.isfinite(both.loss_sum)
+
+
+def test_a_kind_of_its_own(page: dict[str, Any]) -> None:
+    """Its loss is that of its units one by one, as each is planned."""
+    modules = {name: ready(page[name], name=name) for name in ("vision", "llm", "match")}
+    edges = [("vision", "llm"), ("vision", "match"), ("llm", "match")]
+    model = MultimodalModel(modules, edges)
+    assert model.with_loss() == ("llm", "match")
+    pictures = StepItems(*(np.array(x) for x in ([0, 0, 2], [4, 1, 6], [1, 6, 0], [4, 1, 6])))
+    metadata = StepMetadata(0, 0, np.arange(3), np.array([9, 3, 8]), np.array([8, 2, 7]), {"vision": pictures})
+    table = page["Match"].kind.units(metadata, ["vision", "llm"])
+    metadata = replace(metadata, items={**metadata.items, "match": table})
+    plan = plan_step(metadata, dict.fromkeys(modules, 1), ("llm",))
+    assert plan.normalizer("match") == 2 * (1 + page["NEGATIVES"]) and plan.feeds("llm", "match") == [(0, 0)]
+    text = tokens(9, 3, 8)
+    slots = {("vision", 0): torch.tensor([1, 2, 3, 4, 6, *range(12, 18)])}
+    seen = images([(2, 2), (1, 1), (2, 3)], patch=4)
+    given = InstanceUnits(
+        module="match", numbers=np.arange(2), edge_rows=table.edge_rows, inner_rows=table.inner_rows,
+        slots={
+            (name, 0): torch.from_numpy(rows_filled(edge_blocks(plan, name, 0, "match", 0), 0))
+            for name in ("vision", "llm")
+        },
+        first=True, last=True, seed=(0, 0), processor=None, content=None,  # type: ignore[arg-type]
+    )  # fmt: skip
+    inputs = page["Match"].kind.inputs(given)
+    made = {"vision": (seen,), "llm": (replace(text, slots=slots),), "match": (inputs,)}
+    out = model(Batch(plan, made))
+    rows, head = modules["vision"](seen), modules["match"]
+    hidden = modules["llm"](made["llm"][0], {("vision", 0): rows}).hidden
+    total = torch.zeros((), dtype=torch.float64)
+    for mine, whole in ((rows[:5], hidden[:9]), (rows[5:], hidden[12:])):
+        means = head.norm(torch.stack([mine.mean(0), whole.mean(0)]))
+        picture, written = head.picture(means[0]), head.text(means[1])
+        scores = head.scale(torch.cat([(picture @ written)[None], head.negatives(picture)])[:, None])
+        total = total - nn.functional.logsigmoid(scores[0, 0]) - nn.functional.logsigmoid(-scores[1:, 0]).sum()
+    torch.testing.assert_close(out.losses["match"], total / plan.normalizer("match"), rtol=1e-12, atol=0)
+    silent = Batch(plan, made).without(np.array([True, False, True]))
+    assert model(silent).losses["match"] == 0 and silent.plan.normalizer("match") == 1
 
 
 def test_they_make_a_model(page: dict[str, Any]) -> None:
