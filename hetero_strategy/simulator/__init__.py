@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetero_strategy.simulator.account import Footprint, Host, Memory
+from hetero_strategy.simulator.account import Host
 from hetero_strategy.simulator.links import Links
 from hetero_strategy.simulator.result import CAUSES, Cause, Simulation
 from hetero_strategy.simulator.simulate import ActionCosts, RowsSent, simulate
@@ -11,10 +11,8 @@ __all__ = [
     "CAUSES",
     "ActionCosts",
     "Cause",
-    "Footprint",
     "Host",
     "Links",
-    "Memory",
     "RowsSent",
     "Simulation",
     "simulate",
