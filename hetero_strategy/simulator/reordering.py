@@ -96,9 +96,7 @@ class Reorderer:
         else:
             replay = self._replay(table, count)
             seconds = replay.table(table, count)
-            best = best_order(
-                lambda orders: replay.of_orders(seconds, orders), count, forward=forward, backward=backward
-            )
+            best = best_order(lambda orders: replay.of_orders(seconds, orders), forward, backward)
             if self._alone and all(a.all() for a in active.values()):
                 return best  # the schedule is the same for all orders, and the planned one was among them
         times = [self._time(table, active, order) for order in (planned, best)]
