@@ -17,7 +17,7 @@ import numpy as np
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance import Cost, balance, loads
-from hetero_strategy.plan.nodes import balance_near_home, place_batches, place_items, volumes
+from hetero_strategy.plan.nodes import balance_near_home, place_by_program, place_items, volumes
 from hetero_strategy.plan.packing import Packed, deal, pack, pieces, regroup
 from hetero_strategy.plan.step_plan import Assignment, ModuleLoad, StepMetadata, StepPlan
 
@@ -319,7 +319,7 @@ class _StepPlanner:
         classes = None if speeds is None else np.unique(speeds, return_inverse=True)[1]
         if b.rearrange == "ilp":
             volume = volumes(rows[units], reader, batch, len(near.homes), count)
-            return place_batches(volume, near.homes, near.slots, method="ilp", classes=classes)[batch]
+            return place_by_program(volume, near.homes, near.slots, classes)[batch]
         return place_items(rows[units], reader, batch, near.homes, near.slots, classes=classes)[batch]
 
     def load(self, module: str, assignments: tuple[Assignment, ...], microbatches: int) -> ModuleLoad:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero_strategy import ragged
-from hetero_strategy.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,7 @@ class Cells:
 
 
 def make_cells(source_node: np.ndarray, slot_node: np.ndarray, classes: np.ndarray | None) -> Cells:
-    """Number the nodes that have slots.
-
-    Raises:
-        ConfigError: ``classes`` has not one number per slot.
-    """
-    if classes is not None and len(classes) != len(slot_node):
-        raise ConfigError(f"data.nodes: {len(classes)} classes for {len(slot_node)} slots; give one per slot")
+    """Number the nodes that have slots."""
     nodes, of_slot = np.unique(slot_node, return_inverse=True)
     of_batch = np.zeros(len(slot_node), dtype=np.int64)
     if classes is not None:
@@ -83,11 +76,3 @@ def volumes(size: np.ndarray, source: np.ndarray, batch: np.ndarray, sources: in
         batch: balanced mini-batch of each item, int64 ``[n]``.
     """
     return np.bincount(source * batches + batch, weights=size, minlength=sources * batches).reshape(sources, batches)
-
-
-def item_bytes_between(
-    size: np.ndarray, source: np.ndarray, slot: np.ndarray, source_node: np.ndarray, slot_node: np.ndarray
-) -> np.ndarray:
-    """Bytes that each source sends to other nodes, float64 ``[sources]``, from each item's size, source and slot."""
-    away = source_node[source] != slot_node[slot]
-    return np.bincount(source[away], weights=size[away], minlength=len(source_node)).astype(np.float64)
