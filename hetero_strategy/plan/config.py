@@ -81,8 +81,8 @@ class BalanceConfig:
             if rows < 1:
                 raise ConfigError(f"balance: budget of '{module}' is {rows} rows; use at least 1")
         for module, speeds in self.speeds.items():
-            if not all(speed > 0 for speed in speeds):
-                raise ConfigError(f"balance: speeds of '{module}' are {list(speeds)}; every speed must be above 0")
+            if not all(0 < speed < np.inf for speed in speeds):
+                raise ConfigError(f"balance: speeds of '{module}' are {list(speeds)}; give finite ones above 0")
         costs = {m: c if isinstance(c, Cost) else _cost(m, c) for m, c in self.costs.items()}
         object.__setattr__(self, "costs", costs)
 

@@ -116,14 +116,6 @@ def test_volumes_and_bytes_between_by_hand() -> None:
 
 
 @given(cases())
-def test_bytes_between_equals_a_plain_loop(case: tuple[np.ndarray, ...]) -> None:
-    volume, source_node, slot_node, _ = case
-    slots = np.random.default_rng(0).permutation(len(slot_node))
-    expected = sent(volume, source_node, slot_node, slots)
-    np.testing.assert_allclose(bytes_between(volume, source_node, slot_node, slots), expected)
-
-
-@given(cases())
 @settings(max_examples=150, deadline=None)
 def test_fast_is_a_permutation_inside_classes_and_never_worse_than_none(case: tuple[np.ndarray, ...]) -> None:
     volume, source_node, slot_node, classes = case

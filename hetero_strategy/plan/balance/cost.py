@@ -15,7 +15,6 @@ from scipy.optimize import nnls
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance.greedy import descending
-from hetero_strategy.plan.balance.runs import padded_runs
 
 Padding = Literal["none", "full", "attention"]
 DEEP = 256
@@ -82,26 +81,6 @@ def loads(lengths: np.ndarray, bin_of: np.ndarray, bins: int, cost: Cost) -> np.
         return items * cost.alone(longest)
     own = np.bincount(bin_of, weights=lengths, minlength=bins) * cost.linear
     return own + items * (cost.fixed + cost.quadratic * longest**2)
-
-
-def lower_bound(lengths: np.ndarray, bins: int, cost: Cost, speeds: np.ndarray | None = None) -> float:
-    """A value that the largest ``load / speed`` of no assignment is below.
-
-    It follows from the costs of the items alone (:func:`additive_bound`) and, with full padding and equal speeds, from
-    the search for the shortest runs, which are optimal.
-
-    Args:
-        lengths: rows of each item, int64 ``[n]``.
-        speeds: float64 ``[bins]``; None: 1.
-    """
-    alone = np.sort(cost.alone(lengths))[::-1]
-    if speeds is not None and np.ptp(speeds):
-        return additive_bound(alone, bins, np.asarray(speeds, dtype=np.float64))
-    least = additive_bound(alone, bins)
-    if cost.padding == "full":
-        runs = padded_runs(alone, bins)
-        least = least if runs is None else max(least, runs[0])
-    return least / (1.0 if speeds is None else float(speeds[0]))
 
 
 def additive_bound(falling: np.ndarray, bins: int, speeds: np.ndarray | None = None) -> float:

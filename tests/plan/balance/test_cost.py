@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.peers.balancing import lower_bound
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.plan.balance import Cost, balance, fit_cost, loads, lower_bound
+from hetero_strategy.plan.balance import Cost, balance, fit_cost, loads
 from tests.plan.balance.plain import batch_cost, batches, optimum
 
 PADDINGS = ("none", "full", "attention")
