@@ -30,7 +30,7 @@ def check(schedule: Schedule) -> None:
         ScheduleError: names the rank, the action and the numbers of the first fault.
     """
     _check_lanes(schedule)
-    homes = _homes(schedule)
+    homes = lanes_of_actions(schedule)
     _check_complete(schedule, homes)
     needs = {action: schedule.dependencies.before(action) for action in homes}
     for lane in schedule.lanes:
@@ -78,7 +78,7 @@ def _check_lanes(schedule: Schedule) -> None:
             raise ScheduleError(f"{node} is split in I and W but has no weight gradient")
 
 
-def _homes(schedule: Schedule) -> dict[Action, tuple[int, ...]]:
+def lanes_of_actions(schedule: Schedule) -> dict[Action, tuple[int, ...]]:
     """Lanes of every action of the step."""
     lanes: dict[StageId, list[int]] = {}
     of_rank = schedule.lane_of

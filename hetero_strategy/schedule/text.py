@@ -10,11 +10,12 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
 from typing import cast, get_args
 
 from hetero_strategy.errors import ScheduleError
+from hetero_strategy.schedule import programs
 from hetero_strategy.schedule.action import Action, Kind, Lane, Schedule, StageGraph, StageId, StepWork
+from hetero_strategy.schedule.check import lanes_of_actions
 
 TORCH = {"REDUCE": "REDUCE_GRAD"}
 """Kinds that torch calls by another name."""
@@ -28,11 +29,11 @@ def grid(schedule: Schedule) -> str:
     """
     step: dict[Action, int] = {}
     free = [0] * len(schedule.lanes)
-    lanes = _lanes(schedule)
+    lanes = lanes_of_actions(schedule)
     for action in schedule.starts:
         before = [step[need] + 1 for need in schedule.dependencies.before(action)]
-        step[action] = max([*before, *(free[k] for k in lanes[action.node])])
-        for k in lanes[action.node]:
+        step[action] = max([*before, *(free[k] for k in lanes[action])])
+        for k in lanes[action]:
             free[k] = step[action] + 1
     columns = [{step[a]: _cell(a, schedule) for a in lane.actions} for lane in schedule.lanes]
     heads = [
@@ -74,36 +75,16 @@ def from_csv(text: str, name: str, graph: StageGraph, work: StepWork, *, train: 
     if len(lines) != len(ranks):
         raise ScheduleError(f"{name}: {len(lines)} lists for {len(ranks)} sets of ranks that host the same stages")
     actions = [a for line in lines for a in line]
-    held: dict[StageId, int] = {}
-    for line in lines:
-        for stage, most in _held(line).items():
-            held[stage] = max(most, held.get(stage, 0))
+    held = {s: max(programs.held([_op(a) for a in own if a.node == s]) for own in lines) for s in graph.stages}
     lanes = tuple(Lane(r, tuple(line)) for r, line in zip(sorted(ranks), lines, strict=True))
     split = frozenset(a.node for a in actions if a.kind == "W")
-    return Schedule(name, graph, work, split, train, lanes, {s: held.get(s, 0) for s in graph.stages})
+    return Schedule(name, graph, work, split, train, lanes, held)
 
 
-def _lanes(schedule: Schedule) -> dict[StageId, list[int]]:
-    """Numbers of the lanes that host each stage."""
-    hosts: dict[StageId, list[int]] = {}
-    for k, lane in enumerate(schedule.lanes):
-        for stage in dict.fromkeys(a.node for a in lane.actions):
-            hosts.setdefault(stage, []).append(k)
-    return hosts
-
-
-def _held(actions: Sequence[Action]) -> dict[StageId, int]:
-    """Most microbatches between F and B (or W) of each stage in one list."""
-    now: dict[StageId, int] = {}
-    most: dict[StageId, int] = {}
-    ends = {a.node: "W" for a in actions if a.kind == "W"}
-    for a in actions:
-        if a.kind == "F":
-            now[a.node] = now.get(a.node, 0) + 1
-            most[a.node] = max(now[a.node], most.get(a.node, 0))
-        elif a.kind == ends.get(a.node, "B"):
-            now[a.node] -= 1
-    return most
+def _op(action: Action) -> programs.Op:
+    """As programs have it; what is neither a forward nor a backward has the number of no kind."""
+    kinds = {"F": programs.FORWARD, "B": programs.BACKWARD, "I": programs.BACKWARD, "W": programs.WEIGHT}
+    return kinds.get(action.kind, -1), action.node.stage, action.microbatch
 
 
 def _cell(action: Action, schedule: Schedule) -> str:
