@@ -14,17 +14,10 @@ class Links:
     Args:
         latency: seconds until the first byte arrives.
         bandwidth: bytes per second into one rank.
-
-    Raises:
-        ValueError: the latency is negative or the bandwidth not above 0.
     """
 
     latency: float = 0.0
     bandwidth: float = np.inf
-
-    def __post_init__(self) -> None:
-        if self.latency < 0 or self.bandwidth <= 0:
-            raise ValueError(f"the latency must be >= 0 and the bandwidth > 0: {self}")
 
 
 def same_ranks(source: np.ndarray, target: np.ndarray) -> np.ndarray:

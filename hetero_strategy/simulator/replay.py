@@ -12,7 +12,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from hetero_strategy.schedule.action import Action, Kind, Schedule, StageId
-from hetero_strategy.simulator.simulate import checked_starts
 
 BLOCK = 128
 """Candidates handled at once: their times stay in the processor's cache."""
@@ -31,16 +30,15 @@ class Replay:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        order = checked_starts(schedule)
-        before = {action: list(schedule.dependencies.crossing(action)) for action in order}
+        before = {action: list(schedule.dependencies.crossing(action)) for action in schedule.starts}
         for lane in schedule.lanes:  # F before B, and I before W, of one stage: lanes have them in this sequence
             for first, second in zip(lane.actions, lane.actions[1:], strict=False):
                 if first not in before[second]:
                     before[second].append(first)
         level: dict[Action, int] = {}
-        for action in order:
+        for action in schedule.starts:
             level[action] = max((level[b] + 1 for b in before[action]), default=0)
-        self.actions: tuple[Action, ...] = tuple(sorted(order, key=level.__getitem__))
+        self.actions: tuple[Action, ...] = tuple(sorted(schedule.starts, key=level.__getitem__))
         """Every action once, in a sequence in which they can run."""
         index = {action: i for i, action in enumerate(self.actions)}
         self._levels = _levels([level[a] for a in self.actions], [[index[b] for b in before[a]] for a in self.actions])

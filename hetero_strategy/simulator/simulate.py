@@ -7,14 +7,12 @@ the actions can run, as a longest path: one visit per action, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_strategy.errors import ScheduleError
 from hetero_strategy.schedule.action import Action, Schedule, StageId
-from hetero_strategy.schedule.check import check
 from hetero_strategy.simulator.account import NO_HOST, Account, Host
 from hetero_strategy.simulator.links import Links, same_ranks
 from hetero_strategy.simulator.result import Simulation
@@ -51,19 +49,18 @@ def simulate(
         host: what main threads do besides actions; default: nothing.
 
     Raises:
-        ScheduleError: the lists cannot run; the message names the first rank, its action and what it waits for.
+        ScheduleError: the lists cannot run; ``schedule.check`` says why.
         ValueError: costs or bytes are negative or of another shape.
     """
-    order = checked_starts(schedule)
     readers: dict[Action, list[Action]] = {}
-    for action in order:
+    for action in schedule.starts:
         for source in schedule.dependencies.crossing(action):
             readers.setdefault(source, []).append(action)
     account = Account(schedule, host)
     transfers = _Transfers(schedule, links or Links(), rows)
     start: dict[Action, np.ndarray] = {}
     end: dict[Action, np.ndarray] = {}
-    for action in order:
+    for action in schedule.starts:
         grid = account.grids[action.node]
         computed, arrived = transfers.inbox.pop(action, (None, None))
         begin = account.free[grid].max(axis=1)
@@ -79,19 +76,6 @@ def simulate(
         for reader in readers.get(action, ()):
             transfers.send(action, reader, end[action])
     return account.close(start, end)
-
-
-def checked_starts(schedule: Schedule) -> Sequence[Action]:
-    """``schedule.starts``: every action after all that it depends on and after what any of its ranks runs before it.
-
-    Raises:
-        ScheduleError: there is no such order; the message is the checker's, which says what is wrong.
-    """
-    try:
-        return schedule.starts
-    except ScheduleError:
-        check(schedule)  # looks at more than is needed to run
-        raise
 
 
 @dataclass(frozen=True)

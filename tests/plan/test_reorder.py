@@ -14,8 +14,9 @@ from hetero_strategy.plan import reorder
 from hetero_strategy.plan.reorder import Intervals, best_order, interval_order
 from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.schedule.build import make_schedule
-from hetero_strategy.simulator import Simulation, simulate
 from hetero_strategy.simulator.replay import Replay
+from hetero_strategy.simulator.result import Simulation
+from hetero_strategy.simulator.simulate import simulate
 from tests.schedule.cases import chain, work
 
 Times = tuple[np.ndarray, np.ndarray]

@@ -12,7 +12,9 @@ import pytest
 from hetero_strategy.layout.pipeline import Pipeline
 from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
 from hetero_strategy.schedule.build import make_schedule
-from hetero_strategy.simulator import CAUSES, Links, simulate
+from hetero_strategy.simulator.links import Links
+from hetero_strategy.simulator.result import CAUSES
+from hetero_strategy.simulator.simulate import simulate
 from tests.simulator.schedules import graph_of, work_of
 
 COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "UNSHARD": 0.0, "REDUCE": 0.0}

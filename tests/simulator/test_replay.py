@@ -11,8 +11,8 @@ import pytest
 
 from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StepWork
 from hetero_strategy.schedule.build import make_schedule
-from hetero_strategy.simulator import simulate
 from hetero_strategy.simulator.replay import Replay
+from hetero_strategy.simulator.simulate import simulate
 from tests.schedule.cases import Module, graph, work
 from tests.simulator.schedules import chain, random_schedule
 
