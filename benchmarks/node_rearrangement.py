@@ -27,7 +27,10 @@ import numpy as np
 from benchmarks.common import arguments, report, write_json
 from benchmarks.workloads import WORKLOADS, Workload
 from hetero_strategy.plan.balance import Cost, balance, loads
-from hetero_strategy.plan.nodes import balance_near_home, place_items, solve_placement, volumes
+from hetero_strategy.plan.nodes.near_home import balance_near_home
+from hetero_strategy.plan.nodes.placement_ilp import solve_placement
+from hetero_strategy.plan.nodes.propose import place_items
+from hetero_strategy.plan.nodes.slots import volumes
 
 MODELS = {"orchmllm_10b": (75, 3584), "orchmllm_18b": (50, 5120), "orchmllm_84b": (25, 8192)}
 """Samples per instance (section 8.3) and the LLM's hidden size (table 1)."""

@@ -115,11 +115,7 @@ class BalanceConfig:
                     raise ConfigError(f"balance: {name} names '{module}'; the modules are {', '.join(modules)}")
 
     def resolve(self, instances: Mapping[str, int], context: ModelContext) -> ResolvedBalance:
-        """Say how the work of given modules is spread.
-
-        Args:
-            instances: module -> number of its data-parallel instances.
-            context: what follows from the model and its layouts.
+        """Say how the work of given modules is spread; ``instances``: module -> number of its data-parallel instances.
 
         Raises:
             ConfigError: a module has speeds for another number of instances.

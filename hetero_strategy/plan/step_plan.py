@@ -264,8 +264,6 @@ def edge_runs(plan: StepPlan, source: str, target: str, instances: tuple[int, in
     """Which rows of ``source`` fill which rows of ``target`` in a step: one run per item.
 
     Args:
-        plan: of the step.
-        source, target: modules that an edge joins.
         instances: only runs that leave this instance of the source or enter this one of the target; -1 for none.
     """
     of_items, of_samples = plan._sides(source, target)

@@ -11,14 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.plan.nodes import (
-    balance_near_home,
-    place_by_program,
-    place_items,
-    solve_placement,
-    volumes,
-)
-from hetero_strategy.plan.nodes.near_home import TOLERANCE
+from hetero_strategy.plan.nodes.near_home import TOLERANCE, balance_near_home
+from hetero_strategy.plan.nodes.placement_ilp import place_by_program, solve_placement
+from hetero_strategy.plan.nodes.propose import place_items
+from hetero_strategy.plan.nodes.slots import volumes
 
 
 def array(values: list[int]) -> np.ndarray:

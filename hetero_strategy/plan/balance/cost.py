@@ -109,8 +109,8 @@ def additive_bound(falling: np.ndarray, bins: int, speeds: np.ndarray | None = N
     return max(float(falling.sum() / speeds.sum()), float(together.max()))
 
 
-def fit_cost(batches: Sequence[np.ndarray], seconds: Sequence[float] | np.ndarray, padding: Padding = "none") -> Cost:
-    """Fit a cost to measured times by non-negative least squares of the relative errors.
+def fit_cost(batches: Sequence[np.ndarray], seconds: Sequence[float] | np.ndarray) -> Cost:
+    """Fit a cost without padding to measured times by non-negative least squares of the relative errors.
 
     Args:
         batches: rows of each item, one array per measured batch; empty batches are left out.
@@ -129,16 +129,10 @@ def fit_cost(batches: Sequence[np.ndarray], seconds: Sequence[float] | np.ndarra
             f"fit_cost: {len(times)} batches with items, shortest time {times.min(initial=np.inf)} s; "
             "give at least one batch with an item, and times above 0."
         )
-    terms = np.array([_terms(np.asarray(batches[i], dtype=np.float64), padding) for i in filled])
+    rows = [np.asarray(batches[i], dtype=np.float64) for i in filled]
+    terms = np.array([(len(r), r.sum(), (r * r).sum()) for r in rows])
     scaled = terms / times[:, None]
     size = np.linalg.norm(scaled, axis=0)
     size[size == 0] = 1.0
     fixed, linear, quadratic = nnls(scaled / size, np.ones(len(times)))[0] / size
-    return Cost(float(linear), float(quadratic), float(fixed), padding)
-
-
-def _terms(rows: np.ndarray, padding: Padding) -> tuple[float, float, float]:
-    """What the fixed, linear and quadratic coefficients are multiplied with for one batch."""
-    items, longest = len(rows), float(rows.max())
-    own, squares = float(rows.sum()), float((rows * rows).sum())
-    return items, items * longest if padding == "full" else own, squares if padding == "none" else items * longest**2
+    return Cost(float(linear), float(quadratic), float(fixed))

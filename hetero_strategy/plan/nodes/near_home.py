@@ -114,11 +114,7 @@ def _last(weights: np.ndarray, items: np.ndarray, group: np.ndarray, rest: np.nd
     enough = (weights[items] >= rest[group]) & (rest[group] > 0)
     items, group = items[enough], group[enough]
     order = np.lexsort((items, weights[items], group))
-    items, group = items[order], group[order]
-    first = np.ones(len(items), dtype=bool)
-    first[1:] = group[1:] != group[:-1]
-    chosen: np.ndarray = items[first]
-    return chosen
+    return np.asarray(items[order][np.unique(group[order], return_index=True)[1]])
 
 
 def _plain(weights: np.ndarray, cell: np.ndarray, nodes: np.ndarray, slot_node: np.ndarray) -> np.ndarray:

@@ -64,7 +64,7 @@ def solve_placement(
     section 5.2.2, algorithm 3). HiGHS solves it through cvxpy.
 
     Args:
-        volume: bytes of each source in each batch, float64 ``[sources, batches]`` (:func:`volumes`).
+        volume: bytes of each source in each batch, float64 ``[sources, batches]`` (``slots.volumes``).
         source_node: node of each source, int64 ``[sources]``.
         slot_node: node of each slot (of its first rank), int64 ``[batches]``: there are as many slots as batches.
         classes: class (speed) of each slot and of the batch balanced for it, int64 ``[batches]``: a batch stays in its

@@ -37,7 +37,7 @@ def place_items(
     Args:
         size: bytes of each item, ``[n]``.
         source, batch: numbers of each item's source and balanced batch, int64 ``[n]``.
-        source_node, slot_node, classes: as for :func:`~hetero_strategy.plan.nodes.solve_placement`.
+        source_node, slot_node, classes: as for :func:`~hetero_strategy.plan.nodes.placement_ilp.solve_placement`.
 
     Returns:
         The slot of each batch, a permutation, int64 ``[batches]``.

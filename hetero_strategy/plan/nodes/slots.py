@@ -56,8 +56,6 @@ def make_cells(source_node: np.ndarray, slot_node: np.ndarray, classes: np.ndarr
 
 def cell_of(node: np.ndarray, nodes: np.ndarray) -> np.ndarray:
     """Position of each node in ``nodes`` (ascending, int64 ``[cells]``), or -1 if it is not among them."""
-    if not len(nodes):
-        return np.full(len(node), -1, dtype=np.int64)
     if len(node) and nodes[0] >= 0 and nodes[-1] < 16 * len(nodes) + 64:  # a table is ten times faster than a search
         table = np.full(int(nodes[-1]) + 3, -1, dtype=np.int64)  # one entry more on either side, for numbers outside
         table[nodes + 1] = np.arange(len(nodes))
