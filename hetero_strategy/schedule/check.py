@@ -8,7 +8,6 @@ number of actions times the lanes that share them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from itertools import pairwise
 
 from hetero_strategy.errors import ScheduleError
@@ -227,21 +226,12 @@ def _check_edges(schedule: Schedule, homes: dict[Action, tuple[int, ...]]) -> No
         sender = places[homes[sent][0]][sent]
         by_edge.setdefault((sent.node, reader, sent.kind == "F"), []).append((sender, place, sent, action))
     for transfers in by_edge.values():
-        _check_fifo(schedule, homes, sorted(transfers, key=lambda t: t[0]))
-
-
-def _check_fifo(
-    schedule: Schedule, homes: dict[Action, tuple[int, ...]], transfers: Iterable[tuple[int, int, Action, Action]]
-) -> None:
-    reached, before = -1, None
-    for _, place, sent, action in transfers:
-        if place < reached:
-            rank = schedule.lanes[homes[action][0]].ranks[0]
-            raise ScheduleError(
-                f"rank {rank} awaits rows of {sent} (for {action}) before those of {before}, "
-                f"but they are sent after them"
-            )
-        reached, before = place, sent
+        for (_, reached, before, _), (_, place, sent, action) in pairwise(sorted(transfers, key=lambda t: t[0])):
+            if place < reached:
+                raise ScheduleError(
+                    f"rank {schedule.lanes[homes[action][0]].ranks[0]} awaits rows of {sent} (for {action}) before "
+                    f"those of {before}, but they are sent after them"
+                )
 
 
 def _check_starts(
