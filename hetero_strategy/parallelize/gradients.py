@@ -129,7 +129,7 @@ def clip_by_value(owned: Sequence[Owned], limit: float) -> None:
 @torch.no_grad()
 def scale(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply gradients by a scalar tensor, in place."""
-    if factor.device.type == "cpu" and factor == 1:  # known without waiting for a device: a pass over memory saved
+    if not grads or (factor.device.type == "cpu" and factor == 1):  # known without waiting for a device
         return
     for (device, dtype), ([same], _) in _group_tensors_by_device_and_dtype([[local(g) for g in grads]]).items():
         torch._foreach_mul_(cast(list[torch.Tensor], same), factor.to(device, dtype))
