@@ -79,7 +79,8 @@ def combine(
     labels = plan.metadata.labels
     loss_tokens = int(labels.sum())
     zero = torch.zeros((), device=device)
-    sums = {n: sum((out.output.loss_sum for out in outputs), zero) for n, outputs in {**scored, **generated}.items()}
+    sums = {name: sum((out.output.loss_sum for out in outputs), zero) for name, outputs in scored.items()}
+    sums |= {name: sum((out.output.loss_sum for out in outputs), zero) for name, outputs in generated.items()}
     losses = {name: total * (weights[name] / plan.normalizer(name)) for name, total in sums.items()}
     accuracy = exact = zero
     for outputs in scored.values():

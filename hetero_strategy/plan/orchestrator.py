@@ -212,8 +212,8 @@ class _StepPlanner:
             rows = inner_rows.astype(np.float64)
             sums = [np.bincount(group, weights=x, minlength=bins) / share for x in (rows, rows * rows)]
             alone = np.bincount(group, weights=cost.alone(inner_rows), minlength=bins)
-            sums.append(loads(inner_rows, group, bins, cost) if known else alone)
-            numbers, squares, times = (np.repeat(x.reshape(-1, width), share, 1) for x in sums)
+            load = loads(inner_rows, group, bins, cost) if known else alone
+            numbers, squares, times = (np.repeat(x.reshape(-1, width), share, 1) for x in (*sums, load))
             sizes[module] = Size(numbers, squares, times / (speeds if known else speeds.sum()))
         return sizes
 
