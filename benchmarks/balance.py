@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.common import arguments, report, write_json
-from benchmarks.peers.balancing import disttrain, karmarkar_karp, padded_ascending
+from benchmarks.peers.balancing import disttrain, karmarkar_karp, lower_bound, padded_ascending
 from benchmarks.workloads import WORKLOADS
-from hetero_strategy.plan.balance import POLICIES, Cost, balance, loads, lower_bound
+from hetero_strategy.plan.balance import POLICIES, Cost, balance, loads
 from hetero_strategy.plan.balance.auto import conv_transformer
 
 SAMPLES = 60

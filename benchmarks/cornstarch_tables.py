@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.common import arguments, report, write_json
-from benchmarks.peers.allocation import allocate, allocate_best, simulated
+from benchmarks.peers.allocation import allocate, allocate_best, as_if_trained, simulated, staged
 from hetero_strategy.planner.layers import Passes
 from hetero_strategy.planner.partition import split
 
@@ -134,8 +134,8 @@ def parts(printed: Printed, runs: Counts, of: Counts | None = None) -> dict[str,
     llm_forward = np.full(of.llm, printed.llm_forward * runs.llm / of.llm)
     llm_backward = np.full(of.llm, printed.llm_backward * runs.llm / of.llm)
     return {
-        "encoder": Passes(forward, zeros, projector, projector),
-        "llm": Passes(llm_forward, llm_backward, np.zeros(of.llm), llm_backward),
+        "encoder": Passes(forward, zeros, projector),
+        "llm": Passes(llm_forward, llm_backward, np.zeros(of.llm)),
     }
 
 
@@ -193,17 +193,17 @@ def planned(model: Model) -> dict[str, Any]:
     total = sum(model.aware_stages)
     ranges = {name: range(1, MOST_STAGES + 1) for name in layers}
     theirs = {
-        name: layers[name].staged(split(layers[name].total, n)) for name, n in model.aware_stages._asdict().items()
+        name: staged(layers[name], split(layers[name].total, n)) for name, n in model.aware_stages._asdict().items()
     }
     found: dict[str, Any] = {"table": model.table, "model": model.name, "paper_gain": model.gain}
     found["paper"] = {"stages": model.aware_stages._asdict(), "ms": simulated(theirs, EDGES, MICROBATCHES)}
     options: Mapping[str, Mapping[str, Passes]] = {
         "aware": layers,
-        "unaware": {name: p.as_if_trained() for name, p in layers.items()},
+        "unaware": {name: as_if_trained(p) for name, p in layers.items()},
     }
     for name, believed in options.items():
         made = allocate(believed, EDGES, MICROBATCHES, total=total, ranges=ranges)
-        really = {module: layers[module].staged(counts) for module, counts in made.splits.items()}
+        really = {module: staged(layers[module], counts) for module, counts in made.splits.items()}
         found[name] = {"stages": made.stages, "ms": simulated(really, EDGES, MICROBATCHES)}
     best = allocate_best(layers, EDGES, MICROBATCHES, total=total, ranges=ranges)
     found["gain"] = found["unaware"]["ms"] / found["aware"]["ms"]

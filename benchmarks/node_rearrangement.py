@@ -27,13 +27,10 @@ import numpy as np
 from benchmarks.common import arguments, report, write_json
 from benchmarks.workloads import WORKLOADS, Workload
 from hetero_strategy.plan.balance import Cost, balance, loads
-from hetero_strategy.plan.nodes import (
-    balance_near_home,
-    item_bytes_between,
-    place_items,
-    solve_placement,
-    volumes,
-)
+from hetero_strategy.plan.nodes.near_home import balance_near_home
+from hetero_strategy.plan.nodes.placement_ilp import solve_placement
+from hetero_strategy.plan.nodes.propose import place_items
+from hetero_strategy.plan.nodes.slots import volumes
 
 MODELS = {"orchmllm_10b": (75, 3584), "orchmllm_18b": (50, 5120), "orchmllm_84b": (25, 8192)}
 """Samples per instance (section 8.3) and the LLM's hidden size (table 1)."""
@@ -55,7 +52,8 @@ class Flow:
 
 def figures(flow: Flow, slot: np.ndarray, node: np.ndarray) -> dict[str, float]:
     """Most bytes of an instance, and all, that go to other nodes if unit ``u`` is on ``slot[u]``."""
-    sent = item_bytes_between(flow.size, flow.source, slot[flow.unit], node, node)
+    away = node[flow.source] != node[slot[flow.unit]]
+    sent = np.bincount(flow.source[away], weights=flow.size[away], minlength=len(node))
     return {"max": float(sent.max()), "total": float(sent.sum())}
 
 
@@ -164,7 +162,7 @@ def scale(instances: int, repeats: int, seconds: float) -> dict[str, Any]:
     batch = balance(hidden, instances, Cost())
     weights, home = hidden.astype(np.float64), node[source]
     slots = place_items(size, source, batch, node, node)
-    fast = item_bytes_between(size, source, slots[batch], node, node).max()
+    fast = figures(Flow(size, source, batch), slots, node)["max"]
     row: dict[str, Any] = {
         "instances": instances,
         "items": count,

@@ -35,9 +35,10 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.monitor.prediction import Ran, durations, rows_between, samples, starts, transfers
 from hetero_strategy.monitor.timeline import Timeline, from_measured, from_simulation, write_trace
 from hetero_strategy.schedule.action import Action
-from hetero_strategy.simulator import Simulation, simulate
 from hetero_strategy.simulator.links import Links
 from hetero_strategy.simulator.profile import Profile
+from hetero_strategy.simulator.result import Simulation
+from hetero_strategy.simulator.simulate import simulate
 from tests.distributed.harness import Pool
 
 GOAL = 0.1

@@ -13,6 +13,7 @@ from graphlib import TopologicalSorter
 
 import numpy as np
 
+from hetero_strategy import ragged
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.planner.layers import Passes
@@ -37,6 +38,23 @@ def topological(modules: Mapping[str, Passes], edges: Edges) -> list[str]:
         raise ValueError(f"edges name {', '.join(sorted(unknown))}; the modules are {', '.join(modules)}")
     sorter = TopologicalSorter({name: [s for s, t in edges if t == name] for name in modules})
     return list(sorter.static_order())
+
+
+def staged(passes: Passes, counts: Sequence[int]) -> Passes:
+    """Times of stages of so many layers each.
+
+    Raises:
+        ValueError: a stage is empty, or the stages do not cover the layers.
+    """
+    if sum(counts) != len(passes.forward) or min(counts, default=0) < 1:
+        raise ValueError(f"stages of {tuple(counts)} layers are no split of {len(passes.forward)} layers")
+    starts = ragged.starts(np.asarray(counts))
+    return Passes(*(np.add.reduceat(times, starts) for times in (passes.forward, passes.input, passes.weight)))
+
+
+def as_if_trained(passes: Passes) -> Passes:
+    """The same layers for a planner that knows nothing of frozen parts: every backward is twice its forward."""
+    return Passes(passes.forward, passes.forward, passes.forward)
 
 
 def estimate(modules: Mapping[str, Passes], edges: Edges, microbatches: int) -> float:
@@ -138,16 +156,16 @@ def allocate(
     counts = {name: [n for n in tried[name] if 1 <= n <= len(p.forward)] for name, p in modules.items()}
 
     @cache
-    def staged(name: str, stages: int) -> tuple[tuple[int, ...], Passes]:
+    def best_split(name: str, stages: int) -> tuple[tuple[int, ...], Passes]:
         counts = split(modules[name].total, stages)
-        return counts, modules[name].staged(counts)
+        return counts, staged(modules[name], counts)
 
     best: tuple[float, int, Allocation] | None = None
     for combination in itertools.product(*counts.values()):
         size = sum(combination)
         if total is not None and size != total:
             continue
-        parts = {name: staged(name, n) for name, n in zip(counts, combination, strict=True)}
+        parts = {name: best_split(name, n) for name, n in zip(counts, combination, strict=True)}
         took = seconds({name: times for name, (_, times) in parts.items()}, edges, microbatches)
         if best is None or (took * size, size) < best[:2]:
             best = took * size, size, Allocation({name: split for name, (split, _) in parts.items()}, took)
@@ -173,8 +191,8 @@ def allocate_best(
     Arguments and errors are those of :func:`allocate`.
     """
     allocations = []
-    for believed in (modules, {name: p.as_if_trained() for name, p in modules.items()}):
+    for believed in (modules, {name: as_if_trained(p) for name, p in modules.items()}):
         splits = allocate(believed, edges, microbatches, total=total, ranges=ranges).splits
-        really = {name: modules[name].staged(counts) for name, counts in splits.items()}
+        really = {name: staged(modules[name], counts) for name, counts in splits.items()}
         allocations.append(Allocation(splits, simulated(really, edges, microbatches)))
     return min(allocations, key=lambda a: a.seconds * sum(a.stages.values()))

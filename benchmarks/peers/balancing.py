@@ -1,4 +1,4 @@
-"""Balancing algorithms that others use. Each gives the bin of every item, int64 ``[n]``.
+"""Balancing algorithms that others use, each of which gives the bin of every item, int64 ``[n]``, and a bound.
 
 OrchMLLM (arXiv:2503.23830) appendix A, DistTrain (arXiv:2408.04275) section 5.1, Karmarkar and Karp (1982).
 """
@@ -9,6 +9,8 @@ import heapq
 
 import numpy as np
 
+from hetero_strategy.plan.balance import Cost, loads, runs
+from hetero_strategy.plan.balance.cost import additive_bound
 from hetero_strategy.plan.balance.greedy import deal, descending, whole
 
 TOLERANCE = 1.0
@@ -129,3 +131,25 @@ def karmarkar_karp(costs: np.ndarray, bins: int) -> np.ndarray:
     bin_of = np.empty(n, dtype=np.int64)
     bin_of[falling] = number[joined]
     return bin_of
+
+
+def lower_bound(lengths: np.ndarray, bins: int, cost: Cost, speeds: np.ndarray | None = None) -> float:
+    """A value that the largest ``load / speed`` of no assignment is below.
+
+    It follows from the costs of the items alone (:func:`additive_bound`) and, with full padding and equal speeds, from
+    the search for the shortest runs, which are optimal.
+
+    Args:
+        lengths: rows of each item, int64 ``[n]``.
+        speeds: float64 ``[bins]``; None: 1.
+    """
+    alone = np.sort(cost.alone(lengths))[::-1]
+    if speeds is not None and np.ptp(speeds):
+        return additive_bound(alone, bins, np.asarray(speeds, dtype=np.float64))
+    least = additive_bound(alone, bins)
+    if cost.padding == "full":
+        counts = runs.padded_runs(alone, bins)
+        assert counts is not None
+        longest = loads(np.sort(lengths)[::-1], np.repeat(np.arange(bins), counts), bins, cost).max()
+        least = max(least, float(longest) * (1 - runs.TOLERANCE))
+    return least / (1.0 if speeds is None else float(speeds[0]))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -66,28 +66,20 @@ def halves_to_pairs(tensor: Tensor, heads: int) -> Tensor:
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-class SafetensorFiles:
-    """The safetensors files of a folder, each opened on first use. A context manager."""
+class SafetensorFiles(ExitStack):
+    """The safetensors files of a folder, each opened on first use. A context manager that closes them."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
-        self._stack = ExitStack()
         self._open: dict[str, Any] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._open.clear()
-        self._stack.close()
 
     def opened(self, file: str) -> Any:
         """Return the open ``safe_open`` handle of a file; safetensors' and the system's errors pass through."""
         if file not in self._open:
             from safetensors import safe_open
 
-            handle = safe_open(self.folder / file, framework="pt", device="cpu")
-            self._open[file] = self._stack.enter_context(handle)
+            self._open[file] = self.enter_context(safe_open(self.folder / file, framework="pt", device="cpu"))
         return self._open[file]
 
 

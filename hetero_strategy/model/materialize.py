@@ -170,18 +170,18 @@ def _fill_with_nothing(unit: nn.Module) -> None:
     holders = _holders(unit)
     for _, tensor in list(_tensors(unit)):
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        nothing: float = torch.nan
-        if not (dtype.is_floating_point or dtype.is_complex):
-            nothing = 0 if dtype == torch.bool else torch.iinfo(dtype).min
-        _replace(holders, tensor, torch.full(tensor.shape, nothing, dtype=dtype))
+        _replace(holders, tensor, torch.full(tensor.shape, _nothing(dtype), dtype=dtype))
+
+
+def _nothing(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.nan
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def _is_nothing(value: Tensor) -> bool:
-    if value.dtype == torch.bool or value.numel() == 0:
-        return False
-    if value.is_floating_point() or value.is_complex():
-        return bool(value.isnan().any())
-    return bool((value == torch.iinfo(value.dtype).min).any())
+    nothing = _nothing(value.dtype)
+    return value.dtype != torch.bool and bool((value.isnan() if nothing != nothing else value == nothing).any())
 
 
 @contextmanager

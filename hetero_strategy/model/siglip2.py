@@ -176,8 +176,7 @@ def siglip2_encoder(
         merge: see :class:`Siglip2Backbone`.
         projector_hidden: inner width of the projector, ``out_width`` by default.
         checkpoint: local folder of a ``Siglip2VisionModel`` or a whole ``Siglip2Model``.
-        before: see :class:`Encoder`.
-        after: see :class:`Encoder`.
+        before, after: see :class:`Encoder`.
         **fields: fields of ``Siglip2VisionConfig``; they exclude ``checkpoint``.
 
     Raises:

@@ -195,9 +195,8 @@ class TitanLlama(CausalLM):
         names, paired_heads = {}, {}
         for fqn, _ in self.meta_copy().named_parameters():
             ours = fqn.removeprefix("model.")
-            number = re.search(r"layers\.(\d+)\.", ours)
-            theirs = to_hf[re.sub(r"layers\.\d+\.", "layers.{}.", ours)]
-            names[fqn] = theirs.format(number.group(1)) if number else theirs
+            number = re.findall(r"layers\.(\d+)\.", ours)
+            names[fqn] = to_hf[re.sub(r"layers\.\d+\.", "layers.{}.", ours)].format(*number)
             if fqn.endswith(("attention.wq.weight", "attention.wk.weight")):
                 paired_heads[fqn] = args.n_heads if "wq" in fqn else kv_heads
         config = {

@@ -175,8 +175,7 @@ def whisper_encoder(
         stack: see :class:`WhisperBackbone`.
         projector_hidden: inner width of the projector, ``out_width`` by default.
         checkpoint: local folder of a Whisper model.
-        before: see :class:`Encoder`.
-        after: see :class:`Encoder`.
+        before, after: see :class:`Encoder`.
         **fields: fields of ``WhisperConfig``; they exclude ``checkpoint``.
 
     Raises:

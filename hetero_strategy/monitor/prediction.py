@@ -23,9 +23,11 @@ from scipy.stats import linregress
 from hetero_strategy.plan.step_plan import StepPlan, edge_blocks
 from hetero_strategy.schedule.action import Action, Kind, Schedule, StageId
 from hetero_strategy.schedule.graph import PlannedCosts
-from hetero_strategy.simulator import Host, Links, RowsSent, Simulation, simulate
-from hetero_strategy.simulator.links import same_ranks
+from hetero_strategy.simulator.account import Host
+from hetero_strategy.simulator.links import Links, same_ranks
 from hetero_strategy.simulator.profile import Profile, TimedForward, fit_line
+from hetero_strategy.simulator.result import Simulation
+from hetero_strategy.simulator.simulate import RowsSent, simulate
 
 DRAWS = 15
 """Simulations of a step, of which the median one is taken."""

@@ -22,7 +22,7 @@ from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import Action, Schedule, StageId
 from hetero_strategy.schedule.graph import PlannedCosts
-from hetero_strategy.simulator import Simulation
+from hetero_strategy.simulator.result import Simulation
 
 MOST_RANKS = 64
 """Ranks in the picture and the trace."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
@@ -41,7 +43,7 @@ def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup
         grads.append(local(p.grad))
     if replicas is None:
         return
-    for bucket in _buckets(grads):
+    for bucket in _take_tensors(grads, BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
         dist.all_reduce(flat, group=replicas)
         for grad, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
@@ -88,7 +90,7 @@ def _parts(parameter: torch.Tensor) -> int:
 
 
 @torch.no_grad()
-def global_norm(owned: Sequence[Owned], device: torch.device, norm_type: float = 2.0) -> torch.Tensor:
+def global_norm(owned: Sequence[Owned], device: torch.device) -> torch.Tensor:
     """Return the norm of all modules' gradients, each counted once wherever its copies live; a collective of the world.
 
     The result is the same on every rank: shape ``[]``, fp32 (fp64 where gradients are).
@@ -99,12 +101,11 @@ def global_norm(owned: Sequence[Owned], device: torch.device, norm_type: float =
     for o in owned:
         if o.parameter.grad is not None:
             by_copies.setdefault(o.copies, []).append(local(o.parameter.grad))
-    infinite = norm_type == float("inf")
     for copies, grads in by_copies.items():
-        norms = torch.stack([n.double() for n in torch._foreach_norm(grads, norm_type, dtype=dtype)])
-        total = torch.maximum(total, norms.max()) if infinite else total + norms.pow(norm_type).sum() / copies
-    dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
-    return (total if infinite else total.pow(1.0 / norm_type)).to(dtype)
+        norms = torch.stack([n.double() for n in torch._foreach_norm(grads, 2.0, dtype=dtype)])
+        total = total + norms.square().sum() / copies
+    dist.all_reduce(total)
+    return total.sqrt().to(dtype)
 
 
 @torch.no_grad()
@@ -128,10 +129,10 @@ def clip_by_value(owned: Sequence[Owned], limit: float) -> None:
 @torch.no_grad()
 def scale(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply gradients by a scalar tensor, in place."""
-    if factor.device.type == "cpu" and factor == 1:  # known without waiting for a device: a pass over memory saved
+    if not grads or (factor.device.type == "cpu" and factor == 1):  # known without waiting for a device
         return
-    for same in _by_dtype([local(g) for g in grads]).values():
-        torch._foreach_mul_(same, factor.to(same[0].device, same[0].dtype))
+    for (device, dtype), ([same], _) in _group_tensors_by_device_and_dtype([[local(g) for g in grads]]).items():
+        torch._foreach_mul_(cast(list[torch.Tensor], same), factor.to(device, dtype))
 
 
 @torch.no_grad()
@@ -139,24 +140,3 @@ def accumulate(into: Sequence[torch.Tensor], more: Sequence[torch.Tensor]) -> No
     """Add gradients to others in place, pair by pair."""
     if into:
         torch._foreach_add_([local(g) for g in into], [local(g) for g in more])
-
-
-def _by_dtype(tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
-    grouped: dict[torch.dtype, list[torch.Tensor]] = {}
-    for t in tensors:
-        grouped.setdefault(t.dtype, []).append(t)
-    return grouped
-
-
-def _buckets(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    for same in _by_dtype(tensors).values():
-        bucket: list[torch.Tensor] = []
-        size = 0
-        for t in same:
-            bucket.append(t)
-            size += t.numel() * t.element_size()
-            if size >= BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-        if bucket:
-            yield bucket

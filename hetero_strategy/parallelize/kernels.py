@@ -18,7 +18,7 @@ def choose_kernels(optimizers: Iterable[Optimizer], owned: Mapping[int, Owned], 
     copies of a parameter would drift apart by rounding.
 
     Args:
-        optimizers: the optimizers, in the same order on all ranks.
+        optimizers: in the same order on all ranks.
         owned: this rank's parameters by ``id``.
         agree: a collective that returns whether any rank passes true.
     """

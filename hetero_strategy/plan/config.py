@@ -81,8 +81,8 @@ class BalanceConfig:
             if rows < 1:
                 raise ConfigError(f"balance: budget of '{module}' is {rows} rows; use at least 1")
         for module, speeds in self.speeds.items():
-            if not all(speed > 0 for speed in speeds):
-                raise ConfigError(f"balance: speeds of '{module}' are {list(speeds)}; every speed must be above 0")
+            if not all(0 < speed < np.inf for speed in speeds):
+                raise ConfigError(f"balance: speeds of '{module}' are {list(speeds)}; give finite ones above 0")
         costs = {m: c if isinstance(c, Cost) else _cost(m, c) for m, c in self.costs.items()}
         object.__setattr__(self, "costs", costs)
 
@@ -115,11 +115,7 @@ class BalanceConfig:
                     raise ConfigError(f"balance: {name} names '{module}'; the modules are {', '.join(modules)}")
 
     def resolve(self, instances: Mapping[str, int], context: ModelContext) -> ResolvedBalance:
-        """Say how the work of given modules is spread.
-
-        Args:
-            instances: module -> number of its data-parallel instances.
-            context: what follows from the model and its layouts.
+        """Say how the work of given modules is spread; ``instances``: module -> number of its data-parallel instances.
 
         Raises:
             ConfigError: a module has speeds for another number of instances.

@@ -17,7 +17,10 @@ import numpy as np
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance import Cost, balance, loads
-from hetero_strategy.plan.nodes import balance_near_home, place_batches, place_items, volumes
+from hetero_strategy.plan.nodes.near_home import balance_near_home
+from hetero_strategy.plan.nodes.placement_ilp import place_by_program
+from hetero_strategy.plan.nodes.propose import place_items
+from hetero_strategy.plan.nodes.slots import volumes
 from hetero_strategy.plan.packing import Packed, deal, pack, pieces, regroup
 from hetero_strategy.plan.step_plan import Assignment, ModuleLoad, StepMetadata, StepPlan
 
@@ -83,6 +86,7 @@ class ResolvedBalance:
     """Chooses the order of microbatches (DistTrain, section 5.2); None: they stay as packed."""
 
     def cost(self, module: str) -> Cost:
+        """What a module costs."""
         return self.costs.get(module, Cost())
 
     def policy_of(self, module: str) -> str:
@@ -131,7 +135,7 @@ def plan_step(
     packed = planner.packed(microbatches)
     assignments: dict[str, tuple[Assignment, ...]] = {}
     for module in sorted(instances, key=lambda name: name not in samplewise):  # encoders look where their samples are
-        of_step = planner.of_step(module, packed)
+        of_step = planner.of_units(module, packed.microbatch)
         group, groups, instance_of = planner.spread(module, of_step, budgets.get(module), packed)
         assignments[module] = _assignments(
             group, groups, instance_of, of_step, *planner.rows(module), instances[module], multiple.get(module, 1)
@@ -141,22 +145,17 @@ def plan_step(
     return StepPlan(metadata, packed.count, {name: assignments[name] for name in instances}, loads)
 
 
+@dataclass
 class _StepPlanner:
-    """Makes the parts of one plan, which share what is known of the step."""
+    """Makes the parts of one plan, which share what is known of the step; fields as arguments of :func:`plan_step`."""
 
-    def __init__(
-        self,
-        metadata: StepMetadata,
-        instances: Mapping[str, int],
-        samplewise: tuple[str, ...],
-        balancing: ResolvedBalance,
-        assign: Assigner | None,
-    ) -> None:
-        self.metadata, self.instances, self.samplewise = metadata, instances, samplewise
-        self.balancing, self.assign = balancing, assign
-        self.instance_of: dict[str, np.ndarray] = {}
-        """Language model -> instance of each sample."""
-        self._deals: dict[tuple[int, int], Packed] = {}
+    metadata: StepMetadata
+    instances: Mapping[str, int]
+    samplewise: tuple[str, ...]
+    balancing: ResolvedBalance
+    assign: Assigner | None
+    instance_of: dict[str, np.ndarray] = field(default_factory=dict)
+    """Language model -> instance of each sample."""
 
     def rows(self, module: str) -> tuple[np.ndarray, np.ndarray]:
         """Rows of each unit that cross edges, and rows inside the module."""
@@ -165,11 +164,9 @@ class _StepPlanner:
         items = self.metadata.items[module]
         return items.edge_rows, items.inner_rows
 
-    def of_step(self, module: str, packed: Packed) -> np.ndarray:
-        """Step microbatch of each unit."""
-        if module in self.samplewise:
-            return packed.microbatch
-        return packed.microbatch[self.metadata.items[module].sample]
+    def of_units(self, module: str, of_samples: np.ndarray) -> np.ndarray:
+        """What each unit has of its sample, or is."""
+        return of_samples if module in self.samplewise else of_samples[self.metadata.items[module].sample]
 
     def packed(self, microbatches: int | None) -> Packed:
         """Pack samples into microbatches, which are numbered in the order in which they run."""
@@ -205,21 +202,19 @@ class _StepPlanner:
         """Every module's work in each microbatch, that of items spread evenly, as it will be."""
         sizes = {}
         for module, count in self.instances.items():
-            inner_rows, group = self.rows(module)[1], self.of_step(module, packed)
+            inner_rows, group = self.rows(module)[1], self.of_units(module, packed.microbatch)
             cost, speeds = self.balancing.cost(module), self.balancing.speeds_of(module)
             speeds = np.ones(count) if speeds is None else speeds
+            bins = packed.count
+            if known := module == self.samplewise[0]:
+                bins, group = bins * count, group * count + packed.instance
+            width, share = (count, 1) if known else (1, count)  # instances that are known apart, and that share evenly
             rows = inner_rows.astype(np.float64)
-            powers = [rows, rows * rows]
-            if module == self.samplewise[0]:
-                bins, group = packed.count * count, group * count + packed.instance
-                sums = [np.bincount(group, weights=x, minlength=bins).reshape(-1, count) for x in powers]
-                times = loads(inner_rows, group, bins, cost).reshape(-1, count) / speeds
-            else:
-                sums = [np.bincount(group, weights=x, minlength=packed.count)[:, None] for x in powers]
-                sums = [np.repeat(x / count, count, 1) for x in sums]
-                times = np.bincount(group, weights=cost.alone(inner_rows), minlength=packed.count)[:, None]
-                times = np.repeat(times / speeds.sum(), count, 1)
-            sizes[module] = Size(sums[0], sums[1], times)
+            sums = [np.bincount(group, weights=x, minlength=bins) / share for x in (rows, rows * rows)]
+            alone = np.bincount(group, weights=cost.alone(inner_rows), minlength=bins)
+            load = loads(inner_rows, group, bins, cost) if known else alone
+            numbers, squares, times = (np.repeat(x.reshape(-1, width), share, 1) for x in (*sums, load))
+            sizes[module] = Size(numbers, squares, times / (speeds if known else speeds.sum()))
         return sizes
 
     def spread(
@@ -278,20 +273,13 @@ class _StepPlanner:
             return None
         return self.instance_of[near.language_model][self.metadata.items[module].sample]
 
-    def _dealt(self, instances: int, microbatches: int) -> Packed:
-        """Samples dealt in turn, remembered."""
-        if (instances, microbatches) not in self._deals:
-            self._deals[instances, microbatches] = deal(len(self.metadata.samples), instances, microbatches)
-        return self._deals[instances, microbatches]
-
     def _sampled(self, module: str, microbatches: int) -> np.ndarray:
         """Instance of each unit as sampled: that of its sample if the language model has as many instances."""
         count = self.instances[module]
-        dealt = self._dealt(count, microbatches).instance
-        if module in self.samplewise:
-            return dealt
-        of_sample = next((own for name, own in self.instance_of.items() if self.instances[name] == count), dealt)
-        return of_sample[self.metadata.items[module].sample]
+        dealt = deal(len(self.metadata.samples), count, microbatches).instance
+        if module not in self.samplewise:
+            dealt = next((own for name, own in self.instance_of.items() if self.instances[name] == count), dealt)
+        return self.of_units(module, dealt)
 
     def _spread(
         self, module: str, units: np.ndarray, sampled: np.ndarray | None, reader: np.ndarray | None
@@ -319,21 +307,20 @@ class _StepPlanner:
         classes = None if speeds is None else np.unique(speeds, return_inverse=True)[1]
         if b.rearrange == "ilp":
             volume = volumes(rows[units], reader, batch, len(near.homes), count)
-            return place_batches(volume, near.homes, near.slots, method="ilp", classes=classes)[batch]
+            return place_by_program(volume, near.homes, near.slots, classes)[batch]
         return place_items(rows[units], reader, batch, near.homes, near.slots, classes=classes)[batch]
 
     def load(self, module: str, assignments: tuple[Assignment, ...], microbatches: int) -> ModuleLoad:
         """Costs of the module's instances as sampled and as planned."""
         cost, count = self.balancing.cost(module), self.instances[module]
         inner_rows = self.rows(module)[1]
-        dealt = self._dealt(count, microbatches)
-        bins = dealt.microbatch * count + dealt.instance
-        if module not in self.samplewise:
-            bins = bins[self.metadata.items[module].sample]
+        dealt = deal(len(self.metadata.samples), count, microbatches)
+        bins = self.of_units(module, dealt.microbatch * count + dealt.instance)
         sampled = loads(inner_rows, bins, microbatches * count, cost).reshape(microbatches, count)
         planned = np.stack([loads(a.inner_rows, a.instance(), count, cost) for a in assignments])
         speeds = self.balancing.speeds_of(module)
-        return ModuleLoad(sampled, planned) if speeds is None else ModuleLoad(sampled / speeds, planned / speeds)
+        pace = np.ones(count) if speeds is None else speeds
+        return ModuleLoad(sampled / pace, planned / pace)
 
 
 def _members(group: np.ndarray, groups: int) -> list[np.ndarray]:

@@ -6,7 +6,10 @@ instances of the first language model compute at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -40,6 +43,7 @@ class Packed:
         return replace(self, microbatch=np.argsort(order)[self.microbatch])
 
 
+@lru_cache(8)
 def deal(samples: int, instances: int, microbatches: int) -> Packed:
     """Deal samples as they come: ``s`` goes to microbatch ``s mod M``, and there to one instance after the other."""
     number = np.arange(samples, dtype=np.int64)
@@ -66,10 +70,8 @@ def pack(
 
     Args:
         tokens: length of each sample, int64 ``[S]``.
-        instances: number of the language model's instances.
         microbatches: number of microbatches; None: as few as the budget allows.
-        cost: cost of the language model.
-        module: the language model's name, for messages.
+        instances, cost, module: of the language model; its name is for messages.
         policy: policy of :func:`hetero_strategy.plan.balance.balance`; None: samples are dealt in turn.
         speeds: relative speeds of the instances, float64 ``[instances]``; None: equal.
         budget: most tokens of an instance in a microbatch; None: any number.
@@ -84,27 +86,18 @@ def pack(
             f" and microbatch; raise the budget to at least {int(tokens.max())}, or leave longer samples out"
         )
     if microbatches is None:
-        if budget is None:
-            raise ConfigError(
-                f"the number of microbatches is to follow from a budget, but '{module}' has none; give"
-                f" budget={{{module}: tokens}}, or a number of microbatches"
-            )
-        fewest = max(1, -(-int(tokens.sum()) // (budget * instances)))
-        for count in range(fewest, len(tokens) + 1):
-            try:
-                return pack(
-                    tokens, instances, count, cost,
-                    module=module, policy=policy, speeds=speeds, budget=budget, beside=beside,
-                )  # fmt: skip
-            except ConfigError:
-                continue  # whole samples leave gaps: one microbatch more
-        return deal(len(tokens), instances, max(1, len(tokens)))  # a sample at a time: each of them fits
+        into = partial(pack, tokens, instances, cost=cost, module=module, policy=policy, speeds=speeds, beside=beside)
+        return _fewest(into, tokens, instances, budget, module)
     if policy is None:
         dealt = deal(len(tokens), instances, microbatches)
-        _check(tokens, dealt, instances, budget, module)
+        most = int(np.bincount(dealt.microbatch * instances + dealt.instance, weights=tokens, minlength=1).max())
+        if budget is not None and most > budget:
+            raise ConfigError(
+                f"as sampled, an instance of '{module}' has {most} tokens in a microbatch, more than the budget of"
+                f" {budget}; let it be balanced, take more microbatches, or raise the budget"
+            )
         return dealt
-    bins = instances * microbatches
-    pace = None if speeds is None else np.tile(speeds, microbatches)
+    bins, pace = instances * microbatches, None if speeds is None else np.tile(speeds, microbatches)
     try:
         bin_of = balance(tokens, bins, cost, policy=policy, speeds=pace, limit=budget)
     except ConfigError as error:
@@ -117,6 +110,19 @@ def pack(
         return Packed(number[bin_of], bin_of % instances, microbatches)
     number, instance = _together(load, np.bincount(bin_of, weights=beside, minlength=bins), instances, microbatches)
     return Packed(number[bin_of], instance[bin_of], microbatches)
+
+
+def _fewest(into: Callable[..., Packed], tokens: np.ndarray, instances: int, budget: int | None, module: str) -> Packed:
+    """Pack into as few microbatches as the budget allows; ``into`` packs into a number of them."""
+    if budget is None:
+        raise ConfigError(
+            f"the number of microbatches is to follow from a budget, but '{module}' has none; give"
+            f" budget={{{module}: tokens}}, or a number of microbatches"
+        )
+    for count in range(max(1, -(-int(tokens.sum()) // (budget * instances))), len(tokens) + 1):
+        with suppress(ConfigError):  # whole samples leave gaps: one microbatch more
+            return into(microbatches=count, budget=budget)
+    return deal(len(tokens), instances, max(1, len(tokens)))  # a sample at a time: each of them fits
 
 
 def _together(load: np.ndarray, beside: np.ndarray, instances: int, microbatches: int) -> tuple[np.ndarray, np.ndarray]:
@@ -153,16 +159,6 @@ def levelled(beside: np.ndarray, instances: int, microbatches: int) -> np.ndarra
         number[bins] = poorest
         total[poorest] += beside[bins]
     return number
-
-
-def _check(tokens: np.ndarray, packed: Packed, instances: int, budget: int | None, module: str) -> None:
-    bins = packed.microbatch * instances + packed.instance
-    most = int(np.bincount(bins, weights=tokens, minlength=1).max())
-    if budget is not None and most > budget:
-        raise ConfigError(
-            f"as sampled, an instance of '{module}' has {most} tokens in a microbatch, more than the budget of"
-            f" {budget}; let it be balanced, take more microbatches, or raise the budget"
-        )
 
 
 def regroup(of_step: np.ndarray, rows: np.ndarray, microbatches: int, budget: int) -> tuple[np.ndarray, int]:

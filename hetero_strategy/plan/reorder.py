@@ -13,8 +13,6 @@ from math import factorial
 
 import numpy as np
 
-from hetero_strategy.errors import ConfigError
-
 Times = Callable[[np.ndarray], np.ndarray]
 """Orders, int64 ``[candidates, l]`` -> time of the step with each, float64 ``[candidates]``."""
 SEARCHES = ("search", "interval", "none")
@@ -31,7 +29,7 @@ ROUNDING = 1e-9
 """Share of the step's time below which a difference is no gain."""
 
 
-def interval_order(forward: np.ndarray, backward: np.ndarray, vpp: int = 1) -> np.ndarray:
+def interval_order(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
     """DistTrain's inter-microbatch reordering for 1F1B (arXiv:2408.04275, section 5.2, algorithm 3); int64 ``[l]``.
 
     The smallest microbatch comes first and the ``p - 1`` next smaller ones come last. Between them, the gaps that the
@@ -40,26 +38,15 @@ def interval_order(forward: np.ndarray, backward: np.ndarray, vpp: int = 1) -> n
     the one nearest to an equal share of what is left. Time ``O(l p)``, and ``l`` cheap removals from a sorted list.
 
     The paper loops over ``l - p`` intervals; here the loop ends when no microbatch is left, after ``l - 2p + 2``, as
-    the first takes ``p - 1``. The paper leaves open what the size of a microbatch is: here its time on all ranks. For
-    interleaved 1F1B the ``vpp`` intervals that a microbatch fills count as one, and so do its passes on a rank.
+    the first takes ``p - 1``. The paper leaves open what the size of a microbatch is: here its time on all ranks. Where
+    a rank has several stages (interleaved 1F1B) all intervals that a microbatch fills count as one.
 
     Args:
-        forward, backward: time of every stage per microbatch, float64 ``[p * vpp, l]``; stage ``s`` is on rank
-            ``s % p``.
-        vpp: stages per rank.
-
-    Raises:
-        ConfigError: the shapes differ, or ``vpp`` does not divide the stages.
+        forward, backward: time of every rank per microbatch, float64 ``[p, l]``.
     """
-    if forward.shape != backward.shape or forward.ndim != 2 or vpp < 1 or len(forward) % vpp:
-        raise ConfigError(
-            f"interval_order got forward {forward.shape} and backward {backward.shape} with vpp={vpp}: "
-            f"give both as [stages, microbatches], stages a multiple of vpp"
-        )
-    p, count = len(forward) // vpp, forward.shape[1]
+    p, count = forward.shape
     if p <= 1 or count <= 1:
         return np.arange(count)
-    forward, backward = (x.reshape(vpp, p, count).sum(axis=0) for x in (forward, backward))
     by_size = np.argsort((forward + backward).sum(axis=0), kind="stable")
     pending = by_size[p:][np.argsort(forward[0, by_size[p:]], kind="stable")]
     numbers, volumes = pending.tolist(), forward[0, pending].tolist()
@@ -123,47 +110,33 @@ class Intervals:
         return max(0.0, self._back[1] - self._back[0])
 
 
-def best_order(
-    times: Times,
-    microbatches: int,
-    *,
-    start: np.ndarray | None = None,
-    forward: np.ndarray | None = None,
-    backward: np.ndarray | None = None,
-    rounds: int = ROUNDS,
-    seed: int = 0,
-) -> np.ndarray:
-    """Search for a fast order, int64 ``[l]``: ``start`` itself, or one that takes less time.
+def best_order(times: Times, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    """Search for a fast order, int64 ``[l]``: ``0 .. l - 1``, as planned, or one that takes less time.
 
-    If all orders can be tried (up to 6 microbatches) the result is the best there is. Otherwise ``start``,
-    ``interval_order`` and orders sorted by size are evaluated, then ``rounds`` rounds of ``BATCH`` changed orders each:
+    If all orders can be tried (up to 6 microbatches) the result is the best there is. Otherwise the planned one,
+    ``interval_order`` and orders sorted by size are evaluated, then ``ROUNDS`` rounds of ``BATCH`` changed orders each:
     two microbatches are swapped, or one or a run of them is moved; changes that improved an order are tried together.
 
     The work does not depend on the clock, so every rank finds the same order (law 7): ``times`` is called at most
-    ``rounds + 1`` times. With a replayed 1F1B schedule that takes about 15 ms for 8 ranks and 32 microbatches, and
+    ``ROUNDS + 1`` times. With a replayed 1F1B schedule that takes about 15 ms for 8 ranks and 32 microbatches, and
     90 ms for 16 and 128.
 
     Args:
         times: judges orders; the same function on every rank.
-        microbatches: the number ``l``.
-        start: the order to improve; None: ascending.
-        forward, backward: time of every rank per microbatch, float64 ``[p, l]``, for the orders to begin with; None:
-            only ``start`` is changed.
+        forward, backward: time of every rank per microbatch, float64 ``[p, l]``, for the orders to begin with.
     """
-    first = np.arange(microbatches) if start is None else np.asarray(start, dtype=np.int64)
+    microbatches = forward.shape[1]
+    planned = np.arange(microbatches)
     if microbatches < 2:
-        return first
-    if microbatches < 10 and factorial(microbatches) <= rounds * BATCH:
-        pool = np.array([first, *permutations(range(microbatches))])
-        rounds = 0
-    else:
-        pool = np.array([first] if forward is None or backward is None else [first, *_beginnings(forward, backward)])
+        return planned
+    all_of_them = microbatches < 10 and factorial(microbatches) <= ROUNDS * BATCH
+    pool = np.array([planned, *(permutations(planned) if all_of_them else _beginnings(forward, backward))])
     pool_times = times(pool)
     enough = pool_times[0] * (1 - ROUNDING)
     pool, pool_times = _fittest(pool, pool_times)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     joined = np.empty((0, microbatches), dtype=np.int64)
-    for _ in range(rounds):
+    for _ in range(0 if all_of_them else ROUNDS):
         count = BATCH - len(joined)
         parent = np.minimum(rng.integers(0, len(pool), count), rng.integers(0, len(pool), count))
         moves = _moves(rng, microbatches, count)
@@ -173,7 +146,7 @@ def best_order(
         good = good[np.argsort(changed_times[good], kind="stable")][:JOINED]
         joined = _composed(pool[0], moves[good])
         pool, pool_times = _fittest(np.concatenate([pool, changed]), np.concatenate([pool_times, changed_times]))
-    return np.asarray(pool[0]) if pool_times[0] < enough else first
+    return np.asarray(pool[0]) if pool_times[0] < enough else planned
 
 
 def _beginnings(forward: np.ndarray, backward: np.ndarray) -> list[np.ndarray]:

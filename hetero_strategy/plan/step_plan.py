@@ -289,8 +289,6 @@ def edge_runs(plan: StepPlan, source: str, target: str, instances: tuple[int, in
     """Which rows of ``source`` fill which rows of ``target`` in a step.
 
     Args:
-        plan: of the step.
-        source, target: modules that an edge joins.
         instances: only runs that leave this instance of the source or enter this one of the target; -1 for none.
     """
     runs, there, here = plan.metadata.runs(source, target), plan.places(source), plan.places(target)

@@ -8,6 +8,7 @@ REDUCE per node.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
 from hetero_strategy.schedule.action import Action, Kind, StageGraph, StepWork
 
@@ -19,7 +20,6 @@ class ActionIndex:
     """Numbering of the actions that a step may have, what each sets free, and how long it takes.
 
     Args:
-        graph, work: of the step.
         train: with backwards.
         splits: divide the backward of nodes that train and send gradients upstream.
         costs: ``None``: F, I and W take 1, B what it consists of (a frozen node has no W), UNSHARD and REDUCE nothing.
@@ -31,9 +31,7 @@ class ActionIndex:
         self.nodes = [n for n in graph.stages if work.microbatches.get(n.module)]
         self.index = {n: i for i, n in enumerate(self.nodes)}
         self.counts = [len(work.microbatches[n.module]) for n in self.nodes]
-        self.first = [0]
-        for count in self.counts:
-            self.first.append(self.first[-1] + count)
+        self.first = [0, *accumulate(self.counts)]
         self.units = self.first[-1]
         stages = [graph.stages[n] for n in self.nodes]
         self.backward = [train and s.backward for s in stages]
@@ -46,11 +44,6 @@ class ActionIndex:
         self._link(graph, work)
         self.actions = self._actions(work)
         self.durations = self._durations() if costs is None else [0.0 if a is None else costs(a) for a in self.actions]
-
-    @property
-    def size(self) -> int:
-        """Of the range of action numbers."""
-        return 3 * self.units + 2 * len(self.nodes)
 
     def _link(self, graph: StageGraph, work: StepWork) -> None:
         """What every action sets free in other nodes, and for how many such actions each waits."""
@@ -80,12 +73,7 @@ class ActionIndex:
         self.waits = waits
 
     def hold(self, node: int, pairs: Iterable[tuple[int, int]]) -> None:
-        """Let forwards of a node wait for forwards of a node that it feeds.
-
-        Args:
-            node: its index.
-            pairs: (unit of that node, place of this node).
-        """
+        """Let forwards of a node wait for those of one that it feeds, by pairs (unit of that one, own place)."""
         for unit, place in pairs:
             self.after[unit].append(self.first[node] + place)
             self.waits[self.first[node] + place] += 1

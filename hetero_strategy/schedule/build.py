@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.schedule.action import Action, Lane, Schedule, StageGraph, StepWork
 from hetero_strategy.schedule.action_index import ActionIndex, Costs
-from hetero_strategy.schedule.merge import merge
+from hetero_strategy.schedule.merge import Merge
 from hetero_strategy.schedule.module_programs import listed, module_programs, most
 from hetero_strategy.schedule.policies import SchedulePolicy, schedule_policy, schedules
 from hetero_strategy.schedule.warmup import Link, links
@@ -88,12 +88,8 @@ def _refuse(policy: SchedulePolicy, graph: StageGraph, bounds: Mapping[str, int]
 
 def _lanes(graph: StageGraph, numbers: ActionIndex) -> list[tuple[tuple[int, ...], list[int]]]:
     """(ranks, indices of the nodes they host) per lane; nodes without work are left out."""
-    found = []
-    for hosted, ranks in graph.hosts.items():
-        nodes = [numbers.index[n] for n in hosted if n in numbers.index]
-        if nodes:
-            found.append((ranks, nodes))
-    return found
+    of = [(ranks, [numbers.index[n] for n in nodes if n in numbers.index]) for nodes, ranks in graph.hosts.items()]
+    return [(ranks, nodes) for ranks, nodes in of if nodes]
 
 
 def _sequential(numbers: ActionIndex, graph: StageGraph, work: StepWork) -> list[int]:
@@ -147,7 +143,7 @@ def _pipelined(
     _hold_back(numbers, graph, lanes, edges)
     made = module_programs(policy, graph, work, numbers, edges, bounds)
     lists = [listed(numbers, module, program) for module, program in made]
-    starts = merge(numbers, lists, lanes, most(numbers, made, bounds))
+    starts = Merge(numbers, lists, lanes, most(numbers, made, bounds)).run()
     if starts is None:
         raise ScheduleError(
             f"{policy.name}: microbatches of neighbouring modules wait for each other in a circle; "

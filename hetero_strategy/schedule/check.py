@@ -8,7 +8,6 @@ number of actions times the lanes that share them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from itertools import pairwise
 
 from hetero_strategy.errors import ScheduleError
@@ -30,7 +29,7 @@ def check(schedule: Schedule) -> None:
         ScheduleError: names the rank, the action and the numbers of the first fault.
     """
     _check_lanes(schedule)
-    homes = _homes(schedule)
+    homes = lanes_of_actions(schedule)
     _check_complete(schedule, homes)
     needs = {action: schedule.dependencies.before(action) for action in homes}
     for lane in schedule.lanes:
@@ -78,7 +77,7 @@ def _check_lanes(schedule: Schedule) -> None:
             raise ScheduleError(f"{node} is split in I and W but has no weight gradient")
 
 
-def _homes(schedule: Schedule) -> dict[Action, tuple[int, ...]]:
+def lanes_of_actions(schedule: Schedule) -> dict[Action, tuple[int, ...]]:
     """Lanes of every action of the step."""
     lanes: dict[StageId, list[int]] = {}
     of_rank = schedule.lane_of
@@ -227,21 +226,12 @@ def _check_edges(schedule: Schedule, homes: dict[Action, tuple[int, ...]]) -> No
         sender = places[homes[sent][0]][sent]
         by_edge.setdefault((sent.node, reader, sent.kind == "F"), []).append((sender, place, sent, action))
     for transfers in by_edge.values():
-        _check_fifo(schedule, homes, sorted(transfers, key=lambda t: t[0]))
-
-
-def _check_fifo(
-    schedule: Schedule, homes: dict[Action, tuple[int, ...]], transfers: Iterable[tuple[int, int, Action, Action]]
-) -> None:
-    reached, before = -1, None
-    for _, place, sent, action in transfers:
-        if place < reached:
-            rank = schedule.lanes[homes[action][0]].ranks[0]
-            raise ScheduleError(
-                f"rank {rank} awaits rows of {sent} (for {action}) before those of {before}, "
-                f"but they are sent after them"
-            )
-        reached, before = place, sent
+        for (_, reached, before, _), (_, place, sent, action) in pairwise(sorted(transfers, key=lambda t: t[0])):
+            if place < reached:
+                raise ScheduleError(
+                    f"rank {schedule.lanes[homes[action][0]].ranks[0]} awaits rows of {sent} (for {action}) before "
+                    f"those of {before}, but they are sent after them"
+                )
 
 
 def _check_starts(

@@ -21,13 +21,8 @@ Key = tuple[float, bool, int]
 """Waiting since (where that counts), is a forward, how far from the sink: what is less comes first."""
 
 
-def merge(
-    numbers: ActionIndex,
-    programs: Sequence[Sequence[int]],
-    lanes: Sequence[tuple[int, ...]],
-    caps: Sequence[int],
-) -> list[int] | None:
-    """Order in which actions start, ``None`` if the programs wait for each other in a circle.
+class Merge:
+    """The simulation.
 
     Args:
         numbers: of the step.
@@ -36,10 +31,7 @@ def merge(
         lanes: of each node (by its index).
         caps: per node, microbatches that it may hold between F and the end of W, where W fills waits.
     """
-    return _Merge(numbers, programs, lanes, caps).run()
 
-
-class _Merge:
     def __init__(
         self,
         numbers: ActionIndex,
@@ -85,6 +77,7 @@ class _Merge:
         self.now = 0.0
 
     def run(self) -> list[int] | None:
+        """Order in which actions start; None if the programs wait for each other in a circle."""
         for p in range(len(self.programs)):
             self.arm(p)
         touched = set(self.hosted)
@@ -107,6 +100,7 @@ class _Merge:
         self.since[p] = self.now if head < len(program) and not self.waits[program[head]] else -1.0
 
     def end(self, number: int, touched: set[int]) -> None:
+        """End an action, and add to ``touched`` the lanes on which something may start now."""
         numbers = self.numbers
         units = numbers.units
         p = self.owner[number]

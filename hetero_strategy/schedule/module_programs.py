@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
 from hetero_strategy.errors import ScheduleError
@@ -31,7 +31,6 @@ def module_programs(
 
     Args:
         policy: of the schedule; it orders modules that are trained.
-        graph, work, numbers, edges: of the step.
         bounds: most microbatches in flight, by module.
 
     Raises:
@@ -51,21 +50,10 @@ def module_programs(
         if module not in back:
             found += [(module, programs.forwards(pipeline, r, count)) for r in range(pipeline.pp)]
             continue
-        must, should = list(range(1, count + 1)), [0] * count
-        depth[module] = 0
-        for e in edges:
-            if e.source == module:
-                spare = 0 if (e.source, e.target) in still else SLACK
-                low, high = needs(e, spans, work.microbatches[e.target], leads[e.target], spare)
-                must = [max(pair) for pair in zip(must, low, strict=True)]
-                should = [max(pair) for pair in zip(should, high, strict=True)]
-                if spare:
-                    depth[module] = max(depth[module], depth[e.target] + graph.pipelines[e.target].pp)
-        must = list(accumulate(must, max))
-        should = list(accumulate(map(max, must, should), max))
+        must, should, depth[module] = _demand(module, graph, work, edges, leads, depth, still)
         limit = limits[module]
-        if any(m > c for m, c in zip(must, limit, strict=True)):
-            j = next(j for j in range(count) if must[j] > limit[j])
+        j = next((j for j in range(count) if must[j] > limit[j]), None)
+        if j is not None:
             raise ScheduleError(
                 f"{module} must hold {must[j] - j} microbatches before the backward of microbatch {spans[j].number}, "
                 f"but max_in_flight allows {limit[j] - j}: raise it, or group fewer in the modules after it"
@@ -85,6 +73,33 @@ def module_programs(
                 )
             found.append((module, program))
     return found
+
+
+def _demand(
+    module: str,
+    graph: StageGraph,
+    work: StepWork,
+    edges: Sequence[Link],
+    leads: Mapping[str, Sequence[int]],
+    depth: Mapping[str, int],
+    still: Collection[tuple[str, str]],
+) -> tuple[list[int], list[int], int]:
+    """Forwards that must and that should come before each backward, and pipeline ranks that follow in other modules.
+
+    ``leads`` and ``depth`` are those of the modules that it feeds; on edges that stand ``still`` it need not run ahead.
+    """
+    spans = work.microbatches[module]
+    must, should, deepest = list(range(1, len(spans) + 1)), [0] * len(spans), 0
+    for e in edges:
+        if e.source == module:
+            spare = 0 if (e.source, e.target) in still else SLACK
+            low, high = needs(e, spans, work.microbatches[e.target], leads[e.target], spare)
+            must = list(map(max, must, low))
+            should = list(map(max, should, high))
+            if spare:
+                deepest = max(deepest, depth[e.target] + graph.pipelines[e.target].pp)
+    must = list(accumulate(must, max))
+    return must, list(accumulate(map(max, must, should), max)), deepest
 
 
 def listed(numbers: ActionIndex, module: str, program: RankProgram) -> list[int]:

@@ -111,32 +111,22 @@ def _one_forward_one_backward(steps: ModuleSteps) -> tuple[RankProgram, ...]:
     )
 
 
-def _interleaved(steps: ModuleSteps) -> tuple[RankProgram, ...]:
-    return _virtual(steps, "interleaved_1f1b", programs.interleaved)
-
-
-def _zbv(steps: ModuleSteps) -> tuple[RankProgram, ...]:
-    return _virtual(steps, "zbv", programs.zbv)
-
-
-def _virtual(
-    steps: ModuleSteps, name: str, made_by: Callable[[Pipeline, int, int, tuple[int, ...]], tuple[RankProgram, ...]]
-) -> tuple[RankProgram, ...]:
-    """With virtual stages, or 1F1B for modules without them beside others that have them."""
+def _virtual(steps: ModuleSteps) -> tuple[RankProgram, ...]:
+    """Interleaved 1F1B or ZBV of virtual stages, by their style, or 1F1B for modules without them beside these."""
     if steps.pipeline.vpp == 1:
         return _one_forward_one_backward(steps)
-    made = made_by(steps.pipeline, steps.count, 2 * steps.depth, tuple(steps.must))
+    made = programs.virtual(steps.pipeline, steps.count, 2 * steps.depth, tuple(steps.must))
     if max(map(programs.held, made)) <= steps.bound:
         return made
-    return programs.windowed(name, steps.pipeline, tuple(steps.must), steps.bound, steps.module)
+    return programs.windowed(steps.pipeline, tuple(steps.must), steps.bound, steps.module)
 
 
 for _policy in (
     SchedulePolicy("gpipe", _gpipe, virtual="any"),
     SchedulePolicy("1f1b", _one_forward_one_backward),
-    SchedulePolicy("interleaved_1f1b", _interleaved, virtual="loop"),
+    SchedulePolicy("interleaved_1f1b", _virtual, virtual="loop"),
     SchedulePolicy("zb_h1", _one_forward_one_backward, splits_backward=True),
-    SchedulePolicy("zbv", _zbv, splits_backward=True, virtual="v", stages_per_rank=2, instead="zb_h1"),
+    SchedulePolicy("zbv", _virtual, splits_backward=True, virtual="v", stages_per_rank=2, instead="zb_h1"),
     SchedulePolicy("sequential", None, virtual="any"),
 ):
     register_schedule(_policy)

@@ -190,11 +190,14 @@ def duration(pipeline: Pipeline, programs: Sequence[RankProgram]) -> int | None:
     return max(free) if all(h == len(p) for h, p in zip(heads, programs, strict=True)) else None
 
 
+def virtual(pipeline: Pipeline, count: int, more: int, needs: tuple[int, ...]) -> tuple[RankProgram, ...]:
+    """:func:`zbv` or :func:`interleaved`, by the pipeline's style."""
+    return (zbv if pipeline.style == "v" else interleaved)(pipeline, count, more, needs)
+
+
 @lru_cache(64)
-def windowed(
-    order: str, pipeline: Pipeline, needs: tuple[int, ...], bound: int, module: str
-) -> tuple[RankProgram, ...]:
-    """``interleaved`` or ``zbv`` (by the pipeline's style) of ``bound`` microbatches after another as often as needed.
+def windowed(pipeline: Pipeline, needs: tuple[int, ...], bound: int, module: str) -> tuple[RankProgram, ...]:
+    """:func:`virtual` of ``bound`` microbatches after another as often as needed.
 
     Raises:
         ScheduleError: a backward needs a forward of the next window.
@@ -205,12 +208,12 @@ def windowed(
         size = min(bound, count - start)
         inner = tuple(n - start for n in needs[start : start + size])
         if inner[-1] > size:
+            name = "zbv" if pipeline.style == "v" else "interleaved_1f1b"
             raise ScheduleError(
-                f"{order} with max_in_flight {bound} of {module} runs {bound} microbatches at a time, but the modules "
+                f"{name} with max_in_flight {bound} of {module} runs {bound} microbatches at a time, but the modules "
                 f"after it need {inner[-1]} at once: raise it to a multiple of what they group"
             )
-        programs = zbv(pipeline, size, 0, inner) if pipeline.style == "v" else interleaved(pipeline, size, 0, inner)
-        for ops, program in zip(joined, programs, strict=True):
+        for ops, program in zip(joined, virtual(pipeline, size, 0, inner), strict=True):
             ops += [(kind, stage, start + j) for kind, stage, j in program]
     return tuple(map(tuple, joined))
 
@@ -227,7 +230,7 @@ def leads_of(program: RankProgram, stage: int) -> list[int]:
     return leads
 
 
-def held(program: RankProgram) -> int:
+def held(program: Sequence[Op]) -> int:
     """Most microbatches that one stage holds, from F until W, or B in a program without W."""
     closing = WEIGHT if any(kind == WEIGHT for kind, _, _ in program) else BACKWARD
     now: dict[int, int] = {}

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import csv
 import io
-import re
-from collections.abc import Sequence
-from typing import cast, get_args
 
-from hetero_strategy.errors import ScheduleError
-from hetero_strategy.schedule.action import Action, Kind, Lane, Schedule, StageGraph, StageId, StepWork
+from hetero_strategy.schedule.action import Action, Schedule
+from hetero_strategy.schedule.check import lanes_of_actions
 
 TORCH = {"REDUCE": "REDUCE_GRAD"}
 """Kinds that torch calls by another name."""
-_CELL = re.compile(r"(?:(?P<module>.+)\.)?(?P<stage>\d+)(?P<kind>[A-Z_]+)(?P<microbatch>\d*)")
 
 
 def grid(schedule: Schedule) -> str:
@@ -28,11 +24,11 @@ def grid(schedule: Schedule) -> str:
     """
     step: dict[Action, int] = {}
     free = [0] * len(schedule.lanes)
-    lanes = _lanes(schedule)
+    lanes = lanes_of_actions(schedule)
     for action in schedule.starts:
         before = [step[need] + 1 for need in schedule.dependencies.before(action)]
-        step[action] = max([*before, *(free[k] for k in lanes[action.node])])
-        for k in lanes[action.node]:
+        step[action] = max([*before, *(free[k] for k in lanes[action])])
+        for k in lanes[action]:
             free[k] = step[action] + 1
     columns = [{step[a]: _cell(a, schedule) for a in lane.actions} for lane in schedule.lanes]
     heads = [
@@ -56,70 +52,7 @@ def to_csv(schedule: Schedule) -> str:
     return out.getvalue()
 
 
-def from_csv(text: str, name: str, graph: StageGraph, work: StepWork, *, train: bool = True) -> Schedule:
-    """A schedule from such lines, one per set of ranks that host the same stages, in the order of their first ranks.
-
-    Args:
-        text: the lines; cells of a graph of one module need not name it.
-        name: what to call it.
-        graph: of all stages.
-        work: of the step.
-        train: with backwards.
-
-    Raises:
-        ScheduleError: a cell that is none, or lists that wait for each other; ``schedule.check`` proves the rest.
-    """
-    lines = [[_action(cell.strip(), graph) for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text))]
-    ranks = [r for hosted, r in graph.hosts.items() if any(work.microbatches.get(s.module) for s in hosted)]
-    if len(lines) != len(ranks):
-        raise ScheduleError(f"{name}: {len(lines)} lists for {len(ranks)} sets of ranks that host the same stages")
-    actions = [a for line in lines for a in line]
-    held: dict[StageId, int] = {}
-    for line in lines:
-        for stage, most in _held(line).items():
-            held[stage] = max(most, held.get(stage, 0))
-    lanes = tuple(Lane(r, tuple(line)) for r, line in zip(sorted(ranks), lines, strict=True))
-    split = frozenset(a.node for a in actions if a.kind == "W")
-    return Schedule(name, graph, work, split, train, lanes, {s: held.get(s, 0) for s in graph.stages})
-
-
-def _lanes(schedule: Schedule) -> dict[StageId, list[int]]:
-    """Numbers of the lanes that host each stage."""
-    hosts: dict[StageId, list[int]] = {}
-    for k, lane in enumerate(schedule.lanes):
-        for stage in dict.fromkeys(a.node for a in lane.actions):
-            hosts.setdefault(stage, []).append(k)
-    return hosts
-
-
-def _held(actions: Sequence[Action]) -> dict[StageId, int]:
-    """Most microbatches between F and B (or W) of each stage in one list."""
-    now: dict[StageId, int] = {}
-    most: dict[StageId, int] = {}
-    ends = {a.node: "W" for a in actions if a.kind == "W"}
-    for a in actions:
-        if a.kind == "F":
-            now[a.node] = now.get(a.node, 0) + 1
-            most[a.node] = max(now[a.node], most.get(a.node, 0))
-        elif a.kind == ends.get(a.node, "B"):
-            now[a.node] -= 1
-    return most
-
-
 def _cell(action: Action, schedule: Schedule) -> str:
     module = "" if len(schedule.graph.pipelines) == 1 else f"{action.node.module}."
     number = "" if action.microbatch < 0 else str(action.microbatch)
     return f"{module}{action.node.stage}{TORCH.get(action.kind, action.kind)}{number}"
-
-
-def _action(cell: str, graph: StageGraph) -> Action:
-    found = _CELL.fullmatch(cell)
-    modules = list(graph.pipelines)
-    if found is None:
-        raise ScheduleError(f"{cell!r} is no action; write for example 0F3, llm.1B0 or 0UNSHARD")
-    names = {torch: ours for ours, torch in TORCH.items()}
-    kind, module = names.get(found["kind"], found["kind"]), found["module"] or modules[0]
-    stage = StageId(module, int(found["stage"]))
-    if kind not in get_args(Kind) or stage not in graph.stages or (found["module"] is None and len(modules) > 1):
-        raise ScheduleError(f"{cell!r} names no action of {', '.join(map(str, graph.stages))}")
-    return Action(cast(Kind, kind), stage, int(found["microbatch"] or -1))

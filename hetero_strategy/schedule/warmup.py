@@ -61,7 +61,6 @@ def needs(
     """Source forwards that must and that should come before each source backward.
 
     Args:
-        link: the edge.
         source, target: spans of its two modules.
         leads: per target place, forwards of the target's first stage before its backward of that place.
         slack: step microbatches that the source should be ahead of what it must, so that the target need not wait.
@@ -82,7 +81,6 @@ def caps(
     """Most forwards of every module that may come before each of its backwards.
 
     Args:
-        work, edges: of the step.
         bounds: most microbatches in flight of a module's stages.
         bounded: modules with backwards, in topological order.
 
@@ -106,9 +104,7 @@ def caps(
                             f"or put more items in one microbatch of {link.source}"
                         )
                     cap[k] = min(cap[k], reach)
-        for j in range(len(cap) - 2, -1, -1):
-            cap[j] = min(cap[j], cap[j + 1])
-        found[module] = cap
+        found[module] = list(accumulate(reversed(cap), min))[::-1]
     return found
 
 

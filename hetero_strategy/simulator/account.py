@@ -1,4 +1,4 @@
-"""What ranks do with their time and memory while a schedule is simulated. Pure."""
+"""What ranks do with their time while a schedule is simulated. Pure."""
 
 from __future__ import annotations
 
@@ -7,26 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_strategy.schedule.action import Action, Schedule, StageId
+from hetero_strategy.schedule.action import Action, Schedule
 from hetero_strategy.simulator.result import CAUSES, Cause, Simulation
 
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes of one stage on each of its ranks."""
-
-    static: float = 0.0
-    """Parameters, gradients and optimizer state, held all the time."""
-    activation: float | np.ndarray | Callable[[int], float | np.ndarray] = 0.0
-    """Activations of one microbatch, held from the start of its F until the end of its last backward: a number,
-    ``[instances]``, or a function of the microbatch's number that gives one of these."""
-
-    def held(self, microbatch: int) -> float | np.ndarray:
-        """Activation bytes of a microbatch."""
-        return self.activation(microbatch) if callable(self.activation) else self.activation
-
-
-Memory = Callable[[StageId], Footprint]
 _WAITS: tuple[Cause, ...] = ("host", "dependency", "boundary", "straggler")
 
 
@@ -46,9 +29,9 @@ NO_HOST = Host({}, lambda action: 0.0, 0.0)
 
 
 class Account:
-    """For each rank when it is free, what it waited for and what it holds. Arrays have one entry per rank."""
+    """For each rank when it is free and what it waited for. Arrays have one entry per rank."""
 
-    def __init__(self, schedule: Schedule, memory: Memory | None, host: Host = NO_HOST) -> None:
+    def __init__(self, schedule: Schedule, host: Host) -> None:
         self._schedule = schedule
         self._host = host
         stages = schedule.graph.stages
@@ -64,12 +47,6 @@ class Account:
         self._idle["host"] += self.free
         self._warm = np.zeros(count, dtype=bool)
         self._cold_stages = set(stages)
-        self._footprints = None if memory is None else {stage_id: memory(stage_id) for stage_id in stages}
-        self._held = np.zeros(count)
-        for stage_id, footprint in (self._footprints or {}).items():
-            self._held[self.grids[stage_id]] += footprint.static
-        self._peak = self._held.copy()
-        self._frees = _last_backwards(schedule)
 
     def run(
         self,
@@ -101,8 +78,6 @@ class Account:
         self._idle["host"][grid] += after
         self._ended[grid] = end[:, None]
         self.free[grid] = end[:, None] + after
-        if self._footprints is not None:
-            self._hold(action, grid, self._footprints[action.node])
 
     def _warm_up(self, grid: np.ndarray) -> None:
         """Book as warm-up what ranks waited that compute for the first time."""
@@ -112,13 +87,6 @@ class Account:
             self._idle["warm-up"][cold] += self._idle[cause][cold]
             self._idle[cause][cold] = 0.0
 
-    def _hold(self, action: Action, grid: np.ndarray, footprint: Footprint) -> None:
-        if action.kind == "F":
-            self._held[grid] += _column(footprint.held(action.microbatch))
-            self._peak[grid] = np.maximum(self._peak[grid], self._held[grid])
-        if self._frees.get((action.node, action.microbatch)) == action.kind:
-            self._held[grid] -= _column(footprint.held(action.microbatch))
-
     def close(self, start: dict[Action, np.ndarray], end: dict[Action, np.ndarray]) -> Simulation:
         """Make the result once all actions are booked."""
         time = float(self._ended.max(initial=0.0)) + self._host.closing
@@ -126,23 +94,4 @@ class Account:
         rest = time - self._ended
         self._idle["cool-down"] += np.where(self._warm, rest, 0.0)
         self._idle["warm-up"] += np.where(self._warm, 0.0, rest)
-        peak = None if self._footprints is None else self._peak
-        return Simulation(self._schedule, start, end, time, self._ranks, self._busy, self._idle, peak)
-
-
-def _column(value: float | np.ndarray) -> float | np.ndarray:
-    return value[:, None] if isinstance(value, np.ndarray) and value.ndim == 1 else value
-
-
-def _last_backwards(schedule: Schedule) -> dict[tuple[StageId, int], str]:
-    """(stage, microbatch) -> the kind of action that frees its activations: W, else B or I, else F itself."""
-    rank = {"F": 0, "I": 1, "B": 1, "W": 2}
-    last: dict[tuple[StageId, int], str] = {}
-    for lane in schedule.lanes:
-        for action in lane.actions:
-            if action.microbatch < 0:
-                continue
-            key = (action.node, action.microbatch)
-            if key not in last or rank[last[key]] < rank[action.kind]:
-                last[key] = action.kind
-    return last
+        return Simulation(self._schedule, start, end, time, self._ranks, self._busy, self._idle)

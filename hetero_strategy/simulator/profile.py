@@ -36,10 +36,7 @@ class Profile:
     """
 
     def __init__(self, samples: Iterable[TimedForward]) -> None:
-        by_kind: dict[tuple[StageId, Kind], list[tuple[float, float]]] = defaultdict(list)
-        for sample in samples:
-            by_kind[sample.node, sample.kind].append((sample.flops, sample.seconds))
-        self._lines = {key: _fit(np.array(points)) for key, points in by_kind.items()}
+        self._lines = {key: _fit(points) for key, points in _points(samples).items()}
 
     def costs(self, planned: PlannedCosts, action: Action) -> np.ndarray | float:
         """Seconds of an action on every instance, float64 ``[instances]``; what was never measured costs nothing."""
@@ -50,12 +47,12 @@ class Profile:
 
     def scatter(self, samples: Iterable[TimedForward]) -> Scatter:
         """Divide samples by what their lines predict."""
-        ratios: dict[tuple[StageId, Kind], list[float]] = defaultdict(list)
-        for sample in samples:
-            constant, slope = self._lines[sample.node, sample.kind]
-            line = constant + slope * sample.flops
-            ratios[sample.node, sample.kind].append(sample.seconds / line if line > 0 else 1.0)
-        return {key: np.array(own) for key, own in ratios.items()}
+        found = {}
+        for key, points in _points(samples).items():
+            constant, slope = self._lines[key]
+            line = constant + slope * points[:, 0]
+            found[key] = np.divide(points[:, 1], line, out=np.ones(len(line)), where=line > 0)
+        return found
 
     def drawn(
         self,
@@ -79,6 +76,14 @@ class Profile:
             factor = random.choice(ratios, count, replace=count > len(ratios))
             costs[action] = np.broadcast_to(self.costs(planned, action) * factor, instances)
         return costs
+
+
+def _points(samples: Iterable[TimedForward]) -> dict[tuple[StageId, Kind], np.ndarray]:
+    """(stage, kind) -> (FLOPs, seconds) of its samples, float64 ``[n, 2]``."""
+    found: dict[tuple[StageId, Kind], list[tuple[float, float]]] = defaultdict(list)
+    for sample in samples:
+        found[sample.node, sample.kind].append((sample.flops, sample.seconds))
+    return {key: np.array(points) for key, points in found.items()}
 
 
 def _fit(points: np.ndarray) -> tuple[float, float]:

@@ -7,12 +7,11 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from hetero_strategy.schedule.action import Action, Kind, Schedule, StageId
-from hetero_strategy.simulator.order import running_order
 
 BLOCK = 128
 """Candidates handled at once: their times stay in the processor's cache."""
@@ -31,19 +30,15 @@ class Replay:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        order, readers = running_order(schedule)
-        before: dict[Action, list[Action]] = {action: [] for action in order}
-        for source, targets in readers.items():
-            for target in targets:
-                before[target].append(source)
+        before = {action: list(schedule.dependencies.crossing(action)) for action in schedule.starts}
         for lane in schedule.lanes:  # F before B, and I before W, of one stage: lanes have them in this sequence
             for first, second in zip(lane.actions, lane.actions[1:], strict=False):
                 if first not in before[second]:
                     before[second].append(first)
         level: dict[Action, int] = {}
-        for action in order:
+        for action in schedule.starts:
             level[action] = max((level[b] + 1 for b in before[action]), default=0)
-        self.actions: tuple[Action, ...] = tuple(sorted(order, key=level.__getitem__))
+        self.actions: tuple[Action, ...] = tuple(sorted(schedule.starts, key=level.__getitem__))
         """Every action once, in a sequence in which they can run."""
         index = {action: i for i, action in enumerate(self.actions)}
         self._levels = _levels([level[a] for a in self.actions], [[index[b] for b in before[a]] for a in self.actions])
@@ -53,10 +48,6 @@ class Replay:
         line = {name: i for i, name in enumerate(self.lines)}
         self._line = np.array([line[a.kind, a.node] for a in self.actions], np.int64)
         self._position = np.array([max(0, a.microbatch) for a in self.actions], np.int64)
-
-    def durations(self, costs: Callable[[Action], float | np.ndarray]) -> np.ndarray:
-        """Seconds of every action's slowest instance, float64 ``[actions]``, from costs as ``simulate`` takes them."""
-        return np.array([float(np.max(costs(action))) for action in self.actions])
 
     def table(self, costs: Mapping[tuple[Kind, StageId], np.ndarray], microbatches: int) -> np.ndarray:
         """Costs as ``of_orders`` takes them, float64 ``[lines, microbatches]``.
@@ -71,17 +62,6 @@ class Replay:
                 table[i] = costs[name]
         return table
 
-    def times(self, durations: np.ndarray) -> np.ndarray:
-        """Seconds of the step, float64 ``[candidates]``.
-
-        Args:
-            durations: seconds of ``actions``, float64 ``[candidates, actions]``.
-        """
-        times = np.empty(len(durations))
-        for a in range(0, len(durations), BLOCK):
-            times[a : a + BLOCK] = self._times(self._run(np.ascontiguousarray(durations[a : a + BLOCK].T)))
-        return times
-
     def of_orders(self, table: np.ndarray, orders: np.ndarray) -> np.ndarray:
         """Seconds of the step when position ``k`` of the schedule runs microbatch ``orders[:, k]``; ``[candidates]``.
 
@@ -94,12 +74,9 @@ class Replay:
         for a in range(0, len(orders), BLOCK):
             block = np.ascontiguousarray(orders[a : a + BLOCK].T)
             by_cell = table.take(block, axis=1).reshape(-1, block.shape[1])
-            times[a : a + BLOCK] = self._times(self._run(by_cell.take(cells, axis=0)))
+            ends = self._run(by_cell.take(cells, axis=0))
+            times[a : a + BLOCK] = ends[self._last].max(axis=0, initial=0.0)
         return times
-
-    def ends(self, durations: np.ndarray) -> np.ndarray:
-        """End of every action, float64 ``[actions]``, for one set of durations ``[actions]``."""
-        return self._run(durations[:, None].copy())[:, 0]
 
     def _run(self, durations: np.ndarray) -> np.ndarray:
         """Turn durations ``[actions, candidates]`` into ends, in place."""
@@ -109,11 +86,6 @@ class Replay:
                 np.maximum(ready, durations.take(more, axis=0), out=ready)
             durations[start:stop] += ready
         return durations
-
-    def _times(self, ends: np.ndarray) -> np.ndarray:
-        if not len(self._last):
-            return np.zeros(ends.shape[1])
-        return np.asarray(ends[self._last].max(axis=0))
 
 
 def _levels(level: list[int], before: list[list[int]]) -> list[tuple[int, int, np.ndarray]]:

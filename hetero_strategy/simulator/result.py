@@ -39,18 +39,11 @@ class Simulation:
     """Seconds that each rank computes, float64 ``[ranks]``."""
     idle: Mapping[Cause, np.ndarray]
     """Cause -> seconds that each rank is idle, float64 ``[ranks]``. With ``busy`` they add up to ``time``."""
-    peak_memory: np.ndarray | None
-    """Most bytes that each rank holds, float64 ``[ranks]``; None where the simulation was given no memory."""
-
-    @property
-    def idle_total(self) -> np.ndarray:
-        """Seconds that each rank is idle, float64 ``[ranks]``."""
-        return self.time - self.busy
 
     @property
     def bubble(self) -> float:
         """Idle share of all ranks' time."""
-        return float(self.idle_total.mean() / self.time) if self.time > 0 else 0.0
+        return float((self.time - self.busy).mean() / self.time) if self.time > 0 else 0.0
 
     @property
     def bubble_by_cause(self) -> dict[Cause, float]:

@@ -13,19 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero_strategy.schedule.action import Action, Schedule, StageId
-from hetero_strategy.simulator.account import NO_HOST, Account, Host, Memory
-from hetero_strategy.simulator.links import Links
-from hetero_strategy.simulator.order import running_order
+from hetero_strategy.simulator.account import NO_HOST, Account, Host
+from hetero_strategy.simulator.links import Links, same_ranks
 from hetero_strategy.simulator.result import Simulation
 
 ActionCosts = Callable[[Action], "float | np.ndarray"]
 """Gives the seconds of an action: one number, or float64 ``[instances of its stage]``."""
-RowsSent = Callable[[Action, Action], "float | np.ndarray"]
-"""(source action, reading action) -> bytes that one rank of the reading action's stage receives.
+RowsSent = Callable[[Action, Action], np.ndarray]
+"""(source action, reading action) -> bytes that one rank of the reading action's stage receives, float64.
 
-With one number, or float64 ``[target instances]``, every source instance of another module sends an equal part. With
-``[source instances, target instances]`` a target instance waits only for those that send it more than 0. Within a
-module rows go from instance i to instance i.
+Within a module ``[instances]``, as rows go from instance i to instance i. Between modules ``[source instances, target
+instances]``: a target instance waits only for those that send it more than 0.
 """
 
 
@@ -34,7 +32,6 @@ def simulate(
     costs: ActionCosts,
     links: Links | None = None,
     rows: RowsSent | None = None,
-    memory: Memory | None = None,
     synchronous: Collection[StageId] = (),
     host: Host = NO_HOST,
 ) -> Simulation:
@@ -47,20 +44,23 @@ def simulate(
     Args:
         costs: seconds of an action.
         links: speed of transfers; None: they take no time.
-        rows: bytes of a transfer; None: 0, so that only latencies count.
-        memory: bytes of a stage; None: peak memory is not computed.
+        rows: bytes of a transfer; None: only latencies count, and between modules all instances wait for all.
         synchronous: stages whose actions all start together on all instances (FSDP that gathers per microbatch).
         host: what main threads do besides actions; default: nothing.
 
     Raises:
-        ScheduleError: the lists cannot run; the message names the first rank, its action and what it waits for.
+        ScheduleError: the lists cannot run; ``schedule.check`` says why.
+        ValueError: costs or bytes are negative or of another shape.
     """
-    order, readers = running_order(schedule)
-    account = Account(schedule, memory, host)
+    readers: dict[Action, list[Action]] = {}
+    for action in schedule.starts:
+        for source in schedule.dependencies.crossing(action):
+            readers.setdefault(source, []).append(action)
+    account = Account(schedule, host)
     transfers = _Transfers(schedule, links or Links(), rows)
     start: dict[Action, np.ndarray] = {}
     end: dict[Action, np.ndarray] = {}
-    for action in order:
+    for action in schedule.starts:
         grid = account.grids[action.node]
         computed, arrived = transfers.inbox.pop(action, (None, None))
         begin = account.free[grid].max(axis=1)
@@ -83,11 +83,9 @@ class _Way:
     """Links from the instances of one stage to those of another."""
 
     latency: np.ndarray
-    """Seconds, float64 ``[source instances, target instances]``, or ``[instances]`` if ``direct``."""
+    """Seconds, float64 ``[source instances, target instances]``, or ``[instances]`` within a module."""
     per_byte: np.ndarray
     """Seconds per byte, likewise."""
-    direct: bool
-    """Whether rows go from instance i to instance i."""
     last: np.ndarray
     """When the last transfer arrived, float64 ``[target instances]``; shared by stages on the same two grids."""
 
@@ -105,36 +103,28 @@ class _Transfers:
         self._last: dict[tuple[object, ...], np.ndarray] = {}
 
     def _way(self, source: StageId, target: StageId) -> _Way:
-        way = self._ways.get((source, target))
-        if way is None:
+        if (source, target) not in self._ways:
             a, b = self._stages[source].grid, self._stages[target].grid
-            latency, per_byte = self._links.between(a, b)
-            direct = source.module == target.module
+            away, direct = ~same_ranks(a, b), source.module == target.module
             if direct:
-                latency, per_byte = latency.diagonal(), per_byte.diagonal()
-            key = (direct, a.shape, a.tobytes(), b.shape, b.tobytes())
-            last = self._last.setdefault(key, np.zeros(len(b)))
-            way = self._ways[source, target] = _Way(latency, per_byte, direct, last)
-        return way
+                away = away.diagonal()
+            last = self._last.setdefault((direct, a.shape, a.tobytes(), b.shape, b.tobytes()), np.zeros(len(b)))
+            self._ways[source, target] = _Way(self._links.latency * away, away / self._links.bandwidth, last)
+        return self._ways[source, target]
 
     def send(self, source: Action, target: Action, end: np.ndarray) -> None:
+        """Book the rows that ``target`` reads of ``source``, which ends at ``end``, float64 ``[instances]``."""
         way = self._way(source.node, target.node)
-        size = np.asarray(0.0 if self._rows is None else self._rows(source, target), dtype=np.float64)
-        shapes = [(), (len(way.last),)] + ([] if way.direct else [(len(end), len(way.last))])
-        if size.shape not in shapes:
-            raise ValueError(f"bytes from {source} to {target} must have one of the shapes {shapes}, got {size.shape}")
-        if way.direct:
-            computed, ready, wire = end, end + way.latency, size * way.per_byte
-        elif size.ndim < 2:
-            computed = np.full(len(way.last), end.max())
-            ready, wire = (end[:, None] + way.latency).max(axis=0), size * way.per_byte.mean(axis=0)
+        size = np.zeros_like(way.latency) if self._rows is None else np.asarray(self._rows(source, target), np.float64)
+        if size.shape != way.latency.shape:
+            raise ValueError(f"bytes from {source} to {target} must be {way.latency.shape}, got {size.shape}")
+        if size.ndim == 1:
+            computed, arrived = end, np.maximum(way.last, end + way.latency) + size * way.per_byte
         else:
-            sends = size > 0
+            sends = np.full(size.shape, self._rows is None) | (size > 0)
             computed = np.where(sends, end[:, None], 0.0).max(axis=0)
             ready = np.where(sends, end[:, None] + way.latency, 0.0).max(axis=0)
-            wire = (size * way.per_byte).sum(axis=0)
-        arrived = np.maximum(way.last, ready) + wire
-        if size.ndim == 2:
+            arrived = np.maximum(way.last, ready) + (size * way.per_byte).sum(axis=0)
             arrived = np.where(sends.any(axis=0), arrived, 0.0)
         np.maximum(way.last, arrived, out=way.last)
         before = self.inbox.get(target)

@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 from benchmarks.peers.allocation import (
     allocate,
     allocate_best,
+    as_if_trained,
     estimate,
     one_stage_per_rank,
     simulated,
+    staged,
     topological,
 )
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.planner.layers import LayerCost, Passes, costs
+from hetero_strategy.planner.partition import split
 from hetero_strategy.schedule.action import StageId
 
 STAR = (("vision", "llm"), ("audio", "llm"))
@@ -59,14 +62,14 @@ def test_encoders_run_beside_each_other() -> None:
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5), st.integers(1, 8))
 def test_a_step_is_never_faster_than_its_bounds(stages: list[tuple[int, int]], microbatches: int) -> None:
     forward, backward = np.array(stages, dtype=np.float64).T
-    model = {"llm": Passes(forward, backward, backward, backward)}
+    model = {"llm": Passes(forward, np.zeros_like(backward), backward)}
     took = simulated(model, (), microbatches)
     assert took >= max(model["llm"].total) * microbatches
     assert model["llm"].total.sum() <= took <= estimate(model, (), microbatches) * (1 + 1e-9)
 
 
 def test_stage_graph_of_a_frozen_encoder() -> None:
-    model = {"llm": frozen_model()["llm"].staged((4, 4)), "vision": frozen_model()["vision"].staged((4, 4))}
+    model = {"llm": staged(frozen_model()["llm"], (4, 4)), "vision": staged(frozen_model()["vision"], (4, 4))}
     graph = one_stage_per_rank(model, STAR[:1])
     assert {str(n): (s.trains, s.backward) for n, s in graph.stages.items()} == {
         "vision.0": (False, False),
@@ -109,8 +112,8 @@ def test_allocation_is_the_best_of_all(
     for first, second in itertools.product(every_split(len(vision)), every_split(len(llm))):
         size = len(first) + len(second)
         if total is None or size == total:
-            staged = {"vision": model["vision"].staged(first), "llm": model["llm"].staged(second)}
-            least = min(least, size * estimate(staged, STAR[:1], microbatches))
+            stages = {"vision": staged(model["vision"], first), "llm": staged(model["llm"], second)}
+            least = min(least, size * estimate(stages, STAR[:1], microbatches))
     assert made.seconds * sum(made.stages.values()) == pytest.approx(least, rel=1e-6)
 
 
@@ -124,10 +127,10 @@ def test_a_frozen_encoder_gets_fewer_stages() -> None:
     """The encoder has forwards alone, the LLM three times as much work: 8 against 24."""
     model = frozen_model()
     assert allocate(model, STAR[:1], 24, total=4).stages == {"vision": 1, "llm": 3}
-    believed = {name: p.as_if_trained() for name, p in model.items()}
+    believed = {name: as_if_trained(p) for name, p in model.items()}
     unaware = allocate(believed, STAR[:1], 24, total=4)
     assert unaware.stages == {"vision": 2, "llm": 2}  # negative control: the gain below is not by chance
-    really = {name: model[name].staged(counts) for name, counts in unaware.splits.items()}
+    really = {name: staged(model[name], counts) for name, counts in unaware.splits.items()}
     best = allocate_best(model, STAR[:1], 24, total=4)
     assert best.stages == {"vision": 1, "llm": 3}
     assert simulated(really, STAR[:1], 24) / best.seconds > 1.2
@@ -144,9 +147,9 @@ def test_best_is_never_worse_than_either(seed: int, total: int, microbatches: in
     }
     total = max(3, total)
     best = allocate_best(model, STAR, microbatches, total=total)
-    for believed in (model, {name: p.as_if_trained() for name, p in model.items()}):
+    for believed in (model, {name: as_if_trained(p) for name, p in model.items()}):
         splits = allocate(believed, STAR, microbatches, total=total).splits
-        took = simulated({n: model[n].staged(c) for n, c in splits.items()}, STAR, microbatches)
+        took = simulated({n: staged(model[n], c) for n, c in splits.items()}, STAR, microbatches)
         assert best.seconds <= took
 
 
@@ -155,8 +158,8 @@ def test_simulated_allocation() -> None:
     model = frozen_model()
     ranges = {"vision": (1, 2), "llm": (1, 2, 3)}
     made = allocate(model, STAR[:1], 8, ranges=ranges, total=4, seconds=simulated)
-    staged = {name: model[name].staged(counts) for name, counts in made.splits.items()}
-    assert made.seconds == simulated(staged, STAR[:1], 8)
+    stages = {name: staged(model[name], counts) for name, counts in made.splits.items()}
+    assert made.seconds == simulated(stages, STAR[:1], 8)
 
 
 def test_ranges_and_totals_that_do_not_fit() -> None:
@@ -164,3 +167,28 @@ def test_ranges_and_totals_that_do_not_fit() -> None:
     assert allocate(model, STAR[:1], 8, ranges={"vision": [2], "llm": [3, 9]}).stages == {"vision": 2, "llm": 3}
     with pytest.raises(LayoutError, match="no allocation of 6 stages: modules can have vision 1 to 2, llm 1 to 3"):
         allocate(model, STAR[:1], 8, total=6)
+
+
+def test_stages_are_sums_of_their_layers() -> None:
+    passes = costs([LayerCost(2.0, False), LayerCost(2.0, True), LayerCost(1.0, True), LayerCost(5.0, False)], False)
+    stages = staged(passes, (2, 1, 1))
+    assert (stages.forward.tolist(), stages.input.tolist(), stages.weight.tolist()) == ([4, 1, 5], [0, 1, 5], [2, 1, 0])
+    assert stages.total.tolist() == [6, 3, 10]
+    for wrong in ((2, 1), (2, 0, 2), ()):
+        with pytest.raises(ValueError, match="no split of 4 layers"):
+            staged(passes, wrong)
+
+
+def test_unaware_planner_believes_in_twice_the_forward() -> None:
+    believed = as_if_trained(costs([LayerCost(2.0, False), LayerCost(2.0, True)], False))
+    assert believed.backward.tolist() == [4, 4]
+    assert believed.total.tolist() == [6, 6]
+
+
+def test_unaware_split_of_a_frozen_part_is_worse() -> None:
+    """Negative control: half of a chain is frozen with nothing trainable before it."""
+    passes = costs([LayerCost(1.0, False)] * 12 + [LayerCost(1.0, True)] * 12, False)
+    aware, unaware = split(passes.total, 4), split(as_if_trained(passes).total, 4)
+    assert unaware == split(passes.forward, 4) == (6, 6, 6, 6)
+    slowest = [staged(passes, s).total.max() for s in (aware, unaware)]
+    assert slowest == [12.0, 18.0]  # 47 units of work: 12 is the least possible

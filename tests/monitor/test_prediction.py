@@ -12,7 +12,10 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.monitor.prediction import Fitted, Ran, durations, links, predicted, rows_between, together
 from hetero_strategy.monitor.timeline import from_measured
 from hetero_strategy.schedule.action import Action, StageId
-from hetero_strategy.simulator import Host, Links, Simulation, simulate
+from hetero_strategy.simulator.account import Host
+from hetero_strategy.simulator.links import Links
+from hetero_strategy.simulator.result import Simulation
+from hetero_strategy.simulator.simulate import simulate
 
 SETTING = Setting(
     "vision dp2 -> llm pp2 dp2",

@@ -14,7 +14,8 @@ from PIL import Image
 from hetero_strategy.monitor.timeline import Timeline, evenly, from_measured, from_simulation, write_trace
 from hetero_strategy.monitor.timeline_draw import draw, figure
 from hetero_strategy.schedule.action import Action, StageId
-from hetero_strategy.simulator import Simulation, simulate
+from hetero_strategy.simulator.result import Simulation
+from hetero_strategy.simulator.simulate import simulate
 from tests.simulator.schedules import chain, random_schedule
 
 COSTS = {"F": 1e-3, "B": 2e-3, "I": 1e-3, "W": 1e-3, "UNSHARD": 5e-4, "REDUCE": 5e-4}

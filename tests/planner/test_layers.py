@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from hetero_strategy.planner.layers import LayerCost, Passes, costs
@@ -25,10 +24,8 @@ def times(passes: Passes) -> list[tuple[float, float, float, float]]:
         (LayerCost(2.0, True, True), False, (2, 0, 4, 4)),
         (LayerCost(2.0, True), True, (2, 2, 2, 4)),
         (LayerCost(2.0, True, True), True, (2, 4, 2, 6)),
-        (LayerCost(2.0, True, input=3.0, weight=1.0), True, (2, 3, 1, 4)),
-        (LayerCost(2.0, True, True, input=3.0, weight=1.0), True, (2, 5, 1, 6)),
-        (LayerCost(2.0, True, True, backward=5.5), True, (2, 4, 2, 5.5)),
-        (LayerCost(2.0, False, backward=5.5), False, (2, 0, 0, 0)),
+        (LayerCost(2.0, True, weight=1.0), True, (2, 2, 1, 3)),
+        (LayerCost(2.0, True, True, weight=1.0), True, (2, 4, 1, 5)),
     ],
 )
 def test_rules(layer: LayerCost, upstream: bool, expected: tuple[float, ...]) -> None:
@@ -54,25 +51,3 @@ def test_measured_times_of_cornstarch_figure_3() -> None:
     assert frozen.backward[0] == 0  # 0.01 measured
     # The paper's own rule, 1 x forward, leaves out recompute; 530.67 lies between one and two forwards.
     assert frozen.backward[2] < 530.67 < 2 * frozen.backward[2]
-
-
-def test_stages_are_sums_of_their_layers() -> None:
-    passes = costs([FROZEN, TRAINED, LayerCost(1.0, True), LayerCost(5.0, False)], False)
-    staged = passes.staged((2, 1, 1))
-    assert times(staged) == [(4, 0, 2, 2), (1, 1, 1, 2), (5, 5, 0, 5)]
-    assert staged.total.tolist() == [6, 3, 10]
-    for wrong in ((2, 1), (2, 0, 2), ()):
-        with pytest.raises(ValueError, match="no split of 4 layers"):
-            passes.staged(wrong)
-
-
-def test_unaware_planner_believes_in_twice_the_forward() -> None:
-    believed = costs([FROZEN, TRAINED], False).as_if_trained()
-    assert believed.backward.tolist() == [4, 4]
-    assert believed.total.tolist() == [6, 6]
-
-
-@pytest.mark.parametrize("wrong", [{"forward": -1.0}, {"forward": np.nan}, {"forward": 1.0, "weight": np.inf}])
-def test_times_that_are_none(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="not a time"):
-        LayerCost(trains=True, **wrong)  # type: ignore[arg-type]

@@ -12,7 +12,9 @@ import pytest
 from hetero_strategy.layout.pipeline import Pipeline
 from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
 from hetero_strategy.schedule.build import make_schedule
-from hetero_strategy.simulator import CAUSES, Footprint, Links, simulate
+from hetero_strategy.simulator.links import Links
+from hetero_strategy.simulator.result import CAUSES
+from hetero_strategy.simulator.simulate import simulate
 from tests.simulator.schedules import graph_of, work_of
 
 COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "UNSHARD": 0.0, "REDUCE": 0.0}
@@ -53,9 +55,9 @@ def test_interleaved(pp: int, vpp: int, microbatches: int) -> None:
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 8), (8, 16)])
 def test_zb_h1(pp: int, microbatches: int) -> None:
     """Qi et al. 2024, table 2: a bubble of (p - 1)(F + I - W), with the memory of 1F1B's worst stage."""
-    found = simulate(scheduled("zb_h1", pipeline(pp), microbatches), cost, memory=lambda node: Footprint(0.0, 1.0))
-    assert found.time == 3 * microbatches + (pp - 1)
-    assert found.peak_memory is not None and found.peak_memory.max() <= pp
+    schedule = scheduled("zb_h1", pipeline(pp), microbatches)
+    assert simulate(schedule, cost).time == 3 * microbatches + (pp - 1)
+    assert max(schedule.in_flight.values()) <= pp
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 8), (4, 12)])
@@ -79,12 +81,8 @@ def dag() -> StageGraph:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "sequential"])
 @pytest.mark.parametrize("microbatches", [1, 5, 9])
-def test_orders_of_a_dag_keep_their_bounds_and_add_up(name: str, microbatches: int) -> None:
-    schedule = scheduled(name, dag(), microbatches)
-    for node in schedule.graph.stages:  # the activations of one node at a time
-        held = {node: Footprint(0.0, 1.0)}
-        found = simulate(schedule, cost, Links(0.125), memory=lambda n, held=held: held.get(n, Footprint()))
-        assert found.peak_memory is not None and 1 <= found.peak_memory.max() <= schedule.in_flight[node]
+def test_orders_of_a_dag_add_up(name: str, microbatches: int) -> None:
+    found = simulate(scheduled(name, dag(), microbatches), cost, Links(0.125))
     total = sum(found.idle[cause] for cause in CAUSES) + found.busy
     np.testing.assert_allclose(total, found.time, rtol=1e-12)
 
@@ -106,11 +104,8 @@ def test_ten_thousand_ranks_with_encoders_on_all_of_them() -> None:
     grids = {VISION: np.arange(world)[:, None], AUDIO: np.arange(world // 2)[:, None]}
     grids |= {StageId("llm", s): np.arange(624).reshape(78, 8) + 624 * s for s in range(16)}
     schedule = scheduled("1f1b", graph_of(grids, (("vision", "llm"), ("audio", "llm"))), 64)
-    links = Links(1e-5, 1e11, 2e-5, 2e10, ranks_per_node=8)
     begin = time.process_time()
-    found = simulate(
-        schedule, lambda a: 1e-3 * cost(a), links, lambda source, target: 1e6, lambda node: Footprint(1e9, 1e8)
-    )
+    found = simulate(schedule, lambda a: 1e-3 * cost(a), Links(2e-5))
     assert time.process_time() - begin < 10
-    assert len(found.ranks) == world and found.peak_memory is not None and found.peak_memory.min() > 3e9
+    assert len(found.ranks) == world
     np.testing.assert_allclose(sum(found.idle[c] for c in CAUSES) + found.busy, found.time, rtol=1e-9)

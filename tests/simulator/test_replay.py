@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -11,8 +11,8 @@ import pytest
 
 from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StepWork
 from hetero_strategy.schedule.build import make_schedule
-from hetero_strategy.simulator import simulate
 from hetero_strategy.simulator.replay import Replay
+from hetero_strategy.simulator.simulate import simulate
 from tests.schedule.cases import Module, graph, work
 from tests.simulator.schedules import chain, random_schedule
 
@@ -57,16 +57,19 @@ def same(graph: StageGraph, count: int) -> StepWork:
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_times_are_those_of_the_simulator(setting: tuple[str, StageGraph], count: int) -> None:
     schedule = make_schedule(setting[0], setting[1], same(setting[1], count))
-    replay = Replay(schedule)
-    durations = np.random.default_rng(count).lognormal(size=(5, len(replay.actions)))
-    found = replay.times(durations)
-    for row, seconds in zip(durations, found, strict=True):
-        costs = dict(zip(replay.actions, row.tolist(), strict=True))
-        simulation = simulate(schedule, costs.__getitem__)
-        assert seconds == pytest.approx(simulation.time, rel=1e-12)
-        np.testing.assert_array_equal(replay.durations(costs.__getitem__), row)
-        ends = [simulation.end[a].item() for a in replay.actions]
-        np.testing.assert_allclose(replay.ends(row), ends, rtol=1e-12)
+    random = np.random.default_rng(count)
+    for _ in range(5):
+        costs = {a: float(random.lognormal()) for a in schedule.starts}
+        assert step_time(schedule, costs) == pytest.approx(simulate(schedule, costs.__getitem__).time, rel=1e-12)
+
+
+def step_time(schedule: Schedule, costs: Mapping[Action, float]) -> float:
+    """Seconds of the step with its microbatches in their own places."""
+    replay, count = Replay(schedule), 1 + max(a.microbatch for a in schedule.starts)
+    table = {name: np.zeros(count) for name in replay.lines}
+    for action, seconds in costs.items():
+        table[action.kind, action.node][max(0, action.microbatch)] = seconds
+    return float(replay.of_orders(replay.table(table, count), np.arange(count)[None])[0])
 
 
 def shared(graph: StageGraph) -> bool:
@@ -112,23 +115,17 @@ def test_instances_that_start_together_are_one(seed: int) -> None:
     stages = schedule.graph.stages
     actions = list(dict.fromkeys(a for lane in schedule.lanes for a in lane.actions))
     costs = {a: random.lognormal(size=len(stages[a.node].grid)) for a in actions}
-    replay = Replay(schedule)
-    found = replay.times(replay.durations(costs.__getitem__)[None])[0]
-
-    def slowest(action: Action) -> float:
-        return float(costs[action].max())
-
-    assert found == pytest.approx(simulate(schedule, slowest, synchronous=list(stages)).time, rel=1e-12)
+    slowest = {a: float(costs[a].max()) for a in actions}
+    found = step_time(schedule, slowest)
+    assert found == pytest.approx(simulate(schedule, slowest.__getitem__, synchronous=list(stages)).time, rel=1e-12)
     assert found >= simulate(schedule, costs.__getitem__).time * (1 - 1e-12)
 
 
 def test_equal_instances_are_one() -> None:
     schedule = chain(3, 5, instances=4, tp=2)
     random = np.random.default_rng(0)
-    replay = Replay(schedule)
-    costs = {a: float(random.lognormal()) for a in replay.actions}
-    found = replay.times(replay.durations(costs.__getitem__)[None])[0]
-    assert found == pytest.approx(simulate(schedule, costs.__getitem__).time, rel=1e-12)
+    costs = {a: float(random.lognormal()) for a in schedule.starts}
+    assert step_time(schedule, costs) == pytest.approx(simulate(schedule, costs.__getitem__).time, rel=1e-12)
 
 
 def test_a_schedule_that_lost_a_dependency_is_told_apart() -> None:
@@ -138,15 +135,14 @@ def test_a_schedule_that_lost_a_dependency_is_told_apart() -> None:
     feeds = dict(schedule.work.feeds)
     feeds["vision", "llm"] = feeds["vision", "llm"][1:]
     damaged = replace(schedule, work=replace(schedule.work, feeds=feeds))
-    durations = dict.fromkeys(Replay(schedule).actions, 1.0)
-    found = [r.times(r.durations(durations.__getitem__)[None])[0] for r in map(Replay, (schedule, damaged))]
-    assert found[1] < found[0]
+    costs = dict.fromkeys(schedule.starts, 1.0)
+    assert step_time(damaged, costs) < step_time(schedule, costs)
 
 
 def test_an_empty_schedule_takes_no_time() -> None:
     stages = graph({"llm": Module([[0]])})
     empty = Schedule("1f1b", stages, StepWork({"llm": ()}, {}), frozenset(), True, (), {})
-    assert Replay(empty).times(np.zeros((3, 0))).tolist() == [0.0, 0.0, 0.0]
+    assert Replay(empty).of_orders(np.zeros((0, 0)), np.zeros((3, 0), np.int64)).tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.perf

@@ -12,11 +12,11 @@ import numpy as np
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance.auto import automatic, greedy
-from hetero_strategy.plan.balance.cost import Cost, fit_cost, loads, lower_bound
+from hetero_strategy.plan.balance.cost import Cost, fit_cost, loads
 from hetero_strategy.plan.balance.greedy import descending, whole
 from hetero_strategy.plan.balance.limits import fits, keep_limit
 
-__all__ = ["POLICIES", "Cost", "balance", "fit_cost", "loads", "lower_bound", "register_policy"]
+__all__ = ["POLICIES", "Cost", "balance", "fit_cost", "loads", "register_policy"]
 
 Policy = Callable[[np.ndarray, int, Cost, "np.ndarray | None"], np.ndarray]
 """(Lengths int64 ``[n]``, longest first; number of bins; what a bin costs; speeds of bins, None where they are equal)
@@ -53,7 +53,6 @@ def balance(
     policy: str = "auto",
     speeds: np.ndarray | None = None,
     limit: int | None = None,
-    sizes: np.ndarray | None = None,
 ) -> np.ndarray:
     """Assign items to bins so that the largest ``load / speed`` is small.
 
@@ -66,26 +65,26 @@ def balance(
         cost: what a bin costs.
         policy: a name in :data:`POLICIES`.
         speeds: relative speeds of the bins, above 0, float64 ``[bins]``; None: equal.
-        limit: most ``sizes`` that a bin may hold (memory); None: any.
-        sizes: int64 ``[n]``; None: the lengths.
+        limit: most rows that a bin may hold (memory); None: any.
 
     Returns:
         The bin of each item, int64 ``[n]``.
 
     Raises:
-        ConfigError: the policy is unknown, shapes or values are wrong, or no assignment was found that keeps the limit.
+        ConfigError: no assignment was found that keeps the limit.
     """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    held = lengths if sizes is None else np.asarray(sizes, dtype=np.int64)
-    speeds = _checked(lengths, bins, policy, speeds, limit, held)
+    if speeds is not None and not np.ptp(speeds):
+        speeds = None
+    if limit is not None and len(lengths):
+        _check_limit(lengths, bins, limit)
     bin_of = _assigned(lengths, bins, cost, policy, speeds)
-    if limit is None or not len(lengths) or fits(bin_of, bins, held, limit):
+    if limit is None or not len(lengths) or fits(bin_of, bins, lengths, limit):
         return bin_of
-    within_limit = keep_limit(lengths, bins, cost, speeds, held, limit)
+    within_limit = keep_limit(lengths, bins, cost, speeds, limit)
     if within_limit is None:
         raise ConfigError(
-            f"balance: no assignment of {len(held)} items with {int(held.sum())} rows in all to {bins} bins was found "
-            f"with at most limit={limit} in each; raise the limit or give more bins (microbatches)."
+            f"balance: no assignment of {len(lengths)} items with {int(lengths.sum())} rows in all to {bins} bins was "
+            f"found with at most limit={limit} in each; raise the limit or give more bins (microbatches)."
         )
     return within_limit
 
@@ -100,41 +99,15 @@ def _assigned(lengths: np.ndarray, bins: int, cost: Cost, policy: str, speeds: n
     return bin_of
 
 
-def _checked(
-    lengths: np.ndarray,
-    bins: int,
-    policy: str,
-    speeds: np.ndarray | None,
-    limit: int | None,
-    sizes: np.ndarray,
-) -> np.ndarray | None:
-    """Check the arguments of :func:`balance` and return the speeds, None where they are equal."""
-    if policy not in POLICIES:
-        raise ConfigError(f"balance: policy={policy!r} is unknown; give one of {', '.join(POLICIES)}.")
-    if bins < 1:
-        raise ConfigError(f"balance: bins={bins}; give at least 1.")
-    if lengths.ndim != 1 or sizes.shape != lengths.shape:
+def _check_limit(lengths: np.ndarray, bins: int, limit: int) -> None:
+    longest, total = int(lengths.max()), int(lengths.sum())
+    if longest > limit:
         raise ConfigError(
-            f"balance: lengths {lengths.shape} and sizes {sizes.shape}; give one number per item to each."
+            f"balance: item {int(lengths.argmax())} has {longest} rows and no bin may hold more than limit={limit}; "
+            "raise the limit or leave the item out."
         )
-    if len(lengths) and min(int(lengths.min()), int(sizes.min())) < 0:
+    if total > limit * bins:
         raise ConfigError(
-            f"balance: shortest length {int(lengths.min())}, least size {int(sizes.min())}; give numbers of at least 0."
+            f"balance: {total} rows do not fit into {bins} bins of limit={limit}; give at least {-(-total // limit)} "
+            "bins (microbatches) or raise the limit."
         )
-    if limit is not None and len(lengths):
-        if int(sizes.max()) > limit:
-            raise ConfigError(
-                f"balance: item {int(sizes.argmax())} has {int(sizes.max())} rows and no bin may hold more than "
-                f"limit={limit}; raise the limit or leave the item out."
-            )
-        if int(sizes.sum()) > limit * bins:
-            raise ConfigError(
-                f"balance: {int(sizes.sum())} rows do not fit into {bins} bins of limit={limit}; give at least "
-                f"{-(-int(sizes.sum()) // limit)} bins (microbatches) or raise the limit."
-            )
-    if speeds is None:
-        return None
-    pace = np.asarray(speeds, dtype=np.float64)
-    if pace.shape != (bins,) or not np.all(np.isfinite(pace) & (pace > 0)):
-        raise ConfigError(f"balance: speeds={pace.tolist()} for {bins} bins; give one number above 0 per bin.")
-    return pace if np.ptp(pace) else None

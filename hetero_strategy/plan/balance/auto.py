@@ -78,7 +78,7 @@ def runs(
         else:
             own, pads = cost.fixed + cost.linear * rows, cost.quadratic * rows * rows
             cut = attention_runs(own, pads, bins, pace, ends)
-        tried.append(None if cut is None else np.repeat(order, cut[1]))
+        tried.append(None if cut is None else np.repeat(order, cut))
     return best(falling, bins, cost, speeds, tried)
 
 

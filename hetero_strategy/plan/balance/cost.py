@@ -15,7 +15,6 @@ from scipy.optimize import nnls
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance.greedy import descending
-from hetero_strategy.plan.balance.runs import padded_runs
 
 Padding = Literal["none", "full", "attention"]
 DEEP = 256
@@ -84,26 +83,6 @@ def loads(lengths: np.ndarray, bin_of: np.ndarray, bins: int, cost: Cost) -> np.
     return own + items * (cost.fixed + cost.quadratic * longest**2)
 
 
-def lower_bound(lengths: np.ndarray, bins: int, cost: Cost, speeds: np.ndarray | None = None) -> float:
-    """A value that the largest ``load / speed`` of no assignment is below.
-
-    It follows from the costs of the items alone (:func:`additive_bound`) and, with full padding and equal speeds, from
-    the search for the shortest runs, which are optimal.
-
-    Args:
-        lengths: rows of each item, int64 ``[n]``.
-        speeds: float64 ``[bins]``; None: 1.
-    """
-    alone = np.sort(cost.alone(lengths))[::-1]
-    if speeds is not None and np.ptp(speeds):
-        return additive_bound(alone, bins, np.asarray(speeds, dtype=np.float64))
-    least = additive_bound(alone, bins)
-    if cost.padding == "full":
-        runs = padded_runs(alone, bins)
-        least = least if runs is None else max(least, runs[0])
-    return least / (1.0 if speeds is None else float(speeds[0]))
-
-
 def additive_bound(falling: np.ndarray, bins: int, speeds: np.ndarray | None = None) -> float:
     """A value that the largest ``sum of costs / speed`` of no assignment is below.
 
@@ -130,8 +109,8 @@ def additive_bound(falling: np.ndarray, bins: int, speeds: np.ndarray | None = N
     return max(float(falling.sum() / speeds.sum()), float(together.max()))
 
 
-def fit_cost(batches: Sequence[np.ndarray], seconds: Sequence[float] | np.ndarray, padding: Padding = "none") -> Cost:
-    """Fit a cost to measured times by non-negative least squares of the relative errors.
+def fit_cost(batches: Sequence[np.ndarray], seconds: Sequence[float] | np.ndarray) -> Cost:
+    """Fit a cost without padding to measured times by non-negative least squares of the relative errors.
 
     Args:
         batches: rows of each item, one array per measured batch; empty batches are left out.
@@ -150,16 +129,10 @@ def fit_cost(batches: Sequence[np.ndarray], seconds: Sequence[float] | np.ndarra
             f"fit_cost: {len(times)} batches with items, shortest time {times.min(initial=np.inf)} s; "
             "give at least one batch with an item, and times above 0."
         )
-    terms = np.array([_terms(np.asarray(batches[i], dtype=np.float64), padding) for i in filled])
+    rows = [np.asarray(batches[i], dtype=np.float64) for i in filled]
+    terms = np.array([(len(r), r.sum(), (r * r).sum()) for r in rows])
     scaled = terms / times[:, None]
     size = np.linalg.norm(scaled, axis=0)
     size[size == 0] = 1.0
     fixed, linear, quadratic = nnls(scaled / size, np.ones(len(times)))[0] / size
-    return Cost(float(linear), float(quadratic), float(fixed), padding)
-
-
-def _terms(rows: np.ndarray, padding: Padding) -> tuple[float, float, float]:
-    """What the fixed, linear and quadratic coefficients are multiplied with for one batch."""
-    items, longest = len(rows), float(rows.max())
-    own, squares = float(rows.sum()), float((rows * rows).sum())
-    return items, items * longest if padding == "full" else own, squares if padding == "none" else items * longest**2
+    return Cost(float(linear), float(quadratic), float(fixed))

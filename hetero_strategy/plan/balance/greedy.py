@@ -215,10 +215,7 @@ def exchange(
         high, low = high[above], by_time[bottom + (turn + failed * (1 + count // 7)) % count][above]
         fast, slow = speeds[high], speeds[low]
         ideal = (load[high] * slow - load[low] * fast) / (fast + slow)
-        # |difference - ideal| of all items of the one with all of the other
-        off = (heavy[high] - ideal[:, None])[:, :, None] - heavy[low][:, None, :]
-        nearest = np.abs(off, out=off).reshape(len(high), -1).argmin(1)
-        give, take = np.divmod(nearest, table.shape[1])
+        give, take = _nearest(heavy[high], heavy[low], ideal)
         moved = heavy[high, give] - heavy[low, take]
         gain = np.maximum((load[high] - moved) / fast, (load[low] + moved) / slow) < time[high]
         failed = 0 if gain[time[high].argmax()] else failed + 1
@@ -233,6 +230,12 @@ def exchange(
     return exchanged[:-1]
 
 
+def _nearest(high: np.ndarray, low: np.ndarray, ideal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Columns, one of ``high`` and one of ``low``, whose difference is nearest to ``ideal``, in each row."""
+    off = (high - ideal[:, None])[:, :, None] - low[:, None, :]
+    return np.divmod(np.abs(off, out=off).reshape(len(high), -1).argmin(1), low.shape[1])
+
+
 def _table(weights: np.ndarray, bin_of: np.ndarray, bins: int, columns: int) -> np.ndarray:
     """Items of each bin that differ in weight, evenly chosen where there are too many, and at least one -1 after them;
     int64 ``[bins, columns]``.
@@ -242,10 +245,10 @@ def _table(weights: np.ndarray, bin_of: np.ndarray, bins: int, columns: int) -> 
     different = np.ones(len(items), dtype=bool)
     different[1:] = (heavy[1:] != heavy[:-1]) | (owner[1:] != owner[:-1])
     items = items[different]
-    counts = np.bincount(owner[different], minlength=bins)[:, None]
+    counts = np.bincount(owner[different], minlength=bins)
     chosen = np.arange(columns - 1)
-    chosen = np.where(counts < columns, chosen, chosen * counts // (columns - 1))
-    first = np.cumsum(counts)[:, None] - counts
+    chosen = np.where(counts[:, None] < columns, chosen, chosen * counts[:, None] // (columns - 1))
+    first = ragged.starts(counts)[:, None]
     table = np.full((bins, columns), -1, dtype=np.int64)
-    table[:, :-1] = np.where(chosen < counts, items[np.minimum(first + chosen, len(items) - 1)], -1)
+    table[:, :-1] = np.where(chosen < counts[:, None], items[np.minimum(first + chosen, len(items) - 1)], -1)
     return table

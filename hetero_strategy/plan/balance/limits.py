@@ -13,41 +13,34 @@ BLENDS = 8
 """Bisections of the share that sizes have in the weights."""
 
 
-def keep_limit(
-    lengths: np.ndarray, bins: int, cost: Cost, speeds: np.ndarray | None, sizes: np.ndarray, limit: int
-) -> np.ndarray | None:
-    """Find the best assignment that puts at most ``limit`` of ``sizes`` in every bin; None: none was found.
+def keep_limit(lengths: np.ndarray, bins: int, cost: Cost, speeds: np.ndarray | None, limit: int) -> np.ndarray | None:
+    """Find the best assignment that puts at most ``limit`` rows in every bin; None: none was found.
 
-    Three ways are tried: greedy on a blend of cost and size, with the least share of the size that will do; where items
-    are padded, runs that end at the limit; and where one of these finds nothing, first-fit decreasing by size.
+    Three ways are tried: greedy on a blend of cost and rows, with the least share of the rows that will do; where items
+    are padded, runs that end at the limit; and where one of these finds nothing, first-fit decreasing.
 
     Args:
         lengths: rows of each item, int64 ``[n]``.
         speeds: float64 ``[bins]``; None: equal.
-        sizes: int64 ``[n]``.
 
     Returns:
         The bin of each item, int64 ``[n]``.
     """
-    tried = [_blend(lengths, bins, cost, speeds, sizes, limit)]
+    tried = [_blend(lengths, bins, cost, speeds, limit)]
     if cost.padding != "none":
         order = descending(lengths)
-        ends = _ends(sizes[order], limit)
-        tried.append(_in_place(order, runs(lengths[order], bins, cost, speeds, ends)))
+        falling = lengths[order]
+        before = ragged.offsets(falling)
+        ends = np.searchsorted(before, before[:-1] + limit, side="right") - 1  # of the longest run from each item on
+        tried.append(_in_place(order, runs(falling, bins, cost, speeds, ends)))
     if any(bin_of is None for bin_of in tried):
-        tried.append(_first_fit(sizes, bins, limit))
+        tried.append(_first_fit(lengths, bins, limit))
     return best(lengths, bins, cost, speeds, tried)
 
 
-def fits(bin_of: np.ndarray, bins: int, sizes: np.ndarray, limit: int) -> bool:
+def fits(bin_of: np.ndarray, bins: int, lengths: np.ndarray, limit: int) -> bool:
     """Whether no bin holds more than the limit."""
-    return bool(np.bincount(bin_of, weights=sizes, minlength=bins).max() <= limit)
-
-
-def _ends(sizes: np.ndarray, limit: int) -> np.ndarray:
-    """End of the longest run within the limit that starts at each item, int64 ``[n]``."""
-    before = ragged.offsets(sizes)
-    return np.searchsorted(before, before[:-1] + limit, side="right") - 1
+    return bool(np.bincount(bin_of, weights=lengths, minlength=bins).max() <= limit)
 
 
 def _in_place(order: np.ndarray, bins: np.ndarray | None) -> np.ndarray | None:
@@ -59,23 +52,21 @@ def _in_place(order: np.ndarray, bins: np.ndarray | None) -> np.ndarray | None:
     return bin_of
 
 
-def _blend(
-    lengths: np.ndarray, bins: int, cost: Cost, speeds: np.ndarray | None, sizes: np.ndarray, limit: int
-) -> np.ndarray | None:
-    """Deal greedily by (1 - share) x cost + share x size, both of mean 1, with the least share that keeps the limit."""
+def _blend(lengths: np.ndarray, bins: int, cost: Cost, speeds: np.ndarray | None, limit: int) -> np.ndarray | None:
+    """Deal greedily by (1 - share) x cost + share x rows, both of mean 1, with the least share that keeps the limit."""
     alone = cost.alone(lengths)
     alone = alone / (alone.mean() or 1.0)
-    size = sizes / (sizes.mean() or 1.0)
+    rows = lengths / (lengths.mean() or 1.0)
 
     def assigned(share: float) -> np.ndarray | None:
-        weights = whole((1 - share) * alone + share * size, bins)
+        weights = whole((1 - share) * alone + share * rows, bins)
         order = np.argsort(-weights, kind="stable")
         pace = None if speeds is None or share == 1 else (1 - share) * speeds + share * speeds.mean()
         dealt = greedy(weights[order], bins, pace)
         if share == 1:  # all that counts is to keep the limit
-            dealt = exchange(sizes[order], dealt, np.ones(bins), limit)
+            dealt = exchange(lengths[order], dealt, np.ones(bins), limit)
         bin_of = _in_place(order, dealt)
-        return bin_of if bin_of is not None and fits(bin_of, bins, sizes, limit) else None
+        return bin_of if bin_of is not None and fits(bin_of, bins, lengths, limit) else None
 
     within_limit = assigned(1.0)
     if within_limit is None:
@@ -91,12 +82,12 @@ def _blend(
     return within_limit
 
 
-def _first_fit(sizes: np.ndarray, bins: int, limit: int) -> np.ndarray | None:
+def _first_fit(lengths: np.ndarray, bins: int, limit: int) -> np.ndarray | None:
     """First-fit decreasing, runs of items at a time: needs at most 11/9 of the fewest bins for a limit, plus one."""
-    left = descending(sizes)
-    less = -sizes[left]  # rising, to be searched
-    bin_of = np.empty(len(sizes), dtype=np.int64)
-    width = 4 * len(sizes) // bins + 16
+    left = descending(lengths)
+    less = -lengths[left]  # rising, to be searched
+    bin_of = np.empty(len(lengths), dtype=np.int64)
+    width = 4 * len(lengths) // bins + 16
     for number in range(bins):
         room, position, chosen = limit, 0, [np.zeros(0, dtype=np.int64)]
         while True:

@@ -25,7 +25,7 @@ ROUNDING = 1 + 1e-12
 
 def padded_runs(
     costs: np.ndarray, bins: int, speeds: np.ndarray | None = None, ends: np.ndarray | None = None
-) -> tuple[float, np.ndarray] | None:
+) -> np.ndarray | None:
     """Cut items into at most ``bins`` runs so that the largest (items x first item's cost / speed) is least.
 
     Under a bound, a run that starts with an item of cost g holds ``floor(bound / g)`` items, so that trying a bound
@@ -37,8 +37,7 @@ def padded_runs(
         ends: how far a run may reach that starts at each item, int64 ``[n]``; None: over all items.
 
     Returns:
-        A bound that no runs are below where speeds are equal, and the number of items of each run, int64 ``[bins]``;
-        None where ``ends`` leave no room for all items.
+        The number of items of each run, int64 ``[bins]``; None where ``ends`` leave no room for all items.
     """
     costs = np.ascontiguousarray(costs, dtype=np.float64)
     fast = np.ones(bins) if speeds is None else np.asarray(speeds, dtype=np.float64)
@@ -68,7 +67,7 @@ def padded_runs(
         return float((counts * costs[ragged.starts(counts).clip(max=n - 1)] / fast)[used].max(initial=0.0))
 
     if not n:
-        return 0.0, np.zeros(bins, dtype=np.int64)
+        return np.zeros(bins, dtype=np.int64)
     return _least(fill, longest, costs, fast, TOLERANCE)
 
 
@@ -78,7 +77,7 @@ def attention_runs(
     bins: int,
     speeds: np.ndarray | None = None,
     ends: np.ndarray | None = None,
-) -> tuple[float, np.ndarray] | None:
+) -> np.ndarray | None:
     """Do the same where a run costs the sum of its items' own costs + items x first item's padded cost; no optimum.
 
     Args:
@@ -117,14 +116,14 @@ def attention_runs(
         return float((times / fast).max(initial=0.0))
 
     if not n:
-        return 0.0, np.zeros(bins, dtype=np.int64)
+        return np.zeros(bins, dtype=np.int64)
     return _least(fill, longest, alone, fast, ATTENTION_TOLERANCE)
 
 
 def _least(
     fill: Fill, longest: Callable[[np.ndarray], float], alone: np.ndarray, speeds: np.ndarray, tolerance: float
-) -> tuple[float, np.ndarray] | None:
-    """Bisect the bound: one that no runs meet, up to the tolerance, and the best runs found; None: there are none."""
+) -> np.ndarray | None:
+    """Bisect the bound up to the tolerance; number of items of each of the best runs found, None: there are none."""
     n, bins, total = len(alone), len(speeds), float(speeds.sum())
     most = float(n * alone[0] / speeds.min())
 
@@ -134,7 +133,7 @@ def _least(
     low = high = max(float(alone.sum()) / total, float(alone[0] / speeds.max()))
     done, starts = fill(high)
     if done >= n:
-        return low, counted(starts)
+        return counted(starts)
     if fill(most)[0] < n:
         return None
     step = 0.0
@@ -159,4 +158,4 @@ def _least(
                 continue
         counts = counted(starts)
         high = min(middle, longest(counts))
-    return low, counts
+    return counts

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from hetero_strategy import ragged
-from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance.greedy import deal, exchange, whole
 from hetero_strategy.plan.nodes.level import heavy_first, spread
 from hetero_strategy.plan.nodes.propose import place_items
 from hetero_strategy.plan.nodes.slots import cell_of
+
+TOLERANCE = 0.002
+"""How far the largest load may rise so that more items stay."""
 
 _SCATTER = 40503
 """Odd, near 2^16 divided by the golden ratio: neighbouring item numbers come far apart when multiplied by it."""
@@ -21,51 +23,41 @@ _LAST = 64
 """Items among which the last one that leaves a node is chosen."""
 
 
-def balance_near_home(
-    weights: np.ndarray, home: np.ndarray, slot_node: np.ndarray, *, tolerance: float = 0.002
-) -> np.ndarray:
+def balance_near_home(weights: np.ndarray, home: np.ndarray, slot_node: np.ndarray) -> np.ndarray:
     """Assign items to slots so that slots are level and few items leave their node; slot of each item, int64 ``[n]``.
 
     Permuting whole balanced batches (OrchMLLM section 5.2.2) saves little where each batch has items from everywhere.
     Here only what a node has above its part of the total leaves it, for nodes that have less; then each node levels its
-    own slots. The largest load is at most ``1 + tolerance`` times the least that any balance must reach or, where that
+    own slots. The largest load is at most ``1 + TOLERANCE`` times the least that any balance must reach or, where that
     is not found (few items, or large ones), times what the longest-processing-time rule reaches over all slots.
 
     Args:
         weights: additive costs (padded batches have none), not negative, float64 ``[n]``.
         home: node of each item, int64 ``[n]``. An item whose node has no slots, such as -1, may go anywhere.
         slot_node: node of each slot, int64 ``[slots]``. Slots are equally fast.
-        tolerance: how far the largest load may rise so that more items stay.
-
-    Raises:
-        ConfigError: no slots, a negative tolerance, weights that are negative or not finite, or lengths that differ.
     """
-    weights = np.asarray(weights, dtype=np.float64)
-    _check(weights, home, slot_node, tolerance)
     nodes, of_slot = np.unique(slot_node, return_inverse=True)
     cell = cell_of(home, nodes)
     lowest = _lowest(weights, len(slot_node))
-    near, largest = _near(weights, cell, of_slot, lowest, tolerance)
-    if largest <= lowest * (1.0 + tolerance) and len(weights) > _FEW * len(slot_node):
+    near, largest = _near(weights, cell, of_slot, lowest)
+    if largest <= lowest * (1.0 + TOLERANCE) and len(weights) > _FEW * len(slot_node):
         return near
     plain = _plain(weights, cell, nodes, slot_node)
     reached = float(np.bincount(plain, weights, len(slot_node)).max())
-    if largest > reached * (1.0 + tolerance):
-        near, largest = _near(weights, cell, of_slot, reached, tolerance)
+    if largest > reached * (1.0 + TOLERANCE):
+        near, largest = _near(weights, cell, of_slot, reached)
     crossing = [float(weights[(cell >= 0) & (cell != of_slot[slot])].sum()) for slot in (near, plain)]
-    return near if largest <= reached * (1.0 + tolerance) and crossing[0] <= crossing[1] else plain
+    return near if largest <= reached * (1.0 + TOLERANCE) and crossing[0] <= crossing[1] else plain
 
 
-def _near(
-    weights: np.ndarray, cell: np.ndarray, of_slot: np.ndarray, lowest: float, tolerance: float
-) -> tuple[np.ndarray, float]:
-    """Slot of each item, and the largest load, which is meant to be at most ``lowest * (1 + tolerance)``."""
+def _near(weights: np.ndarray, cell: np.ndarray, of_slot: np.ndarray, lowest: float) -> tuple[np.ndarray, float]:
+    """Slot of each item, and the largest load, which is meant to be at most ``lowest * (1 + TOLERANCE)``."""
     slots = np.bincount(of_slot)
-    cell = _settle(weights, cell, slots, lowest * (1.0 + tolerance / 2))
+    cell = _settle(weights, cell, slots, lowest * (1.0 + TOLERANCE / 2))
     numbers, first = ragged.group_by(of_slot, len(slots))  # slots by cell
     size = (np.arange(int(slots.max()))[None, :] < slots[:, None]).astype(np.float64)
     slot = numbers[first[cell] + spread(weights, cell, np.zeros(size.shape), size)]
-    limit = lowest * (1.0 + tolerance)
+    limit = lowest * (1.0 + TOLERANCE)
     load = np.bincount(slot, weights, len(of_slot))
     for group in (of_slot, None):  # inside nodes and then, if that is not enough, across them
         if load.max() > limit:
@@ -122,11 +114,7 @@ def _last(weights: np.ndarray, items: np.ndarray, group: np.ndarray, rest: np.nd
     enough = (weights[items] >= rest[group]) & (rest[group] > 0)
     items, group = items[enough], group[enough]
     order = np.lexsort((items, weights[items], group))
-    items, group = items[order], group[order]
-    first = np.ones(len(items), dtype=bool)
-    first[1:] = group[1:] != group[:-1]
-    chosen: np.ndarray = items[first]
-    return chosen
+    return np.asarray(items[order][np.unique(group[order], return_index=True)[1]])
 
 
 def _plain(weights: np.ndarray, cell: np.ndarray, nodes: np.ndarray, slot_node: np.ndarray) -> np.ndarray:
@@ -137,15 +125,3 @@ def _plain(weights: np.ndarray, cell: np.ndarray, nodes: np.ndarray, slot_node: 
     batch[order], _ = deal(units[order], len(slot_node))
     homed = np.flatnonzero(cell >= 0)
     return place_items(weights[homed], cell[homed], batch[homed], nodes, slot_node)[batch]
-
-
-def _check(weights: np.ndarray, home: np.ndarray, slot_node: np.ndarray, tolerance: float) -> None:
-    if len(home) != len(weights) or not len(slot_node):
-        raise ConfigError(
-            f"data.nodes: {len(weights)} weights, {len(home)} homes and {len(slot_node)} slots; "
-            "give one home per weight and at least one slot"
-        )
-    if not tolerance >= 0:
-        raise ConfigError(f"data.nodes: tolerance {tolerance} is negative; give 0 or more")
-    if len(weights) and not (weights.min() >= 0 and np.isfinite(weights.max())):
-        raise ConfigError(f"data.nodes: weights go from {weights.min()} to {weights.max()}; give finite ones from 0")

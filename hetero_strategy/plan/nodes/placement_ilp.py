@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.nodes.slots import Cells, make_cells
 
 
@@ -23,6 +24,31 @@ class PlacementSolution:
     """Whether ``slots`` are proven best, up to the solver's gap of 0.01 %."""
 
 
+def place_by_program(
+    volume: np.ndarray,
+    source_node: np.ndarray,
+    slot_node: np.ndarray,
+    classes: np.ndarray | None,
+    seconds: float = 60.0,
+) -> np.ndarray:
+    """Choose a slot (an instance) for each balanced mini-batch: the best placement, by :func:`solve_placement`.
+
+    Returns:
+        The slot of each batch, a permutation, int64 ``[batches]``.
+
+    Raises:
+        ConfigError: the program is not solved in time.
+    """
+    solution = solve_placement(volume, source_node, slot_node, classes=classes, time_limit=seconds)
+    if not solution.optimal or solution.slots is None:
+        # What a search holds when it is stopped depends on the processor's speed, and ranks would disagree (law 7).
+        raise ConfigError(
+            f"balance: rearrange='ilp' did not solve {len(slot_node)} batches on {len(np.unique(slot_node))} nodes in "
+            f"{seconds:g} s; use rearrange='permute'"
+        )
+    return solution.slots
+
+
 def solve_placement(
     volume: np.ndarray,
     source_node: np.ndarray,
@@ -35,10 +61,15 @@ def solve_placement(
     """Find the least maximum over sources of bytes to other nodes, over all placements of batches on nodes.
 
     The program has variables ``[batches, nodes]``, a capacity per node and class, and a row per source (OrchMLLM
-    section 5.2.2, algorithm 3). HiGHS solves it through cvxpy. Arguments are those of
-    :func:`~hetero_strategy.plan.nodes.place_batches`.
+    section 5.2.2, algorithm 3). HiGHS solves it through cvxpy.
 
     Args:
+        volume: bytes of each source in each batch, float64 ``[sources, batches]`` (``slots.volumes``).
+        source_node: node of each source, int64 ``[sources]``.
+        slot_node: node of each slot (of its first rank), int64 ``[batches]``: there are as many slots as batches.
+        classes: class (speed) of each slot and of the batch balanced for it, int64 ``[batches]``: a batch stays in its
+            class. None: all are alike.
+        time_limit: seconds that the solver may take.
         relax: solve the linear relaxation only, which gives a bound and no placement.
     """
     import cvxpy as cp  # slow to import, and only this method needs it

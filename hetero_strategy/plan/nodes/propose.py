@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.nodes.slots import Cells, make_cells
 from hetero_strategy.plan.nodes.swap_batches import Flow, refine
 
@@ -25,7 +24,10 @@ def place_items(
     *,
     classes: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Do what :func:`~hetero_strategy.plan.nodes.place_batches` does, fast and from items, without a matrix of sources.
+    """Choose a slot (an instance) for each balanced mini-batch, such that sources send little to other nodes.
+
+    The aim is the least maximum over sources of bytes to other nodes (OrchMLLM section 5.2.2), in milliseconds and from
+    items, without a matrix of sources.
 
     In rounds, every batch proposes to the node with room that holds most of its bytes, and every node accepts what it
     holds most of. Bytes of sources with much to send count more; where the size allows it, passes are repeated with
@@ -35,16 +37,12 @@ def place_items(
     Args:
         size: bytes of each item, ``[n]``.
         source, batch: numbers of each item's source and balanced batch, int64 ``[n]``.
-        source_node, slot_node, classes: as for ``place_batches``.
+        source_node, slot_node, classes: as for :func:`~hetero_strategy.plan.nodes.placement_ilp.solve_placement`.
 
     Returns:
         The slot of each batch, a permutation, int64 ``[batches]``.
-
-    Raises:
-        ConfigError: ``classes`` has not one number per slot, or an item has a source or batch that does not exist.
     """
     cells = make_cells(source_node, slot_node, classes)
-    _check(source, batch, len(source_node), len(slot_node))
     same = np.arange(len(slot_node))
     if cells.count <= 1 or not np.any(cells.of_source >= 0):
         return same
@@ -107,12 +105,3 @@ def _urgency(sent: np.ndarray) -> np.ndarray:
     squared = part * part
     urgency: np.ndarray = np.maximum(squared * squared * part, 1e-30)
     return urgency
-
-
-def _check(source: np.ndarray, batch: np.ndarray, sources: int, batches: int) -> None:
-    for name, values, count in (("source", source, sources), ("batch", batch, batches)):
-        if len(values) and (values.min() < 0 or values.max() >= count):
-            raise ConfigError(
-                f"data.nodes: items have {name} {values.min()} to {values.max()}, but there are {count}; "
-                "number them from 0"
-            )

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero_strategy import ragged
-from hetero_strategy.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,7 @@ class Cells:
 
 
 def make_cells(source_node: np.ndarray, slot_node: np.ndarray, classes: np.ndarray | None) -> Cells:
-    """Number the nodes that have slots.
-
-    Raises:
-        ConfigError: ``classes`` has not one number per slot.
-    """
-    if classes is not None and len(classes) != len(slot_node):
-        raise ConfigError(f"data.nodes: {len(classes)} classes for {len(slot_node)} slots; give one per slot")
+    """Number the nodes that have slots."""
     nodes, of_slot = np.unique(slot_node, return_inverse=True)
     of_batch = np.zeros(len(slot_node), dtype=np.int64)
     if classes is not None:
@@ -63,8 +56,6 @@ def make_cells(source_node: np.ndarray, slot_node: np.ndarray, classes: np.ndarr
 
 def cell_of(node: np.ndarray, nodes: np.ndarray) -> np.ndarray:
     """Position of each node in ``nodes`` (ascending, int64 ``[cells]``), or -1 if it is not among them."""
-    if not len(nodes):
-        return np.full(len(node), -1, dtype=np.int64)
     if len(node) and nodes[0] >= 0 and nodes[-1] < 16 * len(nodes) + 64:  # a table is ten times faster than a search
         table = np.full(int(nodes[-1]) + 3, -1, dtype=np.int64)  # one entry more on either side, for numbers outside
         table[nodes + 1] = np.arange(len(nodes))
@@ -83,11 +74,3 @@ def volumes(size: np.ndarray, source: np.ndarray, batch: np.ndarray, sources: in
         batch: balanced mini-batch of each item, int64 ``[n]``.
     """
     return np.bincount(source * batches + batch, weights=size, minlength=sources * batches).reshape(sources, batches)
-
-
-def item_bytes_between(
-    size: np.ndarray, source: np.ndarray, slot: np.ndarray, source_node: np.ndarray, slot_node: np.ndarray
-) -> np.ndarray:
-    """Bytes that each source sends to other nodes, float64 ``[sources]``, from each item's size, source and slot."""
-    away = source_node[source] != slot_node[slot]
-    return np.bincount(source[away], weights=size[away], minlength=len(source_node)).astype(np.float64)

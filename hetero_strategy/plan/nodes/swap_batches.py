@@ -126,8 +126,9 @@ def _best_swap(
     residents = np.flatnonzero(cell == here)
     held = np.bincount(flow.batch[own], flow.size[own], flow.batches)
     held[residents] = 0.0
-    joining = np.arange(len(held)) if len(held) <= _CANDIDATES else _largest(held)
-    joining = joining[held[joining] > 0.0]
+    joining = np.flatnonzero(held)
+    if len(joining) > _CANDIDATES:
+        joining = np.sort(np.argpartition(-held, _CANDIDATES)[:_CANDIDATES])
     if not len(joining) or not len(residents):
         return None
     there = cell[joining]
@@ -154,10 +155,6 @@ def _best_swap(
         return None
     join, leave = divmod(best, len(residents))
     return int(joining[join]), int(residents[leave]), float(more[join, leave])
-
-
-def _largest(values: np.ndarray) -> np.ndarray:
-    return np.sort(np.argpartition(-values, _CANDIDATES)[:_CANDIDATES])
 
 
 def _bytes_of_cell(flow: Flow, tables: _Tables, batches: np.ndarray, cell: np.ndarray) -> np.ndarray:

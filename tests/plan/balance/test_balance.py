@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.peers.balancing import lower_bound
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.plan.balance import POLICIES, Cost, balance, loads, lower_bound
+from hetero_strategy.plan.balance import POLICIES, Cost, balance, loads
 
 PADDINGS = ("none", "full", "attention")
 
@@ -68,27 +69,24 @@ def test_equal_speeds_are_no_speeds() -> None:
     policy=st.sampled_from(["auto", "lpt", "round_robin"]),
     slack=st.integers(0, 40),
     unequal=st.booleans(),
-    own_sizes=st.booleans(),
 )
 def test_limits_are_kept_or_refused(
-    lengths: list[int], bins: int, padding: str, policy: str, slack: int, unequal: bool, own_sizes: bool
+    lengths: list[int], bins: int, padding: str, policy: str, slack: int, unequal: bool
 ) -> None:
     rows = np.array(lengths)
-    sizes = rows[::-1].copy() if own_sizes else rows
     # Above this any greedy fits: the emptiest bin is at most the mean before its last item.
-    enough = int(sizes.sum()) // bins + int(sizes.max())
+    enough = int(rows.sum()) // bins + int(rows.max())
     speeds = np.linspace(1.0, 3.0, bins) if unequal else None
     cost = Cost(1.0, 0.1, 1.0, padding)  # type: ignore[arg-type]
-    given_sizes = sizes if own_sizes else None
-    where = balance(rows, bins, cost, policy=policy, speeds=speeds, limit=enough + slack, sizes=given_sizes)
-    assert np.bincount(where, weights=sizes, minlength=bins).max() <= enough + slack
-    tight = max(int(sizes.max()), -(-int(sizes.sum()) // bins)) + slack // 4
+    where = balance(rows, bins, cost, policy=policy, speeds=speeds, limit=enough + slack)
+    assert np.bincount(where, weights=rows, minlength=bins).max() <= enough + slack
+    tight = max(int(rows.max()), -(-int(rows.sum()) // bins)) + slack // 4
     try:
-        where = balance(rows, bins, cost, policy=policy, speeds=speeds, limit=tight, sizes=given_sizes)
+        where = balance(rows, bins, cost, policy=policy, speeds=speeds, limit=tight)
     except ConfigError as error:
         assert f"limit={tight}" in str(error)
     else:
-        assert np.bincount(where, weights=sizes, minlength=bins).max() <= tight
+        assert np.bincount(where, weights=rows, minlength=bins).max() <= tight
 
 
 def test_a_limit_that_does_not_bind_changes_nothing_and_one_that_binds_does() -> None:
@@ -122,15 +120,9 @@ def test_first_fit_packs_what_the_greedy_cannot() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": "best"}, r"policy='best' is unknown; give one of auto, lpt"),
-        ({"bins": 0}, "bins=0"),
-        ({"speeds": np.array([1.0, 2.0])}, r"speeds=\[1.0, 2.0\] for 3 bins"),
-        ({"speeds": np.array([1.0, 0.0, 2.0])}, "above 0"),
         ({"limit": 7}, "item 0 has 8 rows and no bin may hold more than limit=7"),
         ({"limit": 8}, "25 rows do not fit into 3 bins of limit=8; give at least 4 bins"),
         ({"limit": 9}, "no assignment of 4 items with 25 rows in all to 3 bins was found with at most limit=9"),
-        ({"sizes": np.array([1, 2])}, r"sizes \(2,\)"),
-        ({"lengths": np.array([3, -1])}, "shortest length -1"),
     ],
 )
 def test_wrong_input_is_refused(arguments: dict[str, object], message: str) -> None:

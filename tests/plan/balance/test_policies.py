@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.peers.balancing import TOLERANCE, disttrain, karmarkar_karp, padded_ascending, tolerant
-from hetero_strategy.plan.balance import POLICIES, Cost, balance, loads, lower_bound
+from benchmarks.peers.balancing import TOLERANCE, disttrain, karmarkar_karp, lower_bound, padded_ascending, tolerant
+from hetero_strategy.plan.balance import POLICIES, Cost, balance, loads
 from hetero_strategy.plan.balance.auto import conv_transformer
 from hetero_strategy.plan.balance.greedy import exchange
 from tests.plan.balance.plain import (
