@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import csv
 import io
+import re
+from typing import cast, get_args
 
-from hetero_strategy.schedule.action import Action, Schedule
+from hetero_strategy.errors import ScheduleError
+from hetero_strategy.schedule import programs
+from hetero_strategy.schedule.action import Action, Kind, Lane, Schedule, StageGraph, StageId, StepWork
 from hetero_strategy.schedule.check import lanes_of_actions
 
 TORCH = {"REDUCE": "REDUCE_GRAD"}
 """Kinds that torch calls by another name."""
+_CELL = re.compile(r"(?:(?P<module>.+)\.)?(?P<stage>\d+)(?P<kind>[A-Z_]+)(?P<microbatch>\d*)")
 
 
 def grid(schedule: Schedule) -> str:
@@ -52,7 +57,50 @@ def to_csv(schedule: Schedule) -> str:
     return out.getvalue()
 
 
+def from_csv(text: str, name: str, graph: StageGraph, work: StepWork, *, train: bool = True) -> Schedule:
+    """A schedule from such lines, one per set of ranks that host the same stages, in the order of their first ranks.
+
+    Args:
+        text: the lines; cells of a graph of one module need not name it.
+        name: what to call it.
+        graph: of all stages.
+        work: of the step.
+        train: with backwards.
+
+    Raises:
+        ScheduleError: a cell that is none, or lists that wait for each other; ``schedule.check`` proves the rest.
+    """
+    lines = [[_action(cell.strip(), graph) for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text))]
+    ranks = [r for hosted, r in graph.hosts.items() if any(work.microbatches.get(s.module) for s in hosted)]
+    if len(lines) != len(ranks):
+        raise ScheduleError(f"{name}: {len(lines)} lists for {len(ranks)} sets of ranks that host the same stages")
+    actions = [a for line in lines for a in line]
+    held = {s: max(programs.held([_op(a) for a in own if a.node == s]) for own in lines) for s in graph.stages}
+    lanes = tuple(Lane(r, tuple(line)) for r, line in zip(sorted(ranks), lines, strict=True))
+    split = frozenset(a.node for a in actions if a.kind == "W")
+    return Schedule(name, graph, work, split, train, lanes, held)
+
+
+def _op(action: Action) -> programs.Op:
+    """As programs have it; what is neither a forward nor a backward has the number of no kind."""
+    kinds = {"F": programs.FORWARD, "B": programs.BACKWARD, "I": programs.BACKWARD, "W": programs.WEIGHT}
+    return kinds.get(action.kind, -1), action.node.stage, action.microbatch
+
+
 def _cell(action: Action, schedule: Schedule) -> str:
     module = "" if len(schedule.graph.pipelines) == 1 else f"{action.node.module}."
     number = "" if action.microbatch < 0 else str(action.microbatch)
     return f"{module}{action.node.stage}{TORCH.get(action.kind, action.kind)}{number}"
+
+
+def _action(cell: str, graph: StageGraph) -> Action:
+    found = _CELL.fullmatch(cell)
+    modules = list(graph.pipelines)
+    if found is None:
+        raise ScheduleError(f"{cell!r} is no action; write for example 0F3, llm.1B0 or 0UNSHARD")
+    names = {torch: ours for ours, torch in TORCH.items()}
+    kind, module = names.get(found["kind"], found["kind"]), found["module"] or modules[0]
+    stage = StageId(module, int(found["stage"]))
+    if kind not in get_args(Kind) or stage not in graph.stages or (found["module"] is None and len(modules) > 1):
+        raise ScheduleError(f"{cell!r} names no action of {', '.join(map(str, graph.stages))}")
+    return Action(cast(Kind, kind), stage, int(found["microbatch"] or -1))
