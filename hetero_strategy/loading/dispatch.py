@@ -34,20 +34,6 @@ NOBODY = -1
 
 
 @dataclass(frozen=True)
-class DispatchedBytes:
-    """Bytes of one step."""
-
-    sizes: int
-    """That this rank contributes to the all-gather of sizes."""
-    sent: int
-    """Payload to other ranks."""
-    received: int
-    """Payload from other ranks."""
-    everything: int
-    """Of the whole step's payload, each item once."""
-
-
-@dataclass(frozen=True)
 class Moves:
     """Items of one module that a rank keeps, sends and receives; all int64."""
 
@@ -96,7 +82,6 @@ class Dispatch:
     bit. Where ``on_error`` is ``skip``, `hetero_strategy.loading.agree.Agree` has to follow.
 
     Args:
-        steps: whose items are dispatched.
         shares: what each rank computes, by rank.
         group: of all ranks, on the host, used by the loading thread alone; None: this process is the only one.
     """
@@ -116,8 +101,6 @@ class Dispatch:
             name: np.array([_taken(share, name, isinstance(p, TargetProcessor)) for share in shares], np.int64)
             for name, p in steps.processors.items()
         }
-        self.traffic = DispatchedBytes(0, 0, 0, 0)
-        """Of the last step."""
 
     def __call__(self, decoded: Decoded) -> Batch:
         """The batch of a step. All ranks call it for the same steps in the same order.
@@ -137,18 +120,11 @@ class Dispatch:
         plan = steps.plan_of(metadata)
         assert plan.digest  # as in StepDataset
         planned = time.perf_counter()
-        sent = received = everything = 0
         pieces: dict[str, dict[int, np.ndarray]] = {}
         for name, sizes in measured.items():
-            length, width = sizes.length[sizes.read], 4 * steps.processors[name].feature
             at = home[metadata.items[name].sample]
             who = moves(at, _instances(plan, name), self._readers[name], self._rank)
-            pieces[name] = self._moved(who, decoded.items[name], at, length)
-            sent += int(length[who.sent].sum()) * width
-            received += int(length[who.received].sum()) * width
-            everything += int(length.sum()) * width
-        numbers = sum(one.sizes.size + one.length.size + one.rows.size for one in decoded.items.values())
-        self.traffic = DispatchedBytes(8 * numbers, sent, received, everything)
+            pieces[name] = self._moved(who, decoded.items[name], at, sizes.length[sizes.read])
         inputs = steps.inputs(plan, Dispatched(steps.index, samples, measured, pieces))
         seconds = decoded.seconds + known - began + time.perf_counter() - planned
         times = LoadTimes(planned - known, seconds)
@@ -163,10 +139,10 @@ class Dispatch:
         place = {}
         for name, processor in processors.items():
             width, at = len(processor.size_names) + 2, homes[name]
-            counts = np.bincount(at, minlength=self._world)
-            by_rank = np.argsort(at, kind="stable")
+            by_rank, bounds = ragged.group_by(at, self._world)
+            counts = np.diff(bounds)
             among = np.empty(len(at), np.int64)  # its rank's items
-            among[by_rank] = np.arange(len(at)) - np.repeat(ragged.starts(counts), counts)
+            among[by_rank] = ragged.within(counts)
             place[name] = (ahead[at] + among * width)[:, None] + np.arange(width)
             ahead += counts * width
         gathered = self._gathered(np.concatenate([np.zeros(0, np.int64), *own]), int(ahead.max()))
@@ -188,19 +164,11 @@ class Dispatch:
     def _raise(self, decoded: Decoded) -> NoReturn:
         message = next(iter(decoded.failed.values()), "").encode()[:MESSAGE]
         found = self._gathered(np.frombuffer(message, np.uint8), MESSAGE)
-        said = [bytes(one).rstrip(b"\0").decode(errors="replace") for one in found]
-        lines = "\n".join(one for one in said if one)
+        lines = "\n".join(bytes(one).rstrip(b"\0").decode(errors="replace") for one in found if one.any())
         raise DataError(f"{lines}; mend the data, or train without such samples: on_error='skip'")
 
     def _moved(self, who: Moves, items: DecodedItems, home: np.ndarray, length: np.ndarray) -> dict[int, np.ndarray]:
-        """Raw rows of every item that this rank computes, by number.
-
-        Args:
-            who: moves what.
-            items: that this rank has read.
-            home: rank that has read each item of the step, int64 ``[n]``.
-            length: raw rows of each item of the step, int64 ``[n]``.
-        """
+        """Raw rows of every item that this rank computes, by number; ``home`` and ``length`` are those of all items."""
         own = _split(items.values, np.flatnonzero(home == self._rank), length)
         found = {unit: own[unit] for unit in who.kept.tolist()}
         if not who.any:
@@ -220,8 +188,6 @@ class Dispatched:
     """What has come to this rank, as the :class:`~hetero_strategy.loading.payload.Content` of its inputs.
 
     Args:
-        index: of the data set.
-        samples: of the step, int64 ``[S]``.
         measured: sizes of all items of the step, by module.
         pieces: raw rows of the items that this rank computes, by module, then number.
     """

@@ -20,12 +20,7 @@ def complaint(index: DatasetIndex, module: str, sample: int, error: Exception) -
 
 
 class Reader:
-    """Reads the items of one batch.
-
-    Args:
-        index: of the data set.
-        on_error: what an item that cannot be read does.
-    """
+    """Reads the items of one batch."""
 
     def __init__(self, index: DatasetIndex, on_error: OnError = "stop") -> None:
         self._index = index
@@ -37,8 +32,6 @@ class Reader:
         """float32 ``[R, feature]`` of one item of the data set; zeros in its place where it is skipped.
 
         Args:
-            module: encoder or generator.
-            processor: of that module.
             item: number in the module's item table.
             sizes: int64 ``[k]``, as indexed; their product is R.
 

@@ -337,16 +337,13 @@ class _ShuffledEpochs(Sampler[int]):
     """What Lightning finds as the loader's sampler: passes the epoch on."""
 
     def __init__(self, loader: StepLoader) -> None:
-        self._loader = loader
-
-    def set_epoch(self, epoch: int) -> None:
-        self._loader.set_epoch(epoch)
+        self._steps, self.set_epoch = range(len(loader)), loader.set_epoch
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self._loader)))
+        return iter(self._steps)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self._steps)
 
 
 class _OrderedEpochs(SequentialSampler):
@@ -354,7 +351,4 @@ class _OrderedEpochs(SequentialSampler):
 
     def __init__(self, loader: StepLoader) -> None:
         super().__init__(range(len(loader)))
-        self._loader = loader
-
-    def set_epoch(self, epoch: int) -> None:
-        self._loader.set_epoch(epoch)
+        self.set_epoch = loader.set_epoch

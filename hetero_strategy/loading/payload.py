@@ -40,14 +40,7 @@ class Content(Protocol):
 
 
 class Fetched:
-    """Items are read where they are computed: the index knows all sizes.
-
-    Args:
-        index: of the data set.
-        processors: by module.
-        samples: of the step, data set indices, int64 ``[S]``.
-        reader: of the step.
-    """
+    """Items are read where they are computed, by a step's reader: the index knows all sizes."""
 
     def __init__(
         self, index: DatasetIndex, processors: Mapping[str, Media], samples: np.ndarray, reader: Reader

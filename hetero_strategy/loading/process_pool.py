@@ -38,12 +38,7 @@ HINTS = {
 
 
 class ProcessPool:
-    """A :class:`Crew` of processes on this machine.
-
-    Args:
-        steps: what they make.
-        size: number of them.
-    """
+    """A :class:`~hetero_strategy.loading.worker_pool.WorkerPool` of processes on this machine."""
 
     def __init__(self, steps: Steps, size: int) -> None:
         self.size, self.kind = size, "loader worker"

@@ -46,10 +46,6 @@ LOADERS = 4
 class RayPool:
     """A :class:`hetero_strategy.loading.worker_pool.WorkerPool` of Ray actors.
 
-    Args:
-        steps: what they make.
-        size: number of them.
-
     Raises:
         ConfigError: Ray is not installed, has no address, or not all actors find a processor.
     """

@@ -54,11 +54,6 @@ class SampledDataset(StepDataset):
     :class:`StepDataset` with the same options. A sample with an item that cannot be read, or with more than the index's
     ``max_tokens``, gives up all its items; what becomes of it all ranks decide together when the step is dispatched.
 
-    Args:
-        rank, world: of this process and in all.
-        index: built without measuring.
-        args, options: see :class:`StepDataset`.
-
     Raises:
         ConfigError: the index is measured, or ``window`` is not 1: tokens of samples are not known.
     """
@@ -83,10 +78,8 @@ class SampledDataset(StepDataset):
 
     def __getitem__(self, place: int | tuple[int, int]) -> Decoded:  # type: ignore[override]  # a part of a batch
         """What is at home here of (epoch, step), or of a step of epoch 0."""
+        epoch, step = self.place(place)
         began = time.perf_counter()
-        epoch, step = place if isinstance(place, tuple) else (0, place)
-        if not 0 <= step < len(self):
-            raise IndexError(f"step {step} of {len(self)}")
         samples = self.samples(epoch, step)
         mine = samples[self.home(len(samples)) == self.rank]
         failed: dict[int, str] = {}

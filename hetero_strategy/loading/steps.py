@@ -7,6 +7,7 @@ never from the process's random state.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,14 +22,14 @@ from hetero_strategy.data.media import Processor, TargetProcessor
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.loading.batch import Batch, LoadTimes, ModuleInputs
-from hetero_strategy.loading.collate import targets
+from hetero_strategy.loading.collate import sequence, targets
 from hetero_strategy.loading.item_reader import OnError, Reader
 from hetero_strategy.loading.metadata import step_metadata
 from hetero_strategy.loading.payload import Content, Fetched
-from hetero_strategy.model.inputs import IGNORE, EncoderInputs, Packing, SequenceInputs
+from hetero_strategy.model.inputs import EncoderInputs, Packing
 from hetero_strategy.plan.orchestrator import ResolvedBalance, plan_step
 from hetero_strategy.plan.packing import levelled
-from hetero_strategy.plan.step_plan import Assignment, StepMetadata, StepPlan, edge_blocks, slots
+from hetero_strategy.plan.step_plan import StepMetadata, StepPlan, edge_blocks, slots
 from hetero_strategy.schedule.compile import StepProgram
 
 
@@ -90,17 +91,13 @@ class StepDataset(Dataset[Batch]):
     """Map-style data set over the steps of an epoch; an item is one global batch as this rank sees it.
 
     Args:
-        index: of the data set.
-        processors: by encoder or generator name.
         edges: (encoder, language_model) and (language_model, generator) pairs; a language_model's units are whole
             samples.
-        share: what this rank computes.
         global_batch_size: samples per step, over all ranks.
         microbatches: per step; None: as few as the first language model's budget allows.
         microbatch_rows: encoders and generators with microbatches of their own; see `plan_step`.
         balancing: how work is spread; default: all units are dealt in order.
         window: steps among which samples move so that steps cost the same; 1: none leaves its step.
-        seed: of the order.
         shuffle: whether epochs are permuted; otherwise manifest order.
         drop_last: leave out the last step of an epoch if it is not full.
         same_noise: generators see the same noise and times in every epoch, so that validations compare.
@@ -182,9 +179,7 @@ class StepDataset(Dataset[Batch]):
 
     def __getitem__(self, place: int | tuple[int, int]) -> Batch:
         """The batch of (epoch, step), or of a step of epoch 0. Raises DataError where a file has gone bad."""
-        epoch, step = place if isinstance(place, tuple) else (0, place)
-        if not 0 <= step < len(self):
-            raise IndexError(f"step {step} of {len(self)}")
+        epoch, step = self.place(place)
         began = time.perf_counter()
         plan = self.plan(epoch, step)
         assert plan.digest  # made here, ahead of the step that needs it
@@ -193,6 +188,13 @@ class StepDataset(Dataset[Batch]):
         inputs = self.inputs(plan, Fetched(self.index, self.processors, plan.samples, reader))
         times = LoadTimes(planned - began, time.perf_counter() - planned)
         return self.compiled(Batch(plan, inputs, times, mine=self.share.mine, failed=reader.failed))
+
+    def place(self, place: int | tuple[int, int]) -> tuple[int, int]:
+        """(epoch, step) of what was asked for; IndexError where there is no such step."""
+        epoch, step = place if isinstance(place, tuple) else (0, place)
+        if not 0 <= step < len(self):
+            raise IndexError(f"step {step} of {len(self)}")
+        return epoch, step
 
     def compiled(self, batch: Batch) -> Batch:
         """A batch with its program, if steps have one."""
@@ -210,59 +212,20 @@ class StepDataset(Dataset[Batch]):
         }
 
     def _inputs(self, plan: StepPlan, module: str, number: int, instance: int, content: Content) -> ModuleInputs:
+        assignment = plan.assignments[module][number]
+        units, packing = assignment.of(instance), Packing.of(assignment.inner_rows_of(instance))
         if module in self.language_models:
-            return self._sequence(plan, number, module, instance, content)
-        processor = self.processors[module]
+            places = self._slots(plan, number, module, instance)
+            return sequence(*content.text(units), assignment.edge_rows_of(instance), packing, places)
+        processor, items = self.processors[module], content.items(module, units)
+        target = isinstance(processor, TargetProcessor)
+        values = content.values(module, units) if self.share.reads(module, target=target) else None
         if not isinstance(processor, TargetProcessor):
-            return self._items(plan, module, processor, plan.assignments[module][number], instance, content)
-        return targets(
-            processor,
-            plan,
-            module,
-            number,
-            instance,
-            self._slots(plan, number, module, instance),
-            self.seed,
-            epoch=0 if self.same_noise else plan.metadata.epoch,
-            reads=self.share.reads(module, target=True),
-            content=content,
-        )
-
-    def _items(
-        self,
-        plan: StepPlan,
-        encoder: str,
-        processor: Processor,
-        assignment: Assignment,
-        instance: int,
-        content: Content,
-    ) -> EncoderInputs:
-        units = assignment.of(instance)
-        items = content.items(encoder, units)
-        if not self.share.reads(encoder):
-            empty = torch.zeros(0, processor.feature)
-            return EncoderInputs(empty, items.sizes, items.rows, Packing.of(assignment.inner_rows_of(instance)))
-        return processor.collate(content.values(encoder, units), items.sizes, items.rows)
-
-    def _sequence(
-        self, plan: StepPlan, number: int, language_model: str, instance: int, content: Content
-    ) -> SequenceInputs:
-        assignment = plan.assignments[language_model][number]
-        lengths = assignment.edge_rows_of(instance)
-        tokens, learnt = content.text(assignment.of(instance))
-        total = len(tokens) + int(assignment.padding[instance])
-        ids = np.zeros(total, np.int64)
-        ids[: len(tokens)] = tokens
-        labels = np.full(total, IGNORE, np.int64)
-        # Shifted within each sample: its last token predicts nothing, whatever sample lies behind it.
-        last = np.zeros(len(tokens), bool)
-        last[np.cumsum(lengths)[lengths > 0] - 1] = True
-        source = np.flatnonzero(~last)
-        source = source[learnt[source + 1]]
-        labels[source] = ids[source + 1]
-        packing = Packing.of(assignment.inner_rows_of(instance))
-        places = self._slots(plan, number, language_model, instance)
-        return SequenceInputs(torch.from_numpy(ids), torch.from_numpy(labels), packing, places)
+            if values is not None:
+                return processor.collate(values, items.sizes, items.rows)
+            return EncoderInputs(torch.zeros(0, processor.feature), items.sizes, items.rows, packing)
+        seed = (self.seed, 0 if self.same_noise else plan.metadata.epoch, zlib.crc32(module.encode()))
+        return targets(items, values, processor.feature, packing, self._slots(plan, number, module, instance), seed)
 
     def _slots(self, plan: StepPlan, number: int, target: str, instance: int) -> dict[Hashable, torch.Tensor]:
         """(source, its microbatch) -> rows of the instance that it fills; none where the step's program says it."""
