@@ -105,12 +105,17 @@ def _shade(colour: Colour, kind: Kind, turn: int = 0) -> Colour:
     return red, green, blue
 
 
-def _turns(events: Iterable[Event]) -> dict[tuple[int, str, int], int]:
-    """(rank, module, stage) -> number of earlier stages of the module that the rank has."""
+def _stages(events: Iterable[Event]) -> dict[tuple[int, str], list[int]]:
+    """(rank, module) -> stages of the module that the rank has, ascending."""
     stages: dict[tuple[int, str], set[int]] = defaultdict(set)
     for event in events:
         stages[event.rank, event.action.node.module].add(event.action.node.stage)
-    return {(*key, stage): i for key, numbers in stages.items() for i, stage in enumerate(sorted(numbers))}
+    return {key: sorted(numbers) for key, numbers in stages.items()}
+
+
+def _turns(events: Iterable[Event]) -> dict[tuple[int, str, int], int]:
+    """(rank, module, stage) -> number of earlier stages of the module that the rank has."""
+    return {(*key, stage): i for key, numbers in _stages(events).items() for i, stage in enumerate(numbers)}
 
 
 def _frame(axes: Axes, timeline: Timeline, longest: float, height: float, last: bool) -> None:
@@ -135,16 +140,12 @@ def _frame(axes: Axes, timeline: Timeline, longest: float, height: float, last: 
 
 def _labels(timeline: Timeline) -> list[str]:
     """Label of each rank: its number and, where there is space, its stages."""
-    stages: dict[int, dict[str, set[int]]] = {rank: defaultdict(set) for rank in timeline.ranks}
-    for event in timeline.events:
-        stages[event.rank][event.action.node.module].add(event.action.node.stage)
     if len(timeline.ranks) > 32:
         return [str(rank) for rank in timeline.ranks]
-    names = {
-        rank: "  ".join(f"{m}.{','.join(map(str, sorted(numbers)))}" for m, numbers in own.items())
-        for rank, own in stages.items()
-    }
-    return [f"{names[rank]}   rank {rank}" for rank in timeline.ranks]
+    names: dict[int, list[str]] = defaultdict(list)
+    for (rank, module), numbers in _stages(timeline.events).items():
+        names[rank].append(f"{module}.{','.join(map(str, numbers))}")
+    return [f"{'  '.join(names[rank])}   rank {rank}" for rank in timeline.ranks]
 
 
 def _boxes(axes: Axes, timeline: Timeline, colours: dict[str, Colour]) -> None:
