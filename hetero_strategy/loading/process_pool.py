@@ -90,6 +90,7 @@ class _Worker:
             self.pipe.send((place, block))
 
     def receive(self) -> Any:
+        """The next step; WorkerDied where there is none to come."""
         try:
             while self.pipe not in (ready := wait([self.pipe, self.process.sentinel], CHECK)):
                 # What it sent before it died is still to be had.

@@ -68,6 +68,7 @@ class RayPool:
         self._asked[worker].append(self._actors[worker].make.remote(place))
 
     def result(self, worker: int) -> Any:
+        """The next step of an actor."""
         errors = self._ray.exceptions
         try:
             made = self._ray.get(self._asked[worker].popleft())
@@ -124,6 +125,7 @@ class _Actor:
         self._steps = steps
 
     def make(self, place: Place) -> Any:
+        """One step: its head, and its buffers' sizes and block; or what is to be raised in its place."""
         answer = attempt(self._steps, place)
         if isinstance(answer, Exception):
             return answer

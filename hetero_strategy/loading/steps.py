@@ -25,7 +25,7 @@ from hetero_strategy.loading.batch import Batch, LoadTimes, ModuleInputs
 from hetero_strategy.loading.collate import sequence, targets
 from hetero_strategy.loading.item_reader import OnError, Reader
 from hetero_strategy.loading.metadata import step_metadata
-from hetero_strategy.loading.payload import Content, Fetched
+from hetero_strategy.loading.payload import Content, fetched
 from hetero_strategy.model.inputs import EncoderInputs, Packing
 from hetero_strategy.plan.orchestrator import ResolvedBalance, plan_step
 from hetero_strategy.plan.packing import levelled
@@ -184,8 +184,8 @@ class StepDataset(Dataset[Batch]):
         plan = self.plan(epoch, step)
         assert plan.digest  # made here, ahead of the step that needs it
         planned = time.perf_counter()
-        reader = Reader(self.index, self.on_error)
-        inputs = self.inputs(plan, Fetched(self.index, self.processors, plan.samples, reader))
+        reader = Reader(self.index, self.processors, self.on_error)
+        inputs = self.inputs(plan, fetched(self.index, plan.samples, reader))
         times = LoadTimes(planned - began, time.perf_counter() - planned)
         return self.compiled(Batch(plan, inputs, times, mine=self.share.mine, failed=reader.failed))
 
