@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from tqdm import tqdm
@@ -75,7 +75,6 @@ def build_index(
         answers: whether every sample must have a non-empty answer.
         measure: if False, no media file is opened; sizes and faults of files show only when items are decoded.
         leave_out: media fields; samples that hold one are left out, and counted in the index.
-        progress: whether to show progress bars.
 
     Raises:
         DataError: the data set has faults, of which the error names the first ten.
@@ -84,20 +83,7 @@ def build_index(
     """
     manifest = Path(manifest)
     folder = Path(media_folder) if media_folder is not None else manifest.parent
-    fields = [processor.field for processor in processors.values()]
-    if len(set(fields)) < len(fields):
-        raise ConfigError(
-            f"processors {', '.join(processors)} read the fields {', '.join(fields)}; give each its own field"
-        )
-    if verify not in ("auto", "header", "decode"):
-        raise ConfigError(f"verify is {verify!r}; use 'auto', 'header' or 'decode'")
-    if not measure and verify != "auto":
-        raise ConfigError(
-            f"verify is {verify!r} but measure is False (payload='all_to_all'): no media file is opened before it is"
-            " needed, so there is nothing to verify; leave verify out, or measure"
-        )
-    if not manifest.is_file():
-        raise DataError(f"{manifest}: manifest is missing; check the path, or write it first")
+    _check(manifest, processors, verify, measure)
     settings = {
         "version": VERSION,
         "tokenizer": tokenizer.settings(),
@@ -117,6 +103,7 @@ def build_index(
         drawn = [p.field for p in processors.values() if isinstance(p, TargetProcessor)]
         for field in drawn:
             tokenizer.placeholder_id(field, seen=True)
+        fields = [processor.field for processor in processors.values()]
         samples = parse_manifest(manifest, fields, answers, faults, drawn=drawn, leave_out=leave_out)
         measured = _measure(samples, processors, folder, verify, faults, progress) if measure else None
         arrays = _arrays(samples, tokenizer, processors, measured, max_tokens, faults, progress)
@@ -125,6 +112,23 @@ def build_index(
         header = {"settings": settings, "samples": len(samples), "modules": list(processors), "widths": widths}
         _write(target, arrays, header | {"left_out": faults.left_out})
     return load_index(target, folder)
+
+
+def _check(manifest: Path, processors: Mapping[str, Media], verify: str, measure: bool) -> None:
+    fields = [processor.field for processor in processors.values()]
+    if len(set(fields)) < len(fields):
+        raise ConfigError(
+            f"processors {', '.join(processors)} read the fields {', '.join(fields)}; give each its own field"
+        )
+    if verify not in get_args(Verify):
+        raise ConfigError(f"verify is {verify!r}; use 'auto', 'header' or 'decode'")
+    if not measure and verify != "auto":
+        raise ConfigError(
+            f"verify is {verify!r} but measure is False (payload='all_to_all'): no media file is opened before it is"
+            " needed, so there is nothing to verify; leave verify out, or measure"
+        )
+    if not manifest.is_file():
+        raise DataError(f"{manifest}: manifest is missing; check the path, or write it first")
 
 
 Measured = Mapping[tuple[str, str], tuple[tuple[int, ...], int]]

@@ -143,12 +143,14 @@ class ImageProcessor(_FromFields):
         return grid, grid[0] * grid[1] // self.merge**2
 
     def check(self, path: str | Path) -> None:
+        """Verify checksums, then decode all pixels."""
         with _reading(path, "image", Image.open) as image:
             _reading(path, "image", lambda _: image.verify())  # checksums; load() forgives a PNG without its end
         with _reading(path, "image", Image.open) as image:
             _reading(path, "image", lambda _: image.load())
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
+        """Patches of the resized image, normalised."""
         with _reading(path, "image", Image.open) as image:
             grid = self._grid(image)
             _same(path, self.size_names, grid, sizes)
@@ -234,6 +236,7 @@ class AudioProcessor(_FromFields):
         _waveform(path)
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
+        """Log-mel frames of the resampled clip."""
         frames = self._frames(path)
         _same(path, self.size_names, (frames,), sizes)
         waveform, rate = _waveform(path)

@@ -212,9 +212,7 @@ class BalanceMonitor(L.Callback):
 def step_traffic(executor: Executor, plan: StepPlan, ranks_per_node: int) -> Traffic:
     """Count the bytes that a step moves between ranks at the edges between modules, and back where gradients flow.
 
-    Args:
-        executor: holds the stages, their ranks and the width of rows between them.
-        ranks_per_node: ranks ``[k * n, (k + 1) * n)`` share a node.
+    Ranks ``[k * ranks_per_node, (k + 1) * ranks_per_node)`` share a node.
     """
     total, graph = Traffic(0.0, 0.0), executor.compiler.graph
     for row_bytes, (source, target) in zip(executor.row_bytes, graph.edges, strict=True):

@@ -19,10 +19,7 @@ def fitted_costs(executor: Executor, group: dist.ProcessGroup | None) -> dict[st
     """Fit the seconds of every module's forward, as a function of its items, to the recorded steps of all ranks.
 
     They are meant for ``balance.costs`` of the next run where FLOPs say too little about time (small items, slow
-    kernels). This is a collective over all ranks, after training, and waits for the device.
-
-    Args:
-        group: a group of all ranks that works on the host.
+    kernels). This is a collective over ``group``, all ranks on the host, after training, and waits for the device.
 
     Returns:
         Module -> its cost, on rank 0; None on the others. Modules that never ran are left out.

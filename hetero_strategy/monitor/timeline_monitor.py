@@ -64,10 +64,7 @@ class MeasuredAndSimulated(NamedTuple):
 def compare(executor: Executor, group: dist.ProcessGroup | None) -> MeasuredAndSimulated | None:
     """Simulate each of the last recorded steps with what is fitted to the others, and gather what was measured.
 
-    This is a collective over all ranks, after training, and waits for the device.
-
-    Args:
-        group: a group of all ranks that works on the host.
+    This is a collective over ``group``, all ranks on the host, after training, and waits for the device.
 
     Returns:
         The comparison on rank 0; None on the others, and where no step was recorded.

@@ -50,10 +50,9 @@ class Assembled:
 
 
 def find_model(module: nn.Module, agree: Callable[[bool], bool]) -> tuple[str, MultimodalModel]:
-    """The one model of a LightningModule and its name there.
+    """The one model of a LightningModule, after ``configure_model``, and its name there.
 
     Args:
-        module: after ``configure_model``.
         agree: whether any rank says yes; a collective.
 
     Raises:
