@@ -83,8 +83,8 @@ def compare(executor: Executor, group: dist.ProcessGroup | None) -> MeasuredAndS
     for i, step in enumerate(steps):
         events, spans = {}, {}
         for rank, (report, shift) in enumerate(zip(reports, shifts, strict=True)):
-            own, (begin, end) = report.steps[i]
-            events[rank] = [(action, start + shift, stop + shift) for action, start, stop in own]
+            timed, (begin, end) = report.steps[i]
+            events[rank] = [(action, start + shift, stop + shift) for action, start, stop in timed]
             spans[rank] = begin + shift, end + shift
         planned = PlannedCosts(step.plan, executor.compiler.graph, executor.compiler.costs)
         ran.append(Ran(step.plan, step.schedule, planned, events, spans))
