@@ -135,6 +135,16 @@ def write_data(folder: Path, samples: int, seed: int = 0) -> None:
     (folder / "data.json").write_text(json.dumps(entries))
 
 
+class Counted(Dispatch):
+    """Ours, with the bytes of payload that this rank has sent."""
+
+    bytes = 0
+
+    def _moved(self, who: Moves, items: DecodedItems, home: np.ndarray, length: np.ndarray) -> dict[int, np.ndarray]:
+        self.bytes += int(length[who.sent].sum()) * items.values[:1].nbytes
+        return super()._moved(who, items, home, length)
+
+
 class GatherAll(Dispatch):
     """The strawman: every rank gets everything, then keeps what it computes."""
 
@@ -174,7 +184,7 @@ def measure_on_rank(rank: int, world: int, task: Task) -> Found:
     ]
     fetch = StepDataset(indices[0], processors(), EDGES, shares[rank], **options)
     sampled = SampledDataset(indices[1], processors(), EDGES, shares[rank], **options, rank=rank, world=world)
-    ours, strawman = Dispatch(sampled, shares, group), GatherAll(sampled, shares, group)
+    ours, strawman = Counted(sampled, shares, group), GatherAll(sampled, shares, group)
     found.decode = {"fetch": [], "all_to_all": []}
     for step in range(len(fetch)):
         decoded, seconds = _clocked(lambda step=step: sampled[step])  # type: ignore[misc]
@@ -197,9 +207,9 @@ def measure_on_rank(rank: int, world: int, task: Task) -> Found:
             else:
                 found.gathered_seconds.append(seconds)
                 found.gathered_wire.append(carried)
-        found.moved.append(ours.traffic.sent)
+        found.moved.append(ours.bytes)
         found.gathered.append(strawman.bytes)
-        strawman.bytes = 0
+        ours.bytes = strawman.bytes = 0
         found.least.append(_least(whole, shares[rank], rank, world))
     if not task.wire:
         for name, loader in (

@@ -295,7 +295,9 @@ def blank(tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Ten
 
 def test_save_and_load_in_one_process(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "c.ckpt"
-    ck.save(owned(), {"epoch": 1, "global_step": 7, "x": (torch.ones(2),)}, path, rank_state={"rng": torch.arange(3)})
+    ck.Checkpointer().save(
+        owned(), {"epoch": 1, "global_step": 7, "x": (torch.ones(2),)}, path, rank_state={"rng": torch.arange(3)}
+    )
     into = blank()
     loaded = ck.load(into, path)
     assert same(into, owned())
@@ -308,7 +310,7 @@ def test_save_and_load_in_one_process(tmp_path: Path) -> None:
         key: (tuple(t.shape), t.dtype) for key, t in owned().items()
     }
     assert os.listdir(path.parent) == ["c.ckpt"]
-    ck.save(owned(2), {}, path)  # in place of the first
+    ck.Checkpointer().save(owned(2), {}, path)  # in place of the first
     ck.load(into, path)
     assert same(into, owned(2))
     assert os.listdir(path.parent) == ["c.ckpt"]
@@ -319,7 +321,7 @@ def test_save_and_load_in_one_process(tmp_path: Path) -> None:
 
 def test_load_fills_parameters_in_place(tmp_path: Path) -> None:
     linear = nn.Linear(3, 4)
-    ck.save({f"model.{k}": v for k, v in linear.named_parameters()}, {}, tmp_path / "c")
+    ck.Checkpointer().save({f"model.{k}": v for k, v in linear.named_parameters()}, {}, tmp_path / "c")
     other = nn.Linear(3, 4)
     turned = nn.Parameter(torch.zeros(3, 4).T)  # not contiguous
     ck.load({"model.weight": turned, "model.bias": other.bias}, tmp_path / "c")
@@ -329,7 +331,7 @@ def test_load_fills_parameters_in_place(tmp_path: Path) -> None:
 
 def test_load_tells_what_does_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "c"
-    ck.save(owned(), {}, path)
+    ck.Checkpointer().save(owned(), {}, path)
 
     def told(change: dict[str, torch.Tensor], drop: tuple[str, ...] = (), strict: bool = True) -> Any:
         into = {key: tensor for key, tensor in (blank() | change).items() if key not in drop}
@@ -363,7 +365,7 @@ def test_load_tells_what_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_save_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
-    ck.save(owned(), {}, tmp_path / "c")
+    ck.Checkpointer().save(owned(), {}, tmp_path / "c")
     for tensors, metadata, said in [
         ({"model.w": torch.empty(1, device="meta")}, {}, "meta device"),
         ({"model.w": torch.eye(2).to_sparse()}, {}, "layout"),
@@ -372,7 +374,7 @@ def test_save_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
         (owned(2), {"a": object()}, r"checkpoint\['a'\]"),
     ]:
         with pytest.raises(CheckpointError, match=said):
-            ck.save(tensors, metadata, tmp_path / "c")  # type: ignore[arg-type]
+            ck.Checkpointer().save(tensors, metadata, tmp_path / "c")  # type: ignore[arg-type]
         assert os.listdir(tmp_path) == ["c"]
     into = blank()
     ck.load(into, tmp_path / "c")
@@ -385,17 +387,17 @@ def test_foreign_paths_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "stock.ckpt").write_bytes(pickle.dumps({}))
     (tmp_path / "empty").mkdir()
     for name, said in [("home", "thesis.txt"), ("stock.ckpt", "is a file")]:
-        for act in (lambda p: ck.save(owned(), {}, p), ck.remove, lambda p: ck.load(blank(), p)):
+        for act in (lambda p: ck.Checkpointer().save(owned(), {}, p), ck.remove, lambda p: ck.load(blank(), p)):
             with pytest.raises(CheckpointError):
                 act(tmp_path / name)
         with pytest.raises(CheckpointError, match=said):
-            ck.save(owned(), {}, tmp_path / name)
+            ck.Checkpointer().save(owned(), {}, tmp_path / name)
     assert (tmp_path / "home" / "thesis.txt").exists() and (tmp_path / "stock.ckpt").exists()
     with pytest.raises(CheckpointError, match="no checkpoint at"):
         ck.load(blank(), tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"no checkpoint\.json"):
         ck.load(blank(), tmp_path / "empty")
-    ck.save(owned(), {}, tmp_path / "empty")
+    ck.Checkpointer().save(owned(), {}, tmp_path / "empty")
 
 
 def rewrite(**changes: Any) -> Callable[[Path], None]:
@@ -436,7 +438,7 @@ def garbage(path: Path) -> None:
     ],
 )
 def test_damage_is_told(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
-    ck.save(owned(), {"k": 1}, tmp_path / "c")
+    ck.Checkpointer().save(owned(), {"k": 1}, tmp_path / "c")
     damage(tmp_path / "c")
     with pytest.raises(CheckpointError, match=said):
         ck.load(blank(), tmp_path / "c")
@@ -444,7 +446,9 @@ def test_damage_is_told(tmp_path: Path, damage: Callable[[Path], None], said: st
 
 def all_kinds(path: Path) -> dict[str, torch.Tensor]:
     """A checkpoint with a file of every kind, and tensors to load it into."""
-    ck.save(owned(), {"epoch": 1, "t": torch.arange(3.0)}, path, rank_state={"rng": torch.arange(5), "n": 1})
+    ck.Checkpointer().save(
+        owned(), {"epoch": 1, "t": torch.arange(3.0)}, path, rank_state={"rng": torch.arange(5), "n": 1}
+    )
     assert len(os.listdir(path)) == 6
     return blank()
 
@@ -493,8 +497,8 @@ def test_a_checkpoint_without_checksums_loads_and_says_so(tmp_path: Path) -> Non
 
 
 def test_a_damaged_index_is_told_though_an_older_one_is_there(tmp_path: Path) -> None:
-    ck.save(owned(), {}, tmp_path / "c.old")
-    ck.save(owned(2), {}, tmp_path / "new")
+    ck.Checkpointer().save(owned(), {}, tmp_path / "c.old")
+    ck.Checkpointer().save(owned(2), {}, tmp_path / "new")
     os.rename(tmp_path / "new", tmp_path / "c")
     flip(tmp_path / "c" / folders.INDEX, 50)
     with pytest.raises(CheckpointError, match=r"c/checkpoint\.json"):
@@ -502,7 +506,7 @@ def test_a_damaged_index_is_told_though_an_older_one_is_there(tmp_path: Path) ->
 
 
 def test_incomplete_folder_falls_back_to_the_old_one(tmp_path: Path) -> None:
-    ck.save(owned(), {}, tmp_path / "c")
+    ck.Checkpointer().save(owned(), {}, tmp_path / "c")
     os.rename(tmp_path / "c", tmp_path / "c.old")
     for _ in ("missing", "incomplete"):
         into = blank()
@@ -512,7 +516,7 @@ def test_incomplete_folder_falls_back_to_the_old_one(tmp_path: Path) -> None:
         (tmp_path / "c" / "metadata.json").write_text("{}")
     (tmp_path / "c.tmp-0badcafe").mkdir()
     ck.load(into, tmp_path / "c.tmp-0badcafe")  # what "the newest folder" finds after a kill
-    ck.save(owned(2), {}, tmp_path / "c")
+    ck.Checkpointer().save(owned(2), {}, tmp_path / "c")
     ck.load(into, tmp_path / "c")
     assert same(into, owned(2))
     assert os.listdir(tmp_path) == ["c"]
@@ -556,7 +560,7 @@ def killed(at: int, act: Callable[[], Any]) -> bool:
 
 def stands(path: Path, damaged: bool) -> None:
     """Checkpoint 1 at `path`, or in `.old` beside a damaged folder at `path`."""
-    ck.save(owned(), {"n": 1}, path)
+    ck.Checkpointer().save(owned(), {"n": 1}, path)
     if damaged:
         os.rename(path, path.with_name("c.old"))
         path.mkdir()
@@ -576,12 +580,12 @@ def test_killed_at_any_file_operation_one_checkpoint_is_whole(tmp_path: Path, da
     seen = []
     for at in itertools.count():
         stands(path, damaged)
-        dead = killed(at, lambda: ck.save(owned(2), {"n": 2}, path))
+        dead = killed(at, lambda: ck.Checkpointer().save(owned(2), {"n": 2}, path))
         seen.append(loaded_number(path))
         if not dead:
             break
         # a second kill, with the leftovers of the first in the way
-        killed(at // 2, lambda: ck.save(owned(3), {"n": 3}, path))
+        killed(at // 2, lambda: ck.Checkpointer().save(owned(3), {"n": 3}, path))
         assert loaded_number(path) in (seen[-1], 3)
     assert seen == sorted(seen) and set(seen) == {1, 2} and len(seen) > 12
     ck.remove(path)
@@ -591,8 +595,8 @@ def test_killed_at_any_file_operation_one_checkpoint_is_whole(tmp_path: Path, da
 def test_killed_removal_does_not_bring_back_an_older_one(tmp_path: Path) -> None:
     path = tmp_path / "c"
     for at in itertools.count():
-        ck.save(owned(), {"n": 1}, path.with_name("c.old"))
-        ck.save(owned(2), {"n": 2}, tmp_path / "new")
+        ck.Checkpointer().save(owned(), {"n": 1}, path.with_name("c.old"))
+        ck.Checkpointer().save(owned(2), {"n": 2}, tmp_path / "new")
         os.rename(tmp_path / "new", path)  # as a kill before the last deletion of a save leaves them
         dead = killed(at, lambda: ck.remove(path))
         if not dead:
@@ -612,7 +616,7 @@ class Bomb:
 
 def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c"
-    ck.save(owned(), {"k": torch.ones(1)}, path, rank_state={"r": 1})
+    ck.Checkpointer().save(owned(), {"k": torch.ones(1)}, path, rank_state={"r": 1})
     monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
     for name in (".metadata", "meta.pt", "__0_0.distcp", "metadata.pkl", "rank-00001.safetensors"):
         (path / name).write_bytes(pickle.dumps(Bomb()))
@@ -627,7 +631,7 @@ def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert same(into, owned())
     for name in ("checkpoint.json", "metadata.json", "rank-00000.safetensors"):
         other = tmp_path / name
-        ck.save(owned(), {}, other)
+        ck.Checkpointer().save(owned(), {}, other)
         size = (other / name).stat().st_size
         (other / name).write_bytes(pickle.dumps(Bomb()).ljust(size, b"\0")[:size])
         with pytest.raises(CheckpointError):
@@ -678,7 +682,7 @@ def test_export_one_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     config = {"hidden": 3, "dtype": "float64", "architectures": ["Eye"]}
     recorded = {"vision": {"names": {"w": "visual.weight"}, "config": config}}
     tensors = owned() | {"model.vision.scale": torch.ones(2), "model.count": torch.tensor(3)}
-    ck.save(tensors, {ck.EXPORT_KEY: recorded, "global_step": 5}, tmp_path / "c")
+    ck.Checkpointer().save(tensors, {ck.EXPORT_KEY: recorded, "global_step": 5}, tmp_path / "c")
     assert (
         main(["export", str(tmp_path / "c"), str(tmp_path / "out"), "--module", "vision", "--dtype", "bfloat16"]) == 0
     )
@@ -701,7 +705,7 @@ def test_export_one_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["export", str(tmp_path / "c"), str(tmp_path / "new"), "--module", "audio"]) == 1
     assert "no parameters for module 'audio': there is count, llm, vision" in capsys.readouterr().err
     recorded = {"llm": {"names": {"lost": "w"}}}
-    ck.save(owned(), {ck.EXPORT_KEY: recorded}, tmp_path / "d")
+    ck.Checkpointer().save(owned(), {ck.EXPORT_KEY: recorded}, tmp_path / "d")
     with pytest.raises(CheckpointError, match="lacks 1 parameters of a module, such as 'lost'"):
         ck.export(tmp_path / "d", tmp_path / "new", module="llm")
     assert sorted(os.listdir(tmp_path)) == ["all", "c", "d", "out"]
@@ -709,7 +713,7 @@ def test_export_one_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_export_in_several_files(tmp_path: Path) -> None:
     tensors = {f"model.net.m.layers.{i}.w": torch.randn(8, 8) for i in range(5)} | {"model.other.w": torch.ones(1)}
-    ck.save(tensors, {}, tmp_path / "c")
+    ck.Checkpointer().save(tensors, {}, tmp_path / "c")
     ck.export(tmp_path / "c", tmp_path / "out", module="m", file_bytes=600)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 5 * 256

@@ -121,7 +121,8 @@ class Transport:
 
     def _start(self, numbers: Iterable[int], *, first: bool) -> None:
         ops: list[dist.P2POp] = []
-        owners: list[tuple[int, bool, Rows | None]] = []  # of each message: its transfer, whether it leaves, its rows
+        owners: list[tuple[int, bool, Rows | None]] = []
+        """Of each message: its transfer, whether it leaves this rank, and as in :data:`Arriving`."""
         for number in numbers:
             channel, transfer = self._transfers[number]
             hop = transfer.first if first else transfer.second
@@ -131,14 +132,13 @@ class Transport:
                 if out is None and transfer.is_complete:
                     out = self._out[number] = self._empty(channel, transfer)
                 for peer, rows in hop.receives:
-                    direct = out is not None and rows.at < 0
-                    buffer = (
-                        self._pick(out, rows)
-                        if direct
-                        else torch.empty((rows.size, channel.width), dtype=channel.dtype, device=channel.device)
-                    )
+                    if out is not None and rows.at < 0:
+                        buffer, place = self._pick(out, rows), None
+                    else:
+                        size = (rows.size, channel.width)
+                        buffer, place = torch.empty(size, dtype=channel.dtype, device=channel.device), rows
                     ops.append(dist.P2POp(dist.irecv, buffer, peer, group, tag))
-                    owners.append((number, False, None if direct else rows))
+                    owners.append((number, False, place))
             for peer, rows in hop.sends:
                 ops.append(dist.P2POp(dist.isend, self._pick(self._given[number], rows), peer, group, tag))
                 owners.append((number, True, None))
@@ -149,11 +149,11 @@ class Transport:
         works = dist.batch_isend_irecv(ops)
         if len(works) < len(ops):  # the backend gives one handle for all of them
             works = works * len(ops)
-        for work, op, (number, leaves, rows) in zip(works, ops, owners, strict=False):
+        for work, op, (number, leaves, place) in zip(works, ops, owners, strict=False):
             if leaves:
                 self._sent.setdefault(number, []).append((work, op.tensor))
             else:
-                self._arriving.setdefault(number, []).append((work, rows, op.tensor))
+                self._arriving.setdefault(number, []).append((work, place, op.tensor))
 
     def _finish(self, number: int, out: torch.Tensor, adds: bool) -> None:
         for work, rows, buffer in self._arriving.pop(number, ()):

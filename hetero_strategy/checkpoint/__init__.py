@@ -8,7 +8,7 @@ from hetero_strategy.checkpoint.codec import decode, encode
 from hetero_strategy.checkpoint.exporting import EXPORT_KEY, Exported, export
 from hetero_strategy.checkpoint.folder import Description, Piece, StoredTensor, describe, remove
 from hetero_strategy.checkpoint.loading import Loaded, load
-from hetero_strategy.checkpoint.saving import Checkpointer, save
+from hetero_strategy.checkpoint.saving import Checkpointer
 
 __all__ = [
     "EXPORT_KEY",
@@ -24,5 +24,4 @@ __all__ = [
     "export",
     "load",
     "remove",
-    "save",
 ]

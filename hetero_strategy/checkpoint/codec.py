@@ -13,7 +13,8 @@ import datetime
 import enum
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -45,12 +46,19 @@ def decode(encoded: object, tensors: Sequence[torch.Tensor] = ()) -> Any:
     Raises:
         CheckpointError: ``encoded`` was not made by :func:`encode`.
     """
-    try:
+    with damage("checkpoint metadata"):
         return _decode(encoded, tensors)
+
+
+@contextmanager
+def damage(what: object) -> Iterator[None]:
+    """Say ``what`` is damaged where reading it raises something else than a CheckpointError."""
+    try:
+        yield
     except CheckpointError:
         raise
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as fault:
-        raise CheckpointError(f"checkpoint metadata is damaged: {type(fault).__name__}: {fault}") from fault
+    except (OSError, KeyError, IndexError, TypeError, ValueError, AttributeError) as fault:
+        raise CheckpointError(f"{what} is damaged: {type(fault).__name__}: {fault}") from fault
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -103,6 +111,7 @@ class _Encoder:
         self._above: set[int] = set()
 
     def encode(self, value: Any) -> Any:
+        """Return the JSON value of one part."""
         # numpy's float64 and str_ are Python floats and strings too, and some enums are: they come first
         if isinstance(value, (np.generic, np.ndarray)):
             return self._array(value)

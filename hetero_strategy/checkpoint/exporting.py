@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,22 +45,15 @@ class Exported:
 
 
 def export_record(modules: Mapping[str, Adapter]) -> dict[str, dict[str, Any]]:
-    """Return what a save keeps under :data:`EXPORT_KEY`.
-
-    Args:
-        modules: prefix of the names of a module's parameters (``model.llm.``) -> the module.
-    """
-    record: dict[str, dict[str, Any]] = {}
+    """Return what a save keeps under :data:`EXPORT_KEY`, of modules by the prefix of their names (``model.llm.``)."""
+    record: dict[str, dict[str, Any]] = {start.removesuffix("."): {} for start in modules}
     for start, module in modules.items():
         weights, tied = module.hf_weights(), module.tied_weight()
-        if weights is None:
-            record[start.removesuffix(".")] = {}
-            continue
-        names = dict(weights.names)
-        if tied is not None:
-            names[tied[1]] = names[tied[0]]  # one parameter under two names of ours has one there
-        heads = dict(weights.paired_heads)
-        record[start.removesuffix(".")] = {"names": names, "config": weights.config, "paired_heads": heads}
+        if weights is not None:
+            names, heads = dict(weights.names), dict(weights.paired_heads)
+            if tied is not None:
+                names[tied[1]] = names[tied[0]]  # one parameter under two names of ours has one there
+            record[start.removesuffix(".")] |= {"names": names, "config": weights.config, "paired_heads": heads}
     return record
 
 
@@ -79,7 +72,6 @@ def export(
     module that has no such model keeps its own names. A checkpoint without a record gives one folder.
 
     Args:
-        checkpoint: a checkpoint of any layout.
         folder: where to write; it must not exist or be empty.
         module: export only this module (``vision`` or a dotted path), right in ``folder``.
         dtype: dtype that floating tensors are cast to; by default they stay as stored.
@@ -103,11 +95,10 @@ def export(
             for path, keys in _keys_by_module(index, module, record).items():
                 inside = path.rpartition(".")[2] if module is None and record else ""
                 if module is None and record and not path:
-                    names: tuple[str, ...] = ()
-                    architecture, extra = None, writer.write_extra(temporary, keys)
+                    made = Exported(temporary, (), None, writer.write_extra(temporary, keys))
                 else:
-                    names, architecture, extra = writer.write(temporary / inside, keys, record.get(path, {}))
-                written.append(Exported(target / inside, names, architecture, extra))
+                    made = writer.write(temporary / inside, keys, record.get(path, {}))
+                written.append(replace(made, folder=target / inside))
             os.rename(temporary, target)
         except (OSError, TypeError) as fault:  # TypeError: a config that JSON cannot hold
             raise CheckpointError(f"cannot export to {target}: {fault}") from fault
@@ -148,10 +139,8 @@ class _Writer:
     dtype: torch.dtype | None
     file_bytes: int
 
-    def write(
-        self, folder: Path, keys: Mapping[str, str], record: Mapping[str, Any]
-    ) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
-        """Write a module; return names in model.safetensors, the architecture and names in :data:`EXTRA`."""
+    def write(self, folder: Path, keys: Mapping[str, str], record: Mapping[str, Any]) -> Exported:
+        """Write a module."""
         names, heads, config = (record.get(field) or {} for field in ("names", "paired_heads", "config"))
         if lacking := sorted(set(names) - set(keys)):
             raise CheckpointError(f"the checkpoint lacks {len(lacking)} parameters of a module, such as {lacking[0]!r}")
@@ -166,7 +155,7 @@ class _Writer:
             content = {**config, "dtype": str(widest).removeprefix("torch.")}
             (folder / "config.json").write_text(json.dumps(content, indent=2))
         architecture = next(iter(config.get("architectures") or ()), None)
-        return tuple(sorted(weights)), architecture, self.write_extra(folder, extra) if extra else ()
+        return Exported(folder, tuple(sorted(weights)), architecture, self.write_extra(folder, extra) if extra else ())
 
     def write_extra(self, folder: Path, keys: Mapping[str, str]) -> tuple[str, ...]:
         """Write tensors to :data:`EXTRA` and return their names."""

@@ -19,13 +19,14 @@ import re
 import shutil
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hetero_strategy.checkpoint.codec import decode
+from hetero_strategy.checkpoint.codec import damage, decode
 from hetero_strategy.checkpoint.tensorfile import (
     DTYPE_NAMES,
     DTYPES,
@@ -105,14 +106,10 @@ def describe(path: str | os.PathLike[str]) -> Description:
     if (temporary := _TEMPORARY.match(path.name)) is not None:
         base = path.with_name(temporary["path"])
         candidates += [base, old_of(base)]
-    first: CheckpointError | None = None
     for candidate in candidates:
-        try:
+        with suppress(_Incomplete):
             return read_index(candidate)
-        except _Incomplete as fault:
-            first = first or fault
-    assert first is not None
-    raise first
+    return read_index(path)  # raises what is wrong with it
 
 
 def remove(path: str | os.PathLike[str]) -> None:
@@ -144,10 +141,9 @@ def rank_stem(rank: int) -> str:
 def refuse_foreign(path: Path) -> None:
     """Raise CheckpointError if a save or a removal would destroy something that is not ours."""
     if path.is_dir():
-        foreign = sorted(name for name in os.listdir(path) if not _OURS.match(name))
-        if foreign:
+        if foreign := [name for name in os.listdir(path) if not _OURS.match(name)]:
             raise CheckpointError(
-                f"{path} is not a checkpoint of hetero_strategy: it holds {foreign[0]!r}; choose another path"
+                f"{path} is not a checkpoint of hetero_strategy: it holds {min(foreign)!r}; choose another path"
             )
     elif path.exists() or path.is_symlink():
         raise CheckpointError(f"{path} is a file; a checkpoint of hetero_strategy is a folder: choose another path")
@@ -207,10 +203,9 @@ def write_index(folder: Path, index: Description) -> None:
         "files": {name: [file.nbytes, file.checksums] for name, file in index.files.items()},
         "tensors": tensors,
     }
-    part = folder / f"{INDEX}.part"
     body = _json(content)[:-1]
-    _write(part, body + _own_checksum(body))
-    os.rename(part, folder / INDEX)
+    _write(folder / f"{INDEX}.part", body + _own_checksum(body))
+    os.rename(folder / f"{INDEX}.part", folder / INDEX)
     _sync(folder)
 
 
@@ -220,7 +215,7 @@ def _own_checksum(body: bytes) -> bytes:
 
 
 def _parse_index(data: bytes, file: Path) -> Description:
-    try:
+    with damage(file):
         content = json.loads(data)
         version = content["version"]
         if content["format"] != FORMAT or version not in (VERSION, WITHOUT_CHECKSUMS):
@@ -248,10 +243,6 @@ def _parse_index(data: bytes, file: Path) -> Description:
         if not all(_OURS.match(name) for name in files):
             raise ValueError(f"files {sorted(files)}")
         return Description(file.parent, int(content["world_size"]), content["epoch"], content["step"], tensors, files)
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as fault:
-        raise CheckpointError(f"{file} is damaged: {type(fault).__name__}: {fault}") from fault
 
 
 def write_values(folder: Path, stem: str, encoded: object, tensors: list[torch.Tensor]) -> dict[str, StoredFile]:
@@ -272,15 +263,11 @@ def read_values(index: Description, stem: str) -> Any:
     if f"{stem}.json" not in index.files:
         return None
     file = index.path / f"{stem}.json"
-    try:
+    with damage(file):
         data = file.read_bytes()
         if (checksums := index.files[file.name].checksums) and zlib.crc32(data) != checksums[0]:
             raise CheckpointError(damaged(file, "it"))
         encoded = json.loads(data)
-    except CheckpointError:
-        raise
-    except (OSError, ValueError) as fault:
-        raise CheckpointError(f"{file} is damaged: {fault}") from fault
     tensors: list[torch.Tensor] = []
     if f"{stem}.safetensors" in index.files:
         with TensorReader(index.path, index.files) as reader:
@@ -307,11 +294,10 @@ def publish(written: Path, path: Path) -> None:
 
 def delete_leftovers(path: Path) -> None:
     """Delete the temporary folders of killed saves to ``path``."""
-    if path.parent.is_dir():
-        for name in os.listdir(path.parent):
-            temporary = _TEMPORARY.match(name)
-            if temporary is not None and temporary["path"] == path.name and not name.endswith(".old"):
-                _delete(path.parent / name)
+    for folder in path.parent.glob("*.tmp-*"):
+        temporary = _TEMPORARY.match(folder.name)
+        if temporary is not None and temporary["path"] == path.name:
+            _delete(folder)
 
 
 def _delete(folder: Path) -> None:

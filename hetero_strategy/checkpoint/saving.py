@@ -7,13 +7,14 @@ drops replicas); files, index and atomic replacement are ours (``folder``), beca
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import secrets
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -75,28 +76,20 @@ class Checkpointer:
             )
         team = AllOrNone.of(self._group)
         target, temporary = team.from_first(lambda: _begin(Path(path)))
-        try:
+        told = {METADATA: metadata} if team.rank == 0 else {}
+        if rank_state is not None:
+            told[f"{rank_stem(team.rank)}.state"] = rank_state
+        with _or_discarded(team, temporary):
             pieces, stored = _plan(team, tensors)
-
-            def encoded() -> dict[str, tuple[object, list[torch.Tensor]]]:
-                values = {METADATA: encode(dict(metadata))} if team.rank == 0 else {}
-                if rank_state is not None:
-                    values[f"{rank_stem(team.rank)}.state"] = encode(dict(rank_state))
-                return values
-
-            values = team.together(encoded)
+            values = team.together(lambda: {stem: encode(dict(value)) for stem, value in told.items()})
             if async_:
                 pieces = team.together(lambda: _staged(pieces))
-        except Exception:
-            _discard(team, temporary)
-            raise
         epoch, step = (n if isinstance(n := metadata.get(key), int) else None for key in ("epoch", "global_step"))
-        index = Description(target, team.size, epoch, step, stored, {})
-        write = _Write(team, temporary, pieces, values, index)
+        left = (team, temporary, pieces, values, Description(target, team.size, epoch, step, stored, {}))
         if async_:
-            self._pending = self._writer.submit(write.run)
+            self._pending = self._writer.submit(_write, *left)
         else:
-            write.run()
+            _write(*left)
 
     def finalize(self) -> None:
         """Wait for the pending save, if any. Call it on every rank before removing a checkpoint and at the end.
@@ -112,58 +105,44 @@ class Checkpointer:
                 raise CheckpointError(str(fault)) from fault
 
 
-def save(
-    tensors: Mapping[str, torch.Tensor],
-    metadata: Mapping[str, object],
-    path: str | os.PathLike[str],
-    *,
-    rank_state: Mapping[str, object] | None = None,
-    process_group: dist.ProcessGroup | None = None,
+def _write(
+    team: AllOrNone,
+    temporary: Path,
+    pieces: list[Entry],
+    values: Mapping[str, tuple[object, list[torch.Tensor]]],
+    index: Description,
 ) -> None:
-    """Write one checkpoint at once; see :meth:`Checkpointer.save`."""
-    Checkpointer(process_group).save(tensors, metadata, path, rank_state=rank_state)
+    """What is left to do once nothing depends on the live tensors any more: write, agree, publish.
 
+    Args:
+        values: file name without ending -> encoded values and their tensors.
+        index: the checkpoint to be, as yet without files.
+    """
 
-@dataclass(frozen=True)
-class _Write:
-    """What is left to do once nothing depends on the live tensors any more: write, agree, publish."""
-
-    team: AllOrNone
-    temporary: Path
-    pieces: list[Entry]
-    values: dict[str, tuple[object, list[torch.Tensor]]]
-    """File name without ending -> encoded values and their tensors."""
-    index: Description
-    """The checkpoint to be, as yet without files."""
-
-    def run(self) -> None:
+    def files() -> dict[str, StoredFile]:
         try:
-            self.team.centrally(self._files, self._publish)
-        except Exception:
-            _discard(self.team, self.temporary)
-            raise
-
-    def _files(self) -> dict[str, StoredFile]:
-        try:
-            self.temporary.mkdir(exist_ok=True)
-            files: dict[str, StoredFile] = {}
-            if self.pieces:
-                name = f"{rank_stem(self.team.rank)}.safetensors"
-                files[name] = write_tensors(self.temporary / name, self.pieces)
-            for stem, (encoded, tensors) in self.values.items():
-                files |= folders.write_values(self.temporary, stem, encoded, tensors)
-            return files
+            temporary.mkdir(exist_ok=True)
+            written: dict[str, StoredFile] = {}
+            if pieces:
+                name = f"{rank_stem(team.rank)}.safetensors"
+                written[name] = write_tensors(temporary / name, pieces)
+            for stem, (encoded, tensors) in values.items():
+                written |= folders.write_values(temporary, stem, encoded, tensors)
+            return written
         except OSError as fault:
             raise CheckpointError(
-                f"cannot write checkpoint {self.index.path}: {fault.strerror or fault}; "
+                f"cannot write checkpoint {index.path}: {fault.strerror or fault}; "
                 "a previous checkpoint there is untouched"
             ) from fault
 
-    def _publish(self, written: list[dict[str, StoredFile]]) -> list[None]:
-        files = {name: file for part in written for name, file in part.items()}
-        folders.write_index(self.temporary, dataclasses.replace(self.index, files=files))
-        folders.publish(self.temporary, self.index.path)
-        return [None] * self.team.size
+    def publish(written: list[dict[str, StoredFile]]) -> list[None]:
+        every_file = {name: file for part in written for name, file in part.items()}
+        folders.write_index(temporary, dataclasses.replace(index, files=every_file))
+        folders.publish(temporary, index.path)
+        return [None] * team.size
+
+    with _or_discarded(team, temporary):
+        team.centrally(files, publish)
 
 
 def _begin(path: Path) -> tuple[Path, Path]:
@@ -180,9 +159,15 @@ def _begin(path: Path) -> tuple[Path, Path]:
     return path, temporary
 
 
-def _discard(team: AllOrNone, temporary: Path) -> None:
-    if team.rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
+@contextmanager
+def _or_discarded(team: AllOrNone, temporary: Path) -> Iterator[None]:
+    """Delete the temporary folder if something goes wrong."""
+    try:
+        yield
+    except Exception:
+        if team.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 class _Planner(DefaultSavePlanner):
@@ -212,13 +197,11 @@ def _plan(team: AllOrNone, tensors: Mapping[str, torch.Tensor]) -> tuple[list[En
         return planner.create_local_plan()
 
     def combine(plans: list[SavePlan]) -> list[SavePlan]:
-        _check_agreement(plans)
+        stored.update(_stored(plans))
         try:
-            final, _ = planner.create_global_plan(plans)
+            return planner.create_global_plan(plans)[0]
         except ValueError as fault:
             raise CheckpointError(f"the ranks' pieces do not make up whole tensors: {fault}") from fault
-        stored.update(_stored(final))
-        return final
 
     entries = []
     for item in planner.finish_plan(team.centrally(local, combine)).items:
@@ -244,10 +227,14 @@ def _check_owned(key: str, tensor: torch.Tensor) -> None:
     check_dtype(key, tensor.dtype)
 
 
-def _check_agreement(plans: list[SavePlan]) -> None:
-    """Check that every name means one tensor on all ranks, and that its pieces are all there."""
+def _stored(plans: list[SavePlan]) -> dict[str, StoredTensor]:
+    """Return what all ranks hold; of equal pieces the lowest rank's.
+
+    Raises:
+        CheckpointError: a name does not mean one tensor on all ranks, or its pieces are not all there.
+    """
     seen: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
-    volume: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
+    pieces: dict[str, dict[tuple[int, ...], Piece]] = defaultdict(dict)
     for rank, plan in enumerate(plans):
         for item in plan.items:
             piece, shape, dtype = _piece(rank, item)
@@ -257,23 +244,16 @@ def _check_agreement(plans: list[SavePlan]) -> None:
                 raise CheckpointError(
                     f"{key} is {known[1]} {known[0]} on rank {first} but {dtype} {shape} on rank {rank}"
                 )
-            volume[key][piece.offsets] = torch.Size(piece.sizes).numel()
-    for key, pieces in volume.items():
-        total = torch.Size(seen[key][1]).numel()
-        if sum(pieces.values()) != total:
+            pieces[key].setdefault(piece.offsets, piece)
+    stored = {key: StoredTensor(seen[key][2], seen[key][1], tuple(pieces[key].values())) for key in sorted(seen)}
+    for key, tensor in stored.items():
+        total, there = math.prod(tensor.shape), sum(math.prod(piece.sizes) for piece in tensor.pieces)
+        if there != total:
             raise CheckpointError(
-                f"{key} has {total} elements but the ranks hold {sum(pieces.values())} of them in {len(pieces)} "
+                f"{key} has {total} elements but the ranks hold {there} of them in {len(tensor.pieces)} "
                 "pieces; every rank that owns a part must pass it"
             )
-
-
-def _stored(plans: list[SavePlan]) -> dict[str, StoredTensor]:
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[Piece]]] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            piece, shape, dtype = _piece(rank, item)
-            tensors.setdefault(item.index.fqn, (dtype, shape, []))[2].append(piece)
-    return {key: StoredTensor(dtype, shape, tuple(pieces)) for key, (dtype, shape, pieces) in sorted(tensors.items())}
+    return stored
 
 
 def _piece(rank: int, item: WriteItem) -> tuple[Piece, tuple[int, ...], torch.dtype]:
@@ -285,13 +265,11 @@ def _piece(rank: int, item: WriteItem) -> tuple[Piece, tuple[int, ...], torch.dt
 
 def _staged(entries: list[Entry]) -> list[Entry]:
     """Copy the entries to the host, so that training may go on changing the originals."""
-    staged, on_cuda = [], False
+    staged = []
     for entry in entries:
         value = entry.get().detach()
         host = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        host.copy_(value, non_blocking=True)
-        on_cuda = on_cuda or value.is_cuda
-        staged.append(Entry.of(entry.name, host))
-    if on_cuda:
+        staged.append(Entry.of(entry.name, host.copy_(value, non_blocking=True)))
+    if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
     return staged

@@ -120,35 +120,31 @@ class TrainingState:
         Optimizer state is allocated as the checkpoint describes it, so any optimizer works.
 
         Args:
-            path: the checkpoint.
-            optimizers: the optimizers whose state and groups are filled.
             rest: :meth:`rest_of` the module; what the checkpoint has of it is returned as ``state_dict``.
-            strict: whether names on one side only, and other dtypes, are errors.
-            verify: as in :func:`~hetero_strategy.checkpoint.load`.
+            strict, verify: as in :func:`~hetero_strategy.checkpoint.load`.
 
         Raises:
             CheckpointError: there is none, it is damaged, or it was saved from another model.
         """
         self.finalize()
+        rest = rest or {}
         tensors = {f"model.{name}": value for name, value in self.model_tensors().items()}
         stored: Mapping[str, StoredTensor] = {}
         if optimizers or rest:
             stored = AllOrNone.of(self._group).from_first(lambda: describe(path)).tensors
         states = [self._empty_state(i, optimizer, stored) for i, optimizer in enumerate(optimizers)]
-        beside: dict[str, Any] = {}
-        for name, value in (rest or {}).items():
-            if isinstance(value, torch.Tensor):
-                saved = stored.get(f"model.{name}")  # a metric's state may have another shape than at its start
-                beside[name] = (
-                    torch.empty(saved.shape, dtype=saved.dtype, device=value.device) if saved else value.clone()
-                )
+        beside = {
+            name: _room_for(stored.get(f"model.{name}"), value)
+            for name, value in rest.items()
+            if isinstance(value, torch.Tensor)
+        }
         tensors |= {f"model.{name}": value for name, value in beside.items()}
         for i, state in enumerate(states):
             tensors |= {f"optim.{i}.{self._names[id(p)]}.{k}": v for p, s in state.items() for k, v in s.items()}
         with torch.no_grad():
             loaded = load(tensors, path, strict=strict, verify=verify, process_group=self._group)
         extra = loaded.metadata.pop("extra_state", {})
-        if strict and (odd := {*extra} ^ ({*(rest or {})} - {*beside})):
+        if strict and (odd := {*extra} ^ ({*rest} - {*beside})):
             raise CheckpointError(
                 f"{path}: only one of checkpoint and module has a state {', '.join(sorted(odd))}; build the module it"
                 " was saved from, or set strict_loading=False in the LightningModule"
@@ -156,14 +152,15 @@ class TrainingState:
         groups = loaded.metadata.pop("param_groups", [])
         loaded.metadata.pop(EXPORT_KEY, None)
         for i, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
-            if i >= len(groups) or len(groups[i]) != len(optimizer.param_groups):
+            saved = groups[i] if i < len(groups) else []
+            if len(saved) != len(optimizer.param_groups):
                 raise CheckpointError(
                     f"{path}: optimizer {i} has {len(optimizer.param_groups)} parameter groups, the checkpoint"
-                    f" {len(groups[i]) if i < len(groups) else 0}; resume with the same configure_optimizers"
+                    f" {len(saved)}; resume with the same configure_optimizers"
                 )
             optimizer.state.update(state)
-            for group, saved in zip(optimizer.param_groups, groups[i], strict=True):
-                group.update({key: value for key, value in saved.items() if key not in KERNELS})
+            for group, options in zip(optimizer.param_groups, saved, strict=True):
+                group.update({key: value for key, value in options.items() if key not in KERNELS})
         if loaded.rank_state is not None:
             restore_random_state(loaded.rank_state)
         return {"state_dict": beside | extra, "optimizer_states": [{} for _ in optimizers], **loaded.metadata}
@@ -205,16 +202,15 @@ class TrainingState:
         return state
 
 
+def _room_for(saved: StoredTensor | None, value: torch.Tensor) -> torch.Tensor:
+    """Return what a saved value fills: a metric's state may have another shape than at its start."""
+    return value.clone() if saved is None else torch.empty(saved.shape, dtype=saved.dtype, device=value.device)
+
+
 def random_state() -> dict[str, Any]:
     """Return this process's random number states."""
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from tqdm import tqdm
@@ -27,7 +27,7 @@ from tqdm import tqdm
 from hetero_strategy import ragged
 from hetero_strategy.data.dataset_index import DatasetIndex as DatasetIndex
 from hetero_strategy.data.dataset_index import load_index
-from hetero_strategy.data.manifest import Faults, Sample, parse_manifest, resolve
+from hetero_strategy.data.manifest import Faults, Sample, parse_manifest
 from hetero_strategy.data.media import Media, TargetProcessor
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
@@ -75,7 +75,6 @@ def build_index(
         answers: whether every sample must have a non-empty answer.
         measure: if False, no media file is opened; sizes and faults of files show only when items are decoded.
         leave_out: media fields; samples that hold one are left out, and counted in the index.
-        progress: whether to show progress bars.
 
     Raises:
         DataError: the data set has faults, of which the error names the first ten.
@@ -84,20 +83,7 @@ def build_index(
     """
     manifest = Path(manifest)
     folder = Path(media_folder) if media_folder is not None else manifest.parent
-    fields = [processor.field for processor in processors.values()]
-    if len(set(fields)) < len(fields):
-        raise ConfigError(
-            f"processors {', '.join(processors)} read the fields {', '.join(fields)}; give each its own field"
-        )
-    if verify not in ("auto", "header", "decode"):
-        raise ConfigError(f"verify is {verify!r}; use 'auto', 'header' or 'decode'")
-    if not measure and verify != "auto":
-        raise ConfigError(
-            f"verify is {verify!r} but measure is False (payload='all_to_all'): no media file is opened before it is"
-            " needed, so there is nothing to verify; leave verify out, or measure"
-        )
-    if not manifest.is_file():
-        raise DataError(f"{manifest}: manifest is missing; check the path, or write it first")
+    _check(manifest, processors, verify, measure)
     settings = {
         "version": VERSION,
         "tokenizer": tokenizer.settings(),
@@ -106,11 +92,9 @@ def build_index(
         "max_tokens": max_tokens,
         "answers": answers,
         "media_folder": None if media_folder is None else str(Path(media_folder).absolute()),
+        **({} if measure else {"measure": False}),
+        **({"leave_out": sorted(leave_out)} if leave_out else {}),
     }
-    if not measure:
-        settings["measure"] = False
-    if leave_out:
-        settings["leave_out"] = sorted(leave_out)
     key = _key(settings, manifest, tokenizer.path)
     caches = Path(cache_folder) if cache_folder is not None else manifest.parent / ".hetero_index"
     target = caches / f"{manifest.stem}-{key}"
@@ -119,14 +103,32 @@ def build_index(
         drawn = [p.field for p in processors.values() if isinstance(p, TargetProcessor)]
         for field in drawn:
             tokenizer.placeholder_id(field, seen=True)
+        fields = [processor.field for processor in processors.values()]
         samples = parse_manifest(manifest, fields, answers, faults, drawn=drawn, leave_out=leave_out)
         measured = _measure(samples, processors, folder, verify, faults, progress) if measure else None
         arrays = _arrays(samples, tokenizer, processors, measured, max_tokens, faults, progress)
         faults.check()
-        header = {"settings": settings, "samples": len(samples), "modules": list(processors)}
-        header["left_out"] = faults.left_out
-        _write(target, arrays, header | {"widths": [len(p.size_names) for p in processors.values()]})
+        widths = [len(processor.size_names) for processor in processors.values()]
+        header = {"settings": settings, "samples": len(samples), "modules": list(processors), "widths": widths}
+        _write(target, arrays, header | {"left_out": faults.left_out})
     return load_index(target, folder)
+
+
+def _check(manifest: Path, processors: Mapping[str, Media], verify: str, measure: bool) -> None:
+    fields = [processor.field for processor in processors.values()]
+    if len(set(fields)) < len(fields):
+        raise ConfigError(
+            f"processors {', '.join(processors)} read the fields {', '.join(fields)}; give each its own field"
+        )
+    if verify not in get_args(Verify):
+        raise ConfigError(f"verify is {verify!r}; use 'auto', 'header' or 'decode'")
+    if not measure and verify != "auto":
+        raise ConfigError(
+            f"verify is {verify!r} but measure is False (payload='all_to_all'): no media file is opened before it is"
+            " needed, so there is nothing to verify; leave verify out, or measure"
+        )
+    if not manifest.is_file():
+        raise DataError(f"{manifest}: manifest is missing; check the path, or write it first")
 
 
 Measured = Mapping[tuple[str, str], tuple[tuple[int, ...], int]]
@@ -147,19 +149,17 @@ def _measure(
     """
     first: dict[tuple[str, str], Sample] = {}
     for sample in samples:
-        for field, names in sample.items.items():
-            for name in names:
-                first.setdefault((field, name), sample)
+        for file in ((field, name) for field, names in sample.items.items() for name in names):
+            first.setdefault(file, sample)
     by_field = {processor.field: processor for processor in processors.values()}
     decode = verify == "decode" or (verify == "auto" and len(first) <= DECODE_LIMIT)
 
     def read(file: tuple[str, str]) -> tuple[tuple[int, ...], int] | str:
         field, name = file
         try:
-            path = resolve(folder, name)
-            size = by_field[field].measure(path)
+            size = by_field[field].measure(folder / name)
             if decode:
-                by_field[field].check(path)
+                by_field[field].check(folder / name)
             return size
         except DataError as error:
             return str(error)
@@ -188,9 +188,8 @@ def _arrays(
 ) -> dict[str, np.ndarray]:
     if measured is not None:
         samples = [s for s in samples if all((f, name) in measured for f, names in s.items.items() for name in names)]
-    ids: list[np.ndarray] = [np.zeros(0, np.int32)]
-    loss: list[np.ndarray] = [np.zeros(0, bool)]
-    starts: dict[str, list[np.ndarray]] = {name: [np.zeros(0, np.int64)] for name in processors}
+    ids, loss = [np.zeros(0, np.int32)], [np.zeros(0, bool)]
+    starts = {name: [np.zeros(0, np.int64)] for name in processors}
     for chunk in _bar(range(0, len(samples), CHUNK), "tokenise", None, progress):
         batch = samples[chunk : chunk + CHUNK]
         rows = [
@@ -198,13 +197,12 @@ def _arrays(
             for s in batch
         ]
         for sample, encoded in zip(batch, tokenizer.encode_batch([s.turns for s in batch], rows), strict=True):
-            if max_tokens is not None and len(encoded.ids) > max_tokens:
-                message = (
-                    f"{len(encoded.ids)} tokens, more than max_tokens={max_tokens}; shorten it or raise max_tokens"
-                )
-                faults.add(sample.position, f"sample '{sample.id}': {message}")
-            if not len(encoded.ids):
-                faults.add(sample.position, f"sample '{sample.id}': the conversation has no tokens; give it some text")
+            count, of_sample = len(encoded.ids), f"sample '{sample.id}'"
+            if max_tokens is not None and count > max_tokens:
+                fix = "shorten it or raise max_tokens"
+                faults.add(sample.position, f"{of_sample}: {count} tokens, more than max_tokens={max_tokens}; {fix}")
+            if not count:
+                faults.add(sample.position, f"{of_sample}: the conversation has no tokens; give it some text")
             ids.append(encoded.ids)
             loss.append(encoded.loss)
             for name, processor in processors.items():

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from hetero_strategy import ragged
-from hetero_strategy.data.manifest import resolve
 
 
 @dataclass(frozen=True)
@@ -90,8 +89,7 @@ class DatasetIndex:
 
     def item_numbers(self, module: str, samples: np.ndarray) -> np.ndarray:
         """Numbers of the items of some samples, by sample: row ``k`` of the step's item table is item ``result[k]``."""
-        offsets = self.items[module].offsets
-        return ragged.expand(offsets[samples], offsets[samples + 1] - offsets[samples])
+        return ragged.expand(self.items[module].offsets[samples], self.counts(module, samples))
 
     def counts(self, module: str, samples: np.ndarray) -> np.ndarray:
         """Number of items of each of some samples, int64 ``[n]``."""
@@ -100,7 +98,7 @@ class DatasetIndex:
 
     def path(self, module: str, item: int) -> Path:
         """File of one item."""
-        return resolve(self.media_folder, self.items[module].paths[item])
+        return self.media_folder / self.items[module].paths[item]
 
     def text(self, samples: np.ndarray, rows: Mapping[str, np.ndarray] | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Token ids, int32 ``[T]``, and whether each is to be predicted, bool ``[T]``, of some samples end to end.
@@ -139,10 +137,9 @@ def load_index(folder: Path, media_folder: Path) -> DatasetIndex:
             names.append("targets")
         columns = {column: array(f"items{number}.{column}") for column in names}
         if not measured:
-            count = len(columns["sample"])
-            zeros = np.broadcast_to(np.int64(0), (count, header["widths"][number]))
-            columns |= {"sizes": zeros, "inner_rows": np.broadcast_to(np.int64(0), count)}
-            columns["rows"] = np.broadcast_to(np.int64(1), count)
+            zero, one, count = np.int64(0), np.int64(1), len(columns["sample"])
+            columns["sizes"] = np.broadcast_to(zero, (count, header["widths"][number]))
+            columns["inner_rows"], columns["rows"] = np.broadcast_to(zero, count), np.broadcast_to(one, count)
         tables[module] = ItemTable(**columns, paths=strings(f"items{number}.paths"))
     return DatasetIndex(
         folder=folder,

@@ -22,17 +22,14 @@ from typing import Any
 
 from hetero_strategy.errors import DataError
 
-ROLES = {
-    "human": "human",
-    "user": "human",
-    "gpt": "gpt",
-    "assistant": "gpt",
-    "system": "system",
-}
+ROLES = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt", "system": "system"}
 """Role names in manifests -> the three roles."""
 
 MEDIA_FIELDS = ("image", "audio", "video", "draw")
 """Fields that hold media by convention. Where no module reads them they are refused, not ignored."""
+
+SHOWN = 10
+"""Faults that one error names."""
 
 
 def placeholder(media_field: str) -> str:
@@ -66,7 +63,6 @@ class Faults:
     """Faults of a manifest, collected to be reported in one error."""
 
     manifest: Path
-    limit: int = 10
     messages: list[tuple[int, str]] = field(default_factory=list)
     """Position of the sample in the manifest, and what is wrong with it."""
     left_out: int = 0
@@ -80,16 +76,12 @@ class Faults:
         """Raise one DataError with the first faults in the order of the manifest, if there are any."""
         if not self.messages:
             return
-        ordered = [message for _, message in sorted(self.messages, key=lambda fault: fault[0])]
-        more = f"\n  ... and {len(ordered) - self.limit} more" if len(ordered) > self.limit else ""
-        lines = "".join(f"\n  {message}" for message in ordered[: self.limit])
-        noun = "fault" if len(ordered) == 1 else "faults"
-        raise DataError(f"{self.manifest}: {len(ordered)} {noun}; fix or remove these samples:{lines}{more}")
-
-
-def resolve(folder: Path, name: str) -> Path:
-    """Path of a media file, relative to a folder unless the name is absolute."""
-    return folder / name
+        count = len(self.messages)
+        lines = [message for _, message in sorted(self.messages, key=lambda fault: fault[0])[:SHOWN]]
+        if count > SHOWN:
+            lines.append(f"... and {count - SHOWN} more")
+        text = "\n  ".join([f"{count} fault{'s' * (count > 1)}; fix or remove these samples:", *lines])
+        raise DataError(f"{self.manifest}: {text}")
 
 
 def parse_manifest(
@@ -171,11 +163,7 @@ def _turns(conversations: Any, answers: bool, problems: list[str]) -> tuple[Turn
         return ()
     turns = []
     for number, turn in enumerate(conversations):
-        if (
-            not isinstance(turn, dict)
-            or not isinstance(turn.get("from"), str)
-            or not isinstance(turn.get("value"), str)
-        ):
+        if not isinstance(turn, dict) or not all(isinstance(turn.get(name), str) for name in ("from", "value")):
             problems.append(f"turn {number} must be an object with the texts 'from' and 'value'")
             continue
         role = ROLES.get(turn["from"])
@@ -210,9 +198,10 @@ def _items(
             continue
         mark = placeholder(media_field)
         marks = sum(turn.text.count(mark) for turn in turns)
-        if media_field in drawn and any(turn.role != "gpt" and mark in turn.text for turn in turns):
+        answered = {turn.role == "gpt" for turn in turns if mark in turn.text}
+        if media_field in drawn and False in answered:
             problems.append(f"{mark} stands in a question; what a generator draws can only be part of answers")
-        elif media_field not in drawn and any(turn.role == "gpt" and mark in turn.text for turn in turns):
+        elif media_field not in drawn and True in answered:
             problems.append(f"{mark} stands in an answer; items can only be part of questions")
         elif marks != len(names):
             problems.append(f"{marks} {mark} in the conversation but {len(names)} paths in '{media_field}'")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import ceil, gcd, sqrt
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -71,8 +71,23 @@ class TargetProcessor(Media, Protocol):
         """Numbers that the loss counts, int64 ``[n]``, of items with these sizes, int64 ``[n, k]``."""
 
 
+class _FromFields:
+    """What all processors here do with their fields and rows."""
+
+    def settings(self) -> dict[str, Any]:
+        """All fields."""
+        return {"kind": type(self).__name__, **asdict(cast(Any, self))}
+
+    def collate(self: Media, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
+        """Put items end to end."""
+        joined = np.concatenate([np.zeros((0, self.feature), np.float32), *values])
+        sizes = np.asarray(sizes, np.int64).reshape(-1, len(self.size_names))
+        packing = Packing.of(self.inner_rows(sizes).astype(np.int64))
+        return EncoderInputs(torch.from_numpy(joined), sizes, np.asarray(rows, np.int64), packing)
+
+
 @dataclass(frozen=True)
-class ImageProcessor:
+class ImageProcessor(_FromFields):
     """Images as rows of patches, in their own resolution and aspect.
 
     Height and width are rounded to multiples of ``patch_size * merge`` pixels; an image of more than ``max_patches``
@@ -97,20 +112,21 @@ class ImageProcessor:
     field: str = "image"
 
     def __post_init__(self) -> None:
-        for name in ("mean", "std"):  # hydra and JSON give lists
-            value = getattr(self, name)
+        name = type(self).__name__
+        for part in ("mean", "std"):  # hydra and JSON give lists
+            value = getattr(self, part)
             if not isinstance(value, (int, float)):
-                object.__setattr__(self, name, tuple(float(v) for v in value))
-                if len(getattr(self, name)) != self.channels:
-                    raise ConfigError(f"ImageProcessor: {name} has {len(value)} numbers for {self.channels} channels")
+                object.__setattr__(self, part, tuple(map(float, value)))
+                if len(value) != self.channels:
+                    raise ConfigError(f"{name}: {part} has {len(value)} numbers for {self.channels} channels")
         if self.patch_size < 1 or self.merge < 1:
-            raise ConfigError(f"ImageProcessor: patch_size {self.patch_size} and merge {self.merge} must be at least 1")
+            raise ConfigError(f"{name}: patch_size {self.patch_size} and merge {self.merge} must be at least 1")
         if self.channels not in (1, 3):
-            raise ConfigError(f"ImageProcessor: channels is {self.channels}; use 3 (RGB) or 1 (grey)")
+            raise ConfigError(f"{name}: channels is {self.channels}; use 3 (RGB) or 1 (grey)")
         if self.max_patches < self.merge**2:
             raise ConfigError(
-                f"ImageProcessor: max_patches {self.max_patches} is less than one output row of"
-                f" {self.merge}x{self.merge} patches; use at least {self.merge**2}"
+                f"{name}: max_patches {self.max_patches} is less than one output row of {self.merge}x{self.merge}"
+                f" patches; use at least {self.merge**2}"
             )
 
     @property
@@ -121,21 +137,20 @@ class ImageProcessor:
     def size_names(self) -> tuple[str, ...]:
         return ("grid_h", "grid_w")
 
-    def settings(self) -> dict[str, Any]:
-        return {"kind": type(self).__name__, **asdict(self)}
-
     def measure(self, path: str | Path) -> tuple[Sizes, int]:
         with _reading(path, "image", Image.open) as image:
             grid = self._grid(image)
         return grid, grid[0] * grid[1] // self.merge**2
 
     def check(self, path: str | Path) -> None:
+        """Verify checksums, then decode all pixels."""
         with _reading(path, "image", Image.open) as image:
             _reading(path, "image", lambda _: image.verify())  # checksums; load() forgives a PNG without its end
         with _reading(path, "image", Image.open) as image:
             _reading(path, "image", lambda _: image.load())
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
+        """Patches of the resized image, normalised."""
         with _reading(path, "image", Image.open) as image:
             grid = self._grid(image)
             _same(path, self.size_names, grid, sizes)
@@ -144,10 +159,6 @@ class ImageProcessor:
         pixels = (pixels / 255.0 - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
         patches = pixels.reshape(h, p, w, p, self.channels).transpose(0, 2, 1, 3, 4)
         return np.ascontiguousarray(patches.reshape(h * w, self.feature), np.float32)
-
-    def collate(self, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
-        sizes = np.asarray(sizes, np.int64).reshape(-1, 2)
-        return _collate(values, self.feature, sizes, rows, self.inner_rows(sizes))
 
     def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
         """A row per patch."""
@@ -180,7 +191,7 @@ class ImageProcessor:
 
 
 @dataclass(frozen=True)
-class AudioProcessor:
+class AudioProcessor(_FromFields):
     """Audio as rows of log-mel frames, which Whisper's feature extractor makes too, but padded to 30 s.
 
     A clip of n samples (after resampling, channels averaged) gives ``n // hop_length`` frames, at least 1. The encoder
@@ -217,9 +228,6 @@ class AudioProcessor:
     def size_names(self) -> tuple[str, ...]:
         return ("frames",)
 
-    def settings(self) -> dict[str, Any]:
-        return {"kind": type(self).__name__, **asdict(self)}
-
     def measure(self, path: str | Path) -> tuple[Sizes, int]:
         frames = self._frames(path)
         return (frames,), ceil(ceil(frames / 2) / self.stack)
@@ -228,6 +236,7 @@ class AudioProcessor:
         _waveform(path)
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
+        """Log-mel frames of the resampled clip."""
         frames = self._frames(path)
         _same(path, self.size_names, (frames,), sizes)
         waveform, rate = _waveform(path)
@@ -237,10 +246,6 @@ class AudioProcessor:
             up, down = self._ratio(rate)
             waveform = resample_poly(waveform, up, down)
         return log_mel(waveform, frames, self.sampling_rate, self.n_mels, self.hop_length, self.n_fft)
-
-    def collate(self, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
-        sizes = np.asarray(sizes, np.int64).reshape(-1, 1)
-        return _collate(values, self.feature, sizes, rows, self.inner_rows(sizes))
 
     def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
         """Half the frames, rounded up."""
@@ -292,14 +297,6 @@ def _mel_filters(sampling_rate: int, n_mels: int, n_fft: int) -> np.ndarray:
     return np.asarray(
         mel_filter_bank(n_fft // 2 + 1, n_mels, 0.0, top, sampling_rate, norm="slaney", mel_scale="slaney"), np.float64
     )
-
-
-def _collate(
-    values: Sequence[np.ndarray], feature: int, sizes: np.ndarray, rows: np.ndarray, lengths: np.ndarray
-) -> EncoderInputs:
-    joined = np.concatenate([np.zeros((0, feature), np.float32), *values])
-    rows = np.asarray(rows, np.int64)
-    return EncoderInputs(torch.from_numpy(joined), sizes, rows, Packing.of(lengths.astype(np.int64)))
 
 
 def _sideways(image: Image.Image) -> bool:

@@ -3,82 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
+from typing_extensions import override
 
 from hetero_strategy.data.media import ImageProcessor, Sizes
 from hetero_strategy.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class ImageTarget:
+@dataclass(frozen=True, kw_only=True)
+class ImageTarget(ImageProcessor):
     """Images to draw, as rows of patches that :class:`ImageProcessor` cuts.
 
     ``<draw>`` in an answer becomes ``rows`` placeholder tokens. The language model's rows at these tokens are what the
-    generator is given; the tokens themselves are not predicted.
+    generator is given; the tokens themselves are not predicted. Every patch is a target row of its own: there is no
+    ``merge``.
 
     Args:
         rows: condition rows of each image.
         patch_size, channels, max_patches, mean, std, field: as for :class:`ImageProcessor`.
     """
 
+    merge: int = field(default=1, init=False)
     rows: int = 1
-    patch_size: int = 16
-    channels: Literal[1, 3] = 3
     max_patches: int = 1024
-    mean: float | tuple[float, ...] = 0.5
-    std: float | tuple[float, ...] = 0.5
     field: str = "draw"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.rows < 1:
             raise ConfigError(f"ImageTarget: rows is {self.rows}; a drawing needs at least 1 row of the language model")
-        for name in ("mean", "std"):  # as the processor holds them, so that settings are JSON
-            object.__setattr__(self, name, getattr(self._images, name))
 
-    @cached_property
-    def _images(self) -> ImageProcessor:
-        return ImageProcessor(
-            patch_size=self.patch_size,
-            channels=self.channels,
-            max_patches=self.max_patches,
-            mean=self.mean,
-            std=self.std,
-            field=self.field,
-        )
-
-    @property
-    def feature(self) -> int:
-        return self._images.feature
-
-    @property
-    def size_names(self) -> tuple[str, ...]:
-        return self._images.size_names
-
-    def settings(self) -> dict[str, Any]:
-        return {"kind": type(self).__name__, **asdict(self)}
-
+    @override
     def measure(self, path: str | Path) -> tuple[Sizes, int]:
         """Grid of patches and number of condition rows."""
-        return self._images.measure(path)[0], self.rows
+        return super().measure(path)[0], self.rows
 
-    def check(self, path: str | Path) -> None:
-        self._images.check(path)
-
-    def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
-        return self._images.load(path, sizes)
-
+    @override
     def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
         """The condition rows and a row per patch."""
-        return self._images.inner_rows(sizes) + self.rows
+        return super().inner_rows(sizes) + self.rows
 
     def target_elements(self, sizes: np.ndarray) -> np.ndarray:
         """All numbers of all patches."""
-        return self._images.inner_rows(sizes) * self.feature
+        return super().inner_rows(sizes) * self.feature
 
     def pixels(self, values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
         """Undo ``load``: rows, float32 ``[R, feature]``, become an image, uint8 ``[height, width, channels]``."""

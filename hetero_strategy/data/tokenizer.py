@@ -108,10 +108,6 @@ class ChatTokenizer:
         """Turn ids back into text without special tokens."""
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def encode(self, turns: Sequence[Turn], rows: Mapping[str, Sequence[int]]) -> Encoded:
-        """Tokenise one conversation; see :meth:`encode_batch`."""
-        return self.encode_batch([turns], [rows])[0]
-
     def encode_batch(
         self, conversations: Sequence[Sequence[Turn]], rows: Sequence[Mapping[str, Sequence[int]]]
     ) -> list[Encoded]:

@@ -13,10 +13,8 @@ class Agree:
     """A batch with the samples silenced that any rank could not read; one of a loader's ``finish`` functions.
 
     Every rank sees a part of the payload only, but a sample without its image has to lose its labels wherever they are
-    and its share of N (law 1) everywhere. One all-reduce (max) of uint8 ``[S]``.
-
-    Args:
-        group: of all ranks, on the host, used by the loading thread alone; None: this process is the only one.
+    and its share of N (law 1) everywhere. One all-reduce (max) of uint8 ``[S]`` in a group of all ranks on the host
+    that the loading thread alone uses; None: this process is the only one.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

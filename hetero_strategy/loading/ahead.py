@@ -44,9 +44,7 @@ class Ahead:
     def submit(self, work: Callable[[], Result], *, always: bool = False) -> Future[Result]:
         """Run ``work()`` after everything submitted before; what it raises reaches who asks for the result.
 
-        Args:
-            work: the task.
-            always: run it even behind a task that failed: it cleans up.
+        With ``always`` it runs even behind a task that failed: it cleans up.
         """
         if not self.alive:
             # The thread holds its work alone, so an instance that nobody holds any more ends it.

@@ -86,13 +86,10 @@ class Batch:
         return Batch(**{name: getattr(self, name) for name in names} | changes)
 
     def without(self, bad: np.ndarray) -> Batch:
-        """This batch with some samples counting for nothing: no label, no target, in the normalisers neither.
+        """This batch with ``bad`` samples, bool ``[S]``, counting for nothing: no label, no target, not part of N.
 
         They are still computed, so that every shape and every route stays as planned. All ranks have to name the same
         samples: `hetero_strategy.loading.agree.Agree` sees to that.
-
-        Args:
-            bad: bool ``[S]``.
         """
         known = self.plan.metadata
         items = {

@@ -17,11 +17,7 @@ class Moving(NamedTuple):
 
 
 class Mover:
-    """Copies batches to a CUDA device on a stream of its own.
-
-    Args:
-        device: where to.
-    """
+    """Copies batches to a CUDA device on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,7 +1,7 @@
 """From where payload was sampled to where the step plan has it computed: OrchMLLM's all-to-all batch communicator.
 
 For data whose sizes are known only after decoding. Each rank decodes the samples that are at home there; all ranks then
-learn all sizes (one all-gather of a few numbers for each item) and make the same plan; payload moves once, in one
+learn all sizes (an all-gather of a few numbers for each item) and make the same plan; payload moves once, in one
 all-to-all per module and step, each item straight to the ranks that compute it (section 5.2.1; an all-gather of all
 payload is the paper's strawman). All of it runs ahead of need on the host, so it overlaps with training (section 6).
 """
@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from hetero_strategy import ragged
-from hetero_strategy.data.dataset_index import DatasetIndex
 from hetero_strategy.data.media import Media, TargetProcessor
 from hetero_strategy.errors import DataError
 from hetero_strategy.loading.batch import Batch, LoadTimes
 from hetero_strategy.loading.metadata import ItemSizes, step_metadata
+from hetero_strategy.loading.payload import StepContent
 from hetero_strategy.loading.read_where_sampled import Decoded, DecodedItems, SampledDataset
 from hetero_strategy.loading.steps import RankView
 from hetero_strategy.model.kind import Items
@@ -31,20 +31,6 @@ from hetero_strategy.plan.step_plan import StepPlan
 MESSAGE = 2048
 """Most bytes of what a rank tells the others about a file that cannot be read."""
 NOBODY = -1
-
-
-@dataclass(frozen=True)
-class DispatchedBytes:
-    """Bytes of one step."""
-
-    sizes: int
-    """That this rank contributes to the all-gather of sizes."""
-    sent: int
-    """Payload to other ranks."""
-    received: int
-    """Payload from other ranks."""
-    everything: int
-    """Of the whole step's payload, each item once."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +82,6 @@ class Dispatch:
     bit. Where ``on_error`` is ``skip``, `hetero_strategy.loading.agree.Agree` has to follow.
 
     Args:
-        steps: whose items are dispatched.
         shares: what each rank computes, by rank.
         group: of all ranks, on the host, used by the loading thread alone; None: this process is the only one.
     """
@@ -116,8 +101,6 @@ class Dispatch:
             name: np.array([_taken(share, name, isinstance(p, TargetProcessor)) for share in shares], np.int64)
             for name, p in steps.processors.items()
         }
-        self.traffic = DispatchedBytes(0, 0, 0, 0)
-        """Of the last step."""
 
     def __call__(self, decoded: Decoded) -> Batch:
         """The batch of a step. All ranks call it for the same steps in the same order.
@@ -137,19 +120,12 @@ class Dispatch:
         plan = steps.plan_of(metadata)
         assert plan.digest  # as in StepDataset
         planned = time.perf_counter()
-        sent = received = everything = 0
         pieces: dict[str, dict[int, np.ndarray]] = {}
         for name, sizes in measured.items():
-            length, width = sizes.length[sizes.read], 4 * steps.processors[name].feature
             at = home[metadata.items[name].sample]
             who = moves(at, _instances(plan, name), self._readers[name], self._rank)
-            pieces[name] = self._moved(who, decoded.items[name], at, length)
-            sent += int(length[who.sent].sum()) * width
-            received += int(length[who.received].sum()) * width
-            everything += int(length.sum()) * width
-        numbers = sum(one.sizes.size + one.length.size + one.rows.size for one in decoded.items.values())
-        self.traffic = DispatchedBytes(8 * numbers, sent, received, everything)
-        inputs = steps.inputs(plan, Dispatched(steps.index, samples, measured, pieces))
+            pieces[name] = self._moved(who, decoded.items[name], at, sizes.length[sizes.read])
+        inputs = steps.inputs(plan, self._content(samples, measured, pieces))
         seconds = decoded.seconds + known - began + time.perf_counter() - planned
         times = LoadTimes(planned - known, seconds)
         return steps.compiled(Batch(plan, inputs, times, mine=steps.share.mine, failed=decoded.failed))
@@ -157,50 +133,32 @@ class Dispatch:
     def _measured(self, decoded: Decoded, samples: np.ndarray, home: np.ndarray) -> dict[str, ItemSizes]:
         """Sizes of all items of the step. How many items each rank has all ranks know beforehand."""
         index, processors = self.steps.index, self.steps.processors
-        own = [np.column_stack([x.sizes, x.length, x.rows]).ravel() for x in (decoded.items[n] for n in processors)]
-        homes = {name: np.repeat(home, index.counts(name, samples)) for name in processors}
-        ahead = np.zeros(self._world, np.int64)  # numbers of each rank before the module's
-        place = {}
+        measured = {}
         for name, processor in processors.items():
-            width, at = len(processor.size_names) + 2, homes[name]
-            counts = np.bincount(at, minlength=self._world)
-            by_rank = np.argsort(at, kind="stable")
-            among = np.empty(len(at), np.int64)  # its rank's items
-            among[by_rank] = np.arange(len(at)) - np.repeat(ragged.starts(counts), counts)
-            place[name] = (ahead[at] + among * width)[:, None] + np.arange(width)
-            ahead += counts * width
-        gathered = self._gathered(np.concatenate([np.zeros(0, np.int64), *own]), int(ahead.max()))
-        return {
-            name: _sizes(gathered[homes[name][:, None], place[name]], processor)
-            for name, processor in processors.items()
-        }
+            by_rank, bounds = ragged.group_by(np.repeat(home, index.counts(name, samples)), self._world)
+            table = np.empty((len(by_rank), len(processor.size_names) + 2), np.int64)
+            table[by_rank] = self._gathered(decoded.items[name].numbers, np.diff(bounds))
+            measured[name] = _sizes(table, processor)
+        return measured
 
-    def _gathered(self, values: np.ndarray, most: int) -> np.ndarray:
-        """``[world, most]``: the values of every rank, each at most that many."""
-        own = np.zeros(most, values.dtype)
-        own[: len(values)] = values
-        if self._group is None or not most:
-            return np.tile(own, (self._world, 1))
-        everyone = torch.empty(self._world, most, dtype=torch.from_numpy(own).dtype)
-        dist.all_gather(list(everyone), torch.from_numpy(own), group=self._group)
-        return everyone.numpy()
+    def _gathered(self, own: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Rows of all ranks, by rank; ``counts`` says how many each has."""
+        if self._group is None or not counts.any():
+            return own
+        padded = np.zeros((counts.max(), *own.shape[1:]), own.dtype)
+        padded[: len(own)] = own
+        everyone = [torch.from_numpy(np.empty_like(padded)) for _ in counts]
+        dist.all_gather(everyone, torch.from_numpy(padded), group=self._group)
+        return np.concatenate([theirs.numpy()[:n] for theirs, n in zip(everyone, counts, strict=True)])
 
     def _raise(self, decoded: Decoded) -> NoReturn:
-        message = next(iter(decoded.failed.values()), "").encode()[:MESSAGE]
-        found = self._gathered(np.frombuffer(message, np.uint8), MESSAGE)
-        said = [bytes(one).rstrip(b"\0").decode(errors="replace") for one in found]
-        lines = "\n".join(one for one in said if one)
+        message = next(iter(decoded.failed.values()), "").encode()[:MESSAGE].ljust(MESSAGE, b"\0")
+        found = self._gathered(np.frombuffer(message, np.uint8)[None], np.ones(self._world, np.int64))
+        lines = "\n".join(bytes(one).rstrip(b"\0").decode(errors="replace") for one in found if one.any())
         raise DataError(f"{lines}; mend the data, or train without such samples: on_error='skip'")
 
     def _moved(self, who: Moves, items: DecodedItems, home: np.ndarray, length: np.ndarray) -> dict[int, np.ndarray]:
-        """Raw rows of every item that this rank computes, by number.
-
-        Args:
-            who: moves what.
-            items: that this rank has read.
-            home: rank that has read each item of the step, int64 ``[n]``.
-            length: raw rows of each item of the step, int64 ``[n]``.
-        """
+        """Raw rows of every item that this rank computes, by number; ``home`` and ``length`` are those of all items."""
         own = _split(items.values, np.flatnonzero(home == self._rank), length)
         found = {unit: own[unit] for unit in who.kept.tolist()}
         if not who.any:
@@ -215,43 +173,17 @@ class Dispatch:
         dist.all_to_all_single(incoming, outgoing, rows_from, rows_to, group=self._group)
         return found | _split(incoming.numpy(), who.received, length)
 
-
-class Dispatched:
-    """What has come to this rank, as the :class:`~hetero_strategy.model.kind.Content` of its inputs.
-
-    Args:
-        index: of the data set.
-        samples: of the step, int64 ``[S]``.
-        measured: sizes of all items of the step, by module.
-        pieces: raw rows of the items that this rank computes, by module, then number.
-    """
-
-    def __init__(
-        self,
-        index: DatasetIndex,
-        samples: np.ndarray,
-        measured: Mapping[str, ItemSizes],
-        pieces: Mapping[str, Mapping[int, np.ndarray]],
-    ) -> None:
-        self._index, self._samples, self._measured, self._pieces = index, samples, measured, pieces
-        self._items = {
+    def _content(
+        self, samples: np.ndarray, measured: Mapping[str, ItemSizes], pieces: Mapping[str, Mapping[int, np.ndarray]]
+    ) -> StepContent:
+        """What has come to this rank; ``pieces``: by module, then number, raw rows of the items that it computes."""
+        index = self.steps.index
+        items = {
             name: Items(index.item_numbers(name, samples)[x.read], x.sizes[x.read], x.rows[x.read])
             for name, x in measured.items()
         }
-
-    def items(self, module: str, units: np.ndarray) -> Items:
-        all_items = self._items[module]
-        return Items(all_items.numbers[units], all_items.sizes[units], all_items.rows[units])
-
-    def values(self, module: str, units: np.ndarray) -> list[np.ndarray]:
-        return [self._pieces[module][unit] for unit in units.tolist()]
-
-    def text(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        rows = {}
-        for name, found in self._measured.items():
-            counts = self._index.counts(name, self._samples)
-            rows[name] = found.rows[ragged.expand(ragged.starts(counts)[units], counts[units])]
-        return self._index.text(self._samples[units], rows)
+        rows = {name: sizes.rows for name, sizes in measured.items()}
+        return StepContent(index, samples, items.__getitem__, lambda module, unit: pieces[module][unit], rows)
 
 
 def _taken(share: RankView, module: str, target: bool) -> int:

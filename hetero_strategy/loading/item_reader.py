@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
@@ -20,31 +21,24 @@ def complaint(index: DatasetIndex, module: str, sample: int, error: Exception) -
 
 
 class Reader:
-    """Reads the items of one batch.
+    """Reads the items of one batch."""
 
-    Args:
-        index: of the data set.
-        on_error: what an item that cannot be read does.
-    """
-
-    def __init__(self, index: DatasetIndex, on_error: OnError = "stop") -> None:
-        self._index = index
-        self._on_error = on_error
+    def __init__(self, index: DatasetIndex, processors: Mapping[str, Media], on_error: OnError) -> None:
+        self._index, self._processors, self._on_error = index, processors, on_error
         self.failed: dict[int, str] = {}
         """Data set index of every sample with an item that could not be read -> why not, with the file's name."""
 
-    def __call__(self, module: str, processor: Media, item: int, sizes: np.ndarray) -> np.ndarray:
+    def __call__(self, module: str, item: int, sizes: np.ndarray) -> np.ndarray:
         """float32 ``[R, feature]`` of one item of the data set; zeros in its place where it is skipped.
 
         Args:
-            module: encoder or generator.
-            processor: of that module.
             item: number in the module's item table.
             sizes: int64 ``[k]``, as indexed; their product is R.
 
         Raises:
             DataError: the file is missing, damaged or changed, and ``on_error`` is ``stop``.
         """
+        processor = self._processors[module]
         try:
             return processor.load(self._index.path(module, item), tuple(sizes.tolist()))
         except (DataError, OSError) as error:

@@ -127,7 +127,8 @@ class StepLoader:
         self.consumed = first
         self._skipped_in_epoch = self._skipped_in_epoch if first else 0
         places = [(self.epoch, step) for step in range(first, len(self))]
-        made = self._made(places, self._workers())
+        line = self._workers()
+        made = (self.steps[place] for place in places) if line is None else line.run(places)
         batches = made if self._background is None else self._handed(made, len(places), self._background)
         for number, batch in enumerate(batches, first + 1):
             self.consumed = number
@@ -188,29 +189,36 @@ class StepLoader:
             self._line = PooledSteps(self._crew, self.prefetch_factor, self._died)
         return self._line
 
-    def _made(self, places: Sequence[Place], line: PooledSteps | None) -> Iterator[Any]:
-        """What the workers, or without any this process, make of these steps, in order."""
-        if line is not None:
-            yield from line.run(places)
-            return
-        for place in places:
-            yield self.steps[place]
-
     def _handed(self, given: Iterator[Any], count: int, background: Ahead) -> Iterator[Batch]:
         """Finished batches of what is given, made in the background; errors at the step they belong to."""
-        made = _Pass(given, self._finish, self._pin)
+        finish, pin, mover = self._finish, self._pin, self._mover  # tasks do not keep the loader alive
+        failed = dropped = False
+
+        def step() -> Batch | None:
+            """Make the next batch; none where the pass is over by a failure."""
+            nonlocal failed
+            if failed:
+                return None
+            try:
+                batch = next(given)
+                for function in finish:
+                    batch = function(batch)
+                return batch.pin_memory() if pin else batch
+            except BaseException:
+                failed = True
+                # Of several processes others wait for this one in a collective: nothing may follow as if all were well.
+                if dropped and not _several():
+                    return None
+                raise
+
         try:
-            futures = _submitted(background, made.step, count, self.prefetch_factor)
-            if self._mover is None:
-                for future in futures:
-                    yield future.result()
-            else:
-                yield from self._moved(futures, self._mover)
+            futures = _submitted(background, step, count, self.prefetch_factor)
+            yield from (future.result() for future in futures) if mover is None else self._moved(futures, mover)
         except Exception:
             background.forgive()
             raise
         finally:
-            made.dropped = True  # what is submitted still runs, as it does on other ranks
+            dropped = True  # the epoch was left early, or it failed; what is submitted runs, as it does on other ranks
 
     def _moved(self, futures: Iterable[Future[Any]], mover: Mover) -> Iterator[Batch]:
         """Batches on the device, the next one on its way."""
@@ -270,32 +278,6 @@ class StepLoader:
         }
 
 
-class _Pass:
-    """The steps of one pass over an epoch, in the background thread."""
-
-    def __init__(self, made: Iterator[Any], finish: Sequence[Callable[[Any], Any]], pin: bool) -> None:
-        self._made, self._finish, self._pin = made, finish, pin
-        self._failed = False
-        self.dropped = False
-        """Nobody wants the rest: the epoch was left early, or it failed."""
-
-    def step(self) -> Batch | None:
-        """The next batch; none where the pass is over by a failure."""
-        if self._failed:
-            return None
-        try:
-            batch = next(self._made)
-            for function in self._finish:
-                batch = function(batch)
-            return batch.pin_memory() if self._pin else batch
-        except BaseException:
-            self._failed = True
-            # Of several processes others wait for this one in a collective: nothing may follow as if all were well.
-            if self.dropped and not _several():
-                return None
-            raise
-
-
 def _several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
@@ -337,16 +319,13 @@ class _ShuffledEpochs(Sampler[int]):
     """What Lightning finds as the loader's sampler: passes the epoch on."""
 
     def __init__(self, loader: StepLoader) -> None:
-        self._loader = loader
-
-    def set_epoch(self, epoch: int) -> None:
-        self._loader.set_epoch(epoch)
+        self._steps, self.set_epoch = range(len(loader)), loader.set_epoch
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self._loader)))
+        return iter(self._steps)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self._steps)
 
 
 class _OrderedEpochs(SequentialSampler):
@@ -354,7 +333,4 @@ class _OrderedEpochs(SequentialSampler):
 
     def __init__(self, loader: StepLoader) -> None:
         super().__init__(range(len(loader)))
-        self._loader = loader
-
-    def set_epoch(self, epoch: int) -> None:
-        self._loader.set_epoch(epoch)
+        self.set_epoch = loader.set_epoch

@@ -37,8 +37,6 @@ def step_metadata(
     """What a step plan is made of, for the global batch of these samples.
 
     Args:
-        index: of the data set.
-        epoch, step: of the batch.
         samples: of the data set, int64 ``[S]``.
         measured: if the index is not measured: by module, the sizes of the items of these samples. Items that
             could not be read are left out.
@@ -56,14 +54,13 @@ def step_metadata(
     items = {}
     for module, table in index.items.items():
         numbers = index.item_numbers(module, samples)
-        sizes = None if measured is None else measured[module]
-        found = table.targets if sizes is None else sizes.targets
+        found, these = (table, numbers) if measured is None else (measured[module], slice(None))
         items[module] = StepItems(
             sample=np.repeat(np.arange(len(samples), dtype=np.int64), index.counts(module, samples)),
-            edge_rows=np.asarray(table.rows[numbers]) if sizes is None else sizes.rows,
+            edge_rows=np.asarray(found.rows[these]),
             start=np.asarray(table.start[numbers]),
-            inner_rows=np.asarray(table.inner_rows[numbers]) if sizes is None else sizes.inner_rows,
-            targets=None if found is None else np.asarray(found[numbers]) if sizes is None else found,
+            inner_rows=np.asarray(found.inner_rows[these]),
+            targets=None if found.targets is None else np.asarray(found.targets[these]),
         )
     if measured is not None:
         tokens, items = expanded(tokens, items, {module: sizes.read for module, sizes in measured.items()})

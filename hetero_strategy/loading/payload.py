@@ -2,41 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
+from hetero_strategy import ragged
 from hetero_strategy.data.dataset_index import DatasetIndex
-from hetero_strategy.data.media import Media
 from hetero_strategy.loading.item_reader import Reader
 from hetero_strategy.model.kind import Items
 
 
-class Fetched:
-    """Items are read where they are computed: the index knows all sizes.
+@dataclass(frozen=True)
+class StepContent:
+    """The :class:`~hetero_strategy.model.kind.Content` of a step: the units that this rank computes."""
 
-    Args:
-        index: of the data set.
-        processors: by module.
-        samples: of the step, data set indices, int64 ``[S]``.
-        reader: of the step.
-    """
-
-    def __init__(
-        self, index: DatasetIndex, processors: Mapping[str, Media], samples: np.ndarray, reader: Reader
-    ) -> None:
-        self._index, self._processors, self._samples, self._reader = index, processors, samples, reader
-        self._numbers = cache(lambda module: index.item_numbers(module, samples))
+    index: DatasetIndex
+    samples: np.ndarray
+    """Of the step, data set indices, int64 ``[S]``."""
+    of_step: Callable[[str], Items]
+    """Module -> its items in the step."""
+    read: Callable[[str, int], np.ndarray]
+    """Module and number of an item in the step -> its raw rows, float32 ``[R, feature]``."""
+    rows: Mapping[str, np.ndarray] | None = None
+    """If the index is not measured, by module: rows of each item of the samples, also of those that were not read."""
 
     def items(self, module: str, units: np.ndarray) -> Items:
-        table, numbers = self._index.items[module], self._numbers(module)[units]
-        return Items(numbers, np.asarray(table.sizes[numbers]), np.asarray(table.rows[numbers]))
+        """What is known of some items of the step."""
+        found = self.of_step(module)
+        return Items(found.numbers[units], found.sizes[units], found.rows[units])
 
     def values(self, module: str, units: np.ndarray) -> list[np.ndarray]:
-        found, processor = self.items(module, units), self._processors[module]
-        items = zip(found.numbers.tolist(), found.sizes, strict=True)
-        return [self._reader(module, processor, item, sizes) for item, sizes in items]
+        """float32 ``[R, feature]`` of each of some items of the step. Raises DataError where one cannot be read."""
+        return [self.read(module, unit) for unit in units.tolist()]
 
     def text(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self._index.text(self._samples[units])
+        """(token ids int32 ``[T]``, whether each is to be predicted bool ``[T]``) of some samples of the step."""
+        if self.rows is None:
+            return self.index.text(self.samples[units])
+        rows = {}
+        for module, of_item in self.rows.items():
+            counts = self.index.counts(module, self.samples)
+            rows[module] = of_item[ragged.expand(ragged.starts(counts)[units], counts[units])]
+        return self.index.text(self.samples[units], rows)
+
+
+def fetched(index: DatasetIndex, samples: np.ndarray, reader: Reader) -> StepContent:
+    """Items are read where they are computed, by the step's reader: the index knows all sizes."""
+
+    @cache
+    def of_step(module: str) -> Items:
+        table, numbers = index.items[module], index.item_numbers(module, samples)
+        return Items(numbers, np.asarray(table.sizes[numbers]), np.asarray(table.rows[numbers]))
+
+    def read(module: str, unit: int) -> np.ndarray:
+        items = of_step(module)
+        return reader(module, int(items.numbers[unit]), items.sizes[unit])
+
+    return StepContent(index, samples, of_step, read)

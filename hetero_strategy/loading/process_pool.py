@@ -38,12 +38,7 @@ HINTS = {
 
 
 class ProcessPool:
-    """A :class:`Crew` of processes on this machine.
-
-    Args:
-        steps: what they make.
-        size: number of them.
-    """
+    """A :class:`~hetero_strategy.loading.worker_pool.WorkerPool` of processes on this machine."""
 
     def __init__(self, steps: Steps, size: int) -> None:
         self.size, self.kind = size, "loader worker"
@@ -95,6 +90,7 @@ class _Worker:
             self.pipe.send((place, block))
 
     def receive(self) -> Any:
+        """The next step; WorkerDied where there is none to come."""
         try:
             while self.pipe not in (ready := wait([self.pipe, self.process.sentinel], CHECK)):
                 # What it sent before it died is still to be had.

@@ -46,10 +46,6 @@ LOADERS = 4
 class RayPool:
     """A :class:`hetero_strategy.loading.worker_pool.WorkerPool` of Ray actors.
 
-    Args:
-        steps: what they make.
-        size: number of them.
-
     Raises:
         ConfigError: Ray is not installed, has no address, or not all actors find a processor.
     """
@@ -72,6 +68,7 @@ class RayPool:
         self._asked[worker].append(self._actors[worker].make.remote(place))
 
     def result(self, worker: int) -> Any:
+        """The next step of an actor."""
         errors = self._ray.exceptions
         try:
             made = self._ray.get(self._asked[worker].popleft())
@@ -128,6 +125,7 @@ class _Actor:
         self._steps = steps
 
     def make(self, place: Place) -> Any:
+        """One step: its head, and its buffers' sizes and block; or what is to be raised in its place."""
         answer = attempt(self._steps, place)
         if isinstance(answer, Exception):
             return answer

@@ -26,12 +26,9 @@ class DecodedItems:
 
     values: np.ndarray
     """float32 ``[R, feature]``, raw rows end to end, without items that were not read."""
-    sizes: np.ndarray
-    """int64 ``[n, k]``, as the processor measures them."""
-    length: np.ndarray
-    """Raw rows of each item, int64 ``[n]``; -1 where its sample could not be read."""
-    rows: np.ndarray
-    """Rows of each item that cross the module's edges, int64 ``[n]``; 0 where its sample could not be read."""
+    numbers: np.ndarray
+    """int64 ``[n, k + 2]`` for each item: its sizes as the processor measures them, its raw rows, and its rows that
+    cross the module's edges. Raw rows are -1, all else 0, where its sample could not be read."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +50,6 @@ class SampledDataset(StepDataset):
     Sample ``k`` of a step is at home on rank ``k mod world``. Global batches, order and length are those of
     :class:`StepDataset` with the same options. A sample with an item that cannot be read, or with more than the index's
     ``max_tokens``, gives up all its items; what becomes of it all ranks decide together when the step is dispatched.
-
-    Args:
-        rank, world: of this process and in all.
-        index: built without measuring.
-        args, options: see :class:`StepDataset`.
 
     Raises:
         ConfigError: the index is measured, or ``window`` is not 1: tokens of samples are not known.
@@ -83,15 +75,13 @@ class SampledDataset(StepDataset):
 
     def __getitem__(self, place: int | tuple[int, int]) -> Decoded:  # type: ignore[override]  # a part of a batch
         """What is at home here of (epoch, step), or of a step of epoch 0."""
+        epoch, step = self.place(place)
         began = time.perf_counter()
-        epoch, step = place if isinstance(place, tuple) else (0, place)
-        if not 0 <= step < len(self):
-            raise IndexError(f"step {step} of {len(self)}")
         samples = self.samples(epoch, step)
         mine = samples[self.home(len(samples)) == self.rank]
         failed: dict[int, str] = {}
         raw = {name: _decoded(self.index, name, p, mine, failed) for name, p in self.processors.items()}
-        self._refuse_long(mine, {name: items.rows for name, items in raw.items()}, failed)
+        self._refuse_long(mine, {name: items.numbers[:, -1] for name, items in raw.items()}, failed)
         bad = np.isin(mine, list(failed))
         items = {name: _without(one, np.repeat(bad, self.index.counts(name, mine))) for name, one in raw.items()}
         return Decoded(epoch, step, items, failed, time.perf_counter() - began)
@@ -117,8 +107,7 @@ def _decoded(
 ) -> DecodedItems:
     """All items of some samples; those of samples that fail have no rows."""
     table, numbers = index.items[module], index.item_numbers(module, samples)
-    sizes = np.zeros((len(numbers), len(processor.size_names)), np.int64)
-    length, rows = np.zeros(len(numbers), np.int64), np.zeros(len(numbers), np.int64)
+    found = np.zeros((len(numbers), len(processor.size_names) + 2), np.int64)
     values = [np.zeros((0, processor.feature), np.float32)]
     for place, item in enumerate(numbers.tolist()):
         sample = int(table.sample[item])
@@ -126,22 +115,19 @@ def _decoded(
             continue
         path = index.path(module, item)
         try:
-            size, rows[place] = processor.measure(path)
-            values.append(processor.load(path, size))
+            sizes, rows = processor.measure(path)
+            values.append(processor.load(path, sizes))
+            found[place] = (*sizes, len(values[-1]), rows)
         except (DataError, OSError) as error:
             failed[sample] = complaint(index, module, sample, error)
-            continue
-        sizes[place], length[place] = size, len(values[-1])
-    return DecodedItems(np.concatenate(values), sizes, length, rows)
+    return DecodedItems(np.concatenate(values), found)
 
 
 def _without(items: DecodedItems, bad: np.ndarray) -> DecodedItems:
     """The same without what some items hold; bool ``[n]``."""
     if not bad.any():
         return items
-    return DecodedItems(
-        items.values[np.repeat(~bad, items.length)],
-        np.where(bad[:, None], 0, items.sizes),
-        np.where(bad, -1, items.length),
-        np.where(bad, 0, items.rows),
-    )
+    unread = np.zeros_like(items.numbers[0])
+    unread[-2] = -1
+    numbers = np.where(bad[:, None], unread, items.numbers)
+    return DecodedItems(items.values[np.repeat(~bad, items.numbers[:, -2])], numbers)

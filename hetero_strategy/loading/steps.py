@@ -23,12 +23,12 @@ from hetero_strategy.layout.placement import Placement
 from hetero_strategy.loading.batch import Batch, LoadTimes
 from hetero_strategy.loading.item_reader import OnError, Reader
 from hetero_strategy.loading.metadata import step_metadata
-from hetero_strategy.loading.payload import Fetched
+from hetero_strategy.loading.payload import StepContent, fetched
 from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.encoder import Encoder
 from hetero_strategy.model.generator import Generator
 from hetero_strategy.model.inputs import ModuleInputs
-from hetero_strategy.model.kind import Content, InstanceUnits, ModuleKind
+from hetero_strategy.model.kind import InstanceUnits, ModuleKind
 from hetero_strategy.plan.orchestrator import ResolvedBalance, plan_step
 from hetero_strategy.plan.packing import levelled
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan, edge_blocks, slots
@@ -104,10 +104,7 @@ class StepDataset(Dataset[Batch]):
     """Map-style data set over the steps of an epoch; an item is one global batch as this rank sees it.
 
     Args:
-        index: of the data set.
-        processors: by encoder or generator name.
         edges: (source, target) pairs of modules.
-        share: what this rank computes.
         language_models: their units are whole samples.
         kinds: of modules that have no processor and are no language models.
         global_batch_size: samples per step, over all ranks.
@@ -115,7 +112,6 @@ class StepDataset(Dataset[Batch]):
         microbatch_rows: encoders and generators with microbatches of their own; see `plan_step`.
         balancing: how work is spread; default: all units are dealt in order.
         window: steps among which samples move so that steps cost the same; 1: none leaves its step.
-        seed: of the order.
         shuffle: whether epochs are permuted; otherwise manifest order.
         drop_last: leave out the last step of an epoch if it is not full.
         same_noise: generators see the same noise and times in every epoch, so that validations compare.
@@ -203,23 +199,28 @@ class StepDataset(Dataset[Batch]):
 
     def __getitem__(self, place: int | tuple[int, int]) -> Batch:
         """The batch of (epoch, step), or of a step of epoch 0. Raises DataError where a file has gone bad."""
-        epoch, step = place if isinstance(place, tuple) else (0, place)
-        if not 0 <= step < len(self):
-            raise IndexError(f"step {step} of {len(self)}")
+        epoch, step = self.place(place)
         began = time.perf_counter()
         plan = self.plan(epoch, step)
         assert plan.digest  # made here, ahead of the step that needs it
         planned = time.perf_counter()
-        reader = Reader(self.index, self.on_error)
-        inputs = self.inputs(plan, Fetched(self.index, self.processors, plan.samples, reader))
+        reader = Reader(self.index, self.processors, self.on_error)
+        inputs = self.inputs(plan, fetched(self.index, plan.samples, reader))
         times = LoadTimes(planned - began, time.perf_counter() - planned)
         return self.compiled(Batch(plan, inputs, times, mine=self.share.mine, failed=reader.failed))
+
+    def place(self, place: int | tuple[int, int]) -> tuple[int, int]:
+        """(epoch, step) of what was asked for; IndexError where there is no such step."""
+        epoch, step = place if isinstance(place, tuple) else (0, place)
+        if not 0 <= step < len(self):
+            raise IndexError(f"step {step} of {len(self)}")
+        return epoch, step
 
     def compiled(self, batch: Batch) -> Batch:
         """A batch with its program, if steps have one."""
         return batch if self.compiler is None else batch.with_program(self.compiler(batch.plan))
 
-    def inputs(self, plan: StepPlan, content: Content) -> dict[str, tuple[ModuleInputs | None, ...]]:
+    def inputs(self, plan: StepPlan, content: StepContent) -> dict[str, tuple[ModuleInputs | None, ...]]:
         """What this rank computes, by module and microbatch."""
         return {
             module: tuple(
@@ -230,7 +231,7 @@ class StepDataset(Dataset[Batch]):
             if (instance := self.share.mine.get(module)) is not None
         }
 
-    def _inputs(self, plan: StepPlan, module: str, number: int, instance: int, content: Content) -> ModuleInputs:
+    def _inputs(self, plan: StepPlan, module: str, number: int, instance: int, content: StepContent) -> ModuleInputs:
         assignment = plan.assignments[module][number]
         return self.kinds[module].inputs(
             InstanceUnits(

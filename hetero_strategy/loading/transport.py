@@ -41,6 +41,7 @@ def padded(size: int) -> int:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
+        """Tensors on the host go out of band, as arrays do."""
         if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout == torch.strided:
             # Strides of dimensions of one element may be anything.
             flat = value.detach().contiguous().as_strided((value.numel(),), (1,))

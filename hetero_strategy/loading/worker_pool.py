@@ -58,7 +58,6 @@ class PooledSteps:
     """Steps made by a crew, handed out in order: step k of a pass by worker ``k mod size``.
 
     Args:
-        crew: the workers.
         each: most steps that a worker has been given and that are not yet handed out.
         on_death: told (step, worker, how it died); raises where the pass is not to go on.
     """

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hetero_strategy.monitor.balance_monitor import BalanceMonitor
-from hetero_strategy.monitor.logger import LogConfiguration, csv_logger, wandb_logger
+from hetero_strategy.monitor.logger import LogConfiguration, wandb_logger
 from hetero_strategy.monitor.throughput import ThroughputMonitor
 from hetero_strategy.monitor.timeline_monitor import TimelineMonitor
 
-__all__ = ["BalanceMonitor", "LogConfiguration", "ThroughputMonitor", "TimelineMonitor", "csv_logger", "wandb_logger"]
+__all__ = ["BalanceMonitor", "LogConfiguration", "ThroughputMonitor", "TimelineMonitor", "wandb_logger"]

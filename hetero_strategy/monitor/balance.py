@@ -35,6 +35,7 @@ class Spread:
 
     @property
     def imbalance_before(self) -> float:
+        """Load of the busiest over the mean."""
         return ModuleLoad.imbalance(self.before[None])
 
     @property
@@ -79,8 +80,5 @@ class BalanceSummary:
                 "sorted_loads_after": (spread.after / unit).round(4).tolist(),
             }
         rest = {k: v for k, v in asdict(self).items() if k not in ("spreads", "traffic")}
-        bytes_moved = {
-            "bytes_within_nodes": None if self.traffic is None else self.traffic.within,
-            "bytes_between_nodes": None if self.traffic is None else self.traffic.between,
-        }
-        return {**rest, **bytes_moved, "modules": modules}
+        within, between = self.traffic or (None, None)
+        return {**rest, "bytes_within_nodes": within, "bytes_between_nodes": between, "modules": modules}

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -18,6 +17,8 @@ from hetero_strategy.monitor.timeline_draw import FAINT, IDLE, INK, MODULES, STR
 
 SEPARATE = 96
 """Most instances whose bars are drawn with gaps between them."""
+GAP = 0.08
+"""Half of such a gap, in widths of an instance."""
 ROW = 2.5
 """Height of one module's row in inches."""
 
@@ -77,20 +78,13 @@ def _says(spread: Spread, ratio: float, *, after: bool) -> str:
 
 def _bars(axes: Axes, loads: np.ndarray, colour: tuple[float, float, float]) -> None:
     """Draw loads from the busiest to the idlest, with the wait above each."""
-    count, highest = len(loads), float(loads.max(initial=0.0))
-    gap = 0.08 if count <= SEPARATE else 0.0
-    left, right = np.arange(count) + gap, np.arange(count) + 1 - gap
-    work: list[list[tuple[float, float]]]
-    wait: list[list[tuple[float, float]]]
-    if gap:
-        work = [[(a, 0), (b, 0), (b, y), (a, y)] for a, b, y in zip(left, right, loads, strict=True)]
-        wait = [[(a, y), (b, y), (b, highest), (a, highest)] for a, b, y in zip(left, right, loads, strict=True)]
-    else:  # one area: edges of thousands of boxes thinner than a pixel show as noise
-        x, y = np.repeat(np.arange(count + 1), 2)[1:-1], np.repeat(loads, 2)
-        line = list(zip(x.tolist(), y.tolist(), strict=True))
-        work, wait = [[(0, 0), *line, (count, 0)]], [[(0, highest), *line, (count, highest)]]
-    axes.add_collection(PolyCollection(wait, facecolors=[IDLE], edgecolors=[STRIPE], hatch="////", linewidths=0))
-    axes.add_collection(PolyCollection(work, facecolors=[colour], linewidths=0, zorder=2))
+    bounds, highest = np.arange(len(loads) + 1) + 0.5, float(loads.max(initial=0.0))  # instance 1 is drawn around 1
+    x, y = np.repeat(bounds, 2)[1:-1], np.repeat(loads, 2)
+    if len(loads) <= SEPARATE:  # of more, edges of boxes thinner than a pixel would show as noise
+        x = np.column_stack([bounds[:-1] + GAP, bounds[1:] - GAP, np.full(len(loads), np.nan)]).ravel()
+        y = np.repeat(loads, 3)
+    axes.fill_between(x, y, highest, facecolor=IDLE, edgecolor=STRIPE, hatch="////", linewidth=0)
+    axes.fill_between(x, 0, y, facecolor=colour, linewidth=0, zorder=2)
 
 
 def _lines(axes: Axes, loads: np.ndarray, top: float, sampled: float) -> None:
@@ -104,7 +98,7 @@ def _lines(axes: Axes, loads: np.ndarray, top: float, sampled: float) -> None:
     for name, (height, colour) in heights.items():
         axes.annotate(
             name,
-            (count, height),
+            (count + 0.5, height),
             xytext=(3, 0),
             textcoords="offset points",
             va="center",
@@ -116,7 +110,7 @@ def _lines(axes: Axes, loads: np.ndarray, top: float, sampled: float) -> None:
 
 
 def _frame(axes: Axes, top: float, count: int, *, first: bool, last: bool) -> None:
-    axes.set_xlim(0, count)
+    axes.set_xlim(0.5, count + 0.5)
     axes.set_ylim(0, top)
     axes.spines[:].set_visible(False)
     axes.tick_params(axis="both", length=0, labelsize=9, labelcolor=FAINT)
@@ -126,11 +120,6 @@ def _frame(axes: Axes, top: float, count: int, *, first: bool, last: bool) -> No
     axes.set_axisbelow(True)
     if first:
         axes.set_ylabel("load (mean sampled = 1)", fontsize=9, color=FAINT)
-    step = max(1, -(-count // (16 if count <= SEPARATE else 8)))
-    shown = [0, *range(step - 1 if step > 1 else 1, count - 1, step), count - 1] if count > 1 else [0]
-    shown = sorted(set(shown))
-    if len(shown) > 2 and shown[-1] - shown[-2] < 0.6 * step:
-        shown.pop(-2)
-    axes.set_xticks([i + 0.5 for i in shown], [str(i + 1) for i in shown])
+    axes.xaxis.set_major_locator(MaxNLocator(16 if count <= SEPARATE else 8, integer=True, min_n_ticks=1))
     if last:
         axes.set_xlabel("instances, busiest first", fontsize=9, color=FAINT)

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from hetero_strategy.runtime.executor import Executor
 
 
+LOGGED = (
+    "plan_seconds", "payload_seconds", "plan_hidden_share", "microbatches", "skipped_samples", "worker_restarts",
+)  # fmt: skip
+"""Fields of the summary that are logged as they are."""
+
+
 @dataclass
 class _Sums:
     """Sums over steps. Spreads and traffic are equal on all ranks, times are those of this rank, in seconds."""
@@ -102,26 +108,17 @@ class BalanceMonitor(L.Callback):
     Args:
         folder: folder of both files; default: the Trainer's ``default_root_dir``.
         every_n_steps: length of a window.
-        ranks_per_node: ranks ``[k * n, (k + 1) * n)`` share a node; default: as many as the strategy starts on one.
 
     Raises:
         ConfigError: an option is wrong; at the first step, the batch has no step plan.
     """
 
-    def __init__(
-        self,
-        folder: Path | str | None = None,
-        every_n_steps: int = 10,
-        ranks_per_node: int | None = None,
-    ) -> None:
+    def __init__(self, folder: Path | str | None = None, every_n_steps: int = 10) -> None:
         require("matplotlib", "plots", "BalanceMonitor")
         if every_n_steps < 1:
             raise ConfigError(f"BalanceMonitor: every_n_steps={every_n_steps}; give a window of at least 1 step")
-        if ranks_per_node is not None and ranks_per_node < 1:
-            raise ConfigError(f"BalanceMonitor: ranks_per_node={ranks_per_node}; a node has at least 1 rank")
         self.folder = None if folder is None else Path(folder)
         self.every_n_steps = every_n_steps
-        self.ranks_per_node = ranks_per_node
         self.last: BalanceSummary | None = None
         """Summary of the last run on every rank, with bytes on rank 0 only."""
         self._reset()
@@ -182,19 +179,12 @@ class BalanceMonitor(L.Callback):
         strategy: Any = trainer.strategy
         if not trainer.is_global_zero or not hasattr(strategy, "executor"):
             return None
-        return step_traffic(strategy.executor, plan, self.ranks_per_node or strategy.num_processes)
+        return step_traffic(strategy.executor, plan, strategy.num_processes)
 
     def _log(self, trainer: L.Trainer) -> None:
         window, self._window = self._window, _Sums()
         summary = _summary(trainer, window)
-        metrics: dict[str, float | None] = {
-            "data/plan_seconds": summary.plan_seconds,
-            "data/payload_seconds": summary.payload_seconds,
-            "data/plan_hidden_share": summary.plan_hidden_share,
-            "data/microbatches": summary.microbatches,
-            "data/skipped_samples": summary.skipped_samples,
-            "data/worker_restarts": summary.worker_restarts,
-        }
+        metrics: dict[str, float | None] = {f"data/{name}": getattr(summary, name) for name in LOGGED}
         for name, spread in summary.spreads.items():
             metrics[f"balance/{name}/imbalance_before"] = spread.imbalance_before
             metrics[f"balance/{name}/imbalance_after"] = spread.imbalance_after
@@ -222,9 +212,7 @@ class BalanceMonitor(L.Callback):
 def step_traffic(executor: Executor, plan: StepPlan, ranks_per_node: int) -> Traffic:
     """Count the bytes that a step moves between ranks at the edges between modules, and back where gradients flow.
 
-    Args:
-        executor: holds the stages, their ranks and the width of rows between them.
-        ranks_per_node: ranks ``[k * n, (k + 1) * n)`` share a node.
+    Ranks ``[k * ranks_per_node, (k + 1) * ranks_per_node)`` share a node.
     """
     total, graph = Traffic(0.0, 0.0), executor.compiler.graph
     for row_bytes, (source, target) in zip(executor.row_bytes, graph.edges, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import chain
 
 import numpy as np
 import torch.distributed as dist
@@ -18,32 +19,30 @@ def fitted_costs(executor: Executor, group: dist.ProcessGroup | None) -> dict[st
     """Fit the seconds of every module's forward, as a function of its items, to the recorded steps of all ranks.
 
     They are meant for ``balance.costs`` of the next run where FLOPs say too little about time (small items, slow
-    kernels). This is a collective over all ranks, after training, and waits for the device.
-
-    Args:
-        group: a group of all ranks that works on the host.
+    kernels). This is a collective over ``group``, all ranks on the host, after training, and waits for the device.
 
     Returns:
         Module -> its cost, on rank 0; None on the others. Modules that never ran are left out.
     """
-    seen: dict[StageId, list[tuple[np.ndarray, float]]] = defaultdict(list)
+    seen: list[tuple[StageId, np.ndarray, float]] = []
     steps = list(executor.recorder.steps)
     for step in steps[1:] or steps:  # the first one warms up
         for action, start, end in step.events():
             coordinate = executor.coordinates.get(action.node.module)
             if action.kind == "F" and isinstance(coordinate, Coordinate):
                 assignment = step.plan.assignments[action.node.module][action.microbatch]
-                seen[action.node].append((assignment.inner_rows_of(coordinate.instance), end - start))
-    ranks = gather_on_first(dict(seen), group)
+                seen.append((action.node, assignment.inner_rows_of(coordinate.instance), end - start))
+    ranks = gather_on_first(seen, group)
     if ranks is None:
         return None
-    samples: dict[StageId, list[tuple[np.ndarray, float]]] = defaultdict(list)
-    for of_rank in ranks:
-        for stage_id, timed in of_rank.items():
-            samples[stage_id] += timed
+    lengths: dict[StageId, list[np.ndarray]] = defaultdict(list)
+    seconds: dict[StageId, list[float]] = defaultdict(list)
+    for node, rows, took in chain.from_iterable(ranks):
+        lengths[node].append(rows)
+        seconds[node].append(took)
     costs: dict[str, list[Cost]] = defaultdict(list)
-    for stage_id, timed in sorted(samples.items()):
-        costs[stage_id.module].append(fit_cost([lengths for lengths, _ in timed], [seconds for _, seconds in timed]))
+    for node in sorted(lengths):
+        costs[node.module].append(fit_cost(lengths[node], seconds[node]))
     return {
         module: Cost(*(sum(getattr(cost, part) for cost in stages) for part in ("linear", "quadratic", "fixed")))
         for module, stages in costs.items()

@@ -38,7 +38,6 @@ def work(parts: Iterable[Part], upstream: bool) -> ModuleFlops:
     only the second, and that only if something before it is trained.
 
     Args:
-        parts: parts in the sequence of the forward.
         upstream: whether gradients have to reach the module's input rows (:func:`fed_by_trainable`).
     """
     model = hardware = 0.0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
 from hetero_strategy.errors import require
@@ -26,17 +26,11 @@ def wandb_logger(
     Args:
         save_dir: folder of run files, made if it is missing (wandb writes to a temporary folder otherwise).
         name: name of the run; wandb invents one by default.
-        offline: whether to use no network at all.
         options: further options of :class:`lightning.pytorch.loggers.WandbLogger`.
     """
     require("wandb", "recipes", "wandb_logger")
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     return WandbLogger(name=name, save_dir=save_dir, project=project, offline=offline, **options)
-
-
-def csv_logger(save_dir: str | Path = "outputs", *, name: str = "", **options: Any) -> CSVLogger:
-    """Make a ``CSVLogger``, with its options, that writes ``<save_dir>/<name>/version_<n>/metrics.csv``."""
-    return CSVLogger(save_dir, name=name, **options)
 
 
 class LogConfiguration(L.Callback):

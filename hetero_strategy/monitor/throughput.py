@@ -40,6 +40,8 @@ class _Window:
     """Module -> lengths of the sequences inside it, on all its instances."""
 
     def add(self, batch: Batch) -> None:
+        """Count one step."""
+        self.steps += 1
         metadata = batch.plan.metadata
         self.samples += len(metadata.samples)
         self.tokens += int(metadata.tokens.sum())
@@ -144,7 +146,6 @@ class ThroughputMonitor(L.Callback):
                 "train with hetero_strategy's data module or remove the callback"
             )
         self._window.add(batch)
-        self._window.steps += 1
         self._step = trainer.fit_loop.epoch_loop._batches_that_stepped  # the step that self.log writes
         full = self._window.steps == self.every_n_steps
         if full:
@@ -218,12 +219,9 @@ class ThroughputMonitor(L.Callback):
             memory_name: memory,
         }
         if self._peak is not None:
-            world = trainer.world_size
-            for kind, flops in (
-                ("mfu", {name: w.model for name, w in works.items()}),
-                ("hfu", {name: w.hardware for name, w in works.items()}),
-            ):
-                metrics[f"{kind}/total"] = utilization(sum(flops.values()), seconds, world, self._peak)
+            for kind, part in (("mfu", "model"), ("hfu", "hardware")):
+                flops = {name: getattr(w, part) for name, w in works.items()}
+                metrics[f"{kind}/total"] = utilization(sum(flops.values()), seconds, trainer.world_size, self._peak)
                 for name, count in flops.items():
                     metrics[f"{kind}/{name}"] = utilization(count, seconds, ranks[name], self._peak)
         for logger in trainer.loggers:

@@ -41,35 +41,29 @@ class Timeline:
     """Cause -> its part of ``bubble``, where that is known."""
 
 
-def from_simulation(simulation: Simulation, most: int | None = None, name: str = "simulated") -> Timeline:
+def from_simulation(simulation: Simulation, most: int | None = None) -> Timeline:
     """Make the timeline of a simulation, of at most ``most`` evenly chosen ranks (None: of all)."""
     ranks = evenly([int(r) for r in simulation.ranks], most)
     events = (Event(rank, *event) for rank in ranks for event in simulation.of(rank))
     world, causes = len(simulation.ranks), simulation.bubble_by_cause
-    return Timeline(name, ranks, tuple(events), simulation.time, simulation.bubble, world, causes)
+    return Timeline("simulated", ranks, tuple(events), simulation.time, simulation.bubble, world, causes)
 
 
 def from_measured(
-    events: Mapping[int, Sequence[tuple[Action, float, float]]],
-    span: tuple[float, float] | None = None,
-    most: int | None = None,
-    name: str = "measured",
+    events: Mapping[int, Sequence[tuple[Action, float, float]]], span: tuple[float, float], most: int | None = None
 ) -> Timeline:
     """Make the timeline of a measured step, of at most ``most`` evenly chosen ranks (None: of all).
 
     Args:
         events: rank -> (action, start, end) in seconds of one clock, in the sequence in which they ran.
-        span: begin and end of the step on that clock; None: from the first start to the last end.
+        span: begin and end of the step on that clock.
     """
-    first, last = span or (
-        min((start for own in events.values() for _, start, _ in own), default=0.0),
-        max((end for own in events.values() for *_, end in own), default=0.0),
-    )
+    first, last = span
     busy = sum(end - start for own in events.values() for _, start, end in own)
     ranks = evenly(events, most)
     shown = (Event(r, action, start - first, end - first) for r in ranks for action, start, end in events[r])
     bubble = 1.0 - busy / ((last - first) * len(events)) if last > first else 0.0
-    return Timeline(name, ranks, tuple(shown), last - first, bubble, len(events))
+    return Timeline("measured", ranks, tuple(shown), last - first, bubble, len(events))
 
 
 def evenly(ranks: Iterable[int], most: int | None) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import hsv_to_rgb, rgb_to_hsv, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FuncFormatter
+from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter
 
 from hetero_strategy.monitor.timeline import Event, Timeline, evenly
 from hetero_strategy.schedule.action import Kind
@@ -105,12 +105,17 @@ def _shade(colour: Colour, kind: Kind, turn: int = 0) -> Colour:
     return red, green, blue
 
 
-def _turns(events: Iterable[Event]) -> dict[tuple[int, str, int], int]:
-    """(rank, module, stage) -> number of earlier stages of the module that the rank has."""
+def _stages(events: Iterable[Event]) -> dict[tuple[int, str], list[int]]:
+    """(rank, module) -> stages of the module that the rank has, ascending."""
     stages: dict[tuple[int, str], set[int]] = defaultdict(set)
     for event in events:
         stages[event.rank, event.action.node.module].add(event.action.node.stage)
-    return {(*key, stage): i for key, numbers in stages.items() for i, stage in enumerate(sorted(numbers))}
+    return {key: sorted(numbers) for key, numbers in stages.items()}
+
+
+def _turns(events: Iterable[Event]) -> dict[tuple[int, str, int], int]:
+    """(rank, module, stage) -> number of earlier stages of the module that the rank has."""
+    return {(*key, stage): i for key, numbers in _stages(events).items() for i, stage in enumerate(numbers)}
 
 
 def _frame(axes: Axes, timeline: Timeline, longest: float, height: float, last: bool) -> None:
@@ -119,34 +124,28 @@ def _frame(axes: Axes, timeline: Timeline, longest: float, height: float, last: 
     axes.set_xlim(0, longest * 1.004)
     axes.set_ylim(count - 0.4, -0.6)
     hidden = f"{count} of {timeline.world} ranks shown" if count < timeline.world else f"{count} ranks"
-    text = f"step {_seconds(timeline.time)}   ·   bubble {timeline.bubble:.1%}   ·   {hidden}"
+    seconds = EngFormatter("s")
+    text = f"step {seconds(float(f'{timeline.time:.4g}'))}   ·   bubble {timeline.bubble:.1%}   ·   {hidden}"
     axes.set_title(timeline.name, loc="left", fontsize=11, fontweight="bold", color=INK)
     axes.set_title(text, loc="right", fontsize=10, color=FAINT)
-    for row in range(count):
-        axes.add_patch(
-            Rectangle((0, row - 0.42), timeline.time, 0.84, facecolor=IDLE, edgecolor=STRIPE, hatch="////", linewidth=0)
-        )
+    axes.barh(range(count), timeline.time, 0.84, color=IDLE, edgecolor=STRIPE, hatch="////", linewidth=0)
     axes.axvline(timeline.time, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
     size = min(9.0, 72 * height * 0.75)
     axes.set_yticks(range(count), _labels(timeline), fontsize=size, color=INK)
     axes.tick_params(axis="both", length=0)
-    axes.xaxis.set_major_formatter(FuncFormatter(_ticks(longest)))
+    axes.xaxis.set_major_formatter(seconds)
     axes.tick_params(axis="x", labelbottom=last, labelsize=9, labelcolor=FAINT)
     axes.spines[:].set_visible(False)
 
 
 def _labels(timeline: Timeline) -> list[str]:
     """Label of each rank: its number and, where there is space, its stages."""
-    stages: dict[int, dict[str, set[int]]] = {rank: defaultdict(set) for rank in timeline.ranks}
-    for event in timeline.events:
-        stages[event.rank][event.action.node.module].add(event.action.node.stage)
     if len(timeline.ranks) > 32:
         return [str(rank) for rank in timeline.ranks]
-    names = {
-        rank: "  ".join(f"{m}.{','.join(map(str, sorted(numbers)))}" for m, numbers in own.items())
-        for rank, own in stages.items()
-    }
-    return [f"{names[rank]}   rank {rank}" for rank in timeline.ranks]
+    names: dict[int, list[str]] = defaultdict(list)
+    for (rank, module), numbers in _stages(timeline.events).items():
+        names[rank].append(f"{module}.{','.join(map(str, numbers))}")
+    return [f"{'  '.join(names[rank])}   rank {rank}" for rank in timeline.ranks]
 
 
 def _boxes(axes: Axes, timeline: Timeline, colours: dict[str, Colour]) -> None:
@@ -193,17 +192,3 @@ def _numbers(axes: Axes, timeline: Timeline, colours: dict[str, Colour], longest
             else None,
             zorder=3,
         )
-
-
-def _seconds(value: float) -> str:
-    factor, unit = _unit(value)
-    return f"{value * factor:.4g} {unit}"
-
-
-def _unit(value: float) -> tuple[float, str]:
-    return (1.0, "s") if value >= 1 else (1e3, "ms") if value >= 1e-3 else (1e6, "µs")
-
-
-def _ticks(longest: float) -> Callable[[float, int], str]:
-    factor, unit = _unit(longest)
-    return lambda value, _: f"{value * factor:.6g} {unit}"

@@ -18,9 +18,8 @@ from hetero_strategy.errors import ConfigError, require
 from hetero_strategy.monitor.measure import gather_on_first
 from hetero_strategy.monitor.prediction import Fitted, Ran, predicted, together
 from hetero_strategy.monitor.timeline import Timeline, from_measured, from_simulation, write_trace
-from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.runtime.executor import Executor
-from hetero_strategy.schedule.action import Action, Schedule, StageId
+from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.schedule.graph import PlannedCosts
 from hetero_strategy.simulator.result import Simulation
 
@@ -65,10 +64,7 @@ class MeasuredAndSimulated(NamedTuple):
 def compare(executor: Executor, group: dist.ProcessGroup | None) -> MeasuredAndSimulated | None:
     """Simulate each of the last recorded steps with what is fitted to the others, and gather what was measured.
 
-    This is a collective over all ranks, after training, and waits for the device.
-
-    Args:
-        group: a group of all ranks that works on the host.
+    This is a collective over ``group``, all ranks on the host, after training, and waits for the device.
 
     Returns:
         The comparison on rank 0; None on the others, and where no step was recorded.
@@ -83,25 +79,16 @@ def compare(executor: Executor, group: dist.ProcessGroup | None) -> MeasuredAndS
         return None
     # Ranks of one node share a clock; clocks of others are set by the moment at which all ranks left a barrier.
     shifts = [0.0 if report.host == reports[0].host else reports[0].clock - report.clock for report in reports]
-    ran = [
-        _ran(executor, step.plan, step.schedule, [r.steps[i] for r in reports], shifts) for i, step in enumerate(steps)
-    ]
+    ran = []
+    for i, step in enumerate(steps):
+        events, spans = {}, {}
+        for rank, (report, shift) in enumerate(zip(reports, shifts, strict=True)):
+            timed, (begin, end) = report.steps[i]
+            events[rank] = [(action, start + shift, stop + shift) for action, start, stop in timed]
+            spans[rank] = begin + shift, end + shift
+        planned = PlannedCosts(step.plan, executor.compiler.graph, executor.compiler.costs)
+        ran.append(Ran(step.plan, step.schedule, planned, events, spans))
     return _pair(executor, ran)
-
-
-def _ran(
-    executor: Executor,
-    plan: StepPlan,
-    schedule: Schedule,
-    ranks: Sequence[tuple[list[tuple[Action, float, float]], tuple[float, float]]],
-    shifts: Sequence[float],
-) -> Ran:
-    """One step of all ranks on the clock of rank 0."""
-    events, spans = {}, {}
-    for rank, ((own, (begin, end)), shift) in enumerate(zip(ranks, shifts, strict=True)):
-        events[rank] = [(action, start + shift, stop + shift) for action, start, stop in own]
-        spans[rank] = begin + shift, end + shift
-    return Ran(plan, schedule, PlannedCosts(plan, executor.compiler.graph, executor.compiler.costs), events, spans)
 
 
 def _pair(executor: Executor, steps: Sequence[Ran]) -> MeasuredAndSimulated:

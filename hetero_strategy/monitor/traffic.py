@@ -52,9 +52,7 @@ def traffic(blocks: EdgeBlocks, source: Side, target: Side, ranks_per_node: int,
     if not len(blocks.rows):
         return Traffic(0.0, 0.0)
     run, _, rows, from_shard = cut(blocks.source_start, blocks.rows, source, blocks.source_instance)
-    ahead = ragged.starts(rows)
-    first = np.flatnonzero(np.diff(run, prepend=-1))  # pieces of one run follow each other
-    offset = ahead - np.repeat(ahead[first], np.diff(np.append(first, len(run))))
+    offset = ragged.starts(rows) - ragged.starts(blocks.rows)[run]  # pieces of one run follow each other
     piece, _, rows, to_shard = cut(blocks.target_start[run] + offset, rows, target, blocks.target_instance[run])
     run = run[piece]
     here = _key(source, blocks.source_instance[run], from_shard[piece])

@@ -78,8 +78,8 @@ class StepMetadata:
             return into.given[source]
         items = self.items[source if source in self.items else target]
         item, sample = (np.arange(len(items.sample)), np.zeros_like(items.sample)), (items.sample, items.start)
-        there, here = (item, sample) if source in self.items else (sample, item)
-        return UnitRuns(*there, *here, items.edge_rows)
+        (one, one_start), (other, other_start) = (item, sample) if source in self.items else (sample, item)
+        return UnitRuns(one, one_start, other, other_start, items.edge_rows)
 
 
 @dataclass(frozen=True)

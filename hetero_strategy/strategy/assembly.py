@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -29,7 +29,8 @@ from hetero_strategy.schedule.compile import StepCompiler
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.blueprint import blueprint, model_context
 
-Hops = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
+Row = tuple[int, torch.dtype]
+"""Width and dtype of a row."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,9 @@ class Assembled:
 
 
 def find_model(module: nn.Module, agree: Callable[[bool], bool]) -> tuple[str, MultimodalModel]:
-    """The one model of a LightningModule and its name there.
+    """The one model of a LightningModule, after ``configure_model``, and its name there.
 
     Args:
-        module: after ``configure_model``.
         agree: whether any rank says yes; a collective.
 
     Raises:
@@ -108,16 +108,10 @@ def assemble(
     Args:
         prefix: of the model in the LightningModule.
         model: on the meta device; modules that this rank does not own stay there.
-        placement: of all modules.
-        rank: this rank.
-        device: of this rank.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; default: all on one.
         wire_dtype: of rows between modules.
         hidden_dtype: of rows between stages of a module.
-        scheduling: of steps.
         recompute: modules that recompute their blocks in backward.
-        timeout: of collectives.
-        async_checkpoint: write checkpoints in the background.
 
     Raises:
         see :func:`blueprint`.
@@ -133,32 +127,9 @@ def assemble(
         else (modules[s.module].width, wire_dtype)
         for s, t in graph.edges
     ]
-    channels = {
-        (number, backward): Channel(*groups[backward], 2 * number + backward, *rows[number], device)
-        for number, groups in enumerate(_groups(registry, graph))
-        for backward in (False, True)
-        if rank in edges[number]
-    }
+    channels = _channels(registry, graph, rows, rank, device)
     connect(graph, channels, rank)
-    stages: dict[str, dict[int, Adapter]] = {}
-    for name, module in modules.items():
-        where = placement.coordinate(name, rank)
-        if where is None:
-            module.to("meta")
-            continue
-        stages[name] = parallelize(
-            name,
-            module,
-            layouts[name],
-            registry.mesh(name),
-            device,
-            seed=model.seed,
-            recompute=name in recompute,
-            split=layouts[name].split or (),
-            pp_rank=where.pp,
-        )
-    for module in modules.values():
-        module.release_initial_values()
+    stages = _own_stages(model, layouts, registry, placement, rank, device, recompute)
     mine = {StageId(name, number): stage for name, made in stages.items() for number, stage in made.items()}
     executor = Executor(
         stages=mine,
@@ -190,19 +161,55 @@ def move_rest(module: nn.Module, device: torch.device) -> None:
             move_rest(child, device)
 
 
-def _groups(registry: GroupRegistry, graph: StageGraph) -> list[tuple[Hops, Hops]]:
-    """Where each edge's rows travel forward and backward: groups of the first and of the second hop.
+def _channels(
+    registry: GroupRegistry, graph: StageGraph, rows: Sequence[Row], rank: int, device: torch.device
+) -> dict[tuple[int, bool], Channel]:
+    """(edge, whether backward) -> where this rank's rows travel.
 
     Both directions of an edge share the first hop's group, since all ranks start transfers in one order. What replicas
     pass on among themselves travels in a group of theirs.
     """
-    groups = []
-    for edge in graph.edges:
+    channels = {}
+    for number, edge in enumerate(graph.edges):
         source, target = (graph.stages[stage] for stage in edge)
         first = registry.channel(source.ranks | target.ranks)
         second = [registry.channel(s.ranks) if s.grid.shape[1] > 1 else None for s in (target, source)]
-        groups.append(((first, second[0]), (first, second[1])))
-    return groups
+        if rank in source.ranks | target.ranks:
+            for back in (False, True):
+                channels[number, back] = Channel(first, second[back], 2 * number + back, *rows[number], device)
+    return channels
+
+
+def _own_stages(
+    model: MultimodalModel,
+    layouts: Mapping[str, ModuleLayout],
+    registry: GroupRegistry,
+    placement: Placement,
+    rank: int,
+    device: torch.device,
+    recompute: Collection[str],
+) -> dict[str, dict[int, Adapter]]:
+    """Module -> this rank's stages of it, parallelised; modules of other ranks go to the meta device."""
+    stages = {}
+    for name, module in model.modules_by_name.items():
+        where, layout = placement.coordinate(name, rank), layouts[name]
+        if where is None:
+            module.to("meta")
+            continue
+        stages[name] = parallelize(
+            name,
+            module,
+            layout,
+            registry.mesh(name),
+            device,
+            seed=model.seed,
+            recompute=name in recompute,
+            split=layout.split or (),
+            pp_rank=where.pp,
+        )
+    for module in model.modules_by_name.values():
+        module.release_initial_values()
+    return stages
 
 
 def _replicas(registry: GroupRegistry, layout: ModuleLayout, name: str) -> dist.ProcessGroup | None:

@@ -44,9 +44,7 @@ def blueprint(
     """Cut the modules into stages and check that the order can run them. Pure; call it on the meta device.
 
     Args:
-        model: as built.
         layouts: resolved.
-        scheduling: of steps.
         recompute: modules that recompute their blocks in backward.
 
     Raises:
@@ -69,8 +67,7 @@ def blueprint(
         for number, stage in cut(module, split, range(len(split))).items():
             trains[StageId(name, number)] = any(p.requires_grad for p in stage.parameters())
         ranks = chosen[name].tp * chosen[name].cp
-        for number, cost in enumerate(_costs(module, split, name in recompute, ranks)):
-            costs[StageId(name, number)] = cost
+        costs |= {StageId(name, i): cost for i, cost in enumerate(_costs(module, split, name in recompute, ranks))}
     gathered = {name for name, layout in chosen.items() if scheduling.gathered_once(layout)}
     row_sharded = {name for name, module in modules.items() if module.sequence_parallel and chosen[name].tp > 1}
     graph = stage_graph(model.topological(), edges, chosen, trains, gathered, recompute, row_sharded)
@@ -89,17 +86,13 @@ def model_context(
     """What balancing has to know: what modules cost, which instances lie near each other, what orders microbatches.
 
     Args:
-        plan: of the model.
         language_models: modules whose units are whole samples.
-        scheduling: of steps.
-        placement: of all modules.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``.
     """
-    of: dict[str, list[StageCost]] = {name: [] for name in plan.layouts}
+    costs = dict.fromkeys(plan.layouts, Cost(0.0))
     for node, cost in plan.costs.items():
-        of[node.module].append(cost)
-    costs = {n: Cost(linear=sum(c.per_row for c in found), quadratic=sum(c.per_pair for c in found))
-             for n, found in of.items()}  # fmt: skip
+        known = costs[node.module]
+        costs[node.module] = Cost(known.linear + cost.per_row, known.quadratic + cost.per_pair)
     between = {(s.module, t.module): (s, t) for s, t in plan.graph.edges if s.module != t.module}
     near: dict[str, Near] = {}
     for (source, target), nodes in between.items():

@@ -24,6 +24,7 @@ class WorldCollectives(ParallelStrategy):
             dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """One rank's picklable object on all of them."""
         if not self._together():
             return obj
         boxed = [obj]
@@ -44,6 +45,7 @@ class WorldCollectives(ParallelStrategy):
         return value
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any, say yes."""
         flag = torch.tensor(int(decision), device=self.root_device)
         if self._together():
             dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)

@@ -196,8 +196,6 @@ def end_together(error: BaseException, rank: int, launcher: _Launcher | None, to
     notice are ended.
 
     Args:
-        error: what ends this rank.
-        rank: this one.
         launcher: of the Trainer; None: the processes were started from outside.
         told_to_end: whoever started the processes ends them already.
     """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_strategy.data.manifest import Faults, Sample, parse_manifest, resolve
+from hetero_strategy.data.manifest import Faults, Sample, parse_manifest
 from hetero_strategy.errors import DataError
 from tests.manifests import entry, write_manifest
 
@@ -27,8 +27,8 @@ def read_manifest(
     for sample in samples:
         for names in sample.items.values():
             for name in names:
-                if not resolve(folder, name).is_file():
-                    faults.add(sample.position, f"sample '{sample.id}': {resolve(folder, name)}: file is missing")
+                if not (folder / name).is_file():
+                    faults.add(sample.position, f"sample '{sample.id}': {folder / name}: file is missing")
     faults.check()
     return samples
 

@@ -21,7 +21,7 @@ def pieces(tokenizer: ChatTokenizer, ids: list[int]) -> list[str | None]:
 def test_by_hand(digits: Path) -> None:
     tokenizer = ChatTokenizer(digits)
     turns = [Turn(HUMAN, "a<image>b<audio>"), Turn(GPT, "12"), Turn(HUMAN, "<image>?"), Turn(GPT, "3")]
-    encoded = tokenizer.encode(turns, {"image": [2, 1], "audio": [3]})
+    encoded = tokenizer.encode_batch([turns], [{"image": [2, 1], "audio": [3]}])[0]
     i, a = "<image>", "<audio>"
     expected = ["<bos>", "a", i, i, "b", a, a, a, "\n", "1", "2", "<eos>", "\n", i, "?", "\n", "3", "<eos>"]
     assert pieces(tokenizer, encoded.ids.tolist()) == expected
@@ -35,18 +35,18 @@ def test_batch_equals_one_by_one(digits: Path) -> None:
     talks = [[Turn(HUMAN, f"{n}<image>"), Turn(GPT, "9" * n)] for n in range(1, 5)]
     rows = [{"image": [n]} for n in range(1, 5)]
     for one, talk, row in zip(tokenizer.encode_batch(talks, rows), talks, rows, strict=True):
-        assert one.ids.tolist() == tokenizer.encode(talk, row).ids.tolist()
+        assert one.ids.tolist() == tokenizer.encode_batch([talk], [row])[0].ids.tolist()
 
 
 def test_text_that_looks_special_stays_text(digits: Path) -> None:
     tokenizer = ChatTokenizer(digits)
-    encoded = tokenizer.encode([Turn(HUMAN, "<eos>"), Turn(GPT, "<audio>")], {})
+    encoded = tokenizer.encode_batch([[Turn(HUMAN, "<eos>"), Turn(GPT, "<audio>")]], [{}])[0]
     assert (encoded.ids == tokenizer.eos_id).sum() == 1
     assert not (encoded.ids == tokenizer.placeholder_id("audio")).any()
 
 
 def test_nothing_predicts_the_first_token(digits: Path) -> None:
-    encoded = ChatTokenizer(digits, bos=None).encode([Turn(GPT, "12")], {})
+    encoded = ChatTokenizer(digits, bos=None).encode_batch([[Turn(GPT, "12")]], [{}])[0]
     assert encoded.loss.tolist() == [False, True, True]
 
 
@@ -84,7 +84,7 @@ def test_stock_tokenizers(
     """Begin and end are those of the tokenizer's folder; what an encoder fills needs no token."""
     tokenizer = ChatTokenizer(stock.tokenizer(tmp_path, specials, **said))
     turns = [Turn(HUMAN, "a<image>b<audio>"), Turn(GPT, "1é")]
-    encoded = tokenizer.encode(turns, {"image": [2], "audio": [1]})
+    encoded = tokenizer.encode_batch([turns], [{"image": [2], "audio": [1]}])[0]
     expected = [*([bos] if bos else []), "a", eos, eos, "b", eos, "Ċ", "1", "Ã", "©", eos]
     assert pieces(tokenizer, encoded.ids.tolist()) == expected
     first = len(expected) - 4

@@ -116,7 +116,7 @@ def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def write_source(rank: int, world: int, layout: Layout, path: str) -> dict[str, torch.Tensor]:
     modules = build(layout, rank, seed=3)
     tensors = owned_tensors(modules, trained(modules))
-    ck.save(tensors, {"global_step": 2}, path, rank_state={"rank": rank})
+    ck.Checkpointer().save(tensors, {"global_step": 2}, path, rank_state={"rank": rank})
     return whole(tensors)
 
 
@@ -131,7 +131,7 @@ def read_and_write_back(rank: int, world: int, layouts: tuple[Layout, ...], path
         tensors = owned_tensors(modules, optimizer)
         loaded = ck.load(tensors, path if rank == 0 else "/only/rank/0's/path/counts")
         kept = {key: tensor for key, tensor in tensors.items() if key not in loaded.missing}
-        ck.save(kept, {}, f"{path}-{world}-{number}")
+        ck.Checkpointer().save(kept, {}, f"{path}-{world}-{number}")
         results.append((whole(kept), loaded.missing, loaded.rank_state))
     return results
 
@@ -211,7 +211,7 @@ def uneven(rank: int, world: int, path: str) -> list[list[Any]]:
     for n, (k, (mesh, placements)) in itertools.product(range(6), enumerate(kinds)):
         full = torch.arange(n * 3).view(n, 3) + 100 * n
         tensors[f"model.{n}.{k}"] = distribute_tensor(full, mesh, placements)
-    ck.save(tensors, {}, path)
+    ck.Checkpointer().save(tensors, {}, path)
     wrong = []
     for n, k, (j, (mesh, placements)) in itertools.product(range(6), range(len(kinds)), enumerate(kinds)):
         key = f"model.{n}.{k}"
@@ -243,13 +243,13 @@ def refusals(rank: int, world: int, path: str) -> dict[str, str]:
     """Faults that one rank alone sees; what every rank is told."""
     first = rank == 0
     good = {f"model.{rank}": torch.full((4,), float(rank)), "model.shared": torch.ones(2)}
-    ck.save(good, {}, path)
+    ck.Checkpointer().save(good, {}, path)
     mesh = DeviceMesh("cpu", [0, 1])
     sharded = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]) if rank < 2 else torch.zeros(2)
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()]) if rank < 2 else torch.zeros(2)
 
     def attempt(tensors: dict[str, torch.Tensor], metadata: Any = None, **more: Any) -> str:
-        return told(lambda: ck.save(tensors, metadata or {}, path, **more))
+        return told(lambda: ck.Checkpointer().save(tensors, metadata or {}, path, **more))
 
     def full_disk() -> str:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -268,7 +268,7 @@ def refusals(rank: int, world: int, path: str) -> dict[str, str]:
         "meta": attempt({"model.w": torch.ones(2, device="cpu" if first else "meta")}),
         "state": attempt(good, rank_state={"rng": 1 if first else object()}),
         "metadata": attempt(good, {"bad": object()}),
-        "path": told(lambda: ck.save(good, {}, os.path.join(path, "checkpoint.json"))),
+        "path": told(lambda: ck.Checkpointer().save(good, {}, os.path.join(path, "checkpoint.json"))),
         "async": told(lambda: ck.Checkpointer().save(good, {}, path, async_=True)),
         "missing": told(lambda: ck.load(good if first else {"model.nope": torch.ones(1)}, path)),
         "shape": told(lambda: ck.load(good | ({} if first else {"model.shared": torch.ones(3)}), path)),
@@ -375,7 +375,7 @@ def test_saves_in_the_background(pool: Pool, tmp_path: Path) -> None:
 def save_and_die(rank: int, world: int, path: str, async_: bool, last_words: str) -> None:
     """Rank 1 is killed in the middle of writing its file."""
     group = dist.new_group(backend="gloo")
-    ck.save({f"model.{rank}": torch.full((4,), 1.0)}, {"n": 1}, path, process_group=group)
+    ck.Checkpointer(group).save({f"model.{rank}": torch.full((4,), 1.0)}, {"n": 1}, path)
     saver = ck.Checkpointer(group)
     if rank == 1:
         os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)

@@ -134,7 +134,7 @@ def test_every_sample_has_one_home(digits: Path) -> None:
         parts.append(SampledDataset(*arguments, global_batch_size=13, seed=5, rank=rank, world=5)[2, 1])
     whole = SampledDataset(*arguments, global_batch_size=13, seed=5)[2, 1]
     for name, items in whole.items.items():
-        assert sum(len(part.items[name].rows) for part in parts) == len(items.rows)
+        assert sum(len(part.items[name].numbers) for part in parts) == len(items.numbers)
         assert sum(part.items[name].values.sum(dtype=np.float64) for part in parts) == pytest.approx(
             items.values.sum(dtype=np.float64)
         )

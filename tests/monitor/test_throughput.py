@@ -7,11 +7,10 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.monitor import ThroughputMonitor, csv_logger, wandb_logger
+from hetero_strategy.monitor import ThroughputMonitor, wandb_logger
 from hetero_strategy.monitor.measure import Spent
 from tests.monitor.fakes import (
     STEP,
@@ -156,8 +155,6 @@ def test_what_it_cannot_measure_is_refused(tmp_path: Path) -> None:
 
 
 def test_loggers(tmp_path: Path) -> None:
-    assert csv_logger(tmp_path, name="run").log_dir == str(tmp_path / "run" / "version_0")
-    assert isinstance(csv_logger(tmp_path), CSVLogger)
     logger = wandb_logger(tmp_path / "new", name="run")
     assert logger.save_dir == str(tmp_path / "new") and (tmp_path / "new").is_dir()
     assert logger._offline

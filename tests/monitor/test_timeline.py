@@ -28,7 +28,7 @@ def simulated(stages: int = 4, microbatches: int = 8, instances: int = 1) -> Sim
 def measured(simulation: Simulation, shift: float = 0.0) -> Timeline:
     """As if it had been measured, with a clock of its own."""
     events = {r: [(a, s + shift, e + shift) for a, s, e in simulation.of(r)] for r in simulation.ranks.tolist()}
-    return from_measured(events)
+    return from_measured(events, (shift, shift + simulation.time))
 
 
 def boxes(picture: Figure) -> int:
@@ -56,9 +56,9 @@ def test_measured_events_start_at_zero_and_have_the_same_bubble() -> None:
 
 def test_ranks_that_ran_nothing_count_as_idle() -> None:
     action = Action("F", StageId("llm", 0), 0)
-    found = from_measured({0: [(action, 1.0, 2.0)], 5: []})
+    found = from_measured({0: [(action, 1.0, 2.0)], 5: []}, (1.0, 2.0))
     assert found.ranks == (0, 5) and found.bubble == 0.5
-    assert from_measured({}).events == ()
+    assert from_measured({}, (0.0, 0.0)).events == ()
     spanned = from_measured({0: [(action, 1.0, 2.0)]}, span=(0.5, 4.5))
     assert (spanned.time, spanned.bubble, spanned.events[0].start) == (4.0, 0.75, 0.5)
     assert boxes(figure(found)) == 1
