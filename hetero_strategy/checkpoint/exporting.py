@@ -111,17 +111,15 @@ def _keys_by_module(index: Description, module: str | None, record: Mapping[str,
     """Return path of a module in the LightningModule ("" for none) -> name inside it -> key in the checkpoint."""
     keys = {key.removeprefix("model."): key for key in index.tensors if key.startswith("model.")}
     inside: dict[str, dict[str, str]] = {}
-    if module is None:
-        for name, key in keys.items():
-            path = next((path for path in record if name.startswith(f"{path}.")), "")
-            inside.setdefault(path, {})[name.removeprefix(f"{path}.") if path else name] = key
-        return inside
-    # the module may lie deeper than the root, below the LightningModule's own attribute
     for name, key in keys.items():
-        start = f".{name}".find(f".{module}.")
-        if start >= 0:
-            inside.setdefault(name[:start] + module, {})[name[start + len(module) + 1 :]] = key
-    if len(inside) != 1:
+        path = next((path for path in record if name.startswith(f"{path}.")), "")
+        if module is not None:  # it may lie deeper than the root, below the LightningModule's own attribute
+            start = f".{name}".find(f".{module}.")
+            if start < 0:
+                continue
+            path = name[:start] + module
+        inside.setdefault(path, {})[name.removeprefix(f"{path}.")] = key
+    if module is not None and len(inside) != 1:
         known = sorted({name.split(".")[0] for name in keys}) if not inside else sorted(inside)
         problem = "no parameters" if not inside else "several places"
         raise CheckpointError(

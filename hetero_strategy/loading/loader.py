@@ -101,7 +101,7 @@ class StepLoader:
         self._resume_at = 0
         self._warned: set[str] = set()
         self._deadly: Place | None = None
-        self._crew: WorkerPool | None = None
+        self._pool: WorkerPool | None = None
         self._line: PooledSteps | None = None
         self._finish = _with_agreement(finish) if on_error == "skip" else tuple(finish)
         self._pin = pin_memory and torch.cuda.is_available()
@@ -185,8 +185,8 @@ class StepLoader:
         """Started by the caller's thread: a Ray ends with the thread that starts it."""
         if self.num_workers and self._line is None:
             make = ProcessPool if self.engine == "local" else RayPool
-            self._crew = make(self.steps, self.num_workers)
-            self._line = PooledSteps(self._crew, self.prefetch_factor, self._died)
+            self._pool = make(self.steps, self.num_workers)
+            self._line = PooledSteps(self._pool, self.prefetch_factor, self._died)
         return self._line
 
     def _handed(self, given: Iterator[Any], count: int, background: Ahead) -> Iterator[Batch]:
@@ -231,15 +231,15 @@ class StepLoader:
             yield mover.take(moving.popleft().result())
 
     def _stop(self) -> None:
-        crew, self._crew, self._line = self._crew, None, None
-        if crew is not None:
-            crew.close()
+        pool, self._pool, self._line = self._pool, None, None
+        if pool is not None:
+            pool.close()
 
     def _died(self, place: Place, worker: int, how: str) -> None:
-        assert self._crew is not None
+        assert self._pool is not None
         again = place == self._deadly
         text = (
-            f"{self._crew.kind} {worker} of {self.num_workers} {how} while it made step {place[1]} of epoch {place[0]}"
+            f"{self._pool.kind} {worker} of {self.num_workers} {how} while it made step {place[1]} of epoch {place[0]}"
         )
         if again or self.on_error == "stop":
             fix = "look at this step's files" if again else "on_error='skip' to replace workers that die"

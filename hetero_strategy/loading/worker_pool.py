@@ -55,16 +55,16 @@ class WorkerPool(Protocol):
 
 
 class PooledSteps:
-    """Steps made by a crew, handed out in order: step k of a pass by worker ``k mod size``.
+    """Steps made by a pool, handed out in order: step k of a pass by worker ``k mod size``.
 
     Args:
         each: most steps that a worker has been given and that are not yet handed out.
         on_death: told (step, worker, how it died); raises where the pass is not to go on.
     """
 
-    def __init__(self, crew: WorkerPool, each: int, on_death: Callable[[Place, int, str], None]) -> None:
-        self._crew, self._each, self._on_death = crew, each, on_death
-        self._owed = [0] * crew.size
+    def __init__(self, pool: WorkerPool, each: int, on_death: Callable[[Place, int, str], None]) -> None:
+        self._pool, self._each, self._on_death = pool, each, on_death
+        self._owed = [0] * pool.size
         """Steps that each worker has been given and has not handed over."""
         self._passes = 0
 
@@ -77,7 +77,7 @@ class PooledSteps:
         self._passes += 1
         this = self._passes
         self._clear()
-        size, ahead = self._crew.size, self._crew.size * self._each
+        size, ahead = self._pool.size, self._pool.size * self._each
         given = taken = 0
         while taken < len(places):
             if this != self._passes:
@@ -100,24 +100,24 @@ class PooledSteps:
     def _give(self, places: Sequence[Place], given: int, upto: int) -> int:
         upto = min(upto, len(places))
         for number in range(given, upto):
-            self._submit(number % self._crew.size, places[number])
+            self._submit(number % self._pool.size, places[number])
         return max(given, upto)
 
     def _submit(self, worker: int, place: Place) -> None:
         self._owed[worker] += 1
-        self._crew.submit(worker, place)
+        self._pool.submit(worker, place)
 
     def _take(self, worker: int) -> Any:
         self._owed[worker] -= 1
-        return self._crew.result(worker)
+        return self._pool.result(worker)
 
     def _replace(self, worker: int) -> None:
-        self._crew.replace(worker)
+        self._pool.replace(worker)
         self._owed[worker] = 0
 
     def _clear(self) -> None:
         """Take what is left of a pass that was left early."""
-        for worker in range(self._crew.size):
+        for worker in range(self._pool.size):
             while self._owed[worker]:
                 try:
                     self._take(worker)

@@ -70,7 +70,7 @@ class Killing(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.at and trainer.global_rank == 1:
-            os.kill(trainer.datamodule._loaders["train"]._crew.pids()[0], signal.SIGKILL)  # type: ignore[attr-defined]
+            os.kill(trainer.datamodule._loaders["train"]._pool.pids()[0], signal.SIGKILL)  # type: ignore[attr-defined]
 
 
 def fit(job: Job, options: dict[str, Any], mute: tuple[int, ...] = (), kill: int | None = None) -> tuple[Ran, Any]:

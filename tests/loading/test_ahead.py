@@ -229,10 +229,10 @@ def test_closing_does_not_wait_for_a_peer_that_is_gone(
     monkeypatch.setattr(Ahead.close, "__defaults__", (0.3,))
     iterator = iter(loader)
     next(iterator)
-    assert loader._crew is not None or settled(lambda: int(loader._crew is not None))
+    assert loader._pool is not None or settled(lambda: int(loader._pool is not None))
     began = time.monotonic()
     loader.close()
-    assert time.monotonic() - began < 3 and loader._crew is None
+    assert time.monotonic() - began < 3 and loader._pool is None
     hanging.set()
 
 
@@ -248,7 +248,7 @@ def started(index: DatasetIndex, folder: Path) -> Any:
     loader = StepLoader(steps(index, folder), num_workers=2, finish=(finish,))
     iterator = iter(loader)
     next(iterator)
-    (folder.parent / f"{folder.name}.pids").write_text(" ".join(map(str, loader._crew.pids())))  # type: ignore[union-attr]
+    (folder.parent / f"{folder.name}.pids").write_text(" ".join(map(str, loader._pool.pids())))  # type: ignore[union-attr]
     return loader, iterator
 
 
@@ -306,7 +306,7 @@ def test_workers_end_when_their_loader_is_forgotten(index: DatasetIndex, tmp_pat
     loader = StepLoader(steps(index, tmp_path), num_workers=1)
     iterator = iter(loader)
     next(iterator)
-    pids = loader._crew.pids()  # type: ignore[union-attr]
+    pids = loader._pool.pids()  # type: ignore[union-attr]
     del loader, iterator
     gc.collect()
     assert not settled(lambda: sum(map(_runs, pids)))

@@ -352,9 +352,9 @@ def test_killed_workers_are_replaced(index: DatasetIndex, tmp_path: Path, worker
     for number, batch in enumerate(loader):
         found.append(flat(batch))
         if number == 6:
-            assert loader._crew is not None
+            assert loader._pool is not None
             state = loader.state_dict()
-            os.kill(loader._crew.pids()[0], signal.SIGKILL)  # type: ignore[attr-defined]
+            os.kill(loader._pool.pids()[0], signal.SIGKILL)  # type: ignore[attr-defined]
     assert found == expected  # nothing lost, nothing twice
     assert 1 <= loader.restarts <= 2 and len(list(steps.notes.glob("killed*"))) == 1
     again = StepLoader(steps, num_workers=workers, on_error="skip")
@@ -417,8 +417,8 @@ def test_memory_of_a_batch_is_used_again_only_when_nobody_holds_it(index: Datase
     for number, tensor, clone, batch in kept:
         assert tensor.equal(clone)
         assert batch is None or flat(batch)[3:] == expected[number][3:]
-    assert loader._crew is not None
-    blocks = [len(worker._files) for worker in loader._crew._workers]  # type: ignore[attr-defined]
+    assert loader._pool is not None
+    blocks = [len(worker._files) for worker in loader._pool._workers]  # type: ignore[attr-defined]
     assert sum(blocks) < 12 + 2 * 4 < 36  # not one for each of 36 batches
     loader.close()
     assert all(tensor.equal(clone) for _, tensor, clone, _ in kept)  # and they outlive the workers

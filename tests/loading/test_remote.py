@@ -46,8 +46,8 @@ def index(digits: Path) -> Iterator[DatasetIndex]:
 
 
 def crew(loader: StepLoader) -> RayPool:
-    assert isinstance(loader._crew, RayPool)
-    return loader._crew
+    assert isinstance(loader._pool, RayPool)
+    return loader._pool
 
 
 def test_the_same_batches_in_order_bounded_and_resumable(index: DatasetIndex, tmp_path: Path) -> None:
