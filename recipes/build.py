@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +16,9 @@ import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from hetero_strategy.data.build_index import DatasetIndex
+from hetero_strategy.data.manifest import MEDIA_FIELDS
 from hetero_strategy.data.media import Media
+from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.placement import Placement, place
@@ -47,8 +48,7 @@ def check_configuration(cfg: DictConfig, *more: str) -> None:
     _only("checkpoint", cfg.checkpoint, ("every_n_steps", "monitor", "mode"))
     _only("monitor", cfg.monitor, ("every_n_steps", "peak_flops", "progress_bar"))
     _only("report", cfg.report, ("examples", "judge"))
-    functions: dict[str, Callable[..., Any]] = {"trainer": L.Trainer, "optimizer": adamw_cosine, "strategy": strategy}
-    for path, function in functions.items():
+    for path, function in (("trainer", L.Trainer), ("optimizer", adamw_cosine), ("strategy", HeteroStrategy)):
         _fields(path, cfg[path], function)
     for path, node in _targets(cfg):
         target = node["_target_"]
@@ -95,54 +95,36 @@ def placement(cfg: DictConfig) -> Placement:
     return place(layouts, world)
 
 
-def strategy(
-    layouts: Mapping[str, ModuleLayout],
-    *,
-    recompute: list[str],
-    schedule: str,
-    max_in_flight: dict[str, int] | None,
-    reshard_after_forward: str,
-    process_group_backend: str | None,
-    timeout_minutes: float,
-    async_checkpoint: bool,
-    verify_checkpoints: bool = True,  # runs from before there was this field go on too
-) -> HeteroStrategy:
-    """HeteroStrategy from the fields of ``strategy``."""
-    return HeteroStrategy(
-        layouts,
-        recompute=recompute,
-        schedule=schedule,
-        max_in_flight=max_in_flight,
-        reshard_after_forward=reshard_after_forward,
-        process_group_backend=process_group_backend,
-        timeout=timedelta(minutes=timeout_minutes),
-        async_checkpoint=async_checkpoint,
-        verify_checkpoints=verify_checkpoints,
-    )
-
-
-def datamodule(cfg: DictConfig) -> MultimodalDataModule:
-    """The data module; the first process writes the data set before, if it is made here, and indexes it."""
+def write_data(cfg: DictConfig) -> None:
+    """Let the first process write the data set, if it is made here."""
     if cfg.data.write is not None:
         if rank() == 0:
             hydra.utils.instantiate(cfg.data.write)
         else:
             _wait_for(Path(cfg.data.write.folder))
+
+
+def datamodule(cfg: DictConfig, make_model: Callable[[], MultimodalModel]) -> MultimodalDataModule:
+    """The data module of the model; the first process indexes the data set.
+
+    Raises:
+        ConfigError, DataError: see `MultimodalDataModule`.
+    """
     node = cfg.data.module.copy()
     node._set_parent(cfg.data)  # for interpolations
-    given = {name: processor for name, processor in node.processors.items() if processor is not None}
-    unread = [hydra.utils.instantiate(given.pop(name)).field for name in taken_out(cfg) if name in given]
-    with open_dict(node):
-        node.processors = given
-        node.leave_out = [*node.get("leave_out", []), *unread]
-    data: MultimodalDataModule = hydra.utils.instantiate(node, _convert_="all")
+    out = taken_out(cfg)
+    node.processors = {n: given for n, given in node.processors.items() if given is not None and n not in out}
+    data: MultimodalDataModule = hydra.utils.instantiate(node, model=make_model, _convert_="all")
+    if out:
+        read = {processor.field for processor in data.processors.values()}
+        data.leave_out += tuple(field for field in MEDIA_FIELDS if field not in read)
     if rank() == 0:
         data.prepare_data()
         for split, index in data.indices.items():
             if index.left_out:
                 print(
                     f"{split}: {index.left_out} of {len(index) + index.left_out} samples are left out,"
-                    f" as they hold {', '.join(node.leave_out)}"
+                    f" as they hold {' or '.join(data.leave_out)}"
                 )
     return data
 
@@ -152,7 +134,7 @@ def judge(cfg: DictConfig) -> Judge | None:
     return hydra.utils.instantiate(cfg.report.judge) if cfg.report.judge else None
 
 
-def model_maker(cfg: DictConfig, data: MultimodalDataModule) -> Callable[[], MultimodalModel]:
+def model_maker(cfg: DictConfig) -> Callable[[], MultimodalModel]:
     """What makes the model; language models without a ``vocab_size`` get the tokenizer's."""
     node = cfg.model.copy()
     with open_dict(node):
@@ -161,7 +143,8 @@ def model_maker(cfg: DictConfig, data: MultimodalDataModule) -> Callable[[], Mul
             node.loss_weights = {n: weight for n, weight in node.loss_weights.items() if n not in taken_out(cfg)}
         for module in node.modules.values():
             if "vocab_size" in module and module.vocab_size is None:
-                module.vocab_size = data.tokenizer.vocab_size
+                data = cfg.data.module
+                module.vocab_size = ChatTokenizer(data.tokenizer, bos=data.bos, eos=data.eos).vocab_size
     node._set_parent(cfg)  # for interpolations
     # Lists and mappings become plain ones: libraries do not know OmegaConf's.
     return lambda: hydra.utils.instantiate(node, _convert_="all")
@@ -176,11 +159,6 @@ def check_model(make: Callable[[], MultimodalModel], data: MultimodalDataModule,
     with torch.device("meta"):
         modules = make().modules_by_name
     check_all(modules, dict(placed.layouts))
-    if set(modules) != set(data.modules):
-        raise ConfigError(
-            f"the model has the modules {', '.join(modules)}, but data.module feeds {', '.join(data.modules)};"
-            " use the same names in model.modules, data.module.processors and data.module.language_models"
-        )
     vocabulary = data.tokenizer.vocab_size
     for name in data.language_models:
         for parameter, tensor in modules[name].named_parameters():

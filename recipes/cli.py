@@ -235,6 +235,9 @@ def saved_configuration(cfg: DictConfig, run: str | Path) -> DictConfig:
     with open_dict(saved):
         for name in set(cfg) - set(saved):  # fields of `evaluate`, or of a newer version
             saved[name] = cfg[name]
+        saved.data.module.pop("language_models", None)  # the model says them
+        if "timeout_minutes" in saved.strategy:
+            saved.strategy.timeout = saved.strategy.pop("timeout_minutes")
         for name in GROUPS:
             for field in set(cfg[name]) - set(saved[name]):
                 saved[name][field] = cfg[name][field]

@@ -21,8 +21,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from tqdm import tqdm
 
 from hetero_strategy.data.build_index import atomic_folder
-from hetero_strategy.data.media import AudioProcessor, ImageProcessor, Processor, TargetProcessor
-from hetero_strategy.data.targets import ImageTarget
 from hetero_strategy.errors import DataError
 
 VERSION = 3
@@ -38,22 +36,6 @@ DRAW_SPECIALS = ("<unk>", "<bos>", "<eos>", "<image>", "<draw>")
 
 QUESTIONS = ("Read {}", "Copy {}", "Tell {}", "Give {}")
 TEXT = "0123456789abcdef"
-
-
-def digit_processors() -> dict[str, Processor]:
-    """Processors that suit this data: at most 6 rows for an image and 24 for a recording."""
-    return {
-        "vision": ImageProcessor(patch_size=8, merge=2, channels=1, max_patches=128, mean=0.5, std=0.5),
-        "audio": AudioProcessor(sampling_rate=RATE, n_mels=40, hop_length=160, n_fft=400, max_seconds=4.0),
-    }
-
-
-def draw_processors() -> dict[str, Processor | TargetProcessor]:
-    """Processors that suit the data set to draw: 16 patches for a drawing."""
-    return {
-        "vision": ImageProcessor(patch_size=8, merge=2, channels=1, max_patches=128, mean=0.5, std=0.5),
-        "draw": ImageTarget(rows=2, patch_size=2, channels=1, max_patches=16, mean=0.5, std=0.5),
-    }
 
 
 def write_digits(

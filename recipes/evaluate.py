@@ -6,6 +6,7 @@ import hydra
 from omegaconf import DictConfig
 
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.strategy import HeteroStrategy
 from recipes import build, cli
 from recipes.lit import LitMultimodal
 from recipes.report import Readback, evaluate_checkpoint, print_report, save, summarize
@@ -23,8 +24,9 @@ def evaluate(cfg: DictConfig) -> None:
     folder = cli.run_folder()
 
     placed = build.placement(cfg)
-    data = build.datamodule(cfg)
-    make_model = build.model_maker(cfg, data)
+    build.write_data(cfg)
+    make_model = build.model_maker(cfg)
+    data = build.datamodule(cfg, make_model)
     build.check_model(make_model, data, placed)
 
     module = LitMultimodal(make_model, cfg.optimizer)
@@ -33,7 +35,7 @@ def evaluate(cfg: DictConfig) -> None:
         cfg,
         placed,
         default_root_dir=folder,
-        strategy=build.call("strategy", cfg.strategy, build.strategy, layouts=placed.layouts),
+        strategy=build.call("strategy", cfg.strategy, HeteroStrategy, layouts=placed.layouts),
         logger=False,
         callbacks=[readback, *([ProgressBar()] if cfg.monitor.progress_bar else [])],
         enable_progress_bar=cfg.monitor.progress_bar,

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.monitor import BalanceMonitor, LogConfiguration, ThroughputMonitor, TimelineMonitor
+from hetero_strategy.strategy import HeteroStrategy
 from recipes import build, cli
 from recipes.lit import LastCheckpoint, LitMultimodal
 from recipes.report import Readback, evaluate_checkpoint, print_report, print_start, write_report
@@ -29,8 +30,9 @@ def train(cfg: DictConfig) -> None:
 
     # All that a person can get wrong is found here, in the first process, before it starts the others.
     placed = build.placement(cfg)
-    data = build.datamodule(cfg)
-    make_model = build.model_maker(cfg, data)
+    build.write_data(cfg)
+    make_model = build.model_maker(cfg)
+    data = build.datamodule(cfg, make_model)
     build.check_model(make_model, data, placed)
     if resume:
         cli.save_configuration(cfg, folder)
@@ -42,7 +44,7 @@ def train(cfg: DictConfig) -> None:
         cfg,
         placed,
         default_root_dir=folder,
-        strategy=build.call("strategy", cfg.strategy, build.strategy, layouts=placed.layouts),
+        strategy=build.call("strategy", cfg.strategy, HeteroStrategy, layouts=placed.layouts),
         logger=hydra.utils.instantiate(cfg.logger) if cfg.logger else False,
         callbacks=[*callbacks(cfg, placed), readback],
         enable_progress_bar=cfg.monitor.progress_bar,

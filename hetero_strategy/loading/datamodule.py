@@ -8,9 +8,11 @@ from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
+from torch import nn
 
 from hetero_strategy.data.build_index import DatasetIndex, Verify, build_index
-from hetero_strategy.data.media import Processor, TargetProcessor
+from hetero_strategy.data.media import Media
+from hetero_strategy.data.processors import processors_of
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading.agree import Agree
@@ -20,8 +22,9 @@ from hetero_strategy.loading.dispatch import Dispatch
 from hetero_strategy.loading.item_reader import OnError
 from hetero_strategy.loading.loader import Engine, StepLoader
 from hetero_strategy.loading.read_where_sampled import SampledDataset
-from hetero_strategy.loading.steps import RankView, StepDataset, kinds_of
-from hetero_strategy.model.kind import ModuleKind, check_edges, usual_edges
+from hetero_strategy.loading.steps import RankView, StepDataset
+from hetero_strategy.model.adapter import models_without_values
+from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.plan.config import BalanceConfig
 
 Split = Literal["train", "val", "test", "predict"]
@@ -44,9 +47,11 @@ class MultimodalDataModule(L.LightningDataModule):
     Args:
         train, val, test, predict: manifests (``.json`` or ``.jsonl``), each optional; see `data.manifest`. Samples of
             ``predict`` need no answer.
+        model: the model that is trained, or a function that makes it, called here once without making values. Nothing
+            but its modules, edges and processors is read.
         tokenizer: a ``tokenizer.json``, or the folder it lies in.
-        processors: encoder name (as in the model) -> `ImageProcessor` or `AudioProcessor`; generator name ->
-            `ImageTarget`.
+        processors: encoder or generator -> fields of its processor that the model leaves open, such as
+            ``{"max_patches": 1024}`` (see `ImageProcessor`, `AudioProcessor`, `ImageTarget`), or another processor.
         global_batch_size: samples per optimizer step (per batch of an accumulation), over all ranks.
         eval_batch_size: the same for val, test and predict; default: ``global_batch_size``.
         microbatches: pieces of a global batch; ``auto``: as few as the first language model's ``balance.budget``
@@ -59,10 +64,6 @@ class MultimodalDataModule(L.LightningDataModule):
             sizes of all media are measured when the index is built. ``all_to_all``: no training file is opened before
             its step; each rank reads a part of the samples, then sizes are exchanged, the step is planned, and items
             are sent where they are computed, all ahead of need. The batches are the same. Other splits are fetched.
-        language_models: modules whose units are whole samples: the LLM.
-        kinds: module of a kind of your own -> its kind; it may have a processor too, whose files are its units then.
-        edges: (source, target) pairs, as of the model; default: all that the modules' kinds allow, such as every
-            encoder to every language model, where of several language models only the first one feeds others.
         seed: of the order of training samples.
         shuffle: permute training samples anew in every epoch.
         drop_last: leave out the last training step of an epoch if it is not full.
@@ -91,8 +92,9 @@ class MultimodalDataModule(L.LightningDataModule):
         test: PathLike | None = None,
         predict: PathLike | None = None,
         *,
+        model: MultimodalModel | Callable[[], MultimodalModel],
         tokenizer: PathLike,
-        processors: Mapping[str, Processor | TargetProcessor],
+        processors: Mapping[str, Media | Mapping[str, Any]] | None = None,
         global_batch_size: int,
         eval_batch_size: int | None = None,
         microbatches: int | Literal["auto"] = 1,
@@ -100,9 +102,6 @@ class MultimodalDataModule(L.LightningDataModule):
         encoder_microbatch_rows: Mapping[str, int | Literal["equal"]] | None = None,
         balance: BalanceConfig | str | Mapping[str, Any] | None = None,
         payload: Payload = "fetch",
-        language_models: Sequence[str] = ("llm",),
-        kinds: Mapping[str, ModuleKind] | None = None,
-        edges: Sequence[tuple[str, str]] | None = None,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -128,16 +127,11 @@ class MultimodalDataModule(L.LightningDataModule):
             "test": _path(test),
             "predict": _path(predict),
         }
-        self.processors = dict(processors)
-        self.language_models = tuple(language_models)
-        self.kinds = kinds_of(processors, language_models, kinds)
-        if both := set(self.language_models) & {*self.processors, *(kinds or {})}:
-            raise ConfigError(
-                f"MultimodalDataModule: '{min(both)}' is in language_models and in processors or kinds; a language"
-                " model reads whole samples: name it in language_models alone"
-            )
-        self.edges = tuple(usual_edges(self.kinds)) if edges is None else _pairs(edges)
-        check_edges(self.kinds, self.edges, ConfigError)
+        model = _made(model)
+        self.kinds = {name: module.kind for name, module in model.modules_by_name.items()}
+        self.processors = processors_of(model, processors or {})
+        self.language_models = model.language_models()
+        self.edges = tuple((edge.source, edge.target) for edge in model.edges)
         self.encoder_microbatch_rows = dict(encoder_microbatch_rows or {})
         self._check_microbatch_rows()
         self.balance = BalanceConfig.of(balance)
@@ -159,8 +153,8 @@ class MultimodalDataModule(L.LightningDataModule):
             "cache_folder": cache_folder,
             "verify": verify,
             "max_tokens": max_tokens,
-            "leave_out": tuple(leave_out),
         }
+        self.leave_out = tuple(leave_out)
         self.tokenizer = ChatTokenizer(tokenizer, bos=bos, eos=eos, placeholders=placeholders)
         self.indices: dict[Split, DatasetIndex] = {}
         self._loaders: dict[Split, StepLoader] = {}
@@ -226,7 +220,7 @@ class MultimodalDataModule(L.LightningDataModule):
         if missing or unfed:
             raise ConfigError(
                 f"MultimodalDataModule feeds {', '.join(self.modules)} but the layouts place {', '.join(placed)};"
-                " use the same names in processors, language_models and layouts"
+                " use the same names in the model and the layouts"
             )
         return RankView.of(placement, self.modules, trainer.global_rank, context.row_multiple)
 
@@ -239,6 +233,7 @@ class MultimodalDataModule(L.LightningDataModule):
                 self.processors,
                 answers=split != "predict",
                 measure=not self._dispatches(split),
+                leave_out=self.leave_out,
                 progress=progress,
                 **self._index_options,
             )
@@ -354,10 +349,16 @@ class MultimodalDataModule(L.LightningDataModule):
         return None
 
 
+def _made(model: Any) -> MultimodalModel:
+    with models_without_values():
+        made = model() if callable(model) and not isinstance(model, nn.Module) else model
+    if not isinstance(made, MultimodalModel):
+        raise ConfigError(
+            f"MultimodalDataModule: model is a {type(made).__name__}; give the MultimodalModel that is trained, or the"
+            " function that makes it"
+        )
+    return made
+
+
 def _path(path: PathLike | None) -> Path | None:
     return None if path is None else Path(path)
-
-
-def _pairs(edges: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """Edges given as tuples or as model `Edge` objects."""
-    return tuple((e.source, e.target) if hasattr(e, "source") else (e[0], e[1]) for e in edges)

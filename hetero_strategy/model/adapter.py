@@ -19,12 +19,15 @@ from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.hf_folder import HFWeights
+from hetero_strategy.model.inputs import RawRows
 from hetero_strategy.model.kind import ModuleKind
 from hetero_strategy.model.random_numbers import RandomNumbers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
+
+    from hetero_strategy.data.media import Media
 
 
 _WITHOUT_VALUES: ContextVar[bool] = ContextVar("without_values", default=False)
@@ -88,6 +91,9 @@ class Adapter(nn.Module):
     """Size of the rows between its blocks, which one pipeline stage gives to the next."""
     checkpoint: str | Path | None = None
     """Local Hugging Face folder that the initial values come from."""
+    processor: Media | RawRows | None = None
+    """How files become what it reads or is to make: a processor, or what its weights say of one. Language models have
+    none."""
     name: str = ""
     """The module's name in its :class:`MultimodalModel`."""
     kind: ModuleKind

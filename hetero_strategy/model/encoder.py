@@ -19,6 +19,8 @@ from hetero_strategy.model.kind import InstanceUnits, ModuleKind
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    from hetero_strategy.data.media import Processor
+
 
 class Projector(nn.Module):
     """LayerNorm, Linear, GELU, Linear: rows ``[R, in_dim]`` -> ``[R, out_dim]``."""
@@ -106,6 +108,7 @@ class Encoder(Adapter):
         width: ``out_dim``; taken from ``projector.out_dim`` or its last Linear by default.
         before: called with the inputs on the device, returns inputs with the same sizes, rows and packing.
         after: called with the projected rows and the inputs, returns rows.
+        processor: makes the inputs of files; by default what the backbone's own :attr:`processor` says.
     """
 
     kind = EncoderKind()
@@ -118,6 +121,7 @@ class Encoder(Adapter):
         width: int | None = None,
         before: Callable[[EncoderInputs], EncoderInputs] | None = None,
         after: Callable[[Tensor, EncoderInputs], Tensor] | None = None,
+        processor: Processor | None = None,
     ) -> None:
         super().__init__()
         with torch.device("meta"):
@@ -128,6 +132,7 @@ class Encoder(Adapter):
         self.width = width if width is not None else _out_width(self.projector)
         self.hidden_width = self.backbone.hidden_width if isinstance(self.backbone, Backbone) else self.width
         self.checkpoint = getattr(self.backbone, "checkpoint", None)
+        self.processor = self._adapter.processor if processor is None else processor
 
     @override
     def forward(

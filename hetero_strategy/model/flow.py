@@ -24,7 +24,7 @@ from hetero_strategy.errors import DataError, ModelError
 from hetero_strategy.model.adapter import divisible, linear_flops
 from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.generator import Generator
-from hetero_strategy.model.inputs import GeneratorInputs, Packing, host_index
+from hetero_strategy.model.inputs import GeneratorInputs, Packing, TargetPatches, host_index
 
 TIME_FEATURES = 64
 
@@ -241,7 +241,8 @@ def flow_decoder(
 
     Args:
         width: width of the language model's rows.
-        patch_size: pixels on a side of a patch, as in the data's ``ImageTarget``.
+        patch_size: pixels on a side of a patch.
+        channels: 3 (RGB) or 1 (grey).
         dim: width of the rows inside.
         ffn: inner width of the feed-forward network, ``4 * dim`` by default.
         sample_steps: Euler steps that draw an image.
@@ -255,7 +256,9 @@ def flow_decoder(
             raise ModelError(f"flow_decoder: {name} is {value}; use at least 1")
     if dim % n_heads or dim % 4:
         raise ModelError(f"flow_decoder: dim {dim} must be a multiple of n_heads {n_heads} and of 4 (positions)")
-    return FlowDecoder(width, patch_size**2 * channels, dim, n_layers, n_heads, ffn or 4 * dim, sample_steps)
+    decoder = FlowDecoder(width, patch_size**2 * channels, dim, n_layers, n_heads, ffn or 4 * dim, sample_steps)
+    decoder.processor = TargetPatches(patch_size, channels)
+    return decoder
 
 
 def time_features(time: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,34 @@ IGNORE = -100
 _Data = TypeVar("_Data")
 
 
+@dataclass(frozen=True)
+class ImagePatches:
+    """What an encoder's weights say of the ``ImageProcessor`` that its raw rows come from."""
+
+    patch_size: int
+    channels: int
+    merge: int
+
+
+@dataclass(frozen=True)
+class MelFrames:
+    """What an encoder's weights say of the ``AudioProcessor`` that its raw rows come from."""
+
+    n_mels: int
+    stack: int
+
+
+@dataclass(frozen=True)
+class TargetPatches:
+    """What a generator's weights say of the ``ImageTarget`` that its target rows come from."""
+
+    patch_size: int
+    channels: int
+
+
+RawRows = ImagePatches | MelFrames | TargetPatches
+
+
 class Movable:
     """A dataclass whose tensors are moved together; arrays stay on the host."""
 

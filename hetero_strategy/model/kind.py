@@ -97,6 +97,11 @@ class ModuleKind(ABC):
     has_loss: bool = True
     """Whether the last stage gives a :class:`LossOutput`; otherwise rows, and an edge has to lead from it."""
 
+    @property
+    def has_own_units(self) -> bool:
+        """Whether its units are neither samples nor files: :meth:`units` says what they are."""
+        return type(self).units is not ModuleKind.units
+
     def units(self, metadata: StepMetadata, sources: Sequence[str]) -> StepItems:
         """Return the units of a global batch, where they are neither samples nor files of a processor.
 

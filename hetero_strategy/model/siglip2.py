@@ -18,7 +18,7 @@ from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_
 from hetero_strategy.model.attention import attention_pairs
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
 from hetero_strategy.model.hf import HFAdapter, make_config
-from hetero_strategy.model.inputs import EncoderInputs, Packing, host_index
+from hetero_strategy.model.inputs import EncoderInputs, ImagePatches, Packing, host_index
 
 
 class Siglip2Backbone(HFAdapter, Backbone):
@@ -61,6 +61,7 @@ class Siglip2Backbone(HFAdapter, Backbone):
         self.hidden_width = config.hidden_size
         self.width = config.hidden_size * merge**2
         self.checkpoint = checkpoint
+        self.processor = ImagePatches(config.patch_size, config.num_channels, merge)
 
     @override
     def embed(self, inputs: EncoderInputs) -> Tensor:

@@ -18,7 +18,7 @@ from hetero_strategy.model.adapter import block_linear_flops, divisible
 from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
 from hetero_strategy.model.hf import HFAdapter, at_least_one_row, make_config
-from hetero_strategy.model.inputs import EncoderInputs, Packing, host_index
+from hetero_strategy.model.inputs import EncoderInputs, MelFrames, Packing, host_index
 
 
 class WhisperBackbone(HFAdapter, Backbone):
@@ -64,6 +64,7 @@ class WhisperBackbone(HFAdapter, Backbone):
         self.hidden_width = config.d_model
         self.width = config.d_model * stack
         self.checkpoint = checkpoint
+        self.processor = MelFrames(config.num_mel_bins, stack)
 
     @override
     def embed(self, inputs: EncoderInputs) -> Tensor:

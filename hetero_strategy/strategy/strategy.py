@@ -79,7 +79,7 @@ class HeteroStrategy(WorldCollectives):
             gradients reduced once), ``always`` (with every microbatch), or ``auto``: never where a module is pipelined.
         start_method: ``popen`` (re-runs the script per process), ``fork`` or ``spawn``. Ignored under torchrun, SLURM.
         process_group_backend: default: by device.
-        timeout: of every collective.
+        timeout: of every collective; a number is minutes.
         async_checkpoint: write checkpoints in the background, while training goes on.
         verify_checkpoints: compare the checksums of all tensors that are loaded with those they were saved with.
 
@@ -100,7 +100,7 @@ class HeteroStrategy(WorldCollectives):
         reshard_after_forward: str = "auto",
         start_method: str = "popen",
         process_group_backend: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        timeout: timedelta | float = timedelta(minutes=30),
         async_checkpoint: bool = False,
         verify_checkpoints: bool = True,
     ) -> None:
@@ -112,7 +112,7 @@ class HeteroStrategy(WorldCollectives):
         self._scheduling = ScheduleConfig(schedule, dict(max_in_flight or {}), reshard_after_forward)
         self._start_method = start_method
         self._process_group_backend = process_group_backend
-        self._timeout = timeout
+        self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(minutes=timeout)
         self._async_checkpoint, self._verify = async_checkpoint, verify_checkpoints
         self.num_nodes = 1
         self._placement: Placement | None = None

@@ -17,8 +17,9 @@ from hetero_strategy.data.media import ImageProcessor
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.loading.metadata import step_metadata
-from recipes.digits import digit_processors, draw_processors, write_digits
+from recipes.digits import write_digits
 from tests.manifests import entry, write_manifest
+from tests.small_models import digit_processors, draw_processors
 
 
 def build(manifest: Path, tokenizer: Path, **options: Any) -> DatasetIndex:

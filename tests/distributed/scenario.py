@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.model import MultimodalModel, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
-from recipes.digits import digit_processors, write_digits
+from recipes.digits import write_digits
 from tests.distributed.damage import damaged
+from tests.small_models import READING
 
 WIDTH = 32
 
@@ -79,6 +80,23 @@ def language_model(kind: str, vocabulary: int) -> Any:
     )
 
 
+def model_of(job: Job, vocabulary: int) -> MultimodalModel:
+    modules: dict[str, Any] = {
+        "vision": siglip2_encoder(
+            out_width=WIDTH, merge=2, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_channels=1, patch_size=8, num_patches=16,
+        ),
+        "audio": whisper_encoder(
+            out_width=WIDTH, d_model=32, encoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=64,
+            num_mel_bins=40, max_source_positions=256,
+        ),
+    }  # fmt: skip
+    for name, kind in zip(job.language_models, itertools.cycle(job.lm.split())):
+        modules[name] = language_model(kind, vocabulary)
+    edges = [(e, c) for e in ("vision", "audio") for c in job.language_models]
+    return MultimodalModel(modules, edges, freeze=job.freeze, seed=11)
+
+
 class Lit(L.LightningModule):
     """What a person writes."""
 
@@ -92,22 +110,8 @@ class Lit(L.LightningModule):
         self.metrics: list[tuple[float, float]] = []
 
     def configure_model(self) -> None:
-        if self.model is not None:
-            return
-        modules: dict[str, Any] = {
-            "vision": siglip2_encoder(
-                out_width=WIDTH, merge=2, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                num_attention_heads=4, num_channels=1, patch_size=8, num_patches=16,
-            ),
-            "audio": whisper_encoder(
-                out_width=WIDTH, d_model=32, encoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=64,
-                num_mel_bins=40, max_source_positions=256,
-            ),
-        }  # fmt: skip
-        for name, kind in zip(self.job.language_models, itertools.cycle(self.job.lm.split())):
-            modules[name] = language_model(kind, self.vocabulary)
-        edges = [(e, c) for e in ("vision", "audio") for c in self.job.language_models]
-        self.model = MultimodalModel(modules, edges, freeze=self.job.freeze, seed=11)
+        if self.model is None:
+            self.model = model_of(self.job, self.vocabulary)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         out = self.model(batch)
@@ -153,11 +157,11 @@ def datamodule(job: Job, **options: Any) -> MultimodalDataModule:
     return MultimodalDataModule(
         train=folder / job.manifest,
         val=folder / job.val if job.val else None,
+        model=lambda: model_of(job, vocabulary=8),
         tokenizer=folder / "tokenizer.json",
-        processors=digit_processors(),
+        processors=READING,
         global_batch_size=job.batch,
         microbatches=job.microbatches,
-        language_models=job.language_models,
         seed=1,
         shuffle=job.shuffle,
         **options,

@@ -39,8 +39,9 @@ from hetero_strategy.schedule.compile import RankAction
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.assembly import Assembled, assemble
 from hetero_strategy.strategy.strategy import ROW_ALIGNMENT
-from recipes.digits import digit_processors, draw_processors, write_digits, write_digits_draw
+from recipes.digits import write_digits, write_digits_draw
 from tests.distributed.damage import damaged, late
+from tests.small_models import DRAWING, READING, drawer, reader
 
 WIDTH = 32
 SAMPLES = 9
@@ -170,7 +171,8 @@ def data_of(folder: str, draws: bool) -> MultimodalDataModule:
     made = MultimodalDataModule(
         train=Path(folder) / "train.json",
         tokenizer=Path(folder) / "tokenizer.json",
-        processors=draw_processors() if draws else digit_processors(),
+        model=drawer if draws else reader,
+        processors=DRAWING if draws else READING,
         global_batch_size=SAMPLES,
         shuffle=False,
     )

@@ -28,10 +28,10 @@ from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.strategy import HeteroStrategy
-from recipes.digits import digit_processors
 from tests.distributed.harness import Pool, WorkerError
-from tests.distributed.scenario import Job, Lit, data, worst_gradient, worst_loss
+from tests.distributed.scenario import Job, Lit, data, model_of, worst_gradient, worst_loss
 from tests.distributed.scenario import Result as Ran
+from tests.small_models import READING, digit_processors
 
 LAYOUTS: dict[str, dict[str, Any]] = {"vision": {"ranks": [0]}, "audio": {"ranks": [1]}, "llm": {"ranks": [0, 1]}}
 """Rank 0 alone sees images, rank 1 recordings; both have labels of every second sample."""
@@ -77,8 +77,9 @@ def fit(job: Job, options: dict[str, Any], mute: tuple[int, ...] = (), kill: int
     folder = Path(job.folder)
     dm = Loading(
         train=folder / "train.json",
+        model=lambda: model_of(job, vocabulary=8),
         tokenizer=folder / "tokenizer.json",
-        processors=digit_processors(),
+        processors=READING,
         global_batch_size=job.batch,
         microbatches=job.microbatches,
         seed=1,

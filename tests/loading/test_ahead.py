@@ -26,8 +26,8 @@ from hetero_strategy.loading import loader as loading
 from hetero_strategy.loading.ahead import Ahead, finished
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset
-from recipes.digits import digit_processors
 from tests.loading.test_loader import EDGES, MODULES, flat
+from tests.small_models import digit_processors
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,14 @@ from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.context import TrainingContext
 from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.loading.loader import StepLoader
-from recipes.digits import digit_processors, draw_processors
 from tests.manifests import write_manifest
+from tests.small_models import DRAWING, READING, drawer, reader
+
+READER: dict[str, Any] = {"model": reader, "processors": READING}
 
 
 def data(digits: Path, **options: Any) -> MultimodalDataModule:
-    options = {"global_batch_size": 16, "microbatches": 2, "seed": 1, "processors": digit_processors(), **options}
+    options = {"global_batch_size": 16, "microbatches": 2, "seed": 1, **READER, **options}
     return MultimodalDataModule(digits / "train.json", digits / "val.json", tokenizer=digits, **options)
 
 
@@ -99,14 +101,10 @@ def test_other_stages(digits: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no test manifest"):
         module.test_dataloader()
     question = write_manifest(tmp_path, {"id": "x", "conversations": [{"from": "human", "value": "q"}]})
-    asked = MultimodalDataModule(
-        predict=question, tokenizer=digits, processors=digit_processors(), global_batch_size=4, microbatches=4
-    )
+    asked = MultimodalDataModule(predict=question, tokenizer=digits, **READER, global_batch_size=4, microbatches=4)
     (predicted,) = trainer(tmp_path).predict(model, datamodule=asked) or []
     assert predicted == [0]  # type: ignore[comparison-overlap]
-    no_val = MultimodalDataModule(
-        digits / "train.json", tokenizer=digits, processors=digit_processors(), global_batch_size=30
-    )
+    no_val = MultimodalDataModule(digits / "train.json", tokenizer=digits, **READER, global_batch_size=30)
     assert len(fit(tmp_path, no_val, max_epochs=1).seen) == 2
 
 
@@ -131,7 +129,7 @@ def test_share_follows_the_placement(digits: Path) -> None:
 
 
 def drawing(folder: Path, **options: Any) -> MultimodalDataModule:
-    options = {"global_batch_size": 16, "microbatches": 2, "seed": 1, "processors": draw_processors(), **options}
+    options = {"global_batch_size": 16, "microbatches": 2, "seed": 1, "model": drawer, "processors": DRAWING, **options}
     return MultimodalDataModule(folder / "train.json", folder / "val.json", tokenizer=folder, **options)
 
 
@@ -170,17 +168,9 @@ def test_refusals(digits: Path) -> None:
     module.trainer = placed(0, 1, vision=ModuleLayout((0,)), llm=ModuleLayout((0,)))
     with pytest.raises(ConfigError, match="feeds vision, audio, llm but the layouts place vision, llm"):
         module.share()
-    with pytest.raises(ConfigError, match="edge sound -> llm: no module 'sound'"):
-        data(digits, edges=[("sound", "llm")])
-    with pytest.raises(ConfigError, match="Encoder 'audio' feeds nothing: add an edge from it"):
-        data(digits, edges=[("vision", "llm")])
-    with pytest.raises(ConfigError, match=r"llm -> vision leads from a CausalLM to a Encoder: .*Encoder to Ca"):
-        data(digits, edges=[("vision", "llm"), ("audio", "llm"), ("llm", "vision")])
-    with pytest.raises(ConfigError, match="Generator 'draw' is fed by 0 modules"):
-        drawing(digits, edges=[("vision", "llm")])
     with pytest.raises(ConfigError, match="encoder_microbatch_rows names 'llm', which is none of vision, audio"):
         data(digits, encoder_microbatch_rows={"llm": 5})
     with pytest.raises(ConfigError, match="encoder_microbatch_rows of 'audio' is 0"):
         data(digits, encoder_microbatch_rows={"audio": 0})
-    with pytest.raises(ConfigError, match="'vision' is in language_models and in processors or kinds"):
-        data(digits, language_models=("vision",))
+    with pytest.raises(ConfigError, match="model is a Linear; give the MultimodalModel that is trained"):
+        data(digits, model=torch.nn.Linear(1, 1))

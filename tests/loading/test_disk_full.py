@@ -17,7 +17,8 @@ import pytest
 from hetero_strategy.data.build_index import DatasetIndex, build_index
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import DataError
-from recipes.digits import digit_processors, write_digits
+from recipes.digits import write_digits
+from tests.small_models import digit_processors
 
 MESSAGE = r"{folder}: cannot be written \(.+\); (\d+) bytes are needed and (\d+) are free; free some room.*cache_folder"
 

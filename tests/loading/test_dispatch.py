@@ -27,9 +27,10 @@ from hetero_strategy.loading.read_where_sampled import Decoded, SampledDataset
 from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.step_plan import StepItems
-from recipes.digits import digit_processors, draw_processors, write_digits
+from recipes.digits import write_digits
 from tests.loading.compared import differences
 from tests.manifests import entry, write_manifest
+from tests.small_models import READING, digit_processors, draw_processors, reader
 
 READS = ("vision", "audio", "llm")
 DRAWS = ("vision", "draw", "llm")
@@ -164,7 +165,7 @@ def test_the_option(digits: Path) -> None:
 
     def module(**options: Any) -> MultimodalDataModule:
         return MultimodalDataModule(
-            digits / "train.json", digits / "val.json", tokenizer=digits, processors=digit_processors(),
+            digits / "train.json", digits / "val.json", tokenizer=digits, model=reader, processors=READING,
             global_batch_size=16, microbatches=2, seed=1, **options,
         )  # fmt: skip
 

@@ -16,8 +16,8 @@ from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset, epoch_order
 from hetero_strategy.model.inputs import EncoderInputs, GeneratorInputs, SequenceInputs
-from recipes.digits import digit_processors, draw_processors
 from tests.manifests import entry, write_manifest
+from tests.small_models import digit_processors, draw_processors
 
 EDGES = (("vision", "llm"), ("audio", "llm"))
 MODULES = ("vision", "audio", "llm")

@@ -27,9 +27,9 @@ from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.model import MultimodalModel, flow_decoder, siglip2_encoder, titan_llama
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, GeneratorInputs, SequenceInputs
-from recipes.digits import draw_processors
 from tests.loading.test_loader import flat
 from tests.manifests import entry, write_manifest
+from tests.small_models import draw_processors
 
 MODULES = ("vision", "audio", "llm")
 EDGES = (("vision", "llm"), ("audio", "llm"))

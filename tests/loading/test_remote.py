@@ -19,9 +19,9 @@ from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.loading import ray_pool as remote
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.ray_pool import RayPool
-from recipes.digits import digit_processors
 from tests.loading.test_ahead import settled, steps
 from tests.loading.test_loader import flat
+from tests.small_models import digit_processors
 
 
 def test_ray_is_named_where_it_is_missing(digits: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

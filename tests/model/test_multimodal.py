@@ -24,8 +24,9 @@ from hetero_strategy.model import (
     whisper_encoder,
 )
 from hetero_strategy.plan.orchestrator import plan_step
-from recipes.digits import draw_processors, write_digits_draw
+from recipes.digits import write_digits_draw
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, HandBatch, clips, images, ready, tokens
+from tests.small_models import draw_processors
 
 
 def vision():

@@ -16,13 +16,13 @@ from hetero_strategy.plan.balance.auto import NEAR
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.orchestrator import Near, Orderer, UnitSizes, plan_step
 from hetero_strategy.plan.step_plan import ModuleLoad, StepItems, StepMetadata, StepPlan
-from recipes.digits import digit_processors
 from tests.plan.balance.plain import (
     batches,
     falling,
     heap_greedy,
     time_of,
 )
+from tests.small_models import READING, reader
 
 COSTS = {"llm": Cost(1.0, 0.002), "vision": Cost(2.0, 0.01)}
 Batches = Counter[frozenset[int]]
@@ -259,7 +259,7 @@ def test_a_window_levels_the_costs_of_its_steps(digits: Path) -> None:
 
     def loaded(**balance: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
         made = MultimodalDataModule(
-            digits / "train.json", digits / "val.json", tokenizer=digits, processors=digit_processors(),
+            digits / "train.json", digits / "val.json", tokenizer=digits, model=reader, processors=READING,
             global_batch_size=5, seed=1, balance={"costs": costs, **balance},
         )  # fmt: skip
         train, val = made.train_dataloader(), made.val_dataloader()

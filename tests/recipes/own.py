@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from hetero_strategy.data.media import ImageProcessor
 from hetero_strategy.model import Encoder, Projector
 from hetero_strategy.model.inputs import EncoderInputs
 
@@ -25,6 +26,7 @@ class Cells(nn.Module):
         return torch.cat([rows[:0], *made])
 
 
-def own_encoder(*, feature: int, out_width: int, side: int) -> Encoder:
-    """:class:`Cells` and a projector."""
-    return Encoder(lambda: Cells(feature, 16, side), Projector(16, out_width))
+def own_encoder(*, patch_size: int, out_width: int, side: int) -> Encoder:
+    """:class:`Cells` and a projector; always reads cells of 2 x 2."""
+    processor = ImageProcessor(patch_size=patch_size, merge=2, channels=1)
+    return Encoder(lambda: Cells(processor.feature, 16, side), Projector(16, out_width), processor=processor)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import hydra
 import pytest
@@ -11,10 +13,15 @@ import torch
 from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
+from hetero_strategy.data.media import AudioProcessor, ImageProcessor
+from hetero_strategy.data.targets import ImageTarget
 from hetero_strategy.errors import ConfigError, DataError, HeteroError, LayoutError
 from hetero_strategy.loading.datamodule import MultimodalDataModule
+from hetero_strategy.model import Encoder, MultimodalModel, Projector, hf_llama
+from hetero_strategy.strategy import HeteroStrategy
 from recipes import build, cli
 from recipes.drawings import DigitJudge
+from tests.model.helpers import LLAMA
 from tests.recipes.conftest import data_at
 
 LAYOUTS = sorted(path.stem for path in Path(cli.CONF, "layout").glob("*.yaml"))
@@ -66,7 +73,10 @@ def test_command_line_beats_the_experiment() -> None:
             "no field 'global_batchsize'; did you mean global_batch_size?",
         ),
         ("+data.write.seeds=3", "data.write: no field 'seeds'; did you mean seed?"),
-        ("+data.module.processors.audio.hop=3", "data.module.processors.audio: no field 'hop'"),
+        (
+            "+data.module.processors.vision={_target_:hetero_strategy.data.media.ImageProcessor,patch:3}",
+            "data.module.processors.vision: no field 'patch'",
+        ),
         ("+model.frozen=[llm]", "model: no field 'frozen'; did you mean freeze?"),
         ("+strategy.recomputes=[llm]", "strategy: no field 'recomputes'; did you mean recompute?"),
         ("+checkpoint.every=1", "checkpoint: no field 'every'"),
@@ -126,8 +136,9 @@ def test_one_setting_takes_a_module_out(small: Path, capsys: pytest.CaptureFixtu
     cfg = compose(*data_at(small), "model.modules.audio=null")
     build.check_configuration(cfg)
     placed = build.placement(cfg)
-    data = build.datamodule(cfg)
-    build.check_model(build.model_maker(cfg, data), data, placed)
+    make = build.model_maker(cfg)
+    data = build.datamodule(cfg, make)
+    build.check_model(make, data, placed)
     assert list(placed.layouts) == ["vision", "llm"] and data.modules == ("vision", "llm")
     heard = {
         split: sum("audio" in s for s in json.loads((small / f"{split}.json").read_text())) for split in data.indices
@@ -142,7 +153,7 @@ def test_a_generator_taken_out_leaves_what_is_read(small_drawings: Path) -> None
         small_drawings, "model.modules.draw=null", "layout.draw=null", "layout.llm.pp=1", "layout.llm.ranks=[1]"
     )
     assert data.modules == ("vision", "llm") and data.indices["train"].left_out > 0
-    build.check_model(build.model_maker(cfg, data), data, build.placement(cfg))
+    build.check_model(build.model_maker(cfg), data, build.placement(cfg))
 
 
 def test_a_run_folder_is_found_from_its_checkpoints(tmp_path: Path) -> None:
@@ -160,6 +171,50 @@ def test_a_run_folder_is_found_from_its_checkpoints(tmp_path: Path) -> None:
         cli.checkpoint_of(tmp_path / "run", "best")
 
 
+OLDER = """
+strategy: {timeout_minutes: 7}
+data:
+  module:
+    language_models: [llm]
+    processors:
+      vision:
+        _target_: hetero_strategy.data.media.ImageProcessor
+        patch_size: 8
+        merge: 2
+        channels: 1
+        max_patches: 128
+        mean: 0.5
+        std: 0.5
+      audio:
+        _target_: hetero_strategy.data.media.AudioProcessor
+        sampling_rate: 8000
+        n_mels: 40
+        stack: 4
+        max_seconds: 4.0
+"""
+"""What runs of before said of data and strategy besides what is said today."""
+
+
+def test_an_older_run_goes_on(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said more than once what the model says, the time limit by another name, and nothing of checksums."""
+    cfg = compose(*data_at(small))
+    now = build.datamodule(cfg, build.model_maker(cfg))
+    older = OmegaConf.merge(OmegaConf.create(OmegaConf.to_container(cfg)), OmegaConf.create(OLDER))
+    del older.strategy.timeout, older.strategy.verify_checkpoints
+    (tmp_path / ".hydra").mkdir()
+    OmegaConf.save(older, tmp_path / cli.SAVED)
+    asked = SimpleNamespace(overrides=SimpleNamespace(task=["strategy.schedule=gpipe"]))
+    monkeypatch.setattr(cli.HydraConfig, "get", lambda: asked)
+    saved = cli.saved_configuration(compose("strategy.schedule=gpipe"), tmp_path)
+    build.check_configuration(saved)
+    data = build.datamodule(saved, build.model_maker(saved))
+    assert data.processors == now.processors and data.modules == now.modules == ("vision", "audio", "llm")
+    assert {index.folder for index in data.indices.values()} == {index.folder for index in now.indices.values()}
+    assert dict(saved.strategy) == dict(compose().strategy) | {"timeout": 7, "schedule": "gpipe"}
+    made = build.call("strategy", saved.strategy, HeteroStrategy, layouts=build.placement(saved).layouts)
+    assert made._timeout == timedelta(minutes=7)
+
+
 DRAW = ("experiment=digits_draw", "data.write=null", "report.judge.seed=0")
 
 
@@ -167,14 +222,14 @@ def drawing(folder: Path, *overrides: str) -> tuple[DictConfig, MultimodalDataMo
     """Configuration and data of a small experiment that draws."""
     cfg = compose(*DRAW, *data_at(folder)[1:], *overrides)
     build.check_configuration(cfg)
-    return cfg, build.datamodule(cfg)
+    return cfg, build.datamodule(cfg, build.model_maker(cfg))
 
 
 def test_the_drawing_experiment_fits_together(small_drawings: Path) -> None:
     cfg, data = drawing(small_drawings)
     assert set(data.processors) == {"vision", "draw"} and data.edges == (("vision", "llm"), ("llm", "draw"))
     assert set(cfg.layout) == {"vision", "llm", "draw"} and cfg.checkpoint.monitor == "val/loss"
-    make = build.model_maker(cfg, data)
+    make = build.model_maker(cfg)
     placed = build.placement(compose(*DRAW, "layout.llm.pp=1", "layout.llm.ranks=[1]", "layout.draw.ranks=[2]"))
     build.check_model(make, data, placed)
     with torch.device("meta"):
@@ -188,43 +243,81 @@ def test_the_drawing_experiment_fits_together(small_drawings: Path) -> None:
     ("override", "message"),
     [
         (
-            "model.modules.draw.patch_size=4",
-            "draw gives target rows of 4 numbers but model.modules.draw draws rows of 16",
+            "+data.module.processors.draw={_target_:hetero_strategy.data.targets.ImageTarget,patch_size:4,channels:1}",
+            "draw gives target rows of 16 numbers but model.modules.draw draws rows of 4",
         ),
-        ("data.module.processors.vision.merge=1", "use the same merge or stack in both"),
+        (
+            "+data.module.processors.vision={_target_:hetero_strategy.data.media.ImageProcessor,patch_size:8,channels:1}",
+            "use the same merge or stack in both",
+        ),
     ],
 )
 def test_drawing_configurations_that_cannot_be(small_drawings: Path, override: str, message: str) -> None:
     cfg, data = drawing(small_drawings, override)
     placed = build.placement(compose(*DRAW, "layout.llm.pp=1", "layout.llm.ranks=[1]", "layout.draw.ranks=[2]"))
     with pytest.raises(HeteroError, match=message):
-        build.check_model(build.model_maker(cfg, data), data, placed)
+        build.check_model(build.model_maker(cfg), data, placed)
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("+model.loss_weights.vision=1", "loss_weights: 'vision' has no loss"),
+        ("+model.loss_weights.vision=1", "loss_weights: .*vision.* has no loss"),
         ("model.modules.draw.width=64", "llm -> draw: source rows have width 128, the target takes 64"),
         ("model.modules.draw.dim=98", "flow_decoder: dim 98 must be a multiple"),
     ],
 )
 def test_drawing_models_that_cannot_be(small_drawings: Path, override: str, message: str) -> None:
-    cfg, data = drawing(small_drawings, override)
-    with pytest.raises(InstantiationException, match=message), torch.device("meta"):
-        build.model_maker(cfg, data)()
+    with pytest.raises(InstantiationException, match=message):
+        drawing(small_drawings, override)
+
+
+def test_what_the_model_says_is_said_there_alone(small: Path, small_drawings: Path) -> None:
+    """A size that is changed in the model changes the processor; what the model leaves open is the data's."""
+    cfg = compose(*data_at(small), "model.modules.vision.patch_size=4", "model.modules.audio.stack=2")
+    processors = build.datamodule(cfg, build.model_maker(cfg)).processors
+    assert processors["vision"] == ImageProcessor(patch_size=4, merge=2, channels=1, max_patches=128)
+    assert processors["audio"] == AudioProcessor(sampling_rate=8000, n_mels=40, stack=2, max_seconds=4.0)
+    cfg, data = drawing(small_drawings, "model.modules.draw.patch_size=4", "data.module.processors.draw.rows=3")
+    assert data.processors["draw"] == ImageTarget(rows=3, patch_size=4, channels=1, max_patches=16)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+data.module.processors.vision.patch_size=4", "processors.vision: patch_size is 4, but the module has 8"),
+        ("+data.module.processors.vision.merge=1", "processors.vision: merge is 1, but the module has 2"),
+        ("+data.module.processors.audio.hop=3", "processors.audio: no field 'hop'; the fields are .*hop_length"),
+        ("+data.module.processors.eyes.max_patches=3", "processors names 'eyes', but .* are vision, audio"),
+        (
+            "+data.module.processors.vision={_target_:hetero_strategy.data.targets.ImageTarget}",
+            "processors.vision is a ImageTarget, but the module is a Encoder",
+        ),
+    ],
+)
+def test_processors_that_cannot_be(small: Path, override: str, message: str) -> None:
+    cfg = compose(*data_at(small), override)
+    with pytest.raises(InstantiationException, match=message):
+        build.datamodule(cfg, build.model_maker(cfg))
+
+
+def test_an_encoder_without_a_processor_is_named(small: Path) -> None:
+    modules = {"eyes": Encoder(torch.nn.Identity, Projector(4, 8)), "llm": hf_llama(**LLAMA | {"hidden_size": 8})}
+    with pytest.raises(ConfigError, match=r"module 'eyes' has no processor.*pass processor= to Encoder"):
+        MultimodalDataModule(model=lambda: MultimodalModel(modules), tokenizer=small, global_batch_size=1)
 
 
 @pytest.mark.parametrize("side", [2, 1])
 def test_any_module_is_an_encoder(small: Path, side: int) -> None:
     """It says nothing of its rows, so they are compared when it runs."""
     cfg = compose("data.module.global_batch_size=4", *data_at(small))
-    own = {"_target_": "tests.recipes.own.own_encoder", "feature": 64, "out_width": 128, "side": side}
+    own = {"_target_": "tests.recipes.own.own_encoder", "patch_size": 8, "out_width": 128, "side": side}
     OmegaConf.update(cfg, "model.modules.vision", own, merge=False, force_add=True)
     build.check_configuration(cfg)
-    data = build.datamodule(cfg)
-    make = build.model_maker(cfg, data)
+    make = build.model_maker(cfg)
+    data = build.datamodule(cfg, make)
     build.check_model(make, data, build.placement(cfg))
+    assert data.processors["vision"] == ImageProcessor(patch_size=8, merge=2, channels=1, max_patches=128)
     model, batch = make(), next(iter(data.train_dataloader()))
     (given,) = batch.inputs["vision"]
     assert given is not None and len(given.rows)

@@ -12,7 +12,8 @@ from hetero_strategy.data.build_index import build_index
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import DataError
 from recipes import digits as room
-from recipes.digits import digit_processors, split_digits, write_digits, write_digits_draw
+from recipes.digits import split_digits, write_digits, write_digits_draw
+from tests.small_models import digit_processors
 
 
 def blocks(strip: np.ndarray) -> set[bytes]:

@@ -12,11 +12,11 @@ from PIL import Image
 
 from hetero_strategy.errors import DataError
 from hetero_strategy.loading.datamodule import MultimodalDataModule
-from recipes.digits import draw_processors
 from recipes.drawings import DigitJudge, Drawing, draw_grid, drawings_of
 from tests.distributed.harness import Pool
 from tests.recipes.commands import SMALL, run_on_ranks
 from tests.recipes.conftest import data_at
+from tests.small_models import DRAWING, drawer
 
 
 def perfect(folder: Path, **options: object) -> list[Drawing]:
@@ -24,7 +24,8 @@ def perfect(folder: Path, **options: object) -> list[Drawing]:
     data = MultimodalDataModule(
         test=folder / "test.json",
         tokenizer=folder,
-        processors=draw_processors(),
+        model=drawer,
+        processors=DRAWING,
         global_batch_size=5,
         **options,  # type: ignore[arg-type]
     )

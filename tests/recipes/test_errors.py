@@ -51,7 +51,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
     "misspelt field": (("trainer.max_stepz=3",), "trainer: no field 'max_stepz'; did you mean max_steps?"),
-    "rows": (("data.module.processors.audio.stack=2",), "use the same merge or stack in both"),
+    "rows": (("+data.module.processors.audio.stack=2",), "processors.audio: stack is 2, but the module has 4"),
 }
 
 

@@ -16,9 +16,9 @@ from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.measure import Spent
 from hetero_strategy.monitor.throughput import Totals
 from hetero_strategy.monitor.traffic import Traffic
-from recipes.digits import digit_processors
 from recipes.report import _balance_lines, _question, _spent_line, balance, throughput
 from tests import stock
+from tests.small_models import READING, reader
 
 SPREAD = Spread(np.array([3.0, 1.0]), np.array([2.2, 1.8]))
 
@@ -71,7 +71,8 @@ def test_questions_are_shown_as_they_were_asked(small: Path, tmp_path: Path) -> 
     data = MultimodalDataModule(
         val=small / "val.json",
         tokenizer=stock.tokenizer(tmp_path, stock.LLAMA_3),
-        processors=digit_processors(),
+        model=reader,
+        processors=READING,
         global_batch_size=4,
         cache_folder=tmp_path,
     )
