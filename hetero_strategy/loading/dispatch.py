@@ -23,9 +23,9 @@ from hetero_strategy.data.media import Media, TargetProcessor
 from hetero_strategy.errors import DataError
 from hetero_strategy.loading.batch import Batch, LoadTimes
 from hetero_strategy.loading.metadata import ItemSizes, step_metadata
+from hetero_strategy.loading.payload import Items
 from hetero_strategy.loading.read_where_sampled import Decoded, DecodedItems, SampledDataset
 from hetero_strategy.loading.steps import RankView
-from hetero_strategy.model.kind import Items
 from hetero_strategy.plan.step_plan import StepPlan
 
 MESSAGE = 2048
@@ -217,7 +217,7 @@ class Dispatch:
 
 
 class Dispatched:
-    """What has come to this rank, as the :class:`~hetero_strategy.model.kind.Content` of its inputs.
+    """What has come to this rank, as the :class:`~hetero_strategy.loading.payload.Content` of its inputs.
 
     Args:
         index: of the data set.

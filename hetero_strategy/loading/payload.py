@@ -1,16 +1,67 @@
-"""What the inputs of a step are assembled from, wherever it was read."""
+"""What kinds make the inputs of a step of, wherever it was read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from functools import cache
+from typing import Any, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from hetero_strategy.data.dataset_index import DatasetIndex
 from hetero_strategy.data.media import Media
 from hetero_strategy.loading.item_reader import Reader
-from hetero_strategy.model.kind import Items
+
+
+@dataclass(frozen=True)
+class Items:
+    """Some items of one module."""
+
+    numbers: np.ndarray
+    """In the module's item table, int64 ``[n]``."""
+    sizes: np.ndarray
+    """int64 ``[n, k]``."""
+    rows: np.ndarray
+    """Rows that cross the module's edges, int64 ``[n]``."""
+
+
+class Content(Protocol):
+    """The units of one step plan that a rank computes."""
+
+    def items(self, module: str, units: np.ndarray) -> Items:
+        """What is known of some items of the step."""
+
+    def values(self, module: str, units: np.ndarray) -> list[np.ndarray]:
+        """float32 ``[R, feature]`` of each of some items of the step. Raises DataError where one cannot be read."""
+
+    def text(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(token ids int32 ``[T]``, whether each is to be predicted bool ``[T]``) of some samples of the step."""
+
+
+@dataclass(frozen=True)
+class InstanceUnits:
+    """What one instance of a module computes in one of its microbatches, and where a kind finds the payload."""
+
+    module: str
+    numbers: np.ndarray
+    """The units, int64 ``[n]``: numbers of samples, or of items in :attr:`StepMetadata.items`."""
+    edge_rows: np.ndarray
+    """Rows of each unit that cross edges, int64 ``[n]``."""
+    inner_rows: np.ndarray
+    """Rows of each unit inside the module, int64 ``[n]``; alignment rows come after them as one unit more."""
+    slots: dict[Hashable, Tensor]
+    """For the ``slots`` of the module's inputs."""
+    first: bool
+    """Whether this rank holds the module's first stage."""
+    last: bool
+    """Whether this rank holds the module's last stage."""
+    seed: tuple[int, int]
+    """Of random inputs: the data's seed and the epoch."""
+    processor: Any
+    """Of the module's media; None where it has none."""
+    content: Content
 
 
 class Fetched:

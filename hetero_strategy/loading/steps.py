@@ -23,12 +23,12 @@ from hetero_strategy.layout.placement import Placement
 from hetero_strategy.loading.batch import Batch, LoadTimes
 from hetero_strategy.loading.item_reader import OnError, Reader
 from hetero_strategy.loading.metadata import step_metadata
-from hetero_strategy.loading.payload import Fetched
+from hetero_strategy.loading.payload import Content, Fetched, InstanceUnits
 from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.encoder import Encoder
 from hetero_strategy.model.generator import Generator
 from hetero_strategy.model.inputs import ModuleInputs
-from hetero_strategy.model.kind import Content, InstanceUnits, ModuleKind
+from hetero_strategy.model.kind import ModuleKind
 from hetero_strategy.plan.orchestrator import ResolvedBalance, plan_step
 from hetero_strategy.plan.packing import levelled
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan, edge_blocks, slots

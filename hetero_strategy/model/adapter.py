@@ -251,6 +251,10 @@ class Adapter(nn.Module):
         before, blocks, after = self.part_flops(packing_lengths)
         return before + float(np.sum(blocks)) + after
 
+    def flops_by_part(self, packing_lengths: np.ndarray) -> dict[str, float]:
+        """Return the :meth:`flops` of parts that may be frozen apart, by FQN in forward order; "" is the whole."""
+        return {"": float(self.flops(packing_lengths))}
+
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
         """Return the :meth:`flops` before the blocks, of each block (float64 ``[blocks]``), and after them."""
         rows = int(np.sum(packing_lengths))

@@ -21,9 +21,9 @@ from torch.utils._pytree import register_dataclass
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError, ModelError
+from hetero_strategy.loading.payload import InstanceUnits
 from hetero_strategy.model import (
     Adapter,
-    InstanceUnits,
     LossOutput,
     ModelOutput,
     ModuleInputs,
