@@ -34,6 +34,7 @@ from hetero_strategy.boundary.exchange import cross
 from hetero_strategy.boundary.route import Side, least_rows, route
 from hetero_strategy.boundary.transport import Channel
 from hetero_strategy.layout import ModuleLayout, Placement, place
+from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import EdgeBlocks, edge_blocks
 from tests.distributed.harness import Pool
@@ -119,7 +120,8 @@ def edge_of(pair: Pair, assignment: str, samples: int, seed: int = 0) -> Edge:
     )
     layouts, assignments = placement.layouts, plan.assignments
     source = Side(layouts["encoder"].stage_grid(0), assignments["encoder"][0].totals())
-    target = Side(layouts["llm"].stage_grid(0), assignments["llm"][0].totals(), sharded=pair.sequence)
+    sharding = RowSharding(layouts["llm"].tp if pair.sequence else 1)
+    target = Side(layouts["llm"].stage_grid(0), assignments["llm"][0].totals(), sharding)
     return Edge(pair, edge_blocks(plan, "encoder", 0, "llm", 0), source, target)
 
 
@@ -197,8 +199,8 @@ def tagged(side: Side, rank: int, width: int) -> torch.Tensor:
         return torch.empty(0, width)
     instance, shard = (int(x) for x in where[0])
     rows = torch.arange(int(side.totals[instance]), dtype=torch.float32) + 2.0**18 * (instance + 1)
-    if side.sharded:
-        rows = rows.chunk(side.instances.shape[1])[shard]
+    if side.parts > 1:
+        rows = rows.chunk(side.parts)[shard]
     return rows[:, None].repeat(1, width)
 
 

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from hetero_strategy import ragged
 from hetero_strategy.boundary.exchange import cross
-from hetero_strategy.boundary.route import Side, Transfer, least_rows, local_slots, route
+from hetero_strategy.boundary.route import Side, Transfer, least_rows, route
 from hetero_strategy.boundary.transport import Channel
+from hetero_strategy.layout.row_sharding import REPLICATED
 from hetero_strategy.plan.step_plan import EdgeBlocks, slots
 
 
@@ -54,7 +55,7 @@ class MIMO:
     @property
     def whole(self) -> Side:
         """The target as if every rank of an instance had all rows."""
-        return replace(self.target, sharded=False)
+        return replace(self.target, sharding=REPLICATED)
 
     @property
     def colocated(self) -> bool:
@@ -62,7 +63,7 @@ class MIMO:
 
     def rows(self) -> Moved:
         """Rows between ranks, from the plan alone."""
-        gathered = self._in_groups(self.target, self.blocks.target_instance) if self.target.sharded else 0
+        gathered = self._in_groups(self.target, self.blocks.target_instance) if self.target.parts > 1 else 0
         if self.colocated:
             sides = self.source, self.whole
             return Moved(least_rows(self.blocks, *sides), gathered + least_rows(self.blocks, *sides, backward=True))
@@ -115,10 +116,10 @@ class OnRank:
         if self.target.number is not None:
             every = slots(plan.blocks, self.target.number)
             self.rows_here = len(every)
-            shards = range(len(self.target.ranks)) if plan.target.sharded else [0]
+            shards = range(len(self.target.ranks)) if plan.target.parts > 1 else [0]
             self.slices = [np.flatnonzero(_in_shard(every, plan.target, self.target.number, s)) for s in shards]
-            self.slots_here = local_slots(every, plan.target, self.target.number, self.target.shard)
-        self.sharded = plan.target.sharded
+            self.slots_here = plan.target.local_slots(every, self.target.number, self.target.shard)
+        self.sharded = plan.target.parts > 1
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Source rows ``[n, width]`` -> rows of the slots that this rank has, ``[m, width]``."""
@@ -202,7 +203,7 @@ class _Instance:
 
 
 def _in_shard(rows: np.ndarray, side: Side, instance: int, shard: int) -> np.ndarray:
-    if not side.sharded:
+    if side.parts == 1:
         return np.ones(len(rows), bool)
     size = int(side.totals[instance]) // side.instances.shape[1]
     return rows // size == shard

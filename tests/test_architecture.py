@@ -33,6 +33,7 @@ PURE = (
     "layout/spec.py",
     "layout/pipeline.py",
     "layout/placement.py",
+    "layout/row_sharding.py",
     "plan/**/*.py",
     "boundary/route.py",
     "schedule/**/*.py",

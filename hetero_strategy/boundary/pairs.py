@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetero_strategy.layout.row_sharding import RowSharding
+
 
 @dataclass(frozen=True)
 class Meetings:
@@ -38,22 +40,19 @@ class Meetings:
         return pairs
 
 
-def first_hop(source: np.ndarray, target: np.ndarray, *, same_module: bool, row_sharded: bool) -> Meetings:
+def first_hop(source: np.ndarray, target: np.ndarray, *, within: RowSharding | None) -> Meetings:
     """Meetings of two stages.
 
-    Between stages of one module rows keep their instance and, where each rank has rows of its own, their place in it.
+    Between stages of one module rows keep their instance and their part of it.
     Between modules any instance may send to any other: balancing decides that anew in every step.
 
     Args:
         source, target: global ranks of either stage, int64 ``[instances, ranks]``.
-        same_module: the two are stages of one module.
-        row_sharded: ranks of an instance have rows of their own.
+        within: how rows lie on an instance's ranks, if the two are stages of one module; None: of two.
     """
-    if not same_module:
+    if within is None:
         return Meetings(source.reshape(1, -1), target.reshape(1, -1))
-    if row_sharded:
-        return Meetings(source.reshape(-1, 1), target.reshape(-1, 1))
-    return Meetings(source, target)
+    return Meetings(within.rank_sets(source), within.rank_sets(target))
 
 
 def second_hop(receiver: np.ndarray) -> Meetings:

@@ -28,6 +28,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from hetero_strategy import ragged
+from hetero_strategy.layout.row_sharding import REPLICATED, Pieces, RowSharding
 from hetero_strategy.plan.step_plan import EdgeBlocks
 
 
@@ -52,13 +53,42 @@ class Side:
     Args:
         instances: global ranks, int64 ``[instances, ranks per instance]``.
         totals: rows of each instance, int64 ``[instances]``.
-        sharded: rank ``j`` of an instance has the ``j``-th of equal contiguous slices of the instance's rows
-            (sequence parallelism); otherwise every rank of the instance has them all.
+        sharding: how an instance's rows lie on its ranks; by default every rank has them all.
     """
 
     instances: np.ndarray
     totals: np.ndarray
-    sharded: bool = False
+    sharding: RowSharding = REPLICATED
+
+    @property
+    def parts(self) -> int:
+        """Sets of ranks with rows of their own in one instance."""
+        return self.sharding.parts
+
+    @property
+    def rank_sets(self) -> np.ndarray:
+        """Ranks that have the same rows, int64 ``[instances * parts, ranks]``."""
+        return self.sharding.rank_sets(self.instances)
+
+    def seat(self, rank: int) -> tuple[int, int]:
+        """(instance, part of its rows) of a rank; (-1, -1) where it has none."""
+        places = np.argwhere(self.instances == rank)
+        if not len(places):
+            return -1, -1
+        return int(places[0, 0]), self.sharding.part_of(int(places[0, 1]), self.instances.shape[1])
+
+    def rows_on(self, rank: int) -> int:
+        """Rows of the side's module that the rank has at this edge."""
+        instance, _ = self.seat(rank)
+        return 0 if instance < 0 else self.sharding.rows(int(self.totals[instance]))
+
+    def cut(self, start: np.ndarray, rows: np.ndarray, instance: np.ndarray) -> Pieces:
+        """Cut runs of rows, int64 ``[n]``, of these instances where another part begins."""
+        return self.sharding.cut(start, rows, np.asarray(self.totals)[instance])
+
+    def local_slots(self, rows: np.ndarray, instance: int, part: int) -> np.ndarray:
+        """Those of an instance's rows that lie in a part, as row numbers of its ranks, int64."""
+        return self.sharding.local(rows, int(self.totals[instance]), part)
 
 
 @dataclass(frozen=True)
@@ -148,8 +178,8 @@ def route(blocks: EdgeBlocks, source: Side, target: Side, rank: int) -> Route:
     """The route of one edge and microbatch for one rank.
 
     On the target side rows are numbered among the slots that the edge fills on that rank, ascending: the forward
-    output has exactly :func:`local_slots` rows. Only runs that touch this rank's instances are expanded to rows, so the
-    cost follows the rank's own rows.
+    output has exactly :meth:`Side.local_slots` rows. Only runs that touch this rank's instances are expanded to rows,
+    so the cost follows the rank's own rows.
 
     Args:
         blocks: runs of rows, ordered by (target instance, target start).
@@ -157,7 +187,7 @@ def route(blocks: EdgeBlocks, source: Side, target: Side, rank: int) -> Route:
         rank: global rank.
     """
     pieces, wants = _pieces(blocks, source, target, rank)
-    has = _rows_on(source, rank)
+    has = source.rows_on(rank)
     return Route(pieces.transfer(rank, has, wants), pieces.turned().transfer(rank, wants, has))
 
 
@@ -175,31 +205,22 @@ def _pieces(blocks: EdgeBlocks, source: Side, target: Side, rank: int | None) ->
     if rank is None:
         near = np.arange(len(blocks.rows))
     else:
-        (i, source_shard), (j, target_shard) = seat(source, rank), seat(target, rank)
+        (i, source_part), (j, target_part) = source.seat(rank), target.seat(rank)
         near = np.flatnonzero((blocks.source_instance == i) | (blocks.target_instance == j))
-    # Runs are cut where another rank of a sharded side begins: at first on the source's side, then on the target's.
-    run, held, length, from_shard = cut(
-        blocks.source_start[near], blocks.rows[near], source, blocks.source_instance[near]
-    )
-    ahead = ragged.starts(length)
-    begin = np.flatnonzero(np.diff(run, prepend=-1))
-    start = blocks.target_start[near][run] + ahead - np.repeat(ahead[begin], np.diff(np.append(begin, len(run))))
-    piece, needed, length, to_shard = cut(start, length, target, blocks.target_instance[near][run])
-    from_, to, from_shard = (
-        blocks.source_instance[near][run[piece]],
-        blocks.target_instance[near][run[piece]],
-        from_shard[piece],
-    )
-    held = held[piece] + needed - start[piece]
-    if source.sharded:
-        held = held - from_shard * (np.asarray(source.totals)[from_] // source.instances.shape[1])
+    # Runs are cut where another part begins: at first on the source's side, then on the target's.
+    one = source.cut(blocks.source_start[near], blocks.rows[near], blocks.source_instance[near])
+    start, from_ = blocks.target_start[near][one.run] + one.offset, blocks.source_instance[near][one.run]
+    two = target.cut(start, one.rows, blocks.target_instance[near][one.run])
+    from_, to = from_[two.run], blocks.target_instance[near][one.run[two.run]]
+    from_part, length = one.part[two.run], two.rows
+    held, needed = one.local[two.run] + two.offset, start[two.run] + two.offset
     part, wants = np.arange(len(length)), 0
     if rank is not None:
-        holds, needs = (from_ == i) & (from_shard == source_shard), (to == j) & (to_shard == target_shard)
+        holds, needs = (from_ == i) & (from_part == source_part), (to == j) & (two.part == target_part)
         part, wants = np.flatnonzero(holds | needs), int(length[needs].sum())
         needed = ragged.starts(np.where(needs, length, 0))  # among this rank's slots; no other's are looked at
-    one, other = from_ * parts(source) + from_shard, to * parts(target) + to_shard
-    return _Pieces.of(held[part], needed[part], length[part], source, one[part], target, other[part]), wants
+    holder, needer = from_ * source.parts + from_part, to * target.parts + two.part
+    return _Pieces.of(held[part], needed[part], length[part], source, holder[part], target, needer[part]), wants
 
 
 @dataclass(frozen=True)
@@ -233,7 +254,7 @@ class _Pieces:
         needer: np.ndarray,
     ) -> _Pieces:
         """From runs of rows ``[n]``: first row on either side, length, and number of the rank set on either side."""
-        count_of = len(target.instances) * parts(target)
+        count_of = len(target.instances) * target.parts
         pairs, group = np.unique(holder * count_of + needer, return_inverse=True)
         order = np.argsort(group, kind="stable")
         count = np.bincount(group, weights=length, minlength=len(pairs)).astype(np.int64)
@@ -246,9 +267,9 @@ class _Pieces:
             group=np.repeat(group, length),
             place=ragged.expand(place, length),
             count=count,
-            holders=rank_sets(source)[one],
-            needers=rank_sets(target)[other],
-            turn=one // parts(source) + other // parts(target),
+            holders=source.rank_sets[one],
+            needers=target.rank_sets[other],
+            turn=one // source.parts + other // target.parts,
         )
 
     def turned(self) -> _Pieces:
@@ -321,8 +342,7 @@ def stage_route(source: Side, target: Side, rank: int) -> Route:
     Both sides have the same instances and totals. Where every rank has rows of its own it is one message to the rank of
     the same coordinate; only replicas need :func:`route`.
     """
-    per_instance = source.instances.shape[1]
-    if per_instance > 1 and not source.sharded:
+    if source.instances.shape[1] > source.parts:
         instance = np.flatnonzero(source.totals)
         zero = np.zeros(len(instance), dtype=np.int64)
         blocks = EdgeBlocks(instance, zero, instance, zero, np.asarray(source.totals)[instance])
@@ -332,75 +352,14 @@ def stage_route(source: Side, target: Side, rank: int) -> Route:
 
 def _straight(source: Side, target: Side, rank: int) -> Transfer[np.ndarray]:
     """What a rank with a seat on either side moves: all rows of its seat, to the same seat of the other stage."""
-    (i, shard), (j, place) = seat(source, rank), seat(target, rank)
-    held, needed = np.arange(_rows_on(source, rank)), np.arange(_rows_on(target, rank))
-    to = int(target.instances[i, shard]) if i >= 0 else rank
+    (i, part), (j, place) = source.seat(rank), target.seat(rank)
+    held, needed = np.arange(source.rows_on(rank)), np.arange(target.rows_on(rank))
+    to = int(target.instances[i, part]) if i >= 0 else rank
     from_ = int(source.instances[j, place]) if j >= 0 else rank
     stays = held if i >= 0 and to == rank else held[:0]
     sends = ((to, held),) if to != rank and len(held) else ()
     receives = ((from_, needed),) if from_ != rank and len(needed) else ()
     return Transfer(len(held), len(needed), (stays, stays), Hop(sends, receives))
-
-
-def local_slots(rows: np.ndarray, side: Side, instance: int, shard: int) -> np.ndarray:
-    """Rows of an instance as row numbers of one of its ranks, int64: all of them, or its slice where sharded."""
-    if not side.sharded:
-        return rows
-    size = int(side.totals[instance]) // side.instances.shape[1]
-    mine = rows[(rows >= shard * size) & (rows < (shard + 1) * size)]
-    return mine - shard * size
-
-
-def _rows_on(side: Side, rank: int) -> int:
-    """Rows of the side's module that the rank has at this edge."""
-    instance = np.flatnonzero((side.instances == rank).any(axis=1))
-    if not len(instance):
-        return 0
-    total = int(side.totals[instance[0]])
-    return total // side.instances.shape[1] if side.sharded else total
-
-
-def cut(
-    start: np.ndarray, rows: np.ndarray, side: Side, instance: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut runs of rows where a sharded side's next rank begins.
-
-    Args:
-        start, rows: first row of each run among the rows of its instance, and how many; int64 ``[n]``.
-        side: whose rows they are.
-        instance: of each run.
-
-    Returns:
-        Run, first row, rows and shard of each piece, int64 ``[pieces]``.
-    """
-    if parts(side) == 1:
-        return np.arange(len(rows)), start, rows, np.zeros(len(rows), np.int64)
-    size = np.maximum(np.asarray(side.totals)[instance] // side.instances.shape[1], 1)
-    first, last = start // size, (start + np.maximum(rows, 1) - 1) // size
-    count = last - first + 1
-    run = np.repeat(np.arange(len(rows)), count)
-    shard = ragged.expand(first, count)
-    low = np.maximum(start[run], shard * size[run])
-    high = np.minimum((start + rows)[run], (shard + 1) * size[run])
-    return run, low, high - low, shard
-
-
-def parts(side: Side) -> int:
-    """Sets of ranks with rows of their own in one instance."""
-    return side.instances.shape[1] if side.sharded else 1
-
-
-def rank_sets(side: Side) -> np.ndarray:
-    """Ranks that have the same rows, int64 ``[instances * parts, ranks]``."""
-    return side.instances.reshape(-1, 1) if side.sharded else side.instances
-
-
-def seat(side: Side, rank: int) -> tuple[int, int]:
-    """(instance, shard) of a rank, (-1, -1) where it has none; shard 0 where all ranks of an instance have its rows."""
-    places = np.argwhere(side.instances == rank)
-    if not len(places):
-        return -1, -1
-    return int(places[0, 0]), int(places[0, 1]) if side.sharded else 0
 
 
 def _first(rows: np.ndarray | Rows) -> int | None:

@@ -22,10 +22,9 @@ from hetero_strategy.data.media import Media, TargetProcessor
 from hetero_strategy.errors import DataError
 from hetero_strategy.loading.batch import Batch, LoadTimes
 from hetero_strategy.loading.metadata import ItemSizes, step_metadata
-from hetero_strategy.loading.payload import StepContent
+from hetero_strategy.loading.payload import Content, Items
 from hetero_strategy.loading.read_where_sampled import Decoded, DecodedItems, SampledDataset
 from hetero_strategy.loading.steps import RankView
-from hetero_strategy.model.kind import Items
 from hetero_strategy.plan.step_plan import StepPlan
 
 MESSAGE = 2048
@@ -175,7 +174,7 @@ class Dispatch:
 
     def _content(
         self, samples: np.ndarray, measured: Mapping[str, ItemSizes], pieces: Mapping[str, Mapping[int, np.ndarray]]
-    ) -> StepContent:
+    ) -> Content:
         """What has come to this rank; ``pieces``: by module, then number, raw rows of the items that it computes."""
         index = self.steps.index
         items = {
@@ -183,7 +182,7 @@ class Dispatch:
             for name, x in measured.items()
         }
         rows = {name: sizes.rows for name, sizes in measured.items()}
-        return StepContent(index, samples, items.__getitem__, lambda module, unit: pieces[module][unit], rows)
+        return Content(index, samples, items.__getitem__, lambda module, unit: pieces[module][unit], rows)
 
 
 def _taken(share: RankView, module: str, target: bool) -> int:

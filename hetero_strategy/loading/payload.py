@@ -1,22 +1,59 @@
-"""What the inputs of a step are assembled from, wherever it was read."""
+"""What kinds make the inputs of a step of, wherever it was read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from hetero_strategy import ragged
 from hetero_strategy.data.dataset_index import DatasetIndex
 from hetero_strategy.loading.item_reader import Reader
-from hetero_strategy.model.kind import Items
 
 
 @dataclass(frozen=True)
-class StepContent:
-    """The :class:`~hetero_strategy.model.kind.Content` of a step: the units that this rank computes."""
+class Items:
+    """Some items of one module."""
+
+    numbers: np.ndarray
+    """In the module's item table, int64 ``[n]``."""
+    sizes: np.ndarray
+    """int64 ``[n, k]``."""
+    rows: np.ndarray
+    """Rows that cross the module's edges, int64 ``[n]``."""
+
+
+@dataclass(frozen=True)
+class InstanceUnits:
+    """What one instance of a module computes in one of its microbatches, and where a kind finds the payload."""
+
+    module: str
+    numbers: np.ndarray
+    """The units, int64 ``[n]``: numbers of samples, or of items in :attr:`StepMetadata.items`."""
+    edge_rows: np.ndarray
+    """Rows of each unit that cross edges, int64 ``[n]``."""
+    inner_rows: np.ndarray
+    """Rows of each unit inside the module, int64 ``[n]``; alignment rows come after them as one unit more."""
+    slots: dict[Hashable, Tensor]
+    """For the ``slots`` of the module's inputs."""
+    first: bool
+    """Whether this rank holds the module's first stage."""
+    last: bool
+    """Whether this rank holds the module's last stage."""
+    seed: tuple[int, int]
+    """Of random inputs: the data's seed and the epoch."""
+    processor: Any
+    """Of the module's media; None where it has none."""
+    content: Content
+
+
+@dataclass(frozen=True)
+class Content:
+    """The units of one step plan that a rank computes."""
 
     index: DatasetIndex
     samples: np.ndarray
@@ -48,7 +85,7 @@ class StepContent:
         return self.index.text(self.samples[units], rows)
 
 
-def fetched(index: DatasetIndex, samples: np.ndarray, reader: Reader) -> StepContent:
+def fetched(index: DatasetIndex, samples: np.ndarray, reader: Reader) -> Content:
     """Items are read where they are computed, by the step's reader: the index knows all sizes."""
 
     @cache
@@ -60,4 +97,4 @@ def fetched(index: DatasetIndex, samples: np.ndarray, reader: Reader) -> StepCon
         items = of_step(module)
         return reader(module, int(items.numbers[unit]), items.sizes[unit])
 
-    return StepContent(index, samples, of_step, read)
+    return Content(index, samples, of_step, read)

@@ -23,12 +23,12 @@ from hetero_strategy.layout.placement import Placement
 from hetero_strategy.loading.batch import Batch, LoadTimes
 from hetero_strategy.loading.item_reader import OnError, Reader
 from hetero_strategy.loading.metadata import step_metadata
-from hetero_strategy.loading.payload import StepContent, fetched
+from hetero_strategy.loading.payload import Content, InstanceUnits, fetched
 from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.encoder import Encoder
 from hetero_strategy.model.generator import Generator
 from hetero_strategy.model.inputs import ModuleInputs
-from hetero_strategy.model.kind import InstanceUnits, ModuleKind
+from hetero_strategy.model.kind import ModuleKind
 from hetero_strategy.plan.orchestrator import ResolvedBalance, plan_step
 from hetero_strategy.plan.packing import levelled
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan, edge_blocks, slots
@@ -220,7 +220,7 @@ class StepDataset(Dataset[Batch]):
         """A batch with its program, if steps have one."""
         return batch if self.compiler is None else batch.with_program(self.compiler(batch.plan))
 
-    def inputs(self, plan: StepPlan, content: StepContent) -> dict[str, tuple[ModuleInputs | None, ...]]:
+    def inputs(self, plan: StepPlan, content: Content) -> dict[str, tuple[ModuleInputs | None, ...]]:
         """What this rank computes, by module and microbatch."""
         return {
             module: tuple(
@@ -231,7 +231,7 @@ class StepDataset(Dataset[Batch]):
             if (instance := self.share.mine.get(module)) is not None
         }
 
-    def _inputs(self, plan: StepPlan, module: str, number: int, instance: int, content: StepContent) -> ModuleInputs:
+    def _inputs(self, plan: StepPlan, module: str, number: int, instance: int, content: Content) -> ModuleInputs:
         assignment = plan.assignments[module][number]
         return self.kinds[module].inputs(
             InstanceUnits(

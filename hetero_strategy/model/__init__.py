@@ -15,7 +15,7 @@ from hetero_strategy.model.inputs import (
     Packing,
     SequenceInputs,
 )
-from hetero_strategy.model.kind import InstanceUnits, LossOutput, ModuleKind
+from hetero_strategy.model.kind import LossOutput, ModuleKind
 from hetero_strategy.model.multimodal import Edge, ModelOutput, MultimodalModel
 from hetero_strategy.model.siglip2 import siglip2_encoder
 from hetero_strategy.model.titan import titan_llama
@@ -32,7 +32,6 @@ __all__ = [
     "Generator",
     "GeneratorInputs",
     "GeneratorOutput",
-    "InstanceUnits",
     "LMOutput",
     "LossOutput",
     "ModelOutput",

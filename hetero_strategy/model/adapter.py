@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
+from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
+from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.hf_folder import HFWeights
 from hetero_strategy.model.inputs import RawRows
 from hetero_strategy.model.kind import ModuleKind
@@ -83,8 +85,6 @@ class Adapter(nn.Module):
     """Names inside a block of the linear maps whose outputs tensor parallelism splits; none: it is not possible."""
     tp_rows: tuple[str, ...] = ()
     """Names inside a block of the linear maps that follow those, whose inputs it splits."""
-    sequence_parallel: bool = False
-    """Whether :meth:`apply_tp` with tp > 1 shards the rows of this module over tp ranks, or leaves them replicated."""
     width: int
     """Size of the rows this module exchanges at its edges."""
     hidden_width: int
@@ -232,6 +232,12 @@ class Adapter(nn.Module):
             _separate_random_numbers(self, plan, self.random_numbers)
         self.after_tp(mesh.size())
 
+    def row_sharding(self, layout: ModuleLayout) -> RowSharding:
+        """Return how rows at the edges and between stages lie on an instance's ranks in this layout; as they are after
+        :meth:`apply_tp`. By default every rank has them all.
+        """
+        return REPLICATED
+
     def after_tp(self, tp: int) -> None:
         """Adjust what a plan cannot express, such as a stored number of heads."""
 
@@ -256,6 +262,10 @@ class Adapter(nn.Module):
         """Count the forward FLOPs of sequences of these lengths: two per multiply-add in matmuls and attention."""
         before, blocks, after = self.part_flops(packing_lengths)
         return before + float(np.sum(blocks)) + after
+
+    def flops_by_part(self, packing_lengths: np.ndarray) -> dict[str, float]:
+        """Return the :meth:`flops` of parts that may be frozen apart, by FQN in forward order; "" is the whole."""
+        return {"": float(self.flops(packing_lengths))}
 
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
         """Return the :meth:`flops` before the blocks, of each block (float64 ``[blocks]``), and after them."""

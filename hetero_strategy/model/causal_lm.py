@@ -18,9 +18,10 @@ from hetero_strategy import ragged
 from hetero_strategy.errors import DataError
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, previous_rows
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
-from hetero_strategy.model.kind import InstanceUnits, LossOutput, ModuleKind
+from hetero_strategy.model.kind import LossOutput, ModuleKind
 
 if TYPE_CHECKING:
+    from hetero_strategy.loading.payload import InstanceUnits
     from hetero_strategy.plan.step_plan import StepMetadata
 
 
@@ -38,8 +39,7 @@ class LMOutput(LossOutput):
     """``[T, vocabulary]``, where asked for."""
 
 
-# Otherwise FSDP of torch before 2.13 does not see its tensors, and gathers no weights for their backward.
-register_dataclass(LMOutput)
+register_dataclass(LMOutput)  # as LossOutput
 
 
 class CausalLMKind(ModuleKind):

@@ -14,12 +14,13 @@ from hetero_strategy.errors import DataError
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, initialize_plain, linear_flops, previous_rows
 from hetero_strategy.model.hf_folder import HFWeights
 from hetero_strategy.model.inputs import EncoderInputs, Packing
-from hetero_strategy.model.kind import InstanceUnits, ModuleKind
+from hetero_strategy.model.kind import ModuleKind
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from hetero_strategy.data.media import Processor
+    from hetero_strategy.loading.payload import InstanceUnits
 
 
 class Projector(nn.Module):
@@ -232,6 +233,13 @@ class Encoder(Adapter):
     def packing_rows(self, sizes: np.ndarray) -> np.ndarray:
         """Return how many rows the backbone's transformer sees of each item, int64 ``[n]``; needs :attr:`sized`."""
         return self._sized().packing_rows(sizes)
+
+    @override
+    def flops_by_part(self, packing_lengths: np.ndarray) -> dict[str, float]:
+        if not isinstance(self.backbone, Adapter):
+            return super().flops_by_part(packing_lengths)
+        backbone = float(self.backbone.flops(packing_lengths))
+        return {"backbone": backbone, "projector": float(self.flops(packing_lengths)) - backbone}
 
     @override
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:

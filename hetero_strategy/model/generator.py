@@ -19,9 +19,10 @@ from hetero_strategy.errors import DataError
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, previous_rows
 from hetero_strategy.model.causal_lm import check_slots
 from hetero_strategy.model.inputs import GeneratorInputs, Packing
-from hetero_strategy.model.kind import InstanceUnits, LossOutput, ModuleKind
+from hetero_strategy.model.kind import LossOutput, ModuleKind
 
 if TYPE_CHECKING:
+    from hetero_strategy.loading.payload import InstanceUnits
     from hetero_strategy.plan.step_plan import StepMetadata
 
 
@@ -34,7 +35,7 @@ class GeneratorOutput(LossOutput):
     drawing takes many passes through all stages."""
 
 
-register_dataclass(GeneratorOutput)  # as LMOutput
+register_dataclass(GeneratorOutput)  # as LossOutput
 
 
 class GeneratorKind(ModuleKind):

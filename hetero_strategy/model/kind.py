@@ -7,17 +7,19 @@ nothing else has to know it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
+from torch.utils._pytree import register_dataclass
 
 from hetero_strategy.errors import HeteroError
 from hetero_strategy.model.inputs import ModuleInputs
 
-if TYPE_CHECKING:  # a kind speaks of plans, which are made above this room
+if TYPE_CHECKING:  # a kind speaks of plans and payloads, which are made above this room
+    from hetero_strategy.loading.payload import InstanceUnits
     from hetero_strategy.model.adapter import Adapter
     from hetero_strategy.plan.step_plan import StepItems, StepMetadata
 
@@ -32,53 +34,9 @@ class LossOutput:
     """``[T_local, width]``: the rows that edges to other modules carry."""
 
 
-@dataclass(frozen=True)
-class Items:
-    """Some items of one module."""
-
-    numbers: np.ndarray
-    """In the module's item table, int64 ``[n]``."""
-    sizes: np.ndarray
-    """int64 ``[n, k]``."""
-    rows: np.ndarray
-    """Rows that cross the module's edges, int64 ``[n]``."""
-
-
-class Content(Protocol):
-    """The units of one step plan that a rank computes."""
-
-    def items(self, module: str, units: np.ndarray) -> Items:
-        """What is known of some items of the step."""
-
-    def values(self, module: str, units: np.ndarray) -> list[np.ndarray]:
-        """float32 ``[R, feature]`` of each of some items of the step. Raises DataError where one cannot be read."""
-
-    def text(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids int32 ``[T]``, whether each is to be predicted bool ``[T]``) of some samples of the step."""
-
-
-@dataclass(frozen=True)
-class InstanceUnits:
-    """What one instance of a module computes in one of its microbatches, and where a kind finds the payload."""
-
-    module: str
-    numbers: np.ndarray
-    """The units, int64 ``[n]``: numbers of samples, or of items in :attr:`StepMetadata.items`."""
-    edge_rows: np.ndarray
-    """Rows of each unit that cross edges, int64 ``[n]``."""
-    inner_rows: np.ndarray
-    """Rows of each unit inside the module, int64 ``[n]``; alignment rows come after them as one unit more."""
-    slots: dict[Hashable, Tensor]
-    """For :attr:`ModuleInputs.slots`."""
-    first: bool
-    """Whether this rank holds the module's first stage."""
-    last: bool
-    """Whether this rank holds the module's last stage."""
-    seed: tuple[int, int]
-    """Of random inputs: the data's seed and the epoch."""
-    processor: Any
-    """Of the module's media; None where it has none."""
-    content: Content
+# Otherwise FSDP of torch before 2.13 does not see its tensors, and gathers no weights for their backward. The same
+# holds for every class that derives from it.
+register_dataclass(LossOutput)
 
 
 class ModuleKind(ABC):

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hetero_strategy.errors import ModelError, require
+from hetero_strategy.layout.row_sharding import RowSharding
+from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.causal_lm import CausalLM
@@ -117,7 +119,6 @@ class TitanLlama(CausalLM):
     block_list = "model.layers"
     before_blocks = ("model.tok_embeddings",)
     after_blocks = ("model.norm", "model.output")
-    sequence_parallel = True
 
     def __init__(
         self,
@@ -156,6 +157,11 @@ class TitanLlama(CausalLM):
     @override
     def tp_plan(self) -> dict[str, ParallelStyle]:
         return {}  # apply_tp uses torchtitan's own
+
+    @override
+    def row_sharding(self, layout: ModuleLayout) -> RowSharding:
+        """Sequence parallelism: each tensor-parallel rank has a part of the rows."""
+        return RowSharding(layout.tp)
 
     @override
     def check_tp(self, tp: int) -> list[str]:

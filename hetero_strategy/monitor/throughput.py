@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.model.encoder import Encoder
 from hetero_strategy.monitor.flops import Part, device_peak_flops, fed_by_trainable, utilization, work
 from hetero_strategy.monitor.measure import Spent, Watch, over_ranks, waited
 
@@ -249,16 +248,16 @@ def _parts(adapter: Adapter, name: str, window: _Window, strategy: Any) -> list[
     """Parts of a module with the forward FLOPs of all its sequences."""
     lengths = np.concatenate([np.zeros(0, dtype=np.int64), *window.sequences.get(name, ())])
     original = adapter.meta_copy()  # before it was parallelised: FSDP modules cannot be copied, which counting may need
-    forward = float(original.flops(lengths))
-    recomputed = name in getattr(strategy, "recompute", ())
-    if isinstance(original, Encoder) and isinstance(original.backbone, Adapter):
-        assert isinstance(adapter, Encoder)
-        backbone = float(original.backbone.flops(lengths))
-        return [
-            Part(backbone, _trainable(adapter.backbone), recomputed),
-            Part(forward - backbone, _trainable(adapter.projector)),  # the projector is no block: never recomputed
-        ]
-    return [Part(forward, _trainable(adapter), recomputed)]
+    recomputed, blocks = name in getattr(strategy, "recompute", ()), tuple(original.blocks())
+    return [
+        Part(flops, _trainable(adapter.get_submodule(part)), recomputed and (not part or _holds(part, blocks)))
+        for part, flops in original.flops_by_part(lengths).items()
+    ]
+
+
+def _holds(part: str, blocks: tuple[str, ...]) -> bool:
+    """Whether a part of a module holds any of its blocks, which alone are recomputed."""
+    return any(fqn.startswith(f"{part}.") for fqn in blocks)
 
 
 def _trainable(module: torch.nn.Module) -> bool:

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero_strategy import ragged
-from hetero_strategy.boundary.route import Side, cut, parts, rank_sets
+from hetero_strategy.boundary.route import Side
 from hetero_strategy.plan.step_plan import EdgeBlocks
 
 _MOST_LINKS = 1 << 22
@@ -51,18 +50,17 @@ def traffic(blocks: EdgeBlocks, source: Side, target: Side, ranks_per_node: int,
     """
     if not len(blocks.rows):
         return Traffic(0.0, 0.0)
-    run, _, rows, from_shard = cut(blocks.source_start, blocks.rows, source, blocks.source_instance)
-    offset = ragged.starts(rows) - ragged.starts(blocks.rows)[run]  # pieces of one run follow each other
-    piece, _, rows, to_shard = cut(blocks.target_start[run] + offset, rows, target, blocks.target_instance[run])
-    run = run[piece]
-    here = _key(source, blocks.source_instance[run], from_shard[piece])
-    there = _key(target, blocks.target_instance[run], to_shard)
-    keys = len(rank_sets(target))
+    one = source.cut(blocks.source_start, blocks.rows, blocks.source_instance)
+    two = target.cut(blocks.target_start[one.run] + one.offset, one.rows, blocks.target_instance[one.run])
+    run = one.run[two.run]
+    here = blocks.source_instance[run] * source.parts + one.part[two.run]
+    there = blocks.target_instance[run] * target.parts + two.part
+    keys = len(target.rank_sets)
     pairs, number = np.unique(here * keys + there, return_inverse=True)
-    count = np.bincount(number, weights=rows, minlength=len(pairs))
+    count = np.bincount(number, weights=two.rows, minlength=len(pairs))
     from_key, to_key = np.divmod(pairs, keys)
-    turn = from_key // parts(source) + to_key // parts(target)
-    holders, needers = rank_sets(source)[from_key], rank_sets(target)[to_key]
+    turn = from_key // source.parts + to_key // target.parts
+    holders, needers = source.rank_sets[from_key], target.rank_sets[to_key]
     if backward:
         holders, needers = needers, holders
     total = Traffic(0.0, 0.0)
@@ -96,8 +94,3 @@ def _links(
         between[none] += entry.mean(axis=1)
         within[none] += 1.0 - entry.mean(axis=1)
     return within, between
-
-
-def _key(side: Side, instance: np.ndarray, shard: np.ndarray) -> np.ndarray:
-    """Number of the set of ranks that has a shard of an instance."""
-    return instance * parts(side) + shard

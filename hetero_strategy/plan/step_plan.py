@@ -77,9 +77,10 @@ class StepMetadata:
         if into is not None and into.given is not None:
             return into.given[source]
         items = self.items[source if source in self.items else target]
-        item, sample = (np.arange(len(items.sample)), np.zeros_like(items.sample)), (items.sample, items.start)
-        (one, one_start), (other, other_start) = (item, sample) if source in self.items else (sample, item)
-        return UnitRuns(one, one_start, other, other_start, items.edge_rows)
+        numbers, zeros = np.arange(len(items.sample)), np.zeros_like(items.sample)
+        if source in self.items:
+            return UnitRuns(numbers, zeros, items.sample, items.start, items.edge_rows)
+        return UnitRuns(items.sample, items.start, numbers, zeros, items.edge_rows)
 
 
 @dataclass(frozen=True)

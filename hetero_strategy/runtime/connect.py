@@ -44,7 +44,7 @@ def _meetings(graph: StageGraph, number: int) -> tuple[Meetings, Meetings, Meeti
     """Of an edge: its first hop, and the second hops of rows and of gradients."""
     source, target = (graph.stages[stage] for stage in graph.edges[number])
     same = len({stage.module for stage in graph.edges[number]}) == 1
-    first = first_hop(source.grid, target.grid, same_module=same, row_sharded=source.row_sharded)
+    first = first_hop(source.grid, target.grid, within=source.row_sharding if same else None)
     return first, second_hop(target.grid), second_hop(source.grid)
 
 

@@ -297,7 +297,7 @@ class _Step:
             seat.instance,
             seat.shard,
             self.executor.device,
-            rows_apart=stage.sequence_parallel,
+            rows_apart=self.graph.stages[stage_id].row_sharding.parts > 1,
         )
 
     def _sync(self, step: RankAction, stage: Adapter) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.layout.pipeline import Pipeline
+from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
 
 Kind = Literal["F", "B", "I", "W", "UNSHARD", "REDUCE"]
 """F: forward. B: whole backward. I, W: backward for the input and for the weights. UNSHARD: all-gather of a stage's
@@ -59,8 +60,8 @@ class Stage:
     """Its parameters are gathered once per step (UNSHARD) and its gradients reduced once (REDUCE)."""
     whole: bool = False
     """Its backward is never divided in I and W: with recompute each half would run the forward again."""
-    row_sharded: bool = False
-    """Each rank of an instance has an equal contiguous part of its rows (sequence parallelism), not all of them."""
+    row_sharding: RowSharding = REPLICATED
+    """How an instance's rows lie on its ranks."""
 
     @cached_property
     def ranks(self) -> frozenset[int]:

@@ -26,9 +26,7 @@ from hetero_strategy.boundary.route import (
     Rows,
     Side,
     Transfer,
-    local_slots,
     route,
-    seat,
     stage_route,
 )
 from hetero_strategy.plan.step_plan import EdgeBlocks, EdgeRuns, StepPlan, edge_runs, slots
@@ -227,7 +225,7 @@ class _Compiler:
     def blocks(self, edge: StageEdge, p: int, t: int) -> EdgeBlocks:
         """Runs of rows that leave or enter this rank's instances."""
         if edge not in self.runs:
-            instances = tuple(seat(self.side(stage, 0, inner=False), self.rank)[0] for stage in edge)
+            instances = tuple(self.side(stage, 0, inner=False).seat(self.rank)[0] for stage in edge)
             self.runs[edge] = edge_runs(self.plan, edge[0].module, edge[1].module, (instances[0], instances[1]))
         return self.runs[edge].between(p, t)
 
@@ -235,10 +233,10 @@ class _Compiler:
         """Rows of this rank that an edge fills; None on ranks without the target and between stages of a module."""
         source, target = edge
         side = self.side(target, t, inner=True)
-        instance, shard = seat(side, self.rank)
+        instance, part = side.seat(self.rank)
         if instance < 0 or source.module == target.module:
             return None
-        rows = local_slots(slots(self.blocks(edge, p, t), instance), side, instance, shard)
+        rows = side.local_slots(slots(self.blocks(edge, p, t), instance), instance, part)
         return self.index.rows(rows, always=True)
 
     def side(self, stage_id: StageId, microbatch: int, *, inner: bool) -> Side:
@@ -251,4 +249,4 @@ class _Compiler:
 
 def rows_on(stage: Stage, totals: np.ndarray) -> Side:
     """How rows lie on a stage's ranks; ``totals``: rows of each instance, int64 ``[instances]``."""
-    return Side(stage.grid, totals, stage.row_sharded)
+    return Side(stage.grid, totals, stage.row_sharding)

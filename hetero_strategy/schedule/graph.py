@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.schedule.action import Action, Kind, Span, Stage, StageGraph, StageId, StepWork
@@ -19,7 +20,7 @@ def stage_graph(
     trains: Mapping[StageId, bool],
     gathered: Collection[str] = (),
     whole: Collection[str] = (),
-    row_sharded: Collection[str] = (),
+    row_shardings: Mapping[str, RowSharding] | None = None,
 ) -> StageGraph:
     """All stages of all modules.
 
@@ -33,7 +34,7 @@ def stage_graph(
         trains: whether a stage has a trainable parameter.
         gathered: modules whose parameters are gathered once per step.
         whole: modules whose backward is never divided.
-        row_sharded: modules whose instances' ranks have equal parts of the rows.
+        row_shardings: of modules whose rows are not on every rank of an instance.
     """
     stages: dict[StageId, Stage] = {}
     between: list[tuple[StageId, StageId]] = []
@@ -46,9 +47,8 @@ def stage_graph(
             node = StageId(module, number)
             upstream = upstream or trains[node]
             grid = layout.stage_grid(number)
-            stages[node] = Stage(
-                grid, trains[node], upstream, module in gathered, module in whole, module in row_sharded
-            )
+            sharding = (row_shardings or {}).get(module, REPLICATED)
+            stages[node] = Stage(grid, trains[node], upstream, module in gathered, module in whole, sharding)
             if number:
                 between.append((StageId(module, number - 1), node))
     return StageGraph(stages, tuple(between), {m: layouts[m].pipeline for m in modules})

@@ -69,8 +69,8 @@ def blueprint(
         ranks = chosen[name].tp * chosen[name].cp
         costs |= {StageId(name, i): cost for i, cost in enumerate(_costs(module, split, name in recompute, ranks))}
     gathered = {name for name, layout in chosen.items() if scheduling.gathered_once(layout)}
-    row_sharded = {name for name, module in modules.items() if module.sequence_parallel and chosen[name].tp > 1}
-    graph = stage_graph(model.topological(), edges, chosen, trains, gathered, recompute, row_sharded)
+    shardings = {name: module.row_sharding(chosen[name]) for name, module in modules.items()}
+    graph = stage_graph(model.topological(), edges, chosen, trains, gathered, recompute, shardings)
     once = StepWork({n: (Span(0, 0, 0),) for n in modules}, dict.fromkeys(edges, ((0, 0),)))
     make_schedule(scheduling.schedule, graph, once, max_in_flight=scheduling.max_in_flight)
     return Blueprint(chosen, graph, costs)

@@ -12,6 +12,7 @@ from benchmarks import boundary_bytes, checkpoint_integrity, step_overhead
 from benchmarks.common import ragged_step
 from benchmarks.gather_then_slice import MIMO, Moved
 from hetero_strategy.boundary.route import Side, route
+from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
 from hetero_strategy.plan.step_plan import EdgeBlocks
 
 
@@ -44,19 +45,19 @@ def test_peer_by_hand() -> None:
     """Six rows from rank 0 to two sequence-parallel ranks: leader then broadcast; back all-gather, then leader."""
     array = lambda *v: np.asarray(v, dtype=np.int64)  # noqa: E731
     blocks = EdgeBlocks(array(0), array(0), array(0), array(1), array(6))
-    source, target = Side(array([0]), array(6)), Side(array([1, 2]), array(8), sharded=True)
+    source, target = Side(array([0]), array(6)), Side(array([1, 2]), array(8), RowSharding(2))
     assert MIMO(blocks, source, target).rows() == Moved(6 + 6, 6 + 6)
-    assert MIMO(blocks, source, replace(target, sharded=False)).rows() == Moved(6 + 6, 6)
+    assert MIMO(blocks, source, replace(target, sharding=REPLICATED)).rows() == Moved(6 + 6, 6)
     both = Side(array([0], [1]), array(3, 3))
     here = EdgeBlocks(array(0, 1), array(0, 0), array(0, 0), array(0, 3), array(3, 3))
-    assert MIMO(here, both, Side(array([0, 1]), array(6), sharded=True)).rows() == Moved(6, 6)
+    assert MIMO(here, both, Side(array([0, 1]), array(6), RowSharding(2))).rows() == Moved(6, 6)
 
 
 def test_more_than_the_bound_is_noticed() -> None:
     """Negative control: the routes of a replicated target move more than a sequence-parallel one needs."""
     pair = next(p for p in boundary_bytes.PAIRS if p.name == "1 + 2 ranks, tp1 -> tp2 sp")
     edge = boundary_bytes.edge_of(pair, "aligned", 8)
-    whole = replace(edge.target, sharded=False)
+    whole = replace(edge.target, sharding=REPLICATED)
     wasteful = sum(route(edge.blocks, edge.source, whole, r).forward.rows_sent for r in range(pair.world)) * 8
     assert wasteful == 2 * boundary_bytes.planned(edge, 8)["bound"]["forward"]
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_strategy.boundary.route import Route, Side, Transfer, least_rows, local_slots, route, stage_route
+from hetero_strategy.boundary.route import Route, Side, Transfer, least_rows, route, stage_route
 from hetero_strategy.layout import ModuleLayout, place
+from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import EdgeBlocks, StepItems, StepMetadata, edge_blocks, slots
 
@@ -40,8 +41,9 @@ class Case:
         where = np.argwhere(self.target.instances == rank)
         if not len(where):
             return np.zeros((0, WIDTH))
-        instance, shard = (int(x) for x in where[0])
-        per_rank = int(self.target.totals[instance]) // self.target.instances.shape[1]
+        instance, among = (int(x) for x in where[0])
+        part = among // (self.target.instances.shape[1] // self.target.parts)
+        per_part = int(self.target.totals[instance]) // self.target.parts
         found = []
         b = self.blocks
         for i in range(len(b.rows)):
@@ -49,7 +51,7 @@ class Case:
                 continue
             for k in range(b.rows[i]):
                 position = b.target_start[i] + k
-                if self.target.sharded and position // per_rank != shard:
+                if position // max(per_part, 1) != part:
                     continue
                 tag = 1000.0 * (b.source_instance[i] + 1) + b.source_start[i] + k
                 found.append((position, tag + np.arange(WIDTH) / 8))
@@ -93,7 +95,8 @@ def cases(draw: st.DrawFn) -> Case:
         return ModuleLayout(ranks=tuple(ranks), tp=tp, dp_replicate=rep)
 
     placement = place({"vision": layout(), "llm": layout()}, world)
-    sharded = draw(st.booleans())
+    tp = placement.layouts["llm"].tp
+    parts = draw(st.sampled_from([d for d in range(1, tp + 1) if tp % d == 0]))
     samples = draw(st.integers(1, 8))
     counts = [draw(st.lists(st.integers(1, 9), max_size=4)) for _ in range(samples)]
     sample, rows, start, tokens = [], [], [], []
@@ -106,7 +109,6 @@ def cases(draw: st.DrawFn) -> Case:
     array = lambda values: np.asarray(values, dtype=np.int64)  # noqa: E731
     items = {"vision": StepItems(array(sample), array(rows), array(start), array(rows))}
     metadata = StepMetadata(0, 0, np.arange(samples), array(tokens), np.ones(samples, np.int64), items)
-    tp = placement.layouts["llm"].tp
 
     def shuffled(module: str, units: np.ndarray, instances: int) -> np.ndarray:
         return np.random.default_rng(draw(st.integers(0, 99))).integers(0, instances, len(units))
@@ -116,12 +118,12 @@ def cases(draw: st.DrawFn) -> Case:
         placement.instances(),
         ("llm",),
         microbatches=draw(st.integers(1, 2)),
-        row_multiple={"llm": tp} if sharded else {},
+        row_multiple={"llm": parts},
         assign=shuffled,
     )
     assignments = {name: made[0] for name, made in plan.assignments.items()}
     source = Side(placement.layouts["vision"].stage_grid(0), assignments["vision"].totals())
-    target = Side(placement.layouts["llm"].stage_grid(0), assignments["llm"].totals(), sharded=sharded and tp > 1)
+    target = Side(placement.layouts["llm"].stage_grid(0), assignments["llm"].totals(), RowSharding(parts))
     blocks = edge_blocks(plan, "vision", 0, "llm", 0)
     return Case(blocks, source, target, world, [route(blocks, source, target, r) for r in range(world)])
 
@@ -145,13 +147,10 @@ def test_backward_is_the_adjoint(case: Case, seed: int) -> None:
         x |= {int(r): by_instance[i] for r in ranks}
     y = run([r.forward for r in case.routes], x)
     g, left = {r: np.zeros((0, WIDTH)) for r in range(case.world)}, 0.0
-    for ranks in case.target.instances:
+    for ranks in case.target.rank_sets:
         shared = rng.integers(-9, 9, y[int(ranks[0])].shape).astype(float)
-        for r in ranks:
-            mine = rng.integers(-9, 9, y[int(r)].shape).astype(float) if case.target.sharded else shared
-            g[int(r)] = mine
-            if case.target.sharded or r == ranks[0]:  # a replicated row counts once
-                left += float((y[int(r)] * mine).sum())
+        g |= dict.fromkeys(map(int, ranks), shared)
+        left += float((y[int(ranks[0])] * shared).sum())  # a replicated row counts once
     back = run([r.backward for r in case.routes], g)
     right = 0.0
     for i, ranks in enumerate(case.source.instances):
@@ -178,7 +177,7 @@ def test_bytes_equal_the_lower_bound(case: Case) -> None:
 @given(cases())
 def test_rows_enter_a_replica_set_once(case: Case) -> None:
     """Rows that no member of a target instance has cross into it once."""
-    if case.target.sharded:
+    if case.target.parts > 1:
         return
     for j, members in enumerate(case.target.instances):
         members = {int(r) for r in members}
@@ -215,7 +214,7 @@ def test_colocated_equal_layout_moves_nothing() -> None:
         made = route(blocks, *sides, rank)
         assert made.forward.is_identity and made.backward.is_identity
         rows = slots(blocks, rank // 2)
-        assert made.forward.outputs == len(local_slots(rows, sides[1], rank // 2, rank % 2))
+        assert made.forward.outputs == len(sides[1].local_slots(rows, rank // 2, 0))
 
 
 @st.composite
@@ -226,10 +225,10 @@ def neighbours(draw: st.DrawFn) -> Case:
     ranks = draw(st.permutations(range(world)))[: pp * dp * tp]
     turns = draw(st.sampled_from([{}, {"vpp": 2}, {"vpp": 2, "pp_style": "v"}]))
     layout = ModuleLayout(ranks=tuple(ranks), pp=pp, tp=tp, **turns).resolved()
-    sharded = tp > 1 and draw(st.booleans())
+    parts = draw(st.sampled_from([d for d in range(1, tp + 1) if tp % d == 0]))
     stage = draw(st.integers(0, layout.pipeline.stages - 2))
-    totals = np.asarray([draw(st.integers(0, 5)) * (tp if sharded else 1) for _ in range(dp)], dtype=np.int64)
-    source, target = (Side(layout.stage_grid(number), totals, sharded) for number in (stage, stage + 1))
+    totals = np.asarray([draw(st.integers(0, 5)) * parts for _ in range(dp)], dtype=np.int64)
+    source, target = (Side(layout.stage_grid(number), totals, RowSharding(parts)) for number in (stage, stage + 1))
     every, zero = np.flatnonzero(totals), np.zeros(np.count_nonzero(totals), dtype=np.int64)
     blocks = EdgeBlocks(every, zero, every, zero, totals[every])
     return Case(blocks, source, target, world, [stage_route(source, target, r) for r in range(world)])
@@ -243,10 +242,10 @@ def test_rows_between_stages_keep_their_coordinate(case: Case) -> None:
     for way, (holders, needers) in ways.items():
         here = Case(case.blocks, holders, needers, case.world, [])
         held = here.tags()
-        if holders.sharded:
-            for rank, (instance, shard) in {int(r): w for w, r in np.ndenumerate(holders.instances)}.items():
-                size = int(holders.totals[instance]) // holders.instances.shape[1]
-                held[rank] = held[rank][shard * size : (shard + 1) * size]
+        for rank, (instance, among) in {int(r): w for w, r in np.ndenumerate(holders.instances)}.items():
+            size, replicas = int(holders.totals[instance]) // holders.parts, holders.instances.shape[1] // holders.parts
+            part = among // replicas
+            held[rank] = held[rank][part * size : (part + 1) * size]
         out = run([getattr(r, way) for r in case.routes], held)
         for rank in range(case.world):
             np.testing.assert_array_equal(out[rank], here.expected(rank))

@@ -21,9 +21,9 @@ from torch.utils._pytree import register_dataclass
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError, ModelError
+from hetero_strategy.loading.payload import InstanceUnits
 from hetero_strategy.model import (
     Adapter,
-    InstanceUnits,
     LossOutput,
     ModelOutput,
     ModuleInputs,
@@ -203,25 +203,34 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return Job(str(folder), steps=1, precision="64-true", microbatches=3, val="val.json", trainer=options)
 
 
-def test_same_gradients_and_damage_is_noticed(pool: Pool, job: Job) -> None:
-    disjoint = LAYOUTS["disjoint, the head replicated"]
-    jobs = [job.on(**layouts) for layouts in LAYOUTS.values()]
-    jobs += [replace(job, damage=damage).on(**disjoint) for damage in BROKEN]
-    expected = fit(job)
+@pytest.fixture(scope="module")
+def expected(job: Job) -> Fitted:
+    return fit(job)
+
+
+def test_same_gradients(pool: Pool, job: Job, expected: Fitted) -> None:
+    found = pool.run(3, on_rank, [job.on(**layouts) for layouts in LAYOUTS.values()], timeout=150)
     assert expected.result.gradients["model.match.picture.weight"].abs().max() > 0
-    alone = fit(replace(job, microbatches=1)).result
-    assert worst_gradient(expected.result, [alone])[0] < 1e-10  # pairs do not depend on who shares a microbatch
-    found = list(zip(*pool.run(3, on_rank, jobs, timeout=300), strict=True))
-    for name, ranks in zip(LAYOUTS, found, strict=False):
+    for name, ranks in zip(LAYOUTS, zip(*found, strict=True), strict=True):
         worst, where = worst_gradient(expected.result, [rank.result for rank in ranks])
         assert worst < 1e-10, f"{name}: {where}"
         assert worst_loss(expected.result, [rank.result for rank in ranks]) < 1e-10
         for rank in ranks:
             assert rank.matched == expected.matched
             torch.testing.assert_close(rank.margins, expected.margins, rtol=1e-10, atol=0)
-    for damage, ranks in zip(BROKEN, found[len(LAYOUTS) :], strict=True):
+
+
+def test_damage_is_noticed(pool: Pool, job: Job, expected: Fitted) -> None:
+    disjoint = LAYOUTS["disjoint, the head replicated"]
+    jobs = [replace(job, damage=damage).on(**disjoint) for damage in BROKEN]
+    for damage, ranks in zip(BROKEN, zip(*pool.run(3, on_rank, jobs, timeout=150), strict=True), strict=True):
         worst, _ = worst_gradient(expected.result, [rank.result for rank in ranks])
         assert worst > 1e-3, f"{damage} went unnoticed"
+
+
+def test_pairs_do_not_depend_on_who_shares_a_microbatch(job: Job, expected: Fitted) -> None:
+    alone = fit(replace(job, microbatches=1)).result
+    assert worst_gradient(expected.result, [alone])[0] < 1e-10
 
 
 def test_a_sample_that_counts_for_nothing(job: Job) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from hetero_strategy.loading.batch import Batch
-from hetero_strategy.model import InstanceUnits, MultimodalModel, Packing, SequenceInputs
+from hetero_strategy.loading.payload import InstanceUnits
+from hetero_strategy.model import MultimodalModel, Packing, SequenceInputs
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata, edge_blocks
 from hetero_strategy.plan.step_plan import slots as rows_filled

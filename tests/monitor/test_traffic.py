@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_strategy.boundary.route import Side, least_rows, route
+from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.monitor import traffic as module
 from hetero_strategy.monitor.traffic import Traffic, traffic
 from hetero_strategy.plan.orchestrator import plan_step
@@ -49,8 +50,9 @@ def edges(draw: st.DrawFn) -> tuple[EdgeBlocks, Side, Side, int]:
     instances_of = {"vision": len(grids[0]), "llm": len(grids[1])}
     plan = plan_step(metadata, instances_of, ["llm"], row_multiple=multiple)
     sharded = draw(st.booleans()), draw(st.booleans())
-    source = Side(grids[0], plan.assignments["vision"][0].totals(), sharded[0])
-    target = Side(grids[1], plan.assignments["llm"][0].totals(inner=True), sharded[1])
+    parts = [RowSharding(grid.shape[1] if one else 1) for grid, one in zip(grids, sharded, strict=True)]
+    source = Side(grids[0], plan.assignments["vision"][0].totals(), parts[0])
+    target = Side(grids[1], plan.assignments["llm"][0].totals(inner=True), parts[1])
     return edge_blocks(plan, "vision", 0, "llm", 0), source, target, world
 
 

@@ -131,7 +131,7 @@ def run(rank: int, world: int, piece: Piece) -> dict[str, Any]:
     tied = find_tied({"m": module}, {"m": layout}, rank, registry.group)
 
     def mine(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None or layout.tp == 1 or not module.sequence_parallel:
+        if tensor is None or module.row_sharding(layout).parts == 1:
             return tensor
         return tensor.chunk(layout.tp)[where.shard].contiguous()
 

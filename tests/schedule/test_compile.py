@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.layout import ModuleLayout, place
+from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan
 from hetero_strategy.schedule.action import Schedule, StageId
@@ -48,8 +49,8 @@ def planned(
     edges = [edge for edge in EDGES if set(edge) <= set(layouts)]
     order = [name for name in ("vision", "audio", "llm", "draw") if name in layouts]
     trains = {StageId(n, s): n not in frozen for n in order for s in range(resolved[n].pipeline.stages)}
-    sharded = ["llm"] if resolved["llm"].tp > 1 else []
-    graph = stage_graph(order, edges, resolved, trains, row_sharded=sharded)
+    shardings = {"llm": RowSharding(resolved["llm"].tp)}
+    graph = stage_graph(order, edges, resolved, trains, row_shardings=shardings)
     plan = plan_step(
         metadata(3 * microbatches, seed, order),
         {name: resolved[name].dp for name in order},
