@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -152,12 +152,12 @@ def modules_of(job: Job) -> tuple[str, ...]:
     return ("vision", "audio", *job.language_models)
 
 
-def datamodule(job: Job, **options: Any) -> MultimodalDataModule:
+def datamodule(job: Job, model: Callable[..., MultimodalModel] = model_of, **options: Any) -> MultimodalDataModule:
     folder = Path(job.folder)
     return MultimodalDataModule(
         train=folder / job.manifest,
         val=folder / job.val if job.val else None,
-        model=lambda: model_of(job, vocabulary=8),
+        model=lambda: model(job, vocabulary=8),
         tokenizer=folder / "tokenizer.json",
         processors=READING,
         global_batch_size=job.batch,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
 from hetero_strategy import ragged
-from hetero_strategy.errors import ConfigError, ModelError
+from hetero_strategy.errors import ModelError
 from hetero_strategy.loading.payload import InstanceUnits
 from hetero_strategy.model import (
     Adapter,
@@ -141,13 +141,15 @@ class Match(Adapter):
         return Matched(losses.sum(), scores[:, 0] - scores[:, 1:].amax(dim=1))
 
 
+def model_of(job: Job, vocabulary: int) -> MultimodalModel:
+    modules = {**scenario.model_of(job, vocabulary).modules_by_name, "match": Match(WIDTH)}
+    return MultimodalModel(modules, EDGES, freeze=job.freeze, loss_weights={"match": 0.5}, seed=11)
+
+
 class Own(Lit):
     def configure_model(self) -> None:
         if self.model is None:
-            super().configure_model()
-            assert self.model is not None
-            modules: dict[str, Any] = {**self.model.modules_by_name, "match": Match(WIDTH)}
-            self.model = MultimodalModel(modules, EDGES, freeze=self.job.freeze, loss_weights={"match": 0.5}, seed=11)
+            self.model = model_of(self.job, self.vocabulary)
             self.validated: list[ModelOutput] = []
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -167,7 +169,7 @@ def fit(job: Job) -> Fitted:
     trainer, module, _ = scenario.build(job)
     module = Own(job, module.vocabulary)
     with scenario.damaged(job.damage):
-        trainer.fit(module, datamodule=scenario.datamodule(job, kinds={"match": Match.kind}, edges=EDGES))
+        trainer.fit(module, datamodule=scenario.datamodule(job, model_of))
     out = module.validated[0]
     result = Result([float(x) for x in module.losses], module.gradients, [], {}, {})
     return Fitted(result, float(out.metrics["match"]["matched"]), (out.drawn or {})["match"])
@@ -235,7 +237,7 @@ def test_pairs_do_not_depend_on_who_shares_a_microbatch(job: Job, expected: Fitt
 
 def test_a_sample_that_counts_for_nothing(job: Job) -> None:
     """It has no share in the head's loss, and none in its N."""
-    module = scenario.datamodule(job, kinds={"match": Match.kind}, edges=EDGES)
+    module = scenario.datamodule(job, model_of)
     module.prepare_data()
     batch = module.train_dataloader().steps[0, 0]
     lit = Own(job, module.tokenizer.vocab_size)
@@ -261,5 +263,3 @@ def test_edges_that_do_not_fit_are_refused(job: Job) -> None:
         MultimodalModel(modules, EDGES[:3])
     with pytest.raises(ModelError, match="match -> llm leads from a Matching to a CausalLM"):
         MultimodalModel(modules, [*EDGES, ("match", "llm")])
-    with pytest.raises(ConfigError, match="'llm' is in language_models and in processors or kinds"):
-        scenario.datamodule(job, kinds={"llm": Match.kind}, edges=EDGES)
