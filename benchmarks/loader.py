@@ -41,7 +41,8 @@ from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset
-from hetero_strategy.model import MultimodalModel, siglip2_encoder, titan_llama
+from hetero_strategy.model import MultimodalModel
+from hetero_strategy.zoo import siglip2_encoder, titan_llama
 from recipes.digits import write_digits
 
 GOAL = 0.02

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks.common import ragged_step
 from hetero_strategy.layout import ModuleLayout, Placement, place
 from hetero_strategy.loading.batch import Batch
-from hetero_strategy.model import MultimodalModel, siglip2_encoder, titan_llama, whisper_encoder
+from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, ModuleInputs, Packing, SequenceInputs
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.orchestrator import plan_step
@@ -26,6 +26,7 @@ from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.graph import PlannedCosts, work_of
 from hetero_strategy.strategy.assembly import Assembled, assemble
 from hetero_strategy.strategy.blueprint import Blueprint, blueprint, model_context
+from hetero_strategy.zoo import siglip2_encoder, titan_llama, whisper_encoder
 
 MERGE, PATCH, MELS, VOCABULARY = 2, 8, 40, 512
 

@@ -30,11 +30,12 @@ from benchmarks.common import arguments, ragged_step, report, write_json
 from benchmarks.turns import Block, Contender, take_turns
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.loading.batch import Batch
-from hetero_strategy.model import MultimodalModel, siglip2_encoder, titan_llama, whisper_encoder
+from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, ModuleInputs, Packing, SequenceInputs
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepPlan, edge_blocks, slots
 from hetero_strategy.strategy import HeteroStrategy
+from hetero_strategy.zoo import siglip2_encoder, titan_llama, whisper_encoder
 
 GOAL = 1.03
 MERGE = 2

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from hetero_strategy.loading.datamodule import MultimodalDataModule
     from hetero_strategy.model.causal_lm import CausalLM
     from hetero_strategy.model.encoder import Backbone, Encoder, Projector
-    from hetero_strategy.model.flow import flow_decoder
     from hetero_strategy.model.generator import Generator
-    from hetero_strategy.model.hf_lm import hf_llama, hf_qwen3
     from hetero_strategy.model.inputs import EncoderInputs
     from hetero_strategy.model.multimodal import Edge, ModelOutput, MultimodalModel
-    from hetero_strategy.model.siglip2 import siglip2_encoder
-    from hetero_strategy.model.titan import titan_llama
-    from hetero_strategy.model.whisper import whisper_encoder
     from hetero_strategy.monitor.balance_monitor import BalanceMonitor
     from hetero_strategy.monitor.throughput import ThroughputMonitor
     from hetero_strategy.monitor.timeline_monitor import TimelineMonitor
     from hetero_strategy.plan.config import BalanceConfig
     from hetero_strategy.strategy.strategy import HeteroStrategy
+    from hetero_strategy.zoo.flow import flow_decoder
+    from hetero_strategy.zoo.hf_lm import hf_llama, hf_qwen3
+    from hetero_strategy.zoo.siglip2 import siglip2_encoder
+    from hetero_strategy.zoo.titan import titan_llama
+    from hetero_strategy.zoo.whisper import whisper_encoder
 
 _FILES = {
     "AudioProcessor": "data.media",
@@ -55,12 +55,12 @@ _FILES = {
     "ThroughputMonitor": "monitor.throughput",
     "TimelineMonitor": "monitor.timeline_monitor",
     "exchange": "boundary.exchange",
-    "flow_decoder": "model.flow",
-    "hf_llama": "model.hf_lm",
-    "hf_qwen3": "model.hf_lm",
-    "siglip2_encoder": "model.siglip2",
-    "titan_llama": "model.titan",
-    "whisper_encoder": "model.whisper",
+    "flow_decoder": "zoo.flow",
+    "hf_llama": "zoo.hf_lm",
+    "hf_qwen3": "zoo.hf_lm",
+    "siglip2_encoder": "zoo.siglip2",
+    "titan_llama": "zoo.titan",
+    "whisper_encoder": "zoo.whisper",
 }
 
 __all__ = [

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from hetero_strategy.model import titan_llama
-from hetero_strategy.model.titan import TitanLlama
+from hetero_strategy.zoo import titan_llama
+from hetero_strategy.zoo.titan import TitanLlama
 
 
 class TinyLlama(TitanLlama):
@@ -26,5 +26,5 @@ class TinyLlama(TitanLlama):
 
 
 def tiny_llama(**fields: Any) -> TinyLlama:
-    """A :class:`TinyLlama` with the fields of :func:`hetero_strategy.model.titan_llama`."""
+    """A :class:`TinyLlama` with the fields of :func:`hetero_strategy.zoo.titan_llama`."""
     return TinyLlama(titan_llama(**fields).args)

@@ -6,7 +6,8 @@ from typing import Any
 
 from hetero_strategy.data.media import AudioProcessor, ImageProcessor, Processor, TargetProcessor
 from hetero_strategy.data.targets import ImageTarget
-from hetero_strategy.model import Encoder, MultimodalModel, flow_decoder, hf_llama, siglip2_encoder, whisper_encoder
+from hetero_strategy.model import Encoder, MultimodalModel
+from hetero_strategy.zoo import flow_decoder, hf_llama, siglip2_encoder, whisper_encoder
 
 WIDTH = 16
 READING: dict[str, Any] = {"vision": {"max_patches": 128}, "audio": {"sampling_rate": 8000, "max_seconds": 4.0}}

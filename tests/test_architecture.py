@@ -20,6 +20,7 @@ ROOMS = (
     "parallelize",
     "checkpoint",
     "plan",
+    "zoo",
     "data",
     "model",
     "layout",

@@ -26,6 +26,6 @@ for name in (
 ):
     with contextlib.suppress(Exception):
         if name == "torchtitan_parts":  # imported lazily by its adapter, and slow
-            importlib.import_module("hetero_strategy.model.titan")._titan()
+            importlib.import_module("hetero_strategy.zoo.titan")._titan()
         else:
             importlib.import_module(name)

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.loading.datamodule import MultimodalDataModule
-from hetero_strategy.model import MultimodalModel, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
+from hetero_strategy.model import MultimodalModel
+from hetero_strategy.zoo import hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from recipes.digits import write_digits
 from tests.distributed.damage import damaged
 from tests.small_models import READING

@@ -20,15 +20,7 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.loading.steps import RankView, StepDataset
-from hetero_strategy.model import (
-    MultimodalModel,
-    flow_decoder,
-    hf_llama,
-    hf_qwen3,
-    siglip2_encoder,
-    titan_llama,
-    whisper_encoder,
-)
+from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.combine import StepSums
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.step_plan import StepPlan
@@ -39,6 +31,7 @@ from hetero_strategy.schedule.compile import RankAction
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.assembly import Assembled, assemble
 from hetero_strategy.strategy.strategy import ROW_ALIGNMENT
+from hetero_strategy.zoo import flow_decoder, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from recipes.digits import write_digits, write_digits_draw
 from tests.distributed.damage import damaged, late
 from tests.small_models import DRAWING, READING, drawer, reader

@@ -25,8 +25,9 @@ from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset
-from hetero_strategy.model import MultimodalModel, flow_decoder, siglip2_encoder, titan_llama
+from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, GeneratorInputs, SequenceInputs
+from hetero_strategy.zoo import flow_decoder, siglip2_encoder, titan_llama
 from tests.loading.test_loader import flat
 from tests.manifests import entry, write_manifest
 from tests.small_models import draw_processors

@@ -9,9 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hetero_strategy.errors import DataError, ModelError
-from hetero_strategy.model import hf_llama, hf_qwen3, titan_llama
 from hetero_strategy.model.causal_lm import fill_slots, score
-from hetero_strategy.model.titan import _titan
+from hetero_strategy.zoo import hf_llama, hf_qwen3, titan_llama
+from hetero_strategy.zoo.titan import _titan
 from tests.model.helpers import LLAMA, TITAN, ready, tokens
 
 QWEN = LLAMA | {"head_dim": 6}

@@ -22,18 +22,9 @@ from transformers import (
 from hetero_strategy.checkpoint.__main__ import main
 from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.errors import ModelError
-from hetero_strategy.model import (
-    Encoder,
-    MultimodalModel,
-    Projector,
-    flow_decoder,
-    hf_llama,
-    hf_qwen3,
-    siglip2_encoder,
-    titan_llama,
-    whisper_encoder,
-)
+from hetero_strategy.model import Encoder, MultimodalModel, Projector
 from hetero_strategy.model.materialize import initial_units, materialize, unit_tensors
+from hetero_strategy.zoo import flow_decoder, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, clips, images, ready, tokens
 
 

@@ -9,9 +9,9 @@ from transformers import Siglip2VisionConfig, Siglip2VisionModel, WhisperConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from hetero_strategy.errors import DataError, ModelError
-from hetero_strategy.model import siglip2_encoder, whisper_encoder
-from hetero_strategy.model.siglip2 import merge_order
-from hetero_strategy.model.whisper import clip_spans
+from hetero_strategy.zoo import siglip2_encoder, whisper_encoder
+from hetero_strategy.zoo.siglip2 import merge_order
+from hetero_strategy.zoo.whisper import clip_spans
 from tests.model.helpers import VIT, WHISPER, clips, images, ready
 
 GRIDS = [(2, 3), (4, 4), (1, 5), (2, 3), (6, 2)]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hetero_strategy.errors import DataError, ModelError
-from hetero_strategy.model import GeneratorInputs, GeneratorOutput, Packing, flow_decoder
+from hetero_strategy.model import GeneratorInputs, GeneratorOutput, Packing
+from hetero_strategy.zoo import flow_decoder
 from tests.model.helpers import ready
 
 FLOW = {"width": 16, "patch_size": 2, "channels": 1, "dim": 8, "n_layers": 3, "n_heads": 2, "sample_steps": 3}

@@ -7,20 +7,12 @@ import torch
 from torch import nn
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.model import (
-    Encoder,
-    MultimodalModel,
-    Projector,
-    hf_llama,
-    hf_qwen3,
-    siglip2_encoder,
-    titan_llama,
-    whisper_encoder,
-)
+from hetero_strategy.model import Encoder, MultimodalModel, Projector
 from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.model.encoder import Backbone
 from hetero_strategy.model.materialize import initial_units, materialize, unit_tensors
-from hetero_strategy.model.titan import _titan
+from hetero_strategy.zoo import hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
+from hetero_strategy.zoo.titan import _titan
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, clips, images
 
 MAKERS = {

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.model import Encoder, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
+from hetero_strategy.model import Encoder
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.inputs import EncoderInputs, SequenceInputs
+from hetero_strategy.zoo import hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, clips, images, ready, tokens
 
 DEEP = {"num_hidden_layers": 5}

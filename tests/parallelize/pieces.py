@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.layout.registry import GroupRegistry
-from hetero_strategy.model import hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize import fsdp
@@ -20,6 +19,7 @@ from hetero_strategy.parallelize.gradients import global_norm, owned_parameters,
 from hetero_strategy.parallelize.stages import cut
 from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
 from hetero_strategy.runtime import backward
+from hetero_strategy.zoo import hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, clips, images, tokens
 
 MAKE = {

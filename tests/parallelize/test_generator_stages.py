@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hetero_strategy.model import GeneratorInputs, GeneratorOutput
-from hetero_strategy.model.flow import FlowDecoder
+from hetero_strategy.zoo.flow import FlowDecoder
 from tests.distributed.harness import Pool
 from tests.model.test_generator import items
 from tests.parallelize import pieces

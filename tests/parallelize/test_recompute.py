@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.model import titan_llama
 from hetero_strategy.model.inputs import SequenceInputs
 from hetero_strategy.parallelize.apply import parallelize
+from hetero_strategy.zoo import titan_llama
 from tests.model.helpers import TITAN, tokens
 
 

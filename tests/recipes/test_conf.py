@@ -17,8 +17,9 @@ from hetero_strategy.data.media import AudioProcessor, ImageProcessor
 from hetero_strategy.data.targets import ImageTarget
 from hetero_strategy.errors import ConfigError, DataError, HeteroError, LayoutError
 from hetero_strategy.loading.datamodule import MultimodalDataModule
-from hetero_strategy.model import Encoder, MultimodalModel, Projector, hf_llama
+from hetero_strategy.model import Encoder, MultimodalModel, Projector
 from hetero_strategy.strategy import HeteroStrategy
+from hetero_strategy.zoo import hf_llama
 from recipes import build, cli
 from recipes.drawings import DigitJudge
 from tests.model.helpers import LLAMA

@@ -17,8 +17,8 @@ from hetero_strategy.errors import DataError, ModelError
 from hetero_strategy.model.adapter import block_linear_flops, divisible
 from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
-from hetero_strategy.model.hf import HFAdapter, at_least_one_row, make_config
 from hetero_strategy.model.inputs import EncoderInputs, MelFrames, Packing, host_index
+from hetero_strategy.zoo.hf import HFAdapter, at_least_one_row, make_config
 
 
 class WhisperBackbone(HFAdapter, Backbone):

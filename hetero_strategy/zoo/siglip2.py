@@ -17,8 +17,8 @@ from hetero_strategy.errors import DataError, ModelError
 from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import attention_pairs
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
-from hetero_strategy.model.hf import HFAdapter, make_config
 from hetero_strategy.model.inputs import EncoderInputs, ImagePatches, Packing, host_index
+from hetero_strategy.zoo.hf import HFAdapter, make_config
 
 
 class Siglip2Backbone(HFAdapter, Backbone):
@@ -46,7 +46,7 @@ class Siglip2Backbone(HFAdapter, Backbone):
     def __init__(self, config: Any, *, merge: int = 1, checkpoint: str | Path | None = None) -> None:
         from transformers import Siglip2VisionModel
 
-        from hetero_strategy.model.siglip2_attention import PackedSiglip2Attention
+        from hetero_strategy.zoo.siglip2_attention import PackedSiglip2Attention
 
         super().__init__()
         if merge < 1:

@@ -15,8 +15,8 @@ from hetero_strategy.errors import ModelError
 from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
 from hetero_strategy.model.causal_lm import CausalLM
-from hetero_strategy.model.hf import HFAdapter, at_least_one_row, make_config, make_norms_precise
 from hetero_strategy.model.inputs import Packing, SequenceInputs
+from hetero_strategy.zoo.hf import HFAdapter, at_least_one_row, make_config, make_norms_precise
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle

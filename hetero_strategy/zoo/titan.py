@@ -25,9 +25,9 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.causal_lm import CausalLM
-from hetero_strategy.model.hf import check_no_fields
 from hetero_strategy.model.hf_folder import HFWeights, read_config
 from hetero_strategy.model.inputs import Packing, SequenceInputs
+from hetero_strategy.zoo.hf import check_no_fields
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
