@@ -14,8 +14,8 @@ import hetero_strategy
 from hetero_strategy import AudioProcessor, BalanceConfig, BalanceMonitor, TimelineMonitor, titan_llama
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading import ray_pool
-from hetero_strategy.model import titan
 from hetero_strategy.monitor import wandb_logger
+from hetero_strategy.zoo import titan
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "lightning", "transformers", "matplotlib", "scipy", "PIL")
