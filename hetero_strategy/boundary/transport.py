@@ -119,7 +119,7 @@ class Transport:
         for number in list(self._sent):
             self.free(number)
 
-    def _start(self, numbers: Iterable[int], *, first: bool) -> None:
+    def _start(self, numbers: Sequence[int], *, first: bool) -> None:
         ops: list[dist.P2POp] = []
         owners: list[tuple[int, bool, Rows | None]] = []
         """Of each message: its transfer, whether it leaves this rank, and as in :data:`Arriving`."""

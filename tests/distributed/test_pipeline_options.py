@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -201,10 +202,10 @@ def late_on_rank(rank: int, world: int, setting: Setting, wanted: Reference) -> 
     """Rank 2 takes what its instance passes on among its ranks long after it was sent."""
     original = Transport._start
 
-    def start(self: Transport, hops: list[Any], *, first: bool) -> None:
-        if rank == 2 and not first and hops[0][1].receives:
+    def start(self: Transport, numbers: Sequence[int], *, first: bool) -> None:
+        if rank == 2 and not first and self._transfers[numbers[0]][1].second.receives:
             time.sleep(0.3)
-        original(self, hops, first=first)
+        original(self, numbers, first=first)
 
     Transport._start = start  # type: ignore[method-assign]
     return steps_on_rank(rank, world, setting, wanted, (1,))
