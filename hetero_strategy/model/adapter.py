@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -50,10 +50,10 @@ def made_without_values() -> bool:
     return _WITHOUT_VALUES.get() or torch.get_default_device().type == "meta"
 
 
-def _on_meta_where_asked(init: Callable[..., None]) -> Callable[..., None]:
+def _on_meta(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def wrapped(*args: Any, **kwargs: Any) -> None:
-        with torch.device("meta") if _WITHOUT_VALUES.get() else nullcontext():
+        with torch.device("meta"):
             init(*args, **kwargs)
 
     return wrapped
@@ -66,14 +66,14 @@ NO_ROWS: Mapping[Hashable, Tensor] = MappingProxyType({})
 class Adapter(nn.Module):
     """A module that can be put on a mesh, initialised unit by unit and counted. The defaults suit plain modules.
 
-    Subclasses build their parameters on the meta device; :mod:`hetero_strategy.model.materialize` gives them values.
-    Inside :func:`models_without_values` their constructors run on the meta device in any case.
+    Constructors of subclasses run on the meta device; :mod:`hetero_strategy.model.materialize` gives their parameters
+    values, which follow from the model's seed. Modules that were made outside a constructor keep theirs.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in cls.__dict__:
-            cls.__init__ = _on_meta_where_asked(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = _on_meta(cls.__init__)  # type: ignore[method-assign]
 
     block_list: str = ""
     """FQN of the ModuleList or ModuleDict that holds the repeated blocks; empty where the module has none."""

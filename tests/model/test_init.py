@@ -216,4 +216,13 @@ def test_models_without_values_leave_values_to_all_else():
     given = {f"ready.backbone.linear.{name}" for name in ("weight", "bias")}
     assert {name for name, p in model.named_parameters() if not p.is_meta} == given
     assert model.ready.backbone is ready and beside.tolist() == [3.0, 3.0]
-    assert not Own().linear.weight.is_meta
+
+
+def test_values_of_a_persons_adapter_follow_from_the_seed_alone():
+    def model(process_seed):
+        torch.manual_seed(process_seed)
+        return MultimodalModel({"own": Encoder(Own(), Projector(16, 16)), "llm": hf_llama(**LLAMA)}, seed=5)
+
+    one, other = model(1).state_dict(), model(2).state_dict()
+    assert one["own.backbone.linear.weight"].std() > 0
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
