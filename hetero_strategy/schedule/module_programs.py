@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
 from hetero_strategy.errors import ScheduleError
+from hetero_strategy.layout.pipeline import Pipeline
 from hetero_strategy.schedule import programs
 from hetero_strategy.schedule.action import StageGraph, StageId, StepWork
 from hetero_strategy.schedule.action_index import ActionIndex
@@ -60,6 +61,7 @@ def module_programs(
             )
         assert policy.programs is not None
         made = policy.programs(ModuleSteps(module, pipeline, must, should, limit, depth[module]))
+        _check(policy.name, module, pipeline, count, made)
         leads[module] = programs.leads_of(made[pipeline.rank_of(0)], 0)
         nodes = [numbers.index[n] for n in graph.nodes_of(module)]
         silent = {s for s, i in enumerate(nodes) if not numbers.backward[i]}
@@ -73,6 +75,30 @@ def module_programs(
                 )
             found.append((module, program))
     return found
+
+
+def _check(name: str, module: str, pipeline: Pipeline, count: int, made: Sequence[RankProgram]) -> None:
+    """Refuse a policy's lists in which a forward or a backward is missing, comes twice or comes too early."""
+    if len(made) != pipeline.pp:
+        raise ScheduleError(f"schedule {name!r} gave {len(made)} lists for {module}, which has {pipeline.pp} ranks")
+    for rank, program in enumerate(made):
+        seen: set[programs.Op] = set()
+        for op in program:
+            kind, stage, place = op
+            early = kind != FORWARD and (kind - 1, stage, place) not in seen
+            if op in seen or early or stage not in pipeline.stages_of(rank) or not 0 <= place < count:
+                raise ScheduleError(
+                    f"schedule {name!r}, {module}, rank {rank}: {op} (kind, stage, microbatch) comes twice, before what"
+                    f" it needs, or is none of stages {list(pipeline.stages_of(rank))} and {count} microbatches"
+                )
+            seen.add(op)
+        for stage in pipeline.stages_of(rank):
+            for place in range(count):
+                if not {(FORWARD, stage, place), (BACKWARD, stage, place)} <= seen:
+                    raise ScheduleError(
+                        f"schedule {name!r}, {module}, rank {rank}: stage {stage} has no forward or no backward of"
+                        f" microbatch {place}"
+                    )
 
 
 def _demand(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero_strategy.errors import ScheduleError
+from hetero_strategy.schedule import policies
 from hetero_strategy.schedule.action import Action
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
@@ -42,3 +43,21 @@ def test_names_are_taken_once() -> None:
         register_schedule(SchedulePolicy("eager_1f1b", eager, splits_backward=True))
     with pytest.raises(ScheduleError, match="llm has vpp=2 in loop style, which eager_1f1b does not order"):
         make_schedule("eager_1f1b", chain(2, 2), work(4))
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ((((0, 0, 0), (1, 0, 0)),), "gave 1 lists for llm, which has 2 ranks"),
+        ((((0, 0, 0), (1, 0, 0)), ((0, 1, 0),)), "rank 1: stage 1 has no forward or no backward of microbatch 0"),
+        ((((1, 0, 0), (0, 0, 0)), ()), r"rank 0: \(1, 0, 0\) .* comes twice, before what it needs"),
+        ((((0, 0, 0), (0, 0, 0)), ()), r"rank 0: \(0, 0, 0\) .* comes twice"),
+        ((((0, 1, 0),), ()), r"rank 0: \(0, 1, 0\) .* none of stages \[0\]"),
+    ],
+)
+def test_lists_that_are_not_whole_are_refused(
+    lists: tuple[RankProgram, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(policies._policies, "broken", SchedulePolicy("broken", lambda steps: lists))
+    with pytest.raises(ScheduleError, match=f"schedule 'broken'.* {message}"):
+        make_schedule("broken", chain(2), work(1))

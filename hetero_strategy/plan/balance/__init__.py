@@ -95,7 +95,14 @@ def _assigned(lengths: np.ndarray, bins: int, cost: Cost, policy: str, speeds: n
         return np.arange(len(lengths), dtype=np.int64) % bins
     order = descending(lengths)
     bin_of = np.empty(len(lengths), dtype=np.int64)
-    bin_of[order] = assign(lengths[order], bins, cost, speeds)
+    given = np.asarray(assign(lengths[order], bins, cost, speeds))
+    whole_numbers = given.shape == order.shape and given.dtype.kind in "iu"
+    if not whole_numbers or np.any((given < 0) | (given >= bins)):
+        raise ConfigError(
+            f"balance: policy {policy!r} gave {given.dtype} {list(given.shape)} for {len(order)} items and {bins} bins;"
+            f" it has to give the bin of each item, integers from 0 to {bins - 1}"
+        )
+    bin_of[order] = given
     return bin_of
 
 
