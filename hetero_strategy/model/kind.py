@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
-from hetero_strategy.errors import HeteroError
+from hetero_strategy.errors import HeteroError, ModelError
 from hetero_strategy.model.inputs import ModuleInputs
 
 if TYPE_CHECKING:  # a kind speaks of plans and payloads, which are made above this room
@@ -107,6 +107,15 @@ class ModuleKind(ABC):
             inputs, output: of the microbatch.
         """
         return None
+
+
+def check_output(module: Adapter, output: Any) -> None:
+    """Refuse what the last stage of a module gives, where it is no loss although the module's kind has one."""
+    if module.kind.has_loss and not isinstance(output, LossOutput):
+        raise ModelError(
+            f"module '{module.name}' is a {module.kind.name}, which has a loss, but its forward returned a"
+            f" {type(output).__name__}: return LossOutput(loss_sum), or set has_loss = False in its kind"
+        )
 
 
 def joins(source: ModuleKind, target: ModuleKind) -> bool:

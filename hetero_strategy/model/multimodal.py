@@ -14,7 +14,7 @@ from hetero_strategy.errors import ModelError
 from hetero_strategy.model.adapter import Adapter, made_without_values
 from hetero_strategy.model.combine import ModelOutput, StepSums
 from hetero_strategy.model.inputs import ModuleInputs
-from hetero_strategy.model.kind import ModuleKind, check_edges, usual_edges
+from hetero_strategy.model.kind import ModuleKind, check_edges, check_output, usual_edges
 from hetero_strategy.model.materialize import materialize
 from hetero_strategy.model.random_numbers import RandomNumbers, random_state_kept
 
@@ -148,6 +148,7 @@ class MultimodalModel(nn.Module):
                 module.random_numbers.start(batch.plan.metadata, call, number, 0, 0, device, rows_apart=False)
                 rows = _rows_for(batch, name, number, inputs.slots, edge_rows)
                 output = module(inputs, rows, **options)
+                check_output(module, output)
                 if isinstance(output, Tensor):
                     edge_rows[name, number] = output
                     continue

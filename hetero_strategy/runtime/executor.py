@@ -22,6 +22,7 @@ from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.combine import StepSums
 from hetero_strategy.model.inputs import ModuleInputs
+from hetero_strategy.model.kind import check_output
 from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.gradients import settle
@@ -218,6 +219,8 @@ class _Step:
         self._random_numbers(stage_id, stage, microbatch)
         with torch.set_grad_enabled(differentiable):
             out = stage(inputs, rows, hidden)
+        if stage.last_stage:
+            check_output(stage, out)
         made: torch.Tensor | None = out if isinstance(out, torch.Tensor) else out.hidden
         if not isinstance(out, torch.Tensor):
             live.loss = out.loss_sum

@@ -8,6 +8,7 @@ is a sum over samples, whatever shares a microbatch with them.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -252,6 +253,26 @@ def test_a_sample_that_counts_for_nothing(job: Job) -> None:
     assert rest.plan.normalizer("match") == 1 + NEGATIVES
     count = len(table.sample)
     torch.testing.assert_close(before * count, after * (count - 1) + one, rtol=1e-5, atol=0)
+
+
+def plain_on_rank(rank: int, world: int, job: Job) -> str:
+    forward = Match.forward
+    Match.forward = lambda *given: forward(*given).loss_sum  # type: ignore[assignment, method-assign]
+    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    with pytest.raises(ModelError) as error:
+        fit(job)
+    return str(error.value)
+
+
+def test_a_loss_that_is_no_loss_output_is_refused(pool: Pool, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = "module 'match' is a Matching, which has a loss, but its forward returned a Tensor: return LossOutput"
+    alone = {name: on(0) for name in ("vision", "audio", "llm", "match")}
+    (said,) = pool.run(1, plain_on_rank, job.on(**alone), timeout=60)
+    assert said.startswith(message)
+    forward = Match.forward
+    monkeypatch.setattr(Match, "forward", lambda *given: forward(*given).loss_sum)
+    with pytest.raises(ModelError, match=re.escape(message)):
+        fit(job)
 
 
 def test_edges_that_do_not_fit_are_refused(job: Job) -> None:
