@@ -108,6 +108,7 @@ def alone(digits: Path) -> float:
     return train(Job(str(digits), steps=STEPS, batch=8, capture=False)).losses[-1]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_torchrun_gives_the_same_loss(start: Starter, alone: float) -> None:
     """So does popen: the run of tests/recipes that goes on is compared digit by digit."""

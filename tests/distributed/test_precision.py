@@ -95,6 +95,7 @@ def resumed(rank: int, world: int, digits: str, path: str) -> dict[str, Any]:
     return {"straight": straight, "again": again}
 
 
+@pytest.mark.full
 def test_the_loss_scale_survives_a_checkpoint(pool: Pool, digits: Path, tmp_path: Path) -> None:
     for result in pool.run(2, resumed, str(digits), str(tmp_path), group=False):
         straight, again = result["straight"], result["again"]

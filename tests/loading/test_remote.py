@@ -35,7 +35,7 @@ def test_ray_is_named_where_it_is_missing(digits: Path, monkeypatch: pytest.Monk
 
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")

@@ -67,6 +67,7 @@ def test_the_judge_reads_digits(small_drawings: Path, tmp_path: Path) -> None:
     assert Image.open(tmp_path / "grid.png").size[0] > 300
 
 
+@pytest.mark.full
 def test_a_run_that_draws_leaves_its_drawings(pool: Pool, tmp_path: Path, small_drawings: Path) -> None:
     small = [s for s in SMALL if "audio" not in s]
     job = (

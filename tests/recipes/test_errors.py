@@ -86,6 +86,7 @@ def test_one_message_on_a_real_command_line(small: Path, tmp_path: Path) -> None
     assert not wait_until_gone(tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_torchrun_with_another_number_of_processes(tmp_path: Path, given: tuple[str, ...]) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")

@@ -233,6 +233,7 @@ def agent_runs(folder: Path, more: list[str]) -> tuple[subprocess.Popen[bytes], 
     return agent._run_processes["r456"]._popen, sweep.command(config, settings), folder
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_sweep_goes_on(killed: dict[str, Any]) -> None:
@@ -250,6 +251,7 @@ def test_a_killed_sweep_goes_on(killed: dict[str, Any]) -> None:
     assert "| 2 | colocated | done |" in (folder / "sweep.md").read_text() and (folder / "sweep.png").is_file()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_what_is_done_is_not_run_again(killed: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:

@@ -125,6 +125,7 @@ def saved_step(checkpoint: Path) -> int:
         return 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_killed_and_resumed_is_the_same_run(tmp_path: Path, whole: tuple[Path, Ended], given: tuple[str, ...]) -> None:
     seed = int(os.environ.get("KILL_SEED", secrets.randbelow(10**6)))
