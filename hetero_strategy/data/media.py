@@ -41,7 +41,7 @@ class Media(Protocol):
         """Names of the numbers in the sizes that ``measure`` gives."""
 
     def measure(self, path: str | Path) -> tuple[Sizes, int]:
-        """Sizes and output rows from the file's header. Raises DataError."""
+        """Sizes, whose product is the raw rows, and rows at the edge, from the file's header. Raises DataError."""
 
     def check(self, path: str | Path) -> None:
         """Decode the whole file and throw the result away. Raises DataError."""

@@ -23,7 +23,7 @@ class ModuleSteps:
     should: Sequence[int]
     """The same so that modules after it need not wait."""
     limit: Sequence[int]
-    """The most that may come before it, for ``max_in_flight``."""
+    """The most forwards of any stage that may come before it, for ``max_in_flight``."""
     depth: int
     """Pipeline ranks that follow in other modules."""
 
