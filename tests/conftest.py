@@ -11,6 +11,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -18,6 +19,9 @@ from recipes.digits import write_digits, write_digits_draw
 from tests.distributed.harness import Pool
 
 torch.set_num_threads(1)
+# How long an example takes says more of what else the machine does than of what is tested.
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
 
 
 @pytest.fixture(scope="session")
