@@ -53,7 +53,7 @@ class Model(nn.Module):
     def __init__(self, **modules: Adapter) -> None:
         super().__init__()
         self.modules_by_name = modules
-        self.parts = nn.ModuleDict(modules)
+        self.parts = nn.ModuleDict(modules).to_empty(device="cpu")
         self.edges = (SimpleNamespace(source="vision", target="llm"),)
 
 
