@@ -1,7 +1,7 @@
 """From where payload was sampled to where the step plan has it computed: OrchMLLM's all-to-all batch communicator.
 
 For data whose sizes are known only after decoding. Each rank decodes the samples that are at home there; all ranks then
-learn all sizes (an all-gather of a few numbers for each item) and make the same plan; payload moves once, in one
+learn all sizes (one all-gather of a few numbers for each item) and make the same plan; payload moves once, in one
 all-to-all per module and step, each item straight to the ranks that compute it (section 5.2.1; an all-gather of all
 payload is the paper's strawman). All of it runs ahead of need on the host, so it overlaps with training (section 6).
 """
@@ -132,11 +132,18 @@ class Dispatch:
     def _measured(self, decoded: Decoded, samples: np.ndarray, home: np.ndarray) -> dict[str, ItemSizes]:
         """Sizes of all items of the step. How many items each rank has all ranks know beforehand."""
         index, processors = self.steps.index, self.steps.processors
+        homes = {name: np.repeat(home, index.counts(name, samples)) for name in processors}
+        widths = [len(processor.size_names) + 2 for processor in processors.values()]
+        counts = np.array(
+            [np.bincount(at, minlength=self._world) * w for at, w in zip(homes.values(), widths, strict=True)]
+        )
+        own = np.concatenate([np.zeros(0, np.int64), *(decoded.items[name].numbers.ravel() for name in processors)])
+        parts = np.split(self._gathered(own, counts.sum(axis=0)), np.cumsum(counts.T)[:-1])  # by rank, then by module
         measured = {}
-        for name, processor in processors.items():
-            by_rank, bounds = ragged.group_by(np.repeat(home, index.counts(name, samples)), self._world)
-            table = np.empty((len(by_rank), len(processor.size_names) + 2), np.int64)
-            table[by_rank] = self._gathered(decoded.items[name].numbers, np.diff(bounds))
+        for k, (name, processor) in enumerate(processors.items()):
+            table = np.empty((len(homes[name]), widths[k]), np.int64)
+            by_rank = np.argsort(homes[name], kind="stable")
+            table[by_rank] = np.concatenate(parts[k :: len(processors)]).reshape(-1, widths[k])
             measured[name] = _sizes(table, processor)
         return measured
 
@@ -177,12 +184,19 @@ class Dispatch:
     ) -> Content:
         """What has come to this rank; ``pieces``: by module, then number, raw rows of the items that it computes."""
         index = self.steps.index
-        items = {
+        of_step = {
             name: Items(index.item_numbers(name, samples)[x.read], x.sizes[x.read], x.rows[x.read])
             for name, x in measured.items()
         }
-        rows = {name: sizes.rows for name, sizes in measured.items()}
-        return Content(index, samples, items.__getitem__, lambda module, unit: pieces[module][unit], rows)
+
+        def items(module: str, units: np.ndarray) -> Items:
+            known = of_step[module]
+            return Items(known.numbers[units], known.sizes[units], known.rows[units])
+
+        def values(module: str, units: np.ndarray) -> list[np.ndarray]:
+            return [pieces[module][unit] for unit in units.tolist()]
+
+        return Content(index, samples, items, values, {name: sizes.rows for name, sizes in measured.items()})
 
 
 def _taken(share: RankView, module: str, target: bool) -> int:

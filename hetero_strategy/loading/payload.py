@@ -58,21 +58,12 @@ class Content:
     index: DatasetIndex
     samples: np.ndarray
     """Of the step, data set indices, int64 ``[S]``."""
-    of_step: Callable[[str], Items]
-    """Module -> its items in the step."""
-    read: Callable[[str, int], np.ndarray]
-    """Module and number of an item in the step -> its raw rows, float32 ``[R, feature]``."""
+    items: Callable[[str, np.ndarray], Items]
+    """Module and numbers of some of its items in the step -> what is known of these."""
+    values: Callable[[str, np.ndarray], list[np.ndarray]]
+    """The same -> raw rows of each, float32 ``[R, feature]``; raises DataError where one cannot be read."""
     rows: Mapping[str, np.ndarray] | None = None
     """If the index is not measured, by module: rows of each item of the samples, also of those that were not read."""
-
-    def items(self, module: str, units: np.ndarray) -> Items:
-        """What is known of some items of the step."""
-        found = self.of_step(module)
-        return Items(found.numbers[units], found.sizes[units], found.rows[units])
-
-    def values(self, module: str, units: np.ndarray) -> list[np.ndarray]:
-        """float32 ``[R, feature]`` of each of some items of the step. Raises DataError where one cannot be read."""
-        return [self.read(module, unit) for unit in units.tolist()]
 
     def text(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(token ids int32 ``[T]``, whether each is to be predicted bool ``[T]``) of some samples of the step."""
@@ -87,14 +78,14 @@ class Content:
 
 def fetched(index: DatasetIndex, samples: np.ndarray, reader: Reader) -> Content:
     """Items are read where they are computed, by the step's reader: the index knows all sizes."""
+    numbers = cache(lambda module: index.item_numbers(module, samples))
 
-    @cache
-    def of_step(module: str) -> Items:
-        table, numbers = index.items[module], index.item_numbers(module, samples)
-        return Items(numbers, np.asarray(table.sizes[numbers]), np.asarray(table.rows[numbers]))
+    def items(module: str, units: np.ndarray) -> Items:
+        table, these = index.items[module], numbers(module)[units]
+        return Items(these, np.asarray(table.sizes[these]), np.asarray(table.rows[these]))
 
-    def read(module: str, unit: int) -> np.ndarray:
-        items = of_step(module)
-        return reader(module, int(items.numbers[unit]), items.sizes[unit])
+    def values(module: str, units: np.ndarray) -> list[np.ndarray]:
+        found = items(module, units)
+        return [reader(module, item, sizes) for item, sizes in zip(found.numbers.tolist(), found.sizes, strict=True)]
 
-    return Content(index, samples, of_step, read)
+    return Content(index, samples, items, values)
