@@ -229,7 +229,10 @@ def saved_configuration(cfg: DictConfig, run: str | Path) -> DictConfig:
     Raises:
         ConfigError: the command line changes the experiment, or what the run's configuration has no place for.
     """
-    saved = OmegaConf.load(folder_of(run) / SAVED)
+    text = (folder_of(run) / SAVED).read_text()
+    for old, new in RENAMED.items():
+        text = text.replace(f"_target_: {old}\n", f"_target_: {new}\n")
+    saved = OmegaConf.create(text)
     assert isinstance(saved, DictConfig)
     overrides = OverridesParser.create().parse_overrides(list(HydraConfig.get().overrides.task))
     with open_dict(saved):
@@ -248,6 +251,16 @@ def saved_configuration(cfg: DictConfig, run: str | Path) -> DictConfig:
             OmegaConf.update(saved, key, OmegaConf.select(cfg, key), merge=False)
     OmegaConf.set_struct(saved, True)
     return saved
+
+
+RENAMED = {
+    "hetero_strategy.monitor.csv_logger": "lightning.pytorch.loggers.CSVLogger",
+    **{
+        f"hetero_strategy.model.{name}": f"hetero_strategy.zoo.{name}"
+        for name in ("siglip2_encoder", "whisper_encoder", "titan_llama", "hf_llama", "hf_qwen3", "flow_decoder")
+    },
+}
+"""Where what saved configurations name as ``_target_`` has moved."""
 
 
 def save_configuration(cfg: DictConfig, folder: Path) -> None:

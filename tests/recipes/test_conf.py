@@ -174,6 +174,11 @@ def test_a_run_folder_is_found_from_its_checkpoints(tmp_path: Path) -> None:
 
 OLDER = """
 strategy: {timeout_minutes: 7}
+logger: {_target_: hetero_strategy.monitor.csv_logger}
+model:
+  modules:
+    vision: {_target_: hetero_strategy.model.siglip2_encoder}
+    audio: {_target_: hetero_strategy.model.whisper_encoder}
 data:
   module:
     language_models: [llm]
@@ -193,7 +198,7 @@ data:
         stack: 4
         max_seconds: 4.0
 """
-"""What runs of before said of data and strategy besides what is said today."""
+"""What runs of before said of model, data, strategy and logger besides what is said today."""
 
 
 def test_an_older_run_goes_on(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +216,7 @@ def test_an_older_run_goes_on(small: Path, tmp_path: Path, monkeypatch: pytest.M
     data = build.datamodule(saved, build.model_maker(saved))
     assert data.processors == now.processors and data.modules == now.modules == ("vision", "audio", "llm")
     assert {index.folder for index in data.indices.values()} == {index.folder for index in now.indices.values()}
+    assert saved.model == cfg.model and saved.logger._target_ == cfg.logger._target_
     assert dict(saved.strategy) == dict(compose().strategy) | {"timeout": 7, "schedule": "gpipe"}
     made = build.call("strategy", saved.strategy, HeteroStrategy, layouts=build.placement(saved).layouts)
     assert made._timeout == timedelta(minutes=7)
