@@ -16,7 +16,9 @@ from hetero_strategy.model.generator import Generator
 from hetero_strategy.model.inputs import ImagePatches, MelFrames, RawRows, TargetPatches
 from hetero_strategy.model.multimodal import MultimodalModel
 
-KINDS: dict[type[RawRows], Any] = {ImagePatches: ImageProcessor, MelFrames: AudioProcessor, TargetPatches: ImageTarget}
+PROCESSORS: dict[type[RawRows], Any] = {
+    ImagePatches: ImageProcessor, MelFrames: AudioProcessor, TargetPatches: ImageTarget,
+}  # fmt: skip
 """What a module's weights say -> the processor that it is said of."""
 
 
@@ -31,18 +33,18 @@ def processors_of(model: MultimodalModel, given: Mapping[str, Media | Mapping[st
         ConfigError: naming the module and the field: there is no such module or field, a module has no processor, its
             weights say the field already, or an encoder is given a generator's processor or the reverse.
     """
-    modules = {
-        name: module
-        for name, module in model.modules_by_name.items()
-        if name in given or (not module.kind.samplewise and not module.kind.has_own_units)
-    }
+    modules = {name: module for name, module in model.modules_by_name.items() if not module.kind.samplewise}
     for name in given:
-        if name not in modules or modules[name].kind.samplewise:
+        if name not in modules:
             raise ConfigError(
                 f"processors names '{name}', but the encoders and generators of the model are"
                 f" {', '.join(modules) or 'none'}; use one of these names"
             )
-    return {name: _processor(name, module, given.get(name, {})) for name, module in modules.items()}
+    return {
+        name: _processor(name, module, given.get(name, {}))
+        for name, module in modules.items()
+        if name in given or not module.kind.has_own_units
+    }
 
 
 def _processor(name: str, module: Adapter, given: Media | Mapping[str, Any]) -> Media:
@@ -64,9 +66,9 @@ def _own(name: str, module: Adapter, given: Mapping[str, Any]) -> Any:
             f" processors={{'{name}': ImageProcessor(...)}} to the data module"
         )
     said: dict[str, Any] = {}
-    if type(own) in KINDS:
+    if type(own) in PROCESSORS:
         said = asdict(own)
-        own = KINDS[type(own)](**said)
+        own = PROCESSORS[type(own)](**said)
     known = [field.name for field in fields(own)] if is_dataclass(own) else []
     for field, value in given.items():
         if field in said and value != said[field]:
