@@ -121,8 +121,8 @@ class Transport:
 
     def _start(self, numbers: Sequence[int], *, first: bool) -> None:
         ops: list[dist.P2POp] = []
+        # Of each message: its transfer, whether it leaves this rank, and where its rows go (None: they lie there).
         owners: list[tuple[int, bool, Rows | None]] = []
-        """Of each message: its transfer, whether it leaves this rank, and as in :data:`Arriving`."""
         for number in numbers:
             channel, transfer = self._transfers[number]
             hop = transfer.first if first else transfer.second

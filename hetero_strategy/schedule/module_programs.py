@@ -82,23 +82,23 @@ def _check(name: str, module: str, pipeline: Pipeline, count: int, made: Sequenc
     if len(made) != pipeline.pp:
         raise ScheduleError(f"schedule {name!r} gave {len(made)} lists for {module}, which has {pipeline.pp} ranks")
     for rank, program in enumerate(made):
+        stages = pipeline.stages_of(rank)
         seen: set[programs.Op] = set()
         for op in program:
             kind, stage, place = op
             early = kind != FORWARD and (kind - 1, stage, place) not in seen
-            if op in seen or early or stage not in pipeline.stages_of(rank) or not 0 <= place < count:
+            if op in seen or early or stage not in stages or not 0 <= place < count:
                 raise ScheduleError(
                     f"schedule {name!r}, {module}, rank {rank}: {op} (kind, stage, microbatch) comes twice, before what"
-                    f" it needs, or is none of stages {list(pipeline.stages_of(rank))} and {count} microbatches"
+                    f" it needs, or is none of stages {list(stages)} and {count} microbatches"
                 )
             seen.add(op)
-        for stage in pipeline.stages_of(rank):
-            for place in range(count):
-                if not {(FORWARD, stage, place), (BACKWARD, stage, place)} <= seen:
-                    raise ScheduleError(
-                        f"schedule {name!r}, {module}, rank {rank}: stage {stage} has no forward or no backward of"
-                        f" microbatch {place}"
-                    )
+        whole = {(kind, stage, place) for kind in (FORWARD, BACKWARD) for stage in stages for place in range(count)}
+        for _, stage, place in sorted(whole - seen)[:1]:
+            raise ScheduleError(
+                f"schedule {name!r}, {module}, rank {rank}: stage {stage} has no forward or no backward of microbatch"
+                f" {place}"
+            )
 
 
 def _demand(
