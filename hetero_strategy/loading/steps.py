@@ -106,7 +106,7 @@ class StepDataset(Dataset[Batch]):
     Args:
         edges: (source, target) pairs of modules.
         language_models: their units are whole samples.
-        kinds: of modules that have no processor and are no language models.
+        kinds: of modules of which neither a processor nor ``language_models`` says it; where both do, this holds.
         global_batch_size: samples per step, over all ranks.
         microbatches: per step; None: as few as the first language model's budget allows.
         microbatch_rows: encoders and generators with microbatches of their own; see `plan_step`.

@@ -125,9 +125,8 @@ class Encoder(Adapter):
         processor: Processor | None = None,
     ) -> None:
         super().__init__()
-        with torch.device("meta"):
-            self.backbone = backbone if isinstance(backbone, nn.Module) else backbone()
-            self.projector = projector if isinstance(projector, nn.Module) else projector()
+        self.backbone = backbone if isinstance(backbone, nn.Module) else backbone()
+        self.projector = projector if isinstance(projector, nn.Module) else projector()
         self.before = before
         self.after = after
         self.width = width if width is not None else _out_width(self.projector)

@@ -104,14 +104,13 @@ class FlowDecoder(Generator):
         self.width, self.feature, self.dim = width, feature, dim
         self.hidden_width = dim
         self.n_heads, self.ffn, self.sample_steps = n_heads, ffn, steps
-        with torch.device("meta"):
-            # A language model's rows are not normalised between its blocks and its head.
-            self.condition_norm: nn.LayerNorm | None = nn.LayerNorm(width)
-            self.condition_in: nn.Linear | None = nn.Linear(width, dim)
-            self.patch_in: nn.Linear | None = nn.Linear(feature, dim)
-            self.layers = nn.ModuleDict({str(number): Block(dim, n_heads, ffn) for number in range(n_layers)})
-            self.modulation_out: Modulation | None = Modulation(dim, 2)
-            self.patch_out: nn.Linear | None = nn.Linear(dim, feature)
+        # A language model's rows are not normalised between its blocks and its head.
+        self.condition_norm: nn.LayerNorm | None = nn.LayerNorm(width)
+        self.condition_in: nn.Linear | None = nn.Linear(width, dim)
+        self.patch_in: nn.Linear | None = nn.Linear(feature, dim)
+        self.layers = nn.ModuleDict({str(number): Block(dim, n_heads, ffn) for number in range(n_layers)})
+        self.modulation_out: Modulation | None = Modulation(dim, 2)
+        self.patch_out: nn.Linear | None = nn.Linear(dim, feature)
 
     @override
     def embed(self, inputs: GeneratorInputs, conditions: Tensor, index: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -46,8 +45,7 @@ class HFCausalLM(HFAdapter, CausalLM):
         super().__init__(before=before)
         _check_supported(model_class.__name__, config)
         register_hf_attention()
-        with torch.device("meta"):
-            self.model = model_class(config)
+        self.model = model_class(config)
         self.model.config._attn_implementation = HF_ATTENTION
         if config.tie_word_embeddings:
             self.model.lm_head.weight = self.model.model.embed_tokens.weight

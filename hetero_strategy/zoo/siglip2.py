@@ -52,10 +52,9 @@ class Siglip2Backbone(HFAdapter, Backbone):
         if merge < 1:
             raise ModelError(f"siglip2: merge must be at least 1, got {merge}")
         config.vision_use_head = False  # it sees pooled rows that nobody reads, so its parameters would get no gradient
-        with torch.device("meta"):
-            self.model = Siglip2VisionModel(config)
-            for layer in self.model.encoder.layers:
-                layer.self_attn = PackedSiglip2Attention(config)
+        self.model = Siglip2VisionModel(config)
+        for layer in self.model.encoder.layers:
+            layer.self_attn = PackedSiglip2Attention(config)
         self.config = self.model.config
         self.merge = merge
         self.hidden_width = config.hidden_size

@@ -132,10 +132,9 @@ class TitanLlama(CausalLM):
         self.width = self.hidden_width = args.dim
         self.max_length = args.max_seq_len
         self.checkpoint = checkpoint
-        with torch.device("meta"):
-            self.model = _titan().Transformer(args)
-            for block in self.model.layers.values():
-                block.attention = PackedAttention(block.attention)
+        self.model = _titan().Transformer(args)
+        for block in self.model.layers.values():
+            block.attention = PackedAttention(block.attention)
 
     @override
     def embed(self, ids: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
@@ -56,8 +55,7 @@ class WhisperBackbone(HFAdapter, Backbone):
                 "agree: set it to 0"
             )
         register_hf_attention()
-        with torch.device("meta"):
-            self.model = WhisperEncoder(config)
+        self.model = WhisperEncoder(config)
         self.model.config._attn_implementation = HF_ATTENTION
         self.config = self.model.config
         self.stack = stack
