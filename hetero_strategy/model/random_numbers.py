@@ -43,8 +43,8 @@ class RandomNumbers:
         device: torch.device,
         *,
         rows_apart: bool,
-    ) -> None:
-        """Seed the generators for a microbatch, before its forward and its backward, which may run forward again.
+    ) -> int:
+        """Seed the generators for a microbatch, before its forward.
 
         Args:
             metadata: the step plan's metadata, of which epoch and step are read.
@@ -54,14 +54,21 @@ class RandomNumbers:
             shard: coordinate among the instance's ranks.
             device: where the module lives.
             rows_apart: whether each of the instance's ranks has other rows.
+
+        Returns:
+            What :meth:`again` takes.
         """
-        rows_of = shard if rows_apart else 0
-        self._microbatch = _hashed(
-            _SEVEN.pack(self._module, metadata.epoch, metadata.step, call, microbatch, instance, rows_of)
-        )
         if device != self._device:
             self._device, self._generators = device, generators(device)
-        self._shard, self._aside = shard, []
+        self._shard = shard
+        rows_of = shard if rows_apart else 0
+        seed = _hashed(_SEVEN.pack(self._module, metadata.epoch, metadata.step, call, microbatch, instance, rows_of))
+        self.again(seed)
+        return seed
+
+    def again(self, seed: int) -> None:
+        """Seed the generators for a microbatch as before, before its backward, which may run forward again."""
+        self._microbatch, self._aside = seed, []
         self.seed(0)
 
     def seed(self, position: int) -> None:

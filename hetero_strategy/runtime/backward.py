@@ -21,14 +21,16 @@ from torch.distributed.pipelining._backward import (
     get_param_groups,
 )
 
-Roots = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Outputs with a gradient function, and their gradients."""
+Roots = list[tuple[torch.Tensor, torch.Tensor]]
+"""Outputs with a gradient function, and their gradients; used up, so that the graph goes with its backward."""
 
 
 def whole(roots: Roots) -> None:
     """Gradients of everything below the roots, into ``.grad``."""
-    if roots:
-        torch.autograd.backward([r for r, _ in roots], [g for _, g in roots])
+    outputs, gradients = [r for r, _ in roots], [g for _, g in roots]
+    roots.clear()
+    if outputs:
+        torch.autograd.backward(outputs, gradients)
 
 
 WeightsLater = Callable[[], None]

@@ -138,6 +138,8 @@ class _Live:
 
     leaves: list[torch.Tensor]
     """Rows that came in, one tensor per transfer."""
+    seed: int
+    """Of its random numbers."""
     rows: torch.Tensor | None = None
     """Output rows with a gradient function."""
     loss: torch.Tensor | None = None
@@ -207,7 +209,7 @@ class _Step:
     def _forward(self, step: RankAction, stage: Adapter, arrived: list[torch.Tensor]) -> None:
         stage_id, microbatch = step.action.node, step.action.microbatch
         differentiable = self.program.train and self.graph.stages[stage_id].backward
-        live = _Live(arrived)
+        seat = self.executor.coordinates[stage_id.module]
         hidden, rows = None, {}
         for source, leaf in zip(step.sources, arrived, strict=True):
             leaf.requires_grad_(differentiable and self.graph.stages[source.node].backward)
@@ -216,7 +218,12 @@ class _Step:
             else:
                 rows[source.node.module, source.microbatch] = leaf
         inputs = self._inputs(step)
-        self._random_numbers(stage_id, stage, microbatch)
+        assert stage.random_numbers is not None
+        seed = stage.random_numbers.start(
+            self.batch.plan.metadata, self.call, microbatch, seat.instance, seat.shard, self.executor.device,
+            rows_apart=self.graph.stages[stage_id].row_sharding.parts > 1,
+        )  # fmt: skip
+        live = _Live(arrived, seed)
         with torch.set_grad_enabled(differentiable):
             out = stage(inputs, rows, hidden)
         if stage.last_stage:
@@ -224,7 +231,6 @@ class _Step:
         made: torch.Tensor | None = out if isinstance(out, torch.Tensor) else out.hidden
         if not isinstance(out, torch.Tensor):
             live.loss = out.loss_sum
-            seat = self.executor.coordinates[stage_id.module]
             if not seat.shard:  # an instance's first rank speaks for the instance
                 units = self.batch.plan.assignments[stage_id.module][microbatch].of(seat.instance)
                 self.sums.add(stage_id.module, units, inputs, out)
@@ -268,8 +274,9 @@ class _Step:
     def _backward(self, step: RankAction, stage: Adapter, gradient: torch.Tensor | None) -> None:
         stage_id, microbatch = step.action.node, step.action.microbatch
         live = self.live[stage_id, microbatch] if step.action.kind == "I" else self.live.pop((stage_id, microbatch))
-        self._random_numbers(stage_id, stage, microbatch)
-        roots = []
+        assert stage.random_numbers is not None
+        stage.random_numbers.again(live.seed)
+        roots: backward.Roots = []
         factor = self.factors.get(stage_id.module, 1.0)
         if live.loss is not None and live.loss.requires_grad and factor is not None:
             weight = self.executor.weights[stage_id.module] / self.batch.plan.normalizer(stage_id.module)
@@ -277,11 +284,11 @@ class _Step:
         if live.rows is not None and live.rows.requires_grad:
             gradient = torch.zeros_like(live.rows) if gradient is None else gradient
             roots.append((live.rows, gradient.to(live.rows.dtype)))
+        live.rows = live.loss = None
         with self._plain:
             if step.action.kind == "I":
                 weights = [p for p in stage.parameters() if p.requires_grad]
                 live.later = backward.inputs_first(roots, [leaf for leaf in live.leaves if leaf.requires_grad], weights)
-                live.rows = live.loss = None
             else:
                 self._sync(step, stage)
                 backward.whole(roots)
@@ -289,19 +296,6 @@ class _Step:
             if number is not None:
                 self.transport.give(number, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
         live.leaves = []
-
-    def _random_numbers(self, stage_id: StageId, stage: Adapter, microbatch: int) -> None:
-        seat = self.executor.coordinates[stage_id.module]
-        assert stage.random_numbers is not None
-        stage.random_numbers.start(
-            self.batch.plan.metadata,
-            self.call,
-            microbatch,
-            seat.instance,
-            seat.shard,
-            self.executor.device,
-            rows_apart=self.graph.stages[stage_id].row_sharding.parts > 1,
-        )
 
     def _sync(self, step: RankAction, stage: Adapter) -> None:
         """Before gradients of weights are made: whether FSDP reduces them at once."""
