@@ -8,7 +8,7 @@ ARGS ?=
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all lint format clean
+.PHONY: help setup train test test-all test-perf lint format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -21,8 +21,11 @@ train: $(INSTALLED)  ## train; hydra overrides in ARGS
 test: lint  ## lint, type check and the tests of minutes; pytest options in ARGS
 	$(VENV)/bin/python -m pytest -m "not full and not perf" $(ARGS)
 
-test-all: lint  ## the same and all other tests: every placement with every schedule, and limits on time
-	$(VENV)/bin/python -m pytest $(ARGS)
+test-all: lint  ## the same and all other tests: every placement with every schedule
+	$(VENV)/bin/python -m pytest -m "not perf" $(ARGS)
+
+test-perf: $(INSTALLED)  ## limits on durations, for a machine that has nothing else to do
+	$(VENV)/bin/python -m pytest -m perf $(ARGS)
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(VENV)/bin/ruff check .

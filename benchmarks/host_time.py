@@ -7,12 +7,14 @@ time that is left once kernels and collectives are taken away is what Python doe
   schedule   the schedule of all ranks, in a loader worker
   compile    the program of this rank, in a loader worker
   main       of a step on the main thread, without kernels and collectives
+  calls      calls of Python and C functions in ``main``: the same on every machine
   step       the whole of it, with the tiny modules of this benchmark
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -34,10 +36,14 @@ STAGES, MICROBATCHES = 8, 32
 
 
 class Kernels:
-    """Seconds spent in what is wrapped, nested calls counted once."""
+    """Seconds spent in what is wrapped, nested calls counted once; and calls of all functions outside of it."""
 
     def __init__(self) -> None:
-        self.seconds, self._inside = 0.0, False
+        self.seconds, self.calls, self._inside = 0.0, 0, False
+
+    def count(self, frame: Any, event: str, arg: Any) -> None:
+        """What ``sys.setprofile`` takes."""
+        self.calls += event in ("call", "c_call") and not self._inside
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any, **options: Any) -> Any:
@@ -101,12 +107,18 @@ def measure(instances: int, rank: int, rounds: int) -> dict[str, float]:
                     mains.append(steps[-1] - kernels.seconds)
                 for stage in executor.stages.values():
                     stage.zero_grad()
+            sys.setprofile(kernels.count)
+            try:
+                executor.run(batch, train=True)
+            finally:
+                sys.setprofile(None)
     finally:
         dist.destroy_process_group()
     columns = {"schedule": schedules, "compile": compiles, "main": mains, "step": steps}
     return {name: 1e3 * statistics.median(seconds) for name, seconds in columns.items()} | {
         "actions": len(program.actions),
         "transfers": len(program.transfers),
+        "calls": kernels.calls,
     }
 
 
@@ -129,9 +141,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:
     report(
         "host_time",
         "one rank of a step of 3 modules, 8 stages x 32 microbatches, milliseconds",
-        ("instances", "ranks", "actions", "transfers", *names),
+        ("instances", "ranks", "actions", "transfers", "calls", *names),
         [
-            (int(x["instances"]), int(STAGES * x["instances"]), int(x["actions"]), int(x["transfers"]),
+            (int(x["instances"]), int(STAGES * x["instances"]), int(x["actions"]), int(x["transfers"]), int(x["calls"]),
              *(f"{x[name]:.1f}" for name in names))
             for x in found
         ],

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks import boundary_bytes, checkpoint_integrity, step_overhead
+from benchmarks import boundary_bytes, checkpoint_integrity, host_time, step_overhead
 from benchmarks.common import ragged_step
 from benchmarks.gather_then_slice import MIMO, Moved
 from hetero_strategy.boundary.route import Side, route
@@ -78,9 +78,9 @@ def test_runs_count_what_was_planned(pool, pair: str, tmp_path, capsys: pytest.C
             assert one[who]["bytes"] == one[who]["planned_bytes"]
 
 
-MOST_CPU = 1.65
-"""Least processor time over that of the plain loop, where the model is next to nothing: 1.1 to 1.4, however busy the
-machine is. A step that costs twice as much besides the model shows here."""
+MOST_CALLS = 105
+"""Calls of functions in an action on the main thread, besides modules, autograd and collectives: 98 with torch 2.13, a
+third of them in torch's ``P2POp``. What makes a step longer than it need be shows here, however busy the machine is."""
 
 
 @pytest.mark.full
@@ -105,8 +105,6 @@ def test_step_overhead(pool, tmp_path) -> None:
     for one in results["contenders"].values():
         assert one["step_ms"] >= one["fastest_ms"] and one["cpu_ms"] >= one["least_cpu_ms"]
     assert results["contenders"]["plain"]["over_plain"] == 1.0
-    hetero, plain = (results["contenders"][name]["least_cpu_ms"] for name in ("hetero", "plain"))
-    assert hetero / plain < MOST_CPU
     assert results["loss_difference"] < 1e-4
 
 
@@ -119,3 +117,14 @@ def _step_overhead(rank: int, world: int, file: str) -> dict[str, object]:
     with open(file) as f:
         document: dict[str, object] = json.load(f)
     return document
+
+
+@pytest.mark.distributed
+def test_host_time(pool) -> None:
+    ((one,),) = pool.run(1, _host_time, group=False)
+    assert one["actions"] == 3 * 2 * 32 + 3 and one["main"] < one["step"]
+    assert 20 * one["actions"] < one["calls"] < MOST_CALLS * one["actions"]
+
+
+def _host_time(rank: int, world: int) -> list[dict[str, float]]:
+    return host_time.main(["--instances", "2", "--rounds", "1"])
