@@ -67,6 +67,25 @@ def test_columns_have_numbers_of_their_own_and_rows_go_on_after_them() -> None:
     assert before == other[0] and after == other[2] and inside != other[1] and inside != after
 
 
+def test_a_backward_that_runs_forward_again_draws_what_the_forward_drew() -> None:
+    """With other microbatches begun in between."""
+    numbers, metadata = RandomNumbers(1, "llm", {}), SimpleNamespace(epoch=0, step=0)
+
+    def drawn() -> list[list[float]]:
+        found = [torch.rand(3).tolist()]
+        numbers.part("q")
+        found.append(torch.rand(3).tolist())
+        numbers.join()
+        return [*found, torch.rand(3).tolist()]
+
+    first = numbers.start(metadata, 0, 0, 0, 1, CPU, rows_apart=False)
+    forward = drawn()
+    numbers.start(metadata, 0, 1, 0, 1, CPU, rows_apart=False)
+    other = drawn()
+    numbers.again(first)
+    assert drawn() == forward != other
+
+
 def test_the_process_draws_on_as_if_nothing_had_happened() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
