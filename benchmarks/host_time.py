@@ -16,8 +16,8 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -28,8 +28,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.common import arguments, report, write_json
 from benchmarks.pipelines import Setting, assembled
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.loading.batch import Batch
 from hetero_strategy.runtime import backward
 from hetero_strategy.runtime import executor as running
+from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.compile import compile_step
 
 STAGES, MICROBATCHES = 8, 32
@@ -70,15 +72,24 @@ def setting(instances: int) -> Setting:
     )  # fmt: skip
 
 
-def measure(instances: int, rank: int, rounds: int) -> dict[str, float]:
-    """Medians in ms."""
+@contextmanager
+def one_rank(instances: int, rank: int) -> Iterator[tuple[Executor, Batch]]:
+    """What runs a step on a rank, and its batch, in a world of which all other ranks are fake."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=STAGES * instances)
     new_group = dist.new_group
     try:
         with patch.object(dist, "new_group", lambda ranks=None, **_: new_group(ranks)):
             chosen = setting(instances)
             executor = assembled(chosen, rank).executor
-        batch = chosen.batch(0, rank)
+        with patch.object(executor.agreement, "check"):  # the fake group sums nothing, so ranks seem to disagree
+            yield executor, chosen.batch(0, rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(instances: int, rank: int, rounds: int) -> dict[str, float]:
+    """Medians in ms."""
+    with one_rank(instances, rank) as (executor, batch):
         schedules, compiles, mains, steps = [], [], [], []
         for _ in range(rounds):
             batch.plan._places.clear()
@@ -94,11 +105,9 @@ def measure(instances: int, rank: int, rounds: int) -> dict[str, float]:
                 patches.enter_context(patch.object(stage, "forward", kernels.timed(stage.forward)))
             for owner, name in (
                 (backward, "whole"), (backward, "inputs_first"), (running, "settle"), (dist, "all_reduce"),
-                (dist, "batch_isend_irecv"), (executor.agreement, "check"),
+                (dist, "batch_isend_irecv"),
             ):  # fmt: skip
-                # The fake group sums nothing, so ranks seem to disagree.
-                function = (lambda: None) if name == "check" else getattr(owner, name)
-                patches.enter_context(patch.object(owner, name, kernels.timed(function)))
+                patches.enter_context(patch.object(owner, name, kernels.timed(getattr(owner, name))))
             for number in range(rounds + 2):
                 kernels.seconds, began = 0.0, time.perf_counter()
                 executor.run(batch, train=True)
@@ -112,8 +121,6 @@ def measure(instances: int, rank: int, rounds: int) -> dict[str, float]:
                 executor.run(batch, train=True)
             finally:
                 sys.setprofile(None)
-    finally:
-        dist.destroy_process_group()
     columns = {"schedule": schedules, "compile": compiles, "main": mains, "step": steps}
     return {name: 1e3 * statistics.median(seconds) for name, seconds in columns.items()} | {
         "actions": len(program.actions),

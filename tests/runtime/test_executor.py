@@ -1,0 +1,44 @@
+"""What every schedule asks of the executor, on one rank among fake ones."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from benchmarks.host_time import MICROBATCHES, one_rank
+from hetero_strategy.model.random_numbers import RandomNumbers
+
+
+def seeds_of_a_step(rank: int, world: int) -> list[tuple[list[int], list[int]]]:
+    """Of every module: seeds of its forwards and of its backwards, in the order of 1F1B."""
+    forwards, backwards, start, again = defaultdict(list), defaultdict(list), RandomNumbers.start, RandomNumbers.again
+
+    def started(numbers: RandomNumbers, *given: Any, **options: Any) -> int:
+        seed = start(numbers, *given, **options)
+        backwards[numbers].remove(seed)
+        forwards[numbers].append(seed)
+        return seed
+
+    def begun_again(numbers: RandomNumbers, seed: int) -> None:
+        backwards[numbers].append(seed)
+        again(numbers, seed)
+
+    with (
+        one_rank(1, 0) as (executor, batch),
+        patch.object(RandomNumbers, "start", started),
+        patch.object(RandomNumbers, "again", begun_again),
+    ):
+        executor.run(batch, train=True)
+    return [(forwards[numbers], backwards[numbers]) for numbers in forwards]
+
+
+@pytest.mark.distributed
+def test_a_backward_has_the_random_numbers_of_its_forward(pool) -> None:
+    """Recompute may run the forward again, when other microbatches have begun."""
+    (seeds,) = pool.run(1, seeds_of_a_step, group=False)
+    assert len(seeds) == 3
+    for forwards, backwards in seeds:
+        assert len(set(forwards)) > MICROBATCHES // 4 and forwards == backwards
