@@ -30,6 +30,7 @@ from benchmarks.common import arguments, ragged_step, report, write_json
 from benchmarks.turns import Block, Contender, take_turns
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.loading.batch import Batch
+from hetero_strategy.loading.context import TrainingContext
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, ModuleInputs, Packing, SequenceInputs
 from hetero_strategy.plan.orchestrator import plan_step
@@ -139,10 +140,19 @@ class Lit(L.LightningModule):
         super().__init__()
         self.size, self.losses = size, losses
         self.model: MultimodalModel | None = None
+        self.loaded: dict[int, Batch] = {}
 
     def configure_model(self) -> None:
         if self.model is None:
             self.model = model_of(self.size)
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """The batch as the data module's loader gives it: the program of its step is made ahead, like its inputs."""
+        if id(batch) not in self.loaded:
+            context = TrainingContext.of(self.trainer)
+            program = context.compiler and context.compiler.of(context.rank, True)(batch.plan)
+            self.loaded[id(batch)] = batch if program is None else batch.with_program(program)
+        return self.loaded[id(batch)]
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         assert self.model is not None

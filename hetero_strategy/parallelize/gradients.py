@@ -33,16 +33,12 @@ def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup
     """
     grads = []
     for p in parameters:
-        if p.grad is None and replicas is None:
-            continue
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
         if isinstance(p.grad, DTensor) and isinstance(p, DTensor) and p.grad.placements != p.placements:
             # Tensor-parallel norms and embeddings leave partial sums behind.
             p.grad = p.grad.redistribute(p.device_mesh, p.placements)
-        grads.append(local(p.grad))
-    if replicas is None:
-        return
+        if replicas is not None:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            grads.append(local(p.grad))
     for bucket in _take_tensors(grads, BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
         dist.all_reduce(flat, group=replicas)
