@@ -15,8 +15,12 @@ import hypothesis
 import pytest
 import torch
 
-from recipes.digits import write_digits, write_digits_draw
-from tests.distributed.harness import Pool
+from tests.shapes import check_shapes
+
+check_shapes()  # before anything imports the package
+
+from recipes.digits import write_digits, write_digits_draw  # noqa: E402
+from tests.distributed.harness import Pool  # noqa: E402
 
 torch.set_num_threads(1)
 # How long an example takes says more of what else the machine does than of what is tested.

@@ -5,20 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Int64
 
 from hetero_strategy.layout.row_sharding import RowSharding
 
 
 @dataclass(frozen=True)
 class Meetings:
-    """Sets of ranks of which each rank of one side may exchange rows with each rank of the other side.
+    """Sets of global ranks: each rank in a row of ``one`` may exchange rows with each in the same row of ``other``."""
 
-    Args:
-        one, other: global ranks, int64 ``[sets, ranks]``; a row of ``one`` meets the same row of ``other``.
-    """
-
-    one: np.ndarray
-    other: np.ndarray
+    one: Int64[np.ndarray, "sets ranks"]
+    other: Int64[np.ndarray, "sets other_ranks"]
 
     @property
     def ranks(self) -> list[int]:
@@ -40,21 +37,22 @@ class Meetings:
         return pairs
 
 
-def first_hop(source: np.ndarray, target: np.ndarray, *, within: RowSharding | None) -> Meetings:
-    """Meetings of two stages.
+def first_hop(
+    source: Int64[np.ndarray, "instances ranks"],
+    target: Int64[np.ndarray, "target_instances target_ranks"],
+    *,
+    within: RowSharding | None,
+) -> Meetings:
+    """Meetings of two stages, given by the global ranks of their instances.
 
-    Between stages of one module rows keep their instance and their part of it.
-    Between modules any instance may send to any other: balancing decides that anew in every step.
-
-    Args:
-        source, target: global ranks of either stage, int64 ``[instances, ranks]``.
-        within: how rows lie on an instance's ranks, if the two are stages of one module; None: of two.
+    Between stages of one module rows keep their instance and their part of it: ``within`` says how they lie on its
+    ranks. Between modules (None) any instance may send to any other: balancing decides that anew in every step.
     """
     if within is None:
         return Meetings(source.reshape(1, -1), target.reshape(1, -1))
     return Meetings(within.rank_sets(source), within.rank_sets(target))
 
 
-def second_hop(receiver: np.ndarray) -> Meetings:
-    """Meetings among the replicas of each instance that receives, int64 ``[instances, ranks]``."""
+def second_hop(receiver: Int64[np.ndarray, "instances ranks"]) -> Meetings:
+    """Meetings among the replicas of each instance that receives, from its global ranks."""
     return Meetings(receiver, receiver)

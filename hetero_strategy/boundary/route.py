@@ -26,6 +26,7 @@ from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
+from jaxtyping import Int64
 
 from hetero_strategy import ragged
 from hetero_strategy.layout.row_sharding import REPLICATED, Pieces, RowSharding
@@ -43,21 +44,18 @@ class Rows(NamedTuple):
 
 
 R = TypeVar("R", np.ndarray, Rows)
-"""How row numbers of one rank's tensor are written: int64 ``[n]`` as routes are made, :class:`Rows` once packed."""
+"""How row numbers of one rank's tensor are written: int64 ``[rows]`` as routes are made, :class:`Rows` once packed."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """How the rows of one module lie on its ranks, at one edge.
+    """How the rows of one module lie on its ranks, at one edge: global ranks and number of rows of each instance.
 
-    Args:
-        instances: global ranks, int64 ``[instances, ranks per instance]``.
-        totals: rows of each instance, int64 ``[instances]``.
-        sharding: how an instance's rows lie on its ranks; by default every rank has them all.
+    By default every rank of an instance has all of its rows.
     """
 
-    instances: np.ndarray
-    totals: np.ndarray
+    instances: Int64[np.ndarray, "instances ranks"]
+    totals: Int64[np.ndarray, "instances"]
     sharding: RowSharding = REPLICATED
 
     @property
@@ -66,8 +64,8 @@ class Side:
         return self.sharding.parts
 
     @property
-    def rank_sets(self) -> np.ndarray:
-        """Ranks that have the same rows, int64 ``[instances * parts, ranks]``."""
+    def rank_sets(self) -> Int64[np.ndarray, "sets replicas"]:
+        """Ranks that have the same rows, by instance and part."""
         return self.sharding.rank_sets(self.instances)
 
     def seat(self, rank: int) -> tuple[int, int]:
@@ -82,12 +80,14 @@ class Side:
         instance, _ = self.seat(rank)
         return 0 if instance < 0 else self.sharding.rows(int(self.totals[instance]))
 
-    def cut(self, start: np.ndarray, rows: np.ndarray, instance: np.ndarray) -> Pieces:
-        """Cut runs of rows, int64 ``[n]``, of these instances where another part begins."""
+    def cut(
+        self, start: Int64[np.ndarray, "runs"], rows: Int64[np.ndarray, "runs"], instance: Int64[np.ndarray, "runs"]
+    ) -> Pieces:
+        """Cut runs of rows of these instances where another part begins."""
         return self.sharding.cut(start, rows, np.asarray(self.totals)[instance])
 
-    def local_slots(self, rows: np.ndarray, instance: int, part: int) -> np.ndarray:
-        """Those of an instance's rows that lie in a part, as row numbers of its ranks, int64."""
+    def local_slots(self, rows: Int64[np.ndarray, "rows"], instance: int, part: int) -> Int64[np.ndarray, "local"]:
+        """Those of an instance's rows that lie in a part, as row numbers of its ranks."""
         return self.sharding.local(rows, int(self.totals[instance]), part)
 
 
@@ -149,7 +149,7 @@ class RowIndex:
         self._parts: list[np.ndarray] = []
         self._size = 0
 
-    def rows(self, numbers: np.ndarray, *, always: bool = False) -> Rows:
+    def rows(self, numbers: Int64[np.ndarray, "rows"], *, always: bool = False) -> Rows:
         """The same rows; ``always``: in the array, even if they are consecutive."""
         first = None if always else _first(numbers)
         if first is not None:
@@ -169,8 +169,8 @@ class RowIndex:
         packed.is_identity, packed.is_complete  # noqa: B018 - known from now on, and not first between two kernels
         return packed
 
-    def array(self) -> np.ndarray:
-        """Int64, all that were collected."""
+    def array(self) -> Int64[np.ndarray, "rows"]:
+        """All that were collected."""
         return np.concatenate([np.zeros(0, dtype=np.int64), *self._parts])
 
 

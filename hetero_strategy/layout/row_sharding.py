@@ -6,20 +6,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int64
 
 from hetero_strategy import ragged
 
 
 class Pieces(NamedTuple):
-    """Runs of rows, cut so that every piece lies in one part; int64 ``[pieces]``, in the order of the runs."""
+    """Runs of rows, cut so that every piece lies in one part, in the order of the runs."""
 
-    run: np.ndarray
+    run: Int64[np.ndarray, "pieces"]
     """Number of the run."""
-    offset: np.ndarray
+    offset: Int64[np.ndarray, "pieces"]
     """First row of the piece in its run."""
-    rows: np.ndarray
-    part: np.ndarray
-    local: np.ndarray
+    rows: Int64[np.ndarray, "pieces"]
+    part: Int64[np.ndarray, "pieces"]
+    local: Int64[np.ndarray, "pieces"]
     """First row of the piece among the rows of its part."""
 
 
@@ -39,12 +40,8 @@ class RowSharding:
 
     parts: int = 1
 
-    def rank_sets(self, instances: np.ndarray) -> np.ndarray:
-        """Return the ranks that have the same rows, int64 ``[instances * parts, replicas]``.
-
-        Args:
-            instances: global ranks, int64 ``[instances, ranks per instance]``.
-        """
+    def rank_sets(self, instances: Int64[np.ndarray, "instances ranks"]) -> Int64[np.ndarray, "sets replicas"]:
+        """Return the global ranks that have the same rows, from those of each instance."""
         return instances.reshape(len(instances) * self.parts, -1)
 
     def part_of(self, place: int, ranks: int) -> int:
@@ -55,19 +52,21 @@ class RowSharding:
         """Return the rows of one part of an instance with so many rows."""
         return total // self.parts
 
-    def local(self, rows: np.ndarray, total: int, part: int) -> np.ndarray:
-        """Return those of an instance's rows, int64, that lie in a part, as row numbers of the part."""
+    def local(self, rows: Int64[np.ndarray, "rows"], total: int, part: int) -> Int64[np.ndarray, "local"]:
+        """Return those of an instance's rows that lie in a part, as row numbers of the part."""
         if self.parts == 1:
             return rows
         size = total // self.parts
         return rows[(rows >= part * size) & (rows < (part + 1) * size)] - part * size
 
-    def cut(self, start: np.ndarray, rows: np.ndarray, total: np.ndarray) -> Pieces:
+    def cut(
+        self, start: Int64[np.ndarray, "runs"], rows: Int64[np.ndarray, "runs"], total: Int64[np.ndarray, "runs"]
+    ) -> Pieces:
         """Cut runs of rows where another part begins.
 
         Args:
-            start, rows: first row of each run among the rows of its instance, and how many; int64 ``[n]``.
-            total: rows of the run's instance, int64 ``[n]``.
+            start, rows: first row of each run among the rows of its instance, and how many.
+            total: rows of the run's instance.
         """
         if self.parts == 1:
             zeros = np.zeros(len(rows), np.int64)

@@ -8,6 +8,7 @@ from math import prod
 from typing import Literal
 
 import numpy as np
+from jaxtyping import Int64
 
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout.pipeline import Pipeline
@@ -153,12 +154,12 @@ class ModuleLayout:
             derived["ep"] = 1
         return replace(self, **derived)  # type: ignore[arg-type]
 
-    def grid(self) -> np.ndarray:
-        """Return global ranks, int64 ``[pp, dp_replicate, dp_shard, cp, tp]``, ascending; of resolved layouts only."""
+    def grid(self) -> Int64[np.ndarray, "pp dp_replicate dp_shard cp tp"]:
+        """Return global ranks, ascending; of resolved layouts only."""
         return np.asarray(self.ranks, dtype=np.int64).reshape([getattr(self, name) for name in DEGREES])
 
-    def stage_grid(self, stage: int) -> np.ndarray:
-        """Return the ranks of each instance of a stage, int64 ``[dp, cp * tp]``; of resolved layouts only."""
+    def stage_grid(self, stage: int) -> Int64[np.ndarray, "instances ranks"]:
+        """Return the ranks of each instance of a stage; of resolved layouts only."""
         return self.grid()[self.pipeline.rank_of(stage)].reshape(self.dp, -1)
 
     def _product(self, skip: str = "") -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Float64, Int64
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
@@ -24,29 +25,29 @@ from hetero_strategy.plan.nodes.slots import volumes
 from hetero_strategy.plan.packing import Packed, deal, pack, pieces, regroup
 from hetero_strategy.plan.step_plan import Assignment, ModuleLoad, StepMetadata, StepPlan
 
-Assigner = Callable[[str, np.ndarray, int], np.ndarray]
-"""(module, rows of each unit int64 ``[n]``, number of instances) -> instance of each unit, int64 ``[n]``."""
+Assigner = Callable[[str, Int64[np.ndarray, "units"], int], Int64[np.ndarray, "units"]]
+"""(module, rows of each unit, number of instances) -> instance of each unit."""
 
 
 class Size(NamedTuple):
-    """How much work one module has in a step; float64 ``[microbatches, instances]`` each."""
+    """How much work one module has in a step."""
 
-    rows: np.ndarray
-    squares: np.ndarray
+    rows: Float64[np.ndarray, "microbatches instances"]
+    squares: Float64[np.ndarray, "microbatches instances"]
     """Sums of squared rows."""
-    time: np.ndarray | None = None
+    time: Float64[np.ndarray, "microbatches instances"] | None = None
     """Time in the unit of the module's cost, with the instances' speeds; None: its FLOPs."""
 
 
 UnitSizes = Mapping[str, Size]
 """Module -> its work."""
-Orderer = Callable[[UnitSizes], np.ndarray]
-"""Work of a step's microbatches -> the order in which to run them, int64 ``[microbatches]``."""
+Orderer = Callable[[UnitSizes], Int64[np.ndarray, "microbatches"]]
+"""Work of a step's microbatches -> the order in which to run them."""
 AS_SAMPLED = "none"
 """Policy under which samples are dealt in turn and items stay with their samples, whatever they cost."""
 
 
-def round_robin(module: str, rows: np.ndarray, instances: int) -> np.ndarray:
+def round_robin(module: str, rows: Int64[np.ndarray, "units"], instances: int) -> Int64[np.ndarray, "units"]:
     """Give unit ``k`` to instance ``k mod instances``, whatever it costs."""
     return np.arange(len(rows)) % instances
 
@@ -58,10 +59,10 @@ class Near:
     Rows are cheap between instances with equal numbers.
     """
 
-    slots: np.ndarray
-    """Number of the node of each instance of the encoder or generator, int64 ``[instances]``."""
-    homes: np.ndarray
-    """Likewise of the language model, int64 ``[its instances]``."""
+    slots: Int64[np.ndarray, "instances"]
+    """Number of the node of each instance of the encoder or generator."""
+    homes: Int64[np.ndarray, "language_model_instances"]
+    """Likewise of the language model."""
     language_model: str
 
 
@@ -92,7 +93,7 @@ class ResolvedBalance:
     def policy_of(self, module: str) -> str:
         return self.policy.get(module, AS_SAMPLED)
 
-    def speeds_of(self, module: str) -> np.ndarray | None:
+    def speeds_of(self, module: str) -> Float64[np.ndarray, "instances"] | None:
         speeds = self.speeds.get(module)
         return None if speeds is None else np.asarray(speeds, dtype=np.float64)
 

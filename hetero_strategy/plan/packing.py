@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import numpy as np
+from jaxtyping import Float64, Int64
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
@@ -25,14 +26,14 @@ LEVEL_WITHIN = 1.01
 class Packed:
     """Samples in their microbatches."""
 
-    microbatch: np.ndarray
-    """Microbatch of each sample, int64 ``[S]``."""
-    instance: np.ndarray
-    """Instance of the first language model that computes each sample, int64 ``[S]``."""
+    microbatch: Int64[np.ndarray, "samples"]
+    """Microbatch of each sample."""
+    instance: Int64[np.ndarray, "samples"]
+    """Instance of the first language model that computes each sample."""
     count: int
     """Number of microbatches."""
 
-    def reordered(self, order: np.ndarray) -> Packed:
+    def reordered(self, order: Int64[np.ndarray, "microbatches"]) -> Packed:
         """Renumber the microbatches so that ``order[k]`` becomes number ``k``.
 
         Raises:
@@ -51,16 +52,16 @@ def deal(samples: int, instances: int, microbatches: int) -> Packed:
 
 
 def pack(
-    tokens: np.ndarray,
+    tokens: Int64[np.ndarray, "samples"],
     instances: int,
     microbatches: int | None,
     cost: Cost,
     *,
     module: str,
     policy: str | None = "auto",
-    speeds: np.ndarray | None = None,
+    speeds: Float64[np.ndarray, "instances"] | None = None,
     budget: int | None = None,
-    beside: np.ndarray | None = None,
+    beside: Float64[np.ndarray, "samples"] | None = None,
 ) -> Packed:
     """Pack samples into microbatches and instances of a language model.
 
@@ -69,13 +70,13 @@ def pack(
     bins are too unequal for that, each microbatch gets bins as equal as possible.
 
     Args:
-        tokens: length of each sample, int64 ``[S]``.
+        tokens: length of each sample.
         microbatches: number of microbatches; None: as few as the budget allows.
         instances, cost, module: of the language model; its name is for messages.
         policy: policy of :func:`hetero_strategy.plan.balance.balance`; None: samples are dealt in turn.
-        speeds: relative speeds of the instances, float64 ``[instances]``; None: equal.
+        speeds: relative speeds of the instances; None: equal.
         budget: most tokens of an instance in a microbatch; None: any number.
-        beside: what each sample costs other modules, float64 ``[S]``; None: nothing.
+        beside: what each sample costs other modules; None: nothing.
 
     Raises:
         ConfigError: the budget cannot be kept.
@@ -141,16 +142,10 @@ def _together(load: np.ndarray, beside: np.ndarray, instances: int, microbatches
     return number, instance
 
 
-def levelled(beside: np.ndarray, instances: int, microbatches: int) -> np.ndarray:
-    """Join ``instances * microbatches`` bins to microbatches of nearly equal cost, ``instances`` bins in each.
+def levelled(beside: Float64[np.ndarray, "bins"], instances: int, microbatches: int) -> Int64[np.ndarray, "bins"]:
+    """Find the microbatch of each of ``instances * microbatches`` bins, so that microbatches cost nearly equal work.
 
     The next largest bins go to the microbatches with the least cost so far, one to each.
-
-    Args:
-        beside: cost of each bin, float64 ``[bins]``.
-
-    Returns:
-        The microbatch of each bin, int64 ``[bins]``.
     """
     ranked = np.argsort(-beside, kind="stable").reshape(instances, microbatches)
     total, number = np.zeros(microbatches), np.empty(len(beside), dtype=np.int64)
@@ -161,17 +156,18 @@ def levelled(beside: np.ndarray, instances: int, microbatches: int) -> np.ndarra
     return number
 
 
-def regroup(of_step: np.ndarray, rows: np.ndarray, microbatches: int, budget: int) -> tuple[np.ndarray, int]:
+def regroup(
+    of_step: Int64[np.ndarray, "units"], rows: Int64[np.ndarray, "units"], microbatches: int, budget: int
+) -> tuple[Int64[np.ndarray, "units"], int]:
     """Make microbatches of about ``budget`` rows by joining neighbouring step microbatches and splitting large ones.
 
     Args:
-        of_step: step microbatch of each unit, int64 ``[n]``.
-        rows: rows of each unit, int64 ``[n]``.
+        of_step: step microbatch of each unit.
         microbatches: number of the step's microbatches.
         budget: rows of one microbatch over all instances.
 
     Returns:
-        The new microbatch of each unit, int64 ``[n]``, and how many there are (at least 1).
+        The new microbatch of each unit, and how many there are (at least 1).
     """
     group = np.zeros(len(of_step), dtype=np.int64)
     totals = np.bincount(of_step, weights=rows, minlength=microbatches)
@@ -189,17 +185,15 @@ def regroup(of_step: np.ndarray, rows: np.ndarray, microbatches: int, budget: in
     return group, number + 1
 
 
-def pieces(of_step: np.ndarray, costs: np.ndarray, count: int) -> tuple[np.ndarray, int]:
+def pieces(
+    of_step: Int64[np.ndarray, "units"], costs: Float64[np.ndarray, "units"], count: int
+) -> tuple[Int64[np.ndarray, "units"], int]:
     """Make at most ``count`` microbatches of equal cost, in the order of the step's.
 
     An item may be computed before or after the rest of its sample's microbatch, but never after an item of a later one.
 
-    Args:
-        of_step: step microbatch of each unit, int64 ``[n]``.
-        costs: cost of each unit, float64 ``[n]``.
-
     Returns:
-        The new microbatch of each unit, int64 ``[n]``, and how many there are (at least 1).
+        The new microbatch of each unit, and how many there are (at least 1).
     """
     order = ragged.argsort_small(of_step)
     used, dense = np.unique(_piece(costs[order], count), return_inverse=True)

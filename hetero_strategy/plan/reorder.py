@@ -1,7 +1,7 @@
 """In which order a step runs its microbatches. Pure.
 
-Gradients are sums, so any order is right, but bubbles depend on it. An order is an int64 ``[l]``: position ``k`` runs
-microbatch ``order[k]``.
+Gradients are sums, so any order is right, but bubbles depend on it. Position ``k`` of an order runs microbatch
+``order[k]``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from itertools import permutations
 from math import factorial
 
 import numpy as np
+from jaxtyping import Float64, Int64
 
-Times = Callable[[np.ndarray], np.ndarray]
-"""Orders, int64 ``[candidates, l]`` -> time of the step with each, float64 ``[candidates]``."""
+Times = Callable[[Int64[np.ndarray, "candidates microbatches"]], Float64[np.ndarray, "candidates"]]
+"""Orders -> time of the step with each."""
 SEARCHES = ("search", "interval", "none")
 """How an order is found: by ``best_order``, by ``interval_order`` (used only where it gains), or not at all."""
 BATCH = 128
@@ -29,8 +30,10 @@ ROUNDING = 1e-9
 """Share of the step's time below which a difference is no gain."""
 
 
-def interval_order(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-    """DistTrain's inter-microbatch reordering for 1F1B (arXiv:2408.04275, section 5.2, algorithm 3); int64 ``[l]``.
+def interval_order(
+    forward: Float64[np.ndarray, "ranks microbatches"], backward: Float64[np.ndarray, "ranks microbatches"]
+) -> Int64[np.ndarray, "microbatches"]:
+    """DistTrain's inter-microbatch reordering for 1F1B (arXiv:2408.04275, section 5.2, algorithm 3).
 
     The smallest microbatch comes first and the ``p - 1`` next smaller ones come last. Between them, the gaps that the
     first rank's forwards fill (intervals) are computed with the recurrence of 1F1B over the microbatches placed so far,
@@ -40,9 +43,6 @@ def interval_order(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
     The paper loops over ``l - p`` intervals; here the loop ends when no microbatch is left, after ``l - 2p + 2``, as
     the first takes ``p - 1``. The paper leaves open what the size of a microbatch is: here its time on all ranks. Where
     a rank has several stages (interleaved 1F1B) all intervals that a microbatch fills count as one.
-
-    Args:
-        forward, backward: time of every rank per microbatch, float64 ``[p, l]``.
     """
     p, count = forward.shape
     if p <= 1 or count <= 1:
@@ -70,13 +70,11 @@ def interval_order(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
 
 
 class Intervals:
-    """The part of 1F1B on ``p`` ranks that the first microbatches of an order decide; ``O(p)`` per microbatch.
+    """The part of 1F1B on ``p`` ranks that the first microbatches of an order decide; ``O(p)`` per microbatch."""
 
-    Args:
-        forward, backward: time of every rank per microbatch, float64 ``[p, l]``.
-    """
-
-    def __init__(self, forward: np.ndarray, backward: np.ndarray) -> None:
+    def __init__(
+        self, forward: Float64[np.ndarray, "ranks microbatches"], backward: Float64[np.ndarray, "ranks microbatches"]
+    ) -> None:
         self._forward: list[list[float]] = forward.T.tolist()
         self._backward: list[list[float]] = backward.T.tolist()
         self._ranks = len(forward)
@@ -110,8 +108,12 @@ class Intervals:
         return max(0.0, self._back[1] - self._back[0])
 
 
-def best_order(times: Times, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-    """Search for a fast order, int64 ``[l]``: ``0 .. l - 1``, as planned, or one that takes less time.
+def best_order(
+    times: Times,
+    forward: Float64[np.ndarray, "ranks microbatches"],
+    backward: Float64[np.ndarray, "ranks microbatches"],
+) -> Int64[np.ndarray, "microbatches"]:
+    """Search for a fast order: ``0 .. l - 1``, as planned, or one that takes less time.
 
     If all orders can be tried (up to 6 microbatches) the result is the best there is. Otherwise the planned one,
     ``interval_order`` and orders sorted by size are evaluated, then ``ROUNDS`` rounds of ``BATCH`` changed orders each:
@@ -123,7 +125,7 @@ def best_order(times: Times, forward: np.ndarray, backward: np.ndarray) -> np.nd
 
     Args:
         times: judges orders; the same function on every rank.
-        forward, backward: time of every rank per microbatch, float64 ``[p, l]``, for the orders to begin with.
+        forward, backward: time of every rank per microbatch, for the orders to begin with.
     """
     microbatches = forward.shape[1]
     planned = np.arange(microbatches)

@@ -12,39 +12,40 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import numpy as np
+from jaxtyping import Float64, Int64
 
 from hetero_strategy import ragged
 
 
 @dataclass(frozen=True)
 class UnitRuns:
-    """Runs of rows that cross one edge in a global batch; all int64 ``[n]``."""
+    """Runs of rows that cross one edge in a global batch."""
 
-    source: np.ndarray
+    source: Int64[np.ndarray, "runs"]
     """Unit of the source module: a sample, or an item in :attr:`StepMetadata.items`."""
-    source_start: np.ndarray
+    source_start: Int64[np.ndarray, "runs"]
     """First row of the run among the unit's rows that cross edges."""
-    target: np.ndarray
+    target: Int64[np.ndarray, "runs"]
     """Unit of the target module."""
-    target_start: np.ndarray
+    target_start: Int64[np.ndarray, "runs"]
     """First row of the run among the unit's rows inside the module."""
-    rows: np.ndarray
+    rows: Int64[np.ndarray, "runs"]
 
 
 @dataclass(frozen=True)
 class StepItems:
-    """Items of one module that is not samplewise, by sample, then by position in it; all int64 ``[n]``."""
+    """Items of one module that is not samplewise, by sample, then by position in it."""
 
-    sample: np.ndarray
-    """The item's sample, counted in the step from 0 to ``S - 1``."""
-    edge_rows: np.ndarray
+    sample: Int64[np.ndarray, "items"]
+    """The item's sample, counted in the step from 0."""
+    edge_rows: Int64[np.ndarray, "items"]
     """Rows that cross the module's edges: those that an encoder makes of the item or a generator is given for it; as
     its kind says where that has units of its own."""
-    start: np.ndarray
+    start: Int64[np.ndarray, "items"]
     """Position of the first of these rows in its sample's token sequence."""
-    inner_rows: np.ndarray
+    inner_rows: Int64[np.ndarray, "items"]
     """Rows of the item that the module's transformer sees."""
-    targets: np.ndarray | None = None
+    targets: Int64[np.ndarray, "items"] | None = None
     """Elements of the item that the module's loss counts (a generator's pixels); None: it has no loss."""
     given: Mapping[str, UnitRuns] | None = None
     """Source module -> the rows that it gives to the items. None: where an edge joins the module with a samplewise one,
@@ -58,17 +59,17 @@ class StepMetadata:
     epoch: int
     step: int
     """Number of the step in the epoch."""
-    samples: np.ndarray
-    """Data set index of each sample, int64 ``[S]``."""
-    tokens: np.ndarray
-    """Length of each sample's token sequence, encoder rows included, int64 ``[S]``."""
-    labels: np.ndarray
-    """Loss tokens of each sample, int64 ``[S]``."""
+    samples: Int64[np.ndarray, "samples"]
+    """Data set index of each sample."""
+    tokens: Int64[np.ndarray, "samples"]
+    """Length of each sample's token sequence, encoder rows included."""
+    labels: Int64[np.ndarray, "samples"]
+    """Loss tokens of each sample."""
     items: Mapping[str, StepItems]
     """Module that is not samplewise -> its items."""
 
-    def sample_of(self, module: str) -> np.ndarray:
-        """Sample of each of the module's units, int64 ``[units]``."""
+    def sample_of(self, module: str) -> Int64[np.ndarray, "units"]:
+        """Sample of each of the module's units."""
         return self.items[module].sample if module in self.items else np.arange(len(self.samples))
 
     def runs(self, source: str, target: str) -> UnitRuns:
@@ -87,16 +88,16 @@ class StepMetadata:
 class Assignment:
     """What every instance of one module computes in one of the module's microbatches."""
 
-    units: np.ndarray
-    """Item numbers in :attr:`StepMetadata.items`, or sample numbers for a language model, int64 ``[n]``."""
-    edge_rows: np.ndarray
-    """Rows of each unit that cross edges, for a language model its tokens, int64 ``[n]``."""
-    inner_rows: np.ndarray
-    """Rows of each unit inside the module, for a language model its tokens, int64 ``[n]``."""
-    offsets: np.ndarray
-    """Instance ``i`` computes ``units[offsets[i]:offsets[i + 1]]``, in that order; int64 ``[instances + 1]``."""
-    padding: np.ndarray
-    """Alignment rows appended where tensor-parallel ranks share an instance's rows, int64 ``[instances]``."""
+    units: Int64[np.ndarray, "units"]
+    """Item numbers in :attr:`StepMetadata.items`, or sample numbers for a language model."""
+    edge_rows: Int64[np.ndarray, "units"]
+    """Rows of each unit that cross edges, for a language model its tokens."""
+    inner_rows: Int64[np.ndarray, "units"]
+    """Rows of each unit inside the module, for a language model its tokens."""
+    offsets: Int64[np.ndarray, "bounds"]
+    """Instance ``i`` computes ``units[offsets[i]:offsets[i + 1]]``, in that order."""
+    padding: Int64[np.ndarray, "instances=bounds-1"]
+    """Alignment rows appended where tensor-parallel ranks share an instance's rows."""
     first: int
     last: int
     """First and last of the step's microbatches that the units' samples are in."""
@@ -106,48 +107,45 @@ class Assignment:
         """Whether no instance has a unit, so that the whole module skips the microbatch."""
         return len(self.units) == 0
 
-    def of(self, instance: int) -> np.ndarray:
+    def of(self, instance: int) -> Int64[np.ndarray, "units"]:
         """Units of one instance, in the order in which it computes them."""
         return self.units[self.offsets[instance] : self.offsets[instance + 1]]
 
-    def edge_rows_of(self, instance: int) -> np.ndarray:
+    def edge_rows_of(self, instance: int) -> Int64[np.ndarray, "units"]:
         """Rows that cross edges of each unit of one instance."""
         return self.edge_rows[self.offsets[instance] : self.offsets[instance + 1]]
 
-    def inner_rows_of(self, instance: int) -> np.ndarray:
+    def inner_rows_of(self, instance: int) -> Int64[np.ndarray, "units"]:
         """Rows inside the module of each unit of one instance; alignment rows count as a last unit."""
         inner_rows = self.inner_rows[self.offsets[instance] : self.offsets[instance + 1]]
         padding = self.padding[instance]
         return np.append(inner_rows, padding) if padding else inner_rows
 
-    def instance(self) -> np.ndarray:
-        """Instance of each unit, int64 ``[n]``."""
+    def instance(self) -> Int64[np.ndarray, "units"]:
+        """Instance of each unit."""
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
-    def starts(self, *, inner: bool = False) -> np.ndarray:
-        """First row of each unit among its instance's rows, int64 ``[n]``."""
+    def starts(self, *, inner: bool = False) -> Int64[np.ndarray, "units"]:
+        """First row of each unit among its instance's rows."""
         ahead = ragged.offsets(self.inner_rows if inner else self.edge_rows)
         return ahead[:-1] - np.repeat(ahead[self.offsets[:-1]], np.diff(self.offsets))
 
-    def totals(self, *, inner: bool = False) -> np.ndarray:
-        """Rows of each instance, alignment included, int64 ``[instances]``."""
+    def totals(self, *, inner: bool = False) -> Int64[np.ndarray, "instances"]:
+        """Rows of each instance, alignment included."""
         return np.diff(ragged.offsets(self.inner_rows if inner else self.edge_rows)[self.offsets]) + self.padding
 
 
 @dataclass(frozen=True)
 class ModuleLoad:
-    """Costs of a step for the instances of one module, in the unit of the module's cost.
+    """Costs of a step for the instances of one module, in the unit of the module's cost."""
 
-    Both are float64 ``[microbatches, instances]``.
-    """
-
-    before: np.ndarray
+    before: Float64[np.ndarray, "step_microbatches instances"]
     """Costs as sampled: samples dealt in turn to microbatches and instances, items with their samples."""
-    after: np.ndarray
-    """Costs as planned."""
+    after: Float64[np.ndarray, "microbatches instances"]
+    """Costs as planned, in the module's microbatches."""
 
     @staticmethod
-    def imbalance(loads: np.ndarray) -> float:
+    def imbalance(loads: Float64[np.ndarray, "microbatches instances"]) -> float:
         """Divide the time of every microbatch's slowest instance by the mean of all instances; 1: nobody waits."""
         mean = float(loads.mean(axis=1).sum())
         return float(loads.max(axis=1).sum()) / mean if mean else 1.0
@@ -155,14 +153,14 @@ class ModuleLoad:
 
 @dataclass(frozen=True)
 class UnitPlaces:
-    """Where each unit of one module is computed; all int64 ``[units]``."""
+    """Where each unit of one module is computed."""
 
-    microbatch: np.ndarray
+    microbatch: Int64[np.ndarray, "units"]
     """Of the module."""
-    instance: np.ndarray
-    edge_start: np.ndarray
+    instance: Int64[np.ndarray, "units"]
+    edge_start: Int64[np.ndarray, "units"]
     """First row of the unit among its instance's rows that cross edges."""
-    inner_start: np.ndarray
+    inner_start: Int64[np.ndarray, "units"]
     """The same among the rows inside the module."""
 
 
@@ -191,8 +189,8 @@ class StepPlan:
         return max(1, 0 if items.targets is None else int(items.targets.sum()))
 
     @property
-    def samples(self) -> np.ndarray:
-        """Data set index of each sample, int64 ``[S]``."""
+    def samples(self) -> Int64[np.ndarray, "samples"]:
+        """Data set index of each sample."""
         return self.metadata.samples
 
     @cached_property
@@ -251,18 +249,15 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class EdgeBlocks:
-    """Runs of rows that cross one edge between one microbatch of each side; int64 ``[n]``.
+    """Runs of rows that cross one edge between one microbatch of each side, by (target instance, target start)."""
 
-    Ordered by (target instance, target start).
-    """
-
-    source_instance: np.ndarray
-    source_start: np.ndarray
+    source_instance: Int64[np.ndarray, "runs"]
+    source_start: Int64[np.ndarray, "runs"]
     """First row of the run among the rows of its source instance."""
-    target_instance: np.ndarray
-    target_start: np.ndarray
+    target_instance: Int64[np.ndarray, "runs"]
+    target_start: Int64[np.ndarray, "runs"]
     """First row of the run among the rows of its target instance."""
-    rows: np.ndarray
+    rows: Int64[np.ndarray, "runs"]
 
 
 @dataclass(frozen=True)
@@ -271,12 +266,12 @@ class EdgeRuns:
 
     Args:
         pairs: (source microbatch, target microbatch) pairs between which they flow, ascending by target, then source.
-        bounds: int64 ``[pairs + 1]``: those of pair ``k`` are ``blocks[bounds[k]:bounds[k + 1]]``.
+        bounds: those of pair ``k`` are ``blocks[bounds[k]:bounds[k + 1]]``.
         blocks: of all pairs.
     """
 
     pairs: dict[tuple[int, int], int]
-    bounds: np.ndarray
+    bounds: Int64[np.ndarray, "bounds"]
     blocks: EdgeBlocks
 
     def between(self, source_microbatch: int, target_microbatch: int) -> EdgeBlocks:
@@ -321,7 +316,7 @@ def edge_blocks(plan: StepPlan, source: str, source_microbatch: int, target: str
     return plan._runs[source, target].between(source_microbatch, target_microbatch)
 
 
-def slots(blocks: EdgeBlocks, instance: int) -> np.ndarray:
-    """Rows of a target instance that the edge fills, ascending, int64 ``[k]``."""
+def slots(blocks: EdgeBlocks, instance: int) -> Int64[np.ndarray, "slots"]:
+    """Rows of a target instance that the edge fills, ascending."""
     local = blocks.target_instance == instance
     return ragged.expand(blocks.target_start[local], blocks.rows[local])

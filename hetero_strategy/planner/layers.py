@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float64
 
 
 @dataclass(frozen=True)
@@ -26,21 +27,21 @@ class LayerCost:
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """Times of several layers, or of several stages, in order; each float64 ``[layers]``."""
+    """Times of several layers, or of several stages, in order."""
 
-    forward: np.ndarray
-    input: np.ndarray
+    forward: Float64[np.ndarray, "layers"]
+    input: Float64[np.ndarray, "layers"]
     """Times of the input gradient, 0 where none is needed. A recomputed forward is in here, otherwise in ``weight``."""
-    weight: np.ndarray
+    weight: Float64[np.ndarray, "layers"]
     """Times of the weight gradient, 0 where the layer is frozen."""
 
     @property
-    def backward(self) -> np.ndarray:
+    def backward(self) -> Float64[np.ndarray, "layers"]:
         """Times of both gradients."""
         return self.input + self.weight
 
     @property
-    def total(self) -> np.ndarray:
+    def total(self) -> Float64[np.ndarray, "layers"]:
         """Forward and backward: how long a microbatch keeps a stage busy."""
         return self.forward + self.backward
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Float
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import LayoutError
@@ -18,14 +19,14 @@ _NEVER = 2**61
 """More than the square of all work; twice it still fits int64."""
 
 
-def split(costs: Sequence[float] | np.ndarray, stages: int) -> tuple[int, ...]:
+def split(costs: Sequence[float] | Float[np.ndarray, "layers"], stages: int) -> tuple[int, ...]:
     """Number of layers of each stage such that the largest stage costs least.
 
     Among such splits the one with the smallest sum of squared stage costs is taken, and among these one with short
     early stages, which hold the activations of more microbatches. Dynamic programming, O(layers^2 * stages).
 
     Args:
-        costs: costs of the layers, ``[layers]``, such as ``Passes.total``. What always goes with the first or the last
+        costs: costs of the layers, such as ``Passes.total``. What always goes with the first or the last
             layer (embedding, head, projector) belongs to that layer's cost.
 
     Raises:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Int64
 
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.layout.pipeline import Pipeline
@@ -50,8 +51,8 @@ class Action(NamedTuple):
 class Stage:
     """What an order must know of a node."""
 
-    grid: np.ndarray
-    """Global ranks, int64 ``[instances, ranks per instance]``."""
+    grid: Int64[np.ndarray, "instances ranks"]
+    """Global ranks of each instance."""
     trains: bool
     """Has a trainable parameter."""
     backward: bool

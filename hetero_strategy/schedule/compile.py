@@ -19,6 +19,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int64
 
 from hetero_strategy.boundary.route import (
     Route,
@@ -81,8 +82,8 @@ class StepProgram:
     transfers: tuple[RankTransfer, ...]
     starts: tuple[int, ...] = ()
     """Transfers that start before the first action."""
-    index: np.ndarray = field(default_factory=lambda: NO_INDEX, compare=False)
-    """int64: the row numbers that :class:`Rows` of all transfers point to."""
+    index: Int64[np.ndarray, "rows"] = field(default_factory=lambda: NO_INDEX, compare=False)
+    """The row numbers that :class:`Rows` of all transfers point to."""
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,6 @@ class _Compiler:
         return rows_on(self.graph.stages[stage_id], self.totals[key])
 
 
-def rows_on(stage: Stage, totals: np.ndarray) -> Side:
-    """How rows lie on a stage's ranks; ``totals``: rows of each instance, int64 ``[instances]``."""
+def rows_on(stage: Stage, totals: Int64[np.ndarray, "instances"]) -> Side:
+    """How rows lie on a stage's ranks; ``totals``: rows of each instance."""
     return Side(stage.grid, totals, stage.row_sharding)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float64, Num
 
 from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
 from hetero_strategy.layout.spec import ModuleLayout
@@ -76,19 +77,22 @@ class StageCost:
     """Per square of a sequence's length."""
     recomputed: bool = False
 
-    def of(self, rows: np.ndarray, squares: np.ndarray) -> np.ndarray:
+    def of(
+        self, rows: Num[np.ndarray, "*instances"], squares: Num[np.ndarray, "*instances"]
+    ) -> Float64[np.ndarray, "*instances"]:
         """FLOPs of instances with so many rows and so large sums of squared lengths."""
         return self.per_row * rows + self.per_pair * squares
 
 
 def forward_times(
-    stages: Sequence[StageCost], rows: np.ndarray, squares: np.ndarray, whole: np.ndarray | None
-) -> list[np.ndarray]:
-    """Time of the forward of every stage of a module, in the shape of ``rows``.
+    stages: Sequence[StageCost],
+    rows: Float64[np.ndarray, "microbatches instances"],
+    squares: Float64[np.ndarray, "microbatches instances"],
+    whole: Float64[np.ndarray, "microbatches instances"] | None,
+) -> list[Float64[np.ndarray, "microbatches instances"]]:
+    """Time of the forward of every stage of a module, from the rows and the sums of squared lengths.
 
     Args:
-        stages: of the module.
-        rows, squares: rows of an instance in a microbatch, and the sum of its squared lengths.
         whole: time of the whole module, which its stages share in proportion to their FLOPs; None: the FLOPs are it.
     """
     flops = [stage.of(rows, squares) for stage in stages]
@@ -124,8 +128,8 @@ class PlannedCosts:
             return 0.0
         return self._slowest[action.node][action.microbatch] * self._times(action)
 
-    def of_instances(self, action: Action) -> np.ndarray:
-        """The same of every instance, float64 ``[instances]``; not for UNSHARD and REDUCE."""
+    def of_instances(self, action: Action) -> Float64[np.ndarray, "instances"]:
+        """The same of every instance; not for UNSHARD and REDUCE."""
         found: np.ndarray = self._forward[action.node][action.microbatch] * self._times(action)
         return found
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float64
 
 from hetero_strategy.schedule.action import Action, Schedule
 from hetero_strategy.simulator.result import CAUSES, Cause, Simulation
@@ -51,17 +52,12 @@ class Account:
     def run(
         self,
         action: Action,
-        start: np.ndarray,
-        end: np.ndarray,
-        computed: np.ndarray | None,
-        arrived: np.ndarray | None,
+        start: Float64[np.ndarray, "instances"],
+        end: Float64[np.ndarray, "instances"],
+        computed: Float64[np.ndarray, "instances"] | None,
+        arrived: Float64[np.ndarray, "instances"] | None,
     ) -> None:
-        """Book an action; all times are float64 ``[instances]``.
-
-        Args:
-            computed: when what it reads was computed; None where it reads nothing from other stages.
-            arrived: when what it reads arrived.
-        """
+        """Book an action. What it reads of other stages was ``computed`` and ``arrived`` then; None: nothing."""
         grid = self.grids[action.node]
         free = self.free[grid]
         if computed is not None and arrived is not None:
@@ -87,7 +83,11 @@ class Account:
             self._idle["warm-up"][cold] += self._idle[cause][cold]
             self._idle[cause][cold] = 0.0
 
-    def close(self, start: dict[Action, np.ndarray], end: dict[Action, np.ndarray]) -> Simulation:
+    def close(
+        self,
+        start: dict[Action, Float64[np.ndarray, "_instances"]],
+        end: dict[Action, Float64[np.ndarray, "_instances"]],
+    ) -> Simulation:
         """Make the result once all actions are booked."""
         time = float(self._ended.max(initial=0.0)) + self._host.closing
         self._idle["host"] -= self.free - self._ended

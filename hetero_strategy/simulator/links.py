@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Bool, Int64
 
 
 @dataclass(frozen=True)
@@ -20,15 +21,11 @@ class Links:
     bandwidth: float = np.inf
 
 
-def same_ranks(source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Whether two instances have exactly the same ranks, so that rows between them take no time.
-
-    Args:
-        source, target: global ranks, int64 ``[instances, ranks per instance]``.
-
-    Returns:
-        Bool ``[source instances, target instances]``.
-    """
+def same_ranks(
+    source: Int64[np.ndarray, "source_instances source_ranks"],
+    target: Int64[np.ndarray, "target_instances target_ranks"],
+) -> Bool[np.ndarray, "source_instances target_instances"]:
+    """Whether two instances have exactly the same global ranks, so that rows between them take no time."""
     numbers: dict[bytes, int] = {}
     keys = [[numbers.setdefault(np.sort(row).tobytes(), len(numbers)) for row in grid] for grid in (source, target)]
     return np.equal.outer(*(np.array(k) for k in keys))

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float64
 from scipy.optimize import nnls
 
 from hetero_strategy.schedule.action import Action, Kind, Schedule, StageId
@@ -23,8 +24,8 @@ class TimedForward(NamedTuple):
     seconds: float
 
 
-Scatter = Mapping[tuple[StageId, Kind], np.ndarray]
-"""(stage, kind) -> measured over fitted seconds of its actions, float64 ``[samples]``."""
+Scatter = Mapping[tuple[StageId, Kind], Float64[np.ndarray, "_actions"]]
+"""(stage, kind) -> measured over fitted seconds of its actions."""
 
 
 class Profile:
@@ -38,8 +39,8 @@ class Profile:
     def __init__(self, samples: Iterable[TimedForward]) -> None:
         self._lines = {key: _fit(points) for key, points in _points(samples).items()}
 
-    def costs(self, planned: PlannedCosts, action: Action) -> np.ndarray | float:
-        """Seconds of an action on every instance, float64 ``[instances]``; what was never measured costs nothing."""
+    def costs(self, planned: PlannedCosts, action: Action) -> Float64[np.ndarray, "instances"] | float:
+        """Seconds of an action on every instance; what was never measured costs nothing."""
         constant, slope = self._lines.get((action.node, action.kind), (0.0, 0.0))
         if action.microbatch < 0:
             return constant
@@ -61,8 +62,8 @@ class Profile:
         scatter: Scatter,
         random: np.random.Generator,
         synchronous: Collection[StageId] = (),
-    ) -> dict[Action, np.ndarray]:
-        """Draw costs of all actions of a schedule, float64 ``[instances]``, that scatter around their lines.
+    ) -> dict[Action, Float64[np.ndarray, "_instances"]]:
+        """Draw costs of all actions of a schedule, on every instance, that scatter around their lines.
 
         Each instance is drawn by itself, except where all do an action together: UNSHARD, REDUCE, ``synchronous``
         stages.
@@ -95,8 +96,8 @@ def _fit(points: np.ndarray) -> tuple[float, float]:
     return fit_line(usual if len(usual) else points)
 
 
-def fit_line(points: np.ndarray) -> tuple[float, float]:
-    """Constant and slope, both at least 0, of the least-squares line through points, ``[n, 2]``."""
+def fit_line(points: Float64[np.ndarray, "points 2"]) -> tuple[float, float]:
+    """Constant and slope, both at least 0, of the least-squares line through points."""
     unit = points[:, 0].max(initial=0.0) or 1.0
     matrix = np.stack([np.ones(len(points)), points[:, 0] / unit], axis=1)
     (constant, slope), _ = nnls(matrix, points[:, 1])

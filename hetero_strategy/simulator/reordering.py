@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from jaxtyping import Float64, Int64
 
 from hetero_strategy.plan.orchestrator import UnitSizes
 from hetero_strategy.plan.reorder import best_order, interval_order
@@ -17,8 +18,8 @@ from hetero_strategy.schedule.graph import StageCost, forward_times, forwards
 from hetero_strategy.schedule.policies import schedule_policy
 from hetero_strategy.simulator.replay import Replay
 
-Table = Mapping[tuple[Kind, StageId], np.ndarray]
-"""(kind, stage) -> time of that work in each microbatch, float64 ``[microbatches]``."""
+Table = Mapping[tuple[Kind, StageId], Float64[np.ndarray, "microbatches"]]
+"""(kind, stage) -> time of that work in each microbatch."""
 
 
 class Reorderer:
@@ -65,8 +66,8 @@ class Reorderer:
         """Whether the order can matter, because some ranks run other stages than others and may wait for them."""
         return self._search != "none" and len(self._graph.hosts) > 1
 
-    def __call__(self, sizes: UnitSizes) -> np.ndarray:
-        """Find the order, int64 ``[l]``: position ``k`` should run what is now microbatch ``order[k]``.
+    def __call__(self, sizes: UnitSizes) -> Int64[np.ndarray, "microbatches"]:
+        """Find the order: position ``k`` should run what is now microbatch ``order[k]``.
 
         Args:
             sizes: module -> its work in every microbatch of the step. The module skips a microbatch in which all its

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from jaxtyping import Float64, Int64
 
 from hetero_strategy.schedule.action import Action, Kind, Schedule, StageId
 
@@ -49,12 +50,14 @@ class Replay:
         self._line = np.array([line[a.kind, a.node] for a in self.actions], np.int64)
         self._position = np.array([max(0, a.microbatch) for a in self.actions], np.int64)
 
-    def table(self, costs: Mapping[tuple[Kind, StageId], np.ndarray], microbatches: int) -> np.ndarray:
-        """Costs as ``of_orders`` takes them, float64 ``[lines, microbatches]``.
+    def table(
+        self, costs: Mapping[tuple[Kind, StageId], Float64[np.ndarray, "microbatches"] | float], microbatches: int
+    ) -> Float64[np.ndarray, "lines microbatches"]:
+        """Costs as ``of_orders`` takes them.
 
         Args:
-            costs: seconds of every kind of work per microbatch of the step, float64 ``[microbatches]``; UNSHARD and
-                REDUCE (one number for all) take no time where they are left out.
+            costs: seconds of every kind of work per microbatch of the step; UNSHARD and REDUCE (one number for all)
+                take no time where they are left out.
         """
         table = np.zeros((len(self.lines), microbatches))
         for i, name in enumerate(self.lines):
@@ -62,13 +65,10 @@ class Replay:
                 table[i] = costs[name]
         return table
 
-    def of_orders(self, table: np.ndarray, orders: np.ndarray) -> np.ndarray:
-        """Seconds of the step when position ``k`` of the schedule runs microbatch ``orders[:, k]``; ``[candidates]``.
-
-        Args:
-            table: costs from ``table``.
-            orders: permutations of the step's microbatches, int64 ``[candidates, microbatches]``.
-        """
+    def of_orders(
+        self, table: Float64[np.ndarray, "lines microbatches"], orders: Int64[np.ndarray, "candidates microbatches"]
+    ) -> Float64[np.ndarray, "candidates"]:
+        """Seconds of the step, with costs from ``table``, when position ``k`` runs microbatch ``orders[:, k]``."""
         times = np.empty(len(orders))
         cells = self._line * table.shape[1] + self._position
         for a in range(0, len(orders), BLOCK):

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
+from jaxtyping import Float64, Int64
 
 from hetero_strategy.schedule.action import Action, Schedule
 
@@ -27,18 +28,18 @@ class Simulation:
     """Times of a simulated step, in seconds from its start."""
 
     schedule: Schedule
-    start: Mapping[Action, np.ndarray]
-    """Start of every action on each instance of its stage, float64 ``[instances]``, in a sequence that can run."""
-    end: Mapping[Action, np.ndarray]
+    start: Mapping[Action, Float64[np.ndarray, "_instances"]]
+    """Start of every action on each instance of its stage, in a sequence that can run."""
+    end: Mapping[Action, Float64[np.ndarray, "_instances"]]
     """End of every action, likewise."""
     time: float
     """Duration of the step, up to the end of what main threads do after the last action."""
-    ranks: np.ndarray
-    """Global ranks of all stages, ascending, int64 ``[ranks]``."""
-    busy: np.ndarray
-    """Seconds that each rank computes, float64 ``[ranks]``."""
-    idle: Mapping[Cause, np.ndarray]
-    """Cause -> seconds that each rank is idle, float64 ``[ranks]``. With ``busy`` they add up to ``time``."""
+    ranks: Int64[np.ndarray, "ranks"]
+    """Global ranks of all stages, ascending."""
+    busy: Float64[np.ndarray, "ranks"]
+    """Seconds that each rank computes."""
+    idle: Mapping[Cause, Float64[np.ndarray, "ranks"]]
+    """Cause -> seconds that each rank is idle. With ``busy`` they add up to ``time``."""
 
     @property
     def bubble(self) -> float:

@@ -11,19 +11,22 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float64
 
 from hetero_strategy.schedule.action import Action, Schedule, StageId
 from hetero_strategy.simulator.account import NO_HOST, Account, Host
 from hetero_strategy.simulator.links import Links, same_ranks
 from hetero_strategy.simulator.result import Simulation
 
-ActionCosts = Callable[[Action], "float | np.ndarray"]
-"""Gives the seconds of an action: one number, or float64 ``[instances of its stage]``."""
-RowsSent = Callable[[Action, Action], np.ndarray]
-"""(source action, reading action) -> bytes that one rank of the reading action's stage receives, float64.
+ActionCosts = Callable[[Action], float | Float64[np.ndarray, "instances"]]
+"""Gives the seconds of an action: one number, or one for each instance of its stage."""
+RowsSent = Callable[
+    [Action, Action], Float64[np.ndarray, "instances"] | Float64[np.ndarray, "source_instances target_instances"]
+]
+"""(source action, reading action) -> bytes that one rank of the reading action's stage receives.
 
-Within a module ``[instances]``, as rows go from instance i to instance i. Between modules ``[source instances, target
-instances]``: a target instance waits only for those that send it more than 0.
+Within a module rows go from instance i to instance i. Between modules a target instance waits only for those that send
+it more than 0.
 """
 
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from jaxtyping import Int64
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance.auto import automatic, greedy
-from hetero_strategy.plan.balance.cost import Cost, fit_cost, loads
+from hetero_strategy.plan.balance.cost import Cost, Speeds, fit_cost, loads
 from hetero_strategy.plan.balance.greedy import descending, whole
 from hetero_strategy.plan.balance.limits import fits, keep_limit
 
 __all__ = ["POLICIES", "Cost", "balance", "fit_cost", "loads", "register_policy"]
 
-Policy = Callable[[np.ndarray, int, Cost, "np.ndarray | None"], np.ndarray]
-"""(Lengths int64 ``[n]``, longest first; number of bins; what a bin costs; speeds of bins, None where they are equal)
--> bin of each item, int64 ``[n]``. It has to be a function of these alone, for all ranks must find the same."""
+Policy = Callable[[Int64[np.ndarray, "items"], int, Cost, Speeds], Int64[np.ndarray, "items"]]
+"""(Lengths, longest first; number of bins; what a bin costs; speeds of bins) -> bin of each item. It has to be a
+function of these alone, for all ranks must find the same."""
 POLICIES: dict[str, Policy | None] = {}
 """By name; None: item ``k`` goes to bin ``k`` modulo bins, whatever it costs."""
 
@@ -46,29 +47,25 @@ register_policy("round_robin", None)  # as sampled
 
 
 def balance(
-    lengths: np.ndarray,
+    lengths: Int64[np.ndarray, "items"],
     bins: int,
     cost: Cost,
     *,
     policy: str = "auto",
-    speeds: np.ndarray | None = None,
+    speeds: Speeds = None,
     limit: int | None = None,
-) -> np.ndarray:
-    """Assign items to bins so that the largest ``load / speed`` is small.
+) -> Int64[np.ndarray, "items"]:
+    """Find the bin of each item so that the largest ``load / speed`` is small.
 
     Where the policy's assignment breaks the limit, the best one found that keeps it takes its place
     (:func:`~hetero_strategy.plan.balance.limits.keep_limit`), whatever the policy.
 
     Args:
-        lengths: rows of each item inside the module, at least 0, int64 ``[n]``.
+        lengths: rows of each item inside the module, at least 0.
         bins: number of instances, of microbatches, or of both multiplied.
         cost: what a bin costs.
         policy: a name in :data:`POLICIES`.
-        speeds: relative speeds of the bins, above 0, float64 ``[bins]``; None: equal.
         limit: most rows that a bin may hold (memory); None: any.
-
-    Returns:
-        The bin of each item, int64 ``[n]``.
 
     Raises:
         ConfigError: no assignment was found that keeps the limit.

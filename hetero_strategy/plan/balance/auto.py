@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Int64
 
-from hetero_strategy.plan.balance.cost import Cost, additive_bound, loads
+from hetero_strategy.plan.balance.cost import Cost, Speeds, additive_bound, loads
 from hetero_strategy.plan.balance.greedy import deal, deal_by_speed, descending, exchange, whole
 from hetero_strategy.plan.balance.runs import attention_runs, padded_runs
 
@@ -14,15 +15,11 @@ NEAR = 5e-4
 """Relative distance from the lower bound at which exchanging ends."""
 
 
-def automatic(falling: np.ndarray, bins: int, cost: Cost, speeds: np.ndarray | None) -> np.ndarray:
-    """Assign items to bins in the way that suits the cost; bin of each item, int64 ``[n]``.
+def automatic(falling: Int64[np.ndarray, "items"], bins: int, cost: Cost, speeds: Speeds) -> Int64[np.ndarray, "items"]:
+    """Find the bin of each item, given by falling length, in the way that suits the cost.
 
     Without padding that is the greedy rule followed by exchanges, with full padding the shortest runs, and with padded
     attention the best of runs, OrchMLLM's algorithm 5 and the greedy rule.
-
-    Args:
-        falling: length of each item, never rising, int64 ``[n]``.
-        speeds: float64 ``[bins]``; None: equal.
     """
     if cost.padding == "none":
         return _additive(cost.alone(falling), bins, speeds)
@@ -38,8 +35,8 @@ def automatic(falling: np.ndarray, bins: int, cost: Cost, speeds: np.ndarray | N
     return best_of_all
 
 
-def greedy(weights: np.ndarray, bins: int, speeds: np.ndarray | None) -> np.ndarray:
-    """Give each item, in the order given, to the least loaded bin or the one first done; bin of each, int64 ``[n]``."""
+def greedy(weights: Int64[np.ndarray, "items"], bins: int, speeds: Speeds) -> Int64[np.ndarray, "items"]:
+    """Give each item, in the order given, to the least loaded bin or the one first done; bin of each."""
     return deal(weights, bins)[0] if speeds is None else deal_by_speed(weights, speeds)
 
 
@@ -59,9 +56,13 @@ def _additive(alone: np.ndarray, bins: int, speeds: np.ndarray | None) -> np.nda
 
 
 def runs(
-    falling: np.ndarray, bins: int, cost: Cost, speeds: np.ndarray | None, ends: np.ndarray | None = None
-) -> np.ndarray | None:
-    """Assign items to bins in the shortest runs; bin of each item, int64 ``[n]``.
+    falling: Int64[np.ndarray, "items"],
+    bins: int,
+    cost: Cost,
+    speeds: Speeds,
+    ends: Int64[np.ndarray, "items"] | None = None,
+) -> Int64[np.ndarray, "items"] | None:
+    """Find the bin of each item, in the shortest runs.
 
     Where speeds differ the longest items go to the fastest or to the slowest bins, whichever is better. The result is
     None where ``ends`` (see :func:`padded_runs`) leave no room for all items.
@@ -83,8 +84,12 @@ def runs(
 
 
 def best(
-    lengths: np.ndarray, bins: int, cost: Cost, speeds: np.ndarray | None, tried: Sequence[np.ndarray | None]
-) -> np.ndarray | None:
+    lengths: Int64[np.ndarray, "items"],
+    bins: int,
+    cost: Cost,
+    speeds: Speeds,
+    tried: Sequence[Int64[np.ndarray, "items"] | None],
+) -> Int64[np.ndarray, "items"] | None:
     """Choose the assignment whose longest time is least, the first of several; None: all are None."""
     assignments = [bin_of for bin_of in tried if bin_of is not None]
     if len(assignments) < 2:
@@ -93,8 +98,8 @@ def best(
     return min(assignments, key=lambda bin_of: float((loads(lengths, bin_of, bins, cost) / pace).max()))
 
 
-def conv_transformer(lengths: np.ndarray, bins: int) -> np.ndarray:
-    """OrchMLLM's algorithm 5 (appendix A) for padded attention; bin of each item, int64 ``[n]``.
+def conv_transformer(lengths: Int64[np.ndarray, "items"], bins: int) -> Int64[np.ndarray, "items"]:
+    """OrchMLLM's algorithm 5 (appendix A) for padded attention: the bin of each item.
 
     Items of falling length enter a batch while (items + 1) x length is within what algorithm 1 reaches; the remaining
     items go to the batch with the least sum of lengths. It is as printed but for one slip: the first phase ends with

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
+from jaxtyping import Float64, Int64, Num
 from scipy.optimize import nnls
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance.greedy import descending
 
 Padding = Literal["none", "full", "attention"]
+Speeds = Float64[np.ndarray, "bins"] | None
+"""Relative speeds of bins, above 0; None: all are equal."""
 DEEP = 256
 """Items per bin up to which the largest items enter a bound; further down the mean is as good."""
 
@@ -50,8 +53,8 @@ class Cost:
         if self.padding not in get_args(Padding):
             raise ConfigError(f"Cost: padding={self.padding!r} is unknown; give one of {', '.join(get_args(Padding))}.")
 
-    def alone(self, lengths: np.ndarray) -> np.ndarray:
-        """Cost of each item in a batch of its own, float64 ``[n]``; it never falls as the length grows."""
+    def alone(self, lengths: Num[np.ndarray, "items"]) -> Float64[np.ndarray, "items"]:
+        """Cost of each item in a batch of its own; it never falls as the length grows."""
         rows = np.asarray(lengths, dtype=np.float64)
         if self.quadratic:
             costs = rows * self.quadratic
@@ -64,13 +67,10 @@ class Cost:
         return costs
 
 
-def loads(lengths: np.ndarray, bin_of: np.ndarray, bins: int, cost: Cost) -> np.ndarray:
-    """Cost of every bin, float64 ``[bins]``; 0 where a bin has no item.
-
-    Args:
-        lengths: rows of each item, int64 ``[n]``.
-        bin_of: bin of each item, int64 ``[n]``.
-    """
+def loads(
+    lengths: Int64[np.ndarray, "items"], bin_of: Int64[np.ndarray, "items"], bins: int, cost: Cost
+) -> Num[np.ndarray, "bins"]:
+    """Cost of every bin, from the rows and the bin of each item; 0 where a bin has no item."""
     if cost.padding == "none":
         return np.bincount(bin_of, weights=cost.alone(lengths), minlength=bins)
     rising = descending(lengths)[::-1]
@@ -83,16 +83,12 @@ def loads(lengths: np.ndarray, bin_of: np.ndarray, bins: int, cost: Cost) -> np.
     return own + items * (cost.fixed + cost.quadratic * longest**2)
 
 
-def additive_bound(falling: np.ndarray, bins: int, speeds: np.ndarray | None = None) -> float:
-    """A value that the largest ``sum of costs / speed`` of no assignment is below.
+def additive_bound(falling: Num[np.ndarray, "items"], bins: int, speeds: Speeds = None) -> float:
+    """A value that the largest ``sum of costs / speed`` of no assignment of items of falling cost is below.
 
     With equal speeds it is the largest of the mean and, for every k, the k + 1 least of the k * bins + 1 largest items,
     because some bin has k + 1 of these. With unequal speeds it is the largest of all items on all bins and, for every
     k, the k largest items on the k fastest bins.
-
-    Args:
-        falling: cost of each item, never rising, ``[n]``.
-        speeds: float64 ``[bins]``; None: 1.
     """
     n = len(falling)
     if not n:
@@ -109,7 +105,9 @@ def additive_bound(falling: np.ndarray, bins: int, speeds: np.ndarray | None = N
     return max(float(falling.sum() / speeds.sum()), float(together.max()))
 
 
-def fit_cost(batches: Sequence[np.ndarray], seconds: Sequence[float] | np.ndarray) -> Cost:
+def fit_cost(
+    batches: Sequence[Num[np.ndarray, "_items"]], seconds: Sequence[float] | Float64[np.ndarray, "batches"]
+) -> Cost:
     """Fit a cost without padding to measured times by non-negative least squares of the relative errors.
 
     Args:

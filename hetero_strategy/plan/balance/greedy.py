@@ -6,6 +6,7 @@ import heapq
 import math
 
 import numpy as np
+from jaxtyping import Float64, Int64, Num
 
 from hetero_strategy import ragged
 
@@ -25,12 +26,12 @@ ITEMS = (16, 64)
 """Fewest and most items of a bin that are looked at, whatever the work; one of them is "nothing"."""
 
 
-def descending(lengths: np.ndarray) -> np.ndarray:
-    """Items by falling length, ties by item number, int64 ``[n]``."""
+def descending(lengths: Int64[np.ndarray, "items"]) -> Int64[np.ndarray, "items"]:
+    """Items by falling length, ties by item number."""
     return ragged.argsort_small(lengths.max(initial=0) - lengths)
 
 
-def whole(weights: np.ndarray, bins: int) -> np.ndarray:
+def whole(weights: Num[np.ndarray, "items"], bins: int) -> Int64[np.ndarray, "items"]:
     """Scale weights by one power of two and round them to int64, so that their sum leaves room for a bin number.
 
     Whole weights of up to 2^40 in total stay exact. Sums no longer depend on their order, so all ranks agree.
@@ -42,8 +43,10 @@ def whole(weights: np.ndarray, bins: int) -> np.ndarray:
     return np.rint(scaled, out=scaled).astype(np.int64)
 
 
-def deal(weights: np.ndarray, bins: int, start: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Give each item, in the order given, to the bin with the least load; ties to the lowest bin.
+def deal(
+    weights: Int64[np.ndarray, "items"], bins: int, start: Int64[np.ndarray, "bins"] | None = None
+) -> tuple[Int64[np.ndarray, "items"], Int64[np.ndarray, "bins"]]:
+    """Give each item, in the order given, to the bin with the least load, ties to the lowest; the loads come second.
 
     Falling weights make it the longest-processing-time rule (OrchMLLM algorithm 1, at most 4/3 of the optimum), rising
     ones DistTrain's algorithm 2. With loads L_1 <= L_2 <= ... a heap gives the next items to bins 1, 2, ... in turn for
@@ -51,11 +54,8 @@ def deal(weights: np.ndarray, bins: int, start: np.ndarray | None = None) -> tup
     ride in the low bits of their loads, which breaks ties and spares an argsort.
 
     Args:
-        weights: int64 ``[n]``, from :func:`whole`; weights of 0 at the end are dealt to the bins in turn.
-        start: loads before the first item, int64 ``[bins]``; None: 0.
-
-    Returns:
-        The bin of each item, int64 ``[n]``, and the loads, int64 ``[bins]``.
+        weights: from :func:`whole`; weights of 0 at the end are dealt to the bins in turn.
+        start: loads before the first item; None: 0.
     """
     n, bits = len(weights), (bins - 1).bit_length()
     keys = np.arange(bins, dtype=np.int64)
@@ -85,16 +85,14 @@ def deal(weights: np.ndarray, bins: int, start: np.ndarray | None = None) -> tup
     return bin_of, loads
 
 
-def deal_by_speed(weights: np.ndarray, speeds: np.ndarray) -> np.ndarray:
-    """Give each item, in the order given, to the bin that would finish it first; bin of each item, int64 ``[n]``.
+def deal_by_speed(
+    weights: Int64[np.ndarray, "items"], speeds: Float64[np.ndarray, "bins"]
+) -> Int64[np.ndarray, "items"]:
+    """Give each item, with weights from :func:`whole`, to the bin that would finish it first; bin of each item.
 
     This is the rule of Gonzalez, Ibarra and Sahni (1977) for bins of unequal speeds. A round takes all its items for as
     heavy as the first one and ends before an item of less than 0.9 of that, so it is exact where items are equal and
     nearly exact elsewhere.
-
-    Args:
-        weights: int64 ``[n]``, from :func:`whole`.
-        speeds: above 0, float64 ``[bins]``.
     """
     n, bins = len(weights), len(speeds)
     bits = (bins - 1).bit_length()
@@ -169,8 +167,12 @@ def _round(loads: np.ndarray, after: np.ndarray) -> int:
 
 
 def exchange(
-    weights: np.ndarray, bin_of: np.ndarray, speeds: np.ndarray, target: float, group: np.ndarray | None = None
-) -> np.ndarray:
+    weights: Num[np.ndarray, "items"],
+    bin_of: Int64[np.ndarray, "items"],
+    speeds: Float64[np.ndarray, "bins"],
+    target: float,
+    group: Int64[np.ndarray, "bins"] | None = None,
+) -> Int64[np.ndarray, "items"]:
     """Swap pairs of items, or move single ones, between bins so that the largest ``load / speed`` falls.
 
     In a round the bin with the longest time meets the one with the shortest, the second the second, and so on; each
@@ -183,14 +185,9 @@ def exchange(
     array([1, 0, 0, 1])
 
     Args:
-        weights: never rising, ``[n]``.
-        bin_of: bin of each item, int64 ``[n]``.
-        speeds: float64 ``[bins]``.
+        weights: never rising.
         target: largest time that is good enough.
-        group: group of each bin, int64 ``[bins]``: items stay in their bin's group. None: all bins are one group.
-
-    Returns:
-        The new bin of each item, int64 ``[n]``.
+        group: group of each bin: items stay in their bin's group. None: all bins are one group.
     """
     bins = len(speeds)
     group = np.zeros(bins, dtype=np.int64) if group is None else group

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import numpy as np
+from jaxtyping import Int64
 
 from hetero_strategy import ragged
 from hetero_strategy.plan.balance.auto import best, greedy, runs
-from hetero_strategy.plan.balance.cost import Cost
+from hetero_strategy.plan.balance.cost import Cost, Speeds
 from hetero_strategy.plan.balance.greedy import descending, exchange, whole
 
 BLENDS = 8
 """Bisections of the share that sizes have in the weights."""
 
 
-def keep_limit(lengths: np.ndarray, bins: int, cost: Cost, speeds: np.ndarray | None, limit: int) -> np.ndarray | None:
-    """Find the best assignment that puts at most ``limit`` rows in every bin; None: none was found.
+def keep_limit(
+    lengths: Int64[np.ndarray, "items"], bins: int, cost: Cost, speeds: Speeds, limit: int
+) -> Int64[np.ndarray, "items"] | None:
+    """Find the bin of each item in the best assignment of at most ``limit`` rows to every bin; None: none was found.
 
     Three ways are tried: greedy on a blend of cost and rows, with the least share of the rows that will do; where items
     are padded, runs that end at the limit; and where one of these finds nothing, first-fit decreasing.
-
-    Args:
-        lengths: rows of each item, int64 ``[n]``.
-        speeds: float64 ``[bins]``; None: equal.
-
-    Returns:
-        The bin of each item, int64 ``[n]``.
     """
     tried = [_blend(lengths, bins, cost, speeds, limit)]
     if cost.padding != "none":
@@ -38,7 +34,7 @@ def keep_limit(lengths: np.ndarray, bins: int, cost: Cost, speeds: np.ndarray | 
     return best(lengths, bins, cost, speeds, tried)
 
 
-def fits(bin_of: np.ndarray, bins: int, lengths: np.ndarray, limit: int) -> bool:
+def fits(bin_of: Int64[np.ndarray, "items"], bins: int, lengths: Int64[np.ndarray, "items"], limit: int) -> bool:
     """Whether no bin holds more than the limit."""
     return bool(np.bincount(bin_of, weights=lengths, minlength=bins).max() <= limit)
 

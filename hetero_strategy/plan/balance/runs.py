@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from jaxtyping import Float64, Int64
 
 from hetero_strategy import ragged
+from hetero_strategy.plan.balance.cost import Speeds
 
 Fill = Callable[[float], tuple[int, list[int]]]
 """A bound on every run's time -> number of items that the runs hold, first item of each run and end of the last."""
@@ -24,20 +26,23 @@ ROUNDING = 1 + 1e-12
 
 
 def padded_runs(
-    costs: np.ndarray, bins: int, speeds: np.ndarray | None = None, ends: np.ndarray | None = None
-) -> np.ndarray | None:
+    costs: Float64[np.ndarray, "items"],
+    bins: int,
+    speeds: Speeds = None,
+    ends: Int64[np.ndarray, "items"] | None = None,
+) -> Int64[np.ndarray, "bins"] | None:
     """Cut items into at most ``bins`` runs so that the largest (items x first item's cost / speed) is least.
 
     Under a bound, a run that starts with an item of cost g holds ``floor(bound / g)`` items, so that trying a bound
     takes a step per bin; bounds are bisected. It is OrchMLLM's algorithm 2 with the longest items first, for any cost.
 
     Args:
-        costs: cost of each item in a batch of its own, never rising, float64 ``[n]``.
-        speeds: relative speeds of the bins in the order of their runs, float64 ``[bins]``; None: equal.
-        ends: how far a run may reach that starts at each item, int64 ``[n]``; None: over all items.
+        costs: cost of each item in a batch of its own, never rising.
+        speeds: in the order of the runs.
+        ends: how far a run may reach that starts at each item; None: over all items.
 
     Returns:
-        The number of items of each run, int64 ``[bins]``; None where ``ends`` leave no room for all items.
+        The number of items of each run; None where ``ends`` leave no room for all items.
     """
     costs = np.ascontiguousarray(costs, dtype=np.float64)
     fast = np.ones(bins) if speeds is None else np.asarray(speeds, dtype=np.float64)
@@ -72,17 +77,17 @@ def padded_runs(
 
 
 def attention_runs(
-    own: np.ndarray,
-    padded: np.ndarray,
+    own: Float64[np.ndarray, "items"],
+    padded: Float64[np.ndarray, "items"],
     bins: int,
-    speeds: np.ndarray | None = None,
-    ends: np.ndarray | None = None,
-) -> np.ndarray | None:
+    speeds: Speeds = None,
+    ends: Int64[np.ndarray, "items"] | None = None,
+) -> Int64[np.ndarray, "bins"] | None:
     """Do the same where a run costs the sum of its items' own costs + items x first item's padded cost; no optimum.
 
     Args:
-        own: cost of each item besides attention, never rising, float64 ``[n]``.
-        padded: cost per item of attention where this item is the longest, never rising, float64 ``[n]``.
+        own: cost of each item besides attention, never rising.
+        padded: cost per item of attention where this item is the longest, never rising.
     """
     fast = np.ones(bins) if speeds is None else np.asarray(speeds, dtype=np.float64)
     n, pace, alone = len(own), fast.tolist(), own + padded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from jaxtyping import Float64, Int64, Num
 
 from hetero_strategy import ragged
 
@@ -13,22 +14,22 @@ _SINGLE = 24
 """Most items of a group that are dealt one by one: each costs some numpy calls."""
 
 
-def spread(weights: np.ndarray, group: np.ndarray, load: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Deal the items of each group to the group's bins so that ``load / size`` becomes level.
+def spread(
+    weights: Float64[np.ndarray, "items"],
+    group: Int64[np.ndarray, "items"],
+    load: Num[np.ndarray, "groups width"],
+    size: Float64[np.ndarray, "groups width"],
+) -> Int64[np.ndarray, "items"]:
+    """Find the column of each item's bin, among the bins of its group, so that ``load / size`` becomes level.
 
     The heaviest items go one by one to the lowest bin, all groups at once, as in LPT. The others are dealt in parts,
     heavy to light, by :func:`_deal`. A bin is then off by at most half an item at each end, which the next part, of
     lighter items, makes good.
 
     Args:
-        weights: not negative, float64 ``[n]``.
-        group: group of each item, int64 ``[n]``.
-        load: what each bin holds already, float64 ``[groups, width]``.
-        size: what each bin can bear relative to others, float64 ``[groups, width]``. Where a group has fewer than
-            ``width`` bins its row is filled with 0.
-
-    Returns:
-        The column of each item's bin, int64 ``[n]``.
+        weights: not negative.
+        load: what each bin holds already.
+        size: what each bin can bear relative to others; 0 fills the row of a group with fewer than ``width`` bins.
     """
     column = np.zeros(len(weights), dtype=np.int64)
     groups, width = load.shape
@@ -93,8 +94,8 @@ def _deal(weights: np.ndarray, length: np.ndarray, load: np.ndarray, size: np.nd
     return column, loads
 
 
-def heavy_first(weights: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Items by group, heaviest first up to 1/65535 of the heaviest, ties by number; int64 ``[n]``."""
+def heavy_first(weights: Float64[np.ndarray, "items"], group: Int64[np.ndarray, "items"]) -> Int64[np.ndarray, "items"]:
+    """Items by group, heaviest first up to 1/65535 of the heaviest, ties by number."""
     top = float(weights.max(initial=0.0)) or 1.0
     light = np.uint16(65535) - (weights * (65535 / top)).astype(np.uint16)
     order = ragged.argsort_small(light)

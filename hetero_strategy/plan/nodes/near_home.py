@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from jaxtyping import Float64, Int64
 
 from hetero_strategy import ragged
 from hetero_strategy.plan.balance.greedy import deal, exchange, whole
@@ -23,8 +24,10 @@ _LAST = 64
 """Items among which the last one that leaves a node is chosen."""
 
 
-def balance_near_home(weights: np.ndarray, home: np.ndarray, slot_node: np.ndarray) -> np.ndarray:
-    """Assign items to slots so that slots are level and few items leave their node; slot of each item, int64 ``[n]``.
+def balance_near_home(
+    weights: Float64[np.ndarray, "items"], home: Int64[np.ndarray, "items"], slot_node: Int64[np.ndarray, "slots"]
+) -> Int64[np.ndarray, "items"]:
+    """Find the slot of each item, so that slots are level and few items leave their node.
 
     Permuting whole balanced batches (OrchMLLM section 5.2.2) saves little where each batch has items from everywhere.
     Here only what a node has above its part of the total leaves it, for nodes that have less; then each node levels its
@@ -32,9 +35,9 @@ def balance_near_home(weights: np.ndarray, home: np.ndarray, slot_node: np.ndarr
     is not found (few items, or large ones), times what the longest-processing-time rule reaches over all slots.
 
     Args:
-        weights: additive costs (padded batches have none), not negative, float64 ``[n]``.
-        home: node of each item, int64 ``[n]``. An item whose node has no slots, such as -1, may go anywhere.
-        slot_node: node of each slot, int64 ``[slots]``. Slots are equally fast.
+        weights: additive costs (padded batches have none), not negative.
+        home: node of each item. An item whose node has no slots, such as -1, may go anywhere.
+        slot_node: node of each slot. Slots are equally fast.
     """
     nodes, of_slot = np.unique(slot_node, return_inverse=True)
     cell = cell_of(home, nodes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float64, Int64
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.nodes.slots import Cells, make_cells
@@ -16,8 +17,8 @@ from hetero_strategy.plan.nodes.slots import Cells, make_cells
 class PlacementSolution:
     """What the solver found."""
 
-    slots: np.ndarray | None
-    """Slot of each batch, int64 ``[batches]``; None: no placement was found in time, or only the relaxation solved."""
+    slots: Int64[np.ndarray, "batches"] | None
+    """Slot of each batch; None: no placement was found in time, or only the relaxation solved."""
     bound: float
     """No placement has a smaller maximum over sources of bytes to other nodes."""
     optimal: bool
@@ -25,16 +26,13 @@ class PlacementSolution:
 
 
 def place_by_program(
-    volume: np.ndarray,
-    source_node: np.ndarray,
-    slot_node: np.ndarray,
-    classes: np.ndarray | None,
+    volume: Float64[np.ndarray, "sources batches"],
+    source_node: Int64[np.ndarray, "sources"],
+    slot_node: Int64[np.ndarray, "batches"],
+    classes: Int64[np.ndarray, "batches"] | None,
     seconds: float = 60.0,
-) -> np.ndarray:
+) -> Int64[np.ndarray, "batches"]:
     """Choose a slot (an instance) for each balanced mini-batch: the best placement, by :func:`solve_placement`.
-
-    Returns:
-        The slot of each batch, a permutation, int64 ``[batches]``.
 
     Raises:
         ConfigError: the program is not solved in time.
@@ -50,11 +48,11 @@ def place_by_program(
 
 
 def solve_placement(
-    volume: np.ndarray,
-    source_node: np.ndarray,
-    slot_node: np.ndarray,
+    volume: Float64[np.ndarray, "sources batches"],
+    source_node: Int64[np.ndarray, "sources"],
+    slot_node: Int64[np.ndarray, "batches"],
     *,
-    classes: np.ndarray | None = None,
+    classes: Int64[np.ndarray, "batches"] | None = None,
     time_limit: float = 60.0,
     relax: bool = False,
 ) -> PlacementSolution:
@@ -64,11 +62,10 @@ def solve_placement(
     section 5.2.2, algorithm 3). HiGHS solves it through cvxpy.
 
     Args:
-        volume: bytes of each source in each batch, float64 ``[sources, batches]`` (``slots.volumes``).
-        source_node: node of each source, int64 ``[sources]``.
-        slot_node: node of each slot (of its first rank), int64 ``[batches]``: there are as many slots as batches.
-        classes: class (speed) of each slot and of the batch balanced for it, int64 ``[batches]``: a batch stays in its
-            class. None: all are alike.
+        volume: bytes of each source in each batch (``slots.volumes``).
+        slot_node: node of each slot (of its first rank): there are as many slots as batches.
+        classes: class (speed) of each slot and of the batch balanced for it: a batch stays in its class. None: all are
+            alike.
         time_limit: seconds that the solver may take.
         relax: solve the linear relaxation only, which gives a bound and no placement.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from jaxtyping import Int64, Num
 
 from hetero_strategy.plan.nodes.slots import Cells, make_cells
 from hetero_strategy.plan.nodes.swap_batches import Flow, refine
@@ -16,15 +17,15 @@ _SWAPS = 32
 
 
 def place_items(
-    size: np.ndarray,
-    source: np.ndarray,
-    batch: np.ndarray,
-    source_node: np.ndarray,
-    slot_node: np.ndarray,
+    size: Num[np.ndarray, "items"],
+    source: Int64[np.ndarray, "items"],
+    batch: Int64[np.ndarray, "items"],
+    source_node: Int64[np.ndarray, "sources"],
+    slot_node: Int64[np.ndarray, "batches"],
     *,
-    classes: np.ndarray | None = None,
-) -> np.ndarray:
-    """Choose a slot (an instance) for each balanced mini-batch, such that sources send little to other nodes.
+    classes: Int64[np.ndarray, "batches"] | None = None,
+) -> Int64[np.ndarray, "batches"]:
+    """Permute balanced mini-batches over slots (instances), such that sources send little to other nodes.
 
     The aim is the least maximum over sources of bytes to other nodes (OrchMLLM section 5.2.2), in milliseconds and from
     items, without a matrix of sources.
@@ -35,12 +36,8 @@ def place_items(
     helps. The result is never worse than batch ``b`` on slot ``b``, neither in the maximum over sources nor in total.
 
     Args:
-        size: bytes of each item, ``[n]``.
-        source, batch: numbers of each item's source and balanced batch, int64 ``[n]``.
+        size, source, batch: bytes, source and balanced batch of each item.
         source_node, slot_node, classes: as for :func:`~hetero_strategy.plan.nodes.placement_ilp.solve_placement`.
-
-    Returns:
-        The slot of each batch, a permutation, int64 ``[batches]``.
     """
     cells = make_cells(source_node, slot_node, classes)
     same = np.arange(len(slot_node))
@@ -61,19 +58,16 @@ def place_items(
             cell, sent, tried = proposed, reached, True
         weight = weight * _urgency(reached)
         weight /= weight.max()
-    cell, sent = refine(flow, cell, sent, start.sum(), swaps)
+    cell, sent = refine(flow, cell, sent, float(start.sum()), swaps)
     if sent.max() > start.max():
-        cell, sent = refine(flow, cells.of_slot, start, start.sum(), swaps)
+        cell, sent = refine(flow, cells.of_slot, start, float(start.sum()), swaps)
     return cells.slots(cell)
 
 
-def propose(gains: np.ndarray, cells: Cells) -> np.ndarray:
-    """Choose the cell of each batch, int64 ``[batches]``, by rounds of proposals.
+def propose(gains: Num[np.ndarray, "batches cells"], cells: Cells) -> Int64[np.ndarray, "batches"]:
+    """Choose the cell of each batch by rounds of proposals, from what it gains in each cell.
 
     A batch of which no node with room holds anything waits until the others are placed, and takes what is left.
-
-    Args:
-        gains: what each batch gains in each cell, float64 ``[batches, cells]``.
     """
     cell = np.full(len(gains), -1, dtype=np.int64)
     for kind in range(len(cells.room)):

@@ -8,42 +8,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float64, Int64, Num
 
 from hetero_strategy import ragged
 
 
 @dataclass(frozen=True)
 class Cells:
-    """In which cells sources and slots are; all arrays are int64."""
+    """In which cells sources and slots are."""
 
-    of_source: np.ndarray
-    """``[sources]``: cell of each source, or -1 if its node has no slot, so that all its bytes cross."""
-    of_slot: np.ndarray
-    """``[slots]``: cell of each slot."""
-    of_batch: np.ndarray
-    """``[slots]``: class of each batch, ``0 .. classes - 1``."""
-    room: np.ndarray
-    """``[classes, cells]``: slots of each class on each cell."""
+    of_source: Int64[np.ndarray, "sources"]
+    """Cell of each source, or -1 if its node has no slot, so that all its bytes cross."""
+    of_slot: Int64[np.ndarray, "slots"]
+    """Cell of each slot."""
+    of_batch: Int64[np.ndarray, "slots"]
+    """Class of each batch, ``0 .. classes - 1``."""
+    room: Int64[np.ndarray, "classes cells"]
+    """Slots of each class on each cell."""
 
     @property
     def count(self) -> int:
         """How many cells there are."""
         return int(self.room.shape[1])
 
-    def fits(self, cell: np.ndarray) -> bool:
+    def fits(self, cell: Int64[np.ndarray, "slots"]) -> bool:
         """Whether every cell holds as many batches of each class as it has slots of that class."""
         held = np.bincount(self.of_batch * self.count + cell, minlength=self.room.size)
         return bool(np.array_equal(held.reshape(self.room.shape), self.room))
 
-    def slots(self, cell: np.ndarray) -> np.ndarray:
-        """Slot of each batch, int64 ``[slots]``, from the cell of each batch; ascending inside a cell and class."""
+    def slots(self, cell: Int64[np.ndarray, "slots"]) -> Int64[np.ndarray, "slots"]:
+        """Slot of each batch, from the cell of each batch; ascending inside a cell and class."""
         slots = np.empty(len(cell), dtype=np.int64)
         group = self.of_batch * self.count
         slots[ragged.argsort_small(group + cell)] = ragged.argsort_small(group + self.of_slot)
         return slots
 
 
-def make_cells(source_node: np.ndarray, slot_node: np.ndarray, classes: np.ndarray | None) -> Cells:
+def make_cells(
+    source_node: Int64[np.ndarray, "sources"],
+    slot_node: Int64[np.ndarray, "slots"],
+    classes: Int64[np.ndarray, "slots"] | None,
+) -> Cells:
     """Number the nodes that have slots."""
     nodes, of_slot = np.unique(slot_node, return_inverse=True)
     of_batch = np.zeros(len(slot_node), dtype=np.int64)
@@ -54,8 +59,8 @@ def make_cells(source_node: np.ndarray, slot_node: np.ndarray, classes: np.ndarr
     return Cells(cell_of(source_node, nodes), of_slot, of_batch, room)
 
 
-def cell_of(node: np.ndarray, nodes: np.ndarray) -> np.ndarray:
-    """Position of each node in ``nodes`` (ascending, int64 ``[cells]``), or -1 if it is not among them."""
+def cell_of(node: Int64[np.ndarray, "sources"], nodes: Int64[np.ndarray, "cells"]) -> Int64[np.ndarray, "sources"]:
+    """Position of each source's node in ``nodes`` (ascending), or -1 if it is not among them."""
     if len(node) and nodes[0] >= 0 and nodes[-1] < 16 * len(nodes) + 64:  # a table is ten times faster than a search
         table = np.full(int(nodes[-1]) + 3, -1, dtype=np.int64)  # one entry more on either side, for numbers outside
         table[nodes + 1] = np.arange(len(nodes))
@@ -64,13 +69,16 @@ def cell_of(node: np.ndarray, nodes: np.ndarray) -> np.ndarray:
     return np.where(nodes[position] == node, position, -1)
 
 
-def volumes(size: np.ndarray, source: np.ndarray, batch: np.ndarray, sources: int, batches: int) -> np.ndarray:
-    """Bytes of each source in each batch, float64 ``[sources, batches]`` (the cost matrix of OrchMLLM's algorithm 3).
+def volumes(
+    size: Num[np.ndarray, "items"],
+    source: Int64[np.ndarray, "items"],
+    batch: Int64[np.ndarray, "items"],
+    sources: int,
+    batches: int,
+) -> Float64[np.ndarray, "sources batches"]:
+    """Bytes of each source in each batch (the cost matrix of OrchMLLM's algorithm 3), from those of each item.
 
-    Args:
-        size: bytes of each item, ``[n]``.
-        source: instance that read each item, int64 ``[n]``; or, for rows that an encoder sends on, the instance they go
-            to (direction does not change a volume). Nodes may stand for their instances where only totals matter.
-        batch: balanced mini-batch of each item, int64 ``[n]``.
+    A source is the instance that read the item; or, for rows that an encoder sends on, the instance they go to
+    (direction does not change a volume). Nodes may stand for their instances where only totals matter.
     """
     return np.bincount(source * batches + batch, weights=size, minlength=sources * batches).reshape(sources, batches)

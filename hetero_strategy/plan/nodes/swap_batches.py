@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import numpy as np
+from jaxtyping import Float64, Int64, Num
 
 from hetero_strategy import ragged
 from hetero_strategy.plan.nodes.slots import Cells
 
 
 class Flow:
-    """Bytes of items between sources and batches, kept as items because a matrix of both would be mostly zeros.
+    """Bytes of items between sources and batches, kept as items because a matrix of both would be mostly zeros."""
 
-    Args:
-        size, source, batch: bytes, source and batch of each item, ``[n]``.
-        cells: where sources and slots are.
-    """
-
-    def __init__(self, size: np.ndarray, source: np.ndarray, batch: np.ndarray, cells: Cells) -> None:
+    def __init__(
+        self,
+        size: Float64[np.ndarray, "items"],
+        source: Int64[np.ndarray, "items"],
+        batch: Int64[np.ndarray, "items"],
+        cells: Cells,
+    ) -> None:
         self.size, self.source, self.batch, self.cells = size, source, batch, cells
         self.sources = len(cells.of_source)
         self.batches = len(cells.of_slot)
         self.cell = cells.of_source[source]
         """Cell of each item's source, or -1 if it has none."""
         self.total = np.bincount(source, weights=size, minlength=self.sources)
-        """Bytes of each source, float64 ``[sources]``."""
+        """Bytes of each source."""
 
-    def sent(self, cell: np.ndarray) -> np.ndarray:
-        """Bytes that each source sends to other nodes if batch ``b`` is on ``cell[b]``, float64 ``[sources]``."""
+    def sent(self, cell: Int64[np.ndarray, "batches"]) -> Num[np.ndarray, "sources"]:
+        """Bytes that each source sends to other nodes if batch ``b`` is on ``cell[b]``."""
         away = cell[self.batch] != self.cell
         return np.bincount(self.source, weights=self.size * away, minlength=self.sources)
 
-    def gains(self, weight: np.ndarray) -> np.ndarray:
-        """Bytes of each batch that each cell holds, times the weight of their source, float64 ``[batches, cells]``."""
+    def gains(self, weight: Float64[np.ndarray, "sources"]) -> Num[np.ndarray, "batches cells"]:
+        """Bytes of each batch that each cell holds, times the weight of their source."""
         size, batch, cell = self.size * weight[self.source], self.batch, self.cell
         if cell.size and cell.min() < 0:
             homed = cell >= 0
@@ -44,17 +46,16 @@ _CANDIDATES = 16
 """Batches looked at for one swap, namely those that hold most of the worst source's bytes."""
 
 
-def refine(flow: Flow, cell: np.ndarray, sent: np.ndarray, total: float, swaps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Swap batches for the worst source until no swap helps.
+def refine(
+    flow: Flow, cell: Int64[np.ndarray, "batches"], sent: Num[np.ndarray, "sources"], total: float, swaps: int
+) -> tuple[Int64[np.ndarray, "batches"], Num[np.ndarray, "sources"]]:
+    """Swap batches for the worst source until no swap helps: new cells, and a ``sent`` whose maximum is no larger.
 
     Args:
-        cell: cell of each batch, int64 ``[batches]``.
-        sent: bytes that each source then sends to other nodes, float64 ``[sources]``.
+        cell: cell of each batch.
+        sent: bytes that each source then sends to other nodes.
         total: bytes between nodes that may not be exceeded.
         swaps: most swaps.
-
-    Returns:
-        The new cell of each batch, and the new ``sent``, whose maximum is no larger.
     """
     cell, sent = cell.copy(), sent.copy()
     spare = max(0.0, total - float(sent.sum()))
