@@ -70,7 +70,6 @@ def pack(
     bins are too unequal for that, each microbatch gets bins as equal as possible.
 
     Args:
-        tokens: length of each sample.
         microbatches: number of microbatches; None: as few as the budget allows.
         instances, cost, module: of the language model; its name is for messages.
         policy: policy of :func:`hetero_strategy.plan.balance.balance`; None: samples are dealt in turn.

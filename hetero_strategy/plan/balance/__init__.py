@@ -63,7 +63,6 @@ def balance(
     Args:
         lengths: rows of each item inside the module, at least 0.
         bins: number of instances, of microbatches, or of both multiplied.
-        cost: what a bin costs.
         policy: a name in :data:`POLICIES`.
         limit: most rows that a bin may hold (memory); None: any.
 

@@ -55,7 +55,6 @@ def refine(
         cell: cell of each batch.
         sent: bytes that each source then sends to other nodes.
         total: bytes between nodes that may not be exceeded.
-        swaps: most swaps.
     """
     cell, sent = cell.copy(), sent.copy()
     spare = max(0.0, total - float(sent.sum()))
