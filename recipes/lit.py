@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -90,6 +91,11 @@ class LastCheckpoint(ModelCheckpoint):
             self._defer_save_until_validation = True  # ModelCheckpoint's own, for metrics that only validation has
         else:
             super().on_train_batch_end(trainer, *args)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Save where all ranks were told to end, such as by a scheduler that needs the nodes."""
+        if isinstance(exception, SIGTERMException):
+            super().on_exception(trainer, pl_module, exception)
 
 
 def adamw_cosine(

@@ -70,7 +70,7 @@ def callbacks(cfg: DictConfig, placed: Placement) -> list[Callback]:
         BalanceMonitor(cli.run_folder(), cfg.monitor.every_n_steps),
         TimelineMonitor(cli.run_folder()),
         ModelCheckpoint(filename="best", monitor=cfg.checkpoint.monitor, mode=cfg.checkpoint.mode, **shared),
-        LastCheckpoint(filename="last", every_n_train_steps=every, **shared),
+        LastCheckpoint(filename="last", every_n_train_steps=every, save_on_exception=True, **shared),
     ]
     made += [GoesOn()] if cfg.resume else []
     if cfg.logger:

@@ -1,14 +1,16 @@
-"""Whether all ranks run the same step plan.
+"""Whether all ranks run the same step plan, and whether one of them was told to stop.
 
-It is seen in every step, at no exchange of its own, once the step has run. Plans whose sizes differ too may not come
-that far: messages that do not fit end or block a backend. So plans are also compared before steps 1, 2, 4, 8, ..., for
-what differs between ranks differs soon.
+Both are seen in every step, at no exchange of their own, once the step has run. Plans whose sizes differ too may not
+come that far: messages that do not fit end or block a backend. So plans are also compared before steps 1, 2, 4, 8, ...,
+for what differs between ranks differs soon.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,12 +25,28 @@ DIGITS = 16
 """Bits of a digit: sums of squares over a million ranks are exact in fp64."""
 
 
+@dataclass
+class Stop:
+    """Ranks are told to stop one by one, and do so together, after the same step."""
+
+    asked: bool = False
+    """Whether this process was told."""
+    agreed: bool = False
+    """Whether any was; all ranks have it from the end of the same step on."""
+    tell: Callable[[], None] | None = None
+    """Called then."""
+
+
 class Agreement:
     """Two digits of the plan's digest and their squares ride on a sum over all ranks. Where a digit is the same on all
-    of them, and only there, the sum of squares times the number of ranks is the square of the sum.
+    of them, and only there, the sum of squares times the number of ranks is the square of the sum. So does the number
+    of ranks that were told to stop.
     """
 
+    SUMMANDS = 5
+
     def __init__(self) -> None:
+        self.stop = Stop()
         self._pending: deque[tuple[StepPlan, torch.Tensor, torch.cuda.Event | None]] = deque()
         self._steps = 0
 
@@ -46,18 +64,11 @@ class Agreement:
         if most[0] != -most[1]:
             raise different(plan)
 
-    @staticmethod
-    def write(plan: StepPlan, into: torch.Tensor) -> None:
-        """This rank's summands.
-
-        Args:
-            plan: of the step.
-            into: fp64 ``[2, 2]``: a row per digit.
-        """
-        for place in (0, 1):
-            digit = plan.digest >> DIGITS * place & (1 << DIGITS) - 1
-            into[place, 0].fill_(digit)
-            into[place, 1].fill_(digit * digit)
+    def write(self, plan: StepPlan, into: torch.Tensor) -> None:
+        """This rank's summands of a step, into fp64 ``[SUMMANDS]``."""
+        low, high = (plan.digest >> DIGITS * place & (1 << DIGITS) - 1 for place in (0, 1))
+        for place, value in enumerate((low, low * low, high, high * high, int(self.stop.asked))):
+            into[place].fill_(value)
 
     def note(self, plan: StepPlan, sums: torch.Tensor) -> None:
         """Keep the sums over all ranks until they can be read without waiting for the device."""
@@ -70,16 +81,23 @@ class Agreement:
         self._pending.append((plan, host, arrived))
 
     def check(self) -> None:
-        """Look at what has arrived: on the host this step's sums, on a GPU those of a step before.
+        """Look at this step's sums on the host, on a GPU at those of the step before: at the same step on all ranks.
 
         Raises:
             DataError: ranks had different plans.
         """
-        while self._pending and (self._pending[0][2] is None or self._pending[0][2].query()):
-            plan, sums, _ = self._pending.popleft()
-            for total, squares in sums.tolist():
-                if int(squares) * dist.get_world_size() != int(total) ** 2:
+        while self._pending and (self._pending[0][2] is None or len(self._pending) > 1):
+            plan, sums, arrived = self._pending.popleft()
+            if arrived is not None:
+                arrived.synchronize()
+            low, low_squares, high, high_squares, stops = map(int, sums.tolist())
+            for total, squares in ((low, low_squares), (high, high_squares)):
+                if squares * dist.get_world_size() != total**2:
                     raise different(plan)
+            if stops and not self.stop.agreed:
+                self.stop.agreed = True
+                if self.stop.tell is not None:
+                    self.stop.tell()
 
 
 def plans_differ(plan: StepPlan) -> bool:

@@ -117,11 +117,11 @@ class Executor:
         return step.sums
 
     def _reduce(self, sums: StepSums, batch: Batch) -> None:
-        """Sums over all ranks, and whether they had one plan. A collective; nothing waits for the device."""
-        digits = sums.totals[-4:].view(2, 2)
-        Agreement.write(batch.plan, digits)
+        """Sums over all ranks, and what these must agree on. A collective; nothing waits for the device."""
+        agreed = sums.totals[-Agreement.SUMMANDS :]
+        self.agreement.write(batch.plan, agreed)
         dist.all_reduce(sums.totals)
-        self.agreement.note(batch.plan, digits)
+        self.agreement.note(batch.plan, agreed)
         for result in sums.results.values():
             dist.all_reduce(result)
 
@@ -174,7 +174,7 @@ class _Step:
             device=executor.device,
             dtype=torch.float64 if executor.exact else torch.float32,
             pipelined={name for name, layout in executor.placement.layouts.items() if layout.pipeline.stages > 1},
-            spare=4,
+            spare=Agreement.SUMMANDS,
         )
 
     def run(self, step: RankAction) -> None:

@@ -23,6 +23,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.call import _interrupt
 
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.runtime.agreement import Stop
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -173,20 +174,24 @@ def lost_a_rank(error: BaseException | None) -> bool:
     return (ours and theirs) or lost_a_rank(error.__cause__)
 
 
-def bear_sigterm(trainer: Trainer) -> None:
-    """Lightning answers SIGTERM with a collective inside the signal handler. Ranks that are gone do not come to it, and
-    its exception would end whatever runs just then, such as a callback's ``on_exception``.
+def stop_together(trainer: Trainer, stop: Stop) -> None:
+    """SIGTERM on any rank ends all of them after the same step, so that a callback's ``on_exception`` can still save.
+
+    What Lightning does about it goes: a collective inside the signal handler, to which other ranks come from wherever
+    they are, and a broadcast before every batch, whose result the host waits for.
     """
     connector = trainer._signal_connector
-    spread = type(connector)._sigterm_notifier_fn
+    stop.asked = stop.agreed = False
+    stop.tell = lambda: setattr(connector, "received_sigterm", True)
 
     def told(signum: Any, frame: Any) -> None:
-        try:
-            spread(connector, signum, frame)
-        except RuntimeError:
-            connector.received_sigterm = True
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not stop.asked:
+            launcher.kill(signum)
+        stop.asked = True
 
     vars(connector)["_sigterm_notifier_fn"] = told
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
 def end_together(error: BaseException, rank: int, launcher: _Launcher | None, told_to_end: bool) -> None:

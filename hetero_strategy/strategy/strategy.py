@@ -22,6 +22,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import nn
@@ -38,6 +39,7 @@ from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.gradients import Owned
 from hetero_strategy.parallelize.kernels import choose_kernels
+from hetero_strategy.runtime.agreement import Stop
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.runtime.step import StepRunner
 from hetero_strategy.schedule.config import ScheduleConfig
@@ -47,10 +49,10 @@ from hetero_strategy.strategy.launch import (
     START_METHODS,
     MultiProcessingLauncher,
     ScriptLauncher,
-    bear_sigterm,
     check_process_count,
     die_with_script,
     end_together,
+    stop_together,
 )
 from hetero_strategy.strategy.precision import SyncedGradScaler, hidden_dtype, stand_in, wire_dtype
 from hetero_strategy.strategy.refusals import check_callbacks, check_dataloader
@@ -119,6 +121,7 @@ class HeteroStrategy(WorldCollectives):
         self._multimodal: MultimodalModel | None = None
         self._prefix = ""
         self._runner: StepRunner | None = None
+        self._stop = Stop()
         self._assembled: Assembled | None = None
 
     # ---- what others may ask ---------------------------------------------------------------------------------------
@@ -210,7 +213,7 @@ class HeteroStrategy(WorldCollectives):
     def setup_environment(self) -> None:
         if self.lightning_module is not None:
             check_callbacks(self.lightning_module.trainer)
-            bear_sigterm(self.lightning_module.trainer)
+            stop_together(self.lightning_module.trainer, self._stop)
             # A sampler put in by Lightning shuffles training data even where it is not to be shuffled.
             self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
         super().setup_environment()
@@ -295,6 +298,7 @@ class HeteroStrategy(WorldCollectives):
             self._about_to_zero_gradients,
             self.precision_plugin.forward_context,
         )
+        assembled.executor.agreement.stop = self._stop
         plugin = cast(Any, self.precision_plugin)
         plugin.owned_by = self.owned_by
         plugin.norm_device = self.root_device
@@ -365,7 +369,7 @@ class HeteroStrategy(WorldCollectives):
         if storage_options is not None:
             raise ConfigError("HeteroStrategy: storage_options is not supported; a checkpoint is a local directory")
         assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
+        if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED and not self._stop.agreed:
             # Other ranks may not come: a collective save would hang and hide the error.
             rank_zero_warn(f"no checkpoint is saved after an exception: {filepath}")
             return
@@ -399,8 +403,8 @@ class HeteroStrategy(WorldCollectives):
 
     def on_exception(self, exception: BaseException) -> None:
         """All ranks end; the one with the cause is heard."""
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        end_together(exception, self.global_rank, self._launcher, trainer is not None and trainer.received_sigterm)
+        if not (self._stop.agreed and isinstance(exception, SIGTERMException)):
+            end_together(exception, self.global_rank, self._launcher, told_to_end=self._stop.asked)
 
     def teardown(self) -> None:
         if self._assembled is not None:

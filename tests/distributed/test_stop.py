@@ -1,0 +1,66 @@
+"""SIGTERM on any rank ends all of them after the same step, with a checkpoint from which the run goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from hetero_strategy.checkpoint import describe
+from tests.distributed.harness import Pool
+from tests.distributed.scenario import Job, data, train_on_rank
+
+STEPS, TOLD_AT = 5, 2
+LAYOUTS: dict[str, dict[str, Any]] = {"vision": {"ranks": [0]}, "audio": {"ranks": [1]}, "llm": {"ranks": 2, "tp": 2}}
+
+
+class Tell(L.Callback):
+    """Tells this rank to end in the middle of a step, and counts what else the ranks send each other in each step."""
+
+    def __init__(self, me: bool) -> None:
+        self.me, self.steps, self.broadcasts = me, 0, 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.me and batch_idx == TOLD_AT:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.steps = trainer.global_step
+
+
+def told(rank: int, world: int, job: Job, whom: int, folder: str) -> tuple[bool, int, int]:
+    """Whether a rank ended as one that was told, after how many steps, and broadcasts in them."""
+    tell, sent, broadcast = Tell(rank == whom), list[int](), dist.broadcast
+
+    def counted(*given: Any, **options: Any) -> Any:
+        sent.append(tell.steps)
+        return broadcast(*given, **options)
+
+    callbacks = [ModelCheckpoint(folder, "last", save_on_exception=True, every_n_epochs=1000), tell]
+    job = replace(job, trainer={"callbacks": callbacks, "enable_checkpointing": True})
+    with patch.object(dist, "broadcast", counted):
+        try:
+            train_on_rank(rank, world, job)
+        except SIGTERMException:
+            return True, tell.steps, sum(0 < step < TOLD_AT for step in sent)
+    return False, tell.steps, 0
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world", "whom"), [(2, 0), (2, 1), (1, 0)])
+def test_all_ranks_end_after_the_same_step(pool: Pool, tmp_path: Path, world: int, whom: int) -> None:
+    job = Job(str(data(tmp_path / "data")), LAYOUTS if world == 2 else {}, steps=STEPS, capture=False)
+    assert pool.run(world, told, job, whom, str(tmp_path), group=False) == [(True, TOLD_AT + 1, 0)] * world
+    saved = str(tmp_path / "last.ckpt")
+    assert describe(saved).step == TOLD_AT + 1
+    whole, rest = (pool.run(world, train_on_rank, j, group=False)[0].losses for j in (job, replace(job, resume=saved)))
+    assert len(whole) == STEPS and rest == whole[TOLD_AT + 1 :]
