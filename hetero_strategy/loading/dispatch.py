@@ -132,17 +132,15 @@ class Dispatch:
     def _measured(self, decoded: Decoded, samples: np.ndarray, home: np.ndarray) -> dict[str, ItemSizes]:
         """Sizes of all items of the step. How many items each rank has all ranks know beforehand."""
         index, processors = self.steps.index, self.steps.processors
-        homes = {name: np.repeat(home, index.counts(name, samples)) for name in processors}
+        by_home = [ragged.group_by(np.repeat(home, index.counts(name, samples)), self._world) for name in processors]
         widths = [len(processor.size_names) + 2 for processor in processors.values()]
-        counts = np.array(
-            [np.bincount(at, minlength=self._world) * w for at, w in zip(homes.values(), widths, strict=True)]
-        )
+        counts = np.array([np.diff(bounds) * width for (_, bounds), width in zip(by_home, widths, strict=True)])
         own = np.concatenate([np.zeros(0, np.int64), *(decoded.items[name].numbers.ravel() for name in processors)])
         parts = np.split(self._gathered(own, counts.sum(axis=0)), np.cumsum(counts.T)[:-1])  # by rank, then by module
         measured = {}
         for k, (name, processor) in enumerate(processors.items()):
-            table = np.empty((len(homes[name]), widths[k]), np.int64)
-            by_rank = np.argsort(homes[name], kind="stable")
+            by_rank, _ = by_home[k]
+            table = np.empty((len(by_rank), widths[k]), np.int64)
             table[by_rank] = np.concatenate(parts[k :: len(processors)]).reshape(-1, widths[k])
             measured[name] = _sizes(table, processor)
         return measured
