@@ -24,10 +24,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {"vision": {"ranks": [0]}, "audio": {"ranks
 
 
 class Tell(L.Callback):
-    """Tells this rank to end in the middle of a step, and counts what else the ranks send each other in each step."""
+    """Tells this rank to end in the middle of a step, and counts steps."""
 
     def __init__(self, me: bool) -> None:
-        self.me, self.steps, self.broadcasts = me, 0, 0
+        self.me, self.steps = me, 0
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         if self.me and batch_idx == TOLD_AT:
