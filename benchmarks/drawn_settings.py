@@ -135,7 +135,7 @@ class _Drawing:
             ranks_per_node=self.one_of({1 << 30: 4, 2: 1}),
             tied=lm != "titan" and self.often(0.4),
             dropout=dropout,
-            precision=self.one_of({"64-true": 12, "32-true": 1, "bf16-true": 1}),
+            precision=self.one_of({"64-true": 12, "32-true": 1, "32-mixed": 2, "bf16-mixed": 1}),
             late=round(rng.uniform(0.001, 0.02), 4) if self.often(0.35) else 0.0,
             batches=batches,
             microbatches=None if auto else rng.randint(1, min(6, largest)),

@@ -17,6 +17,7 @@ from hetero_strategy.layout import ModuleLayout, Placement, place
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, ModuleInputs, Packing, SequenceInputs
+from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import Assignment, StepMetadata, StepPlan, edge_blocks, slots
@@ -194,11 +195,11 @@ class Step(NamedTuple):
     """Processor seconds of this process from begin to end."""
 
 
-def assembled(setting: Setting, rank: int) -> Assembled:
-    """The model on its ranks, fp32."""
+def assembled(setting: Setting, rank: int, storage: Storage = FP32) -> Assembled:
+    """The model on its ranks."""
     return assemble(
-        "model", setting.model(), setting.placement, rank, torch.device("cpu"), wire_dtype=torch.float32,
-        hidden_dtype=torch.float32, scheduling=setting.scheduling,
+        "model", setting.model(), setting.placement, rank, torch.device("cpu"), storage=storage,
+        scheduling=setting.scheduling,
     )  # fmt: skip
 
 

@@ -45,6 +45,8 @@ class GroupRegistry:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
         for ranks in rank_sets(placement, rank_sets_needed):
             self._create(ranks)
+        # A module that only one rank shards (to compute in another dtype) has a mesh of that rank alone.
+        self._alone = dist.new_group([self._rank], timeout=timeout, use_local_synchronization=True)
         self._meshes = {name: self._mesh(layout) for name, layout in placement.layouts.items()}
         self.background = dist.new_group(backend="gloo", timeout=timeout)
         """All ranks on the host, for what runs beside training (checkpoints)."""
@@ -52,9 +54,9 @@ class GroupRegistry:
         """All ranks on the host, for loading data by one thread per rank."""
 
     def mesh(self, module: str) -> DeviceMesh | None:
-        """Return the mesh of this rank's pipeline slice of the module, over its axes above 1 among ``MESH_AXES``.
+        """Return the mesh of this rank's pipeline slice of the module, over ``dp_shard`` and its other axes above 1.
 
-        It is None where the slice has one rank, or this rank is not in the module.
+        It is None where this rank is not in the module.
         """
         return self._meshes[module]
 
@@ -92,11 +94,12 @@ class GroupRegistry:
         return group
 
     def _mesh(self, layout: ModuleLayout) -> DeviceMesh | None:
-        axes = tuple(name for name in MESH_AXES if getattr(layout, name) > 1)
-        if self._rank not in layout.ranks or not axes:
+        if self._rank not in layout.ranks:
             return None
+        axes = tuple(name for name in MESH_AXES if getattr(layout, name) > 1 or name == "dp_shard")
         grid = next(g for g in layout.grid() if self._rank in g).reshape([getattr(layout, name) for name in axes])
-        groups = [self._groups[line] for axis in range(len(axes)) for line in _lines(grid, axis) if self._rank in line]
+        lines = [line for axis in range(len(axes)) for line in _lines(grid, axis) if self._rank in line]
+        groups = [self._alone if len(line) == 1 else self._groups[line] for line in lines]
         return DeviceMesh.from_group(
             groups if len(groups) > 1 else groups[0],  # type: ignore[arg-type]
             self.device_type,

@@ -102,6 +102,8 @@ class Adapter(nn.Module):
     """Whether it holds what comes before the blocks; later pipeline stages do not and take rows instead."""
     last_stage: bool = True
     """Whether it holds what comes after the blocks; earlier pipeline stages do not and give rows instead."""
+    compute_dtype: torch.dtype | None = None
+    """What the strategy lets it compute in; None: its parameters' dtype is all there is."""
     random_numbers: RandomNumbers | None = None
     """The random numbers drawn inside this module; set by its :class:`MultimodalModel`."""
 

@@ -22,6 +22,7 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.materialize import initial_units
 from hetero_strategy.parallelize.fsdp import apply_fsdp
 from hetero_strategy.parallelize.stages import adopt, cut, owned_tensors, ties_kept
+from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.traits import check_traits, restore_traits, traits_of
 
 
@@ -36,6 +37,7 @@ def parallelize(
     recompute: bool = False,
     split: Sequence[int] = (),
     pp_rank: int = 0,
+    storage: Storage = FP32,
 ) -> dict[int, Adapter]:
     """Put this rank's stages of ``module`` on its mesh, in place. Call on the module's ranks only.
 
@@ -43,11 +45,12 @@ def parallelize(
         module: the whole module on the meta device. Afterwards it holds the tensors of this rank's stages under its own
             names; the others stay on meta.
         layout: its resolved layout.
-        mesh: mesh of this rank's pipeline slice, with the axes above 1 among ``dp_replicate, dp_shard, tp``; None for
-            one rank.
+        mesh: mesh of this rank's pipeline slice, with ``dp_shard`` and those of the axes ``dp_replicate, tp`` that are
+            above 1; not read for one rank without mixed precision.
         recompute: whether a block's forward runs again in backward instead of keeping its activations.
         split: blocks of each stage; not read without a pipeline.
         pp_rank: this rank's pipeline coordinate.
+        storage: dtypes of its tensors.
 
     Returns:
         This rank's stages by number; ``{0: module}`` without a pipeline.
@@ -59,19 +62,23 @@ def parallelize(
     traits = traits_of(dict(module.named_parameters()))
     with ties_kept([module]):
         module.to("meta")  # a part that came with values gets them back in shards
+    traits = storage.store_frozen(name, module, traits)
+    kept = storage.kept(name, module)
     assert layout.pipeline.stages in (1, len(split)), f"split {split} of {layout.pipeline.stages} stages"
     stages = cut(module, split, layout.pipeline.stages_of(pp_rank))
     for stage in stages.values():
+        stage.compute_dtype = storage.compute
         if layout.tp > 1:
             assert mesh is not None
-            stage.apply_tp(mesh["tp"] if mesh.ndim > 1 else mesh)
+            stage.apply_tp(mesh["tp"])
             restore_traits(traits, owned_tensors(stage))  # before FSDP, which sorts parameters by what trains
         if recompute:
             apply_recompute(stage.blocks().values())
-        if layout.dp_shard > 1:
+        if layout.dp_shard > 1 or storage.casts(stage.parameters()):
             assert mesh is not None
             axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
-            apply_fsdp(stage, mesh if mesh.ndim == 1 else mesh[axes])
+            held = {id(part) for part in stage.modules()}
+            apply_fsdp(stage, mesh[axes], storage, [layer for layer in kept if id(layer) in held])
     with ties_kept(stages.values()):
         for stage in stages.values():
             stage.to_empty(device=device)

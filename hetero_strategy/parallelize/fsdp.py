@@ -1,4 +1,5 @@
-"""When a stage's FSDP2 communicates: once per step (:func:`gather`, :func:`reduce`) or with every microbatch.
+"""How a stage's parameters are gathered and its gradients reduced by FSDP2, in which dtypes, and when: once per step
+(:func:`gather`, :func:`reduce`) or with every microbatch.
 
 Once per step follows torch.distributed.pipelining's UNSHARD and REDUCE_GRAD (``stage.py``, ``perform_reduce_grad``);
 it differs in that weights without a gradient count as zero, so that ranks whose instance had no rows take part.
@@ -7,43 +8,67 @@ it differs in that weights without a gradient count as zero, so that ranks whose
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.parallelize.storage import FP32, Storage
 
 
-def apply_fsdp(module: Adapter, mesh: DeviceMesh) -> None:
+def apply_fsdp(module: Adapter, mesh: DeviceMesh, storage: Storage = FP32, kept: Sequence[nn.Module] = ()) -> None:
     """Apply FSDP2 over a 1-D (shard) or 2-D (replicate, shard) mesh; a block is a unit, the rest is the root unit.
 
     Gradients are summed, not averaged: the loss is already divided by the global number of loss tokens. The forced sum
     also avoids the pre-multiplied reduction, which gloo lacks and which loses bf16 sums on some NCCL versions.
+
+    Args:
+        mesh: its shard axis may be of one rank: then FSDP only casts, and what is frozen stays outside of it.
+        storage: dtypes; inputs are not cast, for rows are in the right dtype and targets of a loss stay precise.
+        kept: layers that compute in the masters' dtype; their inputs and outputs are cast.
     """
     # Rows lose a leading dimension of 1 on their way out, and nobody writes into them.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    for block in module.blocks().values():
-        fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+    alone = mesh["dp_shard"].size() == 1
+    ignored = {p for p in module.parameters() if alone and not p.requires_grad}
+    policy = precise = MixedPrecisionPolicy()
+    if storage.mixed:
+        policy = MixedPrecisionPolicy(storage.compute, storage.master, cast_forward_inputs=False)
+        precise = MixedPrecisionPolicy(storage.master, storage.master, storage.compute)
+    units = [(layer, precise) for layer in kept] + [(block, policy) for block in module.blocks().values()]
+    for part, dtypes in units:
+        if any(p not in ignored for p in part.parameters()):
+            fully_shard(part, mesh=mesh, mp_policy=dtypes, ignored_params=ignored)
+    fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     for part in _parts(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
 
 
 def per_microbatch(stage: nn.Module, is_last: bool) -> None:
-    """Prepare one microbatch's backward: weights are gathered and freed as it goes, gradients reduced in the last one.
+    """Prepare one microbatch's backward: weights are gathered and freed and gradients are reduced as it goes.
 
     Not for a backward in two halves: FSDP's hooks take the end of the first for the end of the backward, and gradients
     of the second would be lost. Such a stage is gathered once per step.
 
-    ``is_last`` says that no backward of this stage, an FSDP root, follows in this step.
+    ``is_last`` says that no backward of this stage, an FSDP root, follows in this step; until then FSDP remembers in
+    which order to gather ahead.
     """
-    for part in _parts(stage):
-        part.set_requires_gradient_sync(is_last, recurse=False)
+    assert isinstance(stage, FSDPModule)
+    stage.set_is_last_backward(is_last)
+
+
+def accumulate(stage: nn.Module) -> None:
+    """Add the gradients of a gathered root's weights to their sum in the masters' dtype."""
+    for state in _root_state(stage)._state_ctx.all_states:
+        for group in _groups(state):
+            for parameter in group.fsdp_params:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
 
 
 def gather(stage: nn.Module) -> None:

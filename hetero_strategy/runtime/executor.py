@@ -8,9 +8,7 @@ transfer starts (``schedule.compile``); nothing here waits for the device.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -162,11 +160,6 @@ class _Step:
         self.factors, self.call = factors, call
         self.graph = executor.compiler.graph
         self.live: dict[tuple[StageId, int], _Live] = {}
-        # Autocast would change the gradients of custom functions; leaving it takes long even where it is off.
-        kind = executor.device.type
-        self._plain: AbstractContextManager[Any] = nullcontext()
-        if torch.is_autocast_enabled(kind):
-            self._plain = torch.autocast(kind, enabled=False)
         self.sums = StepSums(
             executor.modules,
             batch.plan,
@@ -193,9 +186,9 @@ class _Step:
             case "W":
                 begin = recorder.now()
                 live = self.live.pop((action.node, action.microbatch))
-                self._sync(step, stage)
                 assert live.later is not None
                 live.later()
+                self._accumulate(stage)
             case "UNSHARD":
                 begin = recorder.now()
                 fsdp.gather(stage)
@@ -285,20 +278,20 @@ class _Step:
             gradient = torch.zeros_like(live.rows) if gradient is None else gradient
             roots.append((live.rows, gradient.to(live.rows.dtype)))
         live.rows = live.loss = None
-        with self._plain:
-            if step.action.kind == "I":
-                weights = [p for p in stage.parameters() if p.requires_grad]
-                live.later = backward.inputs_first(roots, [leaf for leaf in live.leaves if leaf.requires_grad], weights)
-            else:
-                self._sync(step, stage)
-                backward.whole(roots)
+        if step.action.kind == "I":
+            weights = [p for p in stage.parameters() if p.requires_grad]
+            live.later = backward.inputs_first(roots, [leaf for leaf in live.leaves if leaf.requires_grad], weights)
+            self._accumulate(stage)
+        else:
+            if isinstance(stage, FSDPModule) and not self.graph.stages[stage_id].sharded:
+                fsdp.per_microbatch(stage, step.last)
+            backward.whole(roots)
         for number, leaf in zip(step.gives, live.leaves, strict=True):
             if number is not None:
                 self.transport.give(number, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
         live.leaves = []
 
-    def _sync(self, step: RankAction, stage: Adapter) -> None:
-        """Before gradients of weights are made: whether FSDP reduces them at once."""
-        if isinstance(stage, FSDPModule) and not self.graph.stages[step.action.node].sharded:
-            always = self.executor.compiler.config.reshard_after_forward == "always"
-            fsdp.per_microbatch(stage, is_last=step.last or always)
+    def _accumulate(self, stage: Adapter) -> None:
+        """Gradients of half a backward, which FSDP's hooks do not see, are added up in the masters' dtype."""
+        if isinstance(stage, FSDPModule):
+            fsdp.accumulate(stage)

@@ -57,9 +57,13 @@ class ScheduleConfig:
         once = StepWork({n: (Span(0, 0, 0),) for n in layouts}, {})
         make_schedule(self.resolved(layouts).schedule, alone, once, max_in_flight=self.max_in_flight)
 
-    def gathered_once(self, layout: ModuleLayout) -> bool:
-        """Whether a module's parameters stay whole over a step."""
+    def gathered_once(self, layout: ModuleLayout, *, casts: bool) -> bool:
+        """Whether a stage's parameters are gathered at the start of a step and stay whole over it.
+
+        Args:
+            casts: they compute in another dtype than they are kept in; where nothing shards them, gathering is that.
+        """
         if layout.dp_shard == 1:
-            return False
+            return casts and self.reshard_after_forward != "always"
         piped = layout.pp > 1 or self.splits_backward
         return self.reshard_after_forward == "never" or (self.reshard_after_forward == "auto" and piped)

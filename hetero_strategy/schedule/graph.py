@@ -19,7 +19,7 @@ def stage_graph(
     edges: Sequence[tuple[str, str]],
     layouts: Mapping[str, ModuleLayout],
     trains: Mapping[StageId, bool],
-    gathered: Collection[str] = (),
+    gathered: Collection[StageId] = (),
     whole: Collection[str] = (),
     row_shardings: Mapping[str, RowSharding] | None = None,
 ) -> StageGraph:
@@ -33,7 +33,7 @@ def stage_graph(
         edges: (source, target) module names.
         layouts: resolved.
         trains: whether a stage has a trainable parameter.
-        gathered: modules whose parameters are gathered once per step.
+        gathered: stages whose parameters are gathered once per step.
         whole: modules whose backward is never divided.
         row_shardings: of modules whose rows are not on every rank of an instance.
     """
@@ -49,7 +49,7 @@ def stage_graph(
             upstream = upstream or trains[node]
             grid = layout.stage_grid(number)
             sharding = (row_shardings or {}).get(module, REPLICATED)
-            stages[node] = Stage(grid, trains[node], upstream, module in gathered, module in whole, sharding)
+            stages[node] = Stage(grid, trains[node], upstream, node in gathered, module in whole, sharding)
             if number:
                 between.append((StageId(module, number - 1), node))
     return StageGraph(stages, tuple(between), {m: layouts[m].pipeline for m in modules})

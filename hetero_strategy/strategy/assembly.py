@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from hetero_strategy.boundary.transport import Channel
 from hetero_strategy.checkpoint.training import TrainingState
@@ -20,6 +21,7 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.gradients import Owned, owned_parameters
+from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
 from hetero_strategy.plan.config import ModelContext
 from hetero_strategy.runtime.connect import connect
@@ -96,8 +98,7 @@ def assemble(
     device: torch.device,
     *,
     ranks_per_node: int = 1 << 30,
-    wire_dtype: torch.dtype,
-    hidden_dtype: torch.dtype,
+    storage: Storage,
     scheduling: ScheduleConfig,
     recompute: Sequence[str] = (),
     timeout: timedelta | None = None,
@@ -109,27 +110,24 @@ def assemble(
         prefix: of the model in the LightningModule.
         model: on the meta device; modules that this rank does not own stay there.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; default: all on one.
-        wire_dtype: of rows between modules.
-        hidden_dtype: of rows between stages of a module.
+        storage: dtypes of parameters, and of rows between stages.
         recompute: modules that recompute their blocks in backward.
 
     Raises:
         see :func:`blueprint`.
     """
     scheduling = scheduling.resolved(placement.layouts)
-    plan = blueprint(model, placement.layouts, scheduling, recompute)
+    plan = blueprint(model, placement.layouts, scheduling, recompute, storage)
     modules, layouts, graph = model.modules_by_name, plan.layouts, plan.graph
     edges = [graph.stages[s].ranks | graph.stages[t].ranks for s, t in graph.edges]
     registry = GroupRegistry(placement, [*edges, *tied_rank_sets(modules, layouts)], device.type, timeout)
     rows = [
-        (modules[s.module].hidden_width, hidden_dtype)
-        if s.module == t.module
-        else (modules[s.module].width, wire_dtype)
+        (modules[s.module].hidden_width if s.module == t.module else modules[s.module].width, storage.compute)
         for s, t in graph.edges
     ]
     channels = _channels(registry, graph, rows, rank, device)
     connect(graph, channels, rank)
-    stages = _own_stages(model, layouts, registry, placement, rank, device, recompute)
+    stages = _own_stages(model, layouts, registry, placement, rank, device, recompute, storage)
     mine = {StageId(name, number): stage for name, made in stages.items() for number, stage in made.items()}
     executor = Executor(
         stages=mine,
@@ -139,10 +137,10 @@ def assemble(
         modules=modules,
         placement=placement,
         weights=model.loss_weights,
-        replicas={node: _replicas(registry, layouts[node.module], node.module) for node in mine},
+        replicas={n: _replicas(registry, layouts[n.module], n.module, stage) for n, stage in mine.items()},
         tied=find_tied(modules, layouts, rank, registry.group),
         device=device,
-        exact=wire_dtype == torch.float64,
+        exact=storage.compute == torch.float64,
     )
     state = TrainingState(prefix, modules, group=registry.background, asynchronous=async_checkpoint)
     around = model_context(plan, model.language_models(), scheduling, placement, ranks_per_node)
@@ -188,6 +186,7 @@ def _own_stages(
     rank: int,
     device: torch.device,
     recompute: Collection[str],
+    storage: Storage,
 ) -> dict[str, dict[int, Adapter]]:
     """Module -> this rank's stages of it, parallelised; modules of other ranks go to the meta device."""
     stages = {}
@@ -206,14 +205,15 @@ def _own_stages(
             recompute=name in recompute,
             split=layout.split or (),
             pp_rank=where.pp,
+            storage=storage,
         )
     for module in model.modules_by_name.values():
         module.release_initial_values()
     return stages
 
 
-def _replicas(registry: GroupRegistry, layout: ModuleLayout, name: str) -> dist.ProcessGroup | None:
-    if layout.dp_replicate == 1 or layout.dp_shard > 1:
+def _replicas(registry: GroupRegistry, layout: ModuleLayout, name: str, stage: Adapter) -> dist.ProcessGroup | None:
+    if layout.dp_replicate == 1 or isinstance(stage, FSDPModule):
         return None
     mesh = registry.mesh(name)
     assert mesh is not None

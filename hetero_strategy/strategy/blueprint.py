@@ -14,6 +14,7 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.parallelize.stages import cut
+from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.plan.balance import Cost
 from hetero_strategy.plan.config import ModelContext
 from hetero_strategy.plan.orchestrator import Near, Orderer
@@ -40,35 +41,41 @@ def blueprint(
     layouts: Mapping[str, ModuleLayout],
     scheduling: ScheduleConfig,
     recompute: Sequence[str] = (),
+    storage: Storage = FP32,
 ) -> Blueprint:
     """Cut the modules into stages and check that the order can run them. Pure; call it on the meta device.
 
     Args:
         layouts: resolved.
         recompute: modules that recompute their blocks in backward.
+        storage: dtypes of parameters.
 
     Raises:
         LayoutError: layouts that do not fit the modules.
         ScheduleError: an order that does not fit the layouts.
-        ConfigError: ``recompute`` names a module that does not exist.
+        ConfigError: ``recompute`` names a module that does not exist; or see :meth:`Storage.check`.
     """
     modules, scheduling = model.modules_by_name, scheduling.resolved(layouts)
     check_all(modules, dict(layouts))
+    storage.check(modules)
     unknown = sorted(set(recompute) - set(modules))
     if unknown:
         raise ConfigError(f"HeteroStrategy: recompute names {unknown}; the modules are {', '.join(modules)}")
     edges = [(e.source, e.target) for e in model.edges]
     chosen = with_splits(modules, model.topological(), edges, layouts, recompute)
     trains: dict[StageId, bool] = {}
+    gathered: set[StageId] = set()
     costs: dict[StageId, StageCost] = {}
     for name, module in modules.items():
         split = chosen[name].split
         assert split is not None
         for number, stage in cut(module, split, range(len(split))).items():
-            trains[StageId(name, number)] = any(p.requires_grad for p in stage.parameters())
+            node = StageId(name, number)
+            trains[node] = any(p.requires_grad for p in stage.parameters())
+            if scheduling.gathered_once(chosen[name], casts=storage.casts(stage.parameters())):
+                gathered.add(node)
         ranks = chosen[name].tp * chosen[name].cp
         costs |= {StageId(name, i): cost for i, cost in enumerate(_costs(module, split, name in recompute, ranks))}
-    gathered = {name for name, layout in chosen.items() if scheduling.gathered_once(layout)}
     shardings = {name: module.row_sharding(chosen[name]) for name, module in modules.items()}
     graph = stage_graph(model.topological(), edges, chosen, trains, gathered, recompute, shardings)
     once = StepWork({n: (Span(0, 0, 0),) for n in modules}, dict.fromkeys(edges, ((0, 0),)))

@@ -1,21 +1,24 @@
 """Lightning's precision plugins over modules on many meshes: one global norm, one loss scale.
 
-Same casting as the plugin they stand for; what differs is that clipping looks at all modules of all ranks, and that an
-overflow anywhere skips the optimizer step everywhere.
+Clipping looks at all modules of all ranks, and an overflow anywhere skips the optimizer step everywhere. Mixed
+precision is a matter of storage, not of an autocast region: see :class:`Storage`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.parallelize.gradients import Owned, clip_by_norm, clip_by_value, local
+from hetero_strategy.parallelize.storage import Storage
 
 OwnedBy = Callable[[Optimizer], Sequence[Owned]]
 """An optimizer's parameters that this rank owns."""
@@ -39,11 +42,16 @@ class HeteroPrecision(_GlobalClipping, Precision):
 
 
 class HeteroMixedPrecision(_GlobalClipping, MixedPrecision):
-    """bf16-mixed and 16-mixed."""
+    """bf16-mixed and 16-mixed: fp32 masters, weights gathered in half precision, in which modules compute."""
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        yield
 
 
 class HeteroHalfPrecision(_GlobalClipping, HalfPrecision):
-    """bf16-true and 16-true."""
+    """bf16-true and 16-true, for anything but training."""
 
 
 class HeteroDoublePrecision(_GlobalClipping, DoublePrecision):
@@ -80,21 +88,31 @@ def stand_in(plugin: Precision) -> Precision:
     return made
 
 
-def wire_dtype(plugin: Precision) -> torch.dtype:
-    """Dtype of rows on the edges: what the modules compute in."""
+def storage_of(plugin: Precision, keep_fp32: Sequence[str] = ()) -> Storage:
+    """In which dtypes the model's parameters are kept and compute."""
+    compute = master = torch.float32
     match plugin:
         case MixedPrecision():
-            return torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16
+            compute = torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16
         case HalfPrecision():
-            return torch.bfloat16 if plugin.precision == "bf16-true" else torch.float16
+            compute = master = torch.bfloat16 if plugin.precision == "bf16-true" else torch.float16
         case DoublePrecision():
-            return torch.float64
-    return torch.float32
+            compute = master = torch.float64
+    return Storage(compute, master, tuple(keep_fp32))
 
 
-def hidden_dtype(plugin: Precision) -> torch.dtype:
-    """Dtype of rows between pipeline stages of one module: of its parameters, in which the residual stream runs."""
-    return torch.float32 if isinstance(plugin, MixedPrecision) else wire_dtype(plugin)
+def check_trainable(plugin: Precision, *, fit: bool) -> None:
+    """Refuse to train weights that have no fp32 copy.
+
+    Raises:
+        ConfigError: naming the precision to use.
+    """
+    if fit and isinstance(plugin, HalfPrecision):
+        mixed = plugin.precision.replace("true", "mixed")
+        raise ConfigError(
+            f"HeteroStrategy: precision='{plugin.precision}' keeps no fp32 weights, and most updates are smaller than"
+            f" half precision can add; train with precision='{mixed}', which computes and gathers in the same dtype"
+        )
 
 
 class SyncedGradScaler(torch.amp.GradScaler):

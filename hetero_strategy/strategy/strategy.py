@@ -54,13 +54,12 @@ from hetero_strategy.strategy.launch import (
     end_together,
     stop_together,
 )
-from hetero_strategy.strategy.precision import SyncedGradScaler, hidden_dtype, stand_in, wire_dtype
+from hetero_strategy.strategy.precision import SyncedGradScaler, check_trainable, stand_in, storage_of
 from hetero_strategy.strategy.refusals import check_callbacks, check_dataloader
 
 ROW_ALIGNMENT = 32
 """A tensor-parallel language model's rows per rank are a multiple of this. Sequence parallelism needs a multiple of 1;
-few
-distinct sizes also let DTensor reuse its sharding decisions instead of making them anew for every ragged batch."""
+few distinct sizes also let DTensor reuse its sharding decisions instead of making them anew for every ragged batch."""
 
 
 class HeteroStrategy(WorldCollectives):
@@ -84,6 +83,7 @@ class HeteroStrategy(WorldCollectives):
         timeout: of every collective; a number is minutes.
         async_checkpoint: write checkpoints in the background, while training goes on.
         verify_checkpoints: compare the checksums of all tensors that are loaded with those they were saved with.
+        keep_fp32: parameters, as ``llm.*.router.*``, whose layers compute in fp32 in mixed precision.
 
     Raises:
         LayoutError: when the Trainer is made, before any process starts: layouts that cannot be placed.
@@ -105,6 +105,7 @@ class HeteroStrategy(WorldCollectives):
         timeout: timedelta | float = timedelta(minutes=30),
         async_checkpoint: bool = False,
         verify_checkpoints: bool = True,
+        keep_fp32: Sequence[str] = (),
     ) -> None:
         super().__init__()
         if start_method not in START_METHODS:
@@ -116,6 +117,7 @@ class HeteroStrategy(WorldCollectives):
         self._process_group_backend = process_group_backend
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(minutes=timeout)
         self._async_checkpoint, self._verify = async_checkpoint, verify_checkpoints
+        self._keep_fp32 = keep_fp32
         self.num_nodes = 1
         self._placement: Placement | None = None
         self._multimodal: MultimodalModel | None = None
@@ -212,10 +214,12 @@ class HeteroStrategy(WorldCollectives):
 
     def setup_environment(self) -> None:
         if self.lightning_module is not None:
-            check_callbacks(self.lightning_module.trainer)
-            stop_together(self.lightning_module.trainer, self._stop)
+            trainer = self.lightning_module.trainer
+            check_callbacks(trainer)
+            check_trainable(self.precision_plugin, fit=trainer.state.fn == TrainerFn.FITTING)
+            stop_together(trainer, self._stop)
             # A sampler put in by Lightning shuffles training data even where it is not to be shuffled.
-            self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
+            trainer._accelerator_connector.use_distributed_sampler = False
         super().setup_environment()
         assert self.cluster_environment is not None
         reset_seed()
@@ -281,15 +285,13 @@ class HeteroStrategy(WorldCollectives):
             self.global_rank,
             self.root_device,
             ranks_per_node=self.num_processes,
-            wire_dtype=wire_dtype(self.precision_plugin),
-            hidden_dtype=hidden_dtype(self.precision_plugin),
+            storage=storage_of(self.precision_plugin, self._keep_fp32),
             scheduling=self._scheduling,
             recompute=self.recompute,
             timeout=self._timeout,
             async_checkpoint=self._async_checkpoint,
         )
-        self._owned = assembled.owned
-        model = self._multimodal
+        self._owned, model = assembled.owned, self._multimodal
         self._runner = StepRunner(
             assembled.executor,
             [o.parameter for o in self._owned.values()],

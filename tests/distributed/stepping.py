@@ -22,6 +22,7 @@ from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.combine import StepSums
+from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.runtime import executor as running
@@ -38,7 +39,13 @@ from tests.small_models import DRAWING, READING, drawer, reader
 
 WIDTH = 32
 SAMPLES = 9
-PRECISIONS = {"64-true": torch.float64, "32-true": torch.float32, "bf16-true": torch.bfloat16}
+PRECISIONS = {
+    "64-true": Storage(torch.float64, torch.float64),
+    "32-true": Storage(),
+    "32-mixed": Storage(torch.float32, torch.float64),
+    "bf16-mixed": Storage(torch.bfloat16, torch.float32),
+}
+"""32-mixed is none that a person can choose: what holds for it to six digits holds for bf16-mixed."""
 MOST = 6
 """Ranks of a world in which everything is damaged, one by one."""
 
@@ -81,7 +88,7 @@ class Setting:
     microbatches: int | None = 2
     """Where a test does not say; None: by budget."""
     precision: str = "64-true"
-    """Or 32-true, bf16-true: a key of :data:`PRECISIONS`."""
+    """Or another key of :data:`PRECISIONS`."""
     late: float = 0.0
     """Seconds by which messages between ranks are late, at most."""
 
@@ -94,7 +101,7 @@ class Setting:
         return 1 + max(max(layout["ranks"]) for layout in self.layouts.values())
 
     @property
-    def dtype(self) -> torch.dtype:
+    def storage(self) -> Storage:
         return PRECISIONS[self.precision]
 
     @property
@@ -231,7 +238,7 @@ class Reference:
         that are nothing beside their module's largest one are judged as if they were larger: they are rounding noise.
         """
         found = {}
-        nothing = torch.finfo(PRECISIONS[self.precision]).eps ** (1 / 3)
+        nothing = torch.finfo(PRECISIONS[self.precision].compute).eps ** (1 / 3)
         largest: dict[str, float] = {}
         for name, expected in self.gradients.items():
             module = name.split(".")[0]
@@ -267,8 +274,8 @@ def fp64() -> AbstractContextManager[None]:
 def reference(setting: Setting, microbatches: int, *, train: bool = True, step: int = 0) -> Reference:
     """A step of one process, samples dealt in order."""
     setting = replace(setting, balance=None)
-    with made_in(setting.dtype):
-        model = _model(setting).train(train)
+    with made_in(setting.storage.master):
+        model = _model(setting).to(setting.storage.compute).train(train)
         out = model(steps_of(setting, microbatches, RankView.whole(setting.modules))[step])
         if train and out.loss.requires_grad:
             out.loss.backward()
@@ -285,28 +292,27 @@ def placed(setting: Setting, world: int) -> Placement:
 
 def empty_model(setting: Setting, *, train: bool = True) -> MultimodalModel:
     """Without values."""
-    with made_in(setting.dtype), torch.device("meta"):
+    with made_in(setting.storage.master), torch.device("meta"):
         return _model(setting).train(train)
 
 
 def _model(setting: Setting) -> MultimodalModel:
     model = model_of(setting, data_of(setting.folder, "draw" in setting.modules).tokenizer.vocab_size)
-    return model.double() if setting.dtype == torch.float64 else model
+    return model.double() if setting.storage.master == torch.float64 else model
 
 
 def assembled(
     setting: Setting, rank: int, world: int, *, train: bool = True, model: MultimodalModel | None = None
 ) -> Assembled:
     """The model on its ranks."""
-    with made_in(setting.dtype):
+    with made_in(setting.storage.master):
         return assemble(
             "model",
             model or empty_model(setting, train=train),
             placed(setting, world),
             rank,
             torch.device("cpu"),
-            wire_dtype=setting.dtype,
-            hidden_dtype=setting.dtype,
+            storage=setting.storage,
             scheduling=ScheduleConfig(setting.schedule, setting.max_in_flight, setting.reshard_after_forward),
             recompute=setting.recompute,
             ranks_per_node=setting.ranks_per_node,
