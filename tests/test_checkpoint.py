@@ -350,10 +350,16 @@ def test_load_tells_what_does_not_fit(tmp_path: Path) -> None:
     )
     assert told({}, ("model.llm.b",), strict=False).unexpected == ("model.llm.b",)
     assert "has shape (4, 3)" in told({"model.vision.w": torch.zeros(3, 4)})
-    assert "torch.bfloat16" in told({"model.llm.b": torch.zeros(2)})
-    into = blank() | {"model.llm.b": torch.zeros(2)}
+    assert "torch.int64" in told({"model.llm.count": torch.zeros((), dtype=torch.int32)})
+    double = tmp_path / "double.ckpt"
+    ck.Checkpointer().save({"model.w": torch.ones(1, dtype=torch.float64)}, {}, double)
+    with pytest.raises(CheckpointError, match="float64"):
+        ck.load({"model.w": torch.ones(1)}, double)
+    # a wider dtype loses nothing, and what is kept in half precision is not trained
+    into = {"model.llm.b": torch.zeros(2), "model.vision.w": torch.zeros(4, 3, dtype=torch.bfloat16)}
+    ck.load(blank() | into, path)
     ck.load(into, path, strict=False)
-    assert into["model.llm.b"].tolist() == [1.5, -2.0]
+    assert into["model.llm.b"].tolist() == [1.5, -2.0] and into["model.vision.w"][3].tolist() == [9, 10, 11]
     # a parameter that never had a gradient has no state: reported, not refused
     fresh = {"optim.0.llm.b.exp_avg": torch.ones(2), "optim.0.llm.b.step": torch.ones(())}
     assert told(fresh).missing == tuple(fresh)

@@ -62,7 +62,8 @@ def load(
     Args:
         tensors: what this rank owns under global names; plain tensors or DTensors on any mesh, not on meta.
         path: the checkpoint (rank 0's is used); after a killed save its predecessor stands in.
-        strict: refuse ``model.`` names on one side only, and another dtype; otherwise report the names and cast.
+        strict: refuse ``model.`` names on one side only, and a dtype that would lose digits; otherwise report the names
+            and cast.
         verify: compare the checksum of every block of a tensor that is read. Those of index, headers and metadata, of
             all ranks, are always compared: they are small.
         process_group: the ranks that take part; all by default.
@@ -145,11 +146,18 @@ def _check_fit(tensors: Mapping[str, torch.Tensor], index: Description, strict: 
                 f"{key} has shape {stored.shape} in {folder} but {tuple(tensor.shape)} in the model; "
                 "build the model it was saved from"
             )
-        if strict and stored.dtype != tensor.dtype:
+        if strict and not _fits(stored.dtype, tensor.dtype):
             raise CheckpointError(
                 f"{key} is {stored.dtype} in {folder} but {tensor.dtype} in the model; "
                 "use the precision it was saved with, or load with strict=False (strict_loading=False) to cast"
             )
+
+
+def _fits(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether values may be cast unasked: a wider dtype loses nothing, and what is kept in half precision is frozen."""
+    if stored == wanted or not (stored.is_floating_point and wanted.is_floating_point):
+        return stored == wanted
+    return wanted.itemsize == 2 or torch.promote_types(stored, wanted) == wanted
 
 
 def _some(names: tuple[str, ...] | list[str]) -> str:
