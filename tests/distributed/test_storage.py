@@ -1,0 +1,101 @@
+"""Mixed precision by storage: what is kept in which dtype, what autograd keeps, what gathers move."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from benchmarks.step_memory import LAYOUTS, MIXED, setting_of, step_on_rank
+from hetero_strategy.model import MultimodalModel
+from hetero_strategy.parallelize.gradients import local
+from hetero_strategy.parallelize.storage import Storage
+from tests.distributed import stepping
+from tests.distributed.exact import NOTICED, on
+from tests.distributed.harness import Pool
+from tests.distributed.stepping import OnRank, Setting, data, made_in, reference, steps_of
+
+KEPT = "llm.model.layers.0.attention.wo.weight"
+
+
+@pytest.mark.parametrize("layout", ["pp 4", "dp_shard 2"])
+def test_autograd_keeps_no_copy_of_a_weight(pool: Pool, layout: str) -> None:
+    setting = setting_of(layout, dim=64)
+    ranks = {way: pool.run(setting.world, step_on_rank, setting, way == "autocast") for way in ("storage", "autocast")}
+    assert not any(held.copies for held in ranks["storage"])
+    assert any(held.copies for held in ranks["autocast"]), "the count sees nothing"
+    if LAYOUTS[layout].dp_shard > 1:
+        assert 2 * ranks["storage"][0].gathers == ranks["autocast"][0].gathers > 0
+    else:
+        assert 2 * ranks["storage"][0].sent == ranks["autocast"][0].sent > 0
+
+
+def gradients_on_rank(rank: int, world: int, setting: Setting, keep: tuple[str, ...]) -> dict[str, Any]:
+    """Of one microbatch on one rank; and what is kept in which dtype."""
+    stepping.PRECISIONS["kept"] = replace(MIXED, keep=keep)
+    made = OnRank(rank, world, replace(setting, precision="kept"))
+    made.executor.run(steps_of(setting, 1, made.share, made.made.context)[0], train=True)
+    gradients = {n: local(p.grad) for n, p in made.owned.items() if p.grad is not None}
+    dtypes = {n: p.dtype for n, p in made.owned.items()}
+    sharded = {n for n, p in made.owned.items() if isinstance(p, DTensor)}
+    wrapped = {n.module for n, stage in made.executor.stages.items() if isinstance(stage, FSDPModule)}
+    return {"gradients": gradients, "dtypes": dtypes, "sharded": sharded, "wrapped": wrapped}
+
+
+def test_gradients_are_those_of_half_precision_weights_bit_by_bit(pool: Pool, tmp_path: Path) -> None:
+    """A plain model whose fp32 weights were rounded to bf16, which knows nothing of masters and of FSDP2."""
+    freeze = ("vision.backbone", "audio")
+    setting = Setting(data(tmp_path), {n: on(0) for n in ("vision", "audio", "llm")}, freeze=freeze)
+    setting = replace(setting, precision="bf16-mixed", microbatches=1)
+    wanted = reference(setting, 1).gradients
+    (made,) = pool.run(1, gradients_on_rank, setting, ())
+    assert set(made["gradients"]) == set(wanted)
+    for name, gradient in made["gradients"].items():
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, wanted[name].float()), name
+    frozen = {name for name in made["dtypes"] if name.startswith(freeze)}
+    assert {made["dtypes"][name] for name in frozen} == {torch.bfloat16}
+    assert {made["dtypes"][name] for name in set(made["dtypes"]) - frozen} == {torch.float32}
+    assert made["wrapped"] == {"vision", "llm"} and not made["sharded"] & frozen, "what is frozen is not copied"
+
+
+def test_a_parameter_may_be_kept_in_fp32(pool: Pool, tmp_path: Path) -> None:
+    """Its layer computes in fp32, as a plain model does whose layer casts its rows to and fro."""
+    setting = replace(Setting(data(tmp_path), {"llm": on(0)}, microbatches=1), precision="bf16-mixed")
+    with made_in(torch.float32):
+        model: MultimodalModel = stepping._model(setting).to(torch.bfloat16)
+        precise = stepping._model(setting).get_parameter(KEPT)
+        layer = model.get_submodule(KEPT.removesuffix(".weight"))
+        layer.weight = torch.nn.Parameter(precise.detach().float())
+        layer.register_forward_pre_hook(lambda _, args: tuple(x.float() for x in args))
+        layer.register_forward_hook(lambda _, args, out: out.to(torch.bfloat16))
+        model(steps_of(setting, 1, stepping.RankView.whole(setting.modules))[0]).loss.backward()
+    wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    (made,) = pool.run(1, gradients_on_rank, setting, (KEPT,))
+    (plain,) = pool.run(1, gradients_on_rank, setting, ())
+    for name, gradient in made["gradients"].items():
+        assert torch.equal(gradient, wanted[name].float()), name
+    assert not torch.equal(made["gradients"][KEPT], plain["gradients"][KEPT])
+    assert not torch.equal(made["gradients"][KEPT], made["gradients"][KEPT].to(torch.bfloat16).float())
+
+
+@pytest.mark.parametrize("layouts", [
+    {"vision": on(0, 1), "llm": on(0, 1, pp=2)},
+    {"vision": on(0), "llm": on(1, 2, tp=2)},
+    {"vision": on(0, 1, 2), "llm": on(0, 1, 2, 3, dp_shard=2, dp_replicate=2)},
+])  # fmt: skip
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_masters_of_more_digits_than_weights(pool: Pool, tmp_path: Path, layouts: Any, schedule: str) -> None:
+    """fp64 masters and fp32 weights: gradients are those of fp32 to six digits, whatever gathers and halves do."""
+    setting = Setting(data(tmp_path), layouts, schedule, freeze=("vision.backbone",), precision="32-mixed")
+    assert setting.storage == Storage(torch.float32, torch.float64)
+    expected = reference(setting, 1)
+    runs = pool.run(setting.world, stepping.steps_on_rank, setting, expected, [4], 4)
+    assert max(max(run.steps[0].errors.values(), default=0.0) for run in runs) < 1e-4
+    for damage in runs[0].damaged:
+        assert max(max(run.damaged[damage].values(), default=0.0) for run in runs) > NOTICED, damage
