@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -60,9 +61,8 @@ def packed_attention(
     return _from_buckets(out, packing).transpose(0, 1)[None]
 
 
-def attention_pairs(packing: Packing, *, causal: bool) -> int:
-    """Count the (query, key) pairs of real rows, the exact work of attention without padding."""
-    lengths = packing.lengths
+def attention_pairs(lengths: np.ndarray, *, causal: bool) -> int:
+    """Count the (query, key) pairs of sequences of these lengths, the exact work of attention without padding."""
     return int((lengths * (lengths + 1) // 2 if causal else lengths * lengths).sum())
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from hetero_strategy import ragged
@@ -19,6 +20,7 @@ from hetero_strategy.errors import DataError
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, previous_rows
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
 from hetero_strategy.model.kind import LossOutput, ModuleKind
+from hetero_strategy.model.token_loss import token_loss
 
 if TYPE_CHECKING:
     from hetero_strategy.loading.payload import InstanceUnits
@@ -27,14 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class LMOutput(LossOutput):
-    """What a language model makes of one microbatch of T rows. The loss is the cross entropy summed over labels other
-    than -100; ``hidden`` are the rows after the last block and before the final norm.
+    """What a language model makes of one microbatch of T rows, L of them labelled. The loss is the cross entropy summed
+    over these; ``hidden`` are all rows after the last block and before the final norm.
     """
 
     correct: Tensor
-    """bool ``[T]``: whether the likeliest token is the label; false where there is no label."""
+    """bool ``[L]``: whether the likeliest token is the label."""
     predicted: Tensor
-    """int64 ``[T]``: the likeliest token."""
+    """int64 ``[L]``: the likeliest token."""
     logits: Tensor | None = None
     """``[T, vocabulary]``, where asked for."""
 
@@ -71,10 +73,11 @@ class CausalLMKind(ModuleKind):
 
     @override
     def measured(self, inputs: SequenceInputs, output: LMOutput) -> tuple[Tensor, Tensor]:
-        packing, labelled = inputs.packing, inputs.labels != IGNORE
-        per_sequence = output.loss_sum.new_zeros(2, len(packing.lengths), dtype=torch.int64)
-        per_sequence.index_add_(1, packing.sequence, torch.stack([labelled, output.correct]).to(torch.int64))
-        wanted, right = per_sequence
+        assert inputs.labelled is not None
+        sequence = inputs.packing.sequence.index_select(0, inputs.labelled)
+        per_sequence = output.loss_sum.new_zeros(2, len(inputs.packing.lengths), dtype=torch.int64)
+        counted = torch.stack([torch.ones_like(output.correct), output.correct])
+        wanted, right = per_sequence.index_add_(1, sequence, counted.to(torch.int64))
         return right.sum(), ((wanted == right) & (wanted > 0)).sum()
 
     @override
@@ -88,11 +91,9 @@ class CausalLMKind(ModuleKind):
     ) -> tuple[np.ndarray, Tensor]:
         labels = metadata.labels
         place = ragged.expand(ragged.starts(labels)[units], labels[units])
-        # Evaluation only: finding labelled rows on the device waits for it.
-        predicted = output.predicted[inputs.labels != IGNORE]
-        if len(place) != len(predicted):
-            raise DataError(f"the plan says {len(place)} labels, the batch holds {len(predicted)}")
-        return place, predicted
+        if len(place) != len(output.predicted):
+            raise DataError(f"the plan says {len(place)} labels, the batch holds {len(output.predicted)}")
+        return place, output.predicted
 
 
 class CausalLM(Adapter):
@@ -105,6 +106,8 @@ class CausalLM(Adapter):
     kind = CausalLMKind()
     max_length: int | None = None
     """Length of the longest sequence that the position tables reach; None if there is no limit."""
+    head_rows: int = 1024
+    """Labelled rows whose logits exist at once; backward makes them again."""
 
     def __init__(self, *, before: Callable[[Tensor, SequenceInputs], Tensor] | None = None) -> None:
         super().__init__()
@@ -120,7 +123,15 @@ class CausalLM(Adapter):
 
     @abstractmethod
     def head(self, hidden: Tensor) -> Tensor:
-        """Turn rows ``[T_local, width]`` into logits ``[T, vocabulary]`` by final norm and output projection."""
+        """Turn rows ``[n, width]`` into logits ``[n, vocabulary]`` by final norm and output projection.
+
+        It is given some labelled rows of one instance, the same on all of its ranks; the logits may be a DTensor that
+        is split over its last dimension.
+        """
+
+    def whole_rows(self, hidden: Tensor) -> Tensor:
+        """Turn rows ``[T_local, width]`` into those of the instance ``[T, width]``."""
+        return hidden
 
     @override
     def forward(
@@ -159,7 +170,27 @@ class CausalLM(Adapter):
         hidden = self.transform(previous_rows(hidden), inputs.packing)
         if not self.last_stage:
             return hidden
-        return replace(score(self.head(hidden), inputs.labels, keep_logits=keep_logits), hidden=hidden)
+        output = self._score(self.whole_rows(hidden), inputs)
+        return replace(output, hidden=hidden, logits=self.head(hidden) if keep_logits else None)
+
+    def _score(self, rows: Tensor, inputs: SequenceInputs) -> LMOutput:
+        """Loss and likeliest tokens of the labelled rows among ``[T, width]``; logits never exist for all of them."""
+        assert inputs.labelled is not None
+        labels = inputs.labels.index_select(0, inputs.labelled)
+        chunks = zip(
+            rows.index_select(0, inputs.labelled).split(self.head_rows), labels.split(self.head_rows), strict=True
+        )
+        if torch.is_grad_enabled():
+            again = partial(checkpoint, self._of_chunk, use_reentrant=False, preserve_rng_state=False)
+            scored = [again(*chunk) for chunk in chunks]
+        else:
+            scored = [self._of_chunk(*chunk) for chunk in chunks]
+        losses, predicted = zip(*scored, strict=True)
+        likeliest = torch.cat(predicted)
+        return LMOutput(torch.stack(losses).sum(), likeliest == labels, likeliest)
+
+    def _of_chunk(self, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return token_loss(self.head(rows), labels)
 
 
 def fill_slots(hidden: Tensor, slots: Mapping[Hashable, Tensor], rows: Mapping[Hashable, Tensor]) -> Tensor:
@@ -179,20 +210,3 @@ def check_slots(slots: Mapping[Hashable, Tensor], rows: Mapping[Hashable, Tensor
         count = len(rows[source]) if source in rows else 0
         if count != len(index):
             raise DataError(f"source {source!r} gives {count} rows for {len(index)} slots")
-
-
-def score(logits: Tensor, labels: Tensor, *, keep_logits: bool = False) -> LMOutput:
-    """Sum the cross entropy over labels, in fp32 or fp64, and find the likeliest tokens.
-
-    Args:
-        logits: ``[T, vocabulary]``; T may be 0.
-        labels: int64 ``[T]``, -100 where there is no loss. Without any label the loss is 0 and its gradient zero.
-        keep_logits: put the logits in the output.
-    """
-    precise = logits if logits.dtype == torch.float64 else logits.float()
-    with torch.autocast(logits.device.type, enabled=False):
-        loss_sum = F.cross_entropy(precise, labels, ignore_index=IGNORE, reduction="sum")
-    with torch.no_grad():
-        predicted = logits.argmax(dim=-1)
-        correct = predicted == labels
-    return LMOutput(loss_sum, correct, predicted, logits if keep_logits else None)

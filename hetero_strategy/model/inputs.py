@@ -177,13 +177,20 @@ class SequenceInputs(ModuleInputs):
     """int64 ``[T]``, already shifted: ``labels[t]`` is the token after ``t`` in the same sample, or -100."""
     packing: Packing
     """The T rows, packed; alignment rows form a last sequence of their own with labels -100."""
+    labelled: torch.Tensor | None = None
+    """int64: the rows that have a label, ascending; found where the inputs are made, on the host."""
+
+    def __post_init__(self) -> None:
+        if self.labelled is None:
+            object.__setattr__(self, "labelled", torch.nonzero(self.labels != IGNORE)[:, 0])
 
     @override
     def silenced(self, bad: np.ndarray) -> Self:
         sequences = np.zeros(len(self.packing.lengths), bool)  # alignment rows, last, have no labels anyway
         sequences[: len(bad)] = bad
         silent = torch.from_numpy(np.repeat(sequences, self.packing.lengths))
-        return replace(self, labels=self.labels.masked_fill(silent.to(self.labels.device), IGNORE))
+        labels = self.labels.masked_fill(silent.to(self.labels.device), IGNORE)
+        return replace(self, labels=labels, labelled=None)
 
 
 @dataclass(frozen=True, eq=False)

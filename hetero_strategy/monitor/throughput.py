@@ -33,6 +33,7 @@ class _Window:
     steps: int = 0
     samples: int = 0
     tokens: int = 0
+    labels: int = 0
     padding: int = 0
     rows: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     sequences: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
@@ -44,6 +45,7 @@ class _Window:
         metadata = batch.plan.metadata
         self.samples += len(metadata.samples)
         self.tokens += int(metadata.tokens.sum())
+        self.labels += int(metadata.labels.sum())
         for name, assignments in batch.plan.assignments.items():
             for assignment in assignments:
                 self.rows[name] += int(assignment.edge_rows.sum())
@@ -249,8 +251,11 @@ def _parts(adapter: Adapter, name: str, window: _Window, strategy: Any) -> list[
     lengths = np.concatenate([np.zeros(0, dtype=np.int64), *window.sequences.get(name, ())])
     original = adapter.meta_copy()  # before it was parallelised: FSDP modules cannot be copied, which counting may need
     recomputed, blocks = name in getattr(strategy, "recompute", ()), tuple(original.blocks())
+    # Rows without a label do not reach a language model's head.
+    unlabelled = 1 - window.labels / max(window.tokens, 1) if adapter.kind.samplewise else 0.0
+    unused = unlabelled * original.part_flops(lengths)[2]
     return [
-        Part(flops, _trainable(adapter.get_submodule(part)), recomputed and (not part or _holds(part, blocks)))
+        Part(flops - unused, _trainable(adapter.get_submodule(part)), recomputed and (not part or _holds(part, blocks)))
         for part, flops in original.flops_by_part(lengths).items()
     ]
 

@@ -70,7 +70,8 @@ def parallelize(
         stage.compute_dtype = storage.compute
         if layout.tp > 1:
             assert mesh is not None
-            stage.apply_tp(mesh["tp"])
+            with ties_kept([stage]):
+                stage.apply_tp(mesh["tp"])
             restore_traits(traits, owned_tensors(stage))  # before FSDP, which sorts parameters by what trains
         if recompute:
             apply_recompute(stage.blocks().values())

@@ -167,9 +167,9 @@ class FlowDecoder(Generator):
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
         # Around the blocks all rows count as patches: lengths do not say which are not.
         original: Any = self.meta_copy()
-        packing = Packing.of(packing_lengths)
-        rows, items = packing.rows, len(packing.lengths)
-        attention = 4 * self.dim * attention_pairs(packing, causal=False)
+        rows = int(np.sum(packing_lengths))
+        items = len(packing_lengths)
+        attention = 4 * self.dim * attention_pairs(packing_lengths, causal=False)
         modulation = [linear_flops(m) for m in original.layers.modules() if isinstance(m, Modulation)]
         linear = [linear_flops(block) for block in original.blocks().values()]
         blocks = [rows * (a - m) + items * m + attention for a, m in zip(linear, modulation, strict=True)]

@@ -83,9 +83,13 @@ class HFCausalLM(HFAdapter, CausalLM):
 
     @override
     def tp_plan(self) -> dict[str, ParallelStyle]:
-        from torch.distributed.tensor.parallel import SequenceParallel
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
         plan = super().tp_plan() or {}
+        plan["model.lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        if self.config.tie_word_embeddings:
+            plan["model.model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
         first: Any = next(iter(self.blocks().values()), None)
         if first is not None and hasattr(first.self_attn, "q_norm"):
             # One weight for all heads, of which each rank sees its own: the gradient is a sum over ranks. Heads are
@@ -106,11 +110,11 @@ class HFCausalLM(HFAdapter, CausalLM):
 
     @override
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
-        packing, config = Packing.of(packing_lengths), self.config
-        attention = 4 * config.num_attention_heads * config.head_dim * attention_pairs(packing, causal=True)
+        rows, config = int(np.sum(packing_lengths)), self.config
+        attention = 4 * config.num_attention_heads * config.head_dim * attention_pairs(packing_lengths, causal=True)
         original: Any = self.meta_copy()
-        head = float(linear_flops(original.model.lm_head) * packing.rows)
-        return 0.0, block_linear_flops(self) * packing.rows + attention, head
+        head = float(linear_flops(original.model.lm_head) * rows)
+        return 0.0, block_linear_flops(self) * rows + attention, head
 
 
 def hf_llama(

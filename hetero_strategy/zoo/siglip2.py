@@ -17,7 +17,7 @@ from hetero_strategy.errors import DataError, ModelError
 from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import attention_pairs
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
-from hetero_strategy.model.inputs import EncoderInputs, ImagePatches, Packing, host_index
+from hetero_strategy.model.inputs import EncoderInputs, ImagePatches, host_index
 from hetero_strategy.zoo.hf import HFAdapter, make_config
 
 
@@ -106,11 +106,11 @@ class Siglip2Backbone(HFAdapter, Backbone):
 
     @override
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
-        packing = Packing.of(packing_lengths)
-        attention = 4 * self.config.hidden_size * attention_pairs(packing, causal=False)
+        rows = int(np.sum(packing_lengths))
+        attention = 4 * self.config.hidden_size * attention_pairs(packing_lengths, causal=False)
         original: Any = self.meta_copy()
-        embed = float(linear_flops(original.model.embeddings) * packing.rows)
-        return embed, block_linear_flops(self) * packing.rows + attention, 0.0
+        embed = float(linear_flops(original.model.embeddings) * rows)
+        return embed, block_linear_flops(self) * rows + attention, 0.0
 
     def _positions(self, inputs: EncoderInputs) -> Tensor:
         """Return position rows ``[R, hidden]``, resizing the square table once per distinct grid."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from typing_extensions import override
 
 from hetero_strategy.errors import ModelError, require
@@ -119,6 +120,8 @@ class TitanLlama(CausalLM):
     block_list = "model.layers"
     before_blocks = ("model.tok_embeddings",)
     after_blocks = ("model.norm", "model.output")
+    rows_mesh: DeviceMesh | None = None
+    """Of the tensor-parallel ranks that each have a part of the rows."""
 
     def __init__(
         self,
@@ -150,8 +153,15 @@ class TitanLlama(CausalLM):
 
     @override
     def head(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.model.output(self.model.norm(hidden[None]))[0]
+        logits: Tensor = self.model.output(self.model.norm(hidden))
         return logits
+
+    @override
+    def whole_rows(self, hidden: Tensor) -> Tensor:
+        if self.rows_mesh is None:
+            return hidden
+        rows = DTensor.from_local(hidden, self.rows_mesh, [Shard(0)], run_check=False)
+        return rows.redistribute(placements=[Replicate()]).to_local()
 
     @override
     def tp_plan(self) -> dict[str, ParallelStyle]:
@@ -169,13 +179,23 @@ class TitanLlama(CausalLM):
 
     @override
     def apply_tp(self, mesh: DeviceMesh) -> None:
-        """Apply torchtitan's tensor and sequence parallel plan, with replicated logits."""
+        """Apply torchtitan's tensor and sequence parallel plan to all but the head, which takes whole rows here and
+        splits the vocabulary.
+        """
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
         if faults := self.check_tp(mesh.size()):
             raise ModelError(f"{type(self).__name__}: {'; '.join(faults)}")
         with warnings.catch_warnings():
             # A pipeline stage lacks the embedding or the head that the plan names.
             warnings.filterwarnings("ignore", message="Parallelize plan key")
-            _titan().apply_tp(self.model, mesh, loss_parallel=False, enable_float8_tensorwise_tp=False)
+            norm, output = self.model.norm, self.model.output
+            self.model.norm = self.model.output = None
+            _titan().apply_tp(self.model, mesh, loss_parallel=True, enable_float8_tensorwise_tp=False)
+            self.model.norm, self.model.output = norm, output
+            split = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+            parallelize_module(self.model, mesh, {"output": split})
+        self.rows_mesh = mesh
 
     @override
     def initialize(self, prefix: str, unit: nn.Module) -> None:
@@ -233,11 +253,11 @@ class TitanLlama(CausalLM):
 
     @override
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
-        packing = Packing.of(packing_lengths)
-        attention = 4 * self.args.dim * attention_pairs(packing, causal=True)
+        rows = int(np.sum(packing_lengths))
+        attention = 4 * self.args.dim * attention_pairs(packing_lengths, causal=True)
         original: Any = self.meta_copy()
-        head = float(linear_flops(original.model.output) * packing.rows)
-        return 0.0, block_linear_flops(self) * packing.rows + attention, head
+        head = float(linear_flops(original.model.output) * rows)
+        return 0.0, block_linear_flops(self) * rows + attention, head
 
     def _ffn_width(self) -> int:
         block: Any = next(iter(self.meta_copy().blocks().values()))

@@ -16,7 +16,7 @@ from hetero_strategy.errors import DataError, ModelError
 from hetero_strategy.model.adapter import block_linear_flops, divisible
 from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
-from hetero_strategy.model.inputs import EncoderInputs, MelFrames, Packing, host_index
+from hetero_strategy.model.inputs import EncoderInputs, MelFrames, host_index
 from hetero_strategy.zoo.hf import HFAdapter, at_least_one_row, make_config
 
 
@@ -108,10 +108,10 @@ class WhisperBackbone(HFAdapter, Backbone):
 
     @override
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
-        packing, config = Packing.of(packing_lengths), self.config
-        attention = 4 * config.d_model * attention_pairs(packing, causal=False)
+        rows, config = int(np.sum(packing_lengths)), self.config
+        attention = 4 * config.d_model * attention_pairs(packing_lengths, causal=False)
         convolutions = 2 * 3 * config.d_model * (2 * config.num_mel_bins + config.d_model)
-        return float(convolutions * packing.rows), block_linear_flops(self) * packing.rows + attention, 0.0
+        return float(convolutions * rows), block_linear_flops(self) * rows + attention, 0.0
 
     def _convolve(self, inputs: EncoderInputs) -> Tensor:
         """Turn mel frames into rows ``[sum(ceil(frames / 2)), d_model]``."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hetero_strategy.errors import DataError, ModelError
-from hetero_strategy.model.causal_lm import fill_slots, score
+from hetero_strategy.model.causal_lm import fill_slots
+from hetero_strategy.model.token_loss import token_loss
 from hetero_strategy.zoo import hf_llama, hf_qwen3, titan_llama
 from hetero_strategy.zoo.titan import _titan
 from tests.model.helpers import LLAMA, TITAN, ready, tokens
@@ -119,7 +122,8 @@ class TestEveryModel:
     def test_flops(self, make):
         model = ready(make(), dtype=torch.float32)
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            model(tokens([8, 8]), {})
+            given = tokens([8, 8])
+            model(replace(given, labels=given.ids, labelled=None), {})
         head_dim = getattr(getattr(model, "config", None), "head_dim", 4)
         square, causal = 2 * 64, 2 * 36
         expected = counter.get_total_flops() - 4 * 4 * head_dim * 2 * (square - causal)
@@ -141,17 +145,42 @@ class TestEveryModel:
         assert any("heads 4" in fault for fault in model.check_tp(3))
 
 
-def test_score_without_labels_and_with():
+def test_token_loss_without_rows_and_with():
     logits = torch.randn(4, 7, requires_grad=True)
-    none = score(logits, torch.full((4,), -100))
-    none.loss_sum.backward()
-    assert none.loss_sum == 0 and (logits.grad == 0).all() and not none.correct.any()
-    labels = logits.argmax(-1).clone()
-    labels[1], labels[3] = (labels[1] + 1) % 7, -100
-    out = score(logits, labels)
-    assert out.correct.tolist() == [True, False, True, False] and out.logits is None
-    assert score(logits.bfloat16(), labels).loss_sum.dtype == torch.float32
-    assert score(logits.double(), labels).loss_sum.dtype == torch.float64
+    none, nothing = token_loss(logits[:0], torch.zeros(0, dtype=torch.int64))
+    none.backward()
+    assert none == 0 and (logits.grad == 0).all() and not len(nothing)
+    labels = torch.tensor([1, 2, 3, 4])
+    loss, likeliest = token_loss(logits, labels)
+    assert likeliest.equal(logits.argmax(-1))
+    torch.testing.assert_close(loss, -torch.log_softmax(logits, -1)[range(4), labels].sum())
+    assert token_loss(logits.bfloat16(), labels)[0].dtype == torch.float32
+    assert token_loss(logits.double(), labels)[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize("rows", [1, 3, 1000])
+def test_only_labelled_rows_reach_the_head_and_never_too_many(rows):
+    model = ready(titan_llama(**TITAN), dtype=torch.float64)
+    inputs = tokens(LENGTHS)
+    labels = inputs.labels.clone()
+    labels[::3] = -100
+    inputs = replace(inputs, labels=labels, labelled=None)
+    full = model(replace(inputs), {}, keep_logits=True).logits
+    wanted = loss_of(full, labels)
+    wanted_grads = torch.autograd.grad(wanted, list(model.parameters()))
+    model.head_rows, seen = rows, []
+    model.model.output.register_forward_hook(lambda _, args, out: seen.append(len(out)))
+    out = model(inputs, {})
+    assert sum(seen) == int((labels != -100).sum()) and max(seen) <= rows
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        model(inputs, {})
+    assert not [shape for shape in kept if shape[-1:] == (TITAN["vocab_size"],) and len(shape) == 2]
+    torch.testing.assert_close(out.loss_sum, wanted, rtol=1e-12, atol=0)
+    assert out.predicted.equal(full[labels != -100].argmax(-1))
+    assert out.correct.equal(out.predicted == labels[labels != -100])
+    for found, expected in zip(torch.autograd.grad(out.loss_sum, list(model.parameters())), wanted_grads, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_rows_and_slots_must_match():

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.causal_lm import CausalLMKind
 from hetero_strategy.model.encoder import Encoder
 from hetero_strategy.plan.step_plan import Assignment, StepItems, StepMetadata, StepPlan
 
@@ -28,15 +29,21 @@ class Clock:
 
 
 class Counted(Adapter):
-    """Costs ``per_row`` FLOPs a row."""
+    """Costs ``per_row`` FLOPs a row, those of its head among them."""
 
-    def __init__(self, per_row: float) -> None:
+    kind = CausalLMKind()
+
+    def __init__(self, per_row: float, head: float = 0.0) -> None:
         super().__init__()
-        self.per_row = per_row
+        self.per_row, self.head = per_row, head
         self.weight = nn.Parameter(torch.zeros(1))
 
     def flops(self, packing_lengths: np.ndarray) -> float:
         return self.per_row * float(np.sum(packing_lengths))
+
+    def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
+        rows = float(np.sum(packing_lengths))
+        return (self.per_row - self.head) * rows, np.zeros(0), self.head * rows
 
 
 class CountedEncoder(Encoder):
