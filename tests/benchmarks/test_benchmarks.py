@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks import boundary_bytes, checkpoint_integrity, host_time, step_overhead
+from benchmarks import boundary_bytes, checkpoint_integrity, head, host_time, step_overhead
 from benchmarks.common import ragged_step
 from benchmarks.gather_then_slice import MIMO, Moved
 from hetero_strategy.boundary.route import Side, route
@@ -128,3 +128,12 @@ def test_host_time(pool) -> None:
 
 def _host_time(rank: int, world: int) -> list[dict[str, float]]:
     return host_time.main(["--instances", "2", "--rounds", "1"])
+
+
+def test_head_takes_less_than_whole_logits(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = head.main(["--rows", "512", "--vocabulary", "1024", "--dim", "64", "--rounds", "1"])
+    for share, most in (("5%", 0.1), ("25%", 0.3), ("100%", 0.4)):
+        ours, whole = figures[share]["ours"], figures[share]["whole"]
+        assert ours["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+        assert 0 < ours["peak"] < most * whole["peak"]
+    assert "labelled" in capsys.readouterr().out
