@@ -38,7 +38,7 @@ from hetero_strategy.loading.context import TrainingContext
 from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.gradients import Owned
-from hetero_strategy.parallelize.kernels import choose_kernels
+from hetero_strategy.parallelize.optimizer import choose_kernels
 from hetero_strategy.runtime.agreement import Stop
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.runtime.step import StepRunner

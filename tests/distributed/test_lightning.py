@@ -64,6 +64,20 @@ class OneGroup(Probe):
         return [{"params": list(self.parameters()), "lr": 3e-3}]
 
 
+class OwnStep(torch.optim.AdamW):
+    """An optimizer of which nobody knows whether it treats every element alone."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class OwnOptimizer(OneGroup):
+    def configure_optimizers(self) -> Any:
+        optimizer = OwnStep(self.groups(), **{self.case.optimizer.split()[1]: True})
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
 class Watched(Probe):
     """Notes whether old gradients are alive while the schedule runs."""
 
@@ -164,7 +178,7 @@ def test_optimization_is_as_in_one_process(pool: Pool, digits: Path) -> None:
     assert far(tripled, runs["clip by norm"][1]) > 1e3 * TOLERANCE
     assert plain.losses[0] == clipped.losses[0]
 
-    # Rank 2 owns both kinds of parameters, in different groups; every rank loops where any has to.
+    # Rank 2 owns both kinds of parameters, in different groups.
     for how in ("foreach", "fused"):
         expected, found = runs[how]
         assert expected.kernels == [(how == "foreach" or None, how == "fused" or None)] * 2
@@ -172,7 +186,7 @@ def test_optimization_is_as_in_one_process(pool: Pool, digits: Path) -> None:
 
 
 def kernels(rank: int, world: int, digits: str) -> dict[str, Any]:
-    """Why loops: torch's multi-tensor kernels over sharded and whole parameters at once."""
+    """Why shards: torch's multi-tensor kernels over sharded and whole parameters at once."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -200,9 +214,10 @@ def kernels(rank: int, world: int, digits: str) -> dict[str, Any]:
             seen = observe(Case(job, layouts, optimizer=f"adamw {how}"))
             chosen[f"{how} {name}"] = (seen.kernels, any("foreach/fused is off" in w for w in seen.warned), seen.losses)
         one = observe(Case(job, PAIR, lit=OneGroup, optimizer=f"adamw {how}"))
-        loops = observe(Case(job, PAIR, lit=OneGroup, optimizer="adamw"))
-        chosen[f"{how} one group"] = (one.kernels, any("foreach/fused is off" in w for w in one.warned), one.losses)
-        chosen[f"{how} loops"] = (loops.kernels, any("foreach/fused is off" in w for w in loops.warned), loops.losses)
+        unasked = observe(Case(job, PAIR, lit=OneGroup, optimizer="adamw"))
+        other = observe(Case(job, PAIR, lit=OwnOptimizer, optimizer=f"adamw {how}"))
+        for name, seen in {"one group": one, "unasked": unasked, "other optimizer": other}.items():
+            chosen[f"{how} {name}"] = (seen.kernels, any("foreach/fused is off" in w for w in seen.warned), seen.losses)
     return {"torch": raised, "chosen": chosen}
 
 
@@ -219,11 +234,14 @@ def test_multi_tensor_kernels_are_used_where_torch_can(pool: Pool, digits: Path)
             assert one == [asked, asked] and not one_warned
             # Encoders are whole, the language model is sharded: no group has both.
             assert mixed == [asked, asked] and not mixed_warned, rank
-            off, off_warned, off_losses = result["chosen"][f"{how} one group"]
-            loops, loops_warned, loops_losses = result["chosen"][f"{how} loops"]
-            assert off == loops == [(False, False)]  # asked or not: on CUDA torch would choose foreach by itself
-            assert off_warned == (rank == 0) and not loops_warned
-            assert off_losses == loops_losses
+            both_kinds, both_warned, both_losses = result["chosen"][f"{how} one group"]
+            unasked, unasked_warned, unasked_losses = result["chosen"][f"{how} unasked"]
+            assert both_kinds == [asked] and unasked == [(None, True)] and not both_warned and not unasked_warned
+            loops, loops_warned, loops_losses = result["chosen"][f"{how} other optimizer"]
+            assert loops == [(False, False)]  # asked or not: on CUDA torch would choose foreach by itself
+            assert loops_warned == (rank == 0)
+            assert both_losses == pytest.approx(loops_losses, rel=1e-10)
+            assert unasked_losses == pytest.approx(loops_losses, rel=1e-10)
             assert mixed_losses == pytest.approx(one_losses, rel=1e-10)
 
 
