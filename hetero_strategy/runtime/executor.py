@@ -8,11 +8,13 @@ transfer starts (``schedule.compile``); nothing here waits for the device.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.profiler import record_function
 
 from hetero_strategy.boundary.transport import Channel, Transport
 from hetero_strategy.layout.placement import Coordinate, Placement
@@ -98,11 +100,13 @@ class Executor:
         transfers = [(self.channels[t.edge, t.backward], t.transfer) for t in batch.program.transfers]
         transport = Transport(transfers, batch.index)
         step = _Step(self, batch, batch.program, transport, factors or {}, call)
+        profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         with random_state_kept(self.device), self.recorder.step(batch.plan, train=train):
             transport.start(batch.program.starts)
             for action in batch.program.actions:
-                step.run(action)
-                transport.start(action.starts)
+                with record_function(str(action.action)) if profiled else nullcontext():
+                    step.run(action)
+                    transport.start(action.starts)
             if train:
                 self.tied.settle({a.action.node.module for a in batch.program.actions if a.last})
         for stage_id, stage in self.stages.items():

@@ -25,6 +25,7 @@ from hetero_strategy.model.combine import ModelOutput, StepSums
 from hetero_strategy.parallelize.gradients import accumulate, scale
 from hetero_strategy.runtime.agreement import different, plans_differ
 from hetero_strategy.runtime.executor import Executor
+from hetero_strategy.runtime.garbage import GarbageCollection
 
 
 class StepRunner:
@@ -59,6 +60,7 @@ class StepRunner:
         self._upstream = _upstream(executor)
         self._module_of = {id(p): n.module for n, stage in executor.stages.items() for p in stage.parameters()}
         self._watched = True
+        self.garbage = GarbageCollection()
         self._expected: dict[int, Factors] = {}
         """By call of the model with one batch: factors that the losses came back with the last time."""
 
@@ -104,6 +106,7 @@ class StepRunner:
                 "requires_grad of a parameter was changed after the model was placed; say what trains with"
                 " MultimodalModel(freeze=...)"
             )
+        self.garbage.step()
         buffers = self._buffers() if self._watched else {}
         # The scale may change before backward is called; what was used is kept.
         scaled = self._seed_scale()

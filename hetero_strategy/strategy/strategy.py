@@ -331,8 +331,7 @@ class HeteroStrategy(WorldCollectives):
         trainer = module.trainer
         return trainer.training and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
-    def model_to_device(self) -> None:
-        pass
+    def model_to_device(self) -> None: ...
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """A :class:`Batch` holds only what this rank computes, so all of it moves."""
@@ -411,7 +410,8 @@ class HeteroStrategy(WorldCollectives):
     def teardown(self) -> None:
         if self._assembled is not None:
             self._assembled.state.finalize()
-        if self._multimodal is not None:
+        if self._multimodal is not None and self._runner is not None:
+            self._runner.garbage.stop()
             self._multimodal.detach()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
