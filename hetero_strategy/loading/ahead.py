@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import torch
+
 Result = TypeVar("Result")
 
 GRACE = 10.0
@@ -49,7 +51,7 @@ class Ahead:
         if not self.alive:
             # The thread holds its work alone, so an instance that nobody holds any more ends it.
             self._work = _Work()
-            self._thread = threading.Thread(target=_run, args=(self._work,), name=self._name, daemon=True)
+            self._thread = threading.Thread(target=_run, args=(self._work, _device()), name=self._name, daemon=True)
             self._thread.start()
             weakref.finalize(self, self._work.tasks.put, None)
         future: Future[Result] = Future()
@@ -92,7 +94,14 @@ class _Work:
         self.broken: BaseException | None = None
 
 
-def _run(work: _Work) -> None:
+def _device() -> int | None:
+    """The CUDA device that this thread uses: a new thread would use the first one, and take memory there."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def _run(work: _Work, device: int | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)
     while (task := work.tasks.get()) is not None:
         future, function, always = task
         del task

@@ -71,7 +71,10 @@ def heads_on_rank(rank: int, world: int) -> dict[str, list[int]]:
             return logits
 
         stage.head = watched
-        stage(tokens([3, 5]))
+        stage(tokens([3, 5])).loss_sum.backward()
+        nothing = stage(tokens([3, 5], label_share=0.0))
+        nothing.loss_sum.backward()
+        assert float(nothing.loss_sum.detach()) == 0 and not len(nothing.predicted)
         seen[kind] = columns
     return seen
 
