@@ -39,11 +39,9 @@ def apply_fsdp(module: Adapter, mesh: DeviceMesh, storage: Storage = FP32, kept:
     if storage.mixed:
         policy = MixedPrecisionPolicy(storage.compute, storage.master, cast_forward_inputs=False)
         precise = MixedPrecisionPolicy(storage.master, storage.master, storage.compute)
-    units = [(layer, precise) for layer in kept] + [(block, policy) for block in module.blocks().values()]
-    for part, dtypes in units:
-        if any(p not in ignored for p in part.parameters()):
-            fully_shard(part, mesh=mesh, mp_policy=dtypes, ignored_params=ignored)
-    fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+    inside = dict.fromkeys([*kept, *module.blocks().values()])  # a kept layer before the block that holds it
+    for part in (*(part for part in inside if any(p not in ignored for p in part.parameters())), module):
+        fully_shard(part, mesh=mesh, mp_policy=precise if part in kept else policy, ignored_params=ignored)
     for part in _parts(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)

@@ -19,6 +19,8 @@ ELEMENTWISE = (
     optim.RMSprop, optim.Rprop, optim.SGD,
 )  # fmt: skip
 """Optimizers that treat every element of a parameter alone, and so a shard as well as the whole."""
+FUSED = (optim.Adam, optim.AdamW, optim.SGD)
+"""Those of them with a fused kernel on every device."""
 
 
 def choose_kernels(optimizers: Iterable[Optimizer], owned: Mapping[int, Owned], agree: Callable[[bool], bool]) -> None:
@@ -86,7 +88,7 @@ class _Shards:
         optimizer.step = on_shards  # type: ignore[method-assign]
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
-                group["fused" if "fused" in group else "foreach"] = True
+                group["fused" if isinstance(optimizer, FUSED) else "foreach"] = True
 
     @torch.no_grad()
     def _enter(self) -> None:

@@ -62,6 +62,11 @@ class Storage:
                     f" as {', '.join(sorted(names)[:3])}"
                 )
             for name, module in modules.items():
+                if module in self.kept(name, module):
+                    raise ModelError(
+                        f"module '{name}': keep_fp32={pattern!r} names a parameter that lies in no layer of it; put it"
+                        " into one, or write a narrower pattern"
+                    )
                 tied = module.tied_weight()
                 if tied is not None and any(fnmatchcase(f"{name}.{fqn}", pattern) for fqn in tied):
                     raise ModelError(

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 
 from hetero_strategy.errors import ConfigError, HeteroError
-from hetero_strategy.model import MultimodalModel
+from hetero_strategy.model import Adapter, MultimodalModel
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.strategy.precision import check_trainable, storage_of
 from hetero_strategy.zoo import hf_llama, siglip2_encoder
@@ -23,17 +23,28 @@ def model(tied: bool = False) -> MultimodalModel:
         return MultimodalModel(modules, freeze=["vision.backbone"])
 
 
+class Bare(Adapter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+
 @pytest.mark.parametrize(
     ("storage", "tied", "says"),
     [
         (Storage(keep=("llm.*",)), False, "keep_fp32 needs precision='bf16-mixed'"),
         (Storage(torch.bfloat16, keep=("lm.*",)), False, "keep_fp32 names 'lm.*', but no parameter is called so"),
         (Storage(torch.bfloat16, keep=("llm.model.lm_head.weight",)), True, "set tie_word_embeddings=false"),
+        (
+            Storage(torch.bfloat16, keep=("bare.*",)),
+            False,
+            "keep_fp32='bare.*' names a parameter that lies in no",
+        ),
     ],
 )
 def test_refused(storage: Storage, tied: bool, says: str) -> None:
     with pytest.raises(HeteroError, match=says.replace("*", r"\*").replace(".", r"\.")):
-        storage.check(model(tied).modules_by_name)
+        storage.check({**model(tied).modules_by_name, "bare": Bare()})
 
 
 def test_kept_layers_are_those_of_the_named_parameters() -> None:
