@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -11,6 +14,9 @@ from torch import Tensor, nn
 
 from hetero_strategy.model.inputs import Packing
 
+HALF = (torch.float16, torch.bfloat16)
+WIDEST = 256
+"""Head dimension above which torch's flash kernels stop."""
 HF_ATTENTION = "hetero_packed"
 """Name under which packed attention is registered with transformers."""
 
@@ -27,8 +33,9 @@ def packed_attention(
 ) -> Tensor:
     """Compute scaled dot-product attention inside every sequence of ``packing``, never across.
 
-    Sequences of similar length are padded together and each such bucket is one fused call. Causal attention needs no
-    mask for right padding; bidirectional attention gets a key mask only where a bucket has padding.
+    On CUDA in half precision torch's flash kernel for packed sequences takes the rows as they are. Elsewhere, and with
+    dropout, sequences of similar length are padded together and each such bucket is one fused call: causal attention
+    needs no mask for right padding; bidirectional attention gets a key mask only where a bucket has padding.
 
     Args:
         query: ``[1, heads, T, head_dim]``.
@@ -44,6 +51,8 @@ def packed_attention(
     """
     if packing.rows == 0:
         return query + (key.sum() + value.sum())  # empty, yet a gradient (zero) reaches all three
+    if query.is_cuda and query.dtype in HALF and not dropout and query.shape[-1] <= WIDEST and _varlen() is not None:
+        return _flash(query, key, value, packing, causal=causal, scale=scale)
     q, k, v = (_to_buckets(x[0].transpose(0, 1), packing) for x in (query, key, value))
     parts = []
     for bucket in packing.buckets:
@@ -59,6 +68,26 @@ def packed_attention(
         parts.append(part.transpose(1, 2).flatten(0, 1))
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return _from_buckets(out, packing).transpose(0, 1)[None]
+
+
+@functools.cache
+def _varlen() -> Callable[..., Tensor] | None:
+    """torch's attention over packed sequences, where this torch has all that is used of it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    return cast(Any, varlen_attn) if {"window_size", "scale", "enable_gqa"} <= set(known) else None
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, causal: bool, scale: float | None) -> Tensor:
+    attend = _varlen()
+    assert attend is not None
+    rows = (x[0].transpose(0, 1) for x in (query, key, value))
+    bounds = (packing.offsets, packing.offsets, packing.longest, packing.longest)
+    window, shared = (-1, 0) if causal else (-1, -1), query.shape[1] != key.shape[1]
+    return attend(*rows, *bounds, scale=scale, window_size=window, enable_gqa=shared).transpose(0, 1)[None]
 
 
 def attention_pairs(lengths: np.ndarray, *, causal: bool) -> int:
@@ -96,7 +125,7 @@ def _attend(
 ) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     # Only the flash kernel (half precision on CUDA, no mask) shares key heads without falling back to the slow path.
-    shared = groups > 1 and mask is None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    shared = groups > 1 and mask is None and query.is_cuda and query.dtype in HALF
     if groups > 1 and not shared:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     if mask is not None:

@@ -81,6 +81,8 @@ class Packing(Movable):
     """int64 ``[T]``: position of each row in its sequence."""
     sequence: torch.Tensor
     """int64 ``[T]``: number of the sequence that each row belongs to."""
+    offsets: torch.Tensor
+    """int32 ``[n + 1]``: first row of each sequence, and T; as kernels for packed sequences take them."""
     buckets: tuple[Bucket, ...]
     gather: torch.Tensor | None
     """int64 ``[padded rows]``: the row that each slot of the concatenated padded buckets holds; None where the rows
@@ -120,6 +122,7 @@ class Packing(Movable):
             lengths=lengths,
             positions=torch.from_numpy(rows - starts[sequence]),
             sequence=torch.from_numpy(sequence),
+            offsets=torch.from_numpy(np.append(starts, len(rows)).astype(np.int32)),
             buckets=tuple(buckets),
             gather=None if unmoved else torch.from_numpy(gather),
             restore=None if unmoved else torch.from_numpy(restore),

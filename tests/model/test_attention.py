@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hetero_strategy.model import attention
 from hetero_strategy.model.attention import packed_attention
 from hetero_strategy.model.inputs import Packing
 
@@ -130,3 +131,29 @@ def test_is_one_call_per_bucket(monkeypatch):
     lengths = [30] * 20 + [29] * 20 + [10] * 5
     packed_attention(*make(lengths), Packing.of(np.array(lengths)), causal=True)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_rows_go_to_the_flash_kernel_as_they_are(causal, kv_heads, monkeypatch):
+    """What a GPU would be given, on tensors without values: no padding, no mask, no repeated heads."""
+    lengths = np.array([5, 0, 3, 9])
+    given = []
+    kernel = attention._varlen()
+
+    def seen(*args, **options):
+        given.append((args, options))
+        return kernel(*args, **options)
+
+    monkeypatch.setattr(attention, "_varlen", lambda: seen)
+    packing = Packing.of(lengths)
+    assert packing.offsets.tolist() == [0, 5, 5, 8, 17] and packing.offsets.dtype == torch.int32
+    make = lambda heads, device: torch.empty(1, heads, 17, 8, dtype=torch.bfloat16, device=device)  # noqa: E731
+    query, key, value = (make(heads, "meta") for heads in (4, kv_heads, kv_heads))
+    out = attention._flash(query, key, value, packing.to("meta"), causal=causal, scale=0.3)
+    assert out.shape == query.shape
+    packed_attention(make(4, "cpu"), make(4, "cpu"), make(4, "cpu"), packing, causal=causal)  # there is none on the CPU
+    ((q, k, _, offsets, _, longest, _), options) = given.pop()
+    assert not given
+    assert q.shape == (17, 4, 8) and k.shape == (17, kv_heads, 8) and longest == 9 and len(offsets) == 5
+    assert options == {"scale": 0.3, "window_size": (-1, 0) if causal else (-1, -1), "enable_gqa": kv_heads != 4}
