@@ -23,6 +23,7 @@ PATIENCE = 2.0
 """Seconds that a rank whose exchange failed waits for the others to say which plan they had."""
 DIGITS = 16
 """Bits of a digit: sums of squares over a million ranks are exact in fp64."""
+MOST_RANKS = 1 << 20
 
 
 @dataclass
@@ -35,12 +36,16 @@ class Stop:
     """Whether any was; all ranks have it from the end of the same step on."""
     tell: Callable[[], None] | None = None
     """Called then."""
+    requeue: bool = False
+    """Whether this process was told that its job will be queued again."""
+    requeue_agreed: bool = False
+    """Whether any was; as :attr:`agreed`."""
 
 
 class Agreement:
     """Two digits of the plan's digest and their squares ride on a sum over all ranks. Where a digit is the same on all
-    of them, and only there, the sum of squares times the number of ranks is the square of the sum. So does the number
-    of ranks that were told to stop.
+    of them, and only there, the sum of squares times the number of ranks is the square of the sum. So do the
+    numbers of ranks that were told to stop, and to save because the job is queued again.
     """
 
     SUMMANDS = 5
@@ -67,7 +72,8 @@ class Agreement:
     def write(self, plan: StepPlan, into: torch.Tensor) -> None:
         """This rank's summands of a step, into fp64 ``[SUMMANDS]``."""
         low, high = (plan.digest >> DIGITS * place & (1 << DIGITS) - 1 for place in (0, 1))
-        for place, value in enumerate((low, low * low, high, high * high, int(self.stop.asked))):
+        told = int(self.stop.asked) + MOST_RANKS * int(self.stop.requeue)
+        for place, value in enumerate((low, low * low, high, high * high, told)):
             into[place].fill_(value)
 
     def note(self, plan: StepPlan, sums: torch.Tensor) -> None:
@@ -90,10 +96,12 @@ class Agreement:
             plan, sums, arrived = self._pending.popleft()
             if arrived is not None:
                 arrived.synchronize()
-            low, low_squares, high, high_squares, stops = map(int, sums.tolist())
+            low, low_squares, high, high_squares, told = map(int, sums.tolist())
+            requeues, stops = divmod(told, MOST_RANKS)
             for total, squares in ((low, low_squares), (high, high_squares)):
                 if squares * dist.get_world_size() != total**2:
                     raise different(plan)
+            self.stop.requeue_agreed |= requeues > 0
             if stops and not self.stop.agreed:
                 self.stop.agreed = True
                 if self.stop.tell is not None:

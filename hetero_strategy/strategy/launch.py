@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -176,12 +176,13 @@ def lost_a_rank(error: BaseException | None) -> bool:
 
 def stop_together(trainer: Trainer, stop: Stop) -> None:
     """SIGTERM on any rank ends all of them after the same step, so that a callback's ``on_exception`` can still save.
+    SLURM's signal that the job will be queued again lets them save together before the next batch.
 
-    What Lightning does about it goes: a collective inside the signal handler, to which other ranks come from wherever
-    they are, and a broadcast before every batch, whose result the host waits for.
+    What Lightning does about it goes: collectives inside signal handlers, to which other ranks come from wherever they
+    are, and a broadcast before every batch, whose result the host waits for.
     """
     connector = trainer._signal_connector
-    stop.asked = stop.agreed = False
+    stop.asked = stop.agreed = stop.requeue = stop.requeue_agreed = False
     stop.tell = lambda: setattr(connector, "received_sigterm", True)
 
     def told(signum: Any, frame: Any) -> None:
@@ -190,8 +191,18 @@ def stop_together(trainer: Trainer, stop: Stop) -> None:
             launcher.kill(signum)
         stop.asked = True
 
+    def told_to_requeue(signum: Any, frame: Any) -> None:
+        stop.requeue = True
+
+    def between_batches() -> None:
+        if stop.requeue_agreed:
+            stop.requeue = stop.requeue_agreed = False
+            type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, cast(Any, None))
+
     vars(connector)["_sigterm_notifier_fn"] = told
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    if trainer.world_size > 1:  # else Lightning has no such moment between batches, and its handlers wait for nobody
+        vars(connector)["_slurm_sigusr_handler_fn"] = told_to_requeue
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = between_batches  # type: ignore[method-assign]
 
 
 def end_together(error: BaseException, rank: int, launcher: _Launcher | None, told_to_end: bool) -> None:

@@ -191,7 +191,8 @@ def build(job: Job) -> tuple[L.Trainer, Lit, MultimodalDataModule]:
         layouts = {n: ModuleLayout.from_config(n, v) for n, v in job.layouts.items()} or None
         world = int(os.environ.get("WORLD_SIZE", "1"))
         plugins = [TorchElasticEnvironment()] if "TORCHELASTIC_RUN_ID" in os.environ else []
-        trainer = L.Trainer(devices=world, strategy=HeteroStrategy(layouts, **job.strategy), plugins=plugins, **options)
+        placed = {"devices": world, "strategy": HeteroStrategy(layouts, **job.strategy), "plugins": plugins}
+        trainer = L.Trainer(**{**placed, **options})
     return trainer, Lit(job, dm.tokenizer.vocab_size), dm
 
 

@@ -12,12 +12,14 @@ from unittest.mock import patch
 import lightning as L
 import pytest
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from hetero_strategy.checkpoint import describe
+from hetero_strategy.strategy import HeteroStrategy
 from tests.distributed.harness import Pool
-from tests.distributed.scenario import Job, data, train_on_rank
+from tests.distributed.scenario import Job, data, train, train_on_rank
 
 STEPS, TOLD_AT = 5, 2
 LAYOUTS: dict[str, dict[str, Any]] = {"vision": {"ranks": [0]}, "audio": {"ranks": [1]}, "llm": {"ranks": 2, "tp": 2}}
@@ -64,3 +66,41 @@ def test_all_ranks_end_after_the_same_step(pool: Pool, tmp_path: Path, world: in
     assert describe(saved).step == TOLD_AT + 1
     whole, rest = (pool.run(world, train_on_rank, j, group=False)[0].losses for j in (job, replace(job, resume=saved)))
     assert len(whole) == STEPS and rest == whole[TOLD_AT + 1 :]
+
+
+class Requeue(Tell):
+    """Tells this rank in the middle of a step that its job will be queued again."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.me and batch_idx == TOLD_AT:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def requeued(rank: int, world: int, job: Job, whom: int, folder: str) -> int:
+    """Steps of a run in a SLURM job, whose `scontrol` writes down what it is told."""
+    os.environ |= {
+        "SLURM_NTASKS": str(world), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
+        "SLURM_NTASKS_PER_NODE": str(world), "SLURM_NODELIST": "127.0.0.1", "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NAME": "train", "PATH": f"{folder}/bin:{os.environ['PATH']}",
+    }  # fmt: skip
+    callbacks = [Requeue(rank == whom)]
+    options = {"callbacks": callbacks, "default_root_dir": folder, "plugins": [SLURMEnvironment()], "devices": world}
+    job = replace(job, trainer={**options, "strategy": HeteroStrategy(job.layouts)})
+    train(job)
+    return callbacks[0].steps
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("whom", [0, 1])
+def test_a_slurm_job_that_is_queued_again_is_saved_between_steps(pool: Pool, tmp_path: Path, whom: int) -> None:
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/told\n')
+    scontrol.chmod(0o755)
+    job = Job(str(data(tmp_path / "data")), LAYOUTS, steps=STEPS, capture=False)
+    assert pool.run(2, requeued, job, whom, str(tmp_path), group=False) == [STEPS] * 2, "it goes on until SLURM ends it"
+    assert (tmp_path / "told").read_text().splitlines() == ["requeue 17"]
+    saved = str(tmp_path / "hpc_ckpt_1.ckpt")
+    assert describe(saved).step == TOLD_AT + 1
+    whole, rest = (pool.run(2, train_on_rank, j, group=False)[0].losses for j in (job, replace(job, resume=saved)))
+    assert rest == whole[TOLD_AT + 1 :]
