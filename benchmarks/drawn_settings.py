@@ -127,7 +127,9 @@ class _Drawing:
             kv_heads=self.one_of({4: 8, 2: 1}),
             **layers,
             freeze=self.freeze(modules, lm),
-            recompute=tuple(name for name in modules if self.often(0.15)),
+            recompute={
+                n: self.one_of({"all": 3, "every 2": 1, "all but matmuls": 2}) for n in modules if self.often(0.2)
+            },
             reshard_after_forward=self.one_of({"auto": 6, "never": 2, "always": 0.2 if splits else 2}),
             max_in_flight={rng.choice(modules): rng.randint(1, 4)} if self.often(0.12) else {},
             tokens=tokens,
@@ -290,11 +292,9 @@ def smaller(setting: Setting) -> Iterator[Setting]:
             yield _plain(setting, option)
     if setting.schedule == "zbv":
         yield replace(_plain(setting, "schedule"), schedule="zb_h1")
-    for option in ("freeze", "recompute"):
-        parts = getattr(setting, option)
-        for part in parts if len(parts) > 1 else ():
-            yield replace(setting, **{option: tuple(p for p in parts if p != part)})
-    for option in ("balance", "tokens"):
+    for part in setting.freeze if len(setting.freeze) > 1 else ():
+        yield replace(setting, freeze=tuple(p for p in setting.freeze if p != part))
+    for option in ("balance", "tokens", "recompute"):
         given = getattr(setting, option) or {}
         for key in given if len(given) > 1 else ():
             yield replace(setting, **{option: {k: v for k, v in given.items() if k != key}})
@@ -324,7 +324,7 @@ def _without(setting: Setting, module: str) -> Setting:
         layouts={n: v for n, v in setting.layouts.items() if n != module},
         edges=edges,
         freeze=tuple(part for part in setting.freeze if part.split(".")[0] != module),
-        recompute=tuple(name for name in setting.recompute if name != module),
+        recompute={n: v for n, v in setting.recompute.items() if n != module},
         loss_weights={n: v for n, v in setting.loss_weights.items() if n != module},
         max_in_flight={n: v for n, v in setting.max_in_flight.items() if n != module},
         tokens={n: v for n, v in setting.tokens.items() if n != module},

@@ -123,8 +123,7 @@ def of_line(text: str, data: Mapping[bool, Data]) -> Setting:
         data: without and with drawings.
     """
     given = json.loads(text)
-    for name in ("freeze", "recompute"):
-        given[name] = tuple(given.get(name, ()))
+    given["freeze"] = tuple(given.get("freeze", ()))
     if given.get("edges") is not None:
         given["edges"] = tuple((source, target) for source, target in given["edges"])
     if "batches" in given:

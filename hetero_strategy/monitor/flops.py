@@ -19,8 +19,8 @@ class Part:
     forward: float
     """FLOPs of its forward."""
     trainable: bool
-    recomputed: bool = False
-    """Whether backward runs the forward again because activations are not kept."""
+    recomputed: float = 0.0
+    """Share of the forward that backward runs again because activations are not kept."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def work(parts: Iterable[Part], upstream: bool) -> ModuleFlops:
     for part in parts:
         backward = 2 if part.trainable else int(upstream)
         model += part.forward * (1 + backward)
-        hardware += part.forward * (1 + backward + int(part.recomputed and backward > 0))
+        hardware += part.forward * (1 + backward + part.recomputed * (backward > 0))
         upstream = upstream or part.trainable
     return ModuleFlops(model, hardware)
 

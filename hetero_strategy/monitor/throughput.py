@@ -250,12 +250,13 @@ def _parts(adapter: Adapter, name: str, window: _Window, strategy: Any) -> list[
     """Parts of a module with the forward FLOPs of all its sequences."""
     lengths = np.concatenate([np.zeros(0, dtype=np.int64), *window.sequences.get(name, ())])
     original = adapter.meta_copy()  # before it was parallelised: FSDP modules cannot be copied, which counting may need
-    recomputed, blocks = name in getattr(strategy, "recompute", ()), tuple(original.blocks())
+    recompute, blocks = getattr(strategy, "recompute", {}), tuple(original.blocks())
+    again = recompute[name].share if name in recompute else 0.0
     # Rows without a label do not reach a language model's head.
     unlabelled = 1 - window.labels / max(window.tokens, 1) if adapter.kind.samplewise else 0.0
     unused = unlabelled * original.part_flops(lengths)[2]
     return [
-        Part(flops - unused, _trainable(adapter.get_submodule(part)), recomputed and (not part or _holds(part, blocks)))
+        Part(flops - unused, _trainable(adapter.get_submodule(part)), again * (not part or _holds(part, blocks)))
         for part, flops in original.flops_by_part(lengths).items()
     ]
 

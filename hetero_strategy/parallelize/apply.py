@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.utils.checkpoint import checkpoint
 
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.materialize import initial_units
 from hetero_strategy.parallelize.fsdp import apply_fsdp
+from hetero_strategy.parallelize.recompute import Recompute, apply_recompute
 from hetero_strategy.parallelize.stages import adopt, cut, owned_tensors, ties_kept
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.traits import check_traits, restore_traits, traits_of
@@ -34,7 +34,7 @@ def parallelize(
     device: torch.device,
     *,
     seed: int,
-    recompute: bool = False,
+    recompute: Recompute | None = None,
     split: Sequence[int] = (),
     pp_rank: int = 0,
     storage: Storage = FP32,
@@ -47,7 +47,7 @@ def parallelize(
         layout: its resolved layout.
         mesh: mesh of this rank's pipeline slice, with ``dp_shard`` and those of the axes ``dp_replicate, tp`` that are
             above 1; not read for one rank without mixed precision.
-        recompute: whether a block's forward runs again in backward instead of keeping its activations.
+        recompute: what runs again in backward instead of keeping its activations.
         split: blocks of each stage; not read without a pipeline.
         pp_rank: this rank's pipeline coordinate.
         storage: dtypes of its tensors.
@@ -63,7 +63,7 @@ def parallelize(
     with ties_kept([module]):
         module.to("meta")  # a part that came with values gets them back in shards
     traits = storage.store_frozen(name, module, traits)
-    kept = storage.kept(name, module)
+    kept, blocks = storage.kept(name, module), list(module.blocks())
     assert layout.pipeline.stages in (1, len(split)), f"split {split} of {layout.pipeline.stages} stages"
     stages = cut(module, split, layout.pipeline.stages_of(pp_rank))
     for stage in stages.values():
@@ -73,8 +73,9 @@ def parallelize(
             with ties_kept([stage]):
                 stage.apply_tp(mesh["tp"])
             restore_traits(traits, owned_tensors(stage))  # before FSDP, which sorts parameters by what trains
-        if recompute:
-            apply_recompute(stage.blocks().values())
+        if recompute is not None:
+            chosen = recompute.chosen(blocks)
+            apply_recompute([block for fqn, block in stage.blocks().items() if fqn in chosen], recompute)
         if layout.dp_shard > 1 or storage.casts(stage.parameters()):
             assert mesh is not None
             axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
@@ -155,21 +156,6 @@ def check_all(modules: dict[str, Adapter], layouts: dict[str, ModuleLayout]) -> 
     faults += [f for n, m in modules.items() if n in layouts for f in check(n, m, layouts[n])]
     if faults:
         raise LayoutError("\n".join(faults))
-
-
-def apply_recompute(blocks: Iterable[nn.Module]) -> None:
-    """Apply activation checkpointing to every block, without a wrapper module: parameter names stay as they are."""
-    for block in blocks:
-        block.forward = _recomputed(block.forward)
-
-
-def _recomputed(forward):  # type: ignore[no-untyped-def]
-    def run(*args, **kwargs):  # type: ignore[no-untyped-def]
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return run
 
 
 @torch.no_grad()

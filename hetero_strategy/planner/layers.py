@@ -15,13 +15,13 @@ class LayerCost:
 
     Args:
         trains: whether the layer has a trainable parameter.
-        recomputed: whether its backward runs the forward again because activations are not kept.
+        recomputed: share of the forward that its backward runs again because activations are not kept.
         weight: time of the gradient for its weights; None: as the forward.
     """
 
     forward: float
     trains: bool
-    recomputed: bool = False
+    recomputed: float = 0.0
     weight: float | None = None
 
 
@@ -61,7 +61,7 @@ def costs(layers: Sequence[LayerCost], upstream_trains: bool) -> Passes:
     """
     rows = []
     for layer in layers:
-        again = layer.forward if layer.recomputed else 0.0
+        again = layer.forward * layer.recomputed
         gradient = weight = 0.0
         if layer.trains:
             weight = layer.forward if layer.weight is None else layer.weight

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 from torch import nn
@@ -22,7 +23,7 @@ def with_splits(
     topological: Sequence[str],
     edges: Sequence[tuple[str, str]],
     layouts: Mapping[str, ModuleLayout],
-    recompute: Collection[str] = (),
+    recompute: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, ModuleLayout]:
     """Fill in every missing ``split`` of the layouts, from counted FLOPs and aware of frozen parts.
 
@@ -31,7 +32,7 @@ def with_splits(
         topological: names of the modules, sources before targets.
         edges: pairs of source and target names.
         layouts: resolved layouts.
-        recompute: modules that run their blocks again in backward.
+        recompute: share of its forward that a module runs again in backward.
     """
     trains: dict[str, bool] = {}
     split_layouts = {}
@@ -43,14 +44,14 @@ def with_splits(
             stages = layout.pipeline.stages
             counts: tuple[int, ...] = (len(blocks),)
             if stages > 1:
-                counts = split(costs(_layers(module, blocks, name in recompute), upstream).total, stages)
+                counts = split(costs(_layers(module, blocks, recompute.get(name, 0.0)), upstream).total, stages)
             layout = replace(layout, split=counts)
         split_layouts[name] = layout
         trains[name] = upstream or any(p.requires_grad for p in module.parameters())
     return {name: split_layouts[name] for name in layouts}
 
 
-def _layers(module: Adapter, blocks: list[str], recomputed: bool) -> list[LayerCost]:
+def _layers(module: Adapter, blocks: list[str], recomputed: float) -> list[LayerCost]:
     """Cost of each block; the embedding is in the first and the head in the last."""
     forward = module.stage_flops(np.array([TYPICAL_ROWS]), [1] * len(blocks))
     layers = []

@@ -75,7 +75,8 @@ class StageCost:
     per_row: float
     per_pair: float
     """Per square of a sequence's length."""
-    recomputed: bool = False
+    recomputed: float = 0.0
+    """Share of the forward that backward runs again."""
 
     def of(
         self, rows: Num[np.ndarray, "*instances"], squares: Num[np.ndarray, "*instances"]
@@ -133,17 +134,17 @@ class PlannedCosts:
         found: np.ndarray = self._forward[action.node][action.microbatch] * self._times(action)
         return found
 
-    def _times(self, action: Action) -> int:
+    def _times(self, action: Action) -> float:
         return forwards(action.kind, self._graph.stages[action.node], self._stages[action.node])
 
 
-def forwards(kind: Kind, stage: Stage, cost: StageCost) -> int:
+def forwards(kind: Kind, stage: Stage, cost: StageCost) -> float:
     """How many forwards an action costs: a backward one for the gradient of the rows, one for the gradient of the
-    weights, where they train, and one more where activations are recomputed.
+    weights, where they train, and what of it is recomputed.
     """
     if kind == "F":
         return 1
-    return int(cost.recomputed) + (1 + int(stage.trains) if kind == "B" else 1)
+    return cost.recomputed + (1 + int(stage.trains) if kind == "B" else 1)
 
 
 def _sizes(plan: StepPlan, module: str, number: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.gradients import Owned, owned_parameters
+from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
 from hetero_strategy.plan.config import ModelContext
@@ -100,7 +102,7 @@ def assemble(
     ranks_per_node: int = 1 << 30,
     storage: Storage,
     scheduling: ScheduleConfig,
-    recompute: Sequence[str] = (),
+    recompute: Mapping[str, Recompute] = MappingProxyType({}),
     timeout: timedelta | None = None,
     async_checkpoint: bool = False,
 ) -> Assembled:
@@ -111,7 +113,7 @@ def assemble(
         model: on the meta device; modules that this rank does not own stay there.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; default: all on one.
         storage: dtypes of parameters, and of rows between stages.
-        recompute: modules that recompute their blocks in backward.
+        recompute: of modules that compute activations again in backward.
 
     Raises:
         see :func:`blueprint`.
@@ -185,7 +187,7 @@ def _own_stages(
     placement: Placement,
     rank: int,
     device: torch.device,
-    recompute: Collection[str],
+    recompute: Mapping[str, Recompute],
     storage: Storage,
 ) -> dict[str, dict[int, Adapter]]:
     """Module -> this rank's stages of it, parallelised; modules of other ranks go to the meta device."""
@@ -202,7 +204,7 @@ def _own_stages(
             registry.mesh(name),
             device,
             seed=model.seed,
-            recompute=name in recompute,
+            recompute=recompute.get(name),
             split=layout.split or (),
             pp_rank=where.pp,
             storage=storage,

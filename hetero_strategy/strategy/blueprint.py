@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.apply import check_all
+from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.parallelize.stages import cut
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.plan.balance import Cost
@@ -40,14 +42,14 @@ def blueprint(
     model: MultimodalModel,
     layouts: Mapping[str, ModuleLayout],
     scheduling: ScheduleConfig,
-    recompute: Sequence[str] = (),
+    recompute: Mapping[str, Recompute] = MappingProxyType({}),
     storage: Storage = FP32,
 ) -> Blueprint:
     """Cut the modules into stages and check that the order can run them. Pure; call it on the meta device.
 
     Args:
         layouts: resolved.
-        recompute: modules that recompute their blocks in backward.
+        recompute: of modules that compute activations again in backward.
         storage: dtypes of parameters.
 
     Raises:
@@ -62,7 +64,8 @@ def blueprint(
     if unknown:
         raise ConfigError(f"HeteroStrategy: recompute names {unknown}; the modules are {', '.join(modules)}")
     edges = [(e.source, e.target) for e in model.edges]
-    chosen = with_splits(modules, model.topological(), edges, layouts, recompute)
+    again = {name: how.share for name, how in recompute.items()}
+    chosen = with_splits(modules, model.topological(), edges, layouts, again)
     trains: dict[StageId, bool] = {}
     gathered: set[StageId] = set()
     costs: dict[StageId, StageCost] = {}
@@ -75,9 +78,9 @@ def blueprint(
             if scheduling.gathered_once(chosen[name], casts=storage.casts(stage.parameters())):
                 gathered.add(node)
         ranks = chosen[name].tp * chosen[name].cp
-        costs |= {StageId(name, i): cost for i, cost in enumerate(_costs(module, split, name in recompute, ranks))}
+        costs |= {StageId(name, i): cost for i, cost in enumerate(_costs(module, split, again.get(name, 0.0), ranks))}
     shardings = {name: module.row_sharding(chosen[name]) for name, module in modules.items()}
-    graph = stage_graph(model.topological(), edges, chosen, trains, gathered, recompute, shardings)
+    graph = stage_graph(model.topological(), edges, chosen, trains, gathered, tuple(recompute), shardings)
     once = StepWork({n: (Span(0, 0, 0),) for n in modules}, dict.fromkeys(edges, ((0, 0),)))
     make_schedule(scheduling.schedule, graph, once, max_in_flight=scheduling.max_in_flight)
     return Blueprint(chosen, graph, costs)
@@ -136,7 +139,7 @@ def _near(
     return (slots, homes) if np.isin(slots, homes).any() else None
 
 
-def _costs(module: Adapter, split: Sequence[int], recomputed: bool, ranks: int) -> list[StageCost]:
+def _costs(module: Adapter, split: Sequence[int], recomputed: float, ranks: int) -> list[StageCost]:
     """Linear and quadratic part of the FLOPs of every stage on each of an instance's ranks, from two lengths."""
     short, long = (module.stage_flops(np.array([length]), split) for length in (64, 128))
     per_pair = np.maximum((long - 2 * short) / (128**2 - 2 * 64**2), 0.0)

@@ -39,6 +39,7 @@ from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.gradients import Owned
 from hetero_strategy.parallelize.optimizer import choose_kernels
+from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.runtime.agreement import Stop
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.runtime.step import StepRunner
@@ -72,7 +73,7 @@ class HeteroStrategy(WorldCollectives):
     Args:
         layouts: module name -> :class:`ModuleLayout` or a mapping of its fields. None (as in ``strategy="hetero"``):
             every module sharded over all ranks.
-        recompute: modules whose blocks do not keep activations but run forward again in backward.
+        recompute: modules that compute activations again in backward; or by module: all, every 2, all but matmuls.
         schedule: in which order a step's work runs: ``1f1b``, ``gpipe``, ``interleaved_1f1b`` (modules with vpp > 1),
             ``zb_h1``, ``zbv`` (vpp=2, pp_style="v"), ``sequential``; or ``auto``: what the layouts are made for.
         max_in_flight: module -> most microbatches whose activations one of its stages holds.
@@ -96,7 +97,7 @@ class HeteroStrategy(WorldCollectives):
         self,
         layouts: Mapping[str, ModuleLayout | Mapping[str, Any]] | None = None,
         *,
-        recompute: Sequence[str] = (),
+        recompute: Sequence[str] | Mapping[str, str] | None = None,
         schedule: str = "auto",
         max_in_flight: Mapping[str, int] | None = None,
         reshard_after_forward: str = "auto",
@@ -111,17 +112,16 @@ class HeteroStrategy(WorldCollectives):
         if start_method not in START_METHODS:
             raise ConfigError(f"HeteroStrategy: start_method={start_method!r}; use one of {', '.join(START_METHODS)}")
         self._layouts = None if layouts is None else {n: ModuleLayout.from_config(n, v) for n, v in layouts.items()}
-        self.recompute = tuple(recompute)
+        self.recompute = recomputes(recompute)
         self._scheduling = ScheduleConfig(schedule, dict(max_in_flight or {}), reshard_after_forward)
         self._start_method = start_method
         self._process_group_backend = process_group_backend
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(minutes=timeout)
         self._async_checkpoint, self._verify = async_checkpoint, verify_checkpoints
         self._keep_fp32 = keep_fp32
-        self.num_nodes = 1
+        self.num_nodes, self._prefix = 1, ""
         self._placement: Placement | None = None
         self._multimodal: MultimodalModel | None = None
-        self._prefix = ""
         self._runner: StepRunner | None = None
         self._stop = Stop()
         self._assembled: Assembled | None = None

@@ -36,7 +36,7 @@ def test_settings_drawn_at_random(pool: Pool, data: dict[bool, Data], count: int
 def test_a_fault_is_found_and_made_small(pool: Pool, data: dict[bool, Data]) -> None:
     """With the gradients of the first edge halved."""
     layouts = {"vision": on(0, 2), "llm": on(1, 2, pp=2)}
-    setting = Setting(data[False].folder, layouts, "zb_h1", recompute=("llm",), batches=((0, 1, 2, 3),))
+    setting = Setting(data[False].folder, layouts, "zb_h1", recompute={"llm": "all"}, batches=((0, 1, 2, 3),))
     wrong = run(pool, setting, damage="backward:0")
     assert wrong.kind == "wrong" and "gradient of vision." in wrong.text
     assert run(pool, setting).kind == "right"

@@ -22,6 +22,7 @@ from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.combine import StepSums
+from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.step_plan import StepPlan
@@ -72,7 +73,7 @@ class Setting:
     llm_layers: int = 4
     draw_layers: int = 2
     freeze: tuple[str, ...] = ()
-    recompute: tuple[str, ...] = ()
+    recompute: Mapping[str, str] = field(default_factory=dict)
     reshard_after_forward: str = "auto"
     max_in_flight: Mapping[str, int] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
@@ -314,7 +315,7 @@ def assembled(
             torch.device("cpu"),
             storage=setting.storage,
             scheduling=ScheduleConfig(setting.schedule, setting.max_in_flight, setting.reshard_after_forward),
-            recompute=setting.recompute,
+            recompute=recomputes(setting.recompute),
             ranks_per_node=setting.ranks_per_node,
         )
 

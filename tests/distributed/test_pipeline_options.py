@@ -45,8 +45,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...], tuple[st
     "tied, sharded": (SHARDED, TIED, ("zb_h1",), ("1f1b",)),
     "tied, replicated": (REPLICATED, TIED, ("1f1b",), ()),
     "tied, both ends in one stage": ({"vision": on(0, 1, pp=2), "llm": on(1)}, TIED, ("zb_h1",), ()),
-    "recompute": (BOTH, {"recompute": ("vision", "llm")}, ("zbv",), ("1f1b", "zb_h1")),
-    "recompute, sharded": (SHARDED, {"recompute": ("vision", "llm")}, ("zb_h1",), ("1f1b",)),
+    "recompute": (BOTH, {"recompute": {"vision": "all", "llm": "all"}}, ("zbv",), ("1f1b", "zb_h1")),
+    "recompute in part": (BOTH, {"recompute": {"vision": "every 2", "llm": "all but matmuls"}}, ("zbv",), ("1f1b",)),
+    "recompute, sharded": (SHARDED, {"recompute": {"vision": "all", "llm": "all"}}, ("zb_h1",), ("1f1b",)),
     "frozen: backbone": (BOTH, {"freeze": FROZEN["backbone"]}, ("zb_h1",), ("1f1b", "zbv")),
     "frozen: vision": (BOTH, {"freeze": FROZEN["vision"]}, ("zbv",), ("1f1b", "zb_h1")),
     "frozen: llm": (BOTH, {"freeze": FROZEN["llm"]}, ("zb_h1",), ("1f1b", "zbv")),
@@ -166,12 +167,12 @@ EVERYWHERE = {"dropout": 0.2, "attention_dropout": 0.1, "activation_dropout": 0.
 DROPOUT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "in stages, run forward twice": (
         {"vision": on(0, 1, pp=2), "audio": on(0, 1, pp=2), "llm": on(0, 1, pp=2)},
-        {"recompute": ("vision", "audio", "llm"), "dropout": EVERYWHERE},
+        {"recompute": {"vision": "all", "audio": "all", "llm": "all"}, "dropout": EVERYWHERE},
         ("1f1b", "zb_h1", "interleaved_1f1b"),
     ),
     "of rows that tensor-parallel ranks share": (
         {"vision": on(0), "audio": on(0, 1, tp=2), "llm": on(1)},
-        {"dropout": {"dropout": 0.2}, "recompute": ("audio",)},
+        {"dropout": {"dropout": 0.2}, "recompute": {"audio": "all"}},
         ("1f1b",),
     ),
 }

@@ -12,6 +12,7 @@ from torch import nn
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.monitor import ThroughputMonitor, wandb_logger
 from hetero_strategy.monitor.measure import Spent
+from hetero_strategy.parallelize.recompute import recomputes
 from tests.monitor.fakes import (
     STEP,
     VALIDATION,
@@ -55,7 +56,7 @@ def fit(
         default_root_dir=tmp_path,
         **(trainer_options or {"limit_val_batches": 0}),
     )
-    trainer.strategy.recompute = recompute  # type: ignore[attr-defined]
+    trainer.strategy.recompute = recomputes(recompute)  # type: ignore[attr-defined]
     batch = batch or make_batch()
     trainer.fit(lit, Loader(clock, batch), Loader(clock, batch))
     return logger.rows, trainer

@@ -16,6 +16,7 @@ from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.apply import check_all, parallelize
 from hetero_strategy.parallelize.gradients import global_norm, owned_parameters, settle
+from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.parallelize.stages import cut
 from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
 from hetero_strategy.runtime import backward
@@ -126,7 +127,7 @@ def run(rank: int, world: int, piece: Piece) -> dict[str, Any]:
     expected, rows, grads = reference(piece, layout, split)
     stages = parallelize(
         "m", module, layout, registry.mesh("m"), torch.device("cpu"),
-        seed=3, recompute=piece.recompute, split=split, pp_rank=where.pp,
+        seed=3, recompute=Recompute() if piece.recompute else None, split=split, pp_rank=where.pp,
     )  # fmt: skip
     tied = find_tied({"m": module}, {"m": layout}, rank, registry.group)
 

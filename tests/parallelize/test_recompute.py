@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.inputs import SequenceInputs
 from hetero_strategy.parallelize.apply import parallelize
+from hetero_strategy.parallelize.recompute import Recompute, recomputes
 from hetero_strategy.zoo import titan_llama
 from tests.model.helpers import TITAN, tokens
 
 
-def kept(recompute: bool) -> int:
-    """Bytes that a forward keeps for its backward, weights left out."""
+def made(recompute: str | None) -> Adapter:
     module = titan_llama(**TITAN | {"n_layers": 4})
+    how = None if recompute is None else recomputes({"llm": recompute})["llm"]
     layout = ModuleLayout.from_config("llm", {"ranks": [0]}).resolved()
-    parallelize("llm", module, layout, None, torch.device("cpu"), seed=1, recompute=recompute)
+    parallelize("llm", module, layout, None, torch.device("cpu"), seed=1, recompute=how)
+    return module
+
+
+def kept(recompute: str | None) -> int:
+    """Bytes that a forward keeps for its backward, weights left out."""
+    module = made(recompute)
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
     seen: dict[int, int] = {}
 
@@ -33,4 +47,34 @@ def kept(recompute: bool) -> int:
 
 
 def test_a_recomputed_block_keeps_its_input_alone() -> None:
-    assert kept(True) < 0.5 * kept(False)
+    whole, none = kept(None), kept("all")
+    assert none < 0.5 * whole
+    for way, share in (("every 2", 0.5), ("every 4", 0.75)):
+        assert kept(way) == pytest.approx(none + share * (whole - none), rel=0.02)
+
+
+def flops(recompute: str | None) -> int:
+    """Of the matrix products of forward and backward."""
+    module = made(recompute)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        module(tokens([40, 24])).loss_sum.backward()
+    return counter.get_total_flops()
+
+
+def test_what_is_kept_does_not_run_again() -> None:
+    plain, again = flops(None), flops("all")
+    assert again > plain == flops("all but matmuls")
+    assert flops("every 2") == pytest.approx((plain + again) / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("way", ["every 0", "every two", "some", 2, True])
+def test_other_ways_are_refused(way: Any) -> None:
+    with pytest.raises(ConfigError, match=r"recompute of 'llm' is .*; use one of: all, every 2"):
+        recomputes({"llm": way})
+
+
+def test_names_alone_mean_all() -> None:
+    assert recomputes(["llm", "vision"]) == {"llm": Recompute(), "vision": Recompute()}
+    assert recomputes(None) == recomputes([]) == {}
+    assert recomputes({"llm": "every 3"})["llm"].share == pytest.approx(1 / 3)
+    assert recomputes({"llm": "all but matmuls"})["llm"].share == 0

@@ -1,0 +1,83 @@
+"""Which activations a module's blocks do not keep, but compute again in backward."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from hetero_strategy.errors import ConfigError
+
+WAYS = "all, every 2 (or another number), all but matmuls"
+_ATEN = torch.ops.aten
+MATMULS: list[Any] = [
+    _ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default,
+    _ATEN._scaled_dot_product_flash_attention.default, _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default, _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+]  # fmt: skip
+"""Operators whose results are worth their memory: products of matrices, and attention."""
+if hasattr(torch.ops.torch_attn, "_varlen_attn"):
+    MATMULS.append(torch.ops.torch_attn._varlen_attn.default)
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What of a module runs again in backward."""
+
+    every: int = 1
+    """Every so many blocks one does, the first of them; the others keep their activations."""
+    keeps_matmuls: bool = False
+    """Results of matrix products and of attention are kept; only what is cheap runs again."""
+
+    @property
+    def share(self) -> float:
+        """Share of a forward's FLOPs that runs again."""
+        return 0.0 if self.keeps_matmuls else 1 / self.every
+
+    def chosen(self, blocks: Sequence[str]) -> Collection[str]:
+        """Those of a module's blocks, by FQN, that do not keep their activations."""
+        return blocks[:: self.every]
+
+
+def recomputes(given: Iterable[str] | Mapping[str, Any] | None) -> dict[str, Recompute]:
+    """What a person says: nothing, module names, or module name -> ``all``, ``every 2`` or ``all but matmuls``.
+
+    Raises:
+        ConfigError: another value.
+    """
+    said = given if isinstance(given, Mapping) else dict.fromkeys(given or (), "all")
+    return {name: _recompute(name, way) for name, way in said.items()}
+
+
+def _recompute(name: str, way: Any) -> Recompute:
+    every = re.fullmatch(r"every ([1-9]\d*)", str(way))
+    if every:
+        return Recompute(int(every[1]))
+    if way not in ("all", "all but matmuls"):
+        raise ConfigError(f"HeteroStrategy: recompute of '{name}' is {way!r}; use one of: {WAYS}")
+    return Recompute(keeps_matmuls=way != "all")
+
+
+def apply_recompute(blocks: Iterable[nn.Module], how: Recompute) -> None:
+    """Apply activation checkpointing to these blocks, without a wrapper module: parameter names stay as they are."""
+    for block in blocks:
+        block.forward = _recomputed(block.forward, how)
+
+
+def _recomputed(forward, how: Recompute):  # type: ignore[no-untyped-def]
+    options: dict[str, Any] = (
+        {"context_fn": partial(create_selective_checkpoint_contexts, MATMULS)} if how.keeps_matmuls else {}
+    )
+
+    def run(*args, **kwargs):  # type: ignore[no-untyped-def]
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    return run
