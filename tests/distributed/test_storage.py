@@ -99,3 +99,22 @@ def test_masters_of_more_digits_than_weights(pool: Pool, tmp_path: Path, layouts
     assert max(max(run.steps[0].errors.values(), default=0.0) for run in runs) < 1e-4
     for damage in runs[0].damaged:
         assert max(max(run.damaged[damage].values(), default=0.0) for run in runs) > NOTICED, damage
+
+
+def sums_on_rank(rank: int, world: int, settings: list[Setting]) -> list[dict[str, torch.Tensor]]:
+    """Gradients of a step of 8 microbatches in each setting."""
+    found = []
+    for setting in settings:
+        made = OnRank(rank, world, setting)
+        made.executor.run(steps_of(setting, 8, made.share, made.made.context)[0], train=True)
+        found.append({n: local(p.grad) for n, p in made.owned.items() if p.grad is not None})
+    return found
+
+
+def test_microbatches_are_added_up_in_fp32_whatever_the_backward(pool: Pool, tmp_path: Path) -> None:
+    """Divided in two or not, a microbatch has the same gradient in bf16: sums that differ were not made in fp32."""
+    setting = Setting(data(tmp_path), {"llm": on(0, 1, pp=2)}, "1f1b", llm_layers=2, precision="bf16-mixed")
+    for whole, halves in pool.run(2, sums_on_rank, [setting, replace(setting, schedule="zb_h1")]):
+        assert whole and set(whole) == set(halves)
+        for name, gradient in whole.items():
+            assert float((gradient - halves[name]).norm()) < 1e-5 * float(gradient.norm()), name
