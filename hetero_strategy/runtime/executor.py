@@ -8,7 +8,6 @@ transfer starts (``schedule.compile``); nothing here waits for the device.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -104,9 +103,12 @@ class Executor:
         with random_state_kept(self.device), self.recorder.step(batch.plan, train=train):
             transport.start(batch.program.starts)
             for action in batch.program.actions:
-                with record_function(str(action.action)) if profiled else nullcontext():
+                if profiled:
+                    with record_function(str(action.action)):
+                        step.run(action)
+                else:
                     step.run(action)
-                    transport.start(action.starts)
+                transport.start(action.starts)
             if train:
                 self.tied.settle({a.action.node.module for a in batch.program.actions if a.last})
         for stage_id, stage in self.stages.items():
