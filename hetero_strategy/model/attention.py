@@ -51,7 +51,13 @@ def packed_attention(
     """
     if packing.rows == 0:
         return query + (key.sum() + value.sum())  # empty, yet a gradient (zero) reaches all three
-    if query.is_cuda and query.dtype in HALF and not dropout and query.shape[-1] <= WIDEST and _varlen() is not None:
+    if (
+        query.is_cuda
+        and query.dtype in HALF
+        and not dropout
+        and query.shape[-1] <= WIDEST
+        and varlen_kernel() is not None
+    ):
         return _flash(query, key, value, packing, causal=causal, scale=scale)
     q, k, v = (_to_buckets(x[0].transpose(0, 1), packing) for x in (query, key, value))
     parts = []
@@ -71,7 +77,7 @@ def packed_attention(
 
 
 @functools.cache
-def _varlen() -> Callable[..., Tensor] | None:
+def varlen_kernel() -> Callable[..., Tensor] | None:
     """torch's attention over packed sequences, where this torch has all that is used of it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -82,7 +88,7 @@ def _varlen() -> Callable[..., Tensor] | None:
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, causal: bool, scale: float | None) -> Tensor:
-    attend = _varlen()
+    attend = varlen_kernel()
     assert attend is not None
     rows = (x[0].transpose(0, 1) for x in (query, key, value))
     bounds = (packing.offsets, packing.offsets, packing.longest, packing.longest)

@@ -139,13 +139,13 @@ def test_rows_go_to_the_flash_kernel_as_they_are(causal, kv_heads, monkeypatch):
     """What a GPU would be given, on tensors without values: no padding, no mask, no repeated heads."""
     lengths = np.array([5, 0, 3, 9])
     given = []
-    kernel = attention._varlen()
+    kernel = attention.varlen_kernel()
 
     def seen(*args, **options):
         given.append((args, options))
         return kernel(*args, **options)
 
-    monkeypatch.setattr(attention, "_varlen", lambda: seen)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: seen)
     packing = Packing.of(lengths)
     assert packing.offsets.tolist() == [0, 5, 5, 8, 17] and packing.offsets.dtype == torch.int32
     make = lambda heads, device: torch.empty(1, heads, 17, 8, dtype=torch.bfloat16, device=device)  # noqa: E731
