@@ -85,6 +85,8 @@ class Adapter(nn.Module):
     """Names inside a block of the linear maps whose outputs tensor parallelism splits; none: it is not possible."""
     tp_rows: tuple[str, ...] = ()
     """Names inside a block of the linear maps that follow those, whose inputs it splits."""
+    tp_compiles: bool = False
+    """Whether torch can compile its blocks for any number of rows where tensor parallelism splits them."""
     width: int
     """Size of the rows this module exchanges at its edges."""
     hidden_width: int
@@ -327,9 +329,22 @@ def _separate_random_numbers(module: nn.Module, plan: Mapping[str, ParallelStyle
     for fqn, part in module.named_modules():
         style = next((style for pattern, style in plan.items() if fnmatchcase(fqn, pattern)), None)
         if isinstance(style, ColwiseParallel):
-            part.register_forward_hook(lambda *_, fqn=fqn: numbers.part(fqn))
+            part.register_forward_hook(functools.partial(_part, numbers, fqn))
         elif isinstance(style, RowwiseParallel):
-            part.register_forward_pre_hook(lambda *_: numbers.join())
+            part.register_forward_pre_hook(functools.partial(_join, numbers))
+
+
+# Compiled code draws its numbers from the state that its block begins with.
+
+
+def _part(numbers: RandomNumbers, fqn: str, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        numbers.part(fqn)
+
+
+def _join(numbers: RandomNumbers, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        numbers.join()
 
 
 def _position_tables(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -59,6 +59,8 @@ def packed_attention(
         and varlen_kernel() is not None
     ):
         return _flash(query, key, value, packing, causal=causal, scale=scale)
+    if torch.compiler.is_compiling():  # code that must not depend on how many buckets there are
+        return _masked(query, key, value, packing, causal=causal, scale=scale, dropout=dropout)
     q, k, v = (_to_buckets(x[0].transpose(0, 1), packing) for x in (query, key, value))
     parts = []
     for bucket in packing.buckets:
@@ -94,6 +96,16 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, causa
     bounds = (packing.offsets, packing.offsets, packing.longest, packing.longest)
     window, shared = (-1, 0) if causal else (-1, -1), query.shape[1] != key.shape[1]
     return attend(*rows, *bounds, scale=scale, window_size=window, enable_gqa=shared).transpose(0, 1)[None]
+
+
+def _masked(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, causal: bool, scale: float | None, dropout: float
+) -> Tensor:
+    """One call over all rows, whatever sequences they are; its mask ``[T, T]`` grows with the square of the rows."""
+    mask = packing.sequence[:, None] == packing.sequence
+    if causal:
+        mask = mask & (packing.positions[:, None] >= packing.positions)
+    return _attend(query, key, value, mask=mask[None, None], causal=False, scale=scale, dropout=dropout)
 
 
 def attention_pairs(lengths: np.ndarray, *, causal: bool) -> int:

@@ -83,6 +83,8 @@ class Packing(Movable):
     """int64 ``[T]``: number of the sequence that each row belongs to."""
     offsets: torch.Tensor
     """int32 ``[n + 1]``: first row of each sequence, and T; as kernels for packed sequences take them."""
+    longest: int
+    """The length of the longest sequence, 0 if there is none."""
     buckets: tuple[Bucket, ...]
     gather: torch.Tensor | None
     """int64 ``[padded rows]``: the row that each slot of the concatenated padded buckets holds; None where the rows
@@ -123,6 +125,7 @@ class Packing(Movable):
             positions=torch.from_numpy(rows - starts[sequence]),
             sequence=torch.from_numpy(sequence),
             offsets=torch.from_numpy(np.append(starts, len(rows)).astype(np.int32)),
+            longest=int(lengths.max(initial=0)),
             buckets=tuple(buckets),
             gather=None if unmoved else torch.from_numpy(gather),
             restore=None if unmoved else torch.from_numpy(restore),
@@ -132,11 +135,6 @@ class Packing(Movable):
     def rows(self) -> int:
         """The number of rows of all sequences, T."""
         return len(self.positions)
-
-    @property
-    def longest(self) -> int:
-        """The length of the longest sequence, 0 if there is none."""
-        return int(self.lengths.max(initial=0))
 
 
 @dataclass(frozen=True, eq=False)

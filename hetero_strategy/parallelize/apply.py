@@ -1,4 +1,4 @@
-"""How one module is put on its mesh, from outside: stages, tensor parallel, recompute, FSDP2, then its values.
+"""How one module is put on its mesh, from outside: stages, tensor parallel, recompute, compile, FSDP2, then its values.
 
 The module is built on the meta device and what this rank does not own stays there. Of the rest only this rank's shards
 are ever allocated: initial values are made one block at a time and each rank keeps its part, so the weights are the
@@ -19,6 +19,7 @@ from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.materialize import initial_units
+from hetero_strategy.parallelize.compile import apply_compile
 from hetero_strategy.parallelize.fsdp import apply_fsdp
 from hetero_strategy.parallelize.recompute import Recompute, apply_recompute
 from hetero_strategy.parallelize.stages import adopt, cut, owned_tensors, ties_kept
@@ -35,6 +36,7 @@ def parallelize(
     *,
     seed: int,
     recompute: Recompute | None = None,
+    compile: str | None = None,
     split: Sequence[int] = (),
     pp_rank: int = 0,
     storage: Storage = FP32,
@@ -48,6 +50,7 @@ def parallelize(
         mesh: mesh of this rank's pipeline slice, with ``dp_shard`` and those of the axes ``dp_replicate, tp`` that are
             above 1; not read for one rank without mixed precision.
         recompute: what runs again in backward instead of keeping its activations.
+        compile: backend that compiles its blocks; None: none does.
         split: blocks of each stage; not read without a pipeline.
         pp_rank: this rank's pipeline coordinate.
         storage: dtypes of its tensors.
@@ -73,9 +76,14 @@ def parallelize(
             with ties_kept([stage]):
                 stage.apply_tp(mesh["tp"])
             restore_traits(traits, owned_tensors(stage))  # before FSDP, which sorts parameters by what trains
+        again = [] if recompute is None else recompute.chosen(blocks)
+        recomputed = [block for fqn, block in stage.blocks().items() if fqn in again]
+        if compile is not None and layout.tp > 1:  # torch cannot compile a checkpoint around tensor-parallel layers
+            apply_compile(stage.blocks().values(), compile)
         if recompute is not None:
-            chosen = recompute.chosen(blocks)
-            apply_recompute([block for fqn, block in stage.blocks().items() if fqn in chosen], recompute)
+            apply_recompute(recomputed, recompute)
+        if compile is not None and layout.tp == 1:
+            apply_compile(stage.blocks().values(), compile)
         if layout.dp_shard > 1 or storage.casts(stage.parameters()):
             assert mesh is not None
             axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -68,17 +69,26 @@ def _recompute(name: str, way: Any) -> Recompute:
 def apply_recompute(blocks: Iterable[nn.Module], how: Recompute) -> None:
     """Apply activation checkpointing to these blocks, without a wrapper module: parameter names stay as they are."""
     for block in blocks:
-        block.forward = _recomputed(block.forward, how)
+        compiled = block.__dict__.get("forward")
+        if compiled is not None:
+            block.forward = partial(_recomputed, compiled)
+        else:  # one function for all blocks, so that they share what is compiled of it
+            block.forward = MethodType(_all_but_matmuls if how.keeps_matmuls else _all, block)
 
 
-def _recomputed(forward, how: Recompute):  # type: ignore[no-untyped-def]
-    options: dict[str, Any] = (
-        {"context_fn": partial(create_selective_checkpoint_contexts, MATMULS)} if how.keeps_matmuls else {}
-    )
+def _all(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _recomputed(type(block).forward, block, *args, **kwargs)
 
-    def run(*args, **kwargs):  # type: ignore[no-untyped-def]
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
-    return run
+def _all_but_matmuls(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = type(block).forward
+    if not torch.is_grad_enabled():
+        return forward(block, *args, **kwargs)
+    contexts = partial(create_selective_checkpoint_contexts, MATMULS)
+    return checkpoint(forward, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -60,7 +60,8 @@ class Stage:
     sharded: bool = False
     """Its parameters are gathered once per step (UNSHARD) and its gradients reduced once (REDUCE)."""
     whole: bool = False
-    """Its backward is never divided in I and W: with recompute each half would run the forward again."""
+    """Its backward is never divided in I and W: each half of what is recomputed would run the forward again, and each
+    half of what is compiled the whole backward."""
     row_sharding: RowSharding = REPLICATED
     """How an instance's rows lie on its ranks."""
 

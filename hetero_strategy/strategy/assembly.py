@@ -103,6 +103,7 @@ def assemble(
     storage: Storage,
     scheduling: ScheduleConfig,
     recompute: Mapping[str, Recompute] = MappingProxyType({}),
+    compile: Mapping[str, str] = MappingProxyType({}),
     timeout: timedelta | None = None,
     async_checkpoint: bool = False,
 ) -> Assembled:
@@ -114,12 +115,13 @@ def assemble(
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; default: all on one.
         storage: dtypes of parameters, and of rows between stages.
         recompute: of modules that compute activations again in backward.
+        compile: backend of modules whose blocks are compiled.
 
     Raises:
         see :func:`blueprint`.
     """
     scheduling = scheduling.resolved(placement.layouts)
-    plan = blueprint(model, placement.layouts, scheduling, recompute, storage)
+    plan = blueprint(model, placement.layouts, scheduling, recompute, compile, storage)
     modules, layouts, graph = model.modules_by_name, plan.layouts, plan.graph
     edges = [graph.stages[s].ranks | graph.stages[t].ranks for s, t in graph.edges]
     registry = GroupRegistry(placement, [*edges, *tied_rank_sets(modules, layouts)], device.type, timeout)
@@ -129,7 +131,7 @@ def assemble(
     ]
     channels = _channels(registry, graph, rows, rank, device)
     connect(graph, channels, rank)
-    stages = _own_stages(model, layouts, registry, placement, rank, device, recompute, storage)
+    stages = _own_stages(model, layouts, registry, placement, rank, device, recompute, compile, storage)
     mine = {StageId(name, number): stage for name, made in stages.items() for number, stage in made.items()}
     executor = Executor(
         stages=mine,
@@ -188,6 +190,7 @@ def _own_stages(
     rank: int,
     device: torch.device,
     recompute: Mapping[str, Recompute],
+    compile: Mapping[str, str],
     storage: Storage,
 ) -> dict[str, dict[int, Adapter]]:
     """Module -> this rank's stages of it, parallelised; modules of other ranks go to the meta device."""
@@ -205,6 +208,7 @@ def _own_stages(
             device,
             seed=model.seed,
             recompute=recompute.get(name),
+            compile=compile.get(name),
             split=layout.split or (),
             pp_rank=where.pp,
             storage=storage,

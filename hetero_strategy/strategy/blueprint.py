@@ -43,6 +43,7 @@ def blueprint(
     layouts: Mapping[str, ModuleLayout],
     scheduling: ScheduleConfig,
     recompute: Mapping[str, Recompute] = MappingProxyType({}),
+    compile: Mapping[str, str] = MappingProxyType({}),
     storage: Storage = FP32,
 ) -> Blueprint:
     """Cut the modules into stages and check that the order can run them. Pure; call it on the meta device.
@@ -50,19 +51,32 @@ def blueprint(
     Args:
         layouts: resolved.
         recompute: of modules that compute activations again in backward.
+        compile: backend of modules whose blocks are compiled.
         storage: dtypes of parameters.
 
     Raises:
         LayoutError: layouts that do not fit the modules.
         ScheduleError: an order that does not fit the layouts.
-        ConfigError: ``recompute`` names a module that does not exist; or see :meth:`Storage.check`.
+        ConfigError: ``recompute`` or ``compile`` cannot be applied to a module; or see :meth:`Storage.check`.
     """
     modules, scheduling = model.modules_by_name, scheduling.resolved(layouts)
     check_all(modules, dict(layouts))
     storage.check(modules)
-    unknown = sorted(set(recompute) - set(modules))
-    if unknown:
-        raise ConfigError(f"HeteroStrategy: recompute names {unknown}; the modules are {', '.join(modules)}")
+    _check_blocks("recompute", recompute, modules)
+    _check_blocks("compile", compile, modules)
+    for name in compile:
+        if layouts[name].tp == 1:
+            continue
+        refusal = f"HeteroStrategy: compile names '{name}', which has tp={layouts[name].tp}"
+        if not modules[name].tp_compiles:
+            raise ConfigError(
+                f"{refusal}: torch's compiler fails on its tensor-parallel layers; set tp=1 or leave '{name}' out"
+            )
+        if name in recompute and recompute[name].keeps_matmuls:
+            raise ConfigError(
+                f"{refusal}: torch's compiler fails on recompute='all but matmuls' there; set recompute of '{name}' to"
+                " 'all' or 'every 2'"
+            )
     edges = [(e.source, e.target) for e in model.edges]
     again = {name: how.share for name, how in recompute.items()}
     chosen = with_splits(modules, model.topological(), edges, layouts, again)
@@ -80,10 +94,18 @@ def blueprint(
         ranks = chosen[name].tp * chosen[name].cp
         costs |= {StageId(name, i): cost for i, cost in enumerate(_costs(module, split, again.get(name, 0.0), ranks))}
     shardings = {name: module.row_sharding(chosen[name]) for name, module in modules.items()}
-    graph = stage_graph(model.topological(), edges, chosen, trains, gathered, tuple(recompute), shardings)
+    graph = stage_graph(model.topological(), edges, chosen, trains, gathered, {*recompute, *compile}, shardings)
     once = StepWork({n: (Span(0, 0, 0),) for n in modules}, dict.fromkeys(edges, ((0, 0),)))
     make_schedule(scheduling.schedule, graph, once, max_in_flight=scheduling.max_in_flight)
     return Blueprint(chosen, graph, costs)
+
+
+def _check_blocks(option: str, named: Collection[str], modules: Mapping[str, Adapter]) -> None:
+    if unknown := sorted(set(named) - set(modules)):
+        raise ConfigError(f"HeteroStrategy: {option} names {unknown}; the modules are {', '.join(modules)}")
+    for name in named:
+        if not modules[name].blocks():
+            raise ConfigError(f"HeteroStrategy: {option} names '{name}', which has no blocks; leave it out")
 
 
 def model_context(

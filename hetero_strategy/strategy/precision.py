@@ -115,6 +115,13 @@ def check_trainable(plugin: Precision, *, fit: bool) -> None:
         )
 
 
+def seed_scale(plugin: Precision, device: torch.device) -> torch.Tensor | None:
+    """What losses are multiplied by before backward, a scalar tensor; None where nothing scales them."""
+    scaler = getattr(plugin, "scaler", None)
+    enabled = isinstance(scaler, SyncedGradScaler) and scaler.is_enabled()
+    return scaler.scale_tensor(device) if enabled else None  # type: ignore[union-attr]
+
+
 class SyncedGradScaler(torch.amp.GradScaler):
     """A GradScaler whose overflow check covers all ranks: they skip a step together or not at all."""
 

@@ -37,6 +37,7 @@ from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.context import TrainingContext
 from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.parallelize.compile import compiles
 from hetero_strategy.parallelize.gradients import Owned
 from hetero_strategy.parallelize.optimizer import choose_kernels
 from hetero_strategy.parallelize.recompute import recomputes
@@ -55,7 +56,7 @@ from hetero_strategy.strategy.launch import (
     end_together,
     stop_together,
 )
-from hetero_strategy.strategy.precision import SyncedGradScaler, check_trainable, stand_in, storage_of
+from hetero_strategy.strategy.precision import check_trainable, seed_scale, stand_in, storage_of
 from hetero_strategy.strategy.refusals import check_callbacks, check_dataloader
 
 ROW_ALIGNMENT = 32
@@ -74,6 +75,7 @@ class HeteroStrategy(WorldCollectives):
         layouts: module name -> :class:`ModuleLayout` or a mapping of its fields. None (as in ``strategy="hetero"``):
             every module sharded over all ranks.
         recompute: modules that compute activations again in backward; or by module: all, every 2, all but matmuls.
+        compile: modules whose blocks torch compiles one by one, for any number of rows; or by module: the backend.
         schedule: in which order a step's work runs: ``1f1b``, ``gpipe``, ``interleaved_1f1b`` (modules with vpp > 1),
             ``zb_h1``, ``zbv`` (vpp=2, pp_style="v"), ``sequential``; or ``auto``: what the layouts are made for.
         max_in_flight: module -> most microbatches whose activations one of its stages holds.
@@ -98,6 +100,7 @@ class HeteroStrategy(WorldCollectives):
         layouts: Mapping[str, ModuleLayout | Mapping[str, Any]] | None = None,
         *,
         recompute: Sequence[str] | Mapping[str, str] | None = None,
+        compile: Sequence[str] | Mapping[str, str] | None = None,
         schedule: str = "auto",
         max_in_flight: Mapping[str, int] | None = None,
         reshard_after_forward: str = "auto",
@@ -112,7 +115,7 @@ class HeteroStrategy(WorldCollectives):
         if start_method not in START_METHODS:
             raise ConfigError(f"HeteroStrategy: start_method={start_method!r}; use one of {', '.join(START_METHODS)}")
         self._layouts = None if layouts is None else {n: ModuleLayout.from_config(n, v) for n, v in layouts.items()}
-        self.recompute = recomputes(recompute)
+        self.recompute, self._compile = recomputes(recompute), compiles(compile)
         self._scheduling = ScheduleConfig(schedule, dict(max_in_flight or {}), reshard_after_forward)
         self._start_method = start_method
         self._process_group_backend = process_group_backend
@@ -288,6 +291,7 @@ class HeteroStrategy(WorldCollectives):
             storage=storage_of(self.precision_plugin, self._keep_fp32),
             scheduling=self._scheduling,
             recompute=self.recompute,
+            compile=self._compile,
             timeout=self._timeout,
             async_checkpoint=self._async_checkpoint,
         )
@@ -295,7 +299,7 @@ class HeteroStrategy(WorldCollectives):
         self._runner = StepRunner(
             assembled.executor,
             [o.parameter for o in self._owned.values()],
-            self._seed_scale,
+            lambda: seed_scale(self.precision_plugin, self.root_device),
             lambda: model.training,
             self._about_to_zero_gradients,
             self.precision_plugin.forward_context,
@@ -316,12 +320,6 @@ class HeteroStrategy(WorldCollectives):
     def owned_by(self, optimizer: Optimizer) -> list[Owned]:
         """Parameters of an optimizer that this rank owns."""
         return [self._owned[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in self._owned]
-
-    def _seed_scale(self) -> torch.Tensor | None:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if isinstance(scaler, SyncedGradScaler) and scaler.is_enabled():
-            return scaler.scale_tensor(self.root_device)
-        return None
 
     def _about_to_zero_gradients(self) -> bool:
         """Whether Lightning zeroes the gradients before this step's backward, so that nobody needs them any more."""
@@ -394,8 +392,7 @@ class HeteroStrategy(WorldCollectives):
         nn.Module.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=False)
         move_rest(self.lightning_module, self.root_device)
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        pass  # done in load_checkpoint
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None: ...  # done in load_checkpoint
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         self.state.remove(Path(filepath), self.is_global_zero)

@@ -91,27 +91,33 @@ class PackedAttention(nn.Module):
     def forward(
         self, x: Tensor, freqs_cis: Tensor, attention_masks: Packing, positions: Tensor | None = None
     ) -> Tensor:
-        """Attend among rows ``[1, T, dim]``; torchtitan's block passes these four arguments by position."""
-        packing = attention_masks
+        """Attend among rows ``[1, T, dim]``; torchtitan's block passes these four arguments by position.
+
+        Args:
+            x: rows.
+            freqs_cis: what :func:`rotate` takes.
+            attention_masks: where the sequences are.
+            positions: not used: ``freqs_cis`` are those of the rows.
+        """
         # -1 heads: tensor parallelism leaves only this rank's.
         query, key, value = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))
-        query, key = rotate(query, key, freqs_cis, packing.positions if positions is None else positions[0])
-        query, key, value = (rows.transpose(1, 2) for rows in (query, key, value))
-        out = packed_attention(query, key, value, packing, causal=True)
+        query, key, value = (rows.transpose(1, 2) for rows in (rotate(query, freqs_cis), rotate(key, freqs_cis), value))
+        out = packed_attention(query, key, value, attention_masks, causal=True)
         rows: Tensor = self.wo(out.transpose(1, 2).flatten(2))
         return rows
 
 
-def rotate(query: Tensor, key: Tensor, freqs_cis: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate ``[1, T, heads, head_dim]`` by rotary embeddings of ``positions`` ``[T]`` in fp32, or in fp64 for fp64."""
-    double = query.dtype == torch.float64
-    angles = freqs_cis[positions].to(torch.complex128 if double else torch.complex64)[:, None, :]
-
-    def rotated(rows: Tensor) -> Tensor:
-        pairs = (rows if double else rows.float()).unflatten(-1, (-1, 2)).contiguous()
-        return torch.view_as_real(torch.view_as_complex(pairs) * angles).flatten(-2).to(rows.dtype)
-
-    return rotated(query), rotated(key)
+def rotate(rows: Tensor, turns: Tensor) -> Tensor:
+    """Rotate neighbouring pairs of ``[1, T, heads, head_dim]`` by ``[T, head_dim / 2, 2]`` cosines and sines, in the
+    dtype of these.
+    """
+    pairs = rows.to(turns.dtype).unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():  # which makes no kernels for complex numbers
+        (a, b), (cos, sin) = pairs.unbind(-1), turns[:, None].unbind(-1)
+        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(turns)[:, None])
+    return turned.flatten(-2).to(rows.dtype)
 
 
 class TitanLlama(CausalLM):
@@ -120,6 +126,7 @@ class TitanLlama(CausalLM):
     block_list = "model.layers"
     before_blocks = ("model.tok_embeddings",)
     after_blocks = ("model.norm", "model.output")
+    tp_compiles = True
     rows_mesh: DeviceMesh | None = None
     """Of the tensor-parallel ranks that each have a part of the rows."""
 
@@ -146,9 +153,11 @@ class TitanLlama(CausalLM):
 
     @override
     def transform(self, hidden: Tensor, packing: Packing) -> Tensor:
+        precise = torch.complex128 if hidden.dtype == torch.float64 else torch.complex64
+        turns = torch.view_as_real(self.model.freqs_cis[packing.positions].to(precise))
         rows = hidden[None]
         for block in self.blocks().values():
-            rows = block(rows, self.model.freqs_cis, packing, packing.positions[None])
+            rows = block(rows, turns, packing)
         return rows[0]
 
     @override

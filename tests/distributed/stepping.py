@@ -74,6 +74,7 @@ class Setting:
     draw_layers: int = 2
     freeze: tuple[str, ...] = ()
     recompute: Mapping[str, str] = field(default_factory=dict)
+    compile: Mapping[str, str] = field(default_factory=dict)
     reshard_after_forward: str = "auto"
     max_in_flight: Mapping[str, int] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
@@ -316,6 +317,7 @@ def assembled(
             storage=setting.storage,
             scheduling=ScheduleConfig(setting.schedule, setting.max_in_flight, setting.reshard_after_forward),
             recompute=recomputes(setting.recompute),
+            compile=setting.compile,
             ranks_per_node=setting.ranks_per_node,
         )
 

@@ -1,0 +1,110 @@
+"""Compiled blocks: gradients of any number of rows, and how often anything is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.model import MultimodalModel
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.parallelize.apply import parallelize
+from hetero_strategy.parallelize.compile import compiles
+from hetero_strategy.parallelize.recompute import Recompute, recomputes
+from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.strategy.blueprint import blueprint
+from hetero_strategy.zoo import hf_llama, titan_llama
+from tests.model.helpers import TITAN, tokens
+from tests.small_models import reader
+
+RAGGED = ([40, 24], [7], [30, 2, 60], [1], [64, 64, 1], [], [33, 5], [2])
+"""Lengths of the sequences of calls that follow each other; 64 rows are as many as the rotary table has."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def made(backend: str | None, recompute: Recompute | None) -> Adapter:
+    module = titan_llama(**TITAN | {"n_layers": 4})
+    layout = ModuleLayout.from_config("llm", {"ranks": [0]}).resolved()
+    parallelize("llm", module, layout, None, torch.device("cpu"), seed=1, recompute=recompute, compile=backend)
+    return module
+
+
+WAYS = [None, "all", "every 2", "all but matmuls"]
+OFTEN = (("aot_eager", None), ("inductor", "all"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "way"), [
+    pytest.param(backend, way, marks=() if (backend, way) in OFTEN else pytest.mark.full)
+    for backend in ("aot_eager", "inductor") for way in WAYS
+])  # fmt: skip
+def test_ragged_rows_are_compiled_once(backend: str, way: str | None) -> None:
+    """Blocks share what is compiled: one for rows that are a view, as the first block's, and one for the others'."""
+    recompute = None if way is None else recomputes({"llm": way})["llm"]
+    compiled, plain = made(backend, recompute), made(None, recompute)
+    for lengths in RAGGED:
+        for module in (compiled, plain):
+            module.zero_grad()
+            module(tokens(lengths)).loss_sum.backward()
+        for (name, a), b in zip(compiled.named_parameters(), plain.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None), name
+            if b.grad is not None and a.grad is not None:
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+        if lengths == RAGGED[0]:
+            first = counters["stats"]["unique_graphs"]
+    assert first == counters["stats"]["unique_graphs"] == (3 if way == "every 2" else 2)
+    assert not counters["graph_break"]
+
+
+def test_evaluation_is_compiled_apart() -> None:
+    module, plain = made("eager", None), made(None, None)
+    for lengths in RAGGED:
+        module(tokens(lengths)).loss_sum.backward()
+    trained = counters["stats"]["unique_graphs"]
+    with torch.no_grad():
+        for lengths in RAGGED:
+            torch.testing.assert_close(module(tokens(lengths)).loss_sum, plain(tokens(lengths)).loss_sum)
+    assert trained < counters["stats"]["unique_graphs"] <= trained + 2
+
+
+@pytest.mark.parametrize("given", [{"llm": "fast"}, {"llm": True}])
+def test_other_backends_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"compile of 'llm' is .*; use one of inductor, aot_eager, eager"):
+        compiles(given)
+    assert compiles(["llm"]) == {"llm": "inductor"} and compiles(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("module", "tp", "recompute", "message"),
+    [
+        ("lm", 1, {}, r"compile names \['lm'\]; the modules are vision, audio, llm"),
+        ("vision", 2, {}, "compile names 'vision', which has tp=2: .*; set tp=1 or leave 'vision' out"),
+        ("llm", 2, {"llm": "all but matmuls"}, "fails on recompute='all but matmuls' there; set recompute of 'llm'"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(module: str, tp: int, recompute: dict[str, str], message: str) -> None:
+    model = reader()
+    modules = dict(model.modules_by_name) | {"llm": titan_llama(**TITAN | {"dim": 16})}
+    layouts = {n: ModuleLayout.from_config(n, {"ranks": [0, 1], "tp": tp}).resolved() for n in modules}
+    with pytest.raises(ConfigError, match=message):
+        blueprint(MultimodalModel(modules), layouts, ScheduleConfig(), recomputes(recompute), {module: "aot_eager"})
+
+
+def test_a_module_without_blocks_is_refused() -> None:
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = MultimodalModel({"llm": hf_llama(vocab_size=8, num_hidden_layers=0, **small)})
+    for options in ({"compile": {"llm": "eager"}}, {"recompute": recomputes(["llm"])}):
+        with pytest.raises(ConfigError, match="names 'llm', which has no blocks; leave it out"):
+            blueprint(model, {"llm": ModuleLayout((0,)).resolved()}, ScheduleConfig(), **options)
