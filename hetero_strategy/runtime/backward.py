@@ -21,8 +21,8 @@ from torch.distributed.pipelining._backward import (
     get_param_groups,
 )
 
-Roots = list[tuple[torch.Tensor, torch.Tensor]]
-"""Outputs with a gradient function, and their gradients; used up, so that the graph goes with its backward."""
+Roots = list[tuple[GradientEdge, torch.Tensor]]
+"""Where outputs are in the graph, and their gradients; used up, so that the graph goes with its backward."""
 
 
 def whole(roots: Roots) -> None:
@@ -51,7 +51,7 @@ def inputs_first(roots: Roots, inputs: Sequence[torch.Tensor], weights: list[nn.
     if not inputs:  # nothing came in that trains, such as the rows of pictures in a microbatch of text
         return partial(whole, roots)
     outputs, gradients = [r for r, _ in roots], [g for _, g in roots]
-    starts = [node for node in map(_get_grad_fn_or_grad_acc, outputs) if node is not None]
+    starts = [edge.node for edge in outputs]
     input_nodes = [node for node in map(_get_grad_fn_or_grad_acc, inputs) if node is not None]
     accumulates: dict[Any, nn.Parameter] = {_get_grad_fn_or_grad_acc(weight): weight for weight in weights}
     groups = get_param_groups(input_nodes, list(accumulates), construct_reverse_graph(starts))

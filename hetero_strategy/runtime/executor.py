@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
@@ -136,6 +138,18 @@ class Executor:
         return batch.with_program(self.compiler.of(self.rank, train)(batch.plan)).to(self.device)
 
 
+class _Output(NamedTuple):
+    """An output whose memory may go: backward needs only its place in the graph."""
+
+    edge: GradientEdge
+    like: torch.Tensor
+    """On the meta device."""
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Output:
+        return _Output(get_gradient_edge(tensor), tensor.detach().to("meta"))
+
+
 @dataclass
 class _Live:
     """Activations of one microbatch of one stage, from its forward until its backward."""
@@ -144,9 +158,8 @@ class _Live:
     """Rows that came in, one tensor per transfer."""
     seed: int
     """Of its random numbers."""
-    rows: torch.Tensor | None = None
-    """Output rows with a gradient function."""
-    loss: torch.Tensor | None = None
+    rows: _Output | None = None
+    loss: _Output | None = None
     later: backward.WeightsLater | None = None
 
 
@@ -229,18 +242,18 @@ class _Step:
             check_output(stage, out)
         made: torch.Tensor | None = out if isinstance(out, torch.Tensor) else out.hidden
         if not isinstance(out, torch.Tensor):
-            live.loss = out.loss_sum
+            live.loss = _Output.of(out.loss_sum) if out.loss_sum.requires_grad else None
             if not seat.shard:  # an instance's first rank speaks for the instance
                 units = self.batch.plan.assignments[stage_id.module][microbatch].of(seat.instance)
                 self.sums.add(stage_id.module, units, inputs, out)
         if step.gives:
             assert made is not None and step.gives[0] is not None
             transfer = self.program.transfers[step.gives[0]]
-            live.rows = made.to(self.executor.channels[transfer.edge, False].dtype)
-            given = live.rows.detach()
+            made = made.to(self.executor.channels[transfer.edge, False].dtype)
+            live.rows = _Output.of(made) if made.requires_grad else None
             for number in step.gives:
                 assert number is not None
-                self.transport.give(number, given)
+                self.transport.give(number, made.detach())
         if differentiable:
             self.live[stage_id, microbatch] = live
 
@@ -263,7 +276,7 @@ class _Step:
         if len(step.reads) > 1:  # added up apart: one that arrived may still be read by sends to other ranks
             live = self.live[step.action.node, step.action.microbatch]
             assert live.rows is not None
-            gradient = torch.zeros_like(live.rows)
+            gradient = torch.zeros_like(live.rows.like, device=self.executor.device)
         for number in step.reads:
             gradient = self.transport.take(number, gradient)
         for number in step.frees:
@@ -277,12 +290,13 @@ class _Step:
         stage.random_numbers.again(live.seed)
         roots: backward.Roots = []
         factor = self.factors.get(stage_id.module, 1.0)
-        if live.loss is not None and live.loss.requires_grad and factor is not None:
+        device = self.executor.device
+        if live.loss is not None and factor is not None:
             weight = self.executor.weights[stage_id.module] / self.batch.plan.normalizer(stage_id.module)
-            roots.append((live.loss, torch.full_like(live.loss, weight) * factor))
-        if live.rows is not None and live.rows.requires_grad:
-            gradient = torch.zeros_like(live.rows) if gradient is None else gradient
-            roots.append((live.rows, gradient.to(live.rows.dtype)))
+            roots.append((live.loss.edge, torch.full_like(live.loss.like, weight, device=device) * factor))
+        if live.rows is not None:
+            gradient = torch.zeros_like(live.rows.like, device=device) if gradient is None else gradient
+            roots.append((live.rows.edge, gradient.to(live.rows.like.dtype)))
         live.rows = live.loss = None
         if step.action.kind == "I":
             weights = [p for p in stage.parameters() if p.requires_grad]

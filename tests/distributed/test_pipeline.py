@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from hetero_strategy.boundary.transport import Transport
 from hetero_strategy.loading.steps import RankView
+from hetero_strategy.runtime import executor as running
 from tests.distributed.exact import EXACT, compare, expected, on, setting_of
 from tests.distributed.harness import Pool
-from tests.distributed.stepping import SAMPLES, data, reference, steps_of, steps_on_rank
+from tests.distributed.stepping import SAMPLES, OnRank, Setting, data, reference, steps_of, steps_on_rank
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv")
 COUNTS = (1, 4, 9)
@@ -105,3 +110,49 @@ def test_the_batch_is_ragged_and_has_microbatches_of_text(folders: dict[bool, st
     drawing = setting_of(folders, LAYOUTS["generator on its own rank"], "1f1b")
     plan = steps_of(drawing, SAMPLES, RankView.whole(drawing.modules)).plan(0, 0)
     assert 0 < len(plan.active("draw")) < SAMPLES and 0 < len(plan.active("vision")) < SAMPLES
+
+
+class Sent:
+    """A message that says when it is over, as NCCL's do and gloo's do not."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.wait = work.wait
+
+    def is_completed(self) -> bool:
+        self.wait()
+        return True
+
+
+def outputs_held(rank: int, world: int, setting: Setting) -> list[int]:
+    """At each backward: outputs of this rank's forwards whose memory is still in use."""
+    outputs: list[StorageWeakRef] = []
+    held: list[int] = []
+    send, give, back = dist.batch_isend_irecv, Transport.give, running._Step._backward
+
+    def noting(self: Transport, number: int, rows: torch.Tensor) -> None:
+        if not self._transfers[number][0].tag % 2:
+            outputs.append(StorageWeakRef(rows.untyped_storage()))
+        give(self, number, rows)
+
+    def counting(self: running._Step, *given: Any) -> None:
+        self.transport._let_go()
+        held.append(sum(not output.expired() for output in outputs))
+        back(self, *given)
+
+    dist.batch_isend_irecv = lambda ops: [
+        Sent(work) if op.op is dist.isend else work for op, work in zip(ops, send(ops), strict=True)
+    ]
+    Transport.give, running._Step._backward = noting, counting  # type: ignore[method-assign]
+    try:
+        made = OnRank(rank, world, setting)
+        made.executor.run(steps_of(setting, 4, made.share, made.made.context)[0], train=True)
+    finally:
+        dist.batch_isend_irecv, Transport.give, running._Step._backward = send, give, back  # type: ignore[method-assign]
+    return held
+
+
+def test_outputs_that_were_sent_are_let_go(pool: Pool, folders: dict[bool, str]) -> None:
+    """Four microbatches are in flight at the first backward; none of their outputs is kept for it."""
+    setting = Setting(folders[False], {"llm": on(0, 1, pp=2)}, "gpipe", microbatches=4)
+    first, last = pool.run(2, outputs_held, setting, timeout=60)
+    assert first == [0, 0, 0, 0] and last == [0, 0, 0, 0]

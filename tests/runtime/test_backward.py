@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from hetero_strategy.runtime.backward import inputs_first, whole
+from hetero_strategy.runtime.backward import Roots, inputs_first, whole
 
 Stage = Callable[..., Sequence[torch.Tensor]]
 
@@ -80,9 +81,9 @@ def made(kind: type[nn.Module], inputs: int) -> tuple[nn.Module, list[torch.Tens
     return stage, leaves, list(stage.parameters())
 
 
-def roots(stage: Stage, leaves: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def roots(stage: Stage, leaves: Sequence[torch.Tensor]) -> Roots:
     torch.manual_seed(4)
-    return [(out, torch.randn_like(out)) for out in stage(*leaves)]
+    return [(get_gradient_edge(out), torch.randn_like(out)) for out in stage(*leaves)]
 
 
 CASES = [(Residual, 1), (Residual, 2), (Recomputed, 1), (Shared, 2), (Embedded, 1), (Tied, 1)]
