@@ -34,6 +34,8 @@ class TrainingContext:
     """All ranks, on the host, for the one thread per rank that loads data."""
     device: torch.device | None = None
     """Where batches are computed."""
+    compute_dtype: torch.dtype | None = None
+    """What modules compute in, where that is less than fp32."""
 
     @staticmethod
     def of(trainer: L.Trainer | None) -> TrainingContext:

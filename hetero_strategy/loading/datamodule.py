@@ -259,6 +259,7 @@ class MultimodalDataModule(L.LightningDataModule):
             "shuffle": training and self.shuffle and not overfit,
             "drop_last": training and self.drop_last,
             "same_noise": not training,
+            "compute_dtype": context.compute_dtype,
             "compiler": None if context.compiler is None else context.compiler.of(context.rank, training),
         }
         steps, finish = self._steps(split, index, share, options)

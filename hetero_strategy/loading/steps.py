@@ -115,6 +115,7 @@ class StepDataset(Dataset[Batch]):
         shuffle: whether epochs are permuted; otherwise manifest order.
         drop_last: leave out the last step of an epoch if it is not full.
         same_noise: generators see the same noise and times in every epoch, so that validations compare.
+        compute_dtype: of modules; payload that they cast first of all is in it. None: payload stays as it is.
         compiler: makes this rank's program of a step, which then says which rows edges fill; None: the inputs do.
     """
 
@@ -136,6 +137,7 @@ class StepDataset(Dataset[Batch]):
         shuffle: bool = True,
         drop_last: bool = False,
         same_noise: bool = False,
+        compute_dtype: torch.dtype | None = None,
         compiler: Callable[[StepPlan], StepProgram] | None = None,
     ) -> None:
         for name, value in (("global_batch_size", global_batch_size), ("microbatches", microbatches)):
@@ -152,7 +154,7 @@ class StepDataset(Dataset[Batch]):
         self.microbatch_rows = dict(microbatch_rows or {})
         self.global_batch_size, self.microbatches = global_batch_size, microbatches
         self.seed, self.shuffle, self.drop_last, self.same_noise = seed, shuffle, drop_last, same_noise
-        self.compiler = compiler
+        self.compute_dtype, self.compiler = compute_dtype, compiler
         self.on_error: OnError = "stop"
         """What an item that cannot be read does; the loader sets it."""
         if not len(self):
@@ -233,7 +235,7 @@ class StepDataset(Dataset[Batch]):
 
     def _inputs(self, plan: StepPlan, module: str, number: int, instance: int, content: Content) -> ModuleInputs:
         assignment = plan.assignments[module][number]
-        return self.kinds[module].inputs(
+        made = self.kinds[module].inputs(
             InstanceUnits(
                 module=module,
                 numbers=assignment.of(instance),
@@ -247,6 +249,7 @@ class StepDataset(Dataset[Batch]):
                 content=content,
             )
         )
+        return made if self.compute_dtype is None else made.narrowed(self.compute_dtype)
 
     def _slots(self, plan: StepPlan, number: int, target: str, instance: int) -> dict[Hashable, torch.Tensor]:
         """(source, its microbatch) -> rows of the instance that it fills; none where the step's program says it."""

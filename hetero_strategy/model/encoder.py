@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -154,8 +153,8 @@ class Encoder(Adapter):
         """
         if rows:
             raise DataError(f"an encoder takes no rows of other modules, got those of {sorted(map(str, rows))}")
-        if self.compute_dtype is not None and inputs.values.is_floating_point():
-            inputs = replace(inputs, values=inputs.values.to(self.compute_dtype))
+        if self.compute_dtype is not None:
+            inputs = inputs.narrowed(self.compute_dtype)
         if self.before is not None and self.first_stage:
             inputs = self.before(inputs)
         inner: Tensor

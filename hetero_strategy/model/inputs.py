@@ -149,6 +149,12 @@ class ModuleInputs(Movable):
         """Return the same without a loss of the units that are ``bad``, bool ``[n]``; all shapes stay."""
         raise NotImplementedError(f"{type(self).__name__}.silenced: on_error='skip' needs it")
 
+    def narrowed(self, dtype: torch.dtype) -> Self:
+        """Return the same with the payload in the dtype that its module computes in, where the module casts it first
+        of all.
+        """
+        return self
+
 
 @dataclass(frozen=True, eq=False)
 class EncoderInputs(ModuleInputs):
@@ -166,6 +172,10 @@ class EncoderInputs(ModuleInputs):
     @override
     def silenced(self, bad: np.ndarray) -> Self:
         return self
+
+    @override
+    def narrowed(self, dtype: torch.dtype) -> Self:
+        return replace(self, values=self.values.to(dtype)) if self.values.is_floating_point() else self
 
 
 @dataclass(frozen=True, eq=False)

@@ -155,6 +155,7 @@ class HeteroStrategy(WorldCollectives):
         if self._assembled is None or self._multimodal is None or self._placement is None:
             return context
         layouts, made = self._placement.layouts, self._assembled
+        dtype = storage_of(self.precision_plugin).compute
         tp = {name: layouts[name].tp for name in self._multimodal.language_models() if layouts[name].tp > 1}
         return replace(
             context,
@@ -163,6 +164,7 @@ class HeteroStrategy(WorldCollectives):
             rank=self.global_rank,
             compiler=made.executor.compiler,
             group=made.loading,
+            compute_dtype=dtype if dtype.itemsize < 4 else None,
         )
 
     # ---- identity and processes ------------------------------------------------------------------------------------

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
+from hetero_strategy.loading.batch import Batch
+from hetero_strategy.model import EncoderInputs
 from tests.distributed.harness import Pool
 from tests.distributed.probe import APART, PAIR, Case, Probe, Seen, both, observe
 from tests.distributed.scenario import Job, data
@@ -101,3 +104,33 @@ def test_the_loss_scale_survives_a_checkpoint(pool: Pool, digits: Path, tmp_path
         assert again.scales == straight.scales[3:]
         assert again.samples == straight.samples[3:]
         assert again.losses == pytest.approx(straight.losses[3:], rel=1e-6)
+
+
+class Payload(Callback):
+    """Dtypes of the payload of a training batch, and its bytes."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, tuple[torch.dtype, int]] = {}
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Batch, batch_idx: int) -> None:
+        for name, made in batch.inputs.items():
+            values = [x.values for x in made if isinstance(x, EncoderInputs)]
+            if values:
+                self.seen[name] = (values[0].dtype, sum(x.nbytes for x in values))
+
+
+def payload_on_rank(rank: int, world: int, digits: str) -> dict[str, dict[str, tuple[torch.dtype, int]]]:
+    seen = {}
+    for precision in ("32-true", "bf16-mixed", "64-true"):
+        noting = Payload()
+        job = Job(digits, steps=1, batch=8, capture=False, precision=precision)
+        observe(Case(job, PAIR, trainer={"callbacks": [noting]}))
+        seen[precision] = noting.seen
+    return seen
+
+
+def test_payload_comes_in_the_dtype_of_compute(pool: Pool, digits: Path) -> None:
+    for seen in pool.run(2, payload_on_rank, str(digits), group=False):
+        assert seen["64-true"] == seen["32-true"] != {}
+        for name, (dtype, size) in seen["32-true"].items():
+            assert dtype == torch.float32 and seen["bf16-mixed"][name] == (torch.bfloat16, size // 2)
