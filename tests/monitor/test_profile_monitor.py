@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.monitor import ProfileMonitor
@@ -52,3 +54,17 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
             ProfileMonitor(steps=steps)
     with pytest.raises(ConfigError, match=r"ranks=\[1\] do not exist"):
         fit(tmp_path, ProfileMonitor(ranks=(0, 1)), 1)
+    with pytest.raises(ConfigError, match="memory_history=True needs CUDA devices"):
+        fit(tmp_path, ProfileMonitor(memory_history=True), 1)
+
+
+def test_the_history_is_written_where_memory_ran_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only that CUDA is asked for it: there is none here."""
+    called: list[str] = []
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", called.append)
+    trainer: Any = SimpleNamespace(default_root_dir=tmp_path, global_rank=3)
+    module: Any = None
+    for history in (False, True):
+        for error in (torch.OutOfMemoryError("out of memory"), ValueError("another")):
+            ProfileMonitor(memory_history=history).on_exception(trainer, module, error)
+    assert called == [str(tmp_path / "profile" / "memory3.pickle")]
