@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hetero_strategy.model.inputs import EncoderInputs
     from hetero_strategy.model.multimodal import Edge, ModelOutput, MultimodalModel
     from hetero_strategy.monitor.balance_monitor import BalanceMonitor
+    from hetero_strategy.monitor.profile_monitor import ProfileMonitor
     from hetero_strategy.monitor.throughput import ThroughputMonitor
     from hetero_strategy.monitor.timeline_monitor import TimelineMonitor
     from hetero_strategy.plan.config import BalanceConfig
@@ -51,6 +52,7 @@ _FILES = {
     "ModuleLayout": "layout.spec",
     "MultimodalDataModule": "loading.datamodule",
     "MultimodalModel": "model.multimodal",
+    "ProfileMonitor": "monitor.profile_monitor",
     "Projector": "model.encoder",
     "ThroughputMonitor": "monitor.throughput",
     "TimelineMonitor": "monitor.timeline_monitor",
@@ -81,6 +83,7 @@ __all__ = [
     "ModuleLayout",
     "MultimodalDataModule",
     "MultimodalModel",
+    "ProfileMonitor",
     "Projector",
     "ThroughputMonitor",
     "TimelineMonitor",

@@ -46,7 +46,7 @@ def check_configuration(cfg: DictConfig, *more: str) -> None:
     _only("", cfg, (*FIELDS, *more))
     _only("data", cfg.data, ("write", "module"))
     _only("checkpoint", cfg.checkpoint, ("every_n_steps", "monitor", "mode"))
-    _only("monitor", cfg.monitor, ("every_n_steps", "peak_flops", "progress_bar"))
+    _only("monitor", cfg.monitor, ("every_n_steps", "peak_flops", "profile", "progress_bar"))
     _only("report", cfg.report, ("examples", "judge"))
     for path, function in (("trainer", L.Trainer), ("optimizer", adamw_cosine), ("strategy", HeteroStrategy)):
         _fields(path, cfg[path], function)

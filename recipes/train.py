@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelChec
 from omegaconf import DictConfig, OmegaConf
 
 from hetero_strategy.layout.placement import Placement
-from hetero_strategy.monitor import BalanceMonitor, LogConfiguration, ThroughputMonitor, TimelineMonitor
+from hetero_strategy.monitor import BalanceMonitor, LogConfiguration, ProfileMonitor, ThroughputMonitor, TimelineMonitor
 from hetero_strategy.strategy import HeteroStrategy
 from recipes import build, cli
 from recipes.lit import LastCheckpoint, LitMultimodal
@@ -59,7 +59,7 @@ def train(cfg: DictConfig) -> None:
 
 
 def callbacks(cfg: DictConfig, placed: Placement) -> list[Callback]:
-    """Checkpoints to keep and to go on from; throughput, balance, timeline; what loggers are given; progress bar."""
+    """Checkpoints to keep and to go on from; throughput, balance, timeline, trace; what loggers get; progress bar."""
     place = cli.run_folder() / "checkpoints"
     shared = {"dirpath": place, "enable_version_counter": False, "save_on_train_epoch_end": False}
     every = int(cfg.checkpoint.every_n_steps)
@@ -72,6 +72,9 @@ def callbacks(cfg: DictConfig, placed: Placement) -> list[Callback]:
         ModelCheckpoint(filename="best", monitor=cfg.checkpoint.monitor, mode=cfg.checkpoint.mode, **shared),
         LastCheckpoint(filename="last", every_n_train_steps=every, save_on_exception=True, **shared),
     ]
+    if profile := cfg.monitor.profile:
+        options = OmegaConf.create() if profile is True else profile
+        made.append(build.call("monitor.profile", options, ProfileMonitor, folder=cli.run_folder() / "profile"))
     made += [GoesOn()] if cfg.resume else []
     if cfg.logger:
         where = {module: f"{ranks} {degrees}" for module, ranks, degrees in placed.table()}

@@ -274,8 +274,14 @@ class Adapter(nn.Module):
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
         """Return the :meth:`flops` before the blocks, of each block (float64 ``[blocks]``), and after them."""
         rows = int(np.sum(packing_lengths))
-        blocks = block_linear_flops(self) * rows
-        return float(linear_flops(self.meta_copy()) * rows - blocks.sum()), blocks, 0.0
+        whole, blocks = self.meta_copy()._linear_flops
+        return float((whole - blocks.sum()) * rows), blocks * rows, 0.0
+
+    @functools.cached_property
+    def _linear_flops(self) -> tuple[int, np.ndarray]:
+        """:func:`linear_flops` of a meta copy and of each of its blocks, counted once."""
+        blocks = [linear_flops(block) for block in self.blocks().values()]
+        return linear_flops(self), np.array(blocks, dtype=np.float64)
 
     def stage_flops(self, packing_lengths: np.ndarray, split: Sequence[int]) -> np.ndarray:
         """Return the :meth:`flops` of each stage, float64 ``[stages]``, where ``split`` is the blocks of each."""
@@ -379,7 +385,7 @@ def linear_flops(module: nn.Module) -> int:
 
 def block_linear_flops(module: Adapter) -> np.ndarray:
     """Return the :func:`linear_flops` of each block, float64 ``[blocks]``."""
-    return np.array([linear_flops(block) for block in module.meta_copy().blocks().values()], dtype=np.float64)
+    return module.meta_copy()._linear_flops[1]
 
 
 def divisible(tp: int, **sizes: int) -> list[str]:

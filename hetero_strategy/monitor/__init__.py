@@ -1,10 +1,18 @@
-"""Callbacks and loggers: throughput, FLOP/s and utilisation per module, memory, balance, timelines."""
+"""Callbacks and loggers: throughput, FLOP/s and utilisation per module, memory, balance, timelines, traces."""
 
 from __future__ import annotations
 
 from hetero_strategy.monitor.balance_monitor import BalanceMonitor
 from hetero_strategy.monitor.logger import LogConfiguration, wandb_logger
+from hetero_strategy.monitor.profile_monitor import ProfileMonitor
 from hetero_strategy.monitor.throughput import ThroughputMonitor
 from hetero_strategy.monitor.timeline_monitor import TimelineMonitor
 
-__all__ = ["BalanceMonitor", "LogConfiguration", "ThroughputMonitor", "TimelineMonitor", "wandb_logger"]
+__all__ = [
+    "BalanceMonitor",
+    "LogConfiguration",
+    "ProfileMonitor",
+    "ThroughputMonitor",
+    "TimelineMonitor",
+    "wandb_logger",
+]

@@ -253,8 +253,8 @@ def _parts(adapter: Adapter, name: str, window: _Window, strategy: Any) -> list[
     recompute, blocks = getattr(strategy, "recompute", {}), tuple(original.blocks())
     again = recompute[name].share if name in recompute else 0.0
     # Rows without a label do not reach a language model's head.
-    unlabelled = 1 - window.labels / max(window.tokens, 1) if adapter.kind.samplewise else 0.0
-    unused = unlabelled * original.part_flops(lengths)[2]
+    unlabelled = 1 - window.labels / max(window.tokens, 1)
+    unused = unlabelled * original.part_flops(lengths)[2] if adapter.kind.samplewise else 0.0
     return [
         Part(flops - unused, _trainable(adapter.get_submodule(part)), again * (not part or _holds(part, blocks)))
         for part, flops in original.flops_by_part(lengths).items()

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero_strategy.boundary.route import Side
 from hetero_strategy.plan.step_plan import EdgeBlocks
+from hetero_strategy.schedule.action import Stage
 
 _MOST_LINKS = 1 << 22
 """Most pairs of ranks looked at together, which bounds memory."""
@@ -36,46 +36,44 @@ class Traffic(NamedTuple):
         return Traffic(self.within * factor, self.between * factor)
 
 
-def traffic(blocks: EdgeBlocks, source: Side, target: Side, ranks_per_node: int, *, backward: bool = False) -> Traffic:
-    """Count the rows that one direction of an edge moves between ranks in one microbatch of each side.
+def traffic(
+    blocks: EdgeBlocks, totals: tuple[np.ndarray, np.ndarray], source: Stage, target: Stage, ranks_per_node: int
+) -> tuple[Traffic, Traffic]:
+    """Count the rows that an edge moves between ranks, and the gradient rows that it moves back.
 
-    The sum is exact. Its parts are exact up to one row per group of rows with the same ranks on both sides, where
-    replicas share the sending and the rows do not divide by their number.
+    The sums are exact. Their parts are exact up to one row per microbatch and group of rows with the same ranks on both
+    sides, where replicas share the sending and the rows do not divide by their number.
 
     Args:
-        blocks: runs of rows that cross the edge.
+        blocks: runs of rows that cross the edge, in any number of microbatches.
+        totals: rows that the run's instance has in the run's microbatch, on either side, int64 ``[runs]`` each.
         source, target: how rows lie on the ranks of either side.
         ranks_per_node: ranks ``[k * n, (k + 1) * n)`` share a node.
-        backward: whether to count gradient rows on their way back.
     """
-    if not len(blocks.rows):
-        return Traffic(0.0, 0.0)
-    one = source.cut(blocks.source_start, blocks.rows, blocks.source_instance)
-    two = target.cut(blocks.target_start[one.run] + one.offset, one.rows, blocks.target_instance[one.run])
-    run = one.run[two.run]
-    here = blocks.source_instance[run] * source.parts + one.part[two.run]
-    there = blocks.target_instance[run] * target.parts + two.part
-    keys = len(target.rank_sets)
-    pairs, number = np.unique(here * keys + there, return_inverse=True)
+    one = source.row_sharding.cut(blocks.source_start, blocks.rows, totals[0])
+    two = target.row_sharding.cut(blocks.target_start[one.run] + one.offset, one.rows, totals[1][one.run])
+    run, (parts, target_parts) = one.run[two.run], (stage.row_sharding.parts for stage in (source, target))
+    here = blocks.source_instance[run] * parts + one.part[two.run]
+    there = blocks.target_instance[run] * target_parts + two.part
+    sets, target_sets = (stage.row_sharding.rank_sets(stage.grid) for stage in (source, target))
+    pairs, number = np.unique(here * len(target_sets) + there, return_inverse=True)
     count = np.bincount(number, weights=two.rows, minlength=len(pairs))
-    from_key, to_key = np.divmod(pairs, keys)
-    turn = from_key // source.parts + to_key // target.parts
-    holders, needers = source.rank_sets[from_key], target.rank_sets[to_key]
-    if backward:
-        holders, needers = needers, holders
-    total = Traffic(0.0, 0.0)
-    step = max(1, _MOST_LINKS // (needers.shape[1] * max(needers.shape[1], holders.shape[1])))
+    from_key, to_key = np.divmod(pairs, len(target_sets))
+    turn = from_key // parts + to_key // target_parts
+    forward, back = Traffic(0.0, 0.0), Traffic(0.0, 0.0)
+    step = max(1, _MOST_LINKS // max(sets.shape[1], target_sets.shape[1]) ** 2)
     for i in range(0, len(count), step):
         part = slice(i, i + step)
-        within, between = _links(holders[part], needers[part], turn[part], ranks_per_node)
-        total += Traffic(float(within @ count[part]), float(between @ count[part]))
-    return total
+        holders, needers = sets[from_key[part]], target_sets[to_key[part]]
+        forward += _links(holders, needers, turn[part], ranks_per_node, count[part])
+        back += _links(needers, holders, turn[part], ranks_per_node, count[part])
+    return forward, back
 
 
 def _links(
-    holders: np.ndarray, needers: np.ndarray, turn: np.ndarray, ranks_per_node: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Moves of one row from each set of holders to its needers, within and between nodes, float64 ``[n]`` each."""
+    holders: np.ndarray, needers: np.ndarray, turn: np.ndarray, ranks_per_node: int, count: np.ndarray
+) -> Traffic:
+    """Moves of so many rows from each set of holders to its needers."""
     has = (needers[:, :, None] == holders[:, None, :]).any(axis=2)
     having, size = has.sum(axis=1), needers.shape[1]
     node = needers // ranks_per_node
@@ -93,4 +91,4 @@ def _links(
         entry = np.take_along_axis(holders[none], giver, axis=1) // ranks_per_node != node[none]
         between[none] += entry.mean(axis=1)
         within[none] += 1.0 - entry.mean(axis=1)
-    return within, between
+    return Traffic(float(within @ count), float(between @ count))

@@ -125,11 +125,6 @@ class Assignment:
         """Instance of each unit."""
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
-    def starts(self, *, inner: bool = False) -> Int64[np.ndarray, "units"]:
-        """First row of each unit among its instance's rows."""
-        ahead = ragged.offsets(self.inner_rows if inner else self.edge_rows)
-        return ahead[:-1] - np.repeat(ahead[self.offsets[:-1]], np.diff(self.offsets))
-
     def totals(self, *, inner: bool = False) -> Int64[np.ndarray, "instances"]:
         """Rows of each instance, alignment included."""
         return np.diff(ragged.offsets(self.inner_rows if inner else self.edge_rows)[self.offsets]) + self.padding
@@ -224,13 +219,16 @@ class StepPlan:
         return self._places[module]
 
     def _placed(self, module: str) -> UnitPlaces:
-        count = len(self.metadata.sample_of(module))
-        columns = UnitPlaces(*(np.zeros(count, dtype=np.int64) for _ in range(4)))
-        for number, assignment in enumerate(self.assignments[module]):
-            columns.microbatch[assignment.units] = number
-            columns.instance[assignment.units] = assignment.instance()
-            columns.edge_start[assignment.units] = assignment.starts()
-            columns.inner_start[assignment.units] = assignment.starts(inner=True)
+        parts = self.assignments[module]
+        sizes = np.array([np.diff(a.offsets) for a in parts], dtype=np.int64)  # [microbatches, instances]
+        units = np.concatenate([a.units for a in parts])
+        number = np.repeat(np.arange(sizes.size), sizes.ravel())
+        columns = UnitPlaces(*(np.zeros(len(self.metadata.sample_of(module)), dtype=np.int64) for _ in range(4)))
+        columns.microbatch[units], columns.instance[units] = np.divmod(number, sizes.shape[1])
+        first = ragged.starts(sizes.ravel())[number]
+        for starts, rows in ((columns.edge_start, "edge_rows"), (columns.inner_start, "inner_rows")):
+            ahead = ragged.starts(np.concatenate([getattr(a, rows) for a in parts]))
+            starts[units] = ahead - ahead[first]
         return columns
 
     @cached_property
@@ -249,7 +247,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class EdgeBlocks:
-    """Runs of rows that cross one edge between one microbatch of each side, by (target instance, target start)."""
+    """Runs of rows that cross one edge; between one microbatch of each side by (target instance, target start)."""
 
     source_instance: Int64[np.ndarray, "runs"]
     source_start: Int64[np.ndarray, "runs"]
@@ -281,8 +279,11 @@ class EdgeRuns:
         return EdgeBlocks(*(getattr(self.blocks, field.name)[part] for field in fields(EdgeBlocks)))
 
 
-def edge_runs(plan: StepPlan, source: str, target: str, instances: tuple[int, int] | None = None) -> EdgeRuns:
-    """Which rows of ``source`` fill which rows of ``target`` in a step.
+def crossing(
+    plan: StepPlan, source: str, target: str, instances: tuple[int, int] | None = None
+) -> tuple[EdgeBlocks, Int64[np.ndarray, "runs"], Int64[np.ndarray, "runs"]]:
+    """Which rows of ``source`` fill which rows of ``target`` in a step: runs in the order of the metadata, and the
+    microbatch of each run on either side.
 
     Args:
         instances: only runs that leave this instance of the source or enter this one of the target; -1 for none.
@@ -291,14 +292,24 @@ def edge_runs(plan: StepPlan, source: str, target: str, instances: tuple[int, in
     if instances is not None:
         near = (there.instance[runs.source] == instances[0]) | (here.instance[runs.target] == instances[1])
         runs = UnitRuns(*(getattr(runs, one.name)[near] for one in fields(UnitRuns)))
-    p, t = there.microbatch[runs.source], here.microbatch[runs.target]
-    out = (there.instance[runs.source], there.edge_start[runs.source] + runs.source_start)
-    into = (here.instance[runs.target], here.inner_start[runs.target] + runs.target_start)
-    order = np.lexsort((into[1], into[0], p, t))
+    blocks = EdgeBlocks(
+        there.instance[runs.source],
+        there.edge_start[runs.source] + runs.source_start,
+        here.instance[runs.target],
+        here.inner_start[runs.target] + runs.target_start,
+        runs.rows,
+    )
+    return blocks, there.microbatch[runs.source], here.microbatch[runs.target]
+
+
+def edge_runs(plan: StepPlan, source: str, target: str, instances: tuple[int, int] | None = None) -> EdgeRuns:
+    """The runs of :func:`crossing` by microbatches."""
+    blocks, p, t = crossing(plan, source, target, instances)
+    order = np.lexsort((blocks.target_start, blocks.target_instance, p, t))
     p, t = p[order], t[order]
     first = np.flatnonzero((np.diff(p, prepend=-1) != 0) | (np.diff(t, prepend=-1) != 0))
     pairs = {pair: k for k, pair in enumerate(zip(p[first].tolist(), t[first].tolist(), strict=True))}
-    blocks = EdgeBlocks(*(column[order] for column in (*out, *into, runs.rows)))
+    blocks = EdgeBlocks(*(getattr(blocks, one.name)[order] for one in fields(EdgeBlocks)))
     return EdgeRuns(pairs, np.append(first, len(order)), blocks)
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
@@ -31,7 +32,7 @@ from hetero_strategy.parallelize.tied import Tied
 from hetero_strategy.runtime import backward
 from hetero_strategy.runtime.agreement import Agreement
 from hetero_strategy.runtime.recorder import Recorder
-from hetero_strategy.schedule.action import StageId
+from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.schedule.compile import RankAction, StepCompiler, StepProgram
 
 Factors = Mapping[str, float | torch.Tensor | None]
@@ -71,9 +72,14 @@ class Executor:
     recorder: Recorder = field(init=False)
     coordinates: dict[str, Coordinate] = field(init=False)
     """Of this rank, by module."""
+    parameters: dict[StageId, list[nn.Parameter]] = field(init=False)
+    """This rank's parts, as they are while nothing is gathered."""
+    running: _Step | None = field(init=False, default=None)
+    """The step in progress, or the one that failed."""
 
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.device, self.compiler)
+        self.parameters = {stage_id: list(stage.parameters()) for stage_id, stage in self.stages.items()}
         seats = {name: self.placement.coordinate(name, self.rank) for name in self.modules}
         self.coordinates = {name: seat for name, seat in seats.items() if seat is not None}
 
@@ -100,7 +106,7 @@ class Executor:
         assert batch.program is not None and batch.index is not None
         transfers = [(self.channels[t.edge, t.backward], t.transfer) for t in batch.program.transfers]
         transport = Transport(transfers, batch.index)
-        step = _Step(self, batch, batch.program, transport, factors or {}, call)
+        step = self.running = _Step(self, batch, batch.program, transport, factors or {}, call)
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         with random_state_kept(self.device), self.recorder.step(batch.plan, train=train):
             transport.start(batch.program.starts)
@@ -118,6 +124,7 @@ class Executor:
                 fsdp.release(stage)
         self._reduce(step.sums, batch)
         transport.drain()
+        self.running = None
         self.recorder.close()
         self.agreement.check()
         return step.sums
@@ -178,6 +185,8 @@ class _Step:
         self.executor, self.batch, self.program, self.transport = executor, batch, program, transport
         self.factors, self.call = factors, call
         self.graph = executor.compiler.graph
+        self.action: Action | None = None
+        """What runs, or ran last."""
         self.live: dict[tuple[StageId, int], _Live] = {}
         self.sums = StepSums(
             executor.modules,
@@ -192,6 +201,7 @@ class _Step:
     def run(self, step: RankAction) -> None:
         """Run one action: take its rows, compute, give what it makes."""
         action, recorder = step.action, self.executor.recorder
+        self.action = action
         stage = self.executor.stages[action.node]
         match action.kind:
             case "F":

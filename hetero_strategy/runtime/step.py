@@ -58,7 +58,7 @@ class StepRunner:
         self._about_to_zero = about_to_zero
         self._precision = precision
         self._upstream = _upstream(executor)
-        self._module_of = {id(p): n.module for n, stage in executor.stages.items() for p in stage.parameters()}
+        self._module_of = {id(p): n.module for n, own in executor.parameters.items() for p in own}
         self._watched = True
         self.garbage = GarbageCollection()
         self._expected: dict[int, Factors] = {}
@@ -87,6 +87,8 @@ class StepRunner:
         self.executor.agreement.before(plan, self.executor.device)
         try:
             outcome, (loss, *shares) = self._run(batch, call)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # of an exchange: sizes that do not fit are the first sign of different plans
             if dist.get_world_size() > 1 and plans_differ(plan):
                 raise different(plan) from error

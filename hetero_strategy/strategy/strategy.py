@@ -43,6 +43,7 @@ from hetero_strategy.parallelize.optimizer import choose_kernels
 from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.runtime.agreement import Stop
 from hetero_strategy.runtime.executor import Executor
+from hetero_strategy.runtime.memory import out_of_memory
 from hetero_strategy.runtime.step import StepRunner
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.assembly import Assembled, assemble, find_model, move_rest
@@ -270,7 +271,7 @@ class HeteroStrategy(WorldCollectives):
         move_rest(self.lightning_module, self.root_device)
         for metric in self.lightning_module.modules():
             if isinstance(metric, Metric):
-                metric.distributed_available_fn = _never  # every rank has the global value already
+                metric.distributed_available_fn = bool  # never: every rank has the global value already
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -403,6 +404,8 @@ class HeteroStrategy(WorldCollectives):
 
     def on_exception(self, exception: BaseException) -> None:
         """All ranks end; the one with the cause is heard."""
+        if isinstance(exception, torch.OutOfMemoryError) and self._runner is not None:
+            exception.add_note(out_of_memory(self.executor, self.optimizers))
         if not (self._stop.agreed and isinstance(exception, SIGTERMException)):
             end_together(exception, self.global_rank, self._launcher, told_to_end=self._stop.asked)
 
@@ -420,10 +423,6 @@ class HeteroStrategy(WorldCollectives):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         strategy_registry.register("hetero", cls, description="every module in its own layout", override=True)
-
-
-def _never() -> bool:
-    return False
 
 
 HeteroStrategy.register_strategies(StrategyRegistry)

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import DataError, ModelError
-from hetero_strategy.model.adapter import divisible, linear_flops
+from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.generator import Generator
 from hetero_strategy.model.inputs import GeneratorInputs, Packing, TargetPatches, host_index
@@ -170,11 +170,10 @@ class FlowDecoder(Generator):
         rows = int(np.sum(packing_lengths))
         items = len(packing_lengths)
         attention = 4 * self.dim * attention_pairs(packing_lengths, causal=False)
-        modulation = [linear_flops(m) for m in original.layers.modules() if isinstance(m, Modulation)]
-        linear = [linear_flops(block) for block in original.blocks().values()]
-        blocks = [rows * (a - m) + items * m + attention for a, m in zip(linear, modulation, strict=True)]
+        modulation = linear_flops(next(iter(original.blocks().values())).modulation)
+        blocks = rows * (block_linear_flops(self) - modulation) + items * modulation + attention
         after = rows * 2.0 * self.dim * self.feature + items * linear_flops(original.modulation_out)
-        return rows * 2.0 * self.dim * self.feature, np.array(blocks, dtype=np.float64), after
+        return rows * 2.0 * self.dim * self.feature, blocks, after
 
     def _condition(self, conditions: Tensor) -> Tensor:
         assert self.condition_norm is not None and self.condition_in is not None

@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 from hetero_strategy.boundary.route import Side, least_rows, route
 from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.monitor import traffic as module
-from hetero_strategy.monitor.traffic import Traffic, traffic
+from hetero_strategy.monitor.traffic import Traffic
 from hetero_strategy.plan.orchestrator import plan_step
-from hetero_strategy.plan.step_plan import EdgeBlocks, StepItems, StepMetadata, edge_blocks
+from hetero_strategy.plan.step_plan import EdgeBlocks, StepItems, StepMetadata, crossing, edge_blocks
+from hetero_strategy.schedule.action import Stage
+
+
+def traffic(blocks: EdgeBlocks, source: Side, target: Side, node: int, *, backward: bool = False) -> Traffic:
+    """Of one microbatch of each side, in one direction."""
+    totals = source.totals[blocks.source_instance], target.totals[blocks.target_instance]
+    stages = (Stage(side.instances, True, True, row_sharding=side.sharding) for side in (source, target))
+    return module.traffic(blocks, totals, *stages, node)[backward]
 
 
 def sent(blocks: EdgeBlocks, source: Side, target: Side, world: int, node: int, *, backward: bool) -> Traffic:
@@ -92,3 +100,27 @@ def test_pieces_of_bounded_size_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_LINKS", 16)
     assert traffic(blocks, source, target, 8) == pytest.approx(whole)
     assert sum(whole) > 0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_all_microbatches_at_once_are_the_sum_of_each(tp: int) -> None:
+    rng = np.random.default_rng(tp)
+    samples, grids = 40, {"vision": np.arange(4)[:, None], "llm": np.arange(8)[::-1].reshape(8 // tp, tp)}
+    rows, zeros = rng.integers(1, 9, samples), np.zeros(samples, int)
+    vision = {"vision": StepItems(np.arange(samples), rows, zeros, rows)}
+    metadata = StepMetadata(0, 0, np.arange(samples), rows + 5, rows, vision)
+    counts = {name: len(grid) for name, grid in grids.items()}
+    plan = plan_step(metadata, counts, ["llm"], microbatches=3, row_multiple={"llm": tp})
+    source, target = (Stage(grids[n], True, True, row_sharding=RowSharding(k)) for n, k in (("vision", 1), ("llm", tp)))
+    has, needs = (np.array([a.totals(inner=n == "llm") for a in plan.assignments[n]]) for n in ("vision", "llm"))
+    blocks, p, t = crossing(plan, "vision", "llm")
+    totals = has[p, blocks.source_instance], needs[t, blocks.target_instance]
+    whole = module.traffic(blocks, totals, source, target, 3)
+    for backward in (False, True):
+        each = Traffic(0.0, 0.0)
+        for one, two in plan.feeds("vision", "llm"):
+            sides = (
+                Side(stage.grid, rows, stage.row_sharding) for stage, rows in ((source, has[one]), (target, needs[two]))
+            )
+            each += traffic(edge_blocks(plan, "vision", one, "llm", two), *sides, 3, backward=backward)
+        assert whole[backward] == pytest.approx(each) and sum(each) > 0

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,8 @@ def losses(folder: Path, version: int = 0) -> dict[int, str]:
 def whole(pool: Pool, tmp_path_factory: pytest.TempPathFactory, given: tuple[str, ...]) -> tuple[Path, Ended]:
     """A run that nobody stopped."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, run_on_ranks(pool, 2, folder, *JOB, *given)
+    profiled = "monitor.profile={steps:[2,4],ranks:[1]}"
+    return folder, run_on_ranks(pool, 2, folder, *JOB, profiled, *given)
 
 
 def test_a_run_leaves_a_report(tmp_path: Path, whole: tuple[Path, Ended]) -> None:
@@ -97,6 +99,17 @@ def test_a_run_leaves_a_report(tmp_path: Path, whole: tuple[Path, Ended]) -> Non
     assert evaluation["exact_match"] == report["chosen_by"]["value"]
     chosen = max(rows(folder, "val/loss"), key=lambda row: float(row["val/exact_match"]))
     assert evaluation["loss"] == pytest.approx(float(chosen["val/loss"]), rel=1e-4)
+
+
+def test_a_profiled_run_leaves_a_trace_of_its_steps(whole: tuple[Path, Ended]) -> None:
+    folder, _ = whole
+    assert [path.name for path in (folder / "profile").glob("*.json")] == ["rank1.json"]
+    trace = json.loads((folder / "profile" / "rank1.json").read_text())
+    timeline = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    ran = Counter(e["name"] for e in timeline if e["ph"] == "X" and (e["pid"], e["tid"]) == (1, 1))
+    seen = Counter(e["name"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation")
+    assert ran and {name: seen[name] for name in ran} == dict.fromkeys(ran, 2), "two steps, by the timeline's names"
+    assert trace["distributedInfo"]["rank"] == 1
 
 
 def killed_at_random(folder: Path, given: tuple[str, ...], seed: int) -> str:

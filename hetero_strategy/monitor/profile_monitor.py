@@ -1,0 +1,119 @@
+"""``ProfileMonitor``: leaves torch profiler's traces of some steps of some ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities import rank_zero_warn
+from torch.profiler import profile, schedule, supported_activities
+from typing_extensions import override
+
+from hetero_strategy.errors import ConfigError
+
+
+class ProfileMonitor(L.Callback):
+    """Runs torch's profiler in some training steps and writes ``rank<n>.json`` (for ui.perfetto.dev), one per rank.
+
+    In it every action has the name that it has in schedule and timeline, above the operators, collectives and kernels
+    that it ran. Other steps and ranks run as without it, where Lightning's ``PyTorchProfiler`` takes part in every rank
+    and counts validation by the same schedule.
+
+    Args:
+        folder: folder of the files; default: ``profile`` in the Trainer's ``default_root_dir``.
+        steps: first batch that is profiled, at least 1 as the one before warms up, and the first that no longer is;
+            batches of this process are counted from 0.
+        ranks: ranks to profile.
+        memory_history: keep the history of all allocations on every CUDA device, which slows training down. A rank that
+            runs out of memory writes it as ``memory<n>.pickle`` (for docs.pytorch.org/memory_viz).
+
+    Raises:
+        ConfigError: an option is wrong; at the start of training, a rank does not exist, or there is no CUDA device to
+            keep the history of.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str | None = None,
+        steps: Sequence[int] = (10, 12),
+        ranks: Sequence[int] = (0,),
+        memory_history: bool = False,
+    ) -> None:
+        if len(steps) != 2 or not 1 <= steps[0] < steps[1]:
+            raise ConfigError(f"ProfileMonitor: steps={list(steps)}; give [first, last] with 1 <= first < last")
+        self.folder = None if folder is None else Path(folder)
+        self.steps, self.ranks, self.memory_history = (steps[0], steps[1]), tuple(ranks), memory_history
+        self._batch = 0
+        self._profile: profile | None = None
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuse what does not exist, forget the previous run and start the history."""
+        if outside := [rank for rank in self.ranks if rank not in range(trainer.world_size)]:
+            raise ConfigError(
+                f"ProfileMonitor: ranks={outside} do not exist; give ranks of 0 to {trainer.world_size - 1}"
+            )
+        self._batch = 0
+        if self.memory_history:
+            if trainer.strategy.root_device.type != "cuda":
+                raise ConfigError("ProfileMonitor: memory_history=True needs CUDA devices; leave it out")
+            torch.cuda.memory._record_memory_history()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Start in the batch before the first."""
+        first, last = self.steps
+        if self._batch != first - 1 or trainer.global_rank not in self.ranks:
+            return
+        path = self._path(trainer, f"rank{trainer.global_rank}.json")
+        self._profile = profile(
+            activities=supported_activities(),
+            schedule=schedule(wait=0, warmup=1, active=last - first, repeat=1),
+            on_trace_ready=lambda seen: seen.export_chrome_trace(str(path)),
+        )
+        self._profile.start()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the batch; write after the last one."""
+        self._batch += 1
+        if self._profile is not None:
+            self._profile.step()
+        if self._batch == self.steps[1]:
+            self._stop()
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write what there is of a run that ends within these steps, and end the history."""
+        self._stop()
+        if self.memory_history:
+            torch.cuda.memory._record_memory_history(enabled=None)
+        if self._batch <= self.steps[0]:
+            rank_zero_warn(
+                f"ProfileMonitor: no trace, as the run had {self._batch} batches; give steps below that, not"
+                f" {list(self.steps)}"
+            )
+
+    @override
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Write what there is of a run that fails within these steps, and the history where memory ran out."""
+        if self.memory_history and isinstance(exception, torch.OutOfMemoryError):
+            torch.cuda.memory._dump_snapshot(str(self._path(trainer, f"memory{trainer.global_rank}.pickle")))
+        self._stop()
+
+    def _path(self, trainer: L.Trainer, name: str) -> Path:
+        folder = self.folder or Path(trainer.default_root_dir) / "profile"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / name
+
+    def _stop(self) -> None:
+        running, self._profile = self._profile, None
+        if running is not None:
+            running.stop()

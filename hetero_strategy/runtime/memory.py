@@ -1,0 +1,87 @@
+"""Who holds the memory of a rank that has none left."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from hetero_strategy.parallelize.gradients import local
+
+if TYPE_CHECKING:
+    from hetero_strategy.runtime.executor import Executor
+
+LARGEST = 12
+"""Owners that are listed."""
+
+
+def out_of_memory(executor: Executor, optimizers: Sequence[Optimizer]) -> str:
+    """Say what a rank ran out of memory at, which microbatches its stages hold, and what holds most.
+
+    Counted are tensors that this rank can name (:func:`owners`). The rest is what layers keep for backward, which grows
+    with the microbatches held, what was gathered or is on its way, and the person's own.
+    """
+    device, step = executor.device, executor.running
+    where = f"rank {executor.rank} ran out of memory"
+    if step is not None and step.action is not None:
+        kind, node, microbatch = step.action
+        where += f" in {kind} of module '{node.module}', stage {node.stage}"
+        where += f", microbatch {microbatch}" if microbatch >= 0 else ""
+    if device.type == "cuda":
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        where += f", with {size(allocated)} allocated and {size(reserved)} reserved on {device}"
+    lines = [where]
+    for node in executor.stages:
+        held = [] if step is None else [m for other, m in step.live if other == node]
+        if held:
+            lines.append(f"module '{node.module}', stage {node.stage} holds activations of microbatches {held}")
+    found = owners(executor, optimizers)
+    lines += [f"{size(count):>10}  {what}" for what, count in found.most_common(LARGEST)]
+    lines.append(
+        f"{size(found.total()):>10}  in all of these; what layers keep for backward and what is gathered or on its way"
+        " are not counted"
+    )
+    lines.append("less: recompute, max_in_flight, smaller budgets or more microbatches, more dp_shard, tp or pp")
+    return "\n".join(lines)
+
+
+def owners(executor: Executor, optimizers: Sequence[Optimizer]) -> Counter[str]:
+    """Count the bytes on this rank of every stage's parameters, gradients (``.grad``) and optimizer states as they are
+    stored here, and of the rows that came into a stage for each microbatch whose backward is to come; memory that
+    several share is the first one's.
+    """
+    found, seen = Counter[str](), set[int]()
+    for node, parameters in executor.parameters.items():
+        of = f"of module '{node.module}', stage {node.stage}"
+        found[f"parameters {of}"] = _bytes(parameters, seen)
+        found[f"gradients {of}"] = _bytes((p.grad for p in parameters), seen)
+        states = (optimizer.state.get(p, {}).values() for optimizer in optimizers for p in parameters)
+        found[f"optimizer states {of}"] = _bytes(chain.from_iterable(states), seen)
+    for (node, microbatch), live in ({} if executor.running is None else executor.running.live).items():
+        of = f"of module '{node.module}', stage {node.stage}, microbatch {microbatch}"
+        found[f"rows into {of.removeprefix('of ')}"] = _bytes(live.leaves, seen)
+    return +found
+
+
+def _bytes(values: Iterable[Any], seen: set[int]) -> int:
+    """Of this rank's parts of tensors, but for memory that was seen before."""
+    count = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            storage = local(value.detach()).untyped_storage()
+            count += 0 if storage.data_ptr() in seen else storage.nbytes()
+            seen.add(storage.data_ptr())
+    return count
+
+
+def size(count: int) -> str:
+    """Bytes for people, as in ``1.50 GiB``."""
+    unit = next((u for u in ("GiB", "MiB") if count >= UNITS[u]), "KiB")
+    return f"{count / UNITS[unit]:.2f} {unit}"
+
+
+UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
