@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from hetero_strategy.errors import CheckpointError
@@ -50,9 +51,22 @@ class AllOrNone:
 
     def together(self, work: Callable[[], T]) -> T:
         """Run ``work`` on every rank and return this rank's result once all have succeeded."""
-        results: list[T] = []
-        self.centrally(lambda: results.append(work()), lambda nothing: nothing)
-        return results[0]
+        answer, fault = _attempt(work)
+        if not self.everywhere(fault is None):
+            self.centrally(lambda: _result(answer, fault), lambda nothing: nothing)  # raises what went wrong where
+        return cast(T, answer[0])
+
+    def everywhere(self, here: bool) -> bool:
+        """Return whether something is so on every rank: one all-reduce of four bytes."""
+        if self.size == 1:
+            return here
+        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+        so = torch.tensor(here, dtype=torch.int32, device=device)
+        try:
+            dist.all_reduce(so, dist.ReduceOp.MIN, group=self.group)
+        except RuntimeError as lost:
+            raise self._lost(lost) from lost
+        return bool(so)
 
     def centrally(self, work: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
         """Run ``work`` everywhere and ``combine`` on rank 0 with all results by rank; return this rank's element."""

@@ -1,7 +1,9 @@
 """Writes one checkpoint from what every rank owns, now or in the background.
 
 DCP plans who writes which piece (``torch.distributed.checkpoint.DefaultSavePlanner`` knows DTensors of any layout and
-drops replicas); files, index and atomic replacement are ours (``folder``), because DCP's own storage pickles.
+drops replicas); files, index and atomic replacement are ours (``folder``), because DCP's own storage pickles. A plan
+holds until some rank's tensors are others than they were: DCP's own ``enable_plan_caching`` would still send every
+rank's plan at every save, and keeps it in the class.
 """
 
 from __future__ import annotations
@@ -12,15 +14,17 @@ import os
 import secrets
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -44,6 +48,7 @@ class Checkpointer:
         self._group = process_group
         self._writer = ThreadPoolExecutor(1, "checkpoint")  # a program that ends early still gets its checkpoint
         self._pending: Future[None] | None = None
+        self._plan: _Plan | None = None
 
     def save(
         self,
@@ -80,12 +85,18 @@ class Checkpointer:
         if rank_state is not None:
             told[f"{rank_stem(team.rank)}.state"] = rank_state
         with _or_discarded(team, temporary):
-            pieces, stored = _plan(team, tensors)
+            described = {key: _described(tensor) for key, tensor in tensors.items()}
+            plan, self._plan = self._plan, None  # none on any rank if this save fails on one
+            if not team.everywhere(plan is not None and plan.tensors == described):
+                plan = _planned(team, tensors, described)
+            assert plan is not None
+            pieces = _entries(team.rank, plan, tensors)
+            self._plan = plan
             values = team.together(lambda: {stem: encode(dict(value)) for stem, value in told.items()})
             if async_:
                 pieces = team.together(lambda: _staged(pieces))
         epoch, step = (n if isinstance(n := metadata.get(key), int) else None for key in ("epoch", "global_step"))
-        left = (team, temporary, pieces, values, Description(target, team.size, epoch, step, stored, {}))
+        left = (team, temporary, pieces, values, Description(target, team.size, epoch, step, plan.stored, {}))
         if async_:
             self._pending = self._writer.submit(_write, *left)
         else:
@@ -185,8 +196,28 @@ def _is_empty_piece(item: WriteItem) -> bool:
     return data is not None and data.chunk.sizes.numel() == 0 and data.size.numel() > 0
 
 
-def _plan(team: AllOrNone, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Entry], dict[str, StoredTensor]]:
-    """Agree on the pieces that this rank writes; return them and, on rank 0, what all ranks write."""
+@dataclass(frozen=True)
+class _Plan:
+    """Who writes what, as long as every rank's tensors are what they were."""
+
+    tensors: Mapping[str, object]
+    """What this rank owned: name -> :func:`_described`."""
+    items: Sequence[WriteItem]
+    """What this rank writes."""
+    stored: Mapping[str, StoredTensor]
+    """What all ranks write, on rank 0."""
+
+
+def _described(tensor: object) -> object:
+    """Return whatever of a tensor a plan depends on; None for what is no tensor, which no plan holds."""
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    where = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+    return tensor.shape, tensor.dtype, tensor.layout, tensor.device, *where
+
+
+def _planned(team: AllOrNone, tensors: Mapping[str, torch.Tensor], described: Mapping[str, object]) -> _Plan:
+    """Agree on the pieces that every rank writes."""
     planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
     stored: dict[str, StoredTensor] = {}
 
@@ -203,13 +234,17 @@ def _plan(team: AllOrNone, tensors: Mapping[str, torch.Tensor]) -> tuple[list[En
         except ValueError as fault:
             raise CheckpointError(f"the ranks' pieces do not make up whole tensors: {fault}") from fault
 
+    return _Plan(described, planner.finish_plan(team.centrally(local, combine)).items, stored)
+
+
+def _entries(rank: int, plan: _Plan, tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
+    """Return the pieces that this rank writes, with their values of now."""
     entries = []
-    for item in planner.finish_plan(team.centrally(local, combine)).items:
-        piece, shape, dtype = _piece(team.rank, item)
-        value = planner.resolve_data(item)
-        assert isinstance(value, torch.Tensor)
-        entries.append(Entry(piece.name(item.index.fqn, shape), dtype, piece.sizes, lambda value=value: value))  # type: ignore[misc]
-    return entries, stored
+    for item in plan.items:
+        piece, shape, _ = _piece(rank, item)
+        value = find_tensor_shard(tensors[item.index.fqn], item.index)
+        entries.append(Entry.of(piece.name(item.index.fqn, shape), value))
+    return entries
 
 
 def _check_owned(key: str, tensor: torch.Tensor) -> None:

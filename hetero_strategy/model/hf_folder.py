@@ -9,12 +9,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hetero_strategy.errors import ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+Selection = Mapping[int, Tensor]
+"""A part of a tensor: dimension -> int64 indices along it, in the order wanted. Dimensions left out are whole."""
+
+
+def select(tensor: Tensor, selection: Selection) -> Tensor:
+    """Return the selected part of a tensor; the tensor itself where nothing is left out."""
+    for dim, index in selection.items():
+        tensor = tensor.index_select(dim, index.to(tensor.device))
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -103,10 +114,20 @@ class TensorFolder(SafetensorFiles):
         """Return the shape of a tensor without reading it."""
         return tuple(self._file(self._files[name]).get_slice(name).get_shape())
 
-    def read(self, name: str) -> Tensor:
-        """Read one tensor to the CPU."""
-        tensor: Tensor = self._file(self._files[name]).get_tensor(name)
-        return tensor
+    def read(self, name: str, selection: Selection) -> Tensor:
+        """Read the selected part of one tensor to the CPU, and nothing else of it.
+
+        The file is read in runs of neighbouring indices, which are then put in the order wanted.
+        """
+        file = self._file(self._files[name])
+        if not selection:
+            whole: Tensor = file.get_tensor(name)
+            return whole
+        runs, order = [[slice(None)]] * (max(selection) + 1), {}
+        for dim, index in selection.items():
+            ascending, places = index.sort()
+            runs[dim], order[dim] = _runs(ascending), places.argsort()
+        return select(_read_runs(file.get_slice(name), runs), order)
 
     def _file(self, name: str) -> Any:
         from safetensors import SafetensorError
@@ -115,3 +136,20 @@ class TensorFolder(SafetensorFiles):
             return self.opened(name)
         except (FileNotFoundError, SafetensorError) as fault:
             raise ModelError(f"{self.folder / name} cannot be read: {fault}") from None
+
+
+def _runs(ascending: Tensor) -> list[slice]:
+    """Return the runs of neighbours in ascending indices; one empty run if there are none."""
+    if not len(ascending):
+        return [slice(0, 0)]
+    starts = torch.nn.functional.pad(ascending.diff() != 1, (1, 0), value=True)
+    ends = starts.roll(-1)
+    return [slice(a, b + 1) for a, b in zip(ascending[starts].tolist(), ascending[ends].tolist(), strict=True)]
+
+
+def _read_runs(source: Any, runs: list[list[slice]], at: tuple[slice, ...] = ()) -> Tensor:
+    """Read the product of the runs of every dimension from a slice of safetensors."""
+    if len(at) == len(runs):
+        read: Tensor = source[at]
+        return read
+    return torch.cat([_read_runs(source, runs, (*at, run)) for run in runs[len(at)]], dim=len(at))

@@ -1,14 +1,15 @@
 """First values of parameters and buffers: unit by unit, seeded, and the same for every layout.
 
 A unit is one block, or the rest of a module. Its values depend on (seed, module name, unit FQN) alone and are computed
-in fp32 on the CPU, so any rank can make any unit and cut its shard from it.
+in fp32 on the CPU, so any rank can make any unit and cut its shard from it. Of a Hugging Face folder a rank reads its
+shards alone.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,18 +19,21 @@ from torch import Tensor, nn
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.model.hf_folder import HFWeights, TensorFolder, halves_to_pairs
+from hetero_strategy.model.hf_folder import HFWeights, Selection, TensorFolder, halves_to_pairs, select
 
 
 def initial_units(
-    name: str, adapter: Adapter, seed: int, wanted: Collection[str] | None = None
+    name: str, adapter: Adapter, seed: int, wanted: Mapping[str, Selection] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer once: (FQN inside the adapter, full tensor on the CPU in the parameter's dtype).
+    """Yield parameters and buffers once: (FQN inside the adapter, its wanted part on the CPU in the parameter's dtype).
 
     Values come from the adapter's Hugging Face folder where it has one; what the folder lacks by nature (projector,
     tables of positions) and all values of other adapters are initialised. Tensors that were real when the adapter was
     made (a ready backbone) keep their values. Only one unit is in memory at a time.
-    Units without any FQN in ``wanted`` are not made; ``None`` makes all.
+
+    Args:
+        wanted: FQN -> the part of it that is kept, ``{}`` for the whole. Only these parts are read from a folder.
+            ``None`` wants every tensor whole.
 
     Raises:
         ModelError: nothing initialises a parameter or buffer, or the folder's names or shapes are not the module's.
@@ -40,16 +44,18 @@ def initial_units(
         weights = adapter.hf_weights() if folder else None
         sources = _match(name, adapter, weights, folder) if folder else {}
         for prefix, fqns in unit_tensors(adapter).items():
-            if wanted is not None and not any(fqn in wanted for fqn in fqns):
-                continue
-            if any(fqn not in sources for fqn in fqns):
+            parts = {fqn: {} if wanted is None else wanted[fqn] for fqn in fqns if wanted is None or fqn in wanted}
+            if any(fqn not in sources for fqn in parts):
                 initialized = _initialized(name, adapter, seed, prefix, fqns)
-                yield from ((fqn, value) for fqn, value in initialized if fqn not in sources)
-            for fqn in fqns:
-                if fqn in sources and (wanted is None or fqn in wanted):
+                made = ((fqn, value) for fqn, value in initialized if fqn in parts and fqn not in sources)
+                yield from ((fqn, select(value, parts[fqn])) for fqn, value in made)
+            for fqn, part in parts.items():
+                if fqn in sources:
                     assert folder is not None and weights is not None
-                    value, heads = folder.read(sources[fqn]), weights.paired_heads.get(fqn)
-                    yield fqn, (value if heads is None else halves_to_pairs(value, heads)).to(dtypes[fqn])
+                    if (heads := weights.paired_heads.get(fqn)) is not None:
+                        rows = halves_to_pairs(torch.arange(folder.shape(sources[fqn])[0]), heads)
+                        part = {**part, 0: select(rows, {0: part[0]} if 0 in part else {})}
+                    yield fqn, folder.read(sources[fqn], part).to(dtypes[fqn])
 
 
 def materialize(module: nn.Module, seed: int, *, name: str = "", device: torch.device | None = None) -> None:

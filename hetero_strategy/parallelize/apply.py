@@ -2,7 +2,8 @@
 
 The module is built on the meta device and what this rank does not own stays there. Of the rest only this rank's shards
 are ever allocated: initial values are made one block at a time and each rank keeps its part, so the weights are the
-same for every layout.
+same for every layout. Of a Hugging Face folder a rank reads its shards alone; all ``dp_replicate`` copies of a shard
+read it.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.utils.parametrizations import _SpectralNorm
 
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.hf_folder import Selection
 from hetero_strategy.model.materialize import initial_units
 from hetero_strategy.parallelize.compile import apply_compile
 from hetero_strategy.parallelize.fsdp import apply_fsdp
+from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.recompute import Recompute, apply_recompute
 from hetero_strategy.parallelize.stages import adopt, cut, owned_tensors, ties_kept
 from hetero_strategy.parallelize.storage import FP32, Storage
@@ -95,7 +98,8 @@ def parallelize(
     for stage in stages.values():
         restore_traits(traits, owned_tensors(stage))
         check_traits(name, traits, owned_tensors(stage))
-        wanted = {*owned_tensors(stage), *(fqn for fqn, _ in stage.named_buffers())}
+        wanted: dict[str, Selection] = {fqn: {} for fqn, _ in stage.named_buffers()}
+        wanted |= {fqn: _shard_of(parameter) for fqn, parameter in owned_tensors(stage).items()}
         fill(stage, initial_units(name, module, seed, wanted))
     adopt(module, stages)
     return stages
@@ -168,27 +172,31 @@ def check_all(modules: dict[str, Adapter], layouts: dict[str, ModuleLayout]) -> 
 
 @torch.no_grad()
 def fill(stage: Adapter, values: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write full tensors into a stage's parameters and buffers, each rank keeping its shard.
+    """Write values into a stage's parameters, of each this rank's shard, and its buffers.
 
     Complex and integer buffers keep the dtype they are given, whatever the precision plugin made of the module.
-    ``values`` are pairs of a name in the whole module and the full tensor; those of other stages are left out.
+    ``values`` are pairs of a name in the whole module and this rank's part of that tensor.
     """
     parameters = owned_tensors(stage)
     buffers = dict(stage.named_buffers())
-    for fqn, full in values:
+    for fqn, value in values:
         if fqn in parameters:
-            _write_shard(parameters[fqn], full)
-        elif fqn in buffers:
+            local(parameters[fqn]).copy_(value)
+        else:
             path, _, leaf = fqn.rpartition(".")
-            dtype = buffers[fqn].dtype if full.is_floating_point() else full.dtype
-            stage.get_submodule(path)._buffers[leaf] = full.to(buffers[fqn].device, dtype)
+            dtype = buffers[fqn].dtype if value.is_floating_point() else value.dtype
+            stage.get_submodule(path)._buffers[leaf] = value.to(buffers[fqn].device, dtype)
 
 
-def _write_shard(destination: torch.Tensor, full: torch.Tensor) -> None:
-    """Copy this rank's part of ``full`` into ``destination`` (a plain tensor or a DTensor); no communication."""
-    if not isinstance(destination, DTensor):
-        destination.copy_(full)
-        return
-    full = full.to(destination.device, destination.dtype)
-    local = distribute_tensor(full, destination.device_mesh, destination.placements, src_data_rank=None)
-    destination.to_local().copy_(local.to_local())
+def _shard_of(tensor: torch.Tensor) -> Selection:
+    """Return which part of a tensor this rank keeps: what DTensor makes of the indices along each sharded dimension."""
+    if not isinstance(tensor, DTensor):
+        return {}
+    dims = [getattr(placement, "dim", None) for placement in tensor.placements]
+    kept = {}
+    for dim in {dim for dim in dims if dim is not None}:
+        index = torch.arange(tensor.shape[dim]).view([-1 if d == dim else 1 for d in range(tensor.ndim)])
+        alone = [p if d == dim else Replicate() for p, d in zip(tensor.placements, dims, strict=True)]
+        shard = distribute_tensor(index, tensor.device_mesh, alone, src_data_rank=None)
+        kept[dim] = shard.to_local().flatten().cpu()
+    return kept

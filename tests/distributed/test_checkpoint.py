@@ -7,15 +7,17 @@ import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hetero_strategy import checkpoint as ck
@@ -370,6 +372,54 @@ def test_saves_in_the_background(pool: Pool, tmp_path: Path) -> None:
     assert ticks == {2.0} and steps == [2, 3] and after == 3
     assert values == [60.0 + i for i in range(10)]
     assert "File too large" in message and "[rank 1]" in message
+
+
+def saves_in_turn(rank: int, world: int, path: str) -> list[tuple[str, int, dict[str, torch.Tensor]]]:
+    """One save after another: what changed, the plans made so far, and what the checkpoint holds."""
+    saver, found = ck.Checkpointer(dist.new_group(backend="gloo")), []
+    mesh = DeviceMesh("cpu", list(range(world)))
+    plans = Mock(wraps=DefaultSavePlanner.create_local_plan)
+
+    def sharded(placement: Placement, dtype: torch.dtype, start: int) -> torch.Tensor:
+        return distribute_tensor(torch.arange(10 * start, 10 * start + 10, dtype=dtype), mesh, [placement])
+
+    fp32, bf16, shard = torch.float32, torch.bfloat16, Shard(0)
+    step, alone = {"optim.step": torch.tensor(1.0)}, {"model.alone": torch.ones(2)} if rank == 1 else {}
+    turns: dict[str, dict[str, Any]] = {
+        "first": {"w": sharded(shard, fp32, 0)},
+        "values": {"w": sharded(shard, fp32, 1)},
+        "optimizer": {"w": sharded(shard, fp32, 2)} | step,
+        "values again": {"w": sharded(shard, fp32, 3)} | step,
+        "one rank": {"w": sharded(shard, fp32, 4)} | step | alone,
+        "dtype": {"w": sharded(shard, bf16, 5)} | step | alone,
+        "placement": {"w": sharded(Replicate(), bf16, 6)} | step | alone,
+        "refused on one rank": {"w": sharded(Replicate(), bf16, 7)} | step | ({"model.alone": 3} if rank == 1 else {}),
+        "after that": {"w": sharded(Replicate(), bf16, 8)} | step | alone,
+        "values at last": {"w": sharded(Replicate(), bf16, 9)} | step | alone,
+    }
+    with patch.object(DefaultSavePlanner, "create_local_plan", lambda planner: plans(planner)):
+        for turn, tensors in turns.items():
+            said = told(lambda tensors=tensors: saver.save(tensors, {}, path, async_="values" in turn))  # noqa: B023
+            saver.finalize()
+            into = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in ck.describe(path).tensors.items()}
+            ck.load(into, path)
+            found.append((turn + said, plans.call_count, into))
+    return found
+
+
+def test_a_plan_holds_until_a_rank_owns_something_else(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(3, saves_in_turn, str(tmp_path / "c"))
+    for turns in results:
+        assert [(turn.partition("model")[0], plans) for turn, plans, _ in turns] == [
+            ("first", 1), ("values", 1), ("optimizer", 2), ("values again", 2), ("one rank", 3), ("dtype", 4),
+            ("placement", 5), ("refused on one rank", 5 if turns is results[1] else 6),
+            ("after that", 6 if turns is results[1] else 7), ("values at last", 6 if turns is results[1] else 7),
+        ]  # fmt: skip
+        for number, (turn, _, tensors) in enumerate(turns):
+            start = 10 * (number - turn.startswith("refused"))  # the one before stays
+            dtype = torch.float32 if number < 5 else torch.bfloat16
+            assert equal(tensors["w"], torch.arange(start, start + 10, dtype=dtype)), turn
+            assert ("optim.step" in tensors) == (number > 1) and ("model.alone" in tensors) == (number > 3)
 
 
 def save_and_die(rank: int, world: int, path: str, async_: bool, last_words: str) -> None:
