@@ -56,14 +56,14 @@ def owners(executor: Executor, optimizers: Sequence[Optimizer]) -> Counter[str]:
     """
     found, seen = Counter[str](), set[int]()
     for node, parameters in executor.parameters.items():
-        of = f"of module '{node.module}', stage {node.stage}"
-        found[f"parameters {of}"] = _bytes(parameters, seen)
-        found[f"gradients {of}"] = _bytes((p.grad for p in parameters), seen)
+        stage = f"module '{node.module}', stage {node.stage}"
+        found[f"parameters of {stage}"] = _bytes(parameters, seen)
+        found[f"gradients of {stage}"] = _bytes((p.grad for p in parameters), seen)
         states = (optimizer.state.get(p, {}).values() for optimizer in optimizers for p in parameters)
-        found[f"optimizer states {of}"] = _bytes(chain.from_iterable(states), seen)
+        found[f"optimizer states of {stage}"] = _bytes(chain.from_iterable(states), seen)
     for (node, microbatch), live in ({} if executor.running is None else executor.running.live).items():
-        of = f"of module '{node.module}', stage {node.stage}, microbatch {microbatch}"
-        found[f"rows into {of.removeprefix('of ')}"] = _bytes(live.leaves, seen)
+        stage = f"module '{node.module}', stage {node.stage}"
+        found[f"rows into {stage}, microbatch {microbatch}"] = _bytes(live.leaves, seen)
     return +found
 
 
