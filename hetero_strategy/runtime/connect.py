@@ -30,17 +30,17 @@ def connect(graph: StageGraph, channels: Mapping[tuple[int, bool], Channel], ran
             continue
         there, back = channels[number, False], channels[number, True]
         ways = ((there.group, 2 * there.tag), (there.second, 2 * there.tag + 1), (back.second, 2 * back.tag + 1))
-        for (group, tag), meetings in zip(ways, _meetings(graph, number), strict=True):
+        for (group, tag), meetings in zip(ways, meetings_of(graph, number), strict=True):
             if group is not None:
                 _meet(group, tag, meetings, rank, there.device)
 
 
 def connections(graph: StageGraph) -> int:
     """Pairs of ranks that the connect phase joins in the whole world, hops and edges counted apart."""
-    return sum(meetings.count for number in range(len(graph.edges)) for meetings in _meetings(graph, number))
+    return sum(meetings.count for number in range(len(graph.edges)) for meetings in meetings_of(graph, number))
 
 
-def _meetings(graph: StageGraph, number: int) -> tuple[Meetings, Meetings, Meetings]:
+def meetings_of(graph: StageGraph, number: int) -> tuple[Meetings, Meetings, Meetings]:
     """Of an edge: its first hop, and the second hops of rows and of gradients."""
     source, target = (graph.stages[stage] for stage in graph.edges[number])
     same = len({stage.module for stage in graph.edges[number]}) == 1

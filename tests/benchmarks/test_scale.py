@@ -1,0 +1,103 @@
+"""What ``benchmarks.scale`` counts for a small world is what four processes make and send."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlan
+
+from benchmarks import scale
+from benchmarks.pipelines import Setting, assembled
+from hetero_strategy.layout.registry import rank_sets
+from hetero_strategy.parallelize.gradients import local
+from hetero_strategy.runtime.connect import connections
+from tests.distributed.harness import Pool
+
+
+class Counted:
+    """Wraps what sends, and counts it."""
+
+    def __init__(self, rank: int) -> None:
+        self.found: Counter[str] = Counter()
+        self.phase, self.rank = "connect", rank
+        self.real = {name: getattr(dist, name) for name in ("new_group", "P2POp", "all_reduce", "gather_object")}
+        self.real |= {name: getattr(dist, name) for name in ("all_gather_single", "reduce_scatter_single")}
+
+    def new_group(self, ranks: Any = None, **options: Any) -> Any:
+        self.found["groups groups"] += ranks is not None and len(ranks) > 1 and self.rank in ranks
+        return self.real["new_group"](ranks, **options)
+
+    def P2POp(self, op: Any, tensor: torch.Tensor, *rest: Any) -> Any:
+        sent = op is dist.isend
+        if self.phase == "connect":
+            self.found["connect partners"] += sent
+        else:
+            self.found["rows messages"] += sent
+            self.found["rows bytes"] += sent * tensor.nbytes
+        return self.real["P2POp"](op, tensor, *rest)
+
+    def all_reduce(self, tensor: torch.Tensor, *rest: Any, group: Any = None, **options: Any) -> Any:
+        if self.phase == "step" and group is not None:
+            self.found["reductions bytes"] += tensor.nbytes
+        return self.real["all_reduce"](tensor, *rest, group=group, **options)
+
+    def all_gather_single(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
+        self.found["gathers bytes"] += input_tensor.nbytes
+        return self.real["all_gather_single"](output_tensor, input_tensor, **options)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, **options: Any) -> Any:
+        self.found["reductions bytes"] += input.nbytes
+        return self.real["reduce_scatter_single"](output, input, **options)
+
+    def gather_object(self, obj: Any, *rest: Any, **options: Any) -> Any:
+        if isinstance(obj[0], SavePlan):
+            self.found["plan bytes"] += len(pickle.dumps(obj))
+        return self.real["gather_object"](obj, *rest, **options)
+
+
+def really(rank: int, world: int, chosen: Setting, path: str) -> dict[str, int]:
+    """The same figures of a rank that starts, runs a step and saves."""
+    counted = Counted(rank)
+    with patch.multiple(dist, **{name: getattr(counted, name) for name in counted.real}):
+        made = assembled(chosen, rank)
+        counted.phase = "step"
+        made.executor.run(chosen.batch(0, rank), train=True)
+        counted.phase = "checkpoint"
+        owned = dict.fromkeys(p for stage in made.executor.stages.values() for p in stage.parameters())
+        optimizer = torch.optim.AdamW(owned, foreach=False)
+        optimizer.step()
+        for _ in range(2):  # the second sends no plan
+            tensors = {
+                "state_dict": made.state.model_tensors(),
+                "optimizer_states": [made.state.optimizer_tensors(optimizer)],
+            }
+            made.state.save(tensors, path)
+    weights = sum(local(p).numel() * 4 for p in owned)
+    return (
+        dict.fromkeys((f"{what} {number}" for _, what, number in scale.PER_RANK), 0)
+        | {"weights bytes": weights}
+        | counted.found
+    )
+
+
+@pytest.mark.distributed
+def test_what_is_counted_is_what_is_sent(pool: Pool, tmp_path: Path) -> None:
+    chosen = scale.setting(4, pp=2, tp=1, encoder=(32, 1), llm=(64, 2))
+    ranks = pool.run(4, really, chosen, str(tmp_path / "c"), timeout=120)
+    graph, step = chosen.blueprint.graph, chosen.plan(0)
+    edges = [graph.stages[s].ranks | graph.stages[t].ranks for s, t in graph.edges]
+    sets = [ranks for ranks in rank_sets(chosen.placement, edges) if 1 < len(ranks) < 4]
+    with patch.object(scale, "COMPUTE", torch.float32):
+        for rank, found in enumerate(ranks):
+            counted = scale.of_rank(chosen, rank, sets, step)
+            plan = pytest.approx(found.pop("plan bytes"), rel=1e-3)  # pickle writes what is one object once
+            assert counted.pop("plan bytes") == plan
+            assert counted == found, rank
+    assert 2 * connections(graph) == sum(rank["connect partners"] for rank in ranks)
