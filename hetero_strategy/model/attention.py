@@ -56,9 +56,22 @@ def packed_attention(
         and query.dtype in HALF
         and not dropout
         and query.shape[-1] <= WIDEST
-        and varlen_kernel() is not None
+        and varlen_kernel(shared_heads=query.shape[1] != key.shape[1]) is not None
     ):
         return _flash(query, key, value, packing, causal=causal, scale=scale)
+    return _in_buckets(query, key, value, packing, causal=causal, scale=scale, dropout=dropout)
+
+
+def _in_buckets(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
     q, k, v = (_to_buckets(x[0].transpose(0, 1), packing) for x in (query, key, value))
     parts = []
     for bucket in packing.buckets:
@@ -77,23 +90,30 @@ def packed_attention(
 
 
 @functools.cache
-def varlen_kernel() -> Callable[..., Tensor] | None:
-    """torch's attention over packed sequences, where this torch has all that is used of it."""
+def varlen_kernel(*, shared_heads: bool = False) -> Callable[..., Tensor] | None:
+    """torch's attention over packed sequences, where this torch has all that is used of it.
+
+    Args:
+        shared_heads: several heads of queries share one of keys, which torch 2.11 does not say that it can.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     known = inspect.signature(varlen_attn).parameters
-    return cast(Any, varlen_attn) if {"window_size", "scale", "enable_gqa"} <= set(known) else None
+    used = {"window_size", "scale", *(["enable_gqa"] if shared_heads else [])}
+    return cast(Any, varlen_attn) if used <= set(known) else None
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, causal: bool, scale: float | None) -> Tensor:
-    attend = varlen_kernel()
+    shared = query.shape[1] != key.shape[1]
+    attend = varlen_kernel(shared_heads=shared)
     assert attend is not None
     rows = (x[0].transpose(0, 1) for x in (query, key, value))
     bounds = (packing.offsets, packing.offsets, packing.longest, packing.longest)
-    window, shared = (-1, 0) if causal else (-1, -1), query.shape[1] != key.shape[1]
-    return attend(*rows, *bounds, scale=scale, window_size=window, enable_gqa=shared).transpose(0, 1)[None]
+    window = (-1, 0) if causal else (-1, -1)
+    options = {"enable_gqa": True} if shared else {}
+    return attend(*rows, *bounds, scale=scale, window_size=window, **options).transpose(0, 1)[None]
 
 
 def attention_pairs(lengths: np.ndarray, *, causal: bool) -> int:

@@ -145,7 +145,7 @@ def test_rows_go_to_the_flash_kernel_as_they_are(causal, kv_heads, monkeypatch):
         given.append((args, options))
         return kernel(*args, **options)
 
-    monkeypatch.setattr(attention, "varlen_kernel", lambda: seen)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda *, shared_heads: seen)
     packing = Packing.of(lengths)
     assert packing.offsets.tolist() == [0, 5, 5, 8, 17] and packing.offsets.dtype == torch.int32
     make = lambda heads, device: torch.empty(1, heads, 17, 8, dtype=torch.bfloat16, device=device)  # noqa: E731
@@ -156,4 +156,19 @@ def test_rows_go_to_the_flash_kernel_as_they_are(causal, kv_heads, monkeypatch):
     ((q, k, _, offsets, _, longest, _), options) = given.pop()
     assert not given
     assert q.shape == (17, 4, 8) and k.shape == (17, kv_heads, 8) and longest == 9 and len(offsets) == 5
-    assert options == {"scale": 0.3, "window_size": (-1, 0) if causal else (-1, -1), "enable_gqa": kv_heads != 4}
+    shared = {} if kv_heads == 4 else {"enable_gqa": True}
+    assert options == {"scale": 0.3, "window_size": (-1, 0) if causal else (-1, -1), **shared}
+
+
+def test_a_torch_that_does_not_say_that_heads_share_keys_is_not_asked_to(monkeypatch):
+    """torch 2.11's kernel, by its parameters."""
+    from torch.nn.attention import varlen
+
+    def of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=None):
+        raise AssertionError
+
+    monkeypatch.setattr(varlen, "varlen_attn", of_2_11)
+    known = attention.varlen_kernel.__wrapped__
+    assert known(shared_heads=False) is of_2_11 and known(shared_heads=True) is None
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, is_causal: None)
+    assert known(shared_heads=False) is None
