@@ -249,7 +249,12 @@ def host_index(index: np.ndarray, like: torch.Tensor) -> torch.Tensor:
 def tensors_of(data: Any) -> list[torch.Tensor]:
     """List every tensor in one of these dataclasses."""
     tensors: list[torch.Tensor] = []
-    _moved(data, tensors.append)
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    _moved(data, note)
     return tensors
 
 
