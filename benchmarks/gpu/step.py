@@ -30,7 +30,7 @@ from benchmarks.training import MERGE, PATCH, batch_of, with_trainer
 from benchmarks.turns import Contender
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.loading.batch import Batch
-from hetero_strategy.model import MultimodalModel
+from hetero_strategy.model import EncoderInputs, MultimodalModel, SequenceInputs
 from hetero_strategy.monitor.flops import device_peak_flops, utilization
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepMetadata
@@ -60,12 +60,12 @@ class Size:
 
 
 SIZES = {
-    # About 16 thousand rows in a microbatch. 1.0B in blocks, 0.13B in embedding and head; 0.42B in the encoder.
+    # About 16 thousand rows in a microbatch, some 60 GB in all. The LLM has 1.1B parameters, the encoder 0.4B.
     "full": Size(
-        {"vocab_size": 32000, "dim": 2048, "n_layers": 20, "n_heads": 16, "n_kv_heads": 16, "max_seq_len": 8192},
+        {"vocab_size": 32000, "dim": 2048, "n_layers": 18, "n_heads": 16, "n_kv_heads": 16, "max_seq_len": 8192},
         {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
          "num_patches": 256},
-        samples=16, cells=(8, 14), text=(200, 3400), length=4096, microbatches=2, warm_up=5, steps=8, visits=2,
+        samples=24, cells=(8, 12), text=(200, 2200), length=4096, microbatches=2, warm_up=5, steps=8, visits=2,
     ),
     "tiny": Size(
         {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "max_seq_len": 64},
@@ -229,10 +229,11 @@ class Work:
         with torch.device("meta"):
             model = model_of(size, alone=alone)
         forward = [
-            float(model.modules_by_name[name].flops(assignment.inner_rows))
+            float(model.modules_by_name[name].flops(inputs.packing.lengths))
             for batch in batches
-            for name, assignments in batch.plan.assignments.items()
-            for assignment in assignments
+            for name, made in batch.inputs.items()
+            for inputs in made
+            if isinstance(inputs, (EncoderInputs, SequenceInputs))
         ]
         tokens = float(np.mean([b.plan.metadata.tokens.sum() for b in batches]))
         return Work(sum(p.numel() for p in model.parameters()), tokens, 3 * sum(forward) / len(batches))
