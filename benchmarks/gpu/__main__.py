@@ -1,6 +1,6 @@
 """Checks of one GPU, each with a peer or a bound beside it, in one process where they can be: under 15 minutes.
 
-  step       an LLM of 1.2B parameters with a vision encoder of 0.4B, bf16-mixed, eager and compiled: beside a loop by
+  step       an LLM of 1.1B parameters with a vision encoder of 0.4B, bf16-mixed, eager and compiled: beside a loop by
              hand over the same modules; launches of a step, host syncs in it, recompilations
   llm        the LLM alone, beside torchtitan's own Transformer with dense causal attention
   attention  packed rows of mixed lengths by the flash kernel and in buckets, beside dense attention

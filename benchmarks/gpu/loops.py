@@ -20,17 +20,17 @@ LR = 1e-4
 
 
 def by_hand(
-    make_model: Callable[[], MultimodalModel], device: torch.device, losses: list[Tensor], *, compiled: bool
+    make_model: Callable[[], MultimodalModel], device: torch.device, losses: list[Tensor], *, backend: str | None
 ) -> Callable[[Iterable[Batch]], None]:
     """The same modules, head and loss in FSDP2 over a group of one, which keeps fp32 and computes in bf16; one backward
-    for each microbatch; fused AdamW.
+    for each microbatch; fused AdamW. With a ``backend`` blocks are compiled by it.
     """
 
     def train(loader: Iterable[Batch]) -> None:
         model = make_model().to(device)
         for module in model.modules_by_name.values():
             module.compute_dtype = torch.bfloat16
-            _sharded(module, module.blocks().values(), device, compiled=compiled)
+            _sharded(module, module.blocks().values(), device, backend)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
         orders: dict[tuple[int, int], Tensor | None] = {}
         for batch in loader:
@@ -61,7 +61,7 @@ def _loss(model: MultimodalModel, batch: Batch, number: int, order: Tensor | Non
 
 
 def of_titan(
-    make_model: Callable[[], MultimodalModel], device: torch.device, length: int, *, compiled: bool
+    make_model: Callable[[], MultimodalModel], device: torch.device, length: int, *, backend: str | None
 ) -> Callable[[Iterable[Batch]], None]:
     """torchtitan's own Transformer over sequences of one length, with dense causal attention, whole logits and torch's
     cross entropy; sharded and stepped as :func:`by_hand`.
@@ -76,7 +76,7 @@ def of_titan(
         model.to_empty(device=device)
         with torch.no_grad():
             model.init_weights(buffer_device=device)
-        _sharded(model, model.layers.values(), device, compiled=compiled)
+        _sharded(model, model.layers.values(), device, backend)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
         for batch in loader:
             moved = batch.to(device)
@@ -91,11 +91,11 @@ def of_titan(
     return train
 
 
-def _sharded(module: nn.Module, blocks: Iterable[nn.Module], device: torch.device, *, compiled: bool) -> None:
+def _sharded(module: nn.Module, blocks: Iterable[nn.Module], device: torch.device, backend: str | None) -> None:
     mesh = init_device_mesh(device.type, (1,))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for block in blocks:
-        if compiled:
-            block.compile()
+        if backend:
+            block.compile(backend=backend)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)

@@ -119,12 +119,14 @@ def batches_of(size: Size, *, alone: bool, count: int = 2) -> list[Batch]:
     return made
 
 
-def hetero(make_model: Callable[[], MultimodalModel], device: torch.device, losses: list[Any], compiled: bool) -> Train:
-    """The Trainer with HeteroStrategy, every module on this device."""
+def hetero(
+    make_model: Callable[[], MultimodalModel], device: torch.device, losses: list[Any], backend: str | None
+) -> Train:
+    """The Trainer with HeteroStrategy, every module on this device; with a ``backend`` blocks are compiled by it."""
     with torch.device("meta"):
         names = list(make_model().modules_by_name)
     layouts = {name: ModuleLayout(ranks=(0,)) for name in names}
-    options: dict[str, Any] = {"compile": names} if compiled else {}
+    options: dict[str, Any] = {"compile": dict.fromkeys(names, backend)} if backend else {}
     return with_trainer(lambda: HeteroStrategy(layouts, **options), make_model, device.type, "bf16-mixed", losses)
 
 
@@ -281,14 +283,15 @@ def _compared(size: Size, device: torch.device, *, alone: bool) -> Iterator[Line
     peer, goal = ("torchtitan", ">= 0.95") if alone else ("by hand", ">= 0.98")
     losses: dict[str, list[Any]] = {}
     trains: dict[str, Train] = {}
-    ways = {"eager": False} | ({"compiled": True} if COMPILES else {})
-    for how, compiled in ways.items():
+    backend = "inductor" if device.type == "cuda" else "aot_eager"  # which needs no compiler
+    ways = {"eager": None} | ({"compiled": backend} if COMPILES else {})
+    for how, by in ways.items():
         mine, other = losses.setdefault(how, []), losses.setdefault(f"{peer}, {how}", [])
-        trains[how] = hetero(make_model, device, mine, compiled)
+        trains[how] = hetero(make_model, device, mine, by)
         trains[f"{peer}, {how}"] = (
-            of_titan(make_model, device, size.length, compiled=compiled)
+            of_titan(make_model, device, size.length, backend=by)
             if alone
-            else by_hand(make_model, device, other, compiled=compiled)
+            else by_hand(make_model, device, other, backend=by)
         )
     made = visits(trains, batches, size, device)
     for how in ways:
