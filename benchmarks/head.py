@@ -11,47 +11,21 @@ is the median of several rounds, both ways in turns.
 from __future__ import annotations
 
 import statistics
-import time
-import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks.common import arguments, report, write_json
+from benchmarks.measuring import CPU, peak_bytes, seconds_in_turns
+from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
 from hetero_strategy.zoo import titan_llama
 from hetero_strategy.zoo.titan import TitanLlama
 
 SHARES = (0.05, 0.25, 1.0)
-
-
-class Allocated(TorchDispatchMode):
-    """Counts the bytes of storages that operators make, while they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        made = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
-                storage = tensor.untyped_storage()
-                if storage not in self._known:
-                    self._known[storage] = None
-                    self.now += storage.nbytes()
-                    self.most = max(self.most, self.now)
-                    weakref.finalize(storage, self._free, storage.nbytes())
-        return made
-
-    def _free(self, size: int) -> None:
-        self.now -= size
 
 
 def ways(model: TitanLlama, inputs: SequenceInputs) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
@@ -64,34 +38,42 @@ def ways(model: TitanLlama, inputs: SequenceInputs) -> dict[str, Callable[[torch
     return {"whole": whole, "ours": lambda rows: model._score(rows, inputs).loss_sum}
 
 
-def measure(rows: int, vocabulary: int, dim: int, share: float, rounds: int) -> dict[str, Any]:
-    """Peak bytes and seconds of both ways, and how far their losses are apart."""
+def measure(
+    rows: int,
+    vocabulary: int,
+    dim: int,
+    share: float,
+    rounds: int,
+    *,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    warm_up: float = 0.0,
+) -> dict[str, Any]:
+    """Peak bytes, seconds and loss of both ways; ``warm_up`` is in seconds."""
     sizes = {"vocab_size": vocabulary, "dim": dim, "n_layers": 1, "n_heads": 8}
-    llm = titan_llama(**sizes).to_empty(device="cpu")
-    llm.head_rows = rows // 8
+    llm = titan_llama(**sizes).to_empty(device=device)
+    llm.head_rows = min(CausalLM.head_rows, rows // 8)
     with torch.no_grad():
         for parameter in llm.parameters():
             parameter.normal_(std=0.02)
+    llm.to(dtype)
     numbers = torch.Generator().manual_seed(0)
     labels = torch.randint(0, vocabulary, (rows,), generator=numbers)
     labels[torch.rand(rows, generator=numbers) >= share] = IGNORE
-    inputs = SequenceInputs(labels.clamp(0), labels, Packing.of([rows]))  # type: ignore[arg-type]
-    hidden = torch.randn(rows, dim, generator=numbers).requires_grad_()
-    found: dict[str, Any] = {name: {"peak": 0, "seconds": []} for name in ("whole", "ours")}
-    for turn in range(rounds + 1):
-        for name, loss_of in ways(llm, inputs).items():
-            hidden.grad = None
-            llm.zero_grad(set_to_none=True)
-            if not turn:
-                with Allocated() as allocated:
-                    loss = loss_of(hidden)
-                    loss.backward()
-                found[name] |= {"peak": allocated.most, "loss": float(loss.detach())}
-                continue
-            begin = time.perf_counter()
-            loss_of(hidden).backward()
-            found[name]["seconds"].append(time.perf_counter() - begin)
-    return found
+    inputs = SequenceInputs(labels.clamp(0), labels, Packing.of([rows])).to(device)  # type: ignore[arg-type]
+    hidden = torch.randn(rows, dim, generator=numbers).to(device, dtype).requires_grad_()
+
+    def once(loss_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        loss = loss_of(hidden)
+        loss.backward()
+        hidden.grad = None
+        llm.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    runs = {name: partial(once, loss_of) for name, loss_of in ways(llm, inputs).items()}
+    found = {name: {"loss": float(run()), "peak": peak_bytes(run, device)} for name, run in runs.items()}
+    seconds = seconds_in_turns(runs, device, rounds, warm_up=warm_up)
+    return {name: {**found[name], "seconds": statistics.median(seconds[name])} for name in runs}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -107,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         found = measure(given.rows, given.vocabulary, given.dim, share, given.rounds)
         figures[f"{share:.0%}"] = found
         peaks = [found[way]["peak"] / 1e6 for way in ("whole", "ours")]
-        seconds = [statistics.median(found[way]["seconds"]) for way in ("whole", "ours")]
+        seconds = [found[way]["seconds"] for way in ("whole", "ours")]
         apart = abs(found["ours"]["loss"] / found["whole"]["loss"] - 1)
         sizes = (*(f"{x:.0f}" for x in peaks), peaks[1] / peaks[0])
         table.append([f"{share:.0%}", *sizes, *seconds, seconds[1] / seconds[0], f"{apart:.0e}"])

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,41 +20,40 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.common import arguments, report, write_json
+from benchmarks.measuring import CPU, seconds_in_turns
 from hetero_strategy.parallelize.optimizer import choose_kernels
 from tests.distributed.harness import Pool
 
 WAYS = ("loop", "ours", "fused")
 
 
-def parameters(size: int, count: int, *, mixed: bool) -> list[nn.Parameter]:
+def parameters(size: int, count: int, device: torch.device, *, mixed: bool) -> list[nn.Parameter]:
     """With gradients."""
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh(device.type, (1,))
     made = []
     for number in range(count):
-        tensor = torch.randn(size, size)
+        tensor = torch.randn(size, size, device=device)
         whole = distribute_tensor(tensor, mesh, [Shard(0)]) if mixed and number % 2 else tensor
         made.append(nn.Parameter(whole))
         made[-1].grad = torch.ones_like(whole)
     return made
 
 
-def on_rank(rank: int, world: int, size: int, count: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every step, by way."""
+def measure(size: int, count: int, rounds: int, device: torch.device = CPU, warm_up: float = 0.0) -> dict[str, float]:
+    """Median milliseconds of a step, by way; in a process group of one."""
     steps = {}
     for way in WAYS:
-        own = parameters(size, count, mixed=way != "fused")
+        own = parameters(size, count, device, mixed=way != "fused")
         optimizer = torch.optim.AdamW(own, lr=1e-3, foreach=None if way == "ours" else False, fused=way == "fused")
         if way == "ours":
             choose_kernels([optimizer], {}, lambda decision: decision)
         steps[way] = optimizer.step
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    for turn in range(rounds + 2):
-        for way in WAYS:
-            begin = time.perf_counter()
-            steps[way]()
-            if turn > 1:
-                seconds[way].append(time.perf_counter() - begin)
-    return seconds
+    seconds = seconds_in_turns(steps, device, rounds, warm_up=warm_up)
+    return {way: 1e3 * statistics.median(times) for way, times in seconds.items()}
+
+
+def _on_rank(rank: int, world: int, *sizes: int) -> dict[str, float]:
+    return measure(*sizes)
 
 
 def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[str, Any]:
@@ -68,8 +66,7 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[st
     pool = pool or Pool()
     table, figures = [], {}
     for size in given.sizes:
-        (seconds,) = pool.run(1, on_rank, size, given.count, given.rounds, timeout=300)
-        found = {way: 1e3 * statistics.median(times) for way, times in seconds.items()}
+        (found,) = pool.run(1, _on_rank, size, given.count, given.rounds, timeout=300)
         figures[str(size)] = found
         table.append([f"{size} x {size}", *(f"{found[way]:.1f}" for way in WAYS), found["ours"] / found["fused"]])
     report("optimizer", "AdamW over sharded and plain parameters, ms", ("size", *WAYS, "ours / fused"), table)

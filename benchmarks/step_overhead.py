@@ -17,32 +17,27 @@ import logging
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
-import lightning as L
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from benchmarks.common import arguments, ragged_step, report, write_json
+from benchmarks.training import MELS, MERGE, PATCH, batch_of, optimizer_of, with_trainer
 from benchmarks.turns import Block, Contender, take_turns
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.loading.batch import Batch
-from hetero_strategy.loading.context import TrainingContext
 from hetero_strategy.model import MultimodalModel
-from hetero_strategy.model.inputs import IGNORE, EncoderInputs, ModuleInputs, Packing, SequenceInputs
 from hetero_strategy.plan.orchestrator import plan_step
-from hetero_strategy.plan.step_plan import StepPlan, edge_blocks, slots
 from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.zoo import siglip2_encoder, titan_llama, whisper_encoder
 
 GOAL = 1.03
-MERGE = 2
-PATCH = 8
-MELS = 40
-PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
+PRECISIONS = ("32-true", "bf16-mixed")
 
 
 @dataclass(frozen=True)
@@ -100,91 +95,15 @@ def batches_of(size: Size, count: int, microbatches: int) -> list[Batch]:
         metadata = ragged_step(seed, size.samples, draws, items=(1, 2), text=size.text)
         plan = plan_step(metadata, dict.fromkeys(("vision", "audio", "llm"), 1), ("llm",), microbatches=microbatches)
         generator = torch.Generator().manual_seed(seed)
-        inputs = [_inputs(plan, number, size.vocabulary, generator) for number in range(microbatches)]
-        made.append(Batch(plan, {name: tuple(mb[name] for mb in inputs) for name in plan.assignments}))
+        made.append(batch_of(plan, size.vocabulary, generator))
     return made
-
-
-def _inputs(plan: StepPlan, number: int, vocabulary: int, generator: torch.Generator) -> dict[str, ModuleInputs]:
-    assignments = {name: made[number] for name, made in plan.assignments.items()}
-    rows = {name: assignment.edge_rows for name, assignment in assignments.items()}
-    side = MERGE * np.sqrt(rows["vision"]).astype(np.int64)
-    grids, frames = np.stack([side, side], axis=1), 2 * rows["audio"][:, None]
-    patches = torch.randn(int(grids.prod(1).sum()), 3 * PATCH**2, generator=generator)
-    mels = torch.randn(int(frames.sum()), MELS, generator=generator)
-    lengths = rows["llm"]
-    ids = torch.randint(0, vocabulary, (int(lengths.sum()),), generator=generator)
-    labels = torch.full_like(ids, IGNORE)
-    for end, count in zip(np.cumsum(lengths), plan.metadata.labels[assignments["llm"].units], strict=True):
-        labels[end - 1 - count : end - 1] = ids[end - count : end]
-    places: dict[Hashable, torch.Tensor] = {
-        (encoder, number): torch.from_numpy(slots(edge_blocks(plan, encoder, number, "llm", number), 0))
-        for encoder in ("vision", "audio")
-    }
-    return {
-        "vision": EncoderInputs(patches, grids, rows["vision"], Packing.of(grids.prod(1))),
-        "audio": EncoderInputs(mels, frames, rows["audio"], Packing.of(rows["audio"])),
-        "llm": SequenceInputs(ids, labels, Packing.of(lengths), slots=places),
-    }
-
-
-def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-    """The same for all three."""
-    return torch.optim.AdamW(parameters, lr=1e-4)
-
-
-class Lit(L.LightningModule):
-    """What a person writes."""
-
-    def __init__(self, size: Size, losses: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.size, self.losses = size, losses
-        self.model: MultimodalModel | None = None
-        self.loaded: dict[int, Batch] = {}
-
-    def configure_model(self) -> None:
-        if self.model is None:
-            self.model = model_of(self.size)
-
-    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """The batch as the data module's loader gives it: the program of its step is made ahead, like its inputs."""
-        if id(batch) not in self.loaded:
-            context = TrainingContext.of(self.trainer)
-            program = context.compiler and context.compiler.of(context.rank, True)(batch.plan)
-            self.loaded[id(batch)] = batch if program is None else batch.with_program(program)
-        return self.loaded[id(batch)]
-
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        assert self.model is not None
-        loss = self.model(batch).loss
-        self.losses.append(loss.detach())
-        self.log("train/loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return optimizer_of(self.parameters())
-
-
-def with_trainer(
-    strategy: Callable[[], Any], size: Size, device: str, precision: str, losses: list[torch.Tensor]
-) -> Callable[[Any], None]:
-    """A loop by Lightning, without a logger: its cost is the person's choice."""
-
-    def train(loader: Any) -> None:
-        trainer = L.Trainer(
-            accelerator=device, devices=1, strategy=strategy(), precision=cast(Any, precision), max_epochs=1,
-            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        )  # fmt: skip
-        trainer.fit(Lit(size, losses), train_dataloaders=loader)
-
-    return train
 
 
 def by_hand(size: Size, device: str, precision: str, losses: list[torch.Tensor]) -> Callable[[Any], None]:
     """The loop one writes without Lightning."""
 
     def train(loader: Any) -> None:
-        model = model_of(size).to(device, torch.bfloat16 if precision == "bf16-true" else torch.float32)
+        model = model_of(size).to(device)
         optimizer = optimizer_of(model.parameters())
         mixed = precision == "bf16-mixed"
         for batch in loader:
@@ -209,12 +128,13 @@ def measure(
     """
     batches = batches_of(size, 4, microbatches)
     if device == "cuda":
-        batches = [_pinned(b) for b in batches]
+        batches = [b.pin_memory() for b in batches]
     layouts = {name: ModuleLayout(ranks=(0,)) for name in ("vision", "audio", "llm")}
     losses: dict[str, list[torch.Tensor]] = {"hetero": [], "lightning": [], "plain": []}
+    make_model = partial(model_of, size)
     loops = {
-        "hetero": with_trainer(lambda: HeteroStrategy(layouts), size, device, precision, losses["hetero"]),
-        "lightning": with_trainer(lambda: "auto", size, device, precision, losses["lightning"]),
+        "hetero": with_trainer(lambda: HeteroStrategy(layouts), make_model, device, precision, losses["hetero"]),
+        "lightning": with_trainer(lambda: "auto", make_model, device, precision, losses["lightning"]),
         "plain": by_hand(size, device, precision, losses["plain"]),
     }
     steps = (warmup + rounds) * block + 1
@@ -266,10 +186,6 @@ def _meta(size: Size) -> MultimodalModel:
         return model_of(size)
 
 
-def _pinned(batch: Batch) -> Batch:
-    return batch.pin_memory()
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
     parser = arguments(__doc__)
@@ -277,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--size", nargs="+", choices=tuple(SIZES), help="default: 100ms, 150ms and 400ms on cpu, base on cuda"
     )
-    parser.add_argument("--precision", choices=PRECISIONS, help="default: 32-true on cpu, bf16-true on cuda")
+    parser.add_argument("--precision", choices=PRECISIONS, help="default: 32-true on cpu, bf16-mixed on cuda")
     parser.add_argument("--microbatches", type=int, default=2, help="of a step (default 2)")
     parser.add_argument("--rounds", type=int, default=40, help="measured rounds (default 40)")
     parser.add_argument("--block", type=int, help="steps of one turn; default: 1 on cpu, 5 on cuda")
@@ -288,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit("--device cuda: no CUDA device here")
     settings = {
         "device": given.device,
-        "precision": given.precision or ("bf16-true" if cuda else "32-true"),
+        "precision": given.precision or ("bf16-mixed" if cuda else "32-true"),
         "microbatches": given.microbatches,
         "rounds": given.rounds,
         "block": given.block or (5 if cuda else 1),

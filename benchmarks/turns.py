@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,8 @@ class Contender:
     def __init__(self, name: str, train: Callable[[Any], None], batches: Sequence[Any], steps: int) -> None:
         self.name = name
         self.batches, self.steps = batches, steps
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Context in which the loop takes each of its next steps."""
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self._quota = 0
         self._block: Block | None = None
@@ -77,7 +80,8 @@ class Contender:
                 _synchronize()
                 self._pause(Block((time.perf_counter() - wall) / done, (time.process_time() - cpu) / done))
                 wall, cpu, done = time.perf_counter(), time.process_time(), 0
-            yield self.batches[step % len(self.batches)]
+            with self.around():
+                yield self.batches[step % len(self.batches)]
             done += 1
 
     def _pause(self, block: Block | None) -> None:

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import os
 
-# Before torch is imported: one thread per process, and nothing reaches for the network.
+# Before torch is imported: one thread per process, nothing reaches for the network, and a look for CUDA devices leaves
+# processes that may fork.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 from collections.abc import Iterator
 from pathlib import Path

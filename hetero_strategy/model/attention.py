@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import varlen
 
 from hetero_strategy.model.inputs import Packing
 
+varlen_attn: Any = varlen.varlen_attn
+
+
+def _takes(kernel: Any) -> tuple[bool, bool]:
+    """Whether a kernel for packed sequences has all that is used of it, and whether several heads of queries may share
+    one of keys, which torch 2.11 does not say that it can.
+    """
+    known = set(inspect.signature(kernel).parameters)
+    rows = {"window_size", "scale"} <= known
+    return rows, rows and "enable_gqa" in known
+
+
+VARLEN, SHARES_HEADS = _takes(varlen_attn)
 HALF = (torch.float16, torch.bfloat16)
 WIDEST = 256
 """Head dimension above which torch's flash kernels stop."""
@@ -56,11 +68,24 @@ def packed_attention(
         and query.dtype in HALF
         and not dropout
         and query.shape[-1] <= WIDEST
-        and varlen_kernel() is not None
+        and (SHARES_HEADS if query.shape[1] != key.shape[1] else VARLEN)
     ):
         return _flash(query, key, value, packing, causal=causal, scale=scale)
     if torch.compiler.is_compiling():  # code that must not depend on how many buckets there are
         return _masked(query, key, value, packing, causal=causal, scale=scale, dropout=dropout)
+    return _in_buckets(query, key, value, packing, causal=causal, scale=scale, dropout=dropout)
+
+
+def _in_buckets(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
     q, k, v = (_to_buckets(x[0].transpose(0, 1), packing) for x in (query, key, value))
     parts = []
     for bucket in packing.buckets:
@@ -78,24 +103,13 @@ def packed_attention(
     return _from_buckets(out, packing).transpose(0, 1)[None]
 
 
-@functools.cache
-def varlen_kernel() -> Callable[..., Tensor] | None:
-    """torch's attention over packed sequences, where this torch has all that is used of it."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    known = inspect.signature(varlen_attn).parameters
-    return cast(Any, varlen_attn) if {"window_size", "scale", "enable_gqa"} <= set(known) else None
-
-
 def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, causal: bool, scale: float | None) -> Tensor:
-    attend = varlen_kernel()
-    assert attend is not None
     rows = (x[0].transpose(0, 1) for x in (query, key, value))
     bounds = (packing.offsets, packing.offsets, packing.longest, packing.longest)
-    window, shared = (-1, 0) if causal else (-1, -1), query.shape[1] != key.shape[1]
-    return attend(*rows, *bounds, scale=scale, window_size=window, enable_gqa=shared).transpose(0, 1)[None]
+    window = (-1, 0) if causal else (-1, -1)
+    options: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    out: Tensor = varlen_attn(*rows, *bounds, scale=scale, window_size=window, **options)
+    return out.transpose(0, 1)[None]
 
 
 def _masked(

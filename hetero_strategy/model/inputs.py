@@ -83,8 +83,8 @@ class Packing(Movable):
     """int64 ``[T]``: number of the sequence that each row belongs to."""
     offsets: torch.Tensor
     """int32 ``[n + 1]``: first row of each sequence, and T; as kernels for packed sequences take them."""
-    longest: int
-    """The length of the longest sequence, 0 if there is none."""
+    extent: torch.Tensor
+    """``[longest, 0]``, without data: compiled code sees :attr:`longest` as a size that changes."""
     buckets: tuple[Bucket, ...]
     gather: torch.Tensor | None
     """int64 ``[padded rows]``: the row that each slot of the concatenated padded buckets holds; None where the rows
@@ -125,7 +125,7 @@ class Packing(Movable):
             positions=torch.from_numpy(rows - starts[sequence]),
             sequence=torch.from_numpy(sequence),
             offsets=torch.from_numpy(np.append(starts, len(rows)).astype(np.int32)),
-            longest=int(lengths.max(initial=0)),
+            extent=torch.empty(int(lengths.max(initial=0)), 0),
             buckets=tuple(buckets),
             gather=None if unmoved else torch.from_numpy(gather),
             restore=None if unmoved else torch.from_numpy(restore),
@@ -135,6 +135,11 @@ class Packing(Movable):
     def rows(self) -> int:
         """The number of rows of all sequences, T."""
         return len(self.positions)
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest sequence, 0 if there is none."""
+        return len(self.extent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,7 +262,12 @@ def host_index(index: np.ndarray, like: torch.Tensor) -> torch.Tensor:
 def tensors_of(data: Any) -> list[torch.Tensor]:
     """List every tensor in one of these dataclasses."""
     tensors: list[torch.Tensor] = []
-    _moved(data, tensors.append)
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    _moved(data, note)
     return tensors
 
 

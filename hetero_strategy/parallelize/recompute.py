@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.model.attention import varlen_kernel
+from hetero_strategy.model.attention import VARLEN
 
 WAYS = "all, every 2 (or another number), all but matmuls"
 _ATEN = torch.ops.aten
@@ -24,7 +24,7 @@ MATMULS: list[Any] = [
     _ATEN._scaled_dot_product_cudnn_attention.default, _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
 ]  # fmt: skip
 """Operators whose results are worth their memory: products of matrices, and attention."""
-if varlen_kernel() is not None:  # which makes torch know the operator
+if VARLEN:
     MATMULS.append(torch.ops.torch_attn._varlen_attn.default)
 
 

@@ -336,6 +336,8 @@ class FakeMover:
     def take(self, moving: Any) -> Any:
         assert threading.current_thread() is threading.main_thread()
         self.taken.append(moving.plan.metadata.step)
+        llm = next(inputs for inputs in moving.inputs["llm"] if inputs is not None)
+        assert {id(llm.ids), id(llm.labels), id(llm.labelled)} <= {id(tensor) for tensor in moving.tensors()}
         return moving
 
 

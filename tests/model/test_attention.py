@@ -139,13 +139,13 @@ def test_rows_go_to_the_flash_kernel_as_they_are(causal, kv_heads, monkeypatch):
     """What a GPU would be given, on tensors without values: no padding, no mask, no repeated heads."""
     lengths = np.array([5, 0, 3, 9])
     given = []
-    kernel = attention.varlen_kernel()
+    kernel = attention.varlen_attn
 
     def seen(*args, **options):
         given.append((args, options))
         return kernel(*args, **options)
 
-    monkeypatch.setattr(attention, "varlen_kernel", lambda: seen)
+    monkeypatch.setattr(attention, "varlen_attn", seen)
     packing = Packing.of(lengths)
     assert packing.offsets.tolist() == [0, 5, 5, 8, 17] and packing.offsets.dtype == torch.int32
     make = lambda heads, device: torch.empty(1, heads, 17, 8, dtype=torch.bfloat16, device=device)  # noqa: E731
@@ -156,4 +156,16 @@ def test_rows_go_to_the_flash_kernel_as_they_are(causal, kv_heads, monkeypatch):
     ((q, k, _, offsets, _, longest, _), options) = given.pop()
     assert not given
     assert q.shape == (17, 4, 8) and k.shape == (17, kv_heads, 8) and longest == 9 and len(offsets) == 5
-    assert options == {"scale": 0.3, "window_size": (-1, 0) if causal else (-1, -1), "enable_gqa": kv_heads != 4}
+    shared = {} if kv_heads == 4 else {"enable_gqa": True}
+    assert options == {"scale": 0.3, "window_size": (-1, 0) if causal else (-1, -1), **shared}
+
+
+def test_a_torch_that_does_not_say_that_heads_share_keys_is_not_asked_to():
+    """torch 2.11's kernel, by its parameters."""
+
+    def of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=None):
+        raise AssertionError
+
+    assert attention._takes(of_2_11) == (True, False)
+    assert attention._takes(lambda query, key, value, is_causal: None) == (False, False)
+    assert attention.VARLEN and attention.SHARES_HEADS  # of the torch that is installed for tests

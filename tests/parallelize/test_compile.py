@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.model import MultimodalModel
+from hetero_strategy.model import MultimodalModel, Packing, attention
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.parallelize.apply import parallelize
-from hetero_strategy.parallelize.compile import compiles
+from hetero_strategy.parallelize.compile import apply_compile, compiles
 from hetero_strategy.parallelize.recompute import Recompute, recomputes
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.blueprint import blueprint
@@ -77,6 +78,26 @@ def test_evaluation_is_compiled_apart() -> None:
         for lengths in RAGGED:
             torch.testing.assert_close(module(tokens(lengths)).loss_sum, plain(tokens(lengths)).loss_sum)
     assert trained < counters["stats"]["unique_graphs"] <= trained + 2
+
+
+class Flash(torch.nn.Module):
+    """A block that is nothing but the kernel of a GPU, which on tensors without values only tells shapes."""
+
+    def forward(self, rows: torch.Tensor, packing: Packing) -> torch.Tensor:
+        rows = rows.unflatten(-1, (2, 8)).transpose(1, 2)
+        return attention._flash(rows, rows, rows, packing, causal=True, scale=None).transpose(1, 2).flatten(2)
+
+
+def test_the_flash_kernel_is_compiled_once() -> None:
+    """However many sequences there are, and however long the longest is."""
+    block = Flash()
+    apply_compile([block], "eager")
+    for lengths in RAGGED:
+        packing = Packing.of(np.array(lengths, np.int64)).to("meta")
+        rows = torch.empty(1, packing.rows, 16, dtype=torch.bfloat16, device="meta")
+        if packing.rows:
+            assert block(rows, packing).shape == rows.shape
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 @pytest.mark.parametrize("given", [{"llm": "fast"}, {"llm": True}])
