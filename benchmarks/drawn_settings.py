@@ -26,8 +26,9 @@ PARTS = {
 """What may be frozen of a module, or of a kind of language model."""
 
 
-PLAIN = ("balance", "tokens", "freeze", "recompute", "max_in_flight", "reshard_after_forward", "edges", "loss_weights",
-         "kv_heads", "ranks_per_node", "tied", "dropout", "precision", "late", "lm", "schedule")  # fmt: skip
+PLAIN = ("balance", "tokens", "freeze", "recompute", "compile", "max_in_flight", "reshard_after_forward", "edges",
+         "loss_weights", "kv_heads", "ranks_per_node", "tied", "dropout", "precision", "late", "lm",
+         "schedule")  # fmt: skip
 """Options that a smaller setting has as they are by default, in the order in which that is tried."""
 
 
@@ -130,6 +131,7 @@ class _Drawing:
             recompute={
                 n: self.one_of({"all": 3, "every 2": 1, "all but matmuls": 2}) for n in modules if self.often(0.2)
             },
+            compile={n: "eager" for n in modules if self.often(0.3)} if self.often(0.1) else {},
             reshard_after_forward=self.one_of({"auto": 6, "never": 2, "always": 0.2 if splits else 2}),
             max_in_flight={rng.choice(modules): rng.randint(1, 4)} if self.often(0.12) else {},
             tokens=tokens,
@@ -294,7 +296,7 @@ def smaller(setting: Setting) -> Iterator[Setting]:
         yield replace(_plain(setting, "schedule"), schedule="zb_h1")
     for part in setting.freeze if len(setting.freeze) > 1 else ():
         yield replace(setting, freeze=tuple(p for p in setting.freeze if p != part))
-    for option in ("balance", "tokens", "recompute"):
+    for option in ("balance", "tokens", "recompute", "compile"):
         given = getattr(setting, option) or {}
         for key in given if len(given) > 1 else ():
             yield replace(setting, **{option: {k: v for k, v in given.items() if k != key}})
@@ -325,6 +327,7 @@ def _without(setting: Setting, module: str) -> Setting:
         edges=edges,
         freeze=tuple(part for part in setting.freeze if part.split(".")[0] != module),
         recompute={n: v for n, v in setting.recompute.items() if n != module},
+        compile={n: v for n, v in setting.compile.items() if n != module},
         loss_weights={n: v for n, v in setting.loss_weights.items() if n != module},
         max_in_flight={n: v for n, v in setting.max_in_flight.items() if n != module},
         tokens={n: v for n, v in setting.tokens.items() if n != module},

@@ -7,7 +7,6 @@ twice, in random order, and each is given some seconds before it is measured.
 from __future__ import annotations
 
 import gc
-import inspect
 import statistics
 import traceback
 from collections import Counter
@@ -126,11 +125,10 @@ def hetero(
     with torch.device("meta"):
         names = list(make_model().modules_by_name)
     layouts = {name: ModuleLayout(ranks=(0,)) for name in names}
-    options: dict[str, Any] = {"compile": dict.fromkeys(names, backend)} if backend else {}
-    return with_trainer(lambda: HeteroStrategy(layouts, **options), make_model, device.type, "bf16-mixed", losses)
-
-
-COMPILES = "compile" in inspect.signature(HeteroStrategy).parameters
+    compiled = dict.fromkeys(names, backend) if backend else None
+    return with_trainer(
+        lambda: HeteroStrategy(layouts, compile=compiled), make_model, device.type, "bf16-mixed", losses
+    )
 
 
 def visit(name: str, train: Train, batches: Sequence[Batch], size: Size, device: torch.device) -> Visit:
@@ -283,8 +281,7 @@ def _compared(size: Size, device: torch.device, *, alone: bool) -> Iterator[Line
     peer, goal = ("torchtitan", ">= 0.95") if alone else ("by hand", ">= 0.98")
     losses: dict[str, list[Any]] = {}
     trains: dict[str, Train] = {}
-    backend = "inductor" if device.type == "cuda" else "aot_eager"  # which needs no compiler
-    ways = {"eager": None} | ({"compiled": backend} if COMPILES else {})
+    ways = {"eager": None, "compiled": "inductor" if device.type == "cuda" else "eager"}  # which only traces
     for how, by in ways.items():
         mine, other = losses.setdefault(how, []), losses.setdefault(f"{peer}, {how}", [])
         trains[how] = hetero(make_model, device, mine, by)
@@ -298,8 +295,6 @@ def _compared(size: Size, device: torch.device, *, alone: bool) -> Iterator[Line
         if not alone:
             _same_work(losses[how], losses[f"{peer}, {how}"])
         yield from lines_of(how, made[how], made[f"{peer}, {how}"], peer, goal, work, device)
-    if not COMPILES:
-        yield Line("compiled: tokens per second", None, "1/s", note="HeteroStrategy has no compile=")
 
 
 def _same_work(ours: Sequence[Any], theirs: Sequence[Any], count: int = 3) -> None:

@@ -28,7 +28,6 @@ def _on_rank(rank: int, world: int, only: str, file: str) -> dict[str, Any]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         for environment in (os.environ, table.ENVIRONMENT):
             environment.pop(name, None)
-    step.COMPILES = False  # to compile takes minutes on a busy CPU
     return gpu.main([*TINY, "--only", only, "--json", file])
 
 
