@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.layout.spec import ModuleLayout
@@ -41,6 +42,7 @@ class GroupRegistry:
         self.device_type = device_type
         self._timeout = timeout
         self._rank = dist.get_rank()
+        self._channels: list[dist.ProcessGroup | None] = []
         everyone = tuple(range(dist.get_world_size()))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
         for ranks in rank_sets(placement, rank_sets_needed):
@@ -78,7 +80,17 @@ class GroupRegistry:
         key = tuple(sorted(ranks))
         if self.device_type != "cuda" or len(key) < 2:
             return self.group(key)
-        return self._new(key)
+        self._channels.append(self._new(key))
+        return self._channels[-1]
+
+    def limit(self, timeout: timedelta) -> None:
+        """From now on a collective of the world or of a module ends after this time. Those on the host stay: what they
+        do beside training, reading and writing files, may take longer than a step.
+        """
+        channels, groups = self._channels, self._groups.values()
+        for group in dict.fromkeys([dist.group.WORLD, self._alone, *groups, *channels]):
+            if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
+                _set_pg_timeout(timeout, group)
 
     def _create(self, ranks: tuple[int, ...]) -> None:
         if len(ranks) > 1 and ranks not in self._groups:

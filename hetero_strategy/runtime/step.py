@@ -60,6 +60,8 @@ class StepRunner:
         self._upstream = _upstream(executor)
         self._module_of = {id(p): n.module for n, own in executor.parameters.items() for p in own}
         self._watched = True
+        self.after_first: Callable[[], None] = lambda: None
+        """Called once, after the first step of training."""
         self.garbage = GarbageCollection()
         self._expected: dict[int, Factors] = {}
         """By call of the model with one batch: factors that the losses came back with the last time."""
@@ -121,7 +123,9 @@ class StepRunner:
                 " have values of its own, and one process others; use layers without such state, or put them in"
                 " evaluation mode in configure_model()"
             )
-        self._watched = False
+        if self._watched:
+            self._watched = False
+            self.after_first()
         shares = self._shares(outcome)
         return outcome, _Losses.apply(torch.zeros_like(shares, requires_grad=True), shares, gradients)
 

@@ -45,10 +45,7 @@ class Assembled:
     owned: dict[int, Owned]
     """By ``id`` of the parameter."""
     state: TrainingState
-    background: dist.ProcessGroup
-    """All ranks, on the host."""
-    loading: dist.ProcessGroup
-    """The same for the thread that loads data."""
+    registry: GroupRegistry
     context: ModelContext
     """For balancing."""
 
@@ -149,7 +146,7 @@ def assemble(
     state = TrainingState(prefix, modules, group=registry.background, asynchronous=async_checkpoint)
     around = model_context(plan, model.language_models(), scheduling, placement, ranks_per_node)
     owned = owned_parameters(stages, layouts)
-    return Assembled(executor, owned, state, registry.background, registry.loading, around)
+    return Assembled(executor, owned, state, registry, around)
 
 
 def move_rest(module: nn.Module, device: torch.device) -> None:

@@ -11,9 +11,11 @@ import sys
 import threading
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -119,6 +121,19 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
         if self._strategy.local_rank != 0:
             return None
         return _WorkerOutput(best, None, trainer.state, results, self.get_extra_results(trainer))
+
+
+def minutes(given: timedelta | float) -> timedelta:
+    """A time as a person says it."""
+    return given if isinstance(given, timedelta) else timedelta(minutes=given)
+
+
+def prepare_device(device: torch.device) -> None:
+    """Before CUDA is first used, let memory grow in segments unless the environment says how: every microbatch has
+    other sizes.
+    """
+    if device.type == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def check_process_count(environment: ClusterEnvironment, expected: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,6 +56,8 @@ from hetero_strategy.strategy.launch import (
     check_process_count,
     die_with_script,
     end_together,
+    minutes,
+    prepare_device,
     stop_together,
 )
 from hetero_strategy.strategy.precision import check_trainable, seed_scale, stand_in, storage_of
@@ -85,6 +88,8 @@ class HeteroStrategy(WorldCollectives):
         start_method: ``popen`` (re-runs the script per process), ``fork`` or ``spawn``. Ignored under torchrun, SLURM.
         process_group_backend: default: by device.
         timeout: of every collective; a number is minutes.
+        step_timeout: the same once the first step of training, which connects and compiles, is over. None: ``timeout``.
+            gloo's messages between two ranks keep ``timeout``.
         async_checkpoint: write checkpoints in the background, while training goes on.
         verify_checkpoints: compare the checksums of all tensors that are loaded with those they were saved with.
         keep_fp32: parameters, as ``llm.*.router.*``, whose layers compute in fp32 in mixed precision.
@@ -95,6 +100,9 @@ class HeteroStrategy(WorldCollectives):
     """
 
     strategy_name = "hetero"
+    is_distributed = True
+    restore_checkpoint_after_setup = True
+    lightning_restore_optimizer = False
 
     def __init__(
         self,
@@ -108,6 +116,7 @@ class HeteroStrategy(WorldCollectives):
         start_method: str = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
+        step_timeout: timedelta | float | None = None,
         async_checkpoint: bool = False,
         verify_checkpoints: bool = True,
         keep_fp32: Sequence[str] = (),
@@ -120,7 +129,7 @@ class HeteroStrategy(WorldCollectives):
         self._scheduling = ScheduleConfig(schedule, dict(max_in_flight or {}), reshard_after_forward)
         self._start_method = start_method
         self._process_group_backend = process_group_backend
-        self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(minutes=timeout)
+        self._timeout, self._step_timeout = minutes(timeout), None if step_timeout is None else minutes(step_timeout)
         self._async_checkpoint, self._verify = async_checkpoint, verify_checkpoints
         self._keep_fp32 = keep_fp32
         self.num_nodes, self._prefix = 1, ""
@@ -147,7 +156,7 @@ class HeteroStrategy(WorldCollectives):
     def background(self) -> dist.ProcessGroup:
         """All ranks, on the host: for what runs beside training; after ``setup``."""
         assert self._assembled is not None
-        return self._assembled.background
+        return self._assembled.registry.background
 
     @property
     def context(self) -> TrainingContext:
@@ -164,7 +173,7 @@ class HeteroStrategy(WorldCollectives):
             model=made.context,
             rank=self.global_rank,
             compiler=made.executor.compiler,
-            group=made.loading,
+            group=made.registry.loading,
             compute_dtype=dtype if dtype.itemsize < 4 else None,
         )
 
@@ -180,21 +189,9 @@ class HeteroStrategy(WorldCollectives):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
-    def is_distributed(self) -> bool:
-        return True
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """One logical replica: every rank walks the same global batches."""
         return {"num_replicas": 1, "rank": 0}
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return False
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -226,6 +223,7 @@ class HeteroStrategy(WorldCollectives):
             stop_together(trainer, self._stop)
             # A sampler put in by Lightning shuffles training data even where it is not to be shuffled.
             trainer._accelerator_connector.use_distributed_sampler = False
+        prepare_device(self.root_device)
         super().setup_environment()
         assert self.cluster_environment is not None
         reset_seed()
@@ -307,6 +305,8 @@ class HeteroStrategy(WorldCollectives):
             self._about_to_zero_gradients,
             self.precision_plugin.forward_context,
         )
+        if self._step_timeout is not None:
+            self._runner.after_first = partial(assembled.registry.limit, self._step_timeout)
         assembled.executor.agreement.stop = self._stop
         plugin = cast(Any, self.precision_plugin)
         plugin.owned_by = self.owned_by

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
+from hetero_strategy.strategy.launch import prepare_device
 from tests.distributed.scenario import Job, data, train
 from tests.distributed.scripts.train import STEPS
 
@@ -159,6 +161,19 @@ def test_a_rank_that_raises_ends_the_job_however_it_was_started(start: Starter) 
         check_message(*ended)
 
 
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_job_soon(start: Starter) -> None:
+    """After the first step collectives have five seconds, not half an hour."""
+    run = start("--sleep", "1", "2", "--step-timeout", str(5 / 60))
+    wait_for(run.folder / "asleep")
+    began = time.monotonic()
+    text = run.end(120)
+    assert run.process.returncode != 0, text
+    assert time.monotonic() - began < 60, text
+    assert "Timed out waiting 5000ms" in text and "rank 0 lost another rank" in text, text
+    assert survivors(run) == []
+
+
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_failure_after_fit_ends_the_job(start: Starter) -> None:
@@ -209,3 +224,16 @@ def wait_for(path: Path, seconds: float = 60) -> None:
     while not path.exists():
         assert time.monotonic() < end, f"{path.name} did not come"
         time.sleep(0.05)
+
+
+def test_memory_grows_in_segments_unless_the_person_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said in ({}, {"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}):
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in said.items():
+            monkeypatch.setenv(name, value)
+        prepare_device(torch.device("cpu"))
+        assert {n: v for n, v in os.environ.items() if n.endswith("ALLOC_CONF")} == said
+        prepare_device(torch.device("cuda", 0))
+        wanted = said or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        assert {n: v for n, v in os.environ.items() if n.endswith("ALLOC_CONF")} == wanted

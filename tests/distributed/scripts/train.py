@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--late", action="store_true", help="rank 1 fails after the run")
     parser.add_argument("--again", action="store_true", help="train anew in other layouts, then with one more process")
+    parser.add_argument("--step-timeout", type=float, help="minutes; all modules are on all ranks then")
     for what in ("--fail", "--kill", "--sleep"):
         parser.add_argument(what, nargs=2)
     asked = parser.parse_args()
@@ -80,10 +81,12 @@ def main() -> None:
     dm = datamodule(job)
     world = asked.devices
     layouts = {"vision": {"ranks": [0]}, "audio": {"ranks": [world - 1]}, "llm": {"ranks": range(world)}}
+    if asked.step_timeout:  # gloo's messages wait as long as its groups did at first
+        layouts = dict.fromkeys(layouts, {"ranks": range(world)})
     trainer = L.Trainer(
         accelerator="cpu",
         devices=world,
-        strategy=HeteroStrategy(layouts, start_method=asked.start),
+        strategy=HeteroStrategy(layouts, start_method=asked.start, step_timeout=asked.step_timeout),
         max_steps=STEPS,
         logger=False,
         enable_progress_bar=False,
