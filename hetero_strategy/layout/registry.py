@@ -6,7 +6,9 @@ use one group. A group is a collective of the whole world to create, so nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import numpy as np
@@ -50,10 +52,11 @@ class GroupRegistry:
         # A module that only one rank shards (to compute in another dtype) has a mesh of that rank alone.
         self._alone = dist.new_group([self._rank], timeout=timeout, use_local_synchronization=True)
         self._meshes = {name: self._mesh(layout) for name, layout in placement.layouts.items()}
-        self.background = dist.new_group(backend="gloo", timeout=timeout)
-        """All ranks on the host, for what runs beside training (checkpoints)."""
-        self.loading = dist.new_group(backend="gloo", timeout=timeout)
-        """All ranks on the host, for loading data by one thread per rank."""
+        with _connected_on_demand():
+            self.background = dist.new_group(backend="gloo", timeout=timeout)
+            """All ranks on the host, for what runs beside training (checkpoints)."""
+            self.loading = dist.new_group(backend="gloo", timeout=timeout)
+            """All ranks on the host, for loading data by one thread per rank."""
 
     def mesh(self, module: str) -> DeviceMesh | None:
         """Return the mesh of this rank's pipeline slice of the module, over ``dp_shard`` and its other axes above 1.
@@ -118,6 +121,22 @@ class GroupRegistry:
             mesh=torch.from_numpy(grid.copy()),
             mesh_dim_names=axes,
         )
+
+
+@contextmanager
+def _connected_on_demand() -> Iterator[None]:
+    """Two ranks of a gloo group that is made meanwhile connect when they first talk: thousands of ranks, of which each
+    talks to few, need no connection of each with each.
+    """
+    name = "TORCH_GLOO_LAZY_INIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def rank_sets(placement: Placement, needed: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:

@@ -82,7 +82,7 @@ def main() -> None:
     world = asked.devices
     layouts = {"vision": {"ranks": [0]}, "audio": {"ranks": [world - 1]}, "llm": {"ranks": range(world)}}
     if asked.step_timeout:  # gloo's messages wait as long as its groups did at first
-        layouts = dict.fromkeys(layouts, {"ranks": range(world)})
+        layouts = {name: {"ranks": range(world)} for name in layouts}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=world,
