@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.fx.experimental._config
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._pytree import tree_leaves
@@ -36,8 +35,6 @@ def apply_compile(blocks: Iterable[nn.Module], backend: str) -> None:
 
     Numbers of rows, sequences and table entries are dynamic from the first call; all that follows from weights is not.
     """
-    # Sizes that are equal by chance, such as rows and the length of a table, would be taken for one.
-    torch.fx.experimental._config.use_duck_shape = False
     for block in blocks:
         block.forward = _compiled(block.forward, backend)
 
