@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,13 @@ from benchmarks.drawn_settings import Data, draw, smaller, write
 from hetero_strategy.errors import HeteroError
 from tests.distributed.exact import EXACT, differences
 from tests.distributed.harness import Pool, WorkerError
+from tests.distributed.rendezvous import KINDS, unforgiving
 from tests.distributed.stepping import Setting, batches_on_rank, reference
 
 BOUNDS = {"64-true": EXACT, "32-true": 1e-3, "32-mixed": 1e-3, "bf16-mixed": 0.3}
 """Of relative errors."""
+PATIENCE = 40.0
+"""Seconds after which a host that is held up is said to hang, on a machine with more ranks than cores."""
 _one_at_a_time = threading.Lock()
 """One process computes with torch's default dtype changed, which all threads see."""
 
@@ -57,13 +60,22 @@ class Found:
         return self.kind not in ("right", "refused")
 
 
-def run(pool: Pool, setting: Setting, *, timeout: float = 60, damage: str = "", number: int = 0) -> Found:
+def batches(rank: int, world: int, setting: Setting, wanted: Any, damage: str, held_up: str) -> Any:
+    """:func:`batches_on_rank`, whose messages may hold up their hosts."""
+    with unforgiving(held_up, PATIENCE) if held_up else nullcontext():
+        return batches_on_rank(rank, world, setting, wanted, damage)
+
+
+def run(
+    pool: Pool, setting: Setting, *, timeout: float = 60, damage: str = "", number: int = 0, held_up: str = ""
+) -> Found:
     """One setting beside one process.
 
     Args:
         pool: of processes.
         setting: what runs.
         timeout: seconds after which it counts as hung.
+        held_up: which messages hold up their hosts, see `tests.distributed.rendezvous`; empty: none.
         damage: what to break, to see that it is noticed; see `tests.distributed.damage`.
         number: of the setting among all.
     """
@@ -77,7 +89,7 @@ def run(pool: Pool, setting: Setting, *, timeout: float = 60, damage: str = "", 
             count = setting.microbatches if setting.dropout else 1
             assert count is not None, "dropout depends on microbatches, so their number must be given"
             wanted = [reference(setting, count, step=step) for step in range(len(setting.batches))]
-        ranks = pool.run(setting.world, batches_on_rank, setting, wanted, damage, timeout=timeout)
+        ranks = pool.run(setting.world, batches, setting, wanted, damage, held_up, timeout=timeout)
     except HeteroError as refusal:
         return found("refused", str(refusal))
     except WorkerError as error:
@@ -152,6 +164,7 @@ def run_all(
     worlds: int = 2,
     timeout: float = 60,
     most: int = 60,
+    held_up: str = "",
     say: Callable[[str], None] = print,
 ) -> list[Found]:
     """Draw settings and run them; failures are told, shrunk, as they occur.
@@ -164,18 +177,20 @@ def run_all(
         worlds: settings that run at a time.
         timeout: seconds after which a setting counts as hung.
         most: settings that are tried to make a failing one smaller.
+        held_up: see :func:`run`.
         say: where failures are told.
     """
 
     def one(number: int) -> Found:
-        found = run(pool, draw(seed, number, data), timeout=timeout, number=number)
+        options: dict[str, Any] = {"number": number, "held_up": held_up}
+        found = run(pool, draw(seed, number, data), timeout=timeout, **options)
         if found.fails:
-            again = run(pool, found.setting, timeout=timeout, number=number)
+            again = run(pool, found.setting, timeout=timeout, **options)
             if again.kind != found.kind:
                 say(f"setting {number} of seed {seed} fails ({found.kind}), and then not (now {again.kind}):")
             else:
                 limit = min(timeout, 20.0)
-                found = shrunk(found, lambda s: run(pool, s, timeout=limit, number=number), most)
+                found = shrunk(found, lambda s: run(pool, s, timeout=limit, **options), most)
                 say(f"setting {number} of seed {seed} fails ({found.kind}):")
             say(f"  {found.text.strip()[-2000:]}\n  --setting '{line(found.setting)}'")
         return found
@@ -192,6 +207,7 @@ def main(argv: list[str] | None = None, pool: Pool | None = None) -> dict[str, A
     parser.add_argument("--setting", metavar="JSON", help="run this one, as a failing one was printed")
     parser.add_argument("--worlds", type=int, default=2, help="settings that run at a time")
     parser.add_argument("--timeout", type=float, default=60, help="seconds after which a setting counts as hung")
+    parser.add_argument("--held-up", choices=KINDS, default="", help="messages that hold up their hosts, as NCCL's do")
     parser.add_argument("--shrink", type=int, default=60, help="settings tried to make a failing one smaller")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="keep the data sets there")
     args = parser.parse_args(argv)
@@ -199,11 +215,12 @@ def main(argv: list[str] | None = None, pool: Pool | None = None) -> dict[str, A
     with data_folder(args.data) as data:
         began = time.monotonic()
         if args.setting:
-            found = [run(pool, of_line(args.setting, data), timeout=args.timeout)]
+            found = [run(pool, of_line(args.setting, data), timeout=args.timeout, held_up=args.held_up)]
             print(found[0].kind, found[0].text)
         else:
             found = run_all(
                 pool, data, args.count, args.seed, worlds=args.worlds, timeout=args.timeout, most=args.shrink,
+                held_up=args.held_up,
                 say=lambda text: print(text, flush=True),
             )  # fmt: skip
     results = summary(found, time.monotonic() - began)

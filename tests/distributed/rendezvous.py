@@ -19,8 +19,8 @@ KINDS = ("first message", "receive", "every message")
 
 
 @contextmanager
-def unforgiving(kind: str) -> Iterator[None]:
-    """While it lasts, batches of messages hold up this rank's host.
+def unforgiving(kind: str, patience: float = PATIENCE) -> Iterator[None]:
+    """While it lasts, batches of messages hold up this rank's host, for so many seconds at most.
 
     Raises:
         RuntimeError: in the step that hangs.
@@ -48,7 +48,7 @@ def unforgiving(kind: str) -> Iterator[None]:
             if waits:
                 other = f"{kind} {place} {number} {'awaited' if sends else 'sent'}"
                 try:
-                    store.wait([other], timedelta(seconds=PATIENCE))
+                    store.wait([other], timedelta(seconds=patience))
                 except RuntimeError as error:
                     raise RuntimeError(f"rank {me} hangs: nobody came to {other}") from error
         return works
