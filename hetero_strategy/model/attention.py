@@ -40,6 +40,7 @@ def packed_attention(
     packing: Packing,
     *,
     causal: bool,
+    window: int | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -47,7 +48,8 @@ def packed_attention(
 
     On CUDA in half precision torch's flash kernel for packed sequences takes the rows as they are. Elsewhere, and with
     dropout, sequences of similar length are padded together and each such bucket is one fused call: causal attention
-    needs no mask for right padding; bidirectional attention gets a key mask only where a bucket has padding.
+    needs no mask for right padding; bidirectional attention gets a key mask only where a bucket has padding, and
+    attention in a window a band where sequences are longer than it.
 
     Args:
         query: ``[1, heads, T, head_dim]``.
@@ -55,6 +57,7 @@ def packed_attention(
         value: ``[1, kv_heads, T, head_dim]``.
         packing: the sequences that make up the T rows.
         causal: whether a row sees only rows up to itself.
+        window: how many of these it sees at most, itself among them; causal attention only.
         scale: factor of the scores, ``head_dim ** -0.5`` by default.
         dropout: probability of dropping an attention weight.
 
@@ -70,10 +73,11 @@ def packed_attention(
         and query.shape[-1] <= WIDEST
         and (SHARES_HEADS if query.shape[1] != key.shape[1] else VARLEN)
     ):
-        return _flash(query, key, value, packing, causal=causal, scale=scale)
+        return _flash(query, key, value, packing, causal=causal, window=window, scale=scale)
+    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "dropout": dropout}
     if torch.compiler.is_compiling():  # code that must not depend on how many buckets there are
-        return _masked(query, key, value, packing, causal=causal, scale=scale, dropout=dropout)
-    return _in_buckets(query, key, value, packing, causal=causal, scale=scale, dropout=dropout)
+        return _masked(query, key, value, packing, **options)
+    return _in_buckets(query, key, value, packing, **options)
 
 
 def _in_buckets(
@@ -83,6 +87,7 @@ def _in_buckets(
     packing: Packing,
     *,
     causal: bool,
+    window: int | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -91,10 +96,14 @@ def _in_buckets(
     for bucket in packing.buckets:
         shape = (bucket.count, bucket.length)
         rows = slice(bucket.start, bucket.start + bucket.count * bucket.length)
+        banded = window is not None and window < bucket.length
+        mask = None if causal else bucket.mask
+        if banded:
+            mask = _seen(torch.arange(bucket.length, device=q.device), window)[None, None]
         part = _attend(
             *(x[rows].unflatten(0, shape).transpose(1, 2) for x in (q, k, v)),
-            mask=None if causal else bucket.mask,
-            causal=causal,
+            mask=mask,
+            causal=causal and not banded,
             scale=scale,
             dropout=dropout,
         )
@@ -103,28 +112,54 @@ def _in_buckets(
     return _from_buckets(out, packing).transpose(0, 1)[None]
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, causal: bool, scale: float | None) -> Tensor:
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    *,
+    causal: bool,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
     rows = (x[0].transpose(0, 1) for x in (query, key, value))
     bounds = (packing.offsets, packing.offsets, packing.longest, packing.longest)
-    window = (-1, 0) if causal else (-1, -1)
+    around = (-1 if window is None else window - 1, 0) if causal else (-1, -1)
     options: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
-    out: Tensor = varlen_attn(*rows, *bounds, scale=scale, window_size=window, **options)
+    out: Tensor = varlen_attn(*rows, *bounds, scale=scale, window_size=around, **options)
     return out.transpose(0, 1)[None]
 
 
 def _masked(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, causal: bool, scale: float | None, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    dropout: float,
 ) -> Tensor:
     """One call over all rows, whatever sequences they are; its mask ``[T, T]`` grows with the square of the rows."""
     mask = packing.sequence[:, None] == packing.sequence
     if causal:
-        mask = mask & (packing.positions[:, None] >= packing.positions)
+        mask = mask & _seen(packing.positions, window)
     return _attend(query, key, value, mask=mask[None, None], causal=False, scale=scale, dropout=dropout)
 
 
-def attention_pairs(lengths: np.ndarray, *, causal: bool) -> int:
+def _seen(positions: Tensor, window: int | None) -> Tensor:
+    """Whether a row ``i`` sees a row ``j`` of its sequence, bool ``[T, T]``."""
+    before = positions[:, None] - positions
+    return before >= 0 if window is None else (before >= 0) & (before < window)
+
+
+def attention_pairs(lengths: np.ndarray, *, causal: bool, window: int | None = None) -> int:
     """Count the (query, key) pairs of sequences of these lengths, the exact work of attention without padding."""
-    return int((lengths * (lengths + 1) // 2 if causal else lengths * lengths).sum())
+    if not causal:
+        return int((lengths * lengths).sum())
+    near = lengths if window is None else np.minimum(lengths, window)
+    return int((near * (near + 1) // 2 + (lengths - near) * near).sum())
 
 
 def register_hf_attention() -> None:
@@ -145,10 +180,12 @@ def _hf_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    sliding_window: int | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
-    out = packed_attention(query, key, value, packing, causal=causal, scale=scaling, dropout=dropout)
+    options: dict[str, Any] = {"causal": causal, "window": sliding_window, "scale": scaling, "dropout": dropout}
+    out = packed_attention(query, key, value, packing, **options)
     return out.transpose(1, 2), None
 
 

@@ -111,7 +111,9 @@ class HFCausalLM(HFAdapter, CausalLM):
     @override
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
         rows, config = int(np.sum(packing_lengths)), self.config
-        attention = 4 * config.num_attention_heads * config.head_dim * attention_pairs(packing_lengths, causal=True)
+        windows = [getattr(block.self_attn, "sliding_window", None) for block in self.meta_copy().blocks().values()]
+        pairs = [attention_pairs(packing_lengths, causal=True, window=window) for window in windows]
+        attention = 4 * config.num_attention_heads * config.head_dim * np.array(pairs)
         original: Any = self.meta_copy()
         head = float(linear_flops(original.model.lm_head) * rows)
         return 0.0, block_linear_flops(self) * rows + attention, head
@@ -156,8 +158,6 @@ def _check_supported(who: str, config: Any) -> None:
     rope = (config.rope_parameters or {}).get("rope_type", "default")
     if rope in ("dynamic", "longrope"):
         raise ModelError(f"{who}: rope_type {rope!r} changes with the longest sequence and cannot be packed")
-    if getattr(config, "sliding_window", None):
-        raise ModelError(f"{who}: sliding_window={config.sliding_window} is not supported: packed attention has none")
     if config.num_attention_heads % config.num_key_value_heads:
         raise ModelError(
             f"{who}: num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "

@@ -12,7 +12,7 @@ from hetero_strategy.model.inputs import Packing
 CASES = [[5], [4, 4, 4], [7, 3, 7, 1], [2, 9, 8, 0, 7, 1], [12, 3, 3, 3], [1, 1], [0, 4, 0]]
 
 
-def reference(query, key, value, lengths, causal, scale):
+def reference(query, key, value, lengths, causal, scale, window=99):
     """One plain softmax per sequence."""
     groups = query.shape[1] // key.shape[1]
     outs, start = [], 0
@@ -22,7 +22,8 @@ def reference(query, key, value, lengths, causal, scale):
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         scores = q @ k.transpose(-1, -2) * scale
         if causal:
-            scores = scores.masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -torch.inf)
+            seen = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
+            scores = scores.masked_fill(~seen, -torch.inf)
         outs.append(scores.softmax(-1) @ v)
         start += length
     return torch.cat(outs, 2)
@@ -53,6 +54,26 @@ def test_equals_attention_of_each_sequence(lengths, causal):
     grads = torch.autograd.grad(out, inputs, weight)
     for grad, wanted in zip(grads, torch.autograd.grad(expected, inputs, weight), strict=True):
         torch.testing.assert_close(grad, wanted, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("window", [1, 3, 7, 8])
+@pytest.mark.parametrize("lengths", CASES, ids=str)
+def test_a_window_ends_what_a_row_sees(lengths, window):
+    inputs = make(lengths)
+    packing = Packing.of(np.array(lengths))
+    expected = reference(*inputs, lengths, True, 0.3, window)
+    weight = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, inputs, weight)
+    options = {"causal": True, "window": window, "scale": 0.3}
+    for out in (
+        packed_attention(*inputs, packing, **options),
+        attention._masked(*inputs, packing, **options, dropout=0.0),
+    ):
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+        for grad, theirs in zip(torch.autograd.grad(out, inputs, weight), wanted, strict=True):
+            torch.testing.assert_close(grad, theirs, rtol=1e-11, atol=1e-11)
+    seen = sum(int(torch.ones(n, n).tril().triu(1 - window).sum()) for n in lengths)
+    assert attention.attention_pairs(np.array(lengths), causal=True, window=window) == seen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -150,14 +171,15 @@ def test_rows_go_to_the_flash_kernel_as_they_are(causal, kv_heads, monkeypatch):
     assert packing.offsets.tolist() == [0, 5, 5, 8, 17] and packing.offsets.dtype == torch.int32
     make = lambda heads, device: torch.empty(1, heads, 17, 8, dtype=torch.bfloat16, device=device)  # noqa: E731
     query, key, value = (make(heads, "meta") for heads in (4, kv_heads, kv_heads))
-    out = attention._flash(query, key, value, packing.to("meta"), causal=causal, scale=0.3)
+    window = 5 if causal else None
+    out = attention._flash(query, key, value, packing.to("meta"), causal=causal, window=window, scale=0.3)
     assert out.shape == query.shape
     packed_attention(make(4, "cpu"), make(4, "cpu"), make(4, "cpu"), packing, causal=causal)  # there is none on the CPU
     ((q, k, _, offsets, _, longest, _), options) = given.pop()
     assert not given
     assert q.shape == (17, 4, 8) and k.shape == (17, kv_heads, 8) and longest == 9 and len(offsets) == 5
     shared = {} if kv_heads == 4 else {"enable_gqa": True}
-    assert options == {"scale": 0.3, "window_size": (-1, 0) if causal else (-1, -1), **shared}
+    assert options == {"scale": 0.3, "window_size": (4, 0) if causal else (-1, -1), **shared}
 
 
 def test_a_torch_that_does_not_say_that_heads_share_keys_is_not_asked_to():

@@ -18,6 +18,8 @@ from hetero_strategy.zoo.titan import _titan
 from tests.model.helpers import LLAMA, TITAN, ready, tokens
 
 QWEN = LLAMA | {"head_dim": 6}
+WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+"""In the second layer."""
 LENGTHS = [5, 9, 8, 1, 3]
 
 
@@ -34,10 +36,11 @@ def per_sample(model, inputs):
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "llama_tied"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_windowed", "llama_tied"])
 def test_hugging_face_packed_equals_its_own_forward(kind):
-    if kind == "qwen3":
-        ours, theirs = hf_qwen3(**QWEN), Qwen3ForCausalLM(Qwen3Config(**QWEN))
+    if kind.startswith("qwen3"):
+        fields = QWEN | (WINDOW if kind == "qwen3_windowed" else {})
+        ours, theirs = hf_qwen3(**fields), Qwen3ForCausalLM(Qwen3Config(**fields))
     else:
         fields = LLAMA | {"tie_word_embeddings": kind == "llama_tied"}
         ours, theirs = hf_llama(**fields), LlamaForCausalLM(LlamaConfig(**fields))
@@ -53,6 +56,12 @@ def test_hugging_face_packed_equals_its_own_forward(kind):
     theirs_grads = dict(theirs.named_parameters())
     for name, parameter in ours.model.named_parameters():
         torch.testing.assert_close(parameter.grad, theirs_grads[name].grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_window_costs_what_is_in_it():
+    whole, windowed = hf_qwen3(**QWEN), hf_qwen3(**QWEN | WINDOW)
+    (_, blocks, _), (_, fewer, _) = (model.part_flops(np.array([9, 2])) for model in (whole, windowed))
+    assert (blocks - fewer).tolist() == [0, 4 * 4 * 6 * (45 - 24)]
 
 
 def test_titan_packed_equals_titan_per_sample():
@@ -214,8 +223,6 @@ def test_what_cannot_run_is_refused():
         titan_llama(n_layer=2)
     with pytest.raises(ModelError, match="hidden"):
         hf_qwen3(**QWEN, hidden=3)
-    with pytest.raises(ModelError, match="sliding_window=4"):
-        hf_qwen3(**QWEN, use_sliding_window=True, sliding_window=4)
     with pytest.raises(ModelError, match="n_kv_heads"):
         titan_llama(**TITAN | {"n_kv_heads": 3})
     with pytest.raises(DataError, match="65 tokens exceeds the model's maximum 64"):
