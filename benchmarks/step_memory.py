@@ -8,6 +8,8 @@ rank that holds most, the most of each that is held after any action of the step
   gradients   of the parameters, and whole ones that wait for their reduction
   copies      tensors of a weight's shape that autograd keeps for the backward and that are no weights: casts
   activations everything else that autograd keeps for the backward
+  allocated   all memory of tensors that the step made, at its most: the last three, rows on their way, what a block
+              needs for a moment; counted as operators make tensors and as their memory is freed
   moved       bytes that the rank gives to all-gathers in a step, and that it sends to other stages
 
 autocast is what Lightning's own bf16-mixed does and what this strategy did: fp32 weights, cast anew in every forward,
@@ -28,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.common import arguments, report, write_json
-from benchmarks.counting import counted
+from benchmarks.counting import Allocations, counted
 from benchmarks.pipelines import Setting, assembled
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.parallelize import fsdp
@@ -55,6 +57,7 @@ class Held:
     gradients: int = 0
     copies: int = 0
     activations: int = 0
+    allocated: int = 0
     gathers: int = 0
     """Given to all-gathers in the step."""
     sent: int = 0
@@ -177,12 +180,12 @@ def step_on_rank(rank: int, world: int, setting: Setting, autocast: bool) -> Hel
             most = [0, 0]
             region: Any = torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if autocast else nullcontext()
             hooks = torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda h: h.tensor)
-            with hooks, region, _gathers() as gathers, counted() as sent:
+            with hooks, region, _gathers() as gathers, counted() as sent, Allocations() as allocations:
                 made.executor.run(batch, train=True)
     finally:
         running._Step.run = original  # type: ignore[method-assign]
     masters = 3 * sum(local(p).nbytes for p in parameters)
-    return Held(masters, *most, kept.most["copies"], kept.most["activations"], gathers(), sent())
+    return Held(masters, *most, kept.most["copies"], kept.most["activations"], allocations.most, gathers(), sent())
 
 
 def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[str, Any]:
@@ -198,9 +201,9 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[st
             ranks = pool.run(setting.world, step_on_rank, setting, way == "autocast")
             held = max(ranks, key=lambda one: one.total)
             figures[f"{name}, {way}"] = vars(held)
-            kinds = (held.masters, held.gathered, held.gradients, held.copies, held.activations)
-            table.append([name, way, *(f"{x / 1e6:.2f}" for x in (*kinds, held.total, held.gathers, held.sent))])
-    columns = ("masters", "gathered", "gradients", "copies", "activations", "all", "all-gathers", "sent")
+            kinds = (held.masters, held.gathered, held.gradients, held.copies, held.activations, held.total)
+            table.append([name, way, *(f"{x / 1e6:.2f}" for x in (*kinds, held.allocated, held.gathers, held.sent))])
+    columns = ("masters", "gathered", "gradients", "copies", "activations", "all", "allocated", "all-gathers", "sent")
     notes = [f"{time.perf_counter() - begin:.0f} s"]
     report("step_memory", "MB on the rank that holds most", ("layout", "precision by", *columns), table, notes)
     write_json(chosen.json, "step_memory", "cpu", {"dim": chosen.dim}, figures)

@@ -71,7 +71,7 @@ class Bucket:
     """bool ``[count, 1, 1, length]``, true at real rows; None where every sequence fills the bucket's length."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: of a frozen one torch 2.11 compiles every field, and buckets are never the same
 class Packing(Movable):
     """Ragged sequences lying end to end in one row dimension ``[T]``, and where attention finds them."""
 
