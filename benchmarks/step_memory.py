@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[st
     for name in LAYOUTS:
         setting = setting_of(name, chosen.dim)
         for way in ("autocast", "storage"):
-            ranks = pool.run(setting.world, step_on_rank, setting, way == "autocast")
+            ranks = pool.run(setting.world, step_on_rank, setting, way == "autocast", timeout=300)
             held = max(ranks, key=lambda one: one.total)
             figures[f"{name}, {way}"] = vars(held)
             kinds = (held.masters, held.gathered, held.gradients, held.copies, held.activations, held.total)
