@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from hetero_strategy.layout import ModuleLayout, place
@@ -161,12 +162,13 @@ def run(rank: int, world: int, piece: Piece) -> dict[str, Any]:
                 fsdp.per_microbatch(stage, mb == piece.microbatches - 1)
             seed = torch.ones_like(root) if grad is None else grad
             weights = [p for p in stage.parameters() if p.requires_grad]
+            roots = [(get_gradient_edge(root), seed)] if root.requires_grad else []
+            del root
             if piece.halves:
-                later = backward.inputs_first([(root, seed)], [leaf] if leaf is not None else [], weights)
-                del root
+                later = backward.inputs_first(roots, [leaf] if leaf is not None else [], weights)
                 later()
-            elif root.requires_grad:
-                backward.whole([(root, seed)])
+            else:
+                backward.whole(roots)
             if leaf is not None:
                 errors.append(_error(leaf.grad, mine(grads[key][number - 1])))
     for stage in stages.values():
