@@ -71,7 +71,6 @@ class Transport:
 
     def start(self, numbers: Iterable[int]) -> None:
         """Start the first hop of some transfers; neighbours of one group travel as one batch."""
-        self._let_go()
         batch: list[int] = []
         group: dist.ProcessGroup | None = None
         for number in numbers:
@@ -82,6 +81,7 @@ class Transport:
             group = channel.group
             batch.append(number)
         if batch:
+            self._let_go()
             self._start(batch, first=True)
 
     def take(self, number: int, add_to: torch.Tensor | None = None) -> torch.Tensor:
@@ -122,8 +122,13 @@ class Transport:
 
     def _let_go(self) -> None:
         """Let buffers go whose messages are known to be over, oldest first; nothing waits (gloo does not say)."""
-        while self._sent and all(work.is_completed() for work, _ in self._sent[next(iter(self._sent))]):
-            del self._sent[next(iter(self._sent))]
+        over = []
+        for number, messages in self._sent.items():
+            if not messages[-1][0].is_completed():
+                break
+            over.append(number)
+        for number in over:
+            self.free(number)
 
     def _start(self, numbers: Sequence[int], *, first: bool) -> None:
         ops: list[dist.P2POp] = []

@@ -149,12 +149,15 @@ class _Output(NamedTuple):
     """An output whose memory may go: backward needs only its place in the graph."""
 
     edge: GradientEdge
-    like: torch.Tensor
-    """On the meta device."""
+    shape: torch.Size
+    dtype: torch.dtype
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Output:
-        return _Output(get_gradient_edge(tensor), tensor.detach().to("meta"))
+        return _Output(get_gradient_edge(tensor), tensor.shape, tensor.dtype)
+
+    def filled(self, value: float, device: torch.device) -> torch.Tensor:
+        return torch.full(self.shape, value, dtype=self.dtype, device=device)
 
 
 @dataclass
@@ -286,7 +289,7 @@ class _Step:
         if len(step.reads) > 1:  # added up apart: one that arrived may still be read by sends to other ranks
             live = self.live[step.action.node, step.action.microbatch]
             assert live.rows is not None
-            gradient = torch.zeros_like(live.rows.like, device=self.executor.device)
+            gradient = live.rows.filled(0.0, self.executor.device)
         for number in step.reads:
             gradient = self.transport.take(number, gradient)
         for number in step.frees:
@@ -303,10 +306,10 @@ class _Step:
         device = self.executor.device
         if live.loss is not None and factor is not None:
             weight = self.executor.weights[stage_id.module] / self.batch.plan.normalizer(stage_id.module)
-            roots.append((live.loss.edge, torch.full_like(live.loss.like, weight, device=device) * factor))
+            roots.append((live.loss.edge, live.loss.filled(weight, device) * factor))
         if live.rows is not None:
-            gradient = torch.zeros_like(live.rows.like, device=device) if gradient is None else gradient
-            roots.append((live.rows.edge, gradient.to(live.rows.like.dtype)))
+            gradient = live.rows.filled(0.0, device) if gradient is None else gradient
+            roots.append((live.rows.edge, gradient.to(live.rows.dtype)))
         live.rows = live.loss = None
         if step.action.kind == "I":
             weights = [p for p in stage.parameters() if p.requires_grad]
