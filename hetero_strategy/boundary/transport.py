@@ -122,13 +122,11 @@ class Transport:
 
     def _let_go(self) -> None:
         """Let buffers go whose messages are known to be over, oldest first; nothing waits (gloo does not say)."""
-        over = []
-        for number, messages in self._sent.items():
-            if not messages[-1][0].is_completed():
-                break
-            over.append(number)
-        for number in over:
-            self.free(number)
+        for number in list(self._sent):
+            for work, _ in self._sent[number]:
+                if not work.is_completed():
+                    return
+            del self._sent[number]
 
     def _start(self, numbers: Sequence[int], *, first: bool) -> None:
         ops: list[dist.P2POp] = []
