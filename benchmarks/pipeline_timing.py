@@ -32,12 +32,13 @@ import numpy as np
 from benchmarks.common import arguments, machine, report, write_json
 from benchmarks.pipelines import Gathered, Planned, Setting, Turn, gather, planned, run_turns
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.monitor.prediction import Ran, durations, rows_between, samples, starts, transfers
+from hetero_strategy.monitor.prediction import Ran, durations, samples, starts, transfers
 from hetero_strategy.monitor.timeline import Timeline, from_measured, from_simulation, write_trace
 from hetero_strategy.schedule.action import Action
 from hetero_strategy.simulator.links import Links
 from hetero_strategy.simulator.profile import Profile
 from hetero_strategy.simulator.result import Simulation
+from hetero_strategy.simulator.rows import rows_between
 from hetero_strategy.simulator.simulate import simulate
 from tests.distributed.harness import Pool
 

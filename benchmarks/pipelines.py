@@ -21,12 +21,13 @@ from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import Assignment, StepMetadata, StepPlan, edge_blocks, slots
+from hetero_strategy.planner.context import model_context
 from hetero_strategy.schedule.action import Action, Schedule
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.graph import PlannedCosts, work_of
 from hetero_strategy.strategy.assembly import Assembled, assemble
-from hetero_strategy.strategy.blueprint import Blueprint, blueprint, model_context
+from hetero_strategy.strategy.blueprint import Blueprint, blueprint
 from hetero_strategy.zoo import siglip2_encoder, titan_llama, whisper_encoder
 
 MERGE, PATCH, MELS, VOCABULARY = 2, 8, 40, 512
@@ -117,7 +118,8 @@ class Setting:
         instances = self.placement.instances()
         balancing = None
         if self.balance is not None:
-            around = model_context(self.blueprint, ("llm",), self.scheduling, self.placement, self.world)
+            made = self.blueprint
+            around = model_context(made.graph, made.costs, ("llm",), self.scheduling, self.placement, self.world)
             balancing = BalanceConfig.of(self.balance).resolve(instances, around)
         return plan_step(
             self.metadata(seed),

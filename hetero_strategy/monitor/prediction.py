@@ -13,28 +13,26 @@ moment is not simulated.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from scipy.stats import linregress
 
-from hetero_strategy.plan.step_plan import StepPlan, edge_blocks
+from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.schedule.action import Action, Kind, Schedule, StageId
 from hetero_strategy.schedule.graph import PlannedCosts
 from hetero_strategy.simulator.account import Host
 from hetero_strategy.simulator.links import Links, same_ranks
 from hetero_strategy.simulator.profile import Profile, TimedForward, fit_line
 from hetero_strategy.simulator.result import Simulation
+from hetero_strategy.simulator.rows import Widths, rows_between
 from hetero_strategy.simulator.simulate import RowsSent, simulate
 
 DRAWS = 15
 """Simulations of a step, of which the median one is taken."""
 Events = Mapping[int, Sequence[tuple[Action, float, float]]]
 """Rank -> (action, start, end) in seconds of one clock, in the sequence in which they ran."""
-Widths = Callable[[StageId, StageId], float]
-"""(source stage, target stage) -> bytes of a row between them."""
 
 
 class Ran(NamedTuple):
@@ -91,25 +89,6 @@ def durations(schedule: Schedule, events: Events, synchronous: Collection[StageI
         )
         for action in {action for action, _ in seconds}
     }
-
-
-def rows_between(plan: StepPlan, widths: Widths = lambda source, target: 1.0) -> RowsSent:
-    """Bytes between actions of a step, as ``simulate`` takes them; numbers of rows without widths."""
-
-    @cache
-    def rows(source: Action, target: Action) -> np.ndarray:
-        back = source.kind != "F"
-        first, second = (target, source) if back else (source, target)
-        width = widths(first.node, second.node)
-        if first.node.module == second.node.module:
-            return width * plan.assignments[first.node.module][first.microbatch].totals(inner=True)
-        blocks = edge_blocks(plan, first.node.module, first.microbatch, second.node.module, second.microbatch)
-        counts = [len(plan.assignments[a.node.module][a.microbatch].offsets) - 1 for a in (first, second)]
-        sent = np.zeros((counts[0], counts[1]))
-        np.add.at(sent, (blocks.source_instance, blocks.target_instance), width * blocks.rows)
-        return sent.T if back else sent
-
-    return rows
 
 
 class Start(NamedTuple):

@@ -7,12 +7,12 @@ from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
-from torch import nn
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.planner.layers import LayerCost, costs
 from hetero_strategy.planner.partition import split
+from hetero_strategy.planner.shape import trained_share
 
 TYPICAL_ROWS = 1024
 """Length of the sequence whose FLOPs weigh the blocks against the embedding and the head."""
@@ -58,12 +58,5 @@ def _layers(module: Adapter, blocks: list[str], recomputed: float) -> list[Layer
     for number, (block, flops) in enumerate(zip(blocks, forward, strict=True)):
         stage = module.stage([block], first=number == 0, last=number == len(blocks) - 1)
         trains = any(p.requires_grad for p in stage.parameters())
-        layers.append(LayerCost(float(flops), trains, recomputed, weight=float(flops) * _trained_share(stage)))
+        layers.append(LayerCost(float(flops), trains, recomputed, weight=float(flops) * trained_share(stage)))
     return layers
-
-
-def _trained_share(stage: nn.Module) -> float:
-    """Share of a stage's weights in matmuls that train: a frozen block may share its stage with a trained projector."""
-    weights = [linear.weight for linear in stage.modules() if isinstance(linear, nn.Linear)]
-    trained = sum(w.numel() for w in weights if w.requires_grad)
-    return trained / max(1, sum(w.numel() for w in weights))

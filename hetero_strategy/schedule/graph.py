@@ -116,7 +116,7 @@ class PlannedCosts:
         self._forward: dict[StageId, np.ndarray] = {}
         for module in graph.pipelines:
             nodes, load = graph.nodes_of(module), plan.loads.get(module)
-            sizes = [_sizes(plan, module, number) for number in range(len(plan.assignments[module]))]
+            sizes = [sizes_of(plan, module, number) for number in range(len(plan.assignments[module]))]
             rows, squares = np.stack([r for r, _ in sizes]), np.stack([s for _, s in sizes])
             times = forward_times([stages[n] for n in nodes], rows, squares, None if load is None else load.after)
             self._forward.update(zip(nodes, times, strict=True))
@@ -147,8 +147,10 @@ def forwards(kind: Kind, stage: Stage, cost: StageCost) -> float:
     return cost.recomputed + (1 + int(stage.trains) if kind == "B" else 1)
 
 
-def _sizes(plan: StepPlan, module: str, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and sums of squared lengths of every instance, float64 ``[instances]`` each."""
+def sizes_of(
+    plan: StepPlan, module: str, number: int
+) -> tuple[Float64[np.ndarray, "instances"], Float64[np.ndarray, "instances"]]:
+    """Rows and sums of squared lengths of every instance in one of the module's microbatches."""
     assignment = plan.assignments[module][number]
     inner_rows = assignment.inner_rows.astype(np.float64)
     bounds = assignment.offsets

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float64, Int64
+
+Grid = Int64[np.ndarray, "instances ranks"]
+"""Global ranks of every instance of a stage."""
+Between = Float64[np.ndarray, "source_instances target_instances"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,33 @@ class Links:
 
     latency: float = 0.0
     bandwidth: float = np.inf
+
+    def between(self, source: Grid, target: Grid) -> tuple[Between, Between]:
+        """Seconds until the first byte arrives, and seconds per byte; both 0 between the same ranks."""
+        away = ~same_ranks(source, target)
+        return self.latency * away, away / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Network:
+    """Links that are faster within a node than between nodes.
+
+    Args:
+        within: links between ranks of one node.
+        across: links between ranks of different nodes.
+        ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``.
+    """
+
+    within: Links
+    across: Links
+    ranks_per_node: int
+
+    def between(self, source: Grid, target: Grid) -> tuple[Between, Between]:
+        """As :meth:`Links.between`; instances are on the nodes of their first ranks."""
+        nodes = [grid[:, 0] // self.ranks_per_node for grid in (source, target)]
+        here = np.equal.outer(*nodes)
+        near, far = self.within.between(source, target), self.across.between(source, target)
+        return np.where(here, near[0], far[0]), np.where(here, near[1], far[1])
 
 
 def same_ranks(

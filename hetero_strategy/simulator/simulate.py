@@ -15,7 +15,7 @@ from jaxtyping import Float64
 
 from hetero_strategy.schedule.action import Action, Schedule, StageId
 from hetero_strategy.simulator.account import NO_HOST, Account, Host
-from hetero_strategy.simulator.links import Links, same_ranks
+from hetero_strategy.simulator.links import Links, Network
 from hetero_strategy.simulator.result import Simulation
 
 ActionCosts = Callable[[Action], float | Float64[np.ndarray, "instances"]]
@@ -33,7 +33,7 @@ it more than 0.
 def simulate(
     schedule: Schedule,
     costs: ActionCosts,
-    links: Links | None = None,
+    links: Links | Network | None = None,
     rows: RowsSent | None = None,
     synchronous: Collection[StageId] = (),
     host: Host = NO_HOST,
@@ -96,7 +96,7 @@ class _Way:
 class _Transfers:
     """Rows on their way to actions that have not run yet."""
 
-    def __init__(self, schedule: Schedule, links: Links, rows: RowsSent | None) -> None:
+    def __init__(self, schedule: Schedule, links: Links | Network, rows: RowsSent | None) -> None:
         self.inbox: dict[Action, tuple[np.ndarray, np.ndarray]] = {}
         """Action -> when what it reads was computed and when it has arrived, each float64 ``[instances]``."""
         self._stages = schedule.graph.stages
@@ -108,11 +108,12 @@ class _Transfers:
     def _way(self, source: StageId, target: StageId) -> _Way:
         if (source, target) not in self._ways:
             a, b = self._stages[source].grid, self._stages[target].grid
-            away, direct = ~same_ranks(a, b), source.module == target.module
+            direct = source.module == target.module
+            latency, per_byte = self._links.between(a, b)
             if direct:
-                away = away.diagonal()
+                latency, per_byte = latency.diagonal(), per_byte.diagonal()
             last = self._last.setdefault((direct, a.shape, a.tobytes(), b.shape, b.tobytes()), np.zeros(len(b)))
-            self._ways[source, target] = _Way(self._links.latency * away, away / self._links.bandwidth, last)
+            self._ways[source, target] = _Way(latency, per_byte, last)
         return self._ways[source, target]
 
     def send(self, source: Action, target: Action, end: np.ndarray) -> None:

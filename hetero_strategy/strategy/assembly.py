@@ -26,12 +26,13 @@ from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
 from hetero_strategy.plan.config import ModelContext
+from hetero_strategy.planner.context import model_context
 from hetero_strategy.runtime.connect import connect
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import StageGraph, StageId
 from hetero_strategy.schedule.compile import StepCompiler
 from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.strategy.blueprint import blueprint, model_context
+from hetero_strategy.strategy.blueprint import blueprint
 
 Row = tuple[int, torch.dtype]
 """Width and dtype of a row."""
@@ -144,7 +145,7 @@ def assemble(
         exact=storage.compute == torch.float64,
     )
     state = TrainingState(prefix, modules, group=registry.background, asynchronous=async_checkpoint)
-    around = model_context(plan, model.language_models(), scheduling, placement, ranks_per_node)
+    around = model_context(plan.graph, plan.costs, model.language_models(), scheduling, placement, ranks_per_node)
     owned = owned_parameters(stages, layouts)
     return Assembled(executor, owned, state, registry, around)
 

@@ -9,7 +9,6 @@ from types import MappingProxyType
 import numpy as np
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.layout.placement import Placement
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.multimodal import MultimodalModel
@@ -17,15 +16,11 @@ from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.parallelize.stages import cut
 from hetero_strategy.parallelize.storage import FP32, Storage
-from hetero_strategy.plan.balance import Cost
-from hetero_strategy.plan.config import ModelContext
-from hetero_strategy.plan.orchestrator import Near, Orderer
 from hetero_strategy.planner.stages import with_splits
 from hetero_strategy.schedule.action import Span, StageGraph, StageId, StepWork
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.graph import StageCost, stage_graph
-from hetero_strategy.simulator.reordering import Reorderer
 
 
 @dataclass(frozen=True)
@@ -106,59 +101,6 @@ def _check_blocks(option: str, named: Collection[str], modules: Mapping[str, Ada
     for name in named:
         if not modules[name].blocks():
             raise ConfigError(f"HeteroStrategy: {option} names '{name}', which has no blocks; leave it out")
-
-
-def model_context(
-    plan: Blueprint,
-    language_models: Collection[str],
-    scheduling: ScheduleConfig,
-    placement: Placement,
-    ranks_per_node: int,
-) -> ModelContext:
-    """What balancing has to know: what modules cost, which instances lie near each other, what orders microbatches.
-
-    Args:
-        language_models: modules whose units are whole samples.
-        ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``.
-    """
-    costs = dict.fromkeys(plan.layouts, Cost(0.0))
-    for node, cost in plan.costs.items():
-        known = costs[node.module]
-        costs[node.module] = Cost(known.linear + cost.per_row, known.quadratic + cost.per_pair)
-    between = {(s.module, t.module): (s, t) for s, t in plan.graph.edges if s.module != t.module}
-    near: dict[str, Near] = {}
-    for (source, target), nodes in between.items():
-        if not {source, target} & set(language_models):
-            continue
-        item, language_model = (source, target) if target in language_models else (target, source)
-        grids = {node.module: plan.graph.stages[node].grid for node in nodes}
-        found = _near(grids[item], grids[language_model], ranks_per_node, placement.world_size)
-        if found is not None:
-            near.setdefault(item, Near(*found, language_model))
-
-    def orderer(search: str) -> Orderer | None:
-        made = Reorderer(plan.graph, scheduling.schedule, plan.costs, scheduling.max_in_flight, search)
-        return made if made.needed else None
-
-    return ModelContext({n: c for n, c in costs.items() if c.linear or c.quadratic}, near, orderer)
-
-
-def _near(
-    items: np.ndarray, language_model: np.ndarray, ranks_per_node: int, world: int
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """Places of both sides' instances, from their ranks ``[instances, ranks]``; None where no place is shared.
-
-    Nodes where there are several; on one node the instances of the language_model, each with its ranks.
-    """
-    if world > ranks_per_node:
-        slots, homes = items[:, 0] // ranks_per_node, language_model[:, 0] // ranks_per_node
-    else:
-        homes = np.arange(len(language_model))
-        at = {int(rank): instance for instance, ranks in enumerate(language_model) for rank in ranks}
-        slots = np.array(
-            [at.get(int(ranks[0]), len(language_model) + i) for i, ranks in enumerate(items)], dtype=np.int64
-        )
-    return (slots, homes) if np.isin(slots, homes).any() else None
 
 
 def _costs(module: Adapter, split: Sequence[int], recomputed: float, ranks: int) -> list[StageCost]:

@@ -1,0 +1,71 @@
+"""What balancing has to know of a model in its layouts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from hetero_strategy.layout.placement import Placement
+from hetero_strategy.plan.balance import Cost
+from hetero_strategy.plan.config import ModelContext
+from hetero_strategy.plan.orchestrator import Near, Orderer
+from hetero_strategy.schedule.action import StageGraph, StageId
+from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.schedule.graph import StageCost
+from hetero_strategy.simulator.reordering import Reorderer
+
+
+def model_context(
+    graph: StageGraph,
+    stage_costs: Mapping[StageId, StageCost],
+    language_models: Collection[str],
+    scheduling: ScheduleConfig,
+    placement: Placement,
+    ranks_per_node: int,
+) -> ModelContext:
+    """What balancing has to know: what modules cost, which instances lie near each other, what orders microbatches.
+
+    Args:
+        stage_costs: forward of every stage, in FLOPs or seconds.
+        language_models: modules whose units are whole samples.
+        ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``.
+    """
+    costs = dict.fromkeys(graph.pipelines, Cost(0.0))
+    for node, cost in stage_costs.items():
+        known = costs[node.module]
+        costs[node.module] = Cost(known.linear + cost.per_row, known.quadratic + cost.per_pair)
+    between = {(s.module, t.module): (s, t) for s, t in graph.edges if s.module != t.module}
+    near: dict[str, Near] = {}
+    for (source, target), nodes in between.items():
+        if not {source, target} & set(language_models):
+            continue
+        item, language_model = (source, target) if target in language_models else (target, source)
+        grids = {node.module: graph.stages[node].grid for node in nodes}
+        found = _near(grids[item], grids[language_model], ranks_per_node, placement.world_size)
+        if found is not None:
+            near.setdefault(item, Near(*found, language_model))
+
+    def orderer(search: str) -> Orderer | None:
+        made = Reorderer(graph, scheduling.schedule, stage_costs, scheduling.max_in_flight, search)
+        return made if made.needed else None
+
+    return ModelContext({n: c for n, c in costs.items() if c.linear or c.quadratic}, near, orderer)
+
+
+def _near(
+    items: np.ndarray, language_model: np.ndarray, ranks_per_node: int, world: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Places of both sides' instances, from their ranks ``[instances, ranks]``; None where no place is shared.
+
+    Nodes where there are several; on one node the instances of the language_model, each with its ranks.
+    """
+    if world > ranks_per_node:
+        slots, homes = items[:, 0] // ranks_per_node, language_model[:, 0] // ranks_per_node
+    else:
+        homes = np.arange(len(language_model))
+        at = {int(rank): instance for instance, ranks in enumerate(language_model) for rank in ranks}
+        slots = np.array(
+            [at.get(int(ranks[0]), len(language_model) + i) for i, ranks in enumerate(items)], dtype=np.int64
+        )
+    return (slots, homes) if np.isin(slots, homes).any() else None

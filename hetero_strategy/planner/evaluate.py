@@ -1,0 +1,222 @@
+"""What a step costs in given layouts: its real step plan and schedule, simulated with predicted times. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import numpy as np
+
+from hetero_strategy.layout.placement import Placement, place
+from hetero_strategy.layout.row_sharding import RowSharding
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
+from hetero_strategy.planner.cluster import Cluster
+from hetero_strategy.planner.context import model_context
+from hetero_strategy.planner.partition import split
+from hetero_strategy.planner.shape import ModelShape, ModuleShape
+from hetero_strategy.planner.times import MIXED, Precision, StageTimes, module_times
+from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
+from hetero_strategy.schedule.build import make_schedule
+from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.schedule.graph import StageCost, sizes_of, stage_graph, work_of
+from hetero_strategy.simulator.result import Simulation
+from hetero_strategy.simulator.rows import Widths, rows_between
+from hetero_strategy.simulator.simulate import simulate
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train a model on a cluster."""
+
+    layouts: Mapping[str, ModuleLayout]
+    microbatches: int = 1
+    schedule: str = "auto"
+    recompute: Mapping[str, Recompute] = field(default_factory=dict)
+    reshard_after_forward: str = "auto"
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """What follows from a candidate before any data is seen."""
+
+    candidate: Candidate
+    placement: Placement
+    """With every ``split`` given."""
+    scheduling: ScheduleConfig
+    graph: StageGraph
+    times: Mapping[StageId, StageTimes]
+    costs: Mapping[StageId, StageCost]
+    """Seconds of a forward, for balancing."""
+
+    @property
+    def together(self) -> set[StageId]:
+        """Stages whose instances do all actions together, because each gathers parameters."""
+        return {s for s, t in self.times.items() if not t.once and t.gather > 0}
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One step of a candidate, as the trainer would run it, and its simulation."""
+
+    placed: Placed
+    plan: StepPlan
+    schedule: Schedule
+    simulation: Simulation
+    after: float
+    """Seconds after the last action: the optimizer, and the sum of replicated gradients, on the slowest rank."""
+
+    @property
+    def seconds(self) -> float:
+        return self.simulation.time + self.after
+
+
+class Evaluator:
+    """Simulates steps of candidates.
+
+    Args:
+        batches: global batches drawn from the data, on which candidates are compared.
+        balance: how their work is spread.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        cluster: Cluster,
+        batches: Sequence[StepMetadata],
+        *,
+        balance: BalanceConfig | None = None,
+        precision: Precision = MIXED,
+    ) -> None:
+        self.shape, self.cluster, self.batches = shape, cluster, tuple(batches)
+        self.precision = precision
+        self._balance = balance or BalanceConfig()
+        self._fed = shape.fed_by_trainable()
+        self.lengths = {name: self._length(name) for name in shape.modules}
+        """Module -> rows of a unit inside it, weighted by rows: those of the unit that a row is in, on average."""
+
+    def place(self, candidate: Candidate) -> Placed:
+        """Choose stages and count their times.
+
+        Raises:
+            LayoutError: layouts that do not fit the cluster or the modules.
+            ScheduleError: a schedule that does not fit the layouts.
+        """
+        asked = place(candidate.layouts, self.cluster.ranks).layouts
+        scheduling = ScheduleConfig(candidate.schedule, {}, candidate.reshard_after_forward).resolved(asked)
+        casts = self.precision.compute != self.precision.master
+        layouts: dict[str, ModuleLayout] = {}
+        times: dict[StageId, StageTimes] = {}
+        trains: dict[StageId, bool] = {}
+        for name, module in self.shape.modules.items():
+            share = candidate.recompute[name].share if name in candidate.recompute else 0.0
+            layouts[name] = layout = self._with_split(module, asked[name], share, self._fed[name], self.lengths[name])
+            once = scheduling.gathered_once(layout, casts=casts and bool(module.trained.any()))
+            options = {"fed": self._fed[name], "recomputed": share, "once": once, "precision": self.precision}
+            stages = module_times(module, layout, self.cluster, **options)  # type: ignore[arg-type]
+            times |= {StageId(name, i): stage for i, stage in enumerate(stages)}
+            assert layout.split is not None
+            ends = np.cumsum(layout.split) if module.has_blocks else [1]
+            counts = np.split(module.trained, ends[:-1])
+            trains |= {StageId(name, i): bool(part.any()) for i, part in enumerate(counts)}
+        shardings = {n: RowSharding(m.row_parts[layouts[n].tp]) for n, m in self.shape.modules.items()}
+        once_gathered = {s for s, t in times.items() if t.once}
+        graph = stage_graph(
+            list(self.shape.modules), self.shape.edges, layouts, trains, once_gathered, candidate.recompute, shardings
+        )
+        costs = {s: StageCost(t.forward.per_row, t.forward.per_pair) for s, t in times.items()}
+        placed = Placement(layouts, self.cluster.ranks)
+        return Placed(candidate, placed, scheduling, graph, MappingProxyType(times), MappingProxyType(costs))
+
+    def step(self, placed: Placed, batch: int = 0) -> Step:
+        """Plan one of the batches, schedule it and simulate it."""
+        plan = self._plan(placed, self.batches[batch])
+        seconds = _ActionSeconds(plan, placed)
+        graph, scheduling = placed.graph, placed.scheduling
+        schedule = make_schedule(scheduling.schedule, graph, work_of(plan, graph), seconds.slowest)
+        rows = rows_between(plan, self._row_bytes(placed))
+        simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=placed.together)
+        after = dict.fromkeys(range(self.cluster.ranks), 0.0)
+        for stage_id, times in placed.times.items():
+            for rank in graph.stages[stage_id].ranks:
+                after[rank] += times.after
+        return Step(placed, plan, schedule, simulation, max(after.values()))
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Mean seconds of a step over all batches."""
+        placed = self.place(candidate)
+        return float(np.mean([self.step(placed, i).seconds for i in range(len(self.batches))]))
+
+    def _plan(self, placed: Placed, metadata: StepMetadata) -> StepPlan:
+        instances = placed.placement.instances()
+        shape, cluster = self.shape, self.cluster
+        around = model_context(
+            placed.graph, placed.costs, shape.samplewise, placed.scheduling, placed.placement, cluster.ranks_per_node
+        )
+        parts = {name: placed.graph.stages[StageId(name, 0)].row_sharding.parts for name in shape.modules}
+        return plan_step(
+            metadata,
+            instances,
+            shape.samplewise,
+            microbatches=placed.candidate.microbatches,
+            row_multiple={name: n for name, n in parts.items() if n > 1},
+            balancing=self._balance.resolve(instances, around),
+        )
+
+    def _row_bytes(self, placed: Placed) -> Widths:
+        modules, stages = self.shape.modules, placed.graph.stages
+
+        def row_bytes(source: StageId, target: StageId) -> float:
+            width = (
+                modules[source.module].width if source.module == target.module else modules[source.module].edge_width
+            )
+            return self.precision.compute * width / stages[target].row_sharding.parts
+
+        return row_bytes
+
+    def _with_split(
+        self, module: ModuleShape, layout: ModuleLayout, again: float, fed: bool, length: float
+    ) -> ModuleLayout:
+        if layout.split is not None:
+            return layout
+        forward = module.per_row + module.per_pair * length
+        if not module.has_blocks:
+            return replace(layout, split=(0,))
+        upstream = np.array([fed or bool(module.trained[:i].any()) for i in range(module.blocks)])
+        total = forward * (1 + upstream + again * (upstream | (module.trained_share > 0))) + (
+            module.per_row * module.trained_share
+        )
+        return replace(layout, split=split(total, layout.pipeline.stages))
+
+    def _length(self, name: str) -> float:
+        lengths = np.concatenate(
+            [b.tokens if self.shape.modules[name].samplewise else b.items[name].inner_rows for b in self.batches]
+        ).astype(np.float64)
+        total = float(lengths.sum())
+        return float((lengths * lengths).sum()) / total if total else 0.0
+
+
+class _ActionSeconds:
+    """Seconds of the actions of one step."""
+
+    def __init__(self, plan: StepPlan, placed: Placed) -> None:
+        self._times, self._stages = placed.times, placed.graph.stages
+        self._sizes = {
+            (name, i): sizes_of(plan, name, i) for name, parts in plan.assignments.items() for i in range(len(parts))
+        }
+
+    def __call__(self, action: Action) -> np.ndarray:
+        """Of every instance."""
+        times = self._times[action.node]
+        if action.microbatch < 0:
+            count = np.zeros(len(self._stages[action.node].grid))
+            return times.seconds(action.kind, count, count)
+        return times.seconds(action.kind, *self._sizes[action.node.module, action.microbatch])
+
+    def slowest(self, action: Action) -> float:
+        """Of the slowest instance."""
+        return float(self(action).max())

@@ -1,0 +1,113 @@
+"""What a plan has to know of a model: sizes of its blocks, counted on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float64, Int64
+from torch import nn
+
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.multimodal import MultimodalModel
+
+LENGTHS = (64, 128)
+"""Lengths of the sequences from whose FLOPs the linear and the quadratic part follow."""
+LARGEST_TP = 64
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleShape:
+    """Sizes of one module's blocks; what lies before the blocks is in the first of them, what lies after in the last.
+
+    A module without blocks counts as one.
+    """
+
+    per_row: Float64[np.ndarray, "blocks"]
+    """Forward FLOPs per row inside the module."""
+    per_pair: Float64[np.ndarray, "blocks"]
+    """Forward FLOPs per square of a sequence's length."""
+    parameters: Int64[np.ndarray, "blocks"]
+    trained: Int64[np.ndarray, "blocks"]
+    """Parameters that train."""
+    trained_share: Float64[np.ndarray, "blocks"]
+    """Share of a block's matmuls whose weights train."""
+    has_blocks: bool
+    """Whether it can be cut into stages and recomputed."""
+    width: int
+    """Size of the rows between its blocks."""
+    edge_width: int
+    """Size of the rows at its edges."""
+    tp: tuple[int, ...]
+    """Degrees of tensor parallelism that it takes, ascending, up to 64."""
+    row_parts: Mapping[int, int]
+    """For each of these, into how many parts an instance's rows are cut."""
+    samplewise: bool
+    """Whether its units are whole samples."""
+
+    @property
+    def blocks(self) -> int:
+        return len(self.per_row)
+
+
+@dataclass(frozen=True, eq=False)
+class ModelShape:
+    """A model as a plan sees it."""
+
+    modules: Mapping[str, ModuleShape]
+    """In topological order."""
+    edges: tuple[tuple[str, str], ...]
+
+    def fed_by_trainable(self) -> dict[str, bool]:
+        """Whether gradients have to reach a module's input rows, because something upstream trains."""
+        fed: dict[str, bool] = {}
+        for name in self.modules:
+            sources = [source for source, target in self.edges if target == name]
+            fed[name] = any(fed[s] or bool(self.modules[s].trained.any()) for s in sources)
+        return fed
+
+    @property
+    def samplewise(self) -> tuple[str, ...]:
+        """Names of the modules whose units are whole samples."""
+        return tuple(name for name, module in self.modules.items() if module.samplewise)
+
+
+def shape_of(model: MultimodalModel) -> ModelShape:
+    """Count the blocks of a model's modules.
+
+    Args:
+        model: as built, before anything is parallelised; on the meta device it costs no memory.
+    """
+    modules = {name: _module(model.modules_by_name[name]) for name in model.topological()}
+    return ModelShape(modules, tuple((edge.source, edge.target) for edge in model.edges))
+
+
+def _module(module: Adapter) -> ModuleShape:
+    blocks = list(module.blocks())
+    short, long = (module.stage_flops(np.array([n]), [1] * len(blocks) or [0]) for n in LENGTHS)
+    a, b = LENGTHS
+    per_pair = np.maximum((long - b / a * short) / (b * b - a * b), 0.0)
+    stages = [module.stage([f], first=i == 0, last=i == len(blocks) - 1) for i, f in enumerate(blocks)] or [module]
+    degrees = [1, *(n for n in range(2, LARGEST_TP + 1) if module.tp_plan() is not None and not module.check_tp(n))]
+    return ModuleShape(
+        per_row=(short - per_pair * a * a) / a,
+        per_pair=per_pair,
+        parameters=np.array([sum(p.numel() for p in s.parameters()) for s in stages], np.int64),
+        trained=np.array([sum(p.numel() for p in s.parameters() if p.requires_grad) for s in stages], np.int64),
+        trained_share=np.array([trained_share(s) for s in stages]),
+        has_blocks=bool(blocks),
+        width=int(module.hidden_width if blocks else module.width),
+        edge_width=int(module.width),
+        tp=tuple(degrees),
+        row_parts={n: module.row_sharding(ModuleLayout(n, tp=n).resolved()).parts for n in degrees},
+        samplewise=module.kind.samplewise,
+    )
+
+
+def trained_share(stage: nn.Module) -> float:
+    """Share of a stage's weights in matmuls that train: a frozen block may share its stage with a trained projector."""
+    weights = [linear.weight for linear in stage.modules() if isinstance(linear, nn.Linear)]
+    trained = sum(w.numel() for w in weights if w.requires_grad)
+    return trained / max(1, sum(w.numel() for w in weights))

@@ -1,0 +1,163 @@
+"""Seconds of the actions of a module's stages in a layout, from FLOPs, bytes and what devices reach. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float64, Num
+
+from hetero_strategy import ragged
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.planner.cluster import Cluster
+from hetero_strategy.planner.shape import ModuleShape
+from hetero_strategy.schedule.action import Kind
+
+TP_COLLECTIVES = 4
+"""All-gathers and reduce-scatters of all rows in a block's forward, and as many in its backward (Korthikanti et al.,
+arXiv:2205.05198, figure 5); an all-reduce counts as two."""
+ADAM_BYTES = 28
+"""Bytes that Adam moves per trained parameter: reads gradient, master and two moments, and writes the last three."""
+
+
+class Line(NamedTuple):
+    """Seconds of sequences inside a module: ``fixed + per_row * rows + per_pair * sum of squared lengths``."""
+
+    fixed: float
+    per_row: float
+    per_pair: float
+
+    def of(self, rows: Num[np.ndarray, "*n"], squares: Num[np.ndarray, "*n"]) -> Float64[np.ndarray, "*n"]:
+        """Seconds of each; nothing where there are no rows."""
+        seconds: np.ndarray = np.where(rows > 0, self.fixed + self.per_row * rows + self.per_pair * squares, 0.0)
+        return seconds
+
+    def plus(self, other: Line, times: float = 1.0) -> Line:
+        """Both one after the other, the second ``times`` over."""
+        return Line(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+NOTHING = Line(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one stage's actions on each rank of an instance."""
+
+    forward: Line
+    input: Line
+    """Gradient of the rows; a recomputed forward is in here where there is one, otherwise in ``weight``."""
+    weight: Line
+    """Gradient of the weights."""
+    gather: float
+    """All-gather of its parameters."""
+    reduce: float
+    """Sum of its gradients over data-parallel ranks."""
+    once: bool
+    """Whether both are once per step (UNSHARD, REDUCE); otherwise they run beside the compute of every microbatch."""
+    after: float
+    """After the step's last backward: the optimizer, and the sum of replicated gradients."""
+
+    def seconds(
+        self, kind: Kind, rows: Num[np.ndarray, "*n"], squares: Num[np.ndarray, "*n"]
+    ) -> Float64[np.ndarray, "*n"]:
+        """Seconds of an action over so many rows, per instance."""
+        if kind == "UNSHARD":
+            return np.full(np.shape(rows), self.gather)
+        if kind == "REDUCE":
+            return np.full(np.shape(rows), self.reduce)
+        line = {"F": self.forward, "I": self.input, "W": self.weight, "B": self.input.plus(self.weight)}[kind]
+        seconds = line.of(rows, squares)
+        if self.once:
+            return seconds
+        beside = self.gather if kind == "F" else self.gather + self.reduce
+        return np.maximum(seconds, beside)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of one number."""
+
+    compute: int = 2
+    """Of weights that compute, and of rows."""
+    master: int = 4
+    """Of parameters, gradients and each of the optimizer's states."""
+
+
+MIXED = Precision()
+
+
+def module_times(
+    shape: ModuleShape,
+    layout: ModuleLayout,
+    cluster: Cluster,
+    *,
+    fed: bool,
+    recomputed: float = 0.0,
+    once: bool = True,
+    precision: Precision = MIXED,
+) -> list[StageTimes]:
+    """Seconds of every stage of a module.
+
+    Args:
+        layout: resolved, with ``split``.
+        fed: whether gradients have to reach the module's input rows.
+        recomputed: share of a forward that backward runs again.
+        once: whether parameters are gathered once per step.
+    """
+    assert layout.split is not None
+    forward, again, weight = _blocks(shape, layout, cluster, fed, recomputed, precision)
+    ends = ragged.offsets(np.asarray(layout.split if shape.has_blocks else (1,)))
+    whole, trained = (ragged.offsets(n.astype(np.float64)) for n in (shape.parameters, shape.trained))
+    stages = []
+    for a, b in pairwise(ends):
+        held, trains = ((total[b] - total[a]) / layout.tp for total in (whole, trained))
+        size = precision.master * trains
+        shards = cluster.collective(precision.compute * held, layout.dp_shard, layout.tp)
+        scattered = cluster.collective(size, layout.dp_shard, layout.tp)
+        after, replicas = (
+            0.0,
+            2 * cluster.collective(size / layout.dp_shard, layout.dp_replicate, layout.tp * layout.dp_shard),
+        )
+        if layout.dp_shard == 1 and not once:  # such gradients are summed once, after the last backward
+            after, replicas = replicas, 0.0
+        adam = ADAM_BYTES / 4 * precision.master * trains / layout.dp_shard / cluster.device.memory_bandwidth
+        f, i, w = (_sum(lines[a:b]) for lines in (forward, again, weight))
+        stages.append(StageTimes(f, i, w, shards, scattered + replicas, once, after + adam))
+    return stages
+
+
+def _blocks(
+    shape: ModuleShape, layout: ModuleLayout, cluster: Cluster, fed: bool, recomputed: float, precision: Precision
+) -> tuple[list[Line], list[Line], list[Line]]:
+    """Forward, input gradient and weight gradient of every block.
+
+    Attention has no weights: its backward, of two forwards, belongs to the gradient of the rows.
+    """
+    device, tp = cluster.device, layout.tp
+    matmul, attention = device.flops * device.matmul * tp, device.flops * device.attention * tp
+    waits = cluster.collective(0.0, tp)
+    per_row = cluster.collective(precision.compute * shape.width, tp) - waits
+    exchange = Line(TP_COLLECTIVES * waits, TP_COLLECTIVES * per_row, 0.0)
+    forward, again, weight = [], [], []
+    for linear, quadratic, share in zip(shape.per_row, shape.per_pair, shape.trained_share, strict=True):
+        products, pairs = Line(device.launch, float(linear) / matmul, 0.0), Line(0.0, 0.0, float(quadratic) / attention)
+        trains = share > 0
+        step = products.plus(pairs).plus(exchange)
+        repeated = recomputed if fed or trains else 0.0
+        forward.append(step)
+        again.append(step.plus(pairs).plus(step, repeated) if fed else NOTHING)
+        own = Line(products.fixed, products.per_row * float(share), 0.0) if trains else NOTHING
+        weight.append(own if fed or not trains else own.plus(pairs, 2.0).plus(step, repeated))
+        fed = fed or bool(trains)
+    return forward, again, weight
+
+
+def _sum(lines: Sequence[Line]) -> Line:
+    total = NOTHING
+    for line in lines:
+        total = total.plus(line)
+    return total
