@@ -101,7 +101,7 @@ def _module(module: Adapter) -> ModuleShape:
         width=int(module.hidden_width if blocks else module.width),
         edge_width=int(module.width),
         tp=tuple(degrees),
-        row_parts={n: module.row_sharding(ModuleLayout(n, tp=n).resolved()).parts for n in degrees},
+        row_parts={n: module.row_sharding(ModuleLayout(tuple(range(n)), tp=n).resolved()).parts for n in degrees},
         samplewise=module.kind.samplewise,
     )
 
