@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -27,6 +27,9 @@ from hetero_strategy.schedule.graph import StageCost, sizes_of, stage_graph, wor
 from hetero_strategy.simulator.result import Simulation
 from hetero_strategy.simulator.rows import Widths, rows_between
 from hetero_strategy.simulator.simulate import simulate
+
+MOST_FORWARDS = 1024
+"""Forwards, of all stages, up to which a step is simulated whole."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,10 @@ class Evaluator:
 
     def step(self, placed: Placed, batch: int = 0) -> Step:
         """Plan one of the batches, schedule it and simulate it."""
-        plan = self._plan(placed, self.batches[batch])
+        return self._step(placed, self.batches[batch], placed.candidate.microbatches)
+
+    def _step(self, placed: Placed, metadata: StepMetadata, microbatches: int) -> Step:
+        plan = self._plan(placed, metadata, microbatches)
         seconds = _ActionSeconds(plan, placed)
         graph, scheduling = placed.graph, placed.scheduling
         schedule = make_schedule(scheduling.schedule, graph, work_of(plan, graph), seconds.slowest)
@@ -147,11 +153,26 @@ class Evaluator:
         return Step(placed, plan, schedule, simulation, max(after.values()))
 
     def seconds(self, candidate: Candidate) -> float:
-        """Mean seconds of a step over all batches."""
-        placed = self.place(candidate)
-        return float(np.mean([self.step(placed, i).seconds for i in range(len(self.batches))]))
+        """Mean seconds of a step over all batches.
 
-    def _plan(self, placed: Placed, metadata: StepMetadata) -> StepPlan:
+        Steps of many actions are extrapolated from two shorter ones of the same microbatches: once a pipeline is full,
+        each microbatch adds the same.
+        """
+        placed = self.place(candidate)
+        return float(np.mean([self._seconds(placed, batch) for batch in self.batches]))
+
+    def _seconds(self, placed: Placed, batch: StepMetadata) -> float:
+        count, stages = placed.candidate.microbatches, len(placed.times)
+        few = max(2 * stages, MOST_FORWARDS // stages)
+        if count <= few:
+            return self._step(placed, batch, count).seconds
+        short, long = (
+            self._step(placed, first_samples(batch, len(batch.samples) * n // count), n).seconds
+            for n in (few // 2, few)
+        )
+        return long + (count - few) * (long - short) / (few - few // 2)
+
+    def _plan(self, placed: Placed, metadata: StepMetadata, microbatches: int) -> StepPlan:
         instances = placed.placement.instances()
         shape, cluster = self.shape, self.cluster
         around = model_context(
@@ -162,7 +183,7 @@ class Evaluator:
             metadata,
             instances,
             shape.samplewise,
-            microbatches=placed.candidate.microbatches,
+            microbatches=microbatches,
             row_multiple={name: n for name, n in parts.items() if n > 1},
             balancing=self._balance.resolve(instances, around),
         )
@@ -198,6 +219,23 @@ class Evaluator:
         ).astype(np.float64)
         total = float(lengths.sum())
         return float((lengths * lengths).sum()) / total if total else 0.0
+
+
+def first_samples(metadata: StepMetadata, count: int) -> StepMetadata:
+    """A global batch of the first samples of another."""
+    items = {}
+    for name, table in metadata.items.items():
+        n = int(np.searchsorted(table.sample, count))
+        columns = {f.name: getattr(table, f.name) for f in fields(table)}
+        cut = {key: value[:n] for key, value in columns.items() if isinstance(value, np.ndarray)}
+        items[name] = replace(table, **cut)
+    return replace(
+        metadata,
+        samples=metadata.samples[:count],
+        tokens=metadata.tokens[:count],
+        labels=metadata.labels[:count],
+        items=items,
+    )
 
 
 class _ActionSeconds:

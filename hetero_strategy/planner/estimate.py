@@ -1,0 +1,190 @@
+"""How long a step takes by a formula, for ranking many candidates before few are simulated. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Float64
+
+from hetero_strategy import ragged
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.plan.step_plan import StepMetadata
+from hetero_strategy.planner.cluster import Cluster
+from hetero_strategy.planner.partition import split
+from hetero_strategy.planner.shape import ModelShape, ModuleShape
+from hetero_strategy.planner.space import Degrees
+from hetero_strategy.planner.times import Precision, module_times
+
+MEMORY_SHARE = 0.92
+"""Part of a device's memory that a plan may use; the rest is for the driver, other libraries and gaps."""
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """One module's work in a step, on one instance that does it all."""
+
+    forward: Float64[np.ndarray, "blocks"]
+    """Seconds of all units."""
+    backward: Float64[np.ndarray, "blocks"]
+    """Likewise."""
+    fixed: float
+    """Seconds that each microbatch adds, however few rows it has."""
+
+    @cached_property
+    def seconds(self) -> Float64[np.ndarray, "blocks"]:
+        """Forward and backward of all units."""
+        return self.forward + self.backward
+
+    @cached_property
+    def total(self) -> float:
+        return float(self.seconds.sum())
+
+    @cached_property
+    def forward_share(self) -> float:
+        """Share of the forward in all seconds."""
+        return float(self.forward.sum()) / self.total if self.total else 0.0
+
+
+class Estimates:
+    """Work of modules at every degree of tensor parallelism, and what follows for a way to lay them out.
+
+    Args:
+        batches: global batches of which the mean counts.
+    """
+
+    def __init__(
+        self, shape: ModelShape, cluster: Cluster, batches: Sequence[StepMetadata], precision: Precision
+    ) -> None:
+        self._shape, self._cluster, self._precision = shape, cluster, precision
+        self.memory = MEMORY_SHARE * cluster.device.memory
+        """Bytes of a device that a plan may use."""
+        self._fed = shape.fed_by_trainable()
+        self._sizes = {name: _sizes(shape.modules[name], name, batches) for name in shape.modules}
+        self._work: dict[tuple[str, int, bool], Work] = {}
+        self._splits: dict[tuple[str, int, int], float] = {}
+
+    def work(self, module: str, tp: int, recomputed: bool = False) -> Work:
+        """A module's work, with so many tensor-parallel ranks."""
+        if (module, tp, recomputed) not in self._work:
+            shape = self._shape.modules[module]
+            blocks = shape.blocks
+            layout = ModuleLayout(
+                tuple(range(tp * blocks)),
+                dp_shard=1,
+                tp=tp,
+                pp=blocks,
+                split=(1,) * blocks if shape.has_blocks else (0,),
+            )
+            made = module_times(
+                shape,
+                layout,
+                self._cluster,
+                fed=self._fed[module],
+                recomputed=float(recomputed),
+                precision=self._precision,
+            )
+            rows, squares = self._sizes[module]
+            lines = [[t.forward for t in made], [t.input.plus(t.weight) for t in made]]
+            seconds = [np.array([line.per_row * rows + line.per_pair * squares for line in part]) for part in lines]
+            self._work[module, tp, recomputed] = Work(*seconds, sum(line.fixed for part in lines for line in part))
+        return self._work[module, tp, recomputed]
+
+    def slowest_share(self, module: str, tp: int, stages: int) -> float:
+        """Share of the module's work that its slowest stage has, where it is cut as well as it can be."""
+        if stages == 1:
+            return 1.0
+        if (module, tp, stages) not in self._splits:
+            seconds = self.work(module, tp).seconds
+            ends = ragged.starts(np.asarray(split(seconds, stages)))
+            self._splits[module, tp, stages] = float(np.add.reduceat(seconds, ends).max() / seconds.sum())
+        return self._splits[module, tp, stages]
+
+    def busy(self, module: str, degrees: Degrees, microbatches: int) -> float:
+        """Seconds in which a rank of the slowest stage computes, if instances are balanced."""
+        work = self.work(module, degrees.tp, degrees.recomputed)
+        share = self.slowest_share(module, degrees.tp, degrees.pp)
+        return work.total / degrees.dp * share + microbatches * work.fixed / degrees.pp
+
+    def through(self, module: str, degrees: Degrees, microbatches: int) -> float:
+        """Seconds that one microbatch needs through all stages, forward and backward."""
+        work = self.work(module, degrees.tp, degrees.recomputed)
+        return work.total / (degrees.dp * microbatches) + work.fixed
+
+    def synchronized(self, module: str, degrees: Degrees, microbatches: int) -> float:
+        """Seconds of a step in which parameters are gathered or gradients summed and nothing is computed.
+
+        Where parameters are gathered with every microbatch that runs beside its compute.
+        """
+        shape, cluster, size = self._shape.modules[module], self._cluster, self._precision
+        held, trained = (float(n.sum()) / (degrees.tp * degrees.pp) for n in (shape.parameters, shape.trained))
+        gather = cluster.collective(size.compute * held, degrees.dp_shard, degrees.tp)
+        scatter = cluster.collective(size.master * trained, degrees.dp_shard, degrees.tp)
+        replicas = 2 * cluster.collective(
+            size.master * trained / degrees.dp_shard, degrees.dp_replicate, degrees.tp * degrees.dp_shard
+        )
+        if degrees.once:
+            return gather + scatter + replicas
+        work = self.work(module, degrees.tp, degrees.recomputed)
+        forward, backward = (part * self.through(module, degrees, microbatches)
+                             for part in (work.forward_share, 1 - work.forward_share))  # fmt: skip
+        return microbatches * (max(0.0, gather - forward) + max(0.0, gather + scatter + replicas - backward))
+
+    def held(self, module: str, degrees: Degrees) -> float:
+        """Bytes per rank of parameters, gradients and Adam's states; what a rank holds is not less."""
+        shape, size = self._shape.modules[module], self._precision
+        trained, parameters = (float(n.sum()) / (degrees.tp * degrees.pp) for n in (shape.trained, shape.parameters))
+        shards = (3 * size.master * trained + size.compute * (parameters - trained)) / degrees.dp_shard
+        copied = degrees.dp_shard > 1 or size.compute != size.master
+        whole = size.compute * parameters * copied + size.master * trained
+        return shards + (whole if degrees.once else size.master * trained / degrees.dp_shard)
+
+    def activations(self, module: str, degrees: Degrees, microbatches: int) -> float:
+        """Bytes per rank that backward needs: one microbatch of all blocks, since a pipeline of n ranks holds n."""
+        shape = self._shape.modules[module]
+        rows = self._sizes[module][0] / (degrees.dp * microbatches)
+        return rows * shape.saved(degrees.recomputed and shape.has_blocks) * self._precision.compute / degrees.tp
+
+    def bytes(self, module: str, degrees: Degrees, microbatches: int) -> float:
+        """:meth:`held` and :meth:`activations`."""
+        return self.held(module, degrees) + self.activations(module, degrees, microbatches)
+
+    def fitting(self, module: str, degrees: Degrees, microbatches: int) -> Degrees | None:
+        """These degrees, recomputed if the activations would not fit otherwise; None: they do not even then."""
+        for given in (degrees, degrees._replace(recomputed=True)):
+            if self.activations(module, given, microbatches) < self.memory:
+                return given
+        return None
+
+    def blocks(self, module: str) -> int:
+        """Most stages that a module can be cut into."""
+        shape = self._shape.modules[module]
+        return shape.blocks if shape.has_blocks else 1
+
+    def least_ranks(self, module: str, instances: int | None = None) -> float:
+        """Ranks that are needed to hold a module, all of them as shards.
+
+        Args:
+            instances: of a pipelined module, which is gathered once per step; None: it is gathered block by block.
+        """
+        shape, size = self._shape.modules[module], self._precision
+        trained, parameters = float(shape.trained.sum()), float(shape.parameters.sum())
+        held = 3 * size.master * trained + size.compute * (parameters - trained)
+        held += (
+            size.master * trained
+            if instances is None
+            else instances * (size.compute * parameters + size.master * trained)
+        )
+        return held / self.memory
+
+    def synchronized_ranks(self, module: str, tp: int, instances: int) -> float:
+        """:meth:`synchronized` times ranks, of a pipelined module whose instances are all shards."""
+        return self.synchronized(module, Degrees(tp, 2, 1, instances), 1) * 2 * tp * instances
+
+
+def _sizes(module: ModuleShape, name: str, batches: Sequence[StepMetadata]) -> tuple[float, float]:
+    """Rows and squared lengths of a step, on average."""
+    lengths = [(b.tokens if module.samplewise else b.items[name].inner_rows).astype(np.float64) for b in batches]
+    return float(np.mean([n.sum() for n in lengths])), float(np.mean([(n * n).sum() for n in lengths]))

@@ -1,0 +1,195 @@
+"""Candidates worth a simulation, by a formula: all that there are on few ranks, the best allocations' on many. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from math import ceil, floor, lcm
+from typing import NamedTuple
+
+from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.planner.allocate import Allocation, allocate
+from hetero_strategy.planner.estimate import Estimates
+from hetero_strategy.planner.evaluate import Candidate
+from hetero_strategy.planner.shape import ModelShape
+from hetero_strategy.planner.space import (
+    Degrees,
+    Partition,
+    compositions,
+    degrees,
+    divisors,
+    partitions,
+    place_groups,
+    shards,
+)
+
+FEW = 16
+"""Ranks up to which everything is tried."""
+PER_INSTANCE = (1, 2, 4, 8, 16)
+"""Samples of an instance in a microbatch that are tried, besides all of them."""
+KEPT = 12
+"""Allocations of each partition that are turned into layouts."""
+
+
+class Proposal(NamedTuple):
+    """A way to lay out all modules, and what it is estimated to take."""
+
+    seconds: float
+    partition: Partition
+    sizes: tuple[int, ...]
+    """Ranks of each group."""
+    degrees: Mapping[str, Degrees]
+    microbatches: int
+
+    @property
+    def candidate(self) -> Candidate:
+        recompute = {name: Recompute() for name, d in self.degrees.items() if d.recomputed}
+        return Candidate(place_groups(self.partition, self.sizes, self.degrees), self.microbatches, recompute=recompute)
+
+
+class Proposer:
+    """Finds proposals for one model, cluster and data.
+
+    Args:
+        samples: of a global batch.
+        microbatches: of a step; None: to be chosen.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        estimates: Estimates,
+        ranks: int,
+        ranks_per_node: int,
+        samples: int,
+        units: Mapping[str, int],
+        microbatches: int | None,
+    ) -> None:
+        self._shape, self._estimates = shape, estimates
+        self._ranks, self._ranks_per_node = ranks, ranks_per_node
+        self._samples, self._units, self._asked = samples, units, microbatches
+        self._language_model = shape.samplewise[0]
+        self._partitions = list(partitions(list(shape.modules)))
+
+    def proposals(self) -> list[Proposal]:
+        """All that fit into memory, by estimated seconds."""
+        made = self._all() if self._ranks <= FEW else self._allocated()
+        return sorted(made, key=lambda p: p.seconds)
+
+    def counts(self, instances: int) -> list[int]:
+        """Numbers of microbatches to try with so many instances of the language model."""
+        if self._asked is not None:
+            return [self._asked]
+        each = max(1, self._samples // instances)
+        return sorted({max(1, each // n) for n in PER_INSTANCE} | {1})
+
+    def propose(
+        self, partition: Partition, sizes: Sequence[int], chosen: Mapping[str, Degrees], microbatches: int
+    ) -> Proposal | None:
+        """Estimate one; None if it does not fit into memory even with all blocks recomputed."""
+        fitting = dict(chosen)
+        for group in partition:
+            for name in sorted(group, key=lambda m: -self._estimates.activations(m, chosen[m], microbatches)):
+                if sum(self._estimates.bytes(m, fitting[m], microbatches) for m in group) <= self._estimates.memory:
+                    break
+                fitting[name] = fitting[name]._replace(recomputed=self._shape.modules[name].has_blocks)
+            else:
+                if sum(self._estimates.bytes(m, fitting[m], microbatches) for m in group) > self._estimates.memory:
+                    return None
+        e, through, slowest = self._estimates, 0.0, 0.0
+        for group in partition:
+            busy = 0.0
+            for name in group:
+                given = fitting[name]
+                busy += e.busy(name, given, microbatches) * (microbatches - 1) / microbatches
+                busy += e.synchronized(name, given, microbatches)
+                through += e.through(name, given, microbatches)
+            slowest = max(slowest, busy)
+        return Proposal(slowest + through, partition, tuple(sizes), fitting, microbatches)
+
+    def _all(self) -> Iterator[Proposal]:
+        of = {
+            (name, n): degrees(module, n, self._ranks_per_node, self._units[name])
+            for name, module in self._shape.modules.items()
+            for n in range(1, self._ranks + 1)
+        }
+        for partition in self._partitions:
+            for sizes in compositions(self._ranks, len(partition)):
+                ways = [of[name, n] for group, n in zip(partition, sizes, strict=True) for name in group]
+                names = [name for group in partition for name in group]
+                for way in product(*ways):
+                    chosen = dict(zip(names, way, strict=True))
+                    for count in self.counts(chosen[self._language_model].dp):
+                        if (made := self.propose(partition, sizes, chosen, count)) is not None:
+                            yield made
+
+    def _allocated(self) -> Iterator[Proposal]:
+        tp = {n: [t for t in m.tp if self._ranks_per_node % t == 0] for n, m in self._shape.modules.items()}
+        dp = [d for d in divisors(self._samples) if d <= self._ranks]
+        counts = {d: self.counts(d) for d in dp}
+        for partition in self._partitions:
+            allocations = allocate(
+                self._estimates, [partition], self._language_model, tp, dp, counts, self._ranks,
+                most_instances=self._units,
+            )  # fmt: skip
+            seen = set()
+            for allocation in allocations[:KEPT]:
+                for sizes, chosen in self._rounded(allocation):
+                    key = sizes, tuple(chosen.values()), allocation.choice.microbatches
+                    if key in seen:
+                        continue
+                    seen.add(key)
+                    if (made := self.propose(partition, sizes, chosen, allocation.choice.microbatches)) is not None:
+                        yield made
+
+    def _rounded(self, allocation: Allocation) -> Iterator[tuple[tuple[int, ...], dict[str, Degrees]]]:
+        """Layouts next to an allocation: the language model's pipeline ranks rounded down and up."""
+        choice, name = allocation.choice, self._language_model
+        home = next(g for g, group in enumerate(choice.partition) if name in group)
+        one = choice.tp[name] * choice.dp
+        most = self._estimates.blocks(name)
+        for pp in sorted({max(1, round(allocation.ranks[home] / one)), floor(allocation.ranks[home] / one),
+                          ceil(allocation.ranks[home] / one)}):  # fmt: skip
+            if not 1 <= pp <= most or pp * one > self._ranks:
+                continue
+            sizes = self._shared(allocation, home, pp * one)
+            if sizes is None:
+                continue
+            chosen = {}
+            for group, size in zip(choice.partition, sizes, strict=True):
+                for module in group:
+                    ways = self._ways(module, choice, size, pp if module == name else 1)
+                    if ways:
+                        chosen[module] = min(
+                            ways, key=lambda d, m=module: self._estimates.synchronized(m, d, choice.microbatches)
+                        )
+            if len(chosen) == len(choice.tp):
+                yield sizes, chosen
+
+    def _ways(self, module: str, choice: Allocation | object, size: int, pp: int) -> list[Degrees]:
+        tp = choice.tp[module]  # type: ignore[attr-defined]
+        if size % (tp * pp):
+            return []
+        dp = size // (tp * pp)
+        if dp > self._units[module]:
+            return []
+        ways = [Degrees(tp, pp, dp // n, n) for n in shards(dp, max(1, self._ranks_per_node // tp))]
+        fits = [d for d in ways if self._estimates.held(module, d) < self._estimates.memory]
+        return fits
+
+    def _shared(self, allocation: Allocation, home: int, ranks: int) -> tuple[int, ...] | None:
+        """Ranks of all groups, if that of the language model has so many; None where others would have too few."""
+        partition, tp = allocation.choice.partition, allocation.choice.tp
+        grain = [lcm(*(tp[m] for m in group)) for group in partition]
+        sizes = [ranks if g == home else 0 for g in range(len(partition))]
+        rest, wanted = self._ranks - ranks, sum(n for g, n in enumerate(allocation.ranks) if g != home)
+        for g, n in enumerate(allocation.ranks):
+            if g != home:
+                sizes[g] = max(grain[g], floor(n / wanted * rest / grain[g]) * grain[g])
+        left = self._ranks - sum(sizes)
+        while left >= (smallest := min([n for g, n in enumerate(grain) if g != home], default=left + 1)):
+            slowest = max((g for g in range(len(sizes)) if g != home and grain[g] <= left),
+                          key=lambda g: allocation.ranks[g] / sizes[g])  # fmt: skip
+            sizes[slowest] += grain[slowest]
+            left -= max(grain[slowest], smallest)
+        return tuple(sizes) if left >= 0 else None

@@ -1,0 +1,153 @@
+"""``plan``: the layouts with which a step takes least time, of all placements, by simulation. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from hetero_strategy.errors import ConfigError, LayoutError, ScheduleError
+from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.plan.step_plan import StepMetadata
+from hetero_strategy.planner.cluster import Cluster
+from hetero_strategy.planner.estimate import Estimates
+from hetero_strategy.planner.evaluate import Candidate, Evaluator
+from hetero_strategy.planner.propose import Proposal, Proposer
+from hetero_strategy.planner.shape import ModelShape
+from hetero_strategy.planner.times import MIXED, Precision
+
+Progress = Callable[[int, int, float], None]
+"""(candidates simulated, candidates to simulate, seconds of the best so far)."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A candidate and what its step takes by simulation, on average over the batches."""
+
+    candidate: Candidate
+    seconds: float
+    estimate: float
+    """What the formula says."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the planner found."""
+
+    ranked: tuple[Ranked, ...]
+    """All that were simulated, the fastest first."""
+    considered: int
+    """Proposals of which those were the most promising."""
+
+    @property
+    def best(self) -> Ranked:
+        return self.ranked[0]
+
+    def homogeneous(self) -> Ranked | None:
+        """The fastest with one layout for all modules on the same ranks; None if none was simulated."""
+        return next((r for r in self.ranked if is_homogeneous(r.candidate)), None)
+
+
+def is_homogeneous(candidate: Candidate) -> bool:
+    """Whether all modules have the same layout on the same ranks."""
+    return len({replace(layout, split=None) for layout in candidate.layouts.values()}) == 1
+
+
+class Planner:
+    """Plans for one model, cluster and sample of data.
+
+    Args:
+        batches: global batches drawn from the data.
+        microbatches: of a step; None: to be chosen.
+        simulations: candidates that are simulated, at most, before schedules are tried on the best of them.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        cluster: Cluster,
+        batches: Sequence[StepMetadata],
+        *,
+        microbatches: int | None = None,
+        balance: BalanceConfig | None = None,
+        precision: Precision = MIXED,
+        simulations: int = 24,
+    ) -> None:
+        if not shape.samplewise:
+            raise ConfigError("planner: the model has no language model, whose samples make microbatches; give layouts")
+        self.evaluator = Evaluator(shape, cluster, batches, balance=balance, precision=precision)
+        self.estimates = Estimates(shape, cluster, batches, precision)
+        self._simulations = simulations
+        samples = min(len(b.samples) for b in batches)
+        units = {
+            name: max(1, min(samples if m.samplewise else len(b.items[name].sample) for b in batches))
+            for name, m in shape.modules.items()
+        }
+        self.proposer = Proposer(
+            shape, self.estimates, cluster.ranks, cluster.ranks_per_node, samples, units, microbatches
+        )
+
+    def plan(self, progress: Progress | None = None) -> Answer:
+        """Simulate the most promising proposals of every placement, then other schedules for the best of these.
+
+        Raises:
+            LayoutError: no candidate fits into memory.
+        """
+        proposals = self.proposer.proposals()
+        if not proposals:
+            raise LayoutError(self.why_not())
+        chosen = promising(proposals, self._simulations)
+        ranked: list[Ranked] = []
+        for i, proposal in enumerate(chosen):
+            self._simulate(proposal.candidate, proposal.seconds, ranked)
+            if progress is not None:
+                progress(i + 1, len(chosen), min((r.seconds for r in ranked), default=0.0))
+        for best in sorted(ranked, key=lambda r: r.seconds)[:3]:
+            for other in self.schedules(best.candidate):
+                self._simulate(other, best.estimate, ranked)
+        return Answer(tuple(sorted(ranked, key=lambda r: r.seconds)), len(proposals))
+
+    def _simulate(self, candidate: Candidate, estimate: float, ranked: list[Ranked]) -> None:
+        try:
+            ranked.append(Ranked(candidate, self.evaluator.seconds(candidate), estimate))
+        except (LayoutError, ScheduleError):  # such as fewer samples than microbatches, or stages than blocks
+            return
+
+    def schedules(self, candidate: Candidate) -> list[Candidate]:
+        """The same layouts with other schedules, and with virtual stages."""
+        piped = [name for name, layout in candidate.layouts.items() if layout.pp > 1]
+        if not piped:
+            return []
+        found = [replace(candidate, schedule="zb_h1")]
+        for vpp, style, schedule in ((2, "loop", "interleaved_1f1b"), (4, "loop", "interleaved_1f1b"), (2, "v", "zbv")):
+            layouts = dict(candidate.layouts)
+            for name in piped:
+                if layouts[name].pp * vpp <= self.estimates.blocks(name):
+                    layouts[name] = replace(layouts[name], vpp=vpp, pp_style=style)  # type: ignore[arg-type]
+            if layouts != candidate.layouts:
+                found.append(replace(candidate, layouts=layouts, schedule=schedule))
+        return found
+
+    def why_not(self) -> str:
+        """Say why nothing fits, and what would."""
+        estimates, cluster = self.estimates, self.evaluator.cluster
+        needed = sum(estimates.least_ranks(name) for name in self.evaluator.shape.modules)
+        return (
+            f"planner: no layout of {', '.join(self.evaluator.shape.modules)} fits on {cluster.ranks} x"
+            f" {cluster.device.name} with {estimates.memory / 2**30:.0f} GiB each: parameters and optimizer states alone"
+            f" need {needed:.1f} of them, activations of a microbatch come on top; give more ranks, more microbatches"
+            " or devices with more memory"
+        )
+
+
+def promising(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
+    """The best of all, of every partition, and of those with one layout for all modules."""
+    each = max(2, count // 6)
+    chosen: dict[int, Proposal] = {}
+    seen: dict[object, int] = {}
+    for i, p in enumerate(proposals):
+        kinds = [p.partition, *(["homogeneous"] if is_homogeneous(p.candidate) else [])]
+        if i < count or any(seen.get(kind, 0) < each for kind in kinds):
+            chosen[i] = p
+            for kind in kinds:
+                seen[kind] = seen.get(kind, 0) + 1
+    return list(chosen.values())

@@ -1,0 +1,114 @@
+"""The ways in which modules can share ranks, and in which one module can lie on its ranks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.planner.shape import ModuleShape
+
+Partition = tuple[tuple[str, ...], ...]
+"""Groups of modules. Modules of a group share all ranks of the group; groups have none in common."""
+
+
+class Degrees(NamedTuple):
+    """How one module lies on its ranks."""
+
+    tp: int
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    recomputed: bool = False
+    """Whether its blocks run again in backward."""
+
+    @property
+    def dp(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def once(self) -> bool:
+        """Whether parameters are gathered once per step, by default: where pipelined, or where nothing shards them."""
+        return self.pp > 1 or self.dp_shard == 1
+
+    def layout(self, first: int) -> ModuleLayout:
+        """On the ranks from ``first`` on."""
+        ranks = tuple(range(first, first + self.ranks))
+        return ModuleLayout(ranks, tp=self.tp, pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard)
+
+
+def partitions(modules: Sequence[str]) -> Iterator[Partition]:
+    """All ways to put modules into groups; groups and their modules keep the order given.
+
+    >>> list(partitions(["vision", "llm"]))
+    [(('vision', 'llm'),), (('vision',), ('llm',))]
+    """
+    if not modules:
+        yield ()
+        return
+    first, rest = modules[0], modules[1:]
+    for others in partitions(rest):
+        for i in range(len(others)):
+            joined = ((first, *others[i]), *others[:i], *others[i + 1 :])
+            yield tuple(sorted(joined, key=lambda group: modules.index(group[0])))
+        yield ((first,), *others)
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a sum of so many positive numbers, in order.
+
+    >>> list(compositions(3, 2))
+    [(1, 2), (2, 1)]
+    """
+    if parts == 1:
+        yield (total,)
+        return
+    for first in range(1, total - parts + 2):
+        for rest in compositions(total - first, parts - 1):
+            yield (first, *rest)
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Ascending."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+def degrees(module: ModuleShape, ranks: int, ranks_per_node: int, most_instances: int) -> list[Degrees]:
+    """All ways in which a module can lie on so many ranks.
+
+    Tensor parallelism stays within nodes. Instances are all replicas, all shards, or shards within a node that are
+    replicated over nodes.
+
+    Args:
+        most_instances: units of a step; more instances would never all have work.
+    """
+    found = []
+    for tp in module.tp:
+        if ranks % tp or ranks_per_node % tp:
+            continue
+        for pp in divisors(ranks // tp):
+            dp = ranks // tp // pp
+            if pp > (module.blocks if module.has_blocks else 1) or dp > most_instances:
+                continue
+            found += [Degrees(tp, pp, dp // shard, shard) for shard in shards(dp, max(1, ranks_per_node // tp))]
+    return found
+
+
+def shards(instances: int, on_node: int) -> list[int]:
+    """Numbers of instances that may share parameters: one, those of a node, all."""
+    return sorted({1, instances, *([on_node] if instances % on_node == 0 else [])})
+
+
+def place_groups(partition: Partition, sizes: Sequence[int], chosen: Mapping[str, Degrees]) -> dict[str, ModuleLayout]:
+    """Put groups on neighbouring ranks, one after the other."""
+    layouts, first = {}, 0
+    for group, size in zip(partition, sizes, strict=True):
+        layouts |= {name: chosen[name].layout(first) for name in group}
+        first += size
+    return layouts
