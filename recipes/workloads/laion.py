@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.workloads.draw import generator, patches, tokens
-from benchmarks.workloads.workload import Workload, WorkloadItems
 from hetero_strategy import ragged
+from recipes.workloads.draw import generator, patches, tokens
+from recipes.workloads.workload import Workload, WorkloadItems
 
 SHORT = (5.563, 0.687)
 """(mu, sigma) of the logarithm of the shorter side in pixels: median 261."""

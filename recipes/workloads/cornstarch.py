@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.workloads.speech import FRAMES_PER_SECOND
-from benchmarks.workloads.workload import Workload, WorkloadItems
+from recipes.workloads.speech import FRAMES_PER_SECOND
+from recipes.workloads.workload import Workload, WorkloadItems
 
 TEXT = 1000
 SECONDS = 30

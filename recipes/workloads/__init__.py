@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from benchmarks.workloads import cornstarch, laion, llava, orchmllm
-from benchmarks.workloads.workload import Workload, WorkloadItems
+from recipes.workloads import cornstarch, laion, llava, orchmllm
+from recipes.workloads.workload import Workload, WorkloadItems
 
 WORKLOADS: Mapping[str, Callable[[int, int], Workload]] = {
     **{name: partial(orchmllm.sample, name) for name in orchmllm.MODELS},
