@@ -1,7 +1,7 @@
 """What the items of published training sets are like, from printed statistics: no data set is read.
 
 A workload is metadata only (text tokens of samples, rows of items), drawn from a seed. Sources of its numbers stand
-beside them; whatever no source prints is in :attr:`Workload.assumptions`.
+beside them; whatever no source prints is in :attr:`Workload.assumptions`. `conf/data` names workloads too.
 """
 
 from __future__ import annotations
