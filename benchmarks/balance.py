@@ -1,6 +1,6 @@
 """How near to the lower bound does balancing come, and how long does it take? On one thread, numpy only.
 
-quality  Items of OrchMLLM's three models (benchmarks/workloads) over 8 to 2560 instances with 60 samples each. Figures
+quality  Items of OrchMLLM's three models (recipes/workloads) over 8 to 2560 instances with 60 samples each. Figures
          are the most loaded instance over the mean of all items' costs alone, 1 where nobody waits:
            sampled  as drawn: 60 samples in a row per instance
            paper    OrchMLLM's algorithm for the form: 1 (none), 2 (full) or 5 (attention)
@@ -29,9 +29,9 @@ import numpy as np
 
 from benchmarks.common import arguments, report, write_json
 from benchmarks.peers.balancing import disttrain, karmarkar_karp, lower_bound, padded_ascending
-from benchmarks.workloads import WORKLOADS
 from hetero_strategy.plan.balance import POLICIES, Cost, balance, loads
 from hetero_strategy.plan.balance.auto import conv_transformer
+from recipes.workloads import WORKLOADS
 
 SAMPLES = 60
 """Of an instance: the mini-batch of OrchMLLM's table 2."""

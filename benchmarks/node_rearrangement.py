@@ -1,7 +1,7 @@
 """Bytes between nodes after balancing: batches left where they fall, placed on nodes, or balanced near home.
 
 OrchMLLM (section 5.2.2, figure 13) permutes balanced mini-batches over instances by an integer program, so that fewer
-bytes cross between nodes, on 128 instances of 16 nodes. Here the same on its data mix (benchmarks/workloads), for the
+bytes cross between nodes, on 128 instances of 16 nodes. Here the same on its data mix (recipes/workloads), for the
 payload of each encoder (from the instance that sampled it to the one that encodes it) and for the encoders' rows (from
 there to the LLM's instance). Columns, each over the plain balance, whose batches fall on any node:
 
@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import arguments, report, write_json
-from benchmarks.workloads import WORKLOADS, Workload
 from hetero_strategy.plan.balance import Cost, balance, loads
 from hetero_strategy.plan.nodes.near_home import balance_near_home
 from hetero_strategy.plan.nodes.placement_ilp import solve_placement
 from hetero_strategy.plan.nodes.propose import place_items
 from hetero_strategy.plan.nodes.slots import volumes
+from recipes.workloads import WORKLOADS, Workload
 
 MODELS = {"orchmllm_10b": (75, 3584), "orchmllm_18b": (50, 5120), "orchmllm_84b": (25, 8192)}
 """Samples per instance (section 8.3) and the LLM's hidden size (table 1)."""

@@ -1,6 +1,6 @@
 """How much time do other orders of microbatches save, and what does it cost to find them?
 
-Microbatches of published workloads (benchmarks/workloads) go through encoder -> LLM -> generator on a pipeline of p
+Microbatches of published workloads (recipes/workloads) go through encoder -> LLM -> generator on a pipeline of p
 ranks; the first and the last module have a rank, or two of 16. The step's schedule (1F1B, or interleaved with two
 virtual stages per rank of the LLM) is made for every order and replayed, transfers free. Every rank has the same work
 in the mean, as a planner would divide it; what remains is that microbatches differ.
@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.common import arguments, report, write_json
-from benchmarks.workloads import WORKLOADS
 from hetero_strategy.layout.pipeline import Pipeline
 from hetero_strategy.plan.orchestrator import Size
 from hetero_strategy.plan.reorder import interval_order
@@ -43,6 +42,7 @@ from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.graph import StageCost
 from hetero_strategy.simulator.reordering import Reorderer
 from hetero_strategy.simulator.replay import Replay
+from recipes.workloads import WORKLOADS
 
 SAMPLES = {"lognormal": 0, "laion": 1, "orchmllm_10b": 4, "llava": 4}
 """Workload -> samples of a microbatch."""

@@ -24,7 +24,6 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks.common import arguments, report, write_json
-from benchmarks.workloads import WORKLOADS
 from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.balance_draw import draw
@@ -35,6 +34,7 @@ from hetero_strategy.schedule.action import StageGraph, StageId
 from hetero_strategy.schedule.compile import StepCompiler
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.graph import StageCost, stage_graph
+from recipes.workloads import WORKLOADS
 
 PAPER = {64: 16.66, 128: 18.49, 256: 21.32, 512: 24.64, 1024: 31.37, 2560: 53.88}
 """Instances -> ms (OrchMLLM, table 2)."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.workloads.draw import choose, generator, tokens
-from benchmarks.workloads.workload import Workload, WorkloadItems
+from recipes.workloads.draw import choose, generator, tokens
+from recipes.workloads.workload import Workload, WorkloadItems
 
 COCO = ((640, 480), (640, 427), (500, 375), (640, 640))
 """Assumption: most pictures of COCO, and so of what was made from them, have one of these sizes."""

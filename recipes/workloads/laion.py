@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.workloads.draw import generator, patches, tokens
-from benchmarks.workloads.workload import Workload, WorkloadItems
 from hetero_strategy import ragged
+from recipes.workloads.draw import generator, patches, tokens
+from recipes.workloads.workload import Workload, WorkloadItems
 
 SHORT = (5.563, 0.687)
 """(mu, sigma) of the logarithm of the shorter side in pixels: median 261."""
@@ -19,13 +19,19 @@ LONG = (5.814, 0.724)
 CORRELATION = 0.97
 """Assumption: of the two logarithms."""
 PATCH = 16
+PIXEL = 3
+"""Numbers of one: RGB."""
 SEQUENCE = 8192
 
 
-def sample(cap: int, samples: int, seed: int) -> Workload:
+def sample(cap: int, samples: int, seed: int, drawn_from: int = 0) -> Workload:
     """``samples`` packed sequences, pictures at most ``cap`` pixels on the longer side (DistTrain: 512 or 1024).
 
     Pairs of a picture and its caption are taken in order; one that no longer fits begins the next sequence.
+
+    Args:
+        drawn_from: rows of the LLM that a generator is given for each picture, of which it draws one of ``cap`` x
+            ``cap`` pixels; 0: there is no generator.
     """
     rng = generator(seed)
     start = np.zeros(1, np.int64)
@@ -35,20 +41,26 @@ def sample(cap: int, samples: int, seed: int) -> Workload:
         more = (*sides(rng, pairs), tokens(rng, 18.0, 0.6, 2, 256, pairs))
         width, height, caption = (np.concatenate(x) for x in zip((width, height, caption), more, strict=True))
         rows = patches(width, height, cap, PATCH)
-        start = packed(rows + caption, SEQUENCE, samples)
+        start = packed(rows + caption + drawn_from, SEQUENCE, samples)
     sample = np.repeat(np.arange(samples), np.diff(start))
     used = slice(0, int(start[-1]))
     text = np.bincount(sample, weights=caption[used], minlength=samples).astype(np.int64)
+    items = {"vision": WorkloadItems(sample, rows[used], rows[used])}
+    if drawn_from:
+        given, drawn = (np.full(len(sample), n, np.int64) for n in (drawn_from, (cap // PATCH) ** 2))
+        items["draw"] = WorkloadItems(sample, given + drawn, given, drawn * PATCH**2 * PIXEL)
     return Workload(
         "laion" if cap == 512 else f"laion_{cap}",
         text,
-        {"vision": WorkloadItems(sample, rows[used], rows[used])},
-        {"vision": "none", "llm": "none"},
+        items,
+        {**dict.fromkeys(items, "none"), "llm": "none"},
         (
             "Sides of pictures are lognormal, fitted to the counts that LAION prints, with correlation 0.97.",
             f"Pictures of more than {cap} pixels on the longer side are scaled down in their aspect.",
             "Captions have a median of 18 tokens (lognormal, spread 0.6, 2 to 256).",
             "Pairs are packed in the order drawn; what is left of 8192 tokens stays empty.",
+            *[f"Each picture is drawn again, {cap} x {cap} pixels, from {drawn_from} rows of the LLM."]
+            * bool(drawn_from),
         ),
     )
 

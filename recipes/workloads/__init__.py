@@ -1,7 +1,7 @@
 """What the items of published training sets are like, from printed statistics: no data set is read.
 
 A workload is metadata only (text tokens of samples, rows of items), drawn from a seed. Sources of its numbers stand
-beside them; whatever no source prints is in :attr:`Workload.assumptions`.
+beside them; whatever no source prints is in :attr:`Workload.assumptions`. `conf/data` names workloads too.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from benchmarks.workloads import cornstarch, laion, llava, orchmllm
-from benchmarks.workloads.workload import Workload, WorkloadItems
+from recipes.workloads import cornstarch, laion, llava, orchmllm
+from recipes.workloads.workload import Workload, WorkloadItems
 
 WORKLOADS: Mapping[str, Callable[[int, int], Workload]] = {
     **{name: partial(orchmllm.sample, name) for name in orchmllm.MODELS},

@@ -18,9 +18,12 @@ class WorkloadItems:
     sample: np.ndarray
     """Number of the item's sample, ascending."""
     inner_rows: np.ndarray
-    """Rows inside the encoder, without padding."""
+    """Rows inside the encoder or generator, without padding."""
     rows: np.ndarray
-    """Rows that reach the LLM: after the downsampling before the connector."""
+    """Rows of the LLM's sequence: those that reach it, after the downsampling before the connector, or those that a
+    generator is given."""
+    targets: np.ndarray | None = None
+    """Numbers that a generator's loss counts; None: an encoder's items."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Workload:
     text: np.ndarray
     """Text tokens of each sample, int64 ``[samples]``."""
     items: Mapping[str, WorkloadItems]
-    """By encoder: "vision", "audio"."""
+    """By encoder ("vision", "audio") or generator ("draw"), as the models of conf/model name them."""
     padding: Mapping[str, str]
     """By module, "llm" included: how the paper batches its items ("none" or "full", as in a balancing cost)."""
     assumptions: tuple[str, ...]
@@ -59,7 +62,8 @@ class Workload:
             total = ragged.starts(items.rows)
             within = total - total[np.searchsorted(s, s)]
             text = self.text[s] * (items_before[s] + number[modality] + 1) // gaps[s]
-            placed[modality] = StepItems(s, items.rows, text + before[s] + within, items.inner_rows)
+            start = text + before[s] + within
+            placed[modality] = StepItems(s, items.rows, start, items.inner_rows, items.targets)
             before = before + self._rows(items)
             items_before = items_before + per_sample[modality]
         labels = np.maximum(self.text - 1, 0)

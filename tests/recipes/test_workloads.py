@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.workloads import WORKLOADS, cornstarch, laion, llava, orchmllm, speech
-from benchmarks.workloads.draw import choose, downsampled, generator, patches
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import edge_blocks
+from recipes.workloads import WORKLOADS, cornstarch, laion, llava, orchmllm, speech
+from recipes.workloads.draw import choose, downsampled, generator, patches
 
 ORCHMLLM = ["orchmllm_10b", "orchmllm_18b", "orchmllm_84b"]
 MANY = 200_000

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.workloads import llava
-from benchmarks.workloads.draw import choose, downsampled, generator, patches, tokens
-from benchmarks.workloads.speech import ASSUMPTIONS, LONGEST, frames, utterances
-from benchmarks.workloads.workload import Workload, WorkloadItems
+from recipes.workloads import llava
+from recipes.workloads.draw import choose, downsampled, generator, patches, tokens
+from recipes.workloads.speech import ASSUMPTIONS, LONGEST, frames, utterances
+from recipes.workloads.workload import Workload, WorkloadItems
 
 
 class Preprocessing(NamedTuple):
