@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
@@ -135,8 +135,8 @@ def _problems(
         least = np.maximum(least, [sum(map(estimates.least_ranks, group)) for group in others])
         most = np.array([min([chosen[m] * most_instances[m] for m in g], default=np.inf) for g in others])
         for instances, count, pipelined in _counts(dp, microbatches):
-            one, given = chosen[language_model] * instances, Degrees(chosen[language_model], 1, 1, instances)
-            given = estimates.fitting(language_model, given, count)
+            one = chosen[language_model] * instances
+            given = estimates.fitting(language_model, Degrees(chosen[language_model], 1, 1, instances), count)
             if given is None:
                 continue
             alone = estimates.work(language_model, given.tp, given.recomputed).total
@@ -171,7 +171,9 @@ def _counts(dp: Sequence[int], microbatches: Mapping[int, Sequence[int]]) -> Ite
 
 def _solve(problems: _Problems, numbers: np.ndarray, ranks: int) -> list[Allocation]:
     """Some of the problems, as one: they have no variable in common, so the sum of their optima is its optimum."""
-    import cvxpy as cp
+    import cvxpy  # slow to import
+
+    cp: Any = cvxpy
 
     first, steady, least, most = (x[numbers] for x in (problems.first, problems.steady, problems.least, problems.most))
     if first.shape[1] == 1:

@@ -88,8 +88,10 @@ class Estimates:
             )
             rows, squares = self._sizes[module]
             lines = [[t.forward for t in made], [t.input.plus(t.weight) for t in made]]
-            seconds = [np.array([line.per_row * rows + line.per_pair * squares for line in part]) for part in lines]
-            self._work[module, tp, recomputed] = Work(*seconds, sum(line.fixed for part in lines for line in part))
+            forward, backward = (np.array([n.per_row * rows + n.per_pair * squares for n in part]) for part in lines)
+            self._work[module, tp, recomputed] = Work(
+                forward, backward, sum(line.fixed for part in lines for line in part)
+            )
         return self._work[module, tp, recomputed]
 
     def slowest_share(self, module: str, tp: int, stages: int) -> float:
@@ -172,11 +174,10 @@ class Estimates:
         shape, size = self._shape.modules[module], self._precision
         trained, parameters = float(shape.trained.sum()), float(shape.parameters.sum())
         held = 3 * size.master * trained + size.compute * (parameters - trained)
-        held += (
-            size.master * trained
-            if instances is None
-            else instances * (size.compute * parameters + size.master * trained)
-        )
+        if instances is None:
+            held += size.master * trained
+        else:
+            held += instances * (size.compute * parameters + size.master * trained)
         return held / self.memory
 
     def synchronized_ranks(self, module: str, tp: int, instances: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -139,19 +140,6 @@ class Evaluator:
         """Plan one of the batches, schedule it and simulate it."""
         return self._step(placed, self.batches[batch], placed.candidate.microbatches)
 
-    def _step(self, placed: Placed, metadata: StepMetadata, microbatches: int) -> Step:
-        plan = self._plan(placed, metadata, microbatches)
-        seconds = _ActionSeconds(plan, placed)
-        graph, scheduling = placed.graph, placed.scheduling
-        schedule = make_schedule(scheduling.schedule, graph, work_of(plan, graph), seconds.slowest)
-        rows = rows_between(plan, self._row_bytes(placed))
-        simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=placed.together)
-        after = dict.fromkeys(range(self.cluster.ranks), 0.0)
-        for stage_id, times in placed.times.items():
-            for rank in graph.stages[stage_id].ranks:
-                after[rank] += times.after
-        return Step(placed, plan, schedule, simulation, max(after.values()))
-
     def seconds(self, candidate: Candidate) -> float:
         """Mean seconds of a step over all batches.
 
@@ -161,16 +149,34 @@ class Evaluator:
         placed = self.place(candidate)
         return float(np.mean([self._seconds(placed, batch) for batch in self.batches]))
 
+    def shown(self, placed: Placed) -> Step:
+        """A step of the first batch, or of its first samples where that has too many actions to look at."""
+        return self._step(placed, *self._first(self.batches[0], placed.candidate.microbatches, _few(placed)))
+
     def _seconds(self, placed: Placed, batch: StepMetadata) -> float:
-        count, stages = placed.candidate.microbatches, len(placed.times)
-        few = max(2 * stages, MOST_FORWARDS // stages)
+        count, few = placed.candidate.microbatches, _few(placed)
         if count <= few:
             return self._step(placed, batch, count).seconds
-        short, long = (
-            self._step(placed, first_samples(batch, len(batch.samples) * n // count), n).seconds
-            for n in (few // 2, few)
-        )
+        short, long = (self._step(placed, *self._first(batch, count, n)).seconds for n in (few // 2, few))
         return long + (count - few) * (long - short) / (few - few // 2)
+
+    def _first(self, batch: StepMetadata, count: int, few: int) -> tuple[StepMetadata, int]:
+        """The first microbatches of a batch that has ``count``, and how many they are."""
+        if count <= few:
+            return batch, count
+        return first_samples(batch, len(batch.samples) * few // count), few
+
+    def _step(self, placed: Placed, metadata: StepMetadata, microbatches: int) -> Step:
+        plan = self._plan(placed, metadata, microbatches)
+        seconds = _ActionSeconds(plan, placed)
+        graph, scheduling = placed.graph, placed.scheduling
+        schedule = make_schedule(scheduling.schedule, graph, work_of(plan, graph), seconds.slowest)
+        rows = rows_between(plan, self.row_bytes(placed))
+        simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=placed.together)
+        after = np.zeros(self.cluster.ranks)
+        for stage_id, times in placed.times.items():
+            after[graph.stages[stage_id].grid.ravel()] += times.after
+        return Step(placed, plan, schedule, simulation, float(after.max()))
 
     def _plan(self, placed: Placed, metadata: StepMetadata, microbatches: int) -> StepPlan:
         instances = placed.placement.instances()
@@ -188,7 +194,8 @@ class Evaluator:
             balancing=self._balance.resolve(instances, around),
         )
 
-    def _row_bytes(self, placed: Placed) -> Widths:
+    def row_bytes(self, placed: Placed) -> Widths:
+        """Bytes of a row between two stages, into one rank."""
         modules, stages = self.shape.modules, placed.graph.stages
 
         def row_bytes(source: StageId, target: StageId) -> float:
@@ -221,13 +228,19 @@ class Evaluator:
         return float((lengths * lengths).sum()) / total if total else 0.0
 
 
+def _few(placed: Placed) -> int:
+    """Microbatches up to which a step is simulated whole."""
+    stages = len(placed.times)
+    return max(2 * stages, MOST_FORWARDS // stages)
+
+
 def first_samples(metadata: StepMetadata, count: int) -> StepMetadata:
     """A global batch of the first samples of another."""
     items = {}
     for name, table in metadata.items.items():
         n = int(np.searchsorted(table.sample, count))
         columns = {f.name: getattr(table, f.name) for f in fields(table)}
-        cut = {key: value[:n] for key, value in columns.items() if isinstance(value, np.ndarray)}
+        cut: dict[str, Any] = {key: value[:n] for key, value in columns.items() if isinstance(value, np.ndarray)}
         items[name] = replace(table, **cut)
     return replace(
         metadata,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from math import ceil, floor, lcm
 from typing import NamedTuple
 
@@ -73,7 +73,7 @@ class Proposer:
 
     def proposals(self) -> list[Proposal]:
         """All that fit into memory, by estimated seconds."""
-        made = self._all() if self._ranks <= FEW else self._allocated()
+        made = self._all() if self._ranks <= FEW else chain(self._allocated(), self._alike())
         return sorted(made, key=lambda p: p.seconds)
 
     def counts(self, instances: int) -> list[int]:
@@ -142,6 +142,15 @@ class Proposer:
                     if (made := self.propose(partition, sizes, chosen, allocation.choice.microbatches)) is not None:
                         yield made
 
+    def _alike(self) -> Iterator[Proposal]:
+        """One layout for all modules, on all ranks."""
+        names, ranks = list(self._shape.modules), self._ranks
+        ways = [set(degrees(m, ranks, self._ranks_per_node, self._units[n])) for n, m in self._shape.modules.items()]
+        for way in sorted(set.intersection(*ways)):
+            for count in self.counts(way.dp):
+                if (made := self.propose((tuple(names),), (ranks,), dict.fromkeys(names, way), count)) is not None:
+                    yield made
+
     def _rounded(self, allocation: Allocation) -> Iterator[tuple[tuple[int, ...], dict[str, Degrees]]]:
         """Layouts next to an allocation: the language model's pipeline ranks rounded down and up."""
         choice, name = allocation.choice, self._language_model
@@ -158,16 +167,17 @@ class Proposer:
             chosen = {}
             for group, size in zip(choice.partition, sizes, strict=True):
                 for module in group:
-                    ways = self._ways(module, choice, size, pp if module == name else 1)
+                    ways = self._ways(module, choice.tp[module], size, pp if module == name else 1)
                     if ways:
-                        chosen[module] = min(
-                            ways, key=lambda d, m=module: self._estimates.synchronized(m, d, choice.microbatches)
-                        )
+                        chosen[module] = self._soonest(module, ways, choice.microbatches)
             if len(chosen) == len(choice.tp):
                 yield sizes, chosen
 
-    def _ways(self, module: str, choice: Allocation | object, size: int, pp: int) -> list[Degrees]:
-        tp = choice.tp[module]  # type: ignore[attr-defined]
+    def _soonest(self, module: str, ways: Sequence[Degrees], microbatches: int) -> Degrees:
+        """That which communicates least."""
+        return min(ways, key=lambda d: self._estimates.synchronized(module, d, microbatches))
+
+    def _ways(self, module: str, tp: int, size: int, pp: int) -> list[Degrees]:
         if size % (tp * pp):
             return []
         dp = size // (tp * pp)

@@ -130,12 +130,12 @@ class Planner:
     def why_not(self) -> str:
         """Say why nothing fits, and what would."""
         estimates, cluster = self.estimates, self.evaluator.cluster
+        names = ", ".join(self.evaluator.shape.modules)
         needed = sum(estimates.least_ranks(name) for name in self.evaluator.shape.modules)
         return (
-            f"planner: no layout of {', '.join(self.evaluator.shape.modules)} fits on {cluster.ranks} x"
-            f" {cluster.device.name} with {estimates.memory / 2**30:.0f} GiB each: parameters and optimizer states alone"
-            f" need {needed:.1f} of them, activations of a microbatch come on top; give more ranks, more microbatches"
-            " or devices with more memory"
+            f"planner: no layout of {names} fits on {cluster.ranks} x {cluster.device.name} with"
+            f" {estimates.memory / 2**30:.0f} GiB each: parameters and optimizer states alone need {needed:.1f},"
+            " activations of a microbatch come on top; give more ranks, more microbatches or devices with more memory"
         )
 
 

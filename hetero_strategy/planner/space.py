@@ -107,7 +107,8 @@ def shards(instances: int, on_node: int) -> list[int]:
 
 def place_groups(partition: Partition, sizes: Sequence[int], chosen: Mapping[str, Degrees]) -> dict[str, ModuleLayout]:
     """Put groups on neighbouring ranks, one after the other."""
-    layouts, first = {}, 0
+    layouts: dict[str, ModuleLayout] = {}
+    first = 0
     for group, size in zip(partition, sizes, strict=True):
         layouts |= {name: chosen[name].layout(first) for name in group}
         first += size

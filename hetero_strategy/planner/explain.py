@@ -1,0 +1,90 @@
+"""Why a plan takes as long as it does: where ranks compute, what they wait for, what crosses nodes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero_strategy.planner.evaluate import Evaluator, Step
+from hetero_strategy.simulator.rows import rows_between
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Ranks that host the same stages."""
+
+    ranks: tuple[int, ...]
+    stages: tuple[str, ...]
+    busy: float
+    """Share of the step in which they compute, on average."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a simulated step shows."""
+
+    shares: Mapping[str, float]
+    """Module -> share of all ranks' time that it computes."""
+    bubbles: Mapping[str, float]
+    """Cause -> share of all ranks' time; what is not computed."""
+    after: float
+    """Share of the step that the optimizer and replicated gradients take after the last action."""
+    busiest: Lane
+    within: float
+    """Bytes that ranks receive from ranks of their node in a step."""
+    across: float
+    """Bytes that they receive from other nodes."""
+
+    def limit(self) -> str:
+        """What to change first, in one sentence."""
+        cause, share = max(self.bubbles.items(), key=lambda pair: pair[1])
+        ranks = f"rank {self.busiest.ranks[0]}" if len(self.busiest.ranks) == 1 else f"{len(self.busiest.ranks)} ranks"
+        computes = f"{' and '.join(self.busiest.stages)} keep {ranks} busy for {self.busiest.busy:.0%} of the step"
+        if self.busiest.busy > 0.85:
+            return f"compute: {computes}; only more or faster devices help"
+        return f"{cause}: ranks wait {share:.0%} of the time for it; the busiest: {computes}"
+
+
+def explain(evaluator: Evaluator, step: Step) -> Explanation:
+    """Look at a step."""
+    simulation, graph = step.simulation, step.placed.graph
+    whole = step.seconds * len(simulation.ranks)
+    shares = dict.fromkeys(evaluator.shape.modules, 0.0)
+    for action, begin in simulation.start.items():
+        ranks = graph.stages[action.node].grid.shape[1]
+        shares[action.node.module] += float((simulation.end[action] - begin).sum()) * ranks / whole
+    scale = simulation.time / step.seconds
+    lanes = []
+    for stages, ranks in graph.hosts.items():
+        busy = simulation.busy[[simulation.places[rank] for rank in ranks]]
+        lanes.append(Lane(ranks, tuple(map(str, stages)), float(busy.mean() / step.seconds)))
+    within, across = _received(evaluator, step)
+    return Explanation(
+        shares,
+        {cause: share * scale for cause, share in simulation.bubble_by_cause.items()},
+        1 - scale,
+        max(lanes, key=lambda lane: lane.busy),
+        within,
+        across,
+    )
+
+
+def _received(evaluator: Evaluator, step: Step) -> tuple[float, float]:
+    """Bytes that ranks receive of rows within and across nodes."""
+    rows, stages = rows_between(step.plan, evaluator.row_bytes(step.placed)), step.placed.graph.stages
+    within = across = 0.0
+    for action in step.simulation.start:
+        for source in step.schedule.dependencies.crossing(action):
+            grids = [stages[a.node].grid for a in (source, action)]
+            nodes = [grid[:, 0] // evaluator.cluster.ranks_per_node for grid in grids]
+            size = np.asarray(rows(source, action))
+            if size.ndim < 2:
+                size = np.diag(size)
+            moved = size * grids[1].shape[1]
+            away = np.not_equal.outer(*nodes)
+            same = np.equal.outer(grids[0][:, 0], grids[1][:, 0])
+            across += float(moved[away].sum())
+            within += float(moved[~away & ~same].sum())
+    return within, across
