@@ -44,12 +44,12 @@ def check_configuration(cfg: DictConfig, *more: str) -> None:
         ConfigError: naming the field, and what was probably meant.
     """
     _only("", cfg, (*FIELDS, *more))
-    if "sample" in cfg.data:
+    if "sample" in cfg.data and "cluster" not in more:
         raise ConfigError(
             "data.sample: these are statistics of a data set, for `python -m recipes.plan`, and no files to train on;"
             " name your manifests: data=manifest data.module.train=... data.module.val=... data.module.tokenizer=..."
         )
-    _only("data", cfg.data, ("write", "module"))
+    _only("data", cfg.data, ("sample", "global_batch", "microbatches") if "sample" in cfg.data else ("write", "module"))
     _only("checkpoint", cfg.checkpoint, ("every_n_steps", "monitor", "mode"))
     _only("monitor", cfg.monitor, ("every_n_steps", "peak_flops", "profile", "progress_bar"))
     _only("report", cfg.report, ("examples", "judge"))

@@ -57,7 +57,7 @@ def start(task: Callable[[], None], outputs: str = "outputs") -> None:
             if failed := jobs.go_on(folder):
                 fail(failed)
             return
-        sys.argv[1:] = with_run_folder(sys.argv[1:], outputs)
+        sys.argv[1:] = with_run_folder(with_layout_file(sys.argv[1:]), outputs)
         task()
     except HydraException as error:
         if isinstance(error, InstantiationException):
@@ -153,6 +153,26 @@ def with_run_folder(arguments: list[str], outputs: str = "outputs") -> list[str]
         added.append(f'hydra.run.dir="{_agreed(outputs)}"')
         added += ["hydra.output_subdir=null"] if rank() else []
     return [*arguments, *(a for a in added if a.split("=")[0] not in given)]
+
+
+def with_layout_file(arguments: list[str]) -> list[str]:
+    """Command-line arguments where ``layout=<file>``, as the planner writes it, names a choice that hydra finds.
+
+    Raises:
+        ConfigError: the file does not exist, or does not lie in a folder called layout.
+    """
+    for i, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name != "layout" or not value.endswith(".yaml"):
+            continue
+        file = Path(value.strip("'\"")).expanduser().absolute()
+        if not file.is_file():
+            raise ConfigError(f"layout={value}: there is no such file; python -m recipes.plan writes one")
+        if file.parent.name != "layout":
+            raise ConfigError(f"layout={value}: hydra finds layouts in folders called layout; move it into one")
+        found = [f"layout={file.stem}", f"hydra.searchpath=[file://{file.parent.parent}]"]
+        return [*arguments[:i], *found, *arguments[i + 1 :]]
+    return arguments
 
 
 def _agreed(outputs: str) -> str:

@@ -21,11 +21,13 @@ from hetero_strategy.loading.context import TrainingContext
 from hetero_strategy.loading.dispatch import Dispatch
 from hetero_strategy.loading.item_reader import OnError
 from hetero_strategy.loading.loader import Engine, StepLoader
+from hetero_strategy.loading.metadata import step_metadata
 from hetero_strategy.loading.read_where_sampled import SampledDataset
-from hetero_strategy.loading.steps import RankView, StepDataset
+from hetero_strategy.loading.steps import RankView, StepDataset, epoch_order
 from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.plan.step_plan import StepMetadata
 
 Split = Literal["train", "val", "test", "predict"]
 STAGES: dict[str, tuple[Split, ...]] = {
@@ -223,6 +225,20 @@ class MultimodalDataModule(L.LightningDataModule):
                 " use the same names in the model and the layouts"
             )
         return RankView.of(placement, self.modules, trainer.global_rank, context.row_multiple)
+
+    def sampled_batches(self, count: int) -> list[StepMetadata]:
+        """Metadata of so many training batches, drawn with the data module's seed: what a plan is made for.
+
+        Raises:
+            ConfigError: there is no training data, or it is not measured (``payload="all_to_all"``).
+        """
+        index = self._index("train")
+        if index is None:
+            raise ConfigError("MultimodalDataModule: no train manifest was given, from which layouts could be planned")
+        size = min(self.global_batch_size, len(index))
+        order = epoch_order(len(index), self.seed, 0)
+        each = [order[i * size : (i + 1) * size] for i in range(max(1, min(count, len(index) // size)))]
+        return [step_metadata(index, 0, step, samples) for step, samples in enumerate(each)]
 
     def _index(self, split: Split, progress: bool = True) -> DatasetIndex | None:
         manifest = self.manifests[split]

@@ -72,6 +72,12 @@ class Planner:
         precision: Precision = MIXED,
         simulations: int = 24,
     ) -> None:
+        unfed = {m for m, s in shape.modules.items() if not s.samplewise and any(m not in b.items for b in batches)}
+        if unfed:
+            raise ConfigError(
+                f"planner: the data has no items of {', '.join(sorted(unfed))}; take the module out of the model, or"
+                " take data that feeds it"
+            )
         if not shape.samplewise:
             raise ConfigError("planner: the model has no language model, whose samples make microbatches; give layouts")
         self.evaluator = Evaluator(shape, cluster, batches, balance=balance, precision=precision)

@@ -1,0 +1,57 @@
+"""A plan as a file of hydra's group ``layout``, for `recipes.train layout=<file>`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.planner.evaluate import Placed
+
+
+def write_layout(path: Path, placed: Placed, what: str, *, trains: bool) -> Path:
+    """Write layouts, schedule, recompute and, for data that trains, the number of microbatches.
+
+    Args:
+        what: the first line says it.
+    """
+    candidate = placed.candidate
+    strategy: dict[str, Any] = {"schedule": placed.scheduling.schedule}
+    if candidate.recompute:
+        strategy["recompute"] = {name: _way(how.every, how.keeps_matmuls) for name, how in candidate.recompute.items()}
+    content: dict[str, Any] = {
+        "layout": {name: _fields(layout) for name, layout in placed.placement.layouts.items()},
+        "strategy": strategy,
+    }
+    if trains:
+        content["data"] = {"module": {"microbatches": candidate.microbatches}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"- /fields/layout@layout.{name}" for name in placed.placement.layouts]
+    head = ["# @package _global_", f"# {what}", "defaults:", *(f"  {line}" for line in lines), "  - _self_", ""]
+    body = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=118)
+    path.write_text("\n".join([*head, body]))
+    return path
+
+
+def _way(every: int, keeps_matmuls: bool) -> str:
+    return "all but matmuls" if keeps_matmuls else "all" if every == 1 else f"every {every}"
+
+
+def _fields(layout: ModuleLayout) -> dict[str, Any]:
+    """What is not default."""
+    given: dict[str, Any] = {"ranks": _ranks(layout.ranks), "dp_shard": layout.dp_shard}
+    for field in fields(layout):
+        value = getattr(layout, field.name)
+        if field.name == "split" and layout.pipeline.stages == 1:
+            continue
+        if field.name not in given and value != field.default:
+            given[field.name] = list(value) if isinstance(value, tuple) else value
+    return given
+
+
+def _ranks(ranks: Sequence[int]) -> list[int] | int:
+    return len(ranks) if ranks[0] == 0 and ranks[-1] == len(ranks) - 1 else list(ranks)

@@ -1,0 +1,191 @@
+"""Choose layouts for a model, data and a cluster: `python -m recipes.plan`; `--help` lists the choices.
+
+A table of candidates, why the best wins and what limits it, its timeline, and a layout file that `recipes.train` runs.
+"""
+
+from __future__ import annotations
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.placement import place
+from hetero_strategy.monitor.timeline import from_simulation
+from hetero_strategy.monitor.timeline_draw import draw
+from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.plan.step_plan import StepMetadata
+from hetero_strategy.planner.evaluate import Placed
+from hetero_strategy.planner.explain import Explanation, explain
+from hetero_strategy.planner.search import Answer, Planner, Ranked
+from hetero_strategy.planner.shape import shape_of
+from hetero_strategy.planner.times import MIXED, Precision
+from recipes import build, cli
+from recipes.layout_file import write_layout
+
+SHOWN = 8
+MOST_RANKS = 64
+"""Ranks of the timeline, spread over all."""
+PRECISIONS = {"bf16-mixed": MIXED, "16-mixed": MIXED, "32-true": Precision(4, 4), "64-true": Precision(8, 8)}
+
+
+def plan(cfg: DictConfig) -> None:
+    """Plan, print, write."""
+    build.check_configuration(cfg, "cluster", "batches", "simulations", "microbatches")
+    console = Console(highlight=False)
+    make_model = build.model_maker(cfg)
+    batches, microbatches, balance = sampled(cfg)
+    with torch.device("meta"):
+        shape = shape_of(make_model())
+    cluster = hydra.utils.instantiate(cfg.cluster)
+    planner = Planner(
+        shape,
+        cluster,
+        batches,
+        microbatches=cfg.microbatches or microbatches,
+        balance=balance,
+        precision=precision(cfg),
+        simulations=int(cfg.simulations),
+    )
+    answer = search(planner, console)
+    evaluator = planner.evaluator
+    placed = evaluator.place(answer.best.candidate)
+    step = evaluator.shown(placed)
+    folder = cli.run_folder()
+    tokens = sum(int(b.tokens.sum()) for b in batches) / len(batches)
+    name = f"{cfg.model.get('_name_', 'model')}"
+    console.print(candidates(answer, planner, tokens))
+    console.print(modules(placed, planner))
+    for line in reasons(answer, explain(evaluator, step), tokens):
+        console.print(line, soft_wrap=True)
+    file = write_layout(folder / "layout" / "planned.yaml", placed, said(answer, planner), trains="module" in cfg.data)
+    draw(folder / "timeline.png", from_simulation(step.simulation, MOST_RANKS), title=f"{name} as planned")
+    console.print(f"pictures    {cli.near(folder / 'timeline.png')}")
+    console.print(f"layout      {cli.near(file)}")
+    if "module" in cfg.data:
+        console.print(f"train       {cli.command('recipes.train', layout=file)}", soft_wrap=True)
+
+
+def sampled(cfg: DictConfig) -> tuple[list[StepMetadata], int | None, BalanceConfig]:
+    """Global batches of the data, the microbatches that it asks for, and how work is balanced.
+
+    Raises:
+        ConfigError: statistics without a global batch.
+    """
+    count = int(cfg.batches)
+    if "sample" in cfg.data:
+        size = int(cfg.data.global_batch)
+        batches = [
+            hydra.utils.instantiate(cfg.data.sample, samples=size, seed=cfg.seed + i, _convert_="all").metadata()
+            for i in range(count)
+        ]
+        return batches, cfg.data.microbatches, BalanceConfig()
+    build.write_data(cfg)
+    data = build.datamodule(cfg, build.model_maker(cfg))
+    return data.sampled_batches(count), data.microbatches, data.balance
+
+
+def precision(cfg: DictConfig) -> Precision:
+    """Bytes of numbers in ``trainer.precision``.
+
+    Raises:
+        ConfigError: a precision that is not planned for.
+    """
+    given = str(cfg.trainer.get("precision") or "32-true")
+    if given not in PRECISIONS:
+        raise ConfigError(f"trainer.precision={given}: plans are made for {', '.join(PRECISIONS)}")
+    return PRECISIONS[given]
+
+
+def search(planner: Planner, console: Console) -> Answer:
+    """Plan with a bar of progress."""
+    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+
+        def advance(done: int, total: int, best: float) -> None:
+            progress.update(task, completed=done, total=total, description=f"best {seconds(best)}")
+
+        return planner.plan(advance)
+
+
+def candidates(answer: Answer, planner: Planner, tokens: float) -> Table:
+    """The best that were simulated, and the best with one layout for all."""
+    count = planner.evaluator.cluster.ranks
+    title = f"{answer.considered} candidates fit on {count} x {planner.evaluator.cluster.device.name}"
+    table = Table(title=f"{title}, {len(answer.ranked)} simulated", title_justify="left")
+    for column in ("", "step", "tokens/s", "microbatches", "schedule", *planner.evaluator.shape.modules):
+        table.add_column(column, overflow="fold")
+    shown = list(answer.ranked[:SHOWN])
+    alike = answer.homogeneous()
+    if alike is not None and alike not in shown:
+        shown.append(alike)
+    for ranked in shown:
+        marks = ["best"] * (ranked is answer.best) + ["one layout"] * (ranked is alike)
+        table.add_row(*row(" ".join(marks), ranked, planner, tokens))
+    return table
+
+
+def row(mark: str, ranked: Ranked, planner: Planner, tokens: float) -> list[str]:
+    """One candidate."""
+    placed = planner.evaluator.place(ranked.candidate)
+    table = place(ranked.candidate.layouts, planner.evaluator.cluster.ranks).table()
+    where = {module: f"{ranks}\n{degrees}" for module, ranks, degrees in table}
+    again = ranked.candidate.recompute
+    return [
+        mark, seconds(ranked.seconds), f"{tokens / ranked.seconds:,.0f}", str(ranked.candidate.microbatches),
+        placed.scheduling.schedule, *(text + ("\nrecomputed" if m in again else "") for m, text in where.items()),
+    ]  # fmt: skip
+
+
+def modules(placed: Placed, planner: Planner) -> Table:
+    """Who lives where in the best."""
+    table = Table(title="where each module lives", title_justify="left")
+    for column in ("module", "ranks", "layout", "parameters", "seconds of a step on one rank"):
+        table.add_column(column)
+    for name, ranks, degrees in placed.placement.table():
+        shape, work = planner.evaluator.shape.modules[name], planner.estimates.work(name, 1)
+        table.add_row(name, ranks, degrees, f"{int(shape.parameters.sum()):,}", f"{work.total:,.3g}")
+    return table
+
+
+def reasons(answer: Answer, found: Explanation, tokens: float) -> list[str]:
+    """Why the best wins and what limits it."""
+    best, alike = answer.best, answer.homogeneous()
+    lines = [f"step        {seconds(best.seconds)} predicted, {tokens / best.seconds:,.0f} tokens/s"]
+    if alike is not None:
+        gain = alike.seconds / best.seconds
+        one = "one layout for all modules is as good: stay with it" if gain < 1.01 else f"{gain:.2f} times one layout's"
+        lines.append(f"gain        {one}")
+    work = ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items())
+    waits = ", ".join(f"{cause} {share:.1%}" for cause, share in found.bubbles.items() if share >= 0.001)
+    lines.append(f"ranks       compute {work}; wait: {waits or 'nothing'}; optimizer {found.after:.1%}")
+    lines.append(f"limit       {found.limit()}")
+    moved = f"{found.within / 2**30:.3g} GiB within nodes, {found.across / 2**30:.3g} GiB between them"
+    lines.append(f"rows        {moved}, received in the step drawn")
+    return lines
+
+
+def said(answer: Answer, planner: Planner) -> str:
+    """What the layout file says of itself."""
+    cluster = planner.evaluator.cluster
+    return f"planned for {cluster.ranks} x {cluster.device.name}: {seconds(answer.best.seconds)} a step predicted"
+
+
+def seconds(value: float) -> str:
+    """For a person."""
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+
+
+@hydra.main(version_base=None, config_path=cli.CONF, config_name="plan")
+@cli.one_message
+def main(cfg: DictConfig) -> None:
+    """Entry point."""
+    plan(cfg)
+
+
+if __name__ == "__main__":
+    cli.start(main, "outputs/plan")
