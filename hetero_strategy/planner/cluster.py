@@ -18,7 +18,7 @@ class Device:
         memory_bandwidth: bytes per second.
         matmul: share of ``flops`` that matrix products of a model's sizes reach.
         attention: share of ``flops`` that attention reaches.
-        launch: least seconds of a block's forward, however few rows it has.
+        launch: seconds of a block's forward that do not shrink with its rows: kernels begin and end.
         source: where the figures are from.
     """
 

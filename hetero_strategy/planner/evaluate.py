@@ -18,9 +18,10 @@ from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.context import model_context
+from hetero_strategy.planner.overlap import seconds_after
 from hetero_strategy.planner.partition import split
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
-from hetero_strategy.planner.times import MIXED, Precision, StageTimes, module_times
+from hetero_strategy.planner.times import MIXED, SEPARATE, Overlap, Precision, StageTimes, module_times
 from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.config import ScheduleConfig
@@ -72,7 +73,8 @@ class Step:
     schedule: Schedule
     simulation: Simulation
     after: float
-    """Seconds after the last action: the optimizer, and the sum of replicated gradients, on the slowest rank."""
+    """Seconds that are in no action: the optimizer, the sum of replicated gradients, and what compute waits for of
+    collectives beside it, on the slowest rank."""
 
     @property
     def seconds(self) -> float:
@@ -85,6 +87,7 @@ class Evaluator:
     Args:
         batches: global batches drawn from the data, on which candidates are compared.
         balance: how their work is spread.
+        overlap: which collectives run beside compute.
     """
 
     def __init__(
@@ -95,9 +98,10 @@ class Evaluator:
         *,
         balance: BalanceConfig | None = None,
         precision: Precision = MIXED,
+        overlap: Overlap = SEPARATE,
     ) -> None:
         self.shape, self.cluster, self.batches = shape, cluster, tuple(batches)
-        self.precision = precision
+        self.precision, self.overlap = precision, overlap
         self._balance = balance or BalanceConfig()
         self._fed = shape.fed_by_trainable()
         self.lengths = {name: self._length(name) for name in shape.modules}
@@ -120,8 +124,16 @@ class Evaluator:
             share = candidate.recompute[name].share if name in candidate.recompute else 0.0
             layouts[name] = layout = self._with_split(module, asked[name], share, self._fed[name], self.lengths[name])
             once = scheduling.gathered_once(layout, casts=casts and bool(module.trained.any()))
-            options = {"fed": self._fed[name], "recomputed": share, "once": once, "precision": self.precision}
-            stages = module_times(module, layout, self.cluster, **options)  # type: ignore[arg-type]
+            stages = module_times(
+                module,
+                layout,
+                self.cluster,
+                fed=self._fed[name],
+                recomputed=share,
+                once=once,
+                precision=self.precision,
+                overlap=self.overlap,
+            )
             times |= {StageId(name, i): stage for i, stage in enumerate(stages)}
             assert layout.split is not None
             ends = np.cumsum(layout.split) if module.has_blocks else [1]
@@ -173,10 +185,7 @@ class Evaluator:
         schedule = make_schedule(scheduling.schedule, graph, work_of(plan, graph), seconds.slowest)
         rows = rows_between(plan, self.row_bytes(placed))
         simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=placed.together)
-        after = np.zeros(self.cluster.ranks)
-        for stage_id, times in placed.times.items():
-            after[graph.stages[stage_id].grid.ravel()] += times.after
-        return Step(placed, plan, schedule, simulation, float(after.max()))
+        return Step(placed, plan, schedule, simulation, seconds_after(simulation, placed.times))
 
     def _plan(self, placed: Placed, metadata: StepMetadata, microbatches: int) -> StepPlan:
         instances = placed.placement.instances()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -16,6 +16,10 @@ from hetero_strategy.model.multimodal import MultimodalModel
 LENGTHS = (64, 128)
 """Lengths of the sequences from whose FLOPs the linear and the quadratic part follow."""
 LARGEST_TP = 64
+RESIDUAL_MOVES = 4
+"""Times that a block's two residual sums read or write a row of its width."""
+LOSS_MOVES = 7
+"""Numbers of 2 bytes that the loss moves per logit: it reads 2 bytes, writes 4 (fp32) and reads these twice."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +50,8 @@ class ModuleShape:
     """For each of these, into how many parts an instance's rows are cut."""
     samplewise: bool
     """Whether its units are whole samples."""
+    moved: Float64[np.ndarray, "blocks"] = field(default_factory=lambda: np.zeros(1))
+    """Numbers per row that a block's forward writes or reads between its matmuls."""
 
     @property
     def blocks(self) -> int:
@@ -111,7 +117,19 @@ def _module(module: Adapter) -> ModuleShape:
         tp=tuple(degrees),
         row_parts={n: module.row_sharding(ModuleLayout(tuple(range(n)), tp=n).resolved()).parts for n in degrees},
         samplewise=module.kind.samplewise,
+        moved=_moved(module, stages, [*module.blocks().values()]),
     )
+
+
+def _moved(module: Adapter, stages: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> Float64[np.ndarray, "stages"]:
+    """What lies between two matmuls reads the first one's rows and writes those of the second, each once."""
+    linears = [[m for m in stage.modules() if isinstance(m, nn.Linear)] for stage in stages]
+    moved = np.array([sum(m.in_features + m.out_features for m in held) for held in linears], np.float64)
+    if blocks:
+        moved += RESIDUAL_MOVES * module.hidden_width
+    if module.kind.samplewise and linears[-1]:
+        moved[-1] += (LOSS_MOVES - 1) * linears[-1][-1].out_features
+    return moved
 
 
 def trained_share(stage: nn.Module) -> float:

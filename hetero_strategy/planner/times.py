@@ -19,6 +19,10 @@ from hetero_strategy.schedule.action import Kind
 TP_COLLECTIVES = 4
 """All-gathers and reduce-scatters of all rows in a block's forward, and as many in its backward (Korthikanti et al.,
 arXiv:2205.05198, figure 5); an all-reduce counts as two."""
+ATTENTION_BACKWARD = 2.5
+"""Attention's backward in forwards: five matmuls instead of two, as scores are made again (Dao, arXiv:2307.08691)."""
+MOVED_BACKWARD = 1.5
+"""Backward of what lies between matmuls in forwards: it reads what went in and a gradient, and writes a gradient."""
 ADAM_BYTES = 28
 """Bytes that Adam moves per trained parameter: reads gradient, master and two moments, and writes the last three."""
 
@@ -57,18 +61,19 @@ class StageTimes:
     reduce: float
     """Sum of its gradients over data-parallel ranks."""
     once: bool
-    """Whether both are once per step (UNSHARD, REDUCE); otherwise they run beside the compute of every microbatch."""
+    """Whether both are once per step; otherwise they run beside the compute of every microbatch."""
     after: float
     """After the step's last backward: the optimizer, and the sum of replicated gradients."""
+    overlapped: bool = False
+    """Whether what is once per step runs beside compute: UNSHARD and REDUCE take no time, see ``planner.overlap``."""
 
     def seconds(
         self, kind: Kind, rows: Num[np.ndarray, "*n"], squares: Num[np.ndarray, "*n"]
     ) -> Float64[np.ndarray, "*n"]:
         """Seconds of an action over so many rows, per instance."""
-        if kind == "UNSHARD":
-            return np.full(np.shape(rows), self.gather)
-        if kind == "REDUCE":
-            return np.full(np.shape(rows), self.reduce)
+        if kind in ("UNSHARD", "REDUCE"):
+            alone = self.gather if kind == "UNSHARD" else self.reduce
+            return np.full(np.shape(rows), 0.0 if self.overlapped else alone)
         line = {"F": self.forward, "I": self.input, "W": self.weight, "B": self.input.plus(self.weight)}[kind]
         seconds = line.of(rows, squares)
         if self.once:
@@ -90,6 +95,25 @@ class Precision:
 MIXED = Precision()
 
 
+@dataclass(frozen=True)
+class Overlap:
+    """Which collectives run beside compute.
+
+    Args:
+        tp: those of tensor parallelism, cut into as many pieces as there are ranks, of which one waits (Megatron-LM's
+            ``--tp-comm-overlap``, PyTorch's async tensor parallelism).
+        dp: once per step, the gather of parameters beside forwards and the sum of gradients beside backwards
+            (Megatron-LM's ``--overlap-param-gather --overlap-grad-reduce``). What is gathered for every microbatch
+            (FSDP) always is beside its compute.
+    """
+
+    tp: bool = False
+    dp: bool = False
+
+
+SEPARATE = Overlap()
+
+
 def module_times(
     shape: ModuleShape,
     layout: ModuleLayout,
@@ -99,6 +123,7 @@ def module_times(
     recomputed: float = 0.0,
     once: bool = True,
     precision: Precision = MIXED,
+    overlap: Overlap = SEPARATE,
 ) -> list[StageTimes]:
     """Seconds of every stage of a module.
 
@@ -109,7 +134,7 @@ def module_times(
         once: whether parameters are gathered once per step.
     """
     assert layout.split is not None
-    forward, again, weight = _blocks(shape, layout, cluster, fed, recomputed, precision)
+    forward, again, weight = _blocks(shape, layout, cluster, fed, recomputed, precision, overlap)
     ends = ragged.offsets(np.asarray(layout.split if shape.has_blocks else (1,)))
     whole, trained = (ragged.offsets(n.astype(np.float64)) for n in (shape.parameters, shape.trained))
     stages = []
@@ -126,34 +151,51 @@ def module_times(
             after, replicas = replicas, 0.0
         adam = ADAM_BYTES / 4 * precision.master * trains / layout.dp_shard / cluster.device.memory_bandwidth
         f, i, w = (_sum(lines[a:b]) for lines in (forward, again, weight))
-        stages.append(StageTimes(f, i, w, shards, scattered + replicas, once, after + adam))
+        stages.append(StageTimes(f, i, w, shards, scattered + replicas, once, after + adam, once and overlap.dp))
     return stages
 
 
 def _blocks(
-    shape: ModuleShape, layout: ModuleLayout, cluster: Cluster, fed: bool, recomputed: float, precision: Precision
+    shape: ModuleShape,
+    layout: ModuleLayout,
+    cluster: Cluster,
+    fed: bool,
+    recomputed: float,
+    precision: Precision,
+    overlap: Overlap,
 ) -> tuple[list[Line], list[Line], list[Line]]:
     """Forward, input gradient and weight gradient of every block.
 
-    Attention has no weights: its backward, of two forwards, belongs to the gradient of the rows.
+    Attention and what lies between matmuls have no weights: their backward belongs to the gradient of the rows.
     """
     device, tp = cluster.device, layout.tp
     matmul, attention = device.flops * device.matmul * tp, device.flops * device.attention * tp
+    moved = np.broadcast_to(shape.moved, shape.blocks) * precision.compute / device.memory_bandwidth / tp
     waits = cluster.collective(0.0, tp)
-    per_row = cluster.collective(precision.compute * shape.width, tp) - waits
-    exchange = Line(TP_COLLECTIVES * waits, TP_COLLECTIVES * per_row, 0.0)
+    per_row = TP_COLLECTIVES * (cluster.collective(precision.compute * shape.width, tp) - waits)
     forward, again, weight = [], [], []
-    for linear, quadratic, share in zip(shape.per_row, shape.per_pair, shape.trained_share, strict=True):
-        products, pairs = Line(device.launch, float(linear) / matmul, 0.0), Line(0.0, 0.0, float(quadratic) / attention)
-        trains = share > 0
-        step = products.plus(pairs).plus(exchange)
+    for linear, quadratic, rest, share in zip(shape.per_row, shape.per_pair, moved, shape.trained_share, strict=True):
+        products = Line(device.launch, float(linear) / matmul, 0.0)
+        pairs, between = Line(0.0, 0.0, float(quadratic) / attention), Line(0.0, float(rest), 0.0)
+        waited = exposed(per_row, products.per_row, tp) if overlap.tp else per_row
+        moving = products.plus(Line(TP_COLLECTIVES * waits, waited, 0.0))
+        inside = pairs.plus(pairs, ATTENTION_BACKWARD - 1).plus(between, MOVED_BACKWARD)
+        step, trains = moving.plus(pairs).plus(between), share > 0
         repeated = recomputed if fed or trains else 0.0
         forward.append(step)
-        again.append(step.plus(pairs).plus(step, repeated) if fed else NOTHING)
+        again.append(moving.plus(inside).plus(step, repeated) if fed else NOTHING)
         own = Line(products.fixed, products.per_row * float(share), 0.0) if trains else NOTHING
-        weight.append(own if fed or not trains else own.plus(pairs, 2.0).plus(step, repeated))
+        weight.append(own if fed or not trains else own.plus(inside).plus(step, repeated))
         fed = fed or bool(trains)
     return forward, again, weight
+
+
+def exposed(collectives: float, products: float, ranks: int) -> float:
+    """Seconds of collectives that compute waits for, where both run in as many pieces as there are ranks.
+
+    The first piece has nothing to run beside; of the others what takes longer is what takes time.
+    """
+    return max(0.0, collectives - products) + min(collectives, products) / ranks
 
 
 def _sum(lines: Sequence[Line]) -> Line:

@@ -1,0 +1,160 @@
+"""What known devices and links can do: plain data with sources, and the clusters that are built of them.
+
+Peaks are dense bf16 FLOP/s and links are bytes per second into one rank, as in datasheets. What is reached of them is
+one share per device for matmuls, one for attention, and one for all links. Shares of attention and links are published
+measurements of kernels and collectives. A device's best matmul is published too (MAMF,
+github.com/stas00/ml-engineering: 0.803 of an H100's peak, 0.869 of an A100's), but the matmuls of a model in a long run
+are slower, so their share is calibrated on one published training run per architecture, and all others
+(``python -m benchmarks.published``) are predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.planner.cluster import Cluster, Device
+from hetero_strategy.simulator.links import Links
+
+HOPPER = (0.504, 0.35)
+"""Shares of matmuls and attention: calibrated on the 7.1B row of Megatron-LM's table for H100 (465.9
+TFLOP/s); FlashAttention-2 on an H100 (arXiv:2407.08608, abstract)."""
+AMPERE = (0.612, 0.6)
+"""Shares of matmuls and attention: calibrated on the 175B row of Megatron-LM's table for A100
+(arXiv:2205.05198, table 5: 13.75 s); FlashAttention-2 on an A100 reaches 0.5 to 0.73 (arXiv:2307.08691)."""
+LINK_SHARE = 0.82
+"""Of a datasheet's bandwidth: ring all-reduce over 8 H200 without SHARP, 367.6 of 450 GB/s; 8 A100: 235 of 300
+(github.com/stas00/ml-engineering, network)."""
+LATENCY = 9e-6
+"""Seconds per hop of a collective: the same 8 H200 take 68 us for an all-reduce of 4 MiB, which is two collectives of
+three hops; 15 us are for its bytes."""
+BLOCK_LAUNCH = 12 * 3.8e-6
+"""A block's forward is about 12 kernels (6 matmuls, attention, 5 fused elementwise ones), and a short kernel takes
+3.8 us in a stream (NVIDIA's "Getting Started with CUDA Graphs")."""
+GIGABIT = 1e9 / 8
+
+DEVICES: Mapping[str, Device] = {
+    device.name: device
+    for device in (
+        Device("a40", 149.7e12, 48e9, 696e9, *AMPERE, BLOCK_LAUNCH, "NVIDIA A40 datasheet; shares of an a100"),
+        Device("a100", 312e12, 80e9, 2.039e12, *AMPERE, BLOCK_LAUNCH, "NVIDIA A100 80GB SXM datasheet"),
+        Device("a800", 312e12, 80e9, 2.039e12, *AMPERE, BLOCK_LAUNCH, "an a100 with fewer NVLinks"),
+        Device("h100", 989e12, 80e9, 3.35e12, *HOPPER, BLOCK_LAUNCH, "NVIDIA H100 SXM datasheet"),
+        Device("h800", 989e12, 80e9, 3.35e12, *HOPPER, BLOCK_LAUNCH, "an h100 with fewer NVLinks"),
+        Device("h200", 989e12, 141e9, 4.8e12, *HOPPER, BLOCK_LAUNCH, "NVIDIA H200 SXM datasheet; shares of an h100"),
+        Device(
+            "b200", 2250e12, 180e9, 8e12, *HOPPER, BLOCK_LAUNCH,
+            "NVIDIA DGX B200 datasheet (1,440 GB and 64 TB/s of 8); shares of an h100, not checked",
+        ),
+        Device(
+            "gb200", 2500e12, 186e9, 8e12, *HOPPER, BLOCK_LAUNCH,
+            "NVIDIA GB200 NVL72 datasheet (13.4 TB and 576 TB/s of 72); shares of an h100, not checked",
+        ),
+        Device(
+            "cpu", 80e9, 4e9, 10e9, 0.7, 0.2, 2e-4,
+            "one core: 32 fp32 FLOP a cycle (two 256-bit FMAs) at 2.5 GHz; the rest are round figures",
+        ),
+    )
+}  # fmt: skip
+
+LINKS: Mapping[str, Links] = {
+    "nvlink3": Links(LATENCY, 300e9),  # A100: 12 links of 25 GB/s (NVIDIA A100 datasheet: 600 GB/s both ways)
+    "nvlink3_a800": Links(LATENCY, 200e9),  # A800: 400 GB/s both ways (NVIDIA A800 datasheet)
+    "nvlink4": Links(LATENCY, 450e9),  # H100, H200: 18 links of 25 GB/s (NVIDIA H100 datasheet: 900 GB/s both ways)
+    "nvlink4_h800": Links(LATENCY, 200e9),  # H800: 400 GB/s both ways (arXiv:2412.19437: 160 reached)
+    "nvlink5": Links(LATENCY, 900e9),  # B200, GB200 (NVIDIA GB200 NVL72 datasheet: 1.8 TB/s both ways)
+    "pcie4": Links(LATENCY, 31e9),  # 16 lanes of 2 GB/s
+    "pcie5": Links(LATENCY, 63e9),  # 16 lanes of 4 GB/s
+    "100g": Links(LATENCY, 100 * GIGABIT),  # InfiniBand or RoCE, one adapter per rank
+    "200g": Links(LATENCY, 200 * GIGABIT),  # ConnectX-6
+    "400g": Links(LATENCY, 400 * GIGABIT),  # ConnectX-7
+    "800g": Links(LATENCY, 800 * GIGABIT),  # ConnectX-8
+    "loopback": Links(1e-4, 1e9),  # gloo between processes of one machine: round figures
+}
+
+
+@dataclass(frozen=True)
+class _Node:
+    ranks: int
+    within: str
+    across: str
+
+
+NODES: Mapping[str, _Node] = {
+    "a40": _Node(4, "pcie4", "200g"),
+    "a100": _Node(8, "nvlink3", "200g"),  # DGX A100: 8 x 200 Gb/s
+    "a800": _Node(8, "nvlink3_a800", "200g"),
+    "h100": _Node(8, "nvlink4", "400g"),  # DGX H100: 8 x 400 Gb/s
+    "h800": _Node(8, "nvlink4_h800", "400g"),
+    "h200": _Node(8, "nvlink4", "400g"),
+    "b200": _Node(8, "nvlink5", "400g"),
+    "gb200": _Node(72, "nvlink5", "400g"),
+    "cpu": _Node(1, "loopback", "loopback"),
+}
+"""What a device comes in."""
+
+_DEVICE_FIELDS = tuple(f.name for f in fields(Device) if f.name not in ("name", "source"))
+_FIELDS = (*_DEVICE_FIELDS, *(f"{where}_{f.name}" for where in ("within", "across") for f in fields(Links)))
+
+
+def cluster(
+    device: str,
+    nodes: int,
+    ranks_per_node: int | None = None,
+    network: str | None = None,
+    within: str | None = None,
+    **overrides: float,
+) -> Cluster:
+    """Nodes of a known device.
+
+    Args:
+        device: one of :data:`DEVICES`.
+        nodes: how many machines.
+        ranks_per_node: default: as the device comes (:data:`NODES`).
+        network: links between nodes, one of :data:`LINKS`; default: as the device comes.
+        within: links inside a node, likewise.
+        **overrides: other figures of the device (``flops, memory, memory_bandwidth, matmul, attention, launch``) or the
+            links (``within_bandwidth, across_bandwidth``: of the datasheet, bytes per second into one rank;
+            ``within_latency, across_latency``: seconds).
+
+    Raises:
+        ConfigError: an unknown name, or a number that is not positive.
+    """
+    known = _known("device", device, DEVICES)
+    node = NODES[device]
+    inside = _known("within", within or node.within, LINKS)
+    between = _known("network", network or node.across, LINKS)
+    for name in overrides:
+        if name not in _FIELDS:
+            raise ConfigError(f"cluster: no field {name!r}; known: {', '.join(_FIELDS)}")
+    ranks = node.ranks if ranks_per_node is None else ranks_per_node
+    for name, value in {"nodes": nodes, "ranks_per_node": ranks, **overrides}.items():
+        if not value > 0 and not (value == 0 and (name == "launch" or name.endswith("latency"))):
+            raise ConfigError(f"cluster: {name}={value} must be positive")
+    for name in ("matmul", "attention"):
+        if overrides.get(name, 0.5) > 1:
+            raise ConfigError(f"cluster: {name}={overrides[name]} is a share of flops; give at most 1")
+    return Cluster(
+        replace(known, **{name: value for name, value in overrides.items() if name in _DEVICE_FIELDS}),
+        nodes,
+        ranks,
+        _links(inside, "within", overrides),
+        _links(between, "across", overrides),
+    )
+
+
+Known = TypeVar("Known")
+
+
+def _known(field: str, name: str, known: Mapping[str, Known]) -> Known:
+    if name not in known:
+        raise ConfigError(f"cluster: {field}={name!r} is not known; known: {', '.join(known)}")
+    return known[name]
+
+
+def _links(links: Links, where: str, overrides: Mapping[str, float]) -> Links:
+    """What is reached of a datasheet's links."""
+    latency = overrides.get(f"{where}_latency", links.latency)
+    return Links(latency, LINK_SHARE * overrides.get(f"{where}_bandwidth", links.bandwidth))

@@ -1,0 +1,54 @@
+"""What a step waits for besides its actions: the optimizer, and collectives that took longer than compute. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from hetero_strategy.planner.times import StageTimes
+from hetero_strategy.schedule.action import Action, StageId
+from hetero_strategy.simulator.result import Simulation
+
+
+def seconds_after(simulation: Simulation, times: Mapping[StageId, StageTimes]) -> float:
+    """Seconds by which a step is longer than its simulation.
+
+    The collectives of a rank run one after the other. Gathers begin with the step, and parameters of a stage arrive in
+    pieces while its first forward runs: what is missing at its end delays the step. A sum of gradients begins with the
+    stage's last backward, and the optimizer follows all sums of the rank.
+    """
+    stages = simulation.schedule.graph.stages
+    ranks = np.zeros(int(simulation.ranks.max()) + 1)
+    gathered, late = ranks.copy(), 0.0
+    for stage, action in _firsts(simulation).items():
+        if times[stage].overlapped:
+            gathered[stages[stage].grid] += times[stage].gather
+            late = max(late, float((gathered[stages[stage].grid].max(axis=1) - simulation.end[action]).max()))
+    done, after = np.full_like(ranks, simulation.time), ranks.copy()
+    reduced = ranks.copy()
+    for stage, action in _lasts(simulation).items():
+        grid = stages[stage].grid
+        if times[stage].overlapped:
+            begins = np.broadcast_to(simulation.start[action][:, None], grid.shape)
+            reduced[grid] = np.maximum(reduced[grid], begins) + times[stage].reduce
+    for stage, each in times.items():
+        after[stages[stage].grid] += each.after
+    return late + float((np.maximum(done, reduced) + after).max()) - simulation.time
+
+
+def _firsts(simulation: Simulation) -> dict[StageId, Action]:
+    """First forward of every stage, by start."""
+    firsts: dict[StageId, Action] = {}
+    for action in sorted((a for a in simulation.start if a.kind == "F"), key=lambda a: simulation.start[a].min()):
+        firsts.setdefault(action.node, action)
+    return firsts
+
+
+def _lasts(simulation: Simulation) -> dict[StageId, Action]:
+    """Last action of every stage that makes gradients of weights, by start."""
+    lasts: dict[StageId, Action] = {}
+    for action in sorted((a for a in simulation.start if a.kind in "BW"), key=lambda a: simulation.start[a].max()):
+        lasts.pop(action.node, None)
+        lasts[action.node] = action
+    return lasts
