@@ -157,9 +157,8 @@ def reasons(answer: Answer, found: Explanation, tokens: float) -> list[str]:
     best, alike = answer.best, answer.homogeneous()
     lines = [f"step        {seconds(best.seconds)} predicted, {tokens / best.seconds:,.0f} tokens/s"]
     if alike is not None:
-        gain = alike.seconds / best.seconds
-        one = "one layout for all modules is as good: stay with it" if gain < 1.01 else f"{gain:.2f} times one layout's"
-        lines.append(f"gain        {one}")
+        none = "one layout for all modules is as good: stay with it"
+        lines.append(f"gain        {none if alike is best else f'{alike.seconds / best.seconds:.2f} times one layout'}")
     work = ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items())
     waits = ", ".join(f"{cause} {share:.1%}" for cause, share in found.bubbles.items() if share >= 0.001)
     lines.append(f"ranks       compute {work}; wait: {waits or 'nothing'}; optimizer {found.after:.1%}")

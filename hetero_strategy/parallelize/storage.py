@@ -32,6 +32,11 @@ class Storage:
         """Whether what trains computes in another dtype than it is kept in."""
         return self.compute != self.master
 
+    @property
+    def narrow(self) -> torch.dtype | None:
+        """What modules compute in, where that is less than fp32."""
+        return self.compute if self.compute.itemsize < 4 else None
+
     def kept(self, module: str, adapter: nn.Module) -> list[nn.Module]:
         """The layers of a module that compute in ``master``: those that hold a parameter of :attr:`keep`."""
         layers: dict[int, nn.Module] = {}

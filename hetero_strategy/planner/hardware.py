@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.planner.cluster import Cluster, Device
@@ -137,12 +139,16 @@ def cluster(
         if overrides.get(name, 0.5) > 1:
             raise ConfigError(f"cluster: {name}={overrides[name]} is a share of flops; give at most 1")
     return Cluster(
-        replace(known, **{name: value for name, value in overrides.items() if name in _DEVICE_FIELDS}),
+        replace(known, **_of_device(overrides)),
         nodes,
         ranks,
         _links(inside, "within", overrides),
         _links(between, "across", overrides),
     )
+
+
+def _of_device(overrides: Mapping[str, float]) -> dict[str, Any]:
+    return {name: value for name, value in overrides.items() if name in _DEVICE_FIELDS}
 
 
 Known = TypeVar("Known")
@@ -158,3 +164,21 @@ def _links(links: Links, where: str, overrides: Mapping[str, float]) -> Links:
     """What is reached of a datasheet's links."""
     latency = overrides.get(f"{where}_latency", links.latency)
     return Links(latency, LINK_SHARE * overrides.get(f"{where}_bandwidth", links.bandwidth))
+
+
+def this_cluster(device: torch.device, nodes: int, ranks_per_node: int) -> Cluster:
+    """Nodes like this machine, for plans that are made where they run.
+
+    Raises:
+        ConfigError: the CUDA device is none of :data:`DEVICES`.
+    """
+    if device.type != "cuda":
+        return cluster("cpu", nodes, ranks_per_node)
+    found = torch.cuda.get_device_name(device)
+    for name in sorted(DEVICES, key=len, reverse=True):
+        if name.upper() in found.upper().replace(" ", ""):
+            return cluster(name, nodes, ranks_per_node)
+    raise ConfigError(
+        f"layouts='auto': nothing is known of {found}; known: {', '.join(DEVICES)}; give layouts, such as those of"
+        " python -m recipes.plan with the figures of your device (cluster.flops=...)"
+    )

@@ -46,6 +46,10 @@ class ScheduleConfig:
         styles = {layout.pp_style for layout in layouts.values() if layout.vpp > 1}
         return replace(self, schedule="zbv" if "v" in styles else "interleaved_1f1b" if styles else "1f1b")
 
+    def instead_of_auto(self, schedule: str) -> ScheduleConfig:
+        """With another schedule, where none was asked for."""
+        return replace(self, schedule=schedule) if self.schedule == "auto" else self
+
     def check(self, layouts: Mapping[str, ModuleLayout]) -> None:
         """Refuse a schedule that these layouts cannot run, whatever the model is.
 

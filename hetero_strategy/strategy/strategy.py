@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ from hetero_strategy.runtime.memory import out_of_memory
 from hetero_strategy.runtime.step import StepRunner
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.assembly import Assembled, assemble, find_model, move_rest
+from hetero_strategy.strategy.auto import choose, given
 from hetero_strategy.strategy.collectives import WorldCollectives
 from hetero_strategy.strategy.launch import (
     START_METHODS,
@@ -76,8 +77,8 @@ class HeteroStrategy(WorldCollectives):
     schedulers need nothing special.
 
     Args:
-        layouts: module name -> :class:`ModuleLayout` or a mapping of its fields. None (as in ``strategy="hetero"``):
-            every module sharded over all ranks.
+        layouts: module name -> :class:`ModuleLayout` or its fields; ``auto``: chosen by the planner, as are schedule and
+            recompute if not given. None (as in ``strategy="hetero"``): every module sharded over all ranks.
         recompute: modules that compute activations again in backward; or by module: all, every 2, all but matmuls.
         compile: modules whose blocks torch compiles one by one, for any number of rows; or by module: the backend.
         schedule: in which order a step's work runs: ``1f1b``, ``gpipe``, ``interleaved_1f1b`` (modules with vpp > 1),
@@ -106,7 +107,7 @@ class HeteroStrategy(WorldCollectives):
 
     def __init__(
         self,
-        layouts: Mapping[str, ModuleLayout | Mapping[str, Any]] | None = None,
+        layouts: Mapping[str, ModuleLayout | Mapping[str, Any]] | Literal["auto"] | None = None,
         *,
         recompute: Sequence[str] | Mapping[str, str] | None = None,
         compile: Sequence[str] | Mapping[str, str] | None = None,
@@ -124,7 +125,7 @@ class HeteroStrategy(WorldCollectives):
         super().__init__()
         if start_method not in START_METHODS:
             raise ConfigError(f"HeteroStrategy: start_method={start_method!r}; use one of {', '.join(START_METHODS)}")
-        self._layouts = None if layouts is None else {n: ModuleLayout.from_config(n, v) for n, v in layouts.items()}
+        self._auto, self._layouts = layouts == "auto", given(layouts)
         self.recompute, self._compile = recomputes(recompute), compiles(compile)
         self._scheduling = ScheduleConfig(schedule, dict(max_in_flight or {}), reshard_after_forward)
         self._start_method = start_method
@@ -161,11 +162,10 @@ class HeteroStrategy(WorldCollectives):
     @property
     def context(self) -> TrainingContext:
         """What the data module has to know; model and groups from ``setup`` on."""
-        context = TrainingContext(self._placement, placed_later=self._layouts is None, device=self.root_device)
+        context = TrainingContext(self._placement, placed_later=self._placement is None, device=self.root_device)
         if self._assembled is None or self._multimodal is None or self._placement is None:
             return context
         layouts, made = self._placement.layouts, self._assembled
-        dtype = storage_of(self.precision_plugin).compute
         tp = {name: layouts[name].tp for name in self._multimodal.language_models() if layouts[name].tp > 1}
         return replace(
             context,
@@ -174,7 +174,7 @@ class HeteroStrategy(WorldCollectives):
             rank=self.global_rank,
             compiler=made.executor.compiler,
             group=made.registry.loading,
-            compute_dtype=dtype if dtype.itemsize < 4 else None,
+            compute_dtype=storage_of(self.precision_plugin).narrow,
         )
 
     # ---- identity and processes ------------------------------------------------------------------------------------
@@ -278,10 +278,12 @@ class HeteroStrategy(WorldCollectives):
     def _build(self, module: LightningModule) -> None:
         self._prefix, self._multimodal = find_model(module, self._any)
         self.model = self.precision_plugin.convert_module(module)
-        if self._layouts is None:
-            self._layouts = dict.fromkeys(self._multimodal.modules_by_name, ModuleLayout(tuple(range(self.world_size))))
-            self._placement = place(self._layouts, self.world_size)
-        assert self._placement is not None
+        storage = storage_of(self.precision_plugin, self._keep_fp32)
+        if self._placement is None:
+            chosen = choose(self, self._multimodal, module.trainer, storage, plan=self._auto)
+            self.recompute = self.recompute or dict(chosen.recompute)
+            self._scheduling = self._scheduling.instead_of_auto(chosen.schedule)
+            self._placement = place(chosen.layouts, self.world_size)
         self._assembled = assembled = assemble(
             self._prefix,
             self._multimodal,
@@ -289,7 +291,7 @@ class HeteroStrategy(WorldCollectives):
             self.global_rank,
             self.root_device,
             ranks_per_node=self.num_processes,
-            storage=storage_of(self.precision_plugin, self._keep_fp32),
+            storage=storage,
             scheduling=self._scheduling,
             recompute=self.recompute,
             compile=self._compile,

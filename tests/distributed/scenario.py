@@ -30,8 +30,8 @@ class Job:
     """One run; everything a rank needs to build it."""
 
     folder: str
-    layouts: dict[str, dict[str, Any]] | None = None
-    """None: ``strategy="auto"`` on one device."""
+    layouts: dict[str, dict[str, Any]] | str | None = None
+    """None: ``strategy="auto"`` on one device; ``auto``: HeteroStrategy plans them."""
     steps: int = 20
     batch: int = 12
     microbatches: int = 2
@@ -188,7 +188,9 @@ def build(job: Job) -> tuple[L.Trainer, Lit, MultimodalDataModule]:
     if job.layouts is None:
         trainer = L.Trainer(devices=1, strategy="auto", **options)
     else:
-        layouts = {n: ModuleLayout.from_config(n, v) for n, v in job.layouts.items()} or None
+        layouts: Any = job.layouts
+        if not isinstance(layouts, str):
+            layouts = {n: ModuleLayout.from_config(n, v) for n, v in layouts.items()} or None
         world = int(os.environ.get("WORLD_SIZE", "1"))
         plugins = [TorchElasticEnvironment()] if "TORCHELASTIC_RUN_ID" in os.environ else []
         placed = {"devices": world, "strategy": HeteroStrategy(layouts, **job.strategy), "plugins": plugins}

@@ -1,0 +1,86 @@
+"""``layouts="auto"``: the planner chooses them, before the model is placed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities import rank_zero_info
+from lightning.pytorch import Trainer
+
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.loading.datamodule import MultimodalDataModule
+from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.parallelize.storage import Storage
+from hetero_strategy.planner.evaluate import Candidate
+from hetero_strategy.planner.hardware import this_cluster
+from hetero_strategy.planner.search import Planner
+from hetero_strategy.planner.shape import shape_of
+from hetero_strategy.planner.times import Precision
+
+if TYPE_CHECKING:
+    from hetero_strategy.strategy.strategy import HeteroStrategy
+
+BATCHES = 2
+"""Global batches of the data on which candidates are simulated."""
+
+
+def given(layouts: Mapping[str, Any] | str | None) -> dict[str, ModuleLayout] | None:
+    """Layouts as a person gives them; None: they follow from the model.
+
+    Raises:
+        ConfigError: another word than ``auto``.
+        LayoutError: see :meth:`ModuleLayout.from_config`.
+    """
+    if layouts is None or layouts == "auto":
+        return None
+    if isinstance(layouts, str):
+        raise ConfigError(f"HeteroStrategy: layouts={layouts!r}; use 'auto', or a mapping of modules to their layouts")
+    return {name: ModuleLayout.from_config(name, layout) for name, layout in layouts.items()}
+
+
+def choose(
+    strategy: HeteroStrategy, model: MultimodalModel, trainer: Trainer, storage: Storage, *, plan: bool
+) -> Candidate:
+    """Layouts that a person leaves to the strategy: those that the first rank plans, or all modules over all ranks.
+
+    A collective.
+    """
+    if not plan:
+        return Candidate(dict.fromkeys(model.modules_by_name, ModuleLayout(tuple(range(strategy.world_size)))))
+    found: Candidate = strategy.broadcast(
+        planned(strategy, model, trainer, storage) if strategy.is_global_zero else None
+    )
+    return found
+
+
+def planned(strategy: HeteroStrategy, model: MultimodalModel, trainer: Trainer, storage: Storage) -> Candidate:
+    """Plan for the data and the devices of this run, and say what was chosen.
+
+    Raises:
+        ConfigError: the trainer has no :class:`MultimodalDataModule`, or the device is not known.
+        LayoutError: nothing fits into memory.
+    """
+    data = getattr(trainer, "datamodule", None)
+    if not isinstance(data, MultimodalDataModule):
+        raise ConfigError(
+            "HeteroStrategy: layouts='auto' plans for the batches of a MultimodalDataModule; pass one to the Trainer as"
+            " datamodule=..., or give layouts"
+        )
+    planner = Planner(
+        shape_of(model),
+        this_cluster(strategy.root_device, strategy.num_nodes, strategy.num_processes),
+        data.sampled_batches(BATCHES),
+        microbatches=data.microbatches,
+        balance=data.balance,
+        precision=Precision(storage.compute.itemsize, storage.master.itemsize),
+    )
+    answer = planner.plan()
+    placed = planner.evaluator.place(answer.best.candidate)
+    lines = [f"{name}: ranks {ranks}, {degrees}" for name, ranks, degrees in placed.placement.table()]
+    rank_zero_info(
+        f"layouts='auto': {answer.considered} candidates, {len(answer.ranked)} simulated; schedule"
+        f" {placed.scheduling.schedule}, {1e3 * answer.best.seconds:.3g} ms a step predicted\n  " + "\n  ".join(lines)
+    )
+    return answer.best.candidate
