@@ -50,7 +50,9 @@ class GroupRegistry:
         for ranks in rank_sets(placement, rank_sets_needed):
             self._create(ranks)
         # A module that only one rank shards (to compute in another dtype) has a mesh of that rank alone.
-        self._alone = dist.new_group([self._rank], timeout=timeout, use_local_synchronization=True)
+        if (self._rank,) not in self._groups:
+            alone = dist.new_group([self._rank], timeout=timeout, use_local_synchronization=True)
+            self._groups[(self._rank,)] = alone
         self._meshes = {name: self._mesh(layout) for name, layout in placement.layouts.items()}
         with _connected_on_demand():
             self.background = dist.new_group(backend="gloo", timeout=timeout)
@@ -90,9 +92,8 @@ class GroupRegistry:
         """From now on a collective of the world or of a module ends after this time. Those on the host stay: what they
         do beside training, reading and writing files, may take longer than a step.
         """
-        channels, groups = self._channels, self._groups.values()
-        for group in dict.fromkeys([dist.group.WORLD, self._alone, *groups, *channels]):
-            if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
+        for group in (*self._groups.values(), *self._channels):
+            if group is not None:
                 _set_pg_timeout(timeout, group)
 
     def _create(self, ranks: tuple[int, ...]) -> None:
@@ -114,7 +115,7 @@ class GroupRegistry:
         axes = tuple(name for name in MESH_AXES if getattr(layout, name) > 1 or name == "dp_shard")
         grid = next(g for g in layout.grid() if self._rank in g).reshape([getattr(layout, name) for name in axes])
         lines = [line for axis in range(len(axes)) for line in _lines(grid, axis) if self._rank in line]
-        groups = [self._alone if len(line) == 1 else self._groups[line] for line in lines]
+        groups = [self._groups[line] for line in lines]
         return DeviceMesh.from_group(
             groups if len(groups) > 1 else groups[0],  # type: ignore[arg-type]
             self.device_type,
