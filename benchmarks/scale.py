@@ -5,7 +5,7 @@ all is counted from the graph, the placement, a step plan and the programs that 
 holds, from its stages on the meta device. A rank's figures are those of the busiest of one rank in each stage of the
 language model. Bytes are those handed to the backend; its own algorithms may send more.
 
-  groups       process groups made for rank sets, and those that a rank is in; beside them one alone, two of all ranks
+  groups       process groups made on CUDA, and those that a rank is in; two of all ranks are on the host
   connect      ranks that a rank meets before the first step, one number each way, hops and edges counted apart
   weights      read by a rank from folders in bf16
   rows         messages along edges and between stages in a step, in bf16
@@ -32,13 +32,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.common import arguments, report, write_json
 from benchmarks.pipelines import Setting
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.layout.registry import MESH_AXES, rank_sets
+from hetero_strategy.layout.registry import MESH_AXES
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.parallelize import apply
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.stages import owned_tensors
+from hetero_strategy.parallelize.tied import tied_rank_sets
 from hetero_strategy.plan.step_plan import StepPlan
-from hetero_strategy.runtime.connect import connections, meetings_of
+from hetero_strategy.runtime.connect import connections, meetings_of, process_groups
 from hetero_strategy.schedule.action import StageId
 from hetero_strategy.schedule.compile import StepCompiler
 
@@ -135,11 +136,16 @@ def saved(stages: Stages) -> Any:
     return planner.create_local_plan()
 
 
+def groups(chosen: Setting, device_type: str) -> list[tuple[int, ...]]:
+    """Ranks of each process group."""
+    owners = tied_rank_sets(chosen.model().modules_by_name, chosen.placement.layouts)
+    made = process_groups(chosen.placement, chosen.blueprint.graph, owners, device_type)
+    return [ranks for sets in made.values() for ranks in sets]
+
+
 def measure(chosen: Setting) -> dict[str, Any]:
     """All figures of a setting."""
-    graph = chosen.blueprint.graph
-    edges = [graph.stages[s].ranks | graph.stages[t].ranks for s, t in graph.edges]
-    sets = [ranks for ranks in rank_sets(chosen.placement, edges) if 1 < len(ranks) < chosen.world]
+    graph, sets = chosen.blueprint.graph, groups(chosen, "cuda")
     first = [int(graph.stages[node].grid[0, 0]) for node in graph.nodes_of("llm")]
     step = chosen.plan(0)
     ranks = [of_rank(chosen, rank, sets, step) for rank in first]

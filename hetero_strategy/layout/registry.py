@@ -28,8 +28,8 @@ class GroupRegistry:
 
     Args:
         placement: resolved layouts; modules are visited in its order on every rank.
-        rank_sets_needed: other rank sets that need a group, in the same order on every rank: the ranks of the two
-            stages that an edge joins, the owners of a shared weight.
+        rank_sets_needed: other rank sets that need a group, in the same order on every rank: the owners of a shared
+            weight.
         device_type: ``"cuda"`` or ``"cpu"``; never guessed.
         timeout: limit of every collective in the groups created here.
     """
@@ -79,11 +79,13 @@ class GroupRegistry:
     def channel(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """Return a group of these ranks whose messages wait for no other channel's; None as in :meth:`group`.
 
-        NCCL runs a group's messages one after another, so there every channel is a new group: a collective over the
-        world, to be called in the same order on every rank. Elsewhere tags tell channels of one group apart.
+        A collective over the world, at start, to be called in the same order on every rank. NCCL runs a group's
+        messages one after another, so there every channel is a new group. Elsewhere tags tell channels apart, and those
+        of one rank set share a group.
         """
         key = tuple(sorted(ranks))
         if self.device_type != "cuda" or len(key) < 2:
+            self._create(key)
             return self.group(key)
         self._channels.append(self._new(key))
         return self._channels[-1]
@@ -141,12 +143,11 @@ def _connected_on_demand() -> Iterator[None]:
 
 
 def rank_sets(placement: Placement, needed: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
-    """List every rank set that a run needs a group for, in the one order in which all ranks create them. Pure."""
+    """List the rank sets of mesh axes and of ``needed``, in the one order in which all ranks create groups. Pure."""
     sets: dict[tuple[int, ...], None] = {}
     for layout in placement.layouts.values():
         for grid in layout.grid():
             part = grid.reshape([getattr(layout, name) for name in MESH_AXES])
-            sets[tuple(int(r) for r in part.flat)] = None
             for axis in range(part.ndim):
                 sets.update(dict.fromkeys(_lines(part, axis)))
     for ranks in needed:

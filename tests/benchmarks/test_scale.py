@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from benchmarks import scale
 from benchmarks.pipelines import Setting, assembled
-from hetero_strategy.layout.registry import rank_sets
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.runtime.connect import connections
 from tests.distributed.harness import Pool
@@ -25,13 +24,13 @@ class Counted:
     """Wraps what sends, and counts it."""
 
     def __init__(self, rank: int) -> None:
-        self.found: Counter[str] = Counter()
+        self.found = Counter({"groups groups": 1})  # the world
         self.phase, self.rank = "connect", rank
         self.real = {name: getattr(dist, name) for name in ("new_group", "P2POp", "all_reduce", "gather_object")}
         self.real |= {name: getattr(dist, name) for name in ("all_gather_single", "reduce_scatter_single")}
 
     def new_group(self, ranks: Any = None, **options: Any) -> Any:
-        self.found["groups groups"] += ranks is not None and len(ranks) > 1 and self.rank in ranks
+        self.found["groups groups"] += ranks is None or self.rank in ranks
         return self.real["new_group"](ranks, **options)
 
     def P2POp(self, op: Any, tensor: torch.Tensor, *rest: Any) -> Any:
@@ -91,9 +90,7 @@ def really(rank: int, world: int, chosen: Setting, path: str) -> dict[str, int]:
 def test_what_is_counted_is_what_is_sent(pool: Pool, tmp_path: Path) -> None:
     chosen = scale.setting(4, pp=2, tp=1, encoder=(32, 1), llm=(64, 2))
     ranks = pool.run(4, really, chosen, str(tmp_path / "c"), timeout=120)
-    graph, step = chosen.blueprint.graph, chosen.plan(0)
-    edges = [graph.stages[s].ranks | graph.stages[t].ranks for s, t in graph.edges]
-    sets = [ranks for ranks in rank_sets(chosen.placement, edges) if 1 < len(ranks) < 4]
+    graph, step, sets = chosen.blueprint.graph, chosen.plan(0), scale.groups(chosen, "cpu")
     with patch.object(scale, "COMPUTE", torch.float32):
         for rank, found in enumerate(ranks):
             counted = scale.of_rank(chosen, rank, sets, step)
