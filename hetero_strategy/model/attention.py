@@ -98,7 +98,8 @@ def _in_buckets(query: Tensor, key: Tensor, value: Tensor, packing: Packing, opt
         mask = None if options.causal else bucket.mask
         if options.window is not None and options.window < bucket.length:
             mask = _seen(torch.arange(bucket.length, device=q.device), options.window)[None, None]
-        part = _attend(*(x[rows].unflatten(0, shape).transpose(1, 2) for x in (q, k, v)), mask, options)
+        one, two, three = (x[rows].unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
+        part = _attend(one, two, three, mask, options)
         parts.append(part.transpose(1, 2).flatten(0, 1))
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return _from_buckets(out, packing).transpose(0, 1)[None]
