@@ -3,41 +3,15 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from benchmarks.counting import Allocations
 
 CPU = torch.device("cpu")
-
-
-class Allocated(TorchDispatchMode):
-    """Counts the bytes of storages that operators make, while they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        made = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
-                storage = tensor.untyped_storage()
-                if storage not in self._known:
-                    self._known[storage] = None
-                    self.now += storage.nbytes()
-                    self.most = max(self.most, self.now)
-                    weakref.finalize(storage, self._free, storage.nbytes())
-        return made
-
-    def _free(self, size: int) -> None:
-        self.now -= size
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
@@ -47,7 +21,7 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         run()
         return torch.cuda.max_memory_allocated(device) - before
-    with Allocated() as allocated:
+    with Allocations() as allocated:
         run()
     return allocated.most
 

@@ -5,14 +5,15 @@ all is counted from the graph, the placement, a step plan and the programs that 
 holds, from its stages on the meta device. A rank's figures are those of the busiest of one rank in each stage of the
 language model. Bytes are those handed to the backend; its own algorithms may send more.
 
-  groups       process groups made for rank sets, and those that a rank is in; beside them one alone, two of all ranks
+  groups       process groups made on CUDA, and those that a rank is in; two of all ranks are on the host
   connect      ranks that a rank meets before the first step, one number each way, hops and edges counted apart
   weights      read by a rank from folders in bf16
   rows         messages along edges and between stages in a step, in bf16
   gathers      shards handed to all-gathers in a step, in bf16
   reductions   gradients handed to reduce-scatters and all-reduces in a step, in fp32
-  plan         a rank's pickled plan of a checkpoint with AdamW, gathered when it is made; at other saves instead of it
-               four bytes are all-reduced
+  plan         of a checkpoint with AdamW, pickled: what each rank tells all others when it is made; at other saves
+               instead of it two bytes are all-reduced
+  inventory    what one rank tells all others for those that own alike, pickled, when the plan is made
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.common import arguments, report, write_json
 from benchmarks.pipelines import Setting
+from hetero_strategy.checkpoint.inventory import Coordinates, Inventory, take_inventory
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.layout.registry import MESH_AXES, rank_sets
+from hetero_strategy.layout.registry import MESH_AXES
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.parallelize import apply
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.stages import owned_tensors
+from hetero_strategy.parallelize.tied import tied_rank_sets
 from hetero_strategy.plan.step_plan import StepPlan
-from hetero_strategy.runtime.connect import connections, meetings_of
+from hetero_strategy.runtime.connect import connections, meetings_of, process_groups
 from hetero_strategy.schedule.action import StageId
 from hetero_strategy.schedule.compile import StepCompiler
 
@@ -54,6 +56,7 @@ PER_RANK = (
     ("step", "gathers", "bytes"),
     ("step", "reductions", "bytes"),
     ("checkpoint", "plan", "bytes"),
+    ("checkpoint", "inventory", "bytes"),
 )
 """Phase, what, and in which numbers."""
 
@@ -109,7 +112,8 @@ def of_rank(chosen: Setting, rank: int, sets: Sequence[Sequence[int]], step: Ste
             gathers += own * COMPUTE.itemsize * done.count((node, "UNSHARD"))
             trained = sum(local(p).numel() for p in stage.parameters() if p.requires_grad)
             reductions += trained * MASTER.itemsize * layouts[node.module].dp_shard
-        pickled = len(pickle.dumps((saved(stages), None)))
+        inventory, coordinates = saved(stages)
+        plan_bytes = len(pickle.dumps((inventory.digest, coordinates)))
     return {
         "groups groups": sum(rank in ranks for ranks in sets),
         "connect partners": sum(map(len, met)),
@@ -118,35 +122,39 @@ def of_rank(chosen: Setting, rank: int, sets: Sequence[Sequence[int]], step: Ste
         "rows bytes": sum(hop.rows_sent * widths[edge] * COMPUTE.itemsize for edge, hop in hops),
         "gathers bytes": gathers,
         "reductions bytes": reductions,
-        "plan bytes": pickled,
+        "plan bytes": plan_bytes,
+        "inventory bytes": len(pickle.dumps((inventory, None))),
     }
 
 
-def saved(stages: Stages) -> Any:
-    """A rank's plan of a checkpoint: parameters and AdamW's state."""
+def saved(stages: Stages) -> tuple[Inventory, Coordinates]:
+    """What a rank saves, parameters and AdamW's state, and where on its meshes it is."""
     owned = {f"model.{n.module}.{fqn}": p for n, stage in stages.items() for fqn, p in owned_tensors(stage).items()}
     tensors = {f"model.{name}": value.detach() for name, value in owned.items()}
     trained = {name: value.detach() for name, value in owned.items() if value.requires_grad}
     for name, value in trained.items():
         state = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(value), "exp_avg_sq": torch.zeros_like(value)}
         tensors |= {f"optim.0.{name}.{key}": of for key, of in state.items()}
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(tensors)
-    return planner.create_local_plan()
+    return take_inventory(tensors)
+
+
+def groups(chosen: Setting, device_type: str) -> list[tuple[int, ...]]:
+    """Ranks of each process group."""
+    owners = tied_rank_sets(chosen.model().modules_by_name, chosen.placement.layouts)
+    made = process_groups(chosen.placement, chosen.blueprint.graph, owners, device_type)
+    return [ranks for sets in made.values() for ranks in sets]
 
 
 def measure(chosen: Setting) -> dict[str, Any]:
     """All figures of a setting."""
-    graph = chosen.blueprint.graph
-    edges = [graph.stages[s].ranks | graph.stages[t].ranks for s, t in graph.edges]
-    sets = [ranks for ranks in rank_sets(chosen.placement, edges) if 1 < len(ranks) < chosen.world]
+    graph, sets = chosen.blueprint.graph, groups(chosen, "cuda")
     first = [int(graph.stages[node].grid[0, 0]) for node in graph.nodes_of("llm")]
     step = chosen.plan(0)
     ranks = [of_rank(chosen, rank, sets, step) for rank in first]
     most = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
     every = {"groups groups": len(sets), "connect partners": 2 * connections(graph)}
-    share = chosen.world // len(first)
-    every["plan bytes"] = share * sum(rank["plan bytes"] for rank in ranks)
+    every["plan bytes"] = chosen.world // len(first) * sum(rank["plan bytes"] for rank in ranks)
+    every["inventory bytes"] = sum(rank["inventory bytes"] for rank in ranks)  # each stage has its own
     return {"world": chosen.world, "rank": most, "all": every}
 
 

@@ -26,7 +26,8 @@ from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
 from hetero_strategy.monitor.measure import Spent
 from hetero_strategy.monitor.throughput import Totals
-from hetero_strategy.runtime.connect import connections
+from hetero_strategy.parallelize.tied import tied_rank_sets
+from hetero_strategy.runtime.connect import connections, most_groups, process_groups
 from recipes import cli
 from recipes.drawings import Drawing, Judge, draw_grid, drawings_of
 from recipes.lit import LitMultimodal
@@ -223,7 +224,7 @@ def write_report(
     report = summarize(trainer, module, placed, readback, checkpoint, split) | {
         "chosen_by": chosen_by(trainer),
         "steps": trainer.global_step,
-        "connections": connections(trainer.strategy.executor.compiler.graph),  # type: ignore[attr-defined]
+        **network(trainer),
         **throughput(totals),
         "timeline": last_steps(trainer),
         "balance": balance(trainer, totals),
@@ -297,6 +298,14 @@ def balance(trainer: L.Trainer, totals: Totals) -> dict[str, Any] | None:
     }
 
 
+def network(trainer: L.Trainer) -> dict[str, Any]:
+    """Pairs of ranks that meet before the first step, and process groups of the rank that is in most."""
+    executor = trainer.strategy.executor  # type: ignore[attr-defined]
+    owners, graph = tied_rank_sets(executor.modules, executor.placement.layouts), executor.compiler.graph
+    made = process_groups(executor.placement, graph, owners, executor.device.type)
+    return {"groups": most_groups(made), "connections": connections(graph)}
+
+
 @rank_zero_only
 def save(report: dict[str, Any], path: Path, readback: Readback) -> None:
     """The report as JSON, and its examples and drawings as pictures beside it."""
@@ -350,7 +359,7 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         speed = f", {report['tokens_per_second']:.0f} tokens/s" if report["tokens_per_second"] else ""
         lines.append(("training", f"{report['steps']} steps, {report['train_seconds']:.1f} s{speed}"))
         lines.append(("of that", _spent_line(report["seconds"], report["train_seconds"])))
-        lines.append(("network", f"{report['connections']} pairs of ranks joined at start (hops and edges apart)"))
+        lines.append(("network", _network_line(report["groups"], report["connections"])))
     if timeline := report.get("timeline"):
         lines += _timeline_lines(timeline)
     if report.get("balance"):
@@ -358,6 +367,13 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     best = f" ({chosen['metric']} {chosen['value']:.4f})" if (chosen := report.get("chosen_by")) else ""
     lines.append(("checkpoint", f"{_short(report['checkpoint'])}{best}" if report["checkpoint"] else "none"))
     return lines
+
+
+def _network_line(groups: dict[str, int], pairs: int) -> str:
+    """What ranks made before the first step."""
+    kinds = ", ".join(f"{count} for {kind}" for kind, count in groups.items())
+    most = f"most {sum(groups.values())} process groups on a rank ({kinds})"
+    return f"{most}, {pairs} pairs of ranks joined at start (hops and edges apart)"
 
 
 PARTS = {

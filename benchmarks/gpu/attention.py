@@ -46,10 +46,11 @@ def dense(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor
 
 def ways(packing: Packing) -> dict[str, Attend]:
     """How it may be done on this device."""
-    buckets = partial(attention._in_buckets, packing=packing, causal=True)
+    options = attention._Options(causal=True)
+    buckets = partial(attention._in_buckets, packing=packing, options=options)
     made: dict[str, Attend] = {"buckets": buckets, "dense": partial(dense, packing=packing)}
     if packing.offsets.is_cuda and attention.VARLEN:
-        made["flash"] = partial(attention._flash, packing=packing, causal=True, scale=None)
+        made["flash"] = partial(attention._flash, packing=packing, options=options)
     return made
 
 

@@ -38,13 +38,13 @@ class AllOrNone:
             return AllOrNone(None, 0, 1)
         return AllOrNone(group, dist.get_rank(group), dist.get_world_size(group))
 
-    def from_first(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on rank 0 and return its result on every rank."""
-        answer, fault = _attempt(work) if self.rank == 0 else (None, None)
+    def from_one(self, work: Callable[[], T], rank: int = 0) -> T:
+        """Run ``work`` on one rank and return its result on every rank."""
+        answer, fault = _attempt(work) if self.rank == rank else (None, None)
         shared: list[Any] = [answer]
         if self.size > 1:
             try:
-                dist.broadcast_object_list(shared, src=self._first(), group=self.group)
+                dist.broadcast_object_list(shared, src=self._global(rank), group=self.group)
             except RuntimeError as lost:
                 raise self._lost(lost) from lost
         return cast(T, _result(shared[0], fault))
@@ -57,16 +57,30 @@ class AllOrNone:
         return cast(T, answer[0])
 
     def everywhere(self, here: bool) -> bool:
-        """Return whether something is so on every rank: one all-reduce of four bytes."""
-        if self.size == 1:
-            return here
+        """Return whether something is so on every rank: one all-reduce of a byte."""
+        return not self.anywhere([not here])[0]
+
+    def anywhere(self, here: Sequence[bool]) -> list[bool]:
+        """Return of each of several things whether it is so on any rank: one all-reduce of a byte for each."""
+        if self.size == 1 or not here:
+            return list(here)
         device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
-        so = torch.tensor(here, dtype=torch.int32, device=device)
+        so = torch.tensor(here, dtype=torch.uint8, device=device)
         try:
-            dist.all_reduce(so, dist.ReduceOp.MIN, group=self.group)
+            dist.all_reduce(so, dist.ReduceOp.MAX, group=self.group)
         except RuntimeError as lost:
             raise self._lost(lost) from lost
-        return bool(so)
+        return so.bool().tolist()
+
+    def shared(self, here: T) -> list[T]:
+        """Return what every rank passes, by rank, on all of them. It should be small."""
+        everyone: list[Any] = [here] * self.size
+        if self.size > 1:
+            try:
+                dist.all_gather_object(everyone, here, group=self.group)
+            except RuntimeError as lost:
+                raise self._lost(lost) from lost
+        return everyone
 
     def centrally(self, work: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
         """Run ``work`` everywhere and ``combine`` on rank 0 with all results by rank; return this rank's element."""
@@ -79,7 +93,7 @@ class AllOrNone:
         answers: list[Any] | None = None
         received: list[Any] = [None]
         try:
-            dist.gather_object(answer, everyone, dst=self._first(), group=self.group)
+            dist.gather_object(answer, everyone, dst=self._global(0), group=self.group)
             if everyone is not None:
                 faults = [(rank, text) for rank, (_, text) in enumerate(everyone) if text is not None]
                 if faults:
@@ -88,7 +102,7 @@ class AllOrNone:
                 else:
                     (parts, text), fault = _attempt(lambda: combine([result for result, _ in everyone]))
                     answers = [(part, text) for part in parts or [None] * self.size]
-            dist.scatter_object_list(received, answers, src=self._first(), group=self.group)
+            dist.scatter_object_list(received, answers, src=self._global(0), group=self.group)
         except RuntimeError as lost:
             raise self._lost(lost) from lost
         return cast(R, _result(received[0], fault))
@@ -96,8 +110,8 @@ class AllOrNone:
     def _lost(self, lost: RuntimeError) -> CheckpointError:
         return CheckpointError(f"rank {self.rank}: another rank is lost or did not answer: {lost}")
 
-    def _first(self) -> int:
-        return 0 if self.group is None else dist.get_global_rank(self.group, 0)
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
 _Answer = tuple[Any, str | None]

@@ -73,26 +73,23 @@ def load(
             have been filled when a file turned out to be damaged.
     """
     team = AllOrNone.of(process_group)
-    index = team.from_first(lambda: folders.describe(os.path.abspath(path)))
+    index = team.from_one(lambda: folders.describe(os.path.abspath(path)))
     folder = index.path
     names = sorted(key for key in index.tensors if key.startswith("model."))
 
-    def check() -> bytes:
+    def check() -> None:
         if verify and team.rank == 0 and not index.has_checksums:
             warnings.warn(f"{folder} was saved without checksums: damage of its tensors is not noticed", stacklevel=2)
         _check_fit(tensors, index, strict)
-        return bytes(key in tensors for key in names)
 
-    def unexpected(everyone: list[bytes]) -> list[tuple[str, ...]]:
-        extra = tuple(key for i, key in enumerate(names) if not any(asked[i] for asked in everyone))
-        if extra and strict:
-            raise CheckpointError(
-                f"{folder} holds {len(extra)} tensors that the model does not have: {_some(extra)}; "
-                "build the model it was saved from, or load with strict=False (in Lightning: strict_loading=False)"
-            )
-        return [extra] * team.size
-
-    extra = team.centrally(check, unexpected)
+    team.together(check)
+    asked = team.anywhere([key in tensors for key in names])
+    extra = tuple(key for key, known in zip(names, asked, strict=True) if not known)
+    if extra and strict:
+        raise CheckpointError(
+            f"{folder} holds {len(extra)} tensors that the model does not have: {_some(extra)}; "
+            "build the model it was saved from, or load with strict=False (in Lightning: strict_loading=False)"
+        )
     missing = tuple(key for key in tensors if key not in index.tensors)
 
     def read() -> tuple[dict[str, Any], dict[str, Any] | None]:

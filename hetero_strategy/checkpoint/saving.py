@@ -1,15 +1,13 @@
 """Writes one checkpoint from what every rank owns, now or in the background.
 
-DCP plans who writes which piece (``torch.distributed.checkpoint.DefaultSavePlanner`` knows DTensors of any layout and
-drops replicas); files, index and atomic replacement are ours (``folder``), because DCP's own storage pickles. A plan
-holds until some rank's tensors are others than they were: DCP's own ``enable_plan_caching`` would still send every
-rank's plan at every save, and keeps it in the class.
+Files, index and atomic replacement are ours (``folder``), because the storage of torch's DCP pickles, and so is the
+plan of who writes which piece (``inventory``), because DCP sends every rank's names and pieces to one rank. A plan
+holds until some rank's tensors are others than they were.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import secrets
 import shutil
@@ -22,16 +20,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
-from typing_extensions import override
 
 from hetero_strategy.checkpoint import folder as folders
 from hetero_strategy.checkpoint.all_or_none import AllOrNone
 from hetero_strategy.checkpoint.codec import encode
-from hetero_strategy.checkpoint.folder import METADATA, Description, Piece, StoredTensor, rank_stem
+from hetero_strategy.checkpoint.folder import METADATA, Description, StoredTensor, rank_stem
+from hetero_strategy.checkpoint.inventory import Coordinates, Inventory, stored_tensors, take_inventory
 from hetero_strategy.checkpoint.tensorfile import Entry, StoredFile, check_dtype, write_tensors
 from hetero_strategy.errors import CheckpointError
 
@@ -80,17 +75,17 @@ class Checkpointer:
                 "a save in the background needs a process group of its own: pass a gloo group of all ranks"
             )
         team = AllOrNone.of(self._group)
-        target, temporary = team.from_first(lambda: _begin(Path(path)))
+        target, temporary = team.from_one(lambda: _begin(Path(path)))
         told = {METADATA: metadata} if team.rank == 0 else {}
         if rank_state is not None:
             told[f"{rank_stem(team.rank)}.state"] = rank_state
         with _or_discarded(team, temporary):
-            described = {key: _described(tensor) for key, tensor in tensors.items()}
+            owned = team.together(lambda: _taken(tensors))
             plan, self._plan = self._plan, None  # none on any rank if this save fails on one
-            if not team.everywhere(plan is not None and plan.tensors == described):
-                plan = _planned(team, tensors, described)
+            if not team.everywhere(plan is not None and plan.owned == owned):
+                plan = _planned(team, *owned)
             assert plan is not None
-            pieces = _entries(team.rank, plan, tensors)
+            pieces = _entries(plan, tensors)
             self._plan = plan
             values = team.together(lambda: {stem: encode(dict(value)) for stem, value in told.items()})
             if async_:
@@ -181,70 +176,44 @@ def _or_discarded(team: AllOrNone, temporary: Path) -> Iterator[None]:
         raise
 
 
-class _Planner(DefaultSavePlanner):
-    """DCP's plan without empty pieces: of an uneven shard some ranks hold nothing."""
-
-    @override
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        self.plan = dataclasses.replace(plan, items=[item for item in plan.items if not _is_empty_piece(item)])
-        return self.plan
-
-
-def _is_empty_piece(item: WriteItem) -> bool:
-    data = item.tensor_data
-    return data is not None and data.chunk.sizes.numel() == 0 and data.size.numel() > 0
-
-
 @dataclass(frozen=True)
 class _Plan:
     """Who writes what, as long as every rank's tensors are what they were."""
 
-    tensors: Mapping[str, object]
-    """What this rank owned: name -> :func:`_described`."""
-    items: Sequence[WriteItem]
-    """What this rank writes."""
+    owned: tuple[Inventory, Coordinates]
+    """What this rank owned, and where."""
+    items: Sequence[tuple[str, str]]
+    """What this rank writes: names of tensors and of this rank's pieces of them."""
     stored: Mapping[str, StoredTensor]
-    """What all ranks write, on rank 0."""
+    """What all ranks write, on rank 0; on others what they own."""
 
 
-def _described(tensor: object) -> object:
-    """Return whatever of a tensor a plan depends on; None for what is no tensor, which no plan holds."""
-    if not isinstance(tensor, torch.Tensor):
-        return None
-    where = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
-    return tensor.shape, tensor.dtype, tensor.layout, tensor.device, *where
+def _planned(team: AllOrNone, inventory: Inventory, coordinates: Coordinates) -> _Plan:
+    """Agree on the pieces that every rank writes. Of ranks that own alike one sends its inventory."""
+    owners: dict[bytes, dict[int, Coordinates]] = defaultdict(dict)
+    for rank, (digest, places) in enumerate(team.shared((inventory.digest, coordinates))):
+        owners[digest][rank] = places
+    said = [(team.from_one(lambda: inventory, min(ranks)), ranks) for ranks in owners.values()]
+    stored = team.together(lambda: stored_tensors(said, None if team.rank == 0 else inventory.tensors))
+    items = [
+        (key, piece.name(key, stored[key].shape))
+        for key in inventory.tensors
+        for piece in stored[key].pieces
+        if piece.rank == team.rank
+    ]
+    return _Plan((inventory, coordinates), items, stored)
 
 
-def _planned(team: AllOrNone, tensors: Mapping[str, torch.Tensor], described: Mapping[str, object]) -> _Plan:
-    """Agree on the pieces that every rank writes."""
-    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
-    stored: dict[str, StoredTensor] = {}
-
-    def local() -> SavePlan:
-        for key, tensor in tensors.items():
-            _check_owned(key, tensor)
-        planner.set_up_planner(dict(tensors), is_coordinator=team.rank == 0)
-        return planner.create_local_plan()
-
-    def combine(plans: list[SavePlan]) -> list[SavePlan]:
-        stored.update(_stored(plans))
-        try:
-            return planner.create_global_plan(plans)[0]
-        except ValueError as fault:
-            raise CheckpointError(f"the ranks' pieces do not make up whole tensors: {fault}") from fault
-
-    return _Plan(described, planner.finish_plan(team.centrally(local, combine)).items, stored)
-
-
-def _entries(rank: int, plan: _Plan, tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
+def _entries(plan: _Plan, tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
     """Return the pieces that this rank writes, with their values of now."""
-    entries = []
-    for item in plan.items:
-        piece, shape, _ = _piece(rank, item)
-        value = find_tensor_shard(tensors[item.index.fqn], item.index)
-        entries.append(Entry.of(piece.name(item.index.fqn, shape), value))
-    return entries
+    owned = {key: t.to_local() if isinstance(t, DTensor) else t for key, t in tensors.items()}
+    return [Entry.of(name, owned[key]) for key, name in plan.items]
+
+
+def _taken(tensors: Mapping[str, torch.Tensor]) -> tuple[Inventory, Coordinates]:
+    for key, tensor in tensors.items():
+        _check_owned(key, tensor)
+    return take_inventory(tensors)
 
 
 def _check_owned(key: str, tensor: torch.Tensor) -> None:
@@ -260,42 +229,6 @@ def _check_owned(key: str, tensor: torch.Tensor) -> None:
         if any(placement.is_partial() for placement in tensor.placements):
             raise CheckpointError(f"{key} has placements {tensor.placements}: reduce it before saving")
     check_dtype(key, tensor.dtype)
-
-
-def _stored(plans: list[SavePlan]) -> dict[str, StoredTensor]:
-    """Return what all ranks hold; of equal pieces the lowest rank's.
-
-    Raises:
-        CheckpointError: a name does not mean one tensor on all ranks, or its pieces are not all there.
-    """
-    seen: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
-    pieces: dict[str, dict[tuple[int, ...], Piece]] = defaultdict(dict)
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            piece, shape, dtype = _piece(rank, item)
-            key = item.index.fqn
-            first, *known = seen.setdefault(key, (rank, shape, dtype))
-            if [shape, dtype] != known:
-                raise CheckpointError(
-                    f"{key} is {known[1]} {known[0]} on rank {first} but {dtype} {shape} on rank {rank}"
-                )
-            pieces[key].setdefault(piece.offsets, piece)
-    stored = {key: StoredTensor(seen[key][2], seen[key][1], tuple(pieces[key].values())) for key in sorted(seen)}
-    for key, tensor in stored.items():
-        total, there = math.prod(tensor.shape), sum(math.prod(piece.sizes) for piece in tensor.pieces)
-        if there != total:
-            raise CheckpointError(
-                f"{key} has {total} elements but the ranks hold {there} of them in {len(tensor.pieces)} "
-                "pieces; every rank that owns a part must pass it"
-            )
-    return stored
-
-
-def _piece(rank: int, item: WriteItem) -> tuple[Piece, tuple[int, ...], torch.dtype]:
-    """Return a planned piece with the shape and dtype of its whole tensor."""
-    data = item.tensor_data
-    assert data is not None
-    return Piece(rank, tuple(data.chunk.offsets), tuple(data.chunk.sizes)), tuple(data.size), data.properties.dtype
 
 
 def _staged(entries: list[Entry]) -> list[Entry]:

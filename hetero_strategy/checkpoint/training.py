@@ -131,7 +131,7 @@ class TrainingState:
         tensors = {f"model.{name}": value for name, value in self.model_tensors().items()}
         stored: Mapping[str, StoredTensor] = {}
         if optimizers or rest:
-            stored = AllOrNone.of(self._group).from_first(lambda: describe(path)).tensors
+            stored = AllOrNone.of(self._group).from_one(lambda: describe(path)).tensors
         states = [self._empty_state(i, optimizer, stored) for i, optimizer in enumerate(optimizers)]
         beside = {
             name: _room_for(stored.get(f"model.{name}"), value)

@@ -28,8 +28,8 @@ class GroupRegistry:
 
     Args:
         placement: resolved layouts; modules are visited in its order on every rank.
-        rank_sets_needed: other rank sets that need a group, in the same order on every rank: the ranks of the two
-            stages that an edge joins, the owners of a shared weight.
+        rank_sets_needed: other rank sets that need a group, in the same order on every rank: the owners of a shared
+            weight.
         device_type: ``"cuda"`` or ``"cpu"``; never guessed.
         timeout: limit of every collective in the groups created here.
     """
@@ -50,7 +50,9 @@ class GroupRegistry:
         for ranks in rank_sets(placement, rank_sets_needed):
             self._create(ranks)
         # A module that only one rank shards (to compute in another dtype) has a mesh of that rank alone.
-        self._alone = dist.new_group([self._rank], timeout=timeout, use_local_synchronization=True)
+        if (self._rank,) not in self._groups:
+            alone = dist.new_group([self._rank], timeout=timeout, use_local_synchronization=True)
+            self._groups[(self._rank,)] = alone
         self._meshes = {name: self._mesh(layout) for name, layout in placement.layouts.items()}
         with _connected_on_demand():
             self.background = dist.new_group(backend="gloo", timeout=timeout)
@@ -77,11 +79,13 @@ class GroupRegistry:
     def channel(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """Return a group of these ranks whose messages wait for no other channel's; None as in :meth:`group`.
 
-        NCCL runs a group's messages one after another, so there every channel is a new group: a collective over the
-        world, to be called in the same order on every rank. Elsewhere tags tell channels of one group apart.
+        A collective over the world, at start, to be called in the same order on every rank. NCCL runs a group's
+        messages one after another, so there every channel is a new group. Elsewhere tags tell channels apart, and those
+        of one rank set share a group.
         """
         key = tuple(sorted(ranks))
         if self.device_type != "cuda" or len(key) < 2:
+            self._create(key)
             return self.group(key)
         self._channels.append(self._new(key))
         return self._channels[-1]
@@ -90,9 +94,8 @@ class GroupRegistry:
         """From now on a collective of the world or of a module ends after this time. Those on the host stay: what they
         do beside training, reading and writing files, may take longer than a step.
         """
-        channels, groups = self._channels, self._groups.values()
-        for group in dict.fromkeys([dist.group.WORLD, self._alone, *groups, *channels]):
-            if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
+        for group in (*self._groups.values(), *self._channels):
+            if group is not None:
                 _set_pg_timeout(timeout, group)
 
     def _create(self, ranks: tuple[int, ...]) -> None:
@@ -114,7 +117,7 @@ class GroupRegistry:
         axes = tuple(name for name in MESH_AXES if getattr(layout, name) > 1 or name == "dp_shard")
         grid = next(g for g in layout.grid() if self._rank in g).reshape([getattr(layout, name) for name in axes])
         lines = [line for axis in range(len(axes)) for line in _lines(grid, axis) if self._rank in line]
-        groups = [self._alone if len(line) == 1 else self._groups[line] for line in lines]
+        groups = [self._groups[line] for line in lines]
         return DeviceMesh.from_group(
             groups if len(groups) > 1 else groups[0],  # type: ignore[arg-type]
             self.device_type,
@@ -140,12 +143,11 @@ def _connected_on_demand() -> Iterator[None]:
 
 
 def rank_sets(placement: Placement, needed: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
-    """List every rank set that a run needs a group for, in the one order in which all ranks create them. Pure."""
+    """List the rank sets of mesh axes and of ``needed``, in the one order in which all ranks create groups. Pure."""
     sets: dict[tuple[int, ...], None] = {}
     for layout in placement.layouts.values():
         for grid in layout.grid():
             part = grid.reshape([getattr(layout, name) for name in MESH_AXES])
-            sets[tuple(int(r) for r in part.flat)] = None
             for axis in range(part.ndim):
                 sets.update(dict.fromkeys(_lines(part, axis)))
     for ranks in needed:

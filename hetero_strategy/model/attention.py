@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,15 @@ WIDEST = 256
 """Head dimension above which torch's flash kernels stop."""
 HF_ATTENTION = "hetero_packed"
 """Name under which packed attention is registered with transformers."""
+
+
+class _Options(NamedTuple):
+    """What :func:`packed_attention` is asked for beside its tensors."""
+
+    causal: bool
+    window: int | None = None
+    scale: float | None = None
+    dropout: float = 0.0
 
 
 def packed_attention(
@@ -66,6 +75,7 @@ def packed_attention(
     """
     if packing.rows == 0:
         return query + (key.sum() + value.sum())  # empty, yet a gradient (zero) reaches all three
+    options = _Options(causal, window, scale, dropout)
     if (
         query.is_cuda
         and query.dtype in HALF
@@ -73,79 +83,43 @@ def packed_attention(
         and query.shape[-1] <= WIDEST
         and (SHARES_HEADS if query.shape[1] != key.shape[1] else VARLEN)
     ):
-        return _flash(query, key, value, packing, causal=causal, window=window, scale=scale)
-    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "dropout": dropout}
+        return _flash(query, key, value, packing, options)
     if torch.compiler.is_compiling():  # code that must not depend on how many buckets there are
-        return _masked(query, key, value, packing, **options)
-    return _in_buckets(query, key, value, packing, **options)
+        return _masked(query, key, value, packing, options)
+    return _in_buckets(query, key, value, packing, options)
 
 
-def _in_buckets(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    *,
-    causal: bool,
-    window: int | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
+def _in_buckets(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options: _Options) -> Tensor:
     q, k, v = (_to_buckets(x[0].transpose(0, 1), packing) for x in (query, key, value))
     parts = []
     for bucket in packing.buckets:
         shape = (bucket.count, bucket.length)
         rows = slice(bucket.start, bucket.start + bucket.count * bucket.length)
-        banded = window is not None and window < bucket.length
-        mask = None if causal else bucket.mask
-        if banded:
-            mask = _seen(torch.arange(bucket.length, device=q.device), window)[None, None]
-        part = _attend(
-            *(x[rows].unflatten(0, shape).transpose(1, 2) for x in (q, k, v)),
-            mask=mask,
-            causal=causal and not banded,
-            scale=scale,
-            dropout=dropout,
-        )
+        mask = None if options.causal else bucket.mask
+        if options.window is not None and options.window < bucket.length:
+            mask = _seen(torch.arange(bucket.length, device=q.device), options.window)[None, None]
+        one, two, three = (x[rows].unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
+        part = _attend(one, two, three, mask, options)
         parts.append(part.transpose(1, 2).flatten(0, 1))
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return _from_buckets(out, packing).transpose(0, 1)[None]
 
 
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    *,
-    causal: bool,
-    window: int | None = None,
-    scale: float | None = None,
-) -> Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options: _Options) -> Tensor:
     rows = (x[0].transpose(0, 1) for x in (query, key, value))
     bounds = (packing.offsets, packing.offsets, packing.longest, packing.longest)
-    around = (-1 if window is None else window - 1, 0) if causal else (-1, -1)
-    options: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
-    out: Tensor = varlen_attn(*rows, *bounds, scale=scale, window_size=around, **options)
+    around = (-1 if options.window is None else options.window - 1, 0) if options.causal else (-1, -1)
+    shared: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    out: Tensor = varlen_attn(*rows, *bounds, scale=options.scale, window_size=around, **shared)
     return out.transpose(0, 1)[None]
 
 
-def _masked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    *,
-    causal: bool,
-    window: int | None,
-    scale: float | None,
-    dropout: float,
-) -> Tensor:
+def _masked(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options: _Options) -> Tensor:
     """One call over all rows, whatever sequences they are; its mask ``[T, T]`` grows with the square of the rows."""
     mask = packing.sequence[:, None] == packing.sequence
-    if causal:
-        mask = mask & _seen(packing.positions, window)
-    return _attend(query, key, value, mask=mask[None, None], causal=False, scale=scale, dropout=dropout)
+    if options.causal:
+        mask = mask & _seen(packing.positions, options.window)
+    return _attend(query, key, value, mask[None, None], options)
 
 
 def _seen(positions: Tensor, window: int | None) -> Tensor:
@@ -184,23 +158,24 @@ def _hf_attention(
     **unused: Any,
 ) -> tuple[Tensor, None]:
     causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
-    options: dict[str, Any] = {"causal": causal, "window": sliding_window, "scale": scaling, "dropout": dropout}
-    out = packed_attention(query, key, value, packing, **options)
+    out = packed_attention(
+        query, key, value, packing, causal=causal, window=sliding_window, scale=scaling, dropout=dropout
+    )
     return out.transpose(1, 2), None
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None, dropout: float
-) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
+    """Attention of padded sequences ``[sequences, heads, T, head_dim]``; a mask says all of what a row sees."""
     groups = query.shape[1] // key.shape[1]
     # Only the flash kernel (half precision on CUDA, no mask) shares key heads without falling back to the slow path.
     shared = groups > 1 and mask is None and query.is_cuda and query.dtype in HALF
     if groups > 1 and not shared:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    given: dict[str, Any] = {"is_causal": options.causal}
     if mask is not None:
-        mask = mask.expand(-1, -1, query.shape[2], -1)
+        given = {"attn_mask": mask.expand(-1, -1, query.shape[2], -1)}
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout, enable_gqa=shared
+        query, key, value, **given, dropout_p=options.dropout, scale=options.scale, enable_gqa=shared
     )
 
 

@@ -79,13 +79,13 @@ def parallelize(
             with ties_kept([stage]):
                 stage.apply_tp(mesh["tp"])
             restore_traits(traits, owned_tensors(stage))  # before FSDP, which sorts parameters by what trains
-        again = [] if recompute is None else recompute.chosen(blocks)
-        recomputed = [block for fqn, block in stage.blocks().items() if fqn in again]
-        if compile is not None and layout.tp > 1:  # torch cannot compile a checkpoint around tensor-parallel layers
+        compile_first = layout.tp > 1  # torch cannot compile a checkpoint around tensor-parallel layers
+        if compile is not None and compile_first:
             apply_compile(stage.blocks().values(), compile)
         if recompute is not None:
-            apply_recompute(recomputed, recompute)
-        if compile is not None and layout.tp == 1:
+            again = recompute.chosen(blocks)
+            apply_recompute([block for fqn, block in stage.blocks().items() if fqn in again], recompute)
+        if compile is not None and not compile_first:
             apply_compile(stage.blocks().values(), compile)
         if layout.dp_shard > 1 or storage.casts(stage.parameters()):
             assert mesh is not None

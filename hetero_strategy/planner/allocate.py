@@ -24,6 +24,8 @@ from jaxtyping import Float64
 from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.space import Degrees, Partition
 
+EPSILON = 1e-6
+"""Room that a solver needs where ranks are all given."""
 CHUNK = 48
 """Problems that are solved as one."""
 
@@ -105,8 +107,8 @@ def allocate(
     order = np.argsort(bounds, kind="stable")
     for start in range(0, len(order), CHUNK):
         chunk = order[start : start + CHUNK]
-        chunk = chunk[bounds[chunk] <= best * within]
-        if not len(chunk) or not np.isfinite(bounds[chunk[0]]):
+        chunk = chunk[np.isfinite(bounds[chunk]) & (bounds[chunk] <= best * within)]
+        if not len(chunk):
             break
         for i in np.unique(owner[chunk]):
             found += _solve(problems[i], place[chunk[owner[chunk] == i]], ranks)
@@ -185,7 +187,7 @@ def _solve(problems: _Problems, numbers: np.ndarray, ranks: int) -> list[Allocat
         seconds = cp.sum(cp.multiply(first / ranks, inverse)) + cp.sum(slowest)
         limits = [
             cp.multiply(steady / ranks, inverse) <= cp.reshape(slowest, (len(numbers), 1), order="C"),
-            cp.sum(share, axis=1) <= 1,
+            cp.sum(share, axis=1) <= 1 + EPSILON,
             share >= least / ranks,
             share <= np.minimum(most / ranks, 1.0),
         ]

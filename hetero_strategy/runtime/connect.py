@@ -7,13 +7,17 @@ groups in one order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from hetero_strategy.boundary.pairs import Meetings, first_hop, second_hop
 from hetero_strategy.boundary.transport import Channel
+from hetero_strategy.layout.placement import Placement
+from hetero_strategy.layout.registry import rank_sets
 from hetero_strategy.schedule.action import StageGraph
 
 
@@ -38,6 +42,49 @@ def connect(graph: StageGraph, channels: Mapping[tuple[int, bool], Channel], ran
 def connections(graph: StageGraph) -> int:
     """Pairs of ranks that the connect phase joins in the whole world, hops and edges counted apart."""
     return sum(meetings.count for number in range(len(graph.edges)) for meetings in meetings_of(graph, number))
+
+
+def channel_sets(graph: StageGraph, number: int) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
+    """Ranks between which an edge's rows travel: in its first hop, and in the second hops of rows and of gradients.
+
+    A hop that there is not, where a stage has no replicas, has no ranks.
+    """
+    source, target = (graph.stages[stage] for stage in graph.edges[number])
+    there, back = (stage.ranks if stage.grid.shape[1] > 1 else frozenset() for stage in (target, source))
+    return source.ranks | target.ranks, there, back
+
+
+def process_groups(
+    placement: Placement, graph: StageGraph, owners: Iterable[tuple[int, ...]], device_type: str
+) -> dict[str, list[tuple[int, ...]]]:
+    """Predict the process groups of a run: what they are for -> the ranks of each. Pure.
+
+    On CUDA those of modules and edges are NCCL's, of which each costs every member memory and a meeting of all members.
+
+    Args:
+        owners: pairs that share a weight, see :func:`~hetero_strategy.parallelize.tied.tied_rank_sets`.
+        device_type: ``"cuda"``, where each channel is a new group, or ``"cpu"``, where those of one rank set share it.
+
+    Returns:
+        ``modules``: the world, axes of meshes, the owners of shared weights, each rank alone; ``edges``: channels that
+        do not share a group of modules; ``host``: those of all ranks for checkpoints and for loading.
+    """
+    everyone = tuple(range(placement.world_size))
+    alone = [(rank,) for rank in everyone]
+    sets = [ranks for ranks in rank_sets(placement, owners) if len(ranks) > 1]
+    modules = list(dict.fromkeys([everyone, *sets, *alone]))
+    channels = [tuple(sorted(s)) for number in range(len(graph.edges)) for s in channel_sets(graph, number)]
+    edges = [ranks for ranks in channels if len(ranks) > 1]
+    if device_type != "cuda":
+        edges = [ranks for ranks in dict.fromkeys(edges) if ranks not in set(modules)]
+    return {"modules": modules, "edges": edges, "host": [everyone, everyone]}
+
+
+def most_groups(made: Mapping[str, Sequence[tuple[int, ...]]]) -> dict[str, int]:
+    """Count the groups of the rank that is in most of them, by what they are for, see :func:`process_groups`."""
+    joined = {kind: Counter(chain.from_iterable(sets)) for kind, sets in made.items()}
+    ((rank, _),) = sum(joined.values(), Counter()).most_common(1)
+    return {kind: count[rank] for kind, count in joined.items()}
 
 
 def meetings_of(graph: StageGraph, number: int) -> tuple[Meetings, Meetings, Meetings]:

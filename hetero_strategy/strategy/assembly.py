@@ -27,7 +27,7 @@ from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
 from hetero_strategy.plan.config import ModelContext
 from hetero_strategy.planner.context import model_context
-from hetero_strategy.runtime.connect import connect
+from hetero_strategy.runtime.connect import channel_sets, connect
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import StageGraph, StageId
 from hetero_strategy.schedule.compile import StepCompiler
@@ -121,8 +121,7 @@ def assemble(
     scheduling = scheduling.resolved(placement.layouts)
     plan = blueprint(model, placement.layouts, scheduling, recompute, compile, storage)
     modules, layouts, graph = model.modules_by_name, plan.layouts, plan.graph
-    edges = [graph.stages[s].ranks | graph.stages[t].ranks for s, t in graph.edges]
-    registry = GroupRegistry(placement, [*edges, *tied_rank_sets(modules, layouts)], device.type, timeout)
+    registry = GroupRegistry(placement, tied_rank_sets(modules, layouts), device.type, timeout)
     rows = [
         (modules[s.module].hidden_width if s.module == t.module else modules[s.module].width, storage.compute)
         for s, t in graph.edges
@@ -170,11 +169,10 @@ def _channels(
     pass on among themselves travels in a group of theirs.
     """
     channels = {}
-    for number, edge in enumerate(graph.edges):
-        source, target = (graph.stages[stage] for stage in edge)
-        first = registry.channel(source.ranks | target.ranks)
-        second = [registry.channel(s.ranks) if s.grid.shape[1] > 1 else None for s in (target, source)]
-        if rank in source.ranks | target.ranks:
+    for number in range(len(graph.edges)):
+        ranks, *replicas = channel_sets(graph, number)
+        first, second = registry.channel(ranks), [registry.channel(needed) for needed in replicas]
+        if rank in ranks:
             for back in (False, True):
                 channels[number, back] = Channel(first, second[back], 2 * number + back, *rows[number], device)
     return channels

@@ -11,11 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import SavePlan
 
 from benchmarks import scale
 from benchmarks.pipelines import Setting, assembled
-from hetero_strategy.layout.registry import rank_sets
+from hetero_strategy.checkpoint.inventory import Inventory
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.runtime.connect import connections
 from tests.distributed.harness import Pool
@@ -25,13 +24,14 @@ class Counted:
     """Wraps what sends, and counts it."""
 
     def __init__(self, rank: int) -> None:
-        self.found: Counter[str] = Counter()
+        self.found = Counter({"groups groups": 1})  # the world
         self.phase, self.rank = "connect", rank
-        self.real = {name: getattr(dist, name) for name in ("new_group", "P2POp", "all_reduce", "gather_object")}
+        self.real = {name: getattr(dist, name) for name in ("new_group", "P2POp", "all_reduce")}
+        self.real |= {name: getattr(dist, name) for name in ("all_gather_object", "broadcast_object_list")}
         self.real |= {name: getattr(dist, name) for name in ("all_gather_single", "reduce_scatter_single")}
 
     def new_group(self, ranks: Any = None, **options: Any) -> Any:
-        self.found["groups groups"] += ranks is not None and len(ranks) > 1 and self.rank in ranks
+        self.found["groups groups"] += ranks is None or self.rank in ranks
         return self.real["new_group"](ranks, **options)
 
     def P2POp(self, op: Any, tensor: torch.Tensor, *rest: Any) -> Any:
@@ -56,10 +56,15 @@ class Counted:
         self.found["reductions bytes"] += input.nbytes
         return self.real["reduce_scatter_single"](output, input, **options)
 
-    def gather_object(self, obj: Any, *rest: Any, **options: Any) -> Any:
-        if isinstance(obj[0], SavePlan):
+    def all_gather_object(self, everyone: list[Any], obj: Any, **options: Any) -> Any:
+        if self.phase == "checkpoint":
             self.found["plan bytes"] += len(pickle.dumps(obj))
-        return self.real["gather_object"](obj, *rest, **options)
+        return self.real["all_gather_object"](everyone, obj, **options)
+
+    def broadcast_object_list(self, objects: list[Any], src: int, **options: Any) -> Any:
+        if self.rank == src and objects[0] is not None and isinstance(objects[0][0], Inventory):
+            self.found["inventory bytes"] += len(pickle.dumps(objects[0]))
+        return self.real["broadcast_object_list"](objects, src, **options)
 
 
 def really(rank: int, world: int, chosen: Setting, path: str) -> dict[str, int]:
@@ -91,13 +96,15 @@ def really(rank: int, world: int, chosen: Setting, path: str) -> dict[str, int]:
 def test_what_is_counted_is_what_is_sent(pool: Pool, tmp_path: Path) -> None:
     chosen = scale.setting(4, pp=2, tp=1, encoder=(32, 1), llm=(64, 2))
     ranks = pool.run(4, really, chosen, str(tmp_path / "c"), timeout=120)
-    graph, step = chosen.blueprint.graph, chosen.plan(0)
-    edges = [graph.stages[s].ranks | graph.stages[t].ranks for s, t in graph.edges]
-    sets = [ranks for ranks in rank_sets(chosen.placement, edges) if 1 < len(ranks) < 4]
+    graph, step, sets = chosen.blueprint.graph, chosen.plan(0), scale.groups(chosen, "cpu")
     with patch.object(scale, "COMPUTE", torch.float32):
         for rank, found in enumerate(ranks):
             counted = scale.of_rank(chosen, rank, sets, step)
-            plan = pytest.approx(found.pop("plan bytes"), rel=1e-3)  # pickle writes what is one object once
-            assert counted.pop("plan bytes") == plan
+            inventory = found.pop("inventory bytes")
+            if rank % 2 == 0:  # the first of its stage; pickle writes what is one object once
+                assert counted["inventory bytes"] == pytest.approx(inventory, rel=0.01)
+            else:
+                assert inventory == 0
+            del counted["inventory bytes"]
             assert counted == found, rank
     assert 2 * connections(graph) == sum(rank["connect partners"] for rank in ranks)

@@ -19,8 +19,13 @@ def errors(lengths: list[int], kv_heads: int, causal: bool, device: str, other: 
     make = lambda heads: torch.randn(1, sum(lengths), heads, 64).to(device, torch.bfloat16).transpose(1, 2)  # noqa: E731
     given = [make(heads).requires_grad_() for heads in (4, kv_heads, kv_heads)]
     weight, found = make(4), []
-    for attend, packed in ((attention.packed_attention, lengths), (attention._in_buckets, other or lengths)):
-        out = attend(*given, Packing.of(np.array(packed)).to(device), causal=causal, scale=0.1)
+    asked = attention._Options(causal, scale=0.1)
+    for buckets, packed in ((False, lengths), (True, other or lengths)):
+        packing = Packing.of(np.array(packed)).to(device)
+        if buckets:
+            out = attention._in_buckets(*given, packing, asked)
+        else:
+            out = attention.packed_attention(*given, packing, **asked._asdict())
         found.append([x.detach().double() for x in (out, *torch.autograd.grad(out, given, weight))])
     return [float((ours - buckets).norm() / buckets.norm()) for ours, buckets in zip(*found, strict=True)]
 

@@ -67,7 +67,7 @@ def test_a_window_ends_what_a_row_sees(lengths, window):
     options = {"causal": True, "window": window, "scale": 0.3}
     for out in (
         packed_attention(*inputs, packing, **options),
-        attention._masked(*inputs, packing, **options, dropout=0.0),
+        attention._masked(*inputs, packing, attention._Options(**options)),
     ):
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
         for grad, theirs in zip(torch.autograd.grad(out, inputs, weight), wanted, strict=True):
@@ -174,7 +174,7 @@ def test_rows_go_to_the_flash_kernel_as_they_are(causal, kv_heads, monkeypatch):
     make = lambda heads, device: torch.empty(1, heads, 17, 8, dtype=torch.bfloat16, device=device)  # noqa: E731
     query, key, value = (make(heads, "meta") for heads in (4, kv_heads, kv_heads))
     window = 5 if causal else None
-    out = attention._flash(query, key, value, packing.to("meta"), causal=causal, window=window, scale=0.3)
+    out = attention._flash(query, key, value, packing.to("meta"), attention._Options(causal, window, 0.3))
     assert out.shape == query.shape
     packed_attention(make(4, "cpu"), make(4, "cpu"), make(4, "cpu"), packing, causal=causal)  # there is none on the CPU
     ((q, k, _, offsets, _, longest, _), options) = given.pop()

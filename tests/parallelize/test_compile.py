@@ -85,7 +85,7 @@ class Flash(torch.nn.Module):
 
     def forward(self, rows: torch.Tensor, packing: Packing) -> torch.Tensor:
         rows = rows.unflatten(-1, (2, 8)).transpose(1, 2)
-        return attention._flash(rows, rows, rows, packing, causal=True, scale=None).transpose(1, 2).flatten(2)
+        return attention._flash(rows, rows, rows, packing, attention._Options(causal=True)).transpose(1, 2).flatten(2)
 
 
 def test_the_flash_kernel_is_compiled_once() -> None:

@@ -16,7 +16,7 @@ from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.measure import Spent
 from hetero_strategy.monitor.throughput import Totals
 from hetero_strategy.monitor.traffic import Traffic
-from recipes.report import _balance_lines, _question, _spent_line, balance, throughput
+from recipes.report import _balance_lines, _network_line, _question, _spent_line, balance, throughput
 from tests import stock
 from tests.small_models import READING, reader
 
@@ -38,6 +38,13 @@ def test_where_the_time_went() -> None:
     assert _spent_line(found["seconds"], found["train_seconds"]) == (
         "6.0 s in steps (60.0%), 1.0 s waiting for data (10.0%), 0.5 s on checkpoints (5.0%), 2.5 s between steps"
         " (callbacks, loggers, Lightning's loop) (25.0%); validation 7.0 s more"
+    )
+
+
+def test_what_was_made_before_the_first_step() -> None:
+    assert _network_line({"modules": 4, "edges": 1, "host": 2}, 24) == (
+        "most 7 process groups on a rank (4 for modules, 1 for edges, 2 for host), 24 pairs of ranks joined at start"
+        " (hops and edges apart)"
     )
 
 

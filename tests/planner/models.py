@@ -1,0 +1,68 @@
+"""Small models, clusters and batches that plans are made for in tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hetero_strategy.plan.step_plan import StepItems, StepMetadata
+from hetero_strategy.planner.cluster import Cluster, Device
+from hetero_strategy.planner.shape import ModelShape, ModuleShape
+from hetero_strategy.simulator.links import Links
+
+DEVICE = Device("test", 1e12, 4e9, 1e11, 0.5, 0.4, 1e-5)
+
+
+def module(
+    blocks: int,
+    width: int,
+    *,
+    samplewise: bool = False,
+    trains: bool = True,
+    tp: tuple[int, ...] = (1, 2, 4),
+    edge_width: int | None = None,
+) -> ModuleShape:
+    """A transformer of equal blocks."""
+    parameters = np.full(blocks, 12 * width * width, np.int64)
+    return ModuleShape(
+        per_row=np.full(blocks, 24.0 * width * width),
+        per_pair=np.full(blocks, 4.0 * width),
+        parameters=parameters,
+        trained=parameters * trains,
+        trained_share=np.full(blocks, float(trains)),
+        has_blocks=True,
+        width=width,
+        edge_width=edge_width or width,
+        tp=tp,
+        row_parts={n: n if samplewise else 1 for n in tp},
+        samplewise=samplewise,
+    )
+
+
+def model(encoder: tuple[int, int] = (4, 256), llm: tuple[int, int] = (8, 512), *, frozen: bool = False) -> ModelShape:
+    """An encoder before a language model: (blocks, width) of each."""
+    modules = {"vision": module(*encoder, trains=not frozen, edge_width=llm[1]), "llm": module(*llm, samplewise=True)}
+    return ModelShape(modules, (("vision", "llm"),))
+
+
+def cluster(
+    ranks: int, per_node: int | None = None, *, memory: float = 4e9, bandwidth: float = 1e10, launch: float = 1e-5
+) -> Cluster:
+    per_node = ranks if per_node is None else per_node
+    device = Device("test", 1e12, memory, 1e11, 0.5, 0.4, launch)
+    return Cluster(device, ranks // per_node, per_node, Links(1e-5, bandwidth), Links(2e-5, bandwidth / 4))
+
+
+def batch(samples: int, seed: int = 0, *, images: int = 2, rows: int = 96, text: int = 128) -> StepMetadata:
+    """Samples of ragged text, each with some ragged images in front of it."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, images + 1, samples)
+    sample = np.repeat(np.arange(samples), counts)
+    edge = rng.integers(rows // 4, rows + 1, len(sample))
+    ahead = np.concatenate([[0], np.cumsum(edge)])
+    first = np.concatenate([[0], np.cumsum(counts)])[sample]
+    start = ahead[:-1] - ahead[first]
+    tokens = rng.integers(text // 4, text + 1, samples) + np.bincount(sample, weights=edge, minlength=samples).astype(
+        int
+    )
+    items = {"vision": StepItems(sample, edge, start, 4 * edge)}
+    return StepMetadata(0, 0, np.arange(samples), tokens, tokens // 2, items)

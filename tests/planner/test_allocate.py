@@ -1,0 +1,87 @@
+"""The convex problem has the optimum that a fine grid finds, and its bound is never above it."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from hetero_strategy.planner import allocate as allocation
+from hetero_strategy.planner.allocate import allocate
+from hetero_strategy.planner.estimate import Estimates
+from hetero_strategy.planner.space import Degrees, partitions
+from hetero_strategy.planner.times import MIXED
+from tests.planner.models import batch, cluster, model
+
+RANKS = 64
+DP = (4, 8, 16)
+COUNTS = {dp: [max(1, 64 // dp), max(1, 32 // dp)] for dp in DP}
+TP = {"vision": [1, 2], "llm": [1, 2]}
+UNITS = {"vision": 90, "llm": 64}
+
+
+def estimates(**options: float) -> Estimates:
+    return Estimates(model((4, 256), (16, 512)), cluster(RANKS, 8, **options), [batch(64)], MIXED)
+
+
+def test_a_grid_finds_nothing_better() -> None:
+    made, apart = estimates(), (("vision",), ("llm",))
+    found = allocate(made, [apart], "llm", TP, DP, COUNTS, RANKS, most_instances=UNITS, within=np.inf)
+    assert len(found) == 48  # 4 degrees x 3 dp x 2 numbers of microbatches, pipelined and not
+    for one in found:
+        choice = one.choice
+        llm, vision = choice.tp["llm"] * choice.dp, choice.tp["vision"]
+        work = {m: made.work(m, choice.tp[m], m == "llm" and choice.recomputed).total for m in choice.tp}
+        best = np.inf
+        for n in np.linspace(vision, RANKS, 4000):
+            m = RANKS - n if choice.pipelined else float(llm)
+            if m < llm * (2 if choice.pipelined else 1) or n + m > RANKS or n > vision * UNITS["vision"]:
+                continue
+            if choice.pipelined:
+                m = min(m, llm * 16.0)
+                own = made.synchronized_ranks("llm", choice.tp["llm"], choice.dp) / m
+            else:
+                own = made.synchronized("llm", Degrees(choice.tp["llm"], 1, 1, choice.dp), choice.microbatches)
+            pace = max(vision * work["vision"] / n, choice.tp["llm"] * work["llm"] / m)
+            first = work["llm"] / choice.dp + vision * work["vision"] / n
+            k = choice.microbatches
+            best = min(best, first / k + pace * (k - 1) / k + own)
+        assert one.seconds == pytest.approx(best, rel=2e-3)
+
+
+@pytest.mark.parametrize("within", [1.0, 1.1])
+def test_choices_that_are_not_solved_would_not_be_better(within: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, all_partitions = estimates(), list(partitions(["vision", "llm"]))
+    given = (made, all_partitions, "llm", TP, DP, COUNTS, RANKS)
+    everything = allocate(*given, most_instances=UNITS, within=np.inf)
+    monkeypatch.setattr(allocation, "CHUNK", 2)
+    some = allocate(*given, most_instances=UNITS, within=within)
+    assert some[0].seconds == pytest.approx(everything[0].seconds, rel=1e-6)
+    expected = [a for a in everything if a.seconds <= within * everything[0].seconds * (1 - 1e-6)]
+    assert len(some) >= len(expected)
+    assert len(some) < len(everything)
+
+
+def test_more_memory_than_there_is_is_not_allocated() -> None:
+    apart = (("vision",), ("llm",))
+    roomy, tight = (
+        allocate(made, [apart], "llm", TP, DP, COUNTS, RANKS, most_instances=UNITS, within=np.inf)
+        for made in (estimates(), estimates(memory=6e7))
+    )
+    assert roomy
+    assert len(tight) < len(roomy)
+    for one in tight:
+        vision, llm = one.ranks
+        made = estimates(memory=6e7)
+        assert vision >= made.least_ranks("vision") * (1 - 1e-6)
+        if one.choice.pipelined:
+            assert llm >= made.least_ranks("llm", one.choice.dp) * (1 - 1e-6)
+
+
+def test_every_sum_of_ranks_keeps_to_what_there_is() -> None:
+    found = allocate(
+        estimates(), list(partitions(["vision", "llm"])), "llm", TP, DP, COUNTS, RANKS, most_instances=UNITS
+    )
+    for one, _ in product(found, range(1)):
+        assert sum(one.ranks) <= RANKS * (1 + 1e-6)

@@ -1,0 +1,149 @@
+"""Plans are the best that there are: against all candidates simulated, one layout for all, and what cannot fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hetero_strategy.errors import ConfigError, LayoutError
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.planner.evaluate import Candidate, Evaluator, first_samples
+from hetero_strategy.planner.explain import explain
+from hetero_strategy.planner.search import Answer, Planner, Ranked, is_homogeneous
+from hetero_strategy.planner.shape import ModelShape
+from hetero_strategy.planner.space import compositions, degrees, partitions
+from tests.planner.models import batch, cluster, model, module
+
+PLAIN = BalanceConfig(reorder="none")
+
+
+def planner(shape: ModelShape, ranks: int, samples: int = 16, **options: float) -> Planner:
+    return Planner(shape, cluster(ranks, **options), [batch(samples)], balance=PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "llm", "ranks", "options"),
+    [
+        ((4, 256), (4, 512), 2, {}),
+        ((4, 768), (4, 512), 3, {}),
+        ((6, 256), (4, 768), 4, {"bandwidth": 2e8}),
+        ((2, 512), (8, 256), 4, {"launch": 3e-4}),
+        ((4, 512), (6, 512), 4, {"memory": 8e7}),
+    ],
+)
+def test_no_candidate_is_faster(
+    encoder: tuple[int, int], llm: tuple[int, int], ranks: int, options: dict[str, float]
+) -> None:
+    made = planner(model(encoder, llm), ranks, 8, **options)
+    answer = made.plan()
+    everything: list[float] = []
+    for proposal in made.proposer.proposals():
+        for candidate in (proposal.candidate, *made.schedules(proposal.candidate)):
+            ranked: list[Ranked] = []
+            made._simulate(candidate, 0.0, ranked)
+            everything += [r.seconds for r in ranked]
+    assert len(everything) > len(answer.ranked)
+    assert answer.best.seconds <= 1.01 * min(everything)
+
+
+def test_proposals_are_ranked_much_as_simulation_ranks_them() -> None:
+    made = planner(model((4, 512), (8, 512)), 4)
+    proposals = made.proposer.proposals()[::12]
+    both = np.array([(p.seconds, made.evaluator.seconds(p.candidate)) for p in proposals])
+    ranks = both.argsort(axis=0).argsort(axis=0)
+    assert np.corrcoef(ranks.T)[0, 1] > 0.9
+    assert np.median(np.abs(both[:, 0] / both[:, 1] - 1)) < 0.1
+
+
+def test_a_small_encoder_stays_with_the_language_model() -> None:
+    answer = planner(model((2, 64), (8, 512)), 4, samples=32).plan()
+    assert is_homogeneous(answer.best.candidate)
+    alike = answer.homogeneous()
+    assert alike is not None
+    assert answer.best.seconds <= 1.01 * min(r.seconds for r in answer.ranked)
+
+
+def test_the_best_is_never_slower_than_one_layout_for_all() -> None:
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        encoder, llm = ((int(rng.integers(2, 6)), int(rng.choice([128, 256, 512]))) for _ in range(2))
+        answer = planner(model(encoder, llm, frozen=bool(seed % 2)), 4, 12).plan()
+        alike = answer.homogeneous()
+        assert alike is not None
+        assert answer.best.seconds <= alike.seconds
+
+
+def test_many_ranks_are_allocated_and_none_is_left() -> None:
+    made = Planner(model((4, 512), (16, 1024)), cluster(96, 8), [batch(96)], balance=PLAIN, simulations=4)
+    answer = made.plan()
+    assert {r.candidate.layouts.keys() for r in answer.ranked} == {made.evaluator.shape.modules.keys()}
+    used = {rank for layout in answer.best.candidate.layouts.values() for rank in layout.ranks}
+    assert len(used) >= 90
+    assert answer.homogeneous() is not None
+
+
+def test_a_step_of_many_microbatches_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = {"vision": ModuleLayout((0,)), "llm": ModuleLayout((1, 2), dp_shard=1, pp=2)}
+    evaluator = Evaluator(model(), cluster(3), [batch(256, rows=64)], balance=PLAIN)
+    candidate = Candidate(layouts, 64)
+    whole = evaluator.seconds(candidate)
+    monkeypatch.setattr("hetero_strategy.planner.evaluate.MOST_FORWARDS", 48)
+    assert evaluator.seconds(candidate) == pytest.approx(whole, rel=0.05)
+
+
+def test_the_first_samples_are_a_batch() -> None:
+    whole = batch(20)
+    part = first_samples(whole, 7)
+    items = part.items["vision"]
+    assert len(part.samples) == 7
+    assert items.sample.max() == 6
+    assert len(items.sample) == (whole.items["vision"].sample < 7).sum() == len(items.start)
+
+
+def test_busy_and_idle_are_explained() -> None:
+    evaluator = Evaluator(model(), cluster(4, 2), [batch(16)], balance=PLAIN)
+    layouts = {"vision": ModuleLayout((0,)), "llm": ModuleLayout((1, 2, 3))}
+    step = evaluator.step(evaluator.place(Candidate(layouts, 4)))
+    found = explain(evaluator, step)
+    assert sum(found.shares.values()) + sum(found.bubbles.values()) + found.after == pytest.approx(1.0)
+    rows = sum(int(r) for r in step.plan.metadata.items["vision"].edge_rows)
+    assert found.within + found.across == pytest.approx(2 * 2 * 512 * rows)  # there and back, 2 bytes a number
+    assert 0 < found.across < found.within + found.across
+
+
+def test_partitions_and_compositions() -> None:
+    assert [len(list(partitions("abcd"[:n]))) for n in range(1, 5)] == [1, 2, 5, 15]
+    assert len(list(compositions(16, 3))) == 105
+    ways = degrees(module(4, 64), 8, 4, 100)
+    assert {w.ranks for w in ways} == {8}
+    assert max(w.tp for w in ways) == 4
+    assert max(w.pp for w in ways) == 4
+
+
+def test_what_cannot_fit_says_what_would() -> None:
+    with pytest.raises(LayoutError, match=r"no layout of vision, llm fits on 4 x test with 0 GiB.*need .*; give more"):
+        planner(model(), 4, memory=1e6).plan()
+
+
+def test_data_of_another_model_are_refused() -> None:
+    shape = model()
+    renamed = ModelShape({"audio": shape.modules["vision"], "llm": shape.modules["llm"]}, (("audio", "llm"),))
+    with pytest.raises(ConfigError, match="no items of audio"):
+        planner(renamed, 4)
+
+
+def test_a_model_without_language_model_is_refused() -> None:
+    shape = model()
+    only = ModelShape({"vision": shape.modules["vision"]}, ())
+    with pytest.raises(ConfigError, match="no language model"):
+        planner(only, 4)
+
+
+def test_one_layout_for_all_is_preferred_where_it_is_as_good() -> None:
+    alike = Candidate(dict.fromkeys(("vision", "llm"), ModuleLayout((0, 1))))
+    other = replace(alike, layouts={"vision": ModuleLayout((0,)), "llm": ModuleLayout((1,))})
+    assert Answer((Ranked(other, 1.0, 1.0), Ranked(alike, 1.005, 1.0)), 2).best.candidate is alike
+    assert Answer((Ranked(other, 1.0, 1.0), Ranked(alike, 1.02, 1.0)), 2).best.candidate is other
