@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
@@ -86,7 +88,7 @@ class Estimates:
                 recomputed=float(recomputed),
                 precision=self._precision,
             )
-            rows, squares = self._sizes[module]
+            rows, squares, _ = self._sizes[module]
             lines = [[t.forward for t in made], [t.input.plus(t.weight) for t in made]]
             forward, backward = (np.array([n.per_row * rows + n.per_pair * squares for n in part]) for part in lines)
             self._work[module, tp, recomputed] = Work(
@@ -105,15 +107,22 @@ class Estimates:
         return self._splits[module, tp, stages]
 
     def busy(self, module: str, degrees: Degrees, microbatches: int) -> float:
-        """Seconds in which a rank of the slowest stage computes, if instances are balanced."""
+        """Seconds in which a rank of the slowest stage computes, on the busiest instance."""
         work = self.work(module, degrees.tp, degrees.recomputed)
         share = self.slowest_share(module, degrees.tp, degrees.pp)
-        return work.total / degrees.dp * share + microbatches * work.fixed / degrees.pp
+        total = work.total / degrees.dp * self.unevenness(module, degrees.dp, microbatches)
+        return total * share + microbatches * work.fixed / degrees.pp
+
+    def unevenness(self, module: str, instances: int, microbatches: int) -> float:
+        """Units of the instance that has most in a microbatch over the mean, if they are dealt out evenly."""
+        each = self._sizes[module].units / microbatches / instances
+        return ceil(each) / each if each else 1.0
 
     def through(self, module: str, degrees: Degrees, microbatches: int) -> float:
         """Seconds that one microbatch needs through all stages, forward and backward."""
         work = self.work(module, degrees.tp, degrees.recomputed)
-        return work.total / (degrees.dp * microbatches) + work.fixed
+        uneven = self.unevenness(module, degrees.dp, microbatches)
+        return work.total / (degrees.dp * microbatches) * uneven + work.fixed
 
     def synchronized(self, module: str, degrees: Degrees, microbatches: int) -> float:
         """Seconds of a step in which parameters are gathered or gradients summed and nothing is computed.
@@ -146,7 +155,7 @@ class Estimates:
     def activations(self, module: str, degrees: Degrees, microbatches: int) -> float:
         """Bytes per rank that backward needs: one microbatch of all blocks, since a pipeline of n ranks holds n."""
         shape = self._shape.modules[module]
-        rows = self._sizes[module][0] / (degrees.dp * microbatches)
+        rows = self._sizes[module].rows / (degrees.dp * microbatches)
         return rows * shape.saved(degrees.recomputed and shape.has_blocks) * self._precision.compute / degrees.tp
 
     def bytes(self, module: str, degrees: Degrees, microbatches: int) -> float:
@@ -185,7 +194,15 @@ class Estimates:
         return self.synchronized(module, Degrees(tp, 2, 1, instances), 1) * 2 * tp * instances
 
 
-def _sizes(module: ModuleShape, name: str, batches: Sequence[StepMetadata]) -> tuple[float, float]:
-    """Rows and squared lengths of a step, on average."""
+class _Sizes(NamedTuple):
+    """Of a step, on average."""
+
+    rows: float
+    squares: float
+    """Sum of squared lengths."""
+    units: float
+
+
+def _sizes(module: ModuleShape, name: str, batches: Sequence[StepMetadata]) -> _Sizes:
     lengths = [(b.tokens if module.samplewise else b.items[name].inner_rows).astype(np.float64) for b in batches]
-    return float(np.mean([n.sum() for n in lengths])), float(np.mean([(n * n).sum() for n in lengths]))
+    return _Sizes(*(float(np.mean([f(n) for n in lengths])) for f in (np.sum, lambda n: np.sum(n * n), len)))

@@ -28,7 +28,8 @@ def estimates(**options: float) -> Estimates:
 def test_a_grid_finds_nothing_better() -> None:
     made, apart = estimates(), (("vision",), ("llm",))
     found = allocate(made, [apart], "llm", TP, DP, COUNTS, RANKS, most_instances=UNITS, within=np.inf)
-    assert len(found) == 48  # 4 degrees x 3 dp x 2 numbers of microbatches, pipelined and not
+    # 4 degrees x 3 dp x 2 numbers of microbatches, pipelined and not; a pipeline of 2 x 2 x 16 ranks leaves none
+    assert len(found) == 48 - 4
     for one in found:
         choice = one.choice
         llm, vision = choice.tp["llm"] * choice.dp, choice.tp["vision"]

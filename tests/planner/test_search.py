@@ -29,9 +29,9 @@ def planner(shape: ModelShape, ranks: int, samples: int = 16, **options: float) 
     [
         ((4, 256), (4, 512), 2, {}),
         ((4, 768), (4, 512), 3, {}),
-        ((6, 256), (4, 768), 4, {"bandwidth": 2e8}),
-        ((2, 512), (8, 256), 4, {"launch": 3e-4}),
-        ((4, 512), (6, 512), 4, {"memory": 8e7}),
+        pytest.param((6, 256), (4, 768), 4, {"bandwidth": 2e8}, marks=pytest.mark.full),
+        pytest.param((2, 512), (8, 256), 4, {"launch": 3e-4}, marks=pytest.mark.full),
+        ((4, 512), (6, 512), 3, {"memory": 1.2e8}),
     ],
 )
 def test_no_candidate_is_faster(
@@ -79,7 +79,7 @@ def test_the_best_is_never_slower_than_one_layout_for_all() -> None:
 def test_many_ranks_are_allocated_and_none_is_left() -> None:
     made = Planner(model((4, 512), (16, 1024)), cluster(96, 8), [batch(96)], balance=PLAIN, simulations=4)
     answer = made.plan()
-    assert {r.candidate.layouts.keys() for r in answer.ranked} == {made.evaluator.shape.modules.keys()}
+    assert all(set(r.candidate.layouts) == {"vision", "llm"} for r in answer.ranked)
     used = {rank for layout in answer.best.candidate.layouts.values() for rank in layout.ranks}
     assert len(used) >= 90
     assert answer.homogeneous() is not None

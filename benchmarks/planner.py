@@ -1,0 +1,161 @@
+"""How long the planner takes, and whether it finds what is best.
+
+allocation  DistTrain's models and cluster sizes (arXiv:2408.04275, table 2): milliseconds of the convex problem over
+            all placements, beside the paper's for one of them, and seconds of a whole plan with its simulations
+best        random small problems: the planner's choice over the best of all candidates, each of them simulated, and
+            over the best with one layout for all modules
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import hydra
+import numpy as np
+import torch
+from hydra import compose, initialize_config_dir
+
+from benchmarks.common import arguments, report, write_json
+from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.planner.search import Planner, Ranked
+from hetero_strategy.planner.shape import ModelShape, shape_of
+from recipes import build, cli
+from tests.planner.models import batch, cluster, model
+
+SIZES = {112: 133.0, 324: 441.0, 648: 641.0, 1296: 922.0}
+"""GPUs -> milliseconds in DistTrain's table 2."""
+PLAIN = BalanceConfig(reorder="none")
+
+
+def paper(name: str, data: str) -> tuple[ModelShape, Any]:
+    """A model of conf/model and a global batch of conf/data."""
+    with initialize_config_dir(cli.CONF, version_base=None):
+        cfg = compose("plan", overrides=[f"model={name}", f"data={data}", "experiment=none"])
+    with torch.device("meta"):
+        shape = shape_of(build.model_maker(cfg)())
+    drawn = hydra.utils.instantiate(cfg.data.sample, samples=int(cfg.data.global_batch), seed=0, _convert_="all")
+    return shape, drawn.metadata()
+
+
+def allocation(sizes: Sequence[int], rounds: int, simulations: int) -> list[dict[str, Any]]:
+    """Times of the search at each size."""
+    shape, metadata = paper("mllm_72b", "laion_1024")
+    with initialize_config_dir(cli.CONF, version_base=None):
+        whole = hydra.utils.instantiate(compose("plan", overrides=["cluster=disttrain"]).cluster)
+    rows = []
+    for ranks in sizes:
+        given = replace(whole, nodes=ranks // whole.ranks_per_node)
+        proposing = []
+        for _ in range(rounds):
+            planner = Planner(shape, given, [metadata], balance=PLAIN, simulations=simulations)
+            start = time.perf_counter()
+            found = planner.proposer.proposals()
+            proposing.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        answer = planner.plan()
+        rows.append(
+            {
+                "ranks": given.ranks,
+                "proposals": len(found),
+                "propose_ms": 1e3 * float(np.median(proposing)),
+                "paper_ms": SIZES.get(ranks),
+                "plan_s": time.perf_counter() - start,
+                "step_s": answer.best.seconds,
+                "estimate_s": answer.best.estimate,
+            }
+        )
+    return rows
+
+
+def problem(seed: int) -> Planner:
+    """A random small problem."""
+    rng = np.random.default_rng(seed)
+    widths = (128, 256, 512, 768)
+    shape = model(
+        (int(rng.integers(1, 6)), int(rng.choice(widths))),
+        (int(rng.integers(2, 8)), int(rng.choice(widths))),
+        frozen=bool(rng.random() < 0.3),
+    )
+    ranks = int(rng.choice([2, 3, 4]))
+    options = {
+        "memory": float(rng.choice([1.2e8, 4e9])),
+        "bandwidth": float(10 ** rng.uniform(8, 11)),
+        "launch": float(10 ** rng.uniform(-6, -3.5)),
+    }
+    given = cluster(ranks, int(rng.choice([n for n in (1, 2, ranks) if ranks % n == 0])), **options)
+    return Planner(shape, given, [batch(int(rng.choice([4, 8])), seed)], balance=PLAIN)
+
+
+def best(seed: int) -> dict[str, float] | None:
+    """The planner's choice over the best of everything; None where nothing fits."""
+    planner = problem(seed)
+    proposals = planner.proposer.proposals()
+    if not proposals:
+        return None
+    answer = planner.plan()
+    everything: list[Ranked] = []
+    for proposal in proposals:
+        for candidate in (proposal.candidate, *planner.schedules(proposal.candidate)):
+            planner._simulate(candidate, proposal.seconds, everything)
+    alike = answer.homogeneous()
+    return {
+        "candidates": len(everything),
+        "over_best": answer.best.seconds / min(r.seconds for r in everything),
+        "over_one_layout": answer.best.seconds / alike.seconds if alike else float("nan"),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run, print, write.
+
+    Args:
+        argv: the command line.
+
+    Returns:
+        The figures.
+    """
+    parser = arguments(__doc__)
+    parser.add_argument(
+        "--sizes", type=int, nargs="*", default=[*SIZES, 10240], help="ranks (default: the paper's, 10240)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="of each size (default 5)")
+    parser.add_argument("--simulations", type=int, default=6, help="candidates simulated at each size (default 6)")
+    parser.add_argument("--problems", type=int, default=200, help="random ones (default 200)")
+    given = parser.parse_args(argv)
+    found: dict[str, Any] = {}
+    if given.sizes:
+        found["allocation"] = rows = allocation(given.sizes, given.rounds, given.simulations)
+        report(
+            "planner: allocation",
+            "MLLM-72B on DistTrain's cluster",
+            ("ranks", "proposals", "propose ms", "paper ms", "whole plan s", "step s", "by formula s"),
+            [
+                (r["ranks"], r["proposals"], f"{r['propose_ms']:.0f}", r["paper_ms"] or "-", f"{r['plan_s']:.1f}",
+                 f"{r['step_s']:.2f}", f"{r['estimate_s']:.2f}")
+                for r in rows
+            ],
+            ["propose: convex problems of all placements and rounding, median; paper: one placement (table 2)"],
+        )  # fmt: skip
+    tried = [r for seed in range(given.problems) if (r := best(seed)) is not None]
+    if tried:
+        over = np.array([r["over_best"] for r in tried])
+        alike = np.array([r["over_one_layout"] for r in tried])
+        found["best"] = {
+            "problems": len(tried),
+            "refused": given.problems - len(tried),
+            "candidates": int(sum(r["candidates"] for r in tried)),
+            "same_to_1_percent": float((over <= 1.01).mean()),
+            "worst": float(over.max()),
+            "never_above_one_layout": bool((alike[~np.isnan(alike)] <= 1 + 1e-9).all()),
+            "gain_over_one_layout": float(np.nanmedian(1 / alike)),
+        }
+        report("planner: best", "random small problems", ("figure", "value"), [*found["best"].items()], [])
+    write_json(given.json, "planner", "cpu", {n: v for n, v in vars(given).items() if n != "json"}, found)
+    return found
+
+
+if __name__ == "__main__":
+    main()
