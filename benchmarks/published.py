@@ -17,12 +17,11 @@ What sources do not print, and what is taken for all of their rows alike:
                   the share of matmuls is that of 700 W. "Selective" recompute keeps every other matmul. The fp8 rows
                   are left out: the model has one dtype.
   optimus         tables 4 and 5 of the paper, Megatron-LM's columns and FSDP's. Its PFLOP/s are those of a forward more
-                  (96BLsh2...), for ViT rows as many as LLM rows: so 2048 rows and recompute are taken. How the
-                  "Megatron-LM" rows cut the LLM is not printed: ViT on the first stage's ranks and fewer LLM layers there,
+                  (96BLsh2...), with as many rows in the ViT as in the LLM: so 2048 rows and recompute are taken. How
+                  "Megatron-LM" cuts the LLM is not printed: ViT on the first stage's ranks and fewer LLM layers there,
                   in 1F1B; "balanced": six ViT layers and twelve of one LLM layer on each pipeline rank, where theirs
-                  has 12 virtual stages that hold layers of both and cannot be as even. Not expressible:
-                  Optimus itself and table 7 (no schedule puts encoders in bubbles), and Alpa; table 4 prints no layout
-                  of Megatron-LM.
+                  has 12 virtual stages that hold layers of both and cannot be as even. Not expressible: Optimus itself
+                  and table 7 (no schedule puts encoders in bubbles), and Alpa; table 4 prints no layout of Megatron-LM.
 
 Not here: DistTrain, OrchMLLM and NVIDIA's heterogeneous parallelism. What they print is a range of ratios over figures
 whose bars have no numbers; the layouts that DistTrain's planner chose, the mixture of OrchMLLM's data and all setups of
@@ -194,10 +193,10 @@ def megatron_h100(rows: Sequence[MegatronRow] = H100) -> list[Result]:
 
 A100 = (
     MegatronRow(
-        "22B", 48, 6144, 8, 1, 8, 4, 1.10, "short step: kernels are small, and attention is not FlashAttention"
+        "22B", 48, 6144, 8, 1, 8, 4, 1.10, "its matmuls are narrow, and attention is not FlashAttention"
     ),
     MegatronRow("175B", 96, 12288, 8, 8, 64, 64, 13.75),
-    MegatronRow("530B", 105, 20480, 8, 35, 280, 280, 37.83),
+    MegatronRow("530B", 105, 20480, 8, 35, 280, 280, 37.83, "larger matmuls are nearer to the peak"),
     MegatronRow("1T", 128, 25600, 8, 64, 512, 512, 71.49, "larger matmuls are nearer to the peak"),
 )
 A100_MICROBATCH = {"22B": 4}
@@ -239,7 +238,7 @@ class TitanRow:
 NARROW = "one share for matmuls of all sizes: those of 4096 / 8 lose"
 TITAN = (
     TitanRow("8B FSDP", "8B", 8, 1, 2, Recompute(2), False, 6667),
-    TitanRow("8B FSDP", "8B", 128, 1, 2, Recompute(2), False, 6514),
+    TitanRow("8B FSDP", "8B", 128, 1, 2, Recompute(2), False, 6514, "500 W instead of 700"),
     TitanRow("8B FSDP 8, TP 8", "8B", 64, 8, 12, Recompute(2), False, 4378, NARROW),
     TitanRow("8B FSDP 8, async TP 8", "8B", 64, 8, 12, Recompute(2), True, 4809, NARROW),
     TitanRow("70B FSDP 32, TP 8", "70B", 256, 8, 16, Recompute(), False, 597.3),
