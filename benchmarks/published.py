@@ -192,9 +192,7 @@ def megatron_h100(rows: Sequence[MegatronRow] = H100) -> list[Result]:
 
 
 A100 = (
-    MegatronRow(
-        "22B", 48, 6144, 8, 1, 8, 4, 1.10, "its matmuls are narrow, and attention is not FlashAttention"
-    ),
+    MegatronRow("22B", 48, 6144, 8, 1, 8, 4, 1.10, "its matmuls are narrow, and attention is not FlashAttention"),
     MegatronRow("175B", 96, 12288, 8, 8, 64, 64, 13.75),
     MegatronRow("530B", 105, 20480, 8, 35, 280, 280, 37.83, "larger matmuls are nearer to the peak"),
     MegatronRow("1T", 128, 25600, 8, 64, 512, 512, 71.49, "larger matmuls are nearer to the peak"),

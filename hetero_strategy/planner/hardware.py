@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.planner.cluster import Cluster, Device
@@ -136,8 +136,9 @@ def cluster(
     for name in ("matmul", "attention"):
         if overrides.get(name, 0.5) > 1:
             raise ConfigError(f"cluster: {name}={overrides[name]} is a share of flops; give at most 1")
+    figures: dict[str, Any] = {name: value for name, value in overrides.items() if name in _DEVICE_FIELDS}
     return Cluster(
-        replace(known, **{name: value for name, value in overrides.items() if name in _DEVICE_FIELDS}),
+        replace(known, **figures),
         nodes,
         ranks,
         _links(inside, "within", overrides),

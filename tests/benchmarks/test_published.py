@@ -11,7 +11,7 @@ from benchmarks.published import A100, H100, STRONG, TITAN, Result, gpt, gpt_flo
 def test_parameters_are_those_of_the_table() -> None:
     for row in (r for r in H100 if r.name in ("1.7B", "16B", "70B")):
         count = sum(p.numel() for p in gpt(row.layers, row.width, 131072).parameters())
-        assert count / 1e9 == pytest.approx(float(row.name.rstrip("B")), rel=0.03)
+        assert count / 1e9 == pytest.approx(float(row.name.rstrip("B")), rel=0.04)
 
 
 def test_flops_are_those_that_the_paper_quotes() -> None:
