@@ -9,12 +9,12 @@ does. A ratio above 1 means that we predict a faster run.
 What sources do not print, and what is taken for all of their rows alike:
 
   megatron_h100   Megatron-LM's README. Not printed: microbatches (taken: one where there is no pipeline, of one sample
-                  each where there is), virtual stages (taken: one layer each), recompute (none). This was chosen after a
-                  first look, as sums of gradients hide behind nothing less: with microbatches of one sample 16B and 32B
-                  come out at 0.88 and 0.71 of what is printed, with one stage per rank 70B at 0.81. Its flags say that
-                  collectives of tensor and data parallelism run beside compute.
-  megatron_a100   Korthikanti et al., arXiv:2205.05198, tables 3 and 5. All is printed. Nothing runs beside compute, and
-                  attention is before FlashAttention.
+                  each where there is), virtual stages (taken: one layer each), recompute (none). This was chosen after
+                  a first look, as sums of gradients hide behind nothing less: with microbatches of one sample 16B and
+                  32B come out at 0.88 and 0.71 of what is printed, with one stage per rank 70B at 0.81. Its flags say
+                  that collectives of tensor and data parallelism run beside compute.
+  megatron_a100   Korthikanti et al., arXiv:2205.05198, tables 3 and 5, from a transcription. All is printed. Nothing
+                  runs beside compute, and attention is before FlashAttention.
   torchtitan      its benchmarks of Llama 3 in bf16, compiled. H100 of 500 W and 2.4 TB/s, whose peak they do not know;
                   the share of matmuls is that of 700 W. "Selective" recompute keeps every other matmul. The fp8 rows
                   are left out: the model has one dtype.
