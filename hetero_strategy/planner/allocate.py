@@ -19,15 +19,15 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Bool, Float64
 
 from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.space import Degrees, Partition
 
 EPSILON = 1e-6
 """Room that a solver needs where ranks are all given."""
-CHUNK = 48
-"""Problems that are solved as one."""
+CHUNK = 16
+"""Choices of each partition that are solved as one problem."""
 
 
 class Choice(NamedTuple):
@@ -54,22 +54,52 @@ class Allocation:
 
 
 @dataclass(frozen=True, eq=False)
+class _LanguageModel:
+    """Ways to lay out the language model with one degree of tensor parallelism."""
+
+    tp: int
+    ways: list[tuple[int, int, bool, bool]]
+    """dp, microbatches, whether pipelined, whether recomputed."""
+    microbatches: Float64[np.ndarray, "ways"]
+    pipelined: Bool[np.ndarray, "ways"]
+    alone: Float64[np.ndarray, "ways"]
+    """Seconds of all its work on one instance."""
+    constant: Float64[np.ndarray, "ways"]
+    """Seconds of a step that do not depend on ranks."""
+    synchronized: Float64[np.ndarray, "ways"]
+    """Rank-seconds of gathering and summing, where pipelined."""
+    least: Float64[np.ndarray, "ways"]
+    """Fewest ranks to run it."""
+    holds: Float64[np.ndarray, "ways"]
+    """Fewest ranks to hold it, where pipelined."""
+    room: Float64[np.ndarray, "ways"]
+    """Share of the memory that its activations leave."""
+    most: Float64[np.ndarray, "ways"]
+
+
+@dataclass(frozen=True, eq=False)
 class _Problems:
-    """Many choices with one partition."""
+    """Choices of one partition and certain degrees of tensor parallelism."""
 
-    choices: list[Choice]
-    constant: Float64[np.ndarray, "choices"]
-    first: Float64[np.ndarray, "choices groups"]
+    partition: Partition
+    tp: Mapping[str, int]
+    ways: list[tuple[int, int, bool, bool]]
+    constant: Float64[np.ndarray, "ways"]
+    first: Float64[np.ndarray, "ways groups"]
     """A_g / K."""
-    steady: Float64[np.ndarray, "choices groups"]
+    steady: Float64[np.ndarray, "ways groups"]
     """B_g (K - 1) / K."""
-    least: Float64[np.ndarray, "choices groups"]
-    most: Float64[np.ndarray, "choices groups"]
+    least: Float64[np.ndarray, "ways groups"]
+    most: Float64[np.ndarray, "ways groups"]
 
-    def bounds(self, ranks: int) -> Float64[np.ndarray, "choices"]:
+    def bounds(self, ranks: int) -> Float64[np.ndarray, "ways"]:
         """Seconds that no allocation of so many ranks is below; infinite where there is none."""
         seconds = self.constant + (np.sqrt(self.first).sum(axis=1) ** 2 + self.steady.sum(axis=1)) / ranks
-        return np.where(self.least.sum(axis=1) <= ranks, seconds, np.inf)
+        fits = (self.least.sum(axis=1) <= ranks) & (self.least <= self.most).all(axis=1)
+        return np.where(fits, seconds, np.inf)
+
+    def choice(self, way: int) -> Choice:
+        return Choice(self.partition, self.tp, *self.ways[way])
 
 
 def allocate(
@@ -84,9 +114,10 @@ def allocate(
     most_instances: Mapping[str, int],
     within: float = 1.05,
 ) -> list[Allocation]:
-    """Solve the problem for all choices that can be within a factor of the best; the best comes first.
+    """Solve the problem for all choices that can be within a factor of the best of their partition.
 
-    Choices whose bound is above that of the best found are not solved, so nothing is lost.
+    Choices whose bound is above that of the best found are not solved, so nothing is lost. Partition by partition, the
+    best comes first.
 
     Args:
         tp: module -> degrees to try.
@@ -94,104 +125,141 @@ def allocate(
         microbatches: for each of these, the numbers to try.
         most_instances: module -> most instances that can all have work.
     """
-    problems = [
-        made
+    others = {name: degrees for name, degrees in tp.items() if name != language_model}
+    laid = list(_language_models(estimates, language_model, tp[language_model], dp, microbatches))
+    queues = [
+        _Queue(
+            [
+                _problems(estimates, partition, language_model, way, dict(zip(others, n, strict=True)), most_instances)
+                for way in laid
+                for n in product(*others.values())
+            ],
+            ranks,
+        )
         for partition in partitions
-        if (made := _problems(estimates, partition, language_model, tp, dp, microbatches, most_instances)) is not None
     ]
-    bounds = np.concatenate([p.bounds(ranks) for p in problems])
-    owner = np.concatenate([np.full(len(p.choices), i) for i, p in enumerate(problems)])
-    place = np.concatenate([np.arange(len(p.choices)) for p in problems])
-    found: list[Allocation] = []
-    best = np.inf
-    order = np.argsort(bounds, kind="stable")
-    for start in range(0, len(order), CHUNK):
-        chunk = order[start : start + CHUNK]
-        chunk = chunk[np.isfinite(bounds[chunk]) & (bounds[chunk] <= best * within)]
-        if not len(chunk):
+    while drawn := [(queue, queue.next(within)) for queue in queues]:
+        if not any(problems for _, problems in drawn):
             break
-        for i in np.unique(owner[chunk]):
-            found += _solve(problems[i], place[chunk[owner[chunk] == i]], ranks)
-        best = min((a.seconds for a in found), default=np.inf)
-    found = [a for a in found if a.seconds <= best * within]
-    return sorted(found, key=lambda a: a.seconds)
+        for groups in {queue.groups for queue, problems in drawn if problems}:
+            mine = [(queue, problem) for queue, problems in drawn if queue.groups == groups for problem in problems]
+            solved = _solve([problem for _, problem in mine], ranks)
+            for (queue, _), allocation in zip(mine, solved, strict=True):
+                queue.found.append(allocation)
+    return [a for queue in queues for a in queue.best(within)]
+
+
+class _Queue:
+    """Choices of one partition, by what they cannot be below."""
+
+    def __init__(self, problems: list[_Problems], ranks: int) -> None:
+        self.found: list[Allocation] = []
+        self.groups = len(problems[0].partition) if problems else 0
+        bounds = [p.bounds(ranks) for p in problems]
+        every = np.concatenate([*bounds, np.empty(0)])
+        owner = np.repeat(np.arange(len(problems)), [len(b) for b in bounds])
+        order = np.argsort(every, kind="stable")
+        self._order = order[np.isfinite(every[order])]
+        self._every, self._owner, self._problems = every, owner, problems
+        self._first = np.concatenate([[0], np.cumsum([len(b) for b in bounds])])
+        self._done = 0
+
+    def next(self, within: float) -> list[tuple[_Problems, int]]:
+        """Some that may be within a factor of the best found."""
+        best = min((a.seconds for a in self.found), default=np.inf)
+        numbers = self._order[self._done : self._done + CHUNK]
+        numbers = numbers[self._every[numbers] <= best * within]
+        self._done += len(numbers)
+        return [(self._problems[self._owner[n]], int(n - self._first[self._owner[n]])) for n in numbers]
+
+    def best(self, within: float) -> list[Allocation]:
+        """Those within a factor of the best, the best first."""
+        best = min((a.seconds for a in self.found), default=0.0)
+        return sorted((a for a in self.found if a.seconds <= best * within), key=lambda a: a.seconds)
+
+
+def _language_models(
+    estimates: Estimates, name: str, tp: Sequence[int], dp: Sequence[int], microbatches: Mapping[int, Sequence[int]]
+) -> Iterator[_LanguageModel]:
+    blocks = estimates.blocks(name)
+    for degree in tp:
+        ways, rows = [], []
+        for instances in dp:
+            needed, one = estimates.least_ranks(name, instances), degree * instances
+            waits = estimates.synchronized_ranks(name, degree, instances)
+            for count in microbatches[instances]:
+                given = estimates.fitting(name, Degrees(degree, 1, 1, instances), count)
+                if given is None:
+                    continue
+                alone = estimates.work(name, degree, given.recomputed).total
+                first = alone / (instances * count)
+                room = 1 - estimates.activations(name, given, count) / estimates.memory
+                if blocks > 1:
+                    ways.append((instances, count, True, given.recomputed))
+                    rows.append((count, 1, alone, first, waits, 2 * one, needed / room, room, one * blocks))
+                if estimates.bytes(name, given, count) <= estimates.memory:
+                    ways.append((instances, count, False, given.recomputed))
+                    more = estimates.synchronized(name, given, count)
+                    rows.append((count, 0, alone, first + more, 0.0, one, 0.0, 1.0, one))
+        if ways:
+            columns = np.array(rows, np.float64).T
+            yield _LanguageModel(degree, ways, columns[0], columns[1] > 0, *columns[2:])
 
 
 def _problems(
     estimates: Estimates,
     partition: Partition,
-    language_model: str,
-    tp: Mapping[str, Sequence[int]],
-    dp: Sequence[int],
-    microbatches: Mapping[int, Sequence[int]],
+    name: str,
+    language_model: _LanguageModel,
+    tp: Mapping[str, int],
     most_instances: Mapping[str, int],
-) -> _Problems | None:
-    choices, rows = [], []
-    home = next(g for g, group in enumerate(partition) if language_model in group)
-    others = [[m for m in group if m != language_model] for group in partition]
-    for degrees in product(*tp.values()):
-        chosen = dict(zip(tp, degrees, strict=True))
-        seconds = {m: n * estimates.work(m, n).total for m, n in chosen.items() if m != language_model}
-        first = np.array([sum(seconds[m] for m in group) for group in others])
-        least = np.array([max([chosen[m] for m in group], default=0) for group in others], np.float64)
-        least = np.maximum(least, [sum(map(estimates.least_ranks, group)) for group in others])
-        most = np.array([min([chosen[m] * most_instances[m] for m in g], default=np.inf) for g in others])
-        for instances, count, pipelined in _counts(dp, microbatches):
-            one = chosen[language_model] * instances
-            given = estimates.fitting(language_model, Degrees(chosen[language_model], 1, 1, instances), count)
-            if given is None:
-                continue
-            alone = estimates.work(language_model, given.tp, given.recomputed).total
-            steady, beside, fewest, largest, more = first.copy(), first / count, least.copy(), most.copy(), 0.0
-            steady[home] += given.tp * alone
-            if pipelined:
-                room = estimates.memory - estimates.activations(language_model, given, count)
-                needed = least[home] + estimates.least_ranks(language_model, instances)
-                fewest[home] = max(2 * one, needed * estimates.memory / room)
-                largest[home] = min(largest[home], one * estimates.blocks(language_model))
-                beside[home] += estimates.synchronized_ranks(language_model, given.tp, instances)
-            else:
-                fewest[home], largest[home] = max(least[home], one), min(most[home], one)
-                if estimates.bytes(language_model, given, count) > estimates.memory:
-                    continue
-                more = estimates.synchronized(language_model, given, count)
-            if (fewest <= largest).all():
-                choices.append(Choice(partition, chosen, instances, count, pipelined, given.recomputed))
-                constant = alone / (instances * count) + more
-                rows.append((constant, beside, steady * (count - 1) / count, fewest, largest))
-    if not choices:
-        return None
-    constants, *columns = zip(*rows, strict=True)
-    return _Problems(choices, np.array(constants), *(np.array(column) for column in columns))
+) -> _Problems:
+    """Problems of one partition, with given degrees of the language model's and of all other modules."""
+    others = [[m for m in group if m != name] for group in partition]
+    home = next(g for g, group in enumerate(partition) if name in group)
+    seconds = {m: n * estimates.work(m, n).total for m, n in tp.items()}
+    work = np.array([sum(seconds[m] for m in group) for group in others])
+    held = np.array([sum(map(estimates.least_ranks, group)) for group in others], np.float64)
+    widest = np.array([max([tp[m] for m in group], default=0) for group in others], np.float64)
+    fits = np.array([min([tp[m] * most_instances[m] for m in group], default=np.inf) for group in others])
+    model, count = language_model, language_model.microbatches[:, None]
+    shape = (len(model.ways), len(partition))
+    first, steady = np.broadcast_to(work, shape) / count, np.broadcast_to(work, shape).copy()
+    least, most = (np.broadcast_to(n, shape).copy() for n in (np.maximum(widest, held), fits))
+    first[:, home] += model.synchronized
+    steady[:, home] += model.tp * model.alone
+    needed = np.maximum(model.least, model.holds + held[home] / model.room)
+    least[:, home], most[:, home] = np.maximum(least[:, home], needed), np.minimum(most[:, home], model.most)
+    degrees = {m: model.tp if m == name else tp[m] for group in partition for m in group}
+    return _Problems(partition, degrees, model.ways, model.constant, first, steady * (count - 1) / count, least, most)
 
 
-def _counts(dp: Sequence[int], microbatches: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int, bool]]:
-    return (
-        (instances, n, pipelined) for instances in dp for n in microbatches[instances] for pipelined in (False, True)
-    )
-
-
-def _solve(problems: _Problems, numbers: np.ndarray, ranks: int) -> list[Allocation]:
-    """Some of the problems, as one: they have no variable in common, so the sum of their optima is its optimum."""
+def _solve(problems: Sequence[tuple[_Problems, int]], ranks: int) -> list[Allocation]:
+    """Some problems of as many groups, as one: they share no variable, so the sum of their optima is its optimum."""
     import cvxpy  # slow to import
 
     cp: Any = cvxpy
-
-    first, steady, least, most = (x[numbers] for x in (problems.first, problems.steady, problems.least, problems.most))
+    columns = [
+        np.stack([getattr(p, name)[way] for p, way in problems]) for name in ("first", "steady", "least", "most")
+    ]
+    first, steady, least, most = columns
     if first.shape[1] == 1:
         n = np.minimum(most, float(ranks))
     else:
         share = cp.Variable(first.shape, pos=True)  # of all ranks: of order 1, as solvers want it
-        slowest = cp.Variable(len(numbers))
+        slowest = cp.Variable(len(problems))
         inverse = cp.inv_pos(share)
         seconds = cp.sum(cp.multiply(first / ranks, inverse)) + cp.sum(slowest)
         limits = [
-            cp.multiply(steady / ranks, inverse) <= cp.reshape(slowest, (len(numbers), 1), order="C"),
+            cp.multiply(steady / ranks, inverse) <= cp.reshape(slowest, (len(problems), 1), order="C"),
             cp.sum(share, axis=1) <= 1 + EPSILON,
             share >= least / ranks,
             share <= np.minimum(most / ranks, 1.0),
         ]
         cp.Problem(cp.Minimize(seconds), limits).solve(solver=cp.CLARABEL)
         n = np.asarray(share.value) * ranks
-    total = problems.constant[numbers] + (first / n).sum(axis=1) + (steady / n).max(axis=1)
-    return [Allocation(problems.choices[k], tuple(map(float, n[i])), float(total[i])) for i, k in enumerate(numbers)]
+    total = np.array([p.constant[way] for p, way in problems]) + (first / n).sum(axis=1) + (steady / n).max(axis=1)
+    return [
+        Allocation(p.choice(way), tuple(map(float, row)), float(t))
+        for (p, way), row, t in zip(problems, n, total, strict=True)
+    ]

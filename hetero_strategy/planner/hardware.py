@@ -138,17 +138,14 @@ def cluster(
     for name in ("matmul", "attention"):
         if overrides.get(name, 0.5) > 1:
             raise ConfigError(f"cluster: {name}={overrides[name]} is a share of flops; give at most 1")
+    figures: dict[str, Any] = {name: value for name, value in overrides.items() if name in _DEVICE_FIELDS}
     return Cluster(
-        replace(known, **_of_device(overrides)),
+        replace(known, **figures),
         nodes,
         ranks,
         _links(inside, "within", overrides),
         _links(between, "across", overrides),
     )
-
-
-def _of_device(overrides: Mapping[str, float]) -> dict[str, Any]:
-    return {name: value for name, value in overrides.items() if name in _DEVICE_FIELDS}
 
 
 Known = TypeVar("Known")

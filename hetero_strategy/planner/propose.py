@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, product
 from math import ceil, floor, lcm
@@ -127,20 +128,22 @@ class Proposer:
         tp = {n: [t for t in m.tp if self._ranks_per_node % t == 0] for n, m in self._shape.modules.items()}
         dp = [d for d in divisors(self._samples) if d <= self._ranks]
         counts = {d: self.counts(d) for d in dp}
-        for partition in self._partitions:
-            allocations = allocate(
-                self._estimates, [partition], self._language_model, tp, dp, counts, self._ranks,
-                most_instances=self._units,
-            )  # fmt: skip
-            seen = set()
-            for allocation in allocations[:KEPT]:
-                for sizes, chosen in self._rounded(allocation):
-                    key = sizes, tuple(chosen.values()), allocation.choice.microbatches
-                    if key in seen:
-                        continue
-                    seen.add(key)
-                    if (made := self.propose(partition, sizes, chosen, allocation.choice.microbatches)) is not None:
-                        yield made
+        allocations = allocate(
+            self._estimates, self._partitions, self._language_model, tp, dp, counts, self._ranks,
+            most_instances=self._units,
+        )  # fmt: skip
+        taken: Counter[Partition] = Counter()
+        seen = set()
+        for allocation in allocations:
+            choice = allocation.choice
+            taken[choice.partition] += 1
+            if taken[choice.partition] > KEPT:
+                continue
+            for sizes, chosen in self._rounded(allocation):
+                key = sizes, tuple(chosen.items()), choice.microbatches
+                if key not in seen and (made := self.propose(choice.partition, sizes, chosen, choice.microbatches)):
+                    yield made
+                seen.add(key)
 
     def _alike(self) -> Iterator[Proposal]:
         """One layout for all modules, on all ranks."""

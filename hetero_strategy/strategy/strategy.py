@@ -77,8 +77,8 @@ class HeteroStrategy(WorldCollectives):
     schedulers need nothing special.
 
     Args:
-        layouts: module name -> :class:`ModuleLayout` or its fields; ``auto``: the planner chooses, schedule and recompute
-            too if not given. None (as in ``strategy="hetero"``): every module sharded over all ranks.
+        layouts: module name -> :class:`ModuleLayout` or its fields; ``auto``: the planner chooses, also recompute and
+            schedule if not given. None (``strategy="hetero"``): every module sharded over all ranks.
         recompute: modules that compute activations again in backward; or by module: all, every 2, all but matmuls.
         compile: modules whose blocks torch compiles one by one, for any number of rows; or by module: the backend.
         schedule: in which order a step's work runs: ``1f1b``, ``gpipe``, ``interleaved_1f1b`` (modules with vpp > 1),

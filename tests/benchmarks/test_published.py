@@ -1,0 +1,53 @@
+"""Published figures against predictions, within errors that were found (rounded up): a change that hurts is seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import published
+from benchmarks.published import A100, H100, STRONG, TITAN, Result, gpt, gpt_flops, summary
+
+
+def test_parameters_are_those_of_the_table() -> None:
+    for row in (r for r in H100 if r.name in ("1.7B", "16B", "70B")):
+        count = sum(p.numel() for p in gpt(row.layers, row.width, 131072).parameters())
+        assert count / 1e9 == pytest.approx(float(row.name.rstrip("B")), rel=0.04)
+
+
+def test_flops_are_those_that_the_paper_quotes() -> None:
+    """Its table 5: 175B, 13.75 s on 64 A100 are 51.4% of their peak."""
+    row = next(r for r in A100 if r.name == "175B")
+    flops = gpt_flops(row.samples, 2048, row.layers, row.width, 51200)
+    assert flops / row.printed / row.gpus / 312e12 == pytest.approx(0.514, abs=0.001)
+
+
+def test_megatron_on_h100() -> None:
+    results = published.megatron_h100([r for r in H100 if r.gpus <= 768])
+    (calibrated,) = (r for r in results if r.calibrated)
+    assert calibrated.error < 0.01
+    assert summary(results)["median"] < 0.04
+    assert summary(results)["worst"] < 0.11
+
+
+def test_megatron_on_a100() -> None:
+    results = published.megatron_a100([r for r in A100 if r.gpus <= 64])
+    assert [r.error < 0.01 for r in results if r.calibrated] == [True]
+    assert summary(results)["worst"] < 0.18
+
+
+def test_torchtitan() -> None:
+    fsdp = published.torchtitan(TITAN[:1])
+    assert summary(fsdp)["worst"] < 0.04
+
+
+def test_a_slower_prediction_has_a_ratio_below_one() -> None:
+    assert Result("", "s", 2.0, 4.0).ratio == 0.5
+    assert Result("", "tokens/s", 2.0, 1.0).ratio == 0.5
+    results = [Result("", "s", 1.0, 1.0, calibrated=True), Result("", "s", 3.0, 2.0), Result("", "s", 1.1, 1.0)]
+    assert summary(results) == {"median": pytest.approx(0.3), "worst": pytest.approx(0.5)}
+
+
+def test_balanced_stages_of_two_models_are_simulated() -> None:
+    slow, even = published.optimus([max(STRONG)], fsdp=False)
+    assert even.predicted < slow.predicted
+    assert even.error < 0.17

@@ -1,0 +1,110 @@
+"""Known devices, clusters by name, and collectives against closed forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil, log2
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra.utils import instantiate
+
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.planner.cluster import Cluster
+from hetero_strategy.planner.hardware import DEVICES, LINK_SHARE, LINKS, NODES, cluster
+from hetero_strategy.simulator.links import Links
+
+CONF = Path(__file__).parents[2] / "conf"
+NAMES = sorted(path.stem for path in (CONF / "cluster").glob("*.yaml"))
+
+
+def test_every_device_comes_in_a_node_and_says_its_source() -> None:
+    assert set(DEVICES) == set(NODES)
+    for name, device in DEVICES.items():
+        assert device.name == name
+        assert device.source
+        assert 0 < device.matmul <= 1
+        assert 0 < device.attention <= 1
+        assert {NODES[name].within, NODES[name].across} <= set(LINKS)
+
+
+def test_a_cluster_has_what_was_asked_for() -> None:
+    found = cluster("h100", 16)
+    assert (found.ranks, found.ranks_per_node, found.device.flops) == (128, 8, 989e12)
+    assert found.within.bandwidth == pytest.approx(LINK_SHARE * 450e9)
+    assert found.across.bandwidth == pytest.approx(LINK_SHARE * 50e9)  # 400 Gb/s
+    other = cluster("h100", 2, 4, "200g", "pcie5", memory=96e9, across_bandwidth=1e9, within_latency=0.0)
+    assert (other.ranks, other.device.memory) == (8, 96e9)
+    assert other.across.bandwidth == pytest.approx(LINK_SHARE * 1e9)
+    assert other.within == Links(0.0, LINK_SHARE * 63e9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": "h1000"}, "device='h1000' is not known; known: a40, a100"),
+        ({"network": "ib"}, "network='ib' is not known; known: nvlink3"),
+        ({"within": "ib"}, "within='ib' is not known"),
+        ({"memroy": 1.0}, "no field 'memroy'; known: flops, memory"),
+        ({"nodes": 0}, "nodes=0 must be positive"),
+        ({"across_bandwidth": -1.0}, "across_bandwidth=-1.0 must be positive"),
+        ({"matmul": 60.0}, "matmul=60.0 is a share of flops"),
+    ],
+)
+def test_what_is_not_known_is_named(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        cluster(**({"device": "h100", "nodes": 1} | arguments))  # type: ignore[arg-type]
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_configurations_make_clusters(name: str) -> None:
+    with hydra.initialize_config_dir(str(CONF), version_base=None):
+        config = hydra.compose(f"cluster/{name}", overrides=["cluster.nodes=4"])
+    found = instantiate(config.cluster)
+    assert isinstance(found, Cluster)
+    assert found.nodes == 4
+
+
+def test_configurations_say_what_papers_say() -> None:
+    """DistTrain: 300 GB/s of NVLink both ways, 4 x 200 Gb/s for 8 GPUs."""
+    with hydra.initialize_config_dir(str(CONF), version_base=None):
+        found = instantiate(hydra.compose("cluster/disttrain").cluster)
+    assert found.within.bandwidth == pytest.approx(LINK_SHARE * 150e9)
+    assert found.across.bandwidth == pytest.approx(LINK_SHARE * 4 * 200e9 / 8 / 8)
+    assert found.ranks == 1296
+
+
+PLAIN = Cluster(DEVICES["h100"], 4, 8, Links(1e-6, 100e9), Links(2e-6, 10e9))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "latency", "bandwidth"),
+    [
+        (8, 1, 1e-6, 100e9),  # a node
+        (2, 4, 1e-6, 100e9),  # two ranks of a node
+        (32, 1, 2e-6, 80e9),  # eight adapters of each node
+        (16, 2, 2e-6, 40e9),  # four of them
+        (4, 8, 2e-6, 10e9),  # one
+    ],
+)
+def test_a_ring_takes_what_its_slowest_links_take(ranks: int, stride: int, latency: float, bandwidth: float) -> None:
+    size = 1e9
+    expected = latency * ceil(log2(ranks)) + size * (ranks - 1) / ranks / bandwidth
+    assert PLAIN.collective(size, ranks, stride) == pytest.approx(expected)
+
+
+def test_links_within_a_node_bound_a_ring_across_nodes() -> None:
+    slow = replace(PLAIN, within=Links(1e-6, 20e9))
+    assert slow.collective(1e9, 32) == pytest.approx(2e-6 * 5 + 1e9 * 31 / 32 / 20e9)
+
+
+def test_collectives_are_free_alone_linear_in_bytes_and_never_slower_on_faster_links() -> None:
+    assert PLAIN.collective(1e9, 1) == 0.0
+    none, one, three = (PLAIN.collective(size, 32) for size in (0.0, 1e6, 3e6))
+    assert three - none == pytest.approx(3 * (one - none))
+    faster = replace(PLAIN, across=Links(2e-6, 20e9))
+    for ranks, stride in ((2, 1), (8, 1), (32, 1), (16, 2), (4, 8)):
+        assert faster.collective(1e8, ranks, stride) <= PLAIN.collective(1e8, ranks, stride)
+    assert faster.collective(1e8, 4, 8) < PLAIN.collective(1e8, 4, 8)

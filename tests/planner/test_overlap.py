@@ -1,0 +1,77 @@
+"""What a step waits for besides its actions, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.plan.step_plan import StepMetadata
+from hetero_strategy.planner.cluster import Cluster, Device
+from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
+from hetero_strategy.planner.overlap import seconds_after
+from hetero_strategy.planner.shape import ModelShape, ModuleShape
+from hetero_strategy.planner.times import Overlap
+from hetero_strategy.simulator.links import Links
+
+BLOCKS = 4
+SHAPE = ModelShape(
+    {
+        "llm": ModuleShape(
+            per_row=np.full(BLOCKS, 1.0), per_pair=np.zeros(BLOCKS), parameters=np.full(BLOCKS, 1000),
+            trained=np.full(BLOCKS, 1000), trained_share=np.ones(BLOCKS), has_blocks=True, width=1, edge_width=1,
+            tp=(1,), row_parts={1: 1}, samplewise=True,
+        )
+    },
+    (),
+)  # fmt: skip
+
+
+def step(overlap: Overlap, bandwidth: float, pp: int = 1, microbatches: int = 4) -> Step:
+    device = Device("toy", flops=1.0, memory=1e9, memory_bandwidth=28000.0, matmul=1.0, attention=1.0)
+    cluster = Cluster(device, 1, 2 * pp, Links(0.0, bandwidth), Links())
+    tokens = np.full(2 * microbatches, 10)
+    batch = StepMetadata(0, 0, np.arange(len(tokens)), tokens, tokens - 1, {})
+    evaluator = Evaluator(SHAPE, cluster, [batch], overlap=overlap)
+    layout = ModuleLayout(2 * pp, dp_shard=2, pp=pp, split=(BLOCKS // pp,) * pp)
+    return evaluator.step(evaluator.place(Candidate({"llm": layout}, microbatches, reshard_after_forward="never")))
+
+
+FORWARD, BACKWARD = 40.0, 70.0
+"""Seconds of 10 rows in 4 blocks, of which the first makes no gradient of its rows."""
+ADAM = 4 * 1000 / 2 * 28 / 28000.0
+
+
+def test_collectives_of_their_own_are_added_to_compute() -> None:
+    found = step(Overlap(), bandwidth=100.0)
+    gather, reduce = 4000 * 2 / 2 / 100.0, 4000 * 4 / 2 / 100.0
+    assert found.seconds == pytest.approx(gather + 4 * (FORWARD + BACKWARD) + reduce + ADAM)
+
+
+def test_fast_collectives_beside_compute_take_no_time() -> None:
+    found = step(Overlap(dp=True), bandwidth=200.0)  # 20 s beside a forward of 40, 40 s beside a backward of 70
+    assert found.seconds == pytest.approx(4 * (FORWARD + BACKWARD) + ADAM)
+
+
+def test_of_slow_collectives_the_rest_is_waited_for() -> None:
+    found = step(Overlap(dp=True), bandwidth=50.0)  # 80 s beside a forward of 40, 160 s beside a backward of 70
+    assert found.seconds == pytest.approx((80 - FORWARD) + 4 * (FORWARD + BACKWARD) + (160 - BACKWARD) + ADAM)
+
+
+def test_later_stages_have_more_time_to_gather() -> None:
+    """Two stages of half the model, each 40 s to gather: the first has a forward of 20, the second 40."""
+    found = step(Overlap(dp=True), bandwidth=50.0, pp=2)
+    reduce = 80.0 - 30.0  # beside the first stage's backward, which ends the step
+    assert found.after == pytest.approx((40 - 20) + reduce + ADAM / 2)
+
+
+def test_the_latest_stage_delays_the_step() -> None:
+    found = step(Overlap(dp=True), bandwidth=50.0, pp=2)
+    times = {s: replace(t, reduce=0.0, after=0.0) for s, t in found.placed.times.items()}
+    alone = seconds_after(found.simulation, times)
+    first, second = sorted(times)
+    later = {first: times[first], second: replace(times[second], gather=10 * times[second].gather)}
+    assert alone == pytest.approx(20.0)
+    assert seconds_after(found.simulation, later) == pytest.approx(400 - 40 - 0.4)  # rows travel for 0.4 s
