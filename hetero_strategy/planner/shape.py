@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -46,6 +47,13 @@ class ModuleShape:
     """For each of these, into how many parts an instance's rows are cut."""
     samplewise: bool
     """Whether its units are whole samples."""
+    stored: Int64[np.ndarray, "blocks units=2 trains=2 divided=2"]
+    """``parameters`` by FSDP unit (the block, or the rest of its stage), by whether they are frozen or train, and by
+    whether tensor parallelism leaves them whole or divides them."""
+    largest: Int64[np.ndarray, "blocks"]
+    """Elements of the largest parameter that trains."""
+    buffers: int
+    """Bytes of the buffers of a stage, most of which are tables of positions that every stage has."""
 
     @property
     def blocks(self) -> int:
@@ -103,7 +111,27 @@ def _module(module: Adapter) -> ModuleShape:
         tp=tuple(degrees),
         row_parts={n: module.row_sharding(ModuleLayout(tuple(range(n)), tp=n).resolved()).parts for n in degrees},
         samplewise=module.kind.samplewise,
+        stored=np.stack([_stored(s, module) for s in stages]),
+        largest=np.array([max((p.numel() for p in s.parameters() if p.requires_grad), default=0) for s in stages]),
+        buffers=max(sum(b.nbytes for b in s.buffers()) for s in stages),
     )
+
+
+def _stored(stage: Adapter, module: Adapter) -> Int64[np.ndarray, "units=2 trains=2 divided=2"]:
+    """Parameters of a stage of one block as :attr:`ModuleShape.stored` counts them."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    plan = module.tp_plan()
+    found = np.zeros((2, 2, 2), np.int64)
+    blocks = tuple(f"{fqn}." for fqn in stage.blocks())
+    for fqn, parameter in stage.named_parameters():
+        layer, _, kind = fqn.rpartition(".")
+        style = next((style for pattern, style in (plan or {}).items() if fnmatchcase(layer, pattern)), None)
+        divided = isinstance(style, ColwiseParallel) or (isinstance(style, RowwiseParallel) and kind == "weight")
+        if plan == {}:  # a plan of its own, which divides all matrices
+            divided = parameter.dim() > 1
+        found[int(not fqn.startswith(blocks)), int(parameter.requires_grad), int(divided)] += parameter.numel()
+    return found
 
 
 def trained_share(stage: nn.Module) -> float:
