@@ -160,7 +160,7 @@ def stage_needs(
         for name in ("kept", "halves", "forward", "backward")
     )
     rows = given[:, :, 0]
-    more = np.stack([way.later * rows for way in chosen]) * (kept.sum(axis=0) > 0)
+    more = np.stack([way.later * rows for way in chosen]) * (backward > 0)
     more[0] = 0.0
     kept, halves = kept + more, halves + more
     gradient = activations.row / parts * rows

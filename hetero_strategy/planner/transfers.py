@@ -92,7 +92,8 @@ class Changes:
         for place in places[mine].astype(int).tolist():
             number, at = divmod(place, 3)
             times = simulation.end if at == AFTER else simulation.start
-            seconds.append(0.0 if place < 0 else float(times[starts[number]].max()))
+            ends = 0.0 if place < 0 else simulation.time
+            seconds.append(float(times[starts[number]].max()) if 0 <= number < len(starts) else ends)
         return np.maximum.accumulate(np.array(seconds)), alive[mine]
 
 
