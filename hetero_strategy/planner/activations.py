@@ -27,7 +27,7 @@ def features(packing: Packing) -> Float64[np.ndarray, "features"]:
     return np.array([packing.rows, packing.rows if moved else 0, padded, pairs], dtype=np.float64)
 
 
-class Line(NamedTuple):
+class HeadBytes(NamedTuple):
     """Bytes of the head: ``first`` per row up to the rows whose logits exist at once, ``more`` per row above."""
 
     first: float
@@ -44,9 +44,9 @@ class Head:
 
     chunk: int
     """Rows whose logits exist at once."""
-    kept: Line
-    forward: Line
-    backward: Line
+    kept: HeadBytes
+    forward: HeadBytes
+    backward: HeadBytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,13 +25,14 @@ class Allocations(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._resize = torch.UntypedStorage.resize_
 
-    def __enter__(self) -> Allocations:
+    def __enter__(self) -> Self:
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             self._changed(storage._cdata, size)
             return self._resize(storage, size)
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        return cast(Allocations, super().__enter__())
+        super().__enter__()
+        return self
 
     def __exit__(self, *raised: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]

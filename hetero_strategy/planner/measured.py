@@ -33,14 +33,13 @@ from hetero_strategy.model.inputs import (
     GeneratorInputs,
     ImagePatches,
     MelFrames,
-    ModuleInputs,
     Packing,
     SequenceInputs,
     tensors_of,
 )
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.recompute import Recompute, apply_recompute
-from hetero_strategy.planner.activations import FEATURES, Activations, BlockBytes, Head, Line, features
+from hetero_strategy.planner.activations import FEATURES, Activations, BlockBytes, Head, HeadBytes, features
 from hetero_strategy.planner.allocations import Allocations
 from hetero_strategy.runtime import backward
 
@@ -96,7 +95,7 @@ class _Module:
             flows = flows or any(p.requires_grad for p in stage.parameters())
         later = {way: self._later(fqns, way) if flows and len(fqns) > 1 else 0.0 for way in blocks}
         made = {way: _block_bytes(np.stack(found), later[way]) for way, found in blocks.items()}
-        payload = sum(t.nbytes for t in tensors_of(known)) / known.packing.rows  # type: ignore[attr-defined]
+        payload = sum(t.nbytes for t in tensors_of(known)) / known.packing.rows
         return Activations(made, self.row, self._head(fqns), payload)
 
     def _by_formula(self) -> Activations:
@@ -153,8 +152,8 @@ class _Module:
             hidden, rows = None, {}
             if not stage.first_stage:
                 hidden = torch.empty(inputs.packing.rows, self.module.hidden_width, dtype=self.dtype)
-            elif isinstance(self.module, Generator):
-                rows = {"": torch.empty(int(inputs.rows.sum()), self.module.width, dtype=self.dtype)}  # type: ignore[attr-defined]
+            elif isinstance(inputs, GeneratorInputs):
+                rows = {"": torch.empty(int(inputs.rows.sum()), self.module.width, dtype=self.dtype)}
             leaves = [leaf.requires_grad_(flows) for leaf in (hidden, *rows.values()) if leaf is not None]
             how = WAYS[way]
             if how is not None:
@@ -172,7 +171,7 @@ class _Module:
                     _halves(run, counted, leaves, weights) if flows and weights and how is None else found[-1],
                 ]
 
-            return features(inputs.packing), _Fake(stage, self.dtype).do(work)  # type: ignore[attr-defined]
+            return features(inputs.packing), _Fake(stage, self.dtype).do(work)
 
     def _head(self, fqns: Sequence[str]) -> Head | None:
         if not isinstance(self.module, CausalLM):
@@ -182,7 +181,7 @@ class _Module:
         counts = (chunk // 2, chunk, 2 * chunk)
         less, all_, more = (np.array(self._of_head(stage, n)) for n in counts)
         first, above = (all_ - less) / (chunk - counts[0]), (more - all_) / chunk
-        return Head(chunk, *(Line(float(a), float(b)) for a, b in zip(first, above, strict=True)))
+        return Head(chunk, *(HeadBytes(float(a), float(b)) for a, b in zip(first, above, strict=True)))
 
     def _of_head(self, stage: Adapter, count: int) -> list[float]:
         assert isinstance(stage, CausalLM)
@@ -341,7 +340,7 @@ def _unit(module: Adapter) -> int:
     return 4 * patches.merge**2 if isinstance(patches, ImagePatches) else 16
 
 
-def _inputs(module: Adapter, lengths: np.ndarray) -> ModuleInputs | None:
+def _inputs(module: Adapter, lengths: np.ndarray) -> EncoderInputs | GeneratorInputs | SequenceInputs | None:
     """What a module is given with units of these lengths, multiples of :func:`_unit`; None where that is not known."""
     packing, rows = Packing.of(lengths), int(lengths.sum())
     if isinstance(module, CausalLM):

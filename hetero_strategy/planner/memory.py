@@ -155,7 +155,7 @@ class MemoryModel:
 
     def _payload(self, plan: StepPlan, stage_id: StageId, graph: StageGraph) -> Float64[np.ndarray, "instances"]:
         """Of all microbatches; a rank with several stages of a module has it once."""
-        rows = sum(a.totals(inner=True) for a in plan.assignments[stage_id.module])
+        rows = np.sum([a.totals(inner=True) for a in plan.assignments[stage_id.module]], axis=0)
         earlier = [graph.stages[StageId(stage_id.module, i)].ranks for i in range(stage_id.stage)]
         if any(ranks & graph.stages[stage_id].ranks for ranks in earlier):
             rows = 0 * rows

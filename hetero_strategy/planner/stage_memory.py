@@ -42,6 +42,9 @@ class StageBytes:
     """Gradient of the largest parameter."""
     reduced: Units
     """What a unit's reduction is made from, in the masters' dtype; nothing where it is none of FSDP's."""
+    held: float
+    """Shards of one backward that FSDP2 sums over replicas and keeps until the next one or the end of the step, where
+    gradients are reduced with every microbatch; those of the first are the gradients themselves."""
     bucket: float
     """The flat piece in which gradients are summed over replicas outside of FSDP."""
 
@@ -78,6 +81,13 @@ class StageBytes:
         waiting = self.gathered[:-1] + before + made + following
         return waiting + (later[1:] if first else 0.0)
 
+    def end_of_backward(self, first: bool) -> float:
+        """Most when the unit around the blocks is reduced with every microbatch; other arguments as before."""
+        if self.once:
+            return 0.0
+        new = float(self.summed.sum()) if first else 0.0
+        return float(self.made[-1] + self.reduced[-1] + self.reduced[0]) + new
+
 
 def stage_bytes(
     shape: ModuleShape, layout: ModuleLayout, first: int, last: int, once: bool, precision: Precision
@@ -110,6 +120,7 @@ def stage_bytes(
         sharded=owned,
         single=single,
         reduced=whole * fsdp,
+        held=owned * (fsdp and not once and layout.dp_replicate > 1),
         bucket=min(float(BUCKET_BYTES), owned) if layout.dp_replicate > 1 and not fsdp else 0.0,
     )
 
@@ -170,6 +181,7 @@ def stage_needs(
     most = [
         (before + own + extra).max(axis=0) for own, extra in zip((forward, backward, backward), beside, strict=True)
     ]
+    most[1:] = [np.maximum(m, sizes.end_of_backward(first)) for m, first in zip(most[1:], (True, False), strict=True)]
     total = [kept.sum(axis=0), halves.sum(axis=0), *most]
     if labelled is not None and activations.head is not None:
         head, under = activations.head, total[0]
