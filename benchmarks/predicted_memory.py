@@ -68,7 +68,7 @@ SETTINGS = (
     _setting("llm pp 4, zb_h1, bf16", Layout(ROW, pp=4), ALONE, schedule="zb_h1", storage=MIXED, microbatches=8),
     _setting("llm pp 2 x vpp 2", Layout((0, 1), pp=2, vpp=2), ALONE, schedule="interleaved_1f1b"),
     _setting("mixed, llm pp 2 x dp_shard 2, bf16", Layout(ROW, pp=2), Layout((0, 1)), storage=MIXED),
-    _setting("llm tp 2", Layout((0, 1), tp=2), Layout((0, 1), tp=2)),
+    _setting("llm tp 2", Layout((0, 1), tp=2), Layout((0, 1))),
     _setting("llm pp 2 x tp 2, bf16", Layout(ROW, pp=2, tp=2), Layout((0, 1)), storage=MIXED),
     _setting("disjoint, encoder pp 2, llm pp 2, zb_h1", Layout((2, 3), pp=2), Layout((0, 1), pp=2), schedule="zb_h1"),
 )

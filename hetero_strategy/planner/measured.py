@@ -190,22 +190,22 @@ class _Module:
             inputs = SequenceInputs(ids, ids, Packing.of(np.array([count])), labelled=ids)
             rows = torch.empty(count, self.module.width, dtype=self.dtype, requires_grad=True)
             work = partial(_whole, partial(stage.score, rows, inputs), counted, True)
-            inside, between, whole, forward, back = _Fake(stage, self.dtype).do(lambda _: work())
+            inside, between, whole, forward, back = _Fake(stage, self.dtype, learns=False).do(lambda _: work())
         return [inside + between + whole, forward, back]
 
 
 class _Fake(nn.Module):
     """Gives a module fake weights in ``dtype`` while something is done, backward included."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, *, learns: bool = True) -> None:
         super().__init__()
-        self.module, self.dtype = module, dtype
+        self.module, self.dtype, self.learns = module, dtype, learns
 
     def do(self, work: Callable[[list[Tensor]], list[float]]) -> list[float]:
         """What ``work`` makes of the weights that train."""
         made = {fqn: torch.empty(b.shape, dtype=b.dtype) for fqn, b in self.named_buffers()}
         for fqn, p in self.named_parameters():
-            made[fqn] = torch.empty(p.shape, dtype=self.dtype, requires_grad=p.requires_grad)
+            made[fqn] = torch.empty(p.shape, dtype=self.dtype, requires_grad=p.requires_grad and self.learns)
         learnt = [w for w in made.values() if w.requires_grad]
         found: list[float] = torch.func.functional_call(self, made, (partial(work, learnt),))
         return found

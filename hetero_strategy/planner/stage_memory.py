@@ -76,9 +76,10 @@ class StageBytes:
         later = np.append(np.cumsum(summed[::-1])[::-1], 0.0)
         if self.once or not self.gathered.any():
             new = made + later[1:] if made.any() else later[:-1]
-            return new + self.summed[-1] if first else np.where(made > 0, made, self.single)
+            around = self.made[-1] if self.made.any() else self.summed[-1]
+            return new + around if first else np.where(made > 0, made + self.made[-1], self.single)
         following, before = np.append(reduced[1:], 0.0), np.insert(self.gathered[:-2], 0, 0.0)
-        waiting = self.gathered[:-1] + before + made + following
+        waiting = self.gathered[:-1] + before + made + self.made[-1] + following
         return waiting + (later[1:] if first else 0.0)
 
     def end_of_backward(self, first: bool) -> float:
