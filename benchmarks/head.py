@@ -35,7 +35,7 @@ def ways(model: TitanLlama, inputs: SequenceInputs) -> dict[str, Callable[[torch
         logits = model.head(rows)
         return F.cross_entropy(logits.float(), inputs.labels, ignore_index=IGNORE, reduction="sum")
 
-    return {"whole": whole, "ours": lambda rows: model._score(rows, inputs).loss_sum}
+    return {"whole": whole, "ours": lambda rows: model.score(rows, inputs).loss_sum}
 
 
 def measure(

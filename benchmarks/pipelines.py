@@ -17,6 +17,7 @@ from hetero_strategy.layout import ModuleLayout, Placement, place
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, ModuleInputs, Packing, SequenceInputs
+from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.orchestrator import plan_step
@@ -59,6 +60,9 @@ class Setting:
     """``encoder_microbatch_rows``."""
     balance: Mapping[str, Any] | None = None
     """None: all units are dealt in order."""
+    recompute: Mapping[str, str] = field(default_factory=dict)
+    reshard_after_forward: str = "auto"
+    storage: Storage = FP32
 
     @property
     def world(self) -> int:
@@ -70,7 +74,7 @@ class Setting:
 
     @property
     def scheduling(self) -> ScheduleConfig:
-        return ScheduleConfig(self.schedule)
+        return ScheduleConfig(self.schedule, reshard_after_forward=self.reshard_after_forward)
 
     def model(self) -> MultimodalModel:
         """On the meta device."""
@@ -96,7 +100,8 @@ class Setting:
 
     @cached_property
     def blueprint(self) -> Blueprint:
-        return blueprint(self.model(), self.placement.layouts, self.scheduling)
+        again = recomputes(self.recompute)
+        return blueprint(self.model(), self.placement.layouts, self.scheduling, again, storage=self.storage)
 
     def metadata(self, seed: int) -> StepMetadata:
         """Of a ragged global batch, the same on every rank."""
@@ -117,6 +122,7 @@ class Setting:
         """Of the global batch, the same on every rank."""
         instances = self.placement.instances()
         balancing = None
+        parts = {node.module: stage.row_sharding.parts for node, stage in self.blueprint.graph.stages.items()}
         if self.balance is not None:
             made = self.blueprint
             around = model_context(made.graph, made.costs, ("llm",), self.scheduling, self.placement, self.world)
@@ -127,6 +133,7 @@ class Setting:
             ("llm",),
             microbatches=self.microbatches,
             microbatch_rows=self.tokens,
+            row_multiple={name: n for name, n in parts.items() if n > 1},
             balancing=balancing,
         )
 
@@ -167,10 +174,10 @@ def _items(module: str, assignment: Assignment, instance: int, generator: torch.
 
 def _tokens(plan: StepPlan, number: int, instance: int, generator: torch.Generator) -> SequenceInputs:
     assignment = plan.assignments["llm"][number]
-    lengths = assignment.edge_rows_of(instance)
+    lengths = assignment.inner_rows_of(instance)
     ids = torch.randint(0, VOCABULARY, (int(lengths.sum()),), generator=generator)
     labels = torch.full_like(ids, IGNORE)
-    for end, count in zip(np.cumsum(lengths), plan.metadata.labels[assignment.of(instance)], strict=True):
+    for end, count in zip(np.cumsum(lengths), plan.metadata.labels[assignment.of(instance)], strict=False):
         labels[end - 1 - count : end - 1] = ids[end - count : end]
     places: dict[Hashable, torch.Tensor] = {
         (encoder, p): torch.from_numpy(slots(edge_blocks(plan, encoder, p, "llm", t), instance))
@@ -197,11 +204,11 @@ class Step(NamedTuple):
     """Processor seconds of this process from begin to end."""
 
 
-def assembled(setting: Setting, rank: int, storage: Storage = FP32) -> Assembled:
+def assembled(setting: Setting, rank: int) -> Assembled:
     """The model on its ranks."""
     return assemble(
-        "model", setting.model(), setting.placement, rank, torch.device("cpu"), storage=storage,
-        scheduling=setting.scheduling,
+        "model", setting.model(), setting.placement, rank, torch.device("cpu"), storage=setting.storage,
+        scheduling=setting.scheduling, recompute=recomputes(setting.recompute),
     )  # fmt: skip
 
 

@@ -30,12 +30,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.common import arguments, report, write_json
-from benchmarks.counting import Allocations, counted
+from benchmarks.counting import counted
 from benchmarks.pipelines import Setting, assembled
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.storage import FP32, Storage
+from hetero_strategy.planner.allocations import Allocations
 from hetero_strategy.runtime import executor as running
 from tests.distributed.harness import Pool
 
@@ -154,14 +155,16 @@ def _states(stage: torch.nn.Module) -> Sequence[Any]:
     return fsdp._root_state(stage)._state_ctx.all_states or ()
 
 
-def setting_of(layout: str, dim: int) -> Setting:
+def setting_of(layout: str, dim: int, storage: Storage) -> Setting:
     """Text alone; no microbatch has as many rows as a weight."""
-    return Setting(layout, {"llm": LAYOUTS[layout]}, llm=(dim, 4), samples=32, microbatches=8, text=(70, 85))
+    return Setting(
+        layout, {"llm": LAYOUTS[layout]}, llm=(dim, 4), samples=32, microbatches=8, text=(70, 85), storage=storage
+    )
 
 
 def step_on_rank(rank: int, world: int, setting: Setting, autocast: bool) -> Held:
     """A step after a first one, which shapes FSDP2's memory."""
-    made = assembled(setting, rank, FP32 if autocast else MIXED)
+    made = assembled(setting, rank)
     batch, stages = setting.batch(0, rank), list(made.executor.stages.values())
     parameters = [owned.parameter for owned in made.owned.values()]
     original = running._Step.run
@@ -196,8 +199,8 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[st
     begin, pool = time.perf_counter(), pool or Pool()
     table, figures = [], {}
     for name in LAYOUTS:
-        setting = setting_of(name, chosen.dim)
-        for way in ("autocast", "storage"):
+        for way, storage in (("autocast", FP32), ("storage", MIXED)):
+            setting = setting_of(name, chosen.dim, storage)
             ranks = pool.run(setting.world, step_on_rank, setting, way == "autocast", timeout=300)
             held = max(ranks, key=lambda one: one.total)
             figures[f"{name}, {way}"] = vars(held)

@@ -170,10 +170,10 @@ class CausalLM(Adapter):
         hidden = self.transform(previous_rows(hidden), inputs.packing)
         if not self.last_stage:
             return hidden
-        output = self._score(self.whole_rows(hidden), inputs)
+        output = self.score(self.whole_rows(hidden), inputs)
         return replace(output, hidden=hidden, logits=self.head(hidden) if keep_logits else None)
 
-    def _score(self, rows: Tensor, inputs: SequenceInputs) -> LMOutput:
+    def score(self, rows: Tensor, inputs: SequenceInputs) -> LMOutput:
         """Loss and likeliest tokens of the labelled rows among ``[T, width]``; logits never exist for all of them."""
         assert inputs.labelled is not None
         labels = inputs.labels.index_select(0, inputs.labelled)

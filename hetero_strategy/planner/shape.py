@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -50,6 +51,13 @@ class ModuleShape:
     """For each of these, into how many parts an instance's rows are cut."""
     samplewise: bool
     """Whether its units are whole samples."""
+    stored: Int64[np.ndarray, "blocks units=2 trains=2 divided=2"]
+    """``parameters`` by FSDP unit (the block, or the rest of its stage), by whether they are frozen or train, and by
+    whether tensor parallelism leaves them whole or divides them."""
+    largest: Int64[np.ndarray, "blocks"]
+    """Elements of the largest parameter that trains."""
+    buffers: int
+    """Bytes of the buffers of a stage, most of which are tables of positions that every stage has."""
     moved: Float64[np.ndarray, "blocks"] = field(default_factory=lambda: np.zeros(1))
     """Numbers per row that a block's forward writes or reads between its matmuls."""
 
@@ -118,6 +126,9 @@ def _module(module: Adapter) -> ModuleShape:
         row_parts={n: module.row_sharding(ModuleLayout(tuple(range(n)), tp=n).resolved()).parts for n in degrees},
         samplewise=module.kind.samplewise,
         moved=_moved(module, stages, [*module.blocks().values()]),
+        stored=np.stack([_stored(s, module) for s in stages]),
+        largest=np.array([max((p.numel() for p in s.parameters() if p.requires_grad), default=0) for s in stages]),
+        buffers=max(sum(b.nbytes for b in s.buffers()) for s in stages),
     )
 
 
@@ -130,6 +141,23 @@ def _moved(module: Adapter, stages: Sequence[nn.Module], blocks: Sequence[nn.Mod
     if module.kind.samplewise and linears[-1]:
         moved[-1] += (LOSS_MOVES - 1) * linears[-1][-1].out_features
     return moved
+
+
+def _stored(stage: Adapter, module: Adapter) -> Int64[np.ndarray, "units=2 trains=2 divided=2"]:
+    """Parameters of a stage of one block as :attr:`ModuleShape.stored` counts them."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    plan = module.tp_plan()
+    found = np.zeros((2, 2, 2), np.int64)
+    blocks = tuple(f"{fqn}." for fqn in stage.blocks())
+    for fqn, parameter in stage.named_parameters():
+        layer, _, kind = fqn.rpartition(".")
+        style = next((style for pattern, style in (plan or {}).items() if fnmatchcase(layer, pattern)), None)
+        divided = isinstance(style, ColwiseParallel) or (isinstance(style, RowwiseParallel) and kind == "weight")
+        if plan == {}:  # a plan of its own, which divides all matrices
+            divided = parameter.dim() > 1
+        found[int(not fqn.startswith(blocks)), int(parameter.requires_grad), int(divided)] += parameter.numel()
+    return found
 
 
 def trained_share(stage: nn.Module) -> float:

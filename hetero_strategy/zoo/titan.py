@@ -126,6 +126,8 @@ class TitanLlama(CausalLM):
     block_list = "model.layers"
     before_blocks = ("model.tok_embeddings",)
     after_blocks = ("model.norm", "model.output")
+    tp_columns = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
+    tp_rows = ("attention.wo", "feed_forward.w2")
     tp_compiles = True
     rows_mesh: DeviceMesh | None = None
     """Of the tensor-parallel ranks that each have a part of the rows."""

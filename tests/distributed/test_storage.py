@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.step_memory import LAYOUTS, MIXED, setting_of, step_on_rank
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.parallelize.gradients import local
-from hetero_strategy.parallelize.storage import Storage
+from hetero_strategy.parallelize.storage import FP32, Storage
 from tests.distributed import stepping
 from tests.distributed.exact import NOTICED, on
 from tests.distributed.harness import Pool
@@ -25,8 +25,8 @@ KEPT = "llm.model.layers.0.attention.wo.weight"
 
 @pytest.mark.parametrize("layout", ["pp 4", "dp_shard 2"])
 def test_autograd_keeps_no_copy_of_a_weight(pool: Pool, layout: str) -> None:
-    setting = setting_of(layout, dim=64)
-    ranks = {way: pool.run(setting.world, step_on_rank, setting, way == "autocast") for way in ("storage", "autocast")}
+    settings = {way: setting_of(layout, 64, storage) for way, storage in (("storage", MIXED), ("autocast", FP32))}
+    ranks = {way: pool.run(one.world, step_on_rank, one, way == "autocast") for way, one in settings.items()}
     assert not any(held.copies for held in ranks["storage"])
     assert any(held.copies for held in ranks["autocast"]), "the count sees nothing"
     if LAYOUTS[layout].dp_shard > 1:

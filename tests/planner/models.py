@@ -35,7 +35,17 @@ def module(
         tp=tp,
         row_parts={n: n if samplewise else 1 for n in tp},
         samplewise=samplewise,
+        stored=_divided(parameters, trains),
+        largest=parameters // 3 * trains,
+        buffers=0,
     )
+
+
+def _divided(parameters: np.ndarray, trains: bool) -> np.ndarray:
+    """All parameters are in blocks and divided by tensor parallelism, int64 ``[blocks, 2, 2, 2]``."""
+    stored = np.zeros((len(parameters), 2, 2, 2), np.int64)
+    stored[:, 0, int(trains), 1] = parameters
+    return stored
 
 
 def model(encoder: tuple[int, int] = (4, 256), llm: tuple[int, int] = (8, 512), *, frozen: bool = False) -> ModelShape:

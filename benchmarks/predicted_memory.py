@@ -1,0 +1,160 @@
+"""Peak memory of every rank as the planner predicts it, beside that of real steps, over 20 layouts.
+
+Every layout runs on gloo processes: the model is made, two steps with AdamW, then one whose tensors are counted as
+operators make and free them (parameters, optimizer states, gathered weights, gradients, activations, rows on their way,
+and what operators need for a moment), and the batch's own. The prediction knows the layouts, the step's plan and its
+schedule; what blocks keep it measured on fake tensors.
+
+  predicted, measured   MB of the rank where the two differ most
+  ratio                 predicted / measured of that rank
+  of the step           the same without parameters and optimizer states, which are easy to know
+  worst of all ranks    whose ratio is farthest from 1, above or below
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.common import arguments, report, write_json
+from benchmarks.pipelines import Setting, assembled, planned
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.parallelize.optimizer import choose_kernels
+from hetero_strategy.parallelize.recompute import recomputes
+from hetero_strategy.parallelize.storage import Storage
+from hetero_strategy.planner.activations import Activations
+from hetero_strategy.planner.allocations import Allocations
+from hetero_strategy.planner.cluster import Cluster, Device
+from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
+from hetero_strategy.planner.measured import activations_of
+from hetero_strategy.planner.memory import Memory, MemoryModel
+from hetero_strategy.planner.shape import ModelShape, shape_of
+from hetero_strategy.planner.times import Precision
+from hetero_strategy.simulator.links import Links
+from hetero_strategy.simulator.simulate import simulate
+from tests.distributed.harness import Pool
+
+MIXED = Storage(torch.bfloat16, torch.float32)
+Layout = ModuleLayout
+
+
+def _setting(name: str, llm: ModuleLayout, vision: ModuleLayout | None = None, **others: Any) -> Setting:
+    layouts = {"llm": llm} if vision is None else {"vision": vision, "llm": llm}
+    sizes: dict[str, Any] = {"samples": 16, "microbatches": 4, "text": (40, 120), "llm": (256, 4)}
+    return Setting(name, layouts, **sizes | others)
+
+
+ALONE, ROW = Layout((0,)), (0, 1, 2, 3)
+SETTINGS = (
+    _setting("text, 1 rank", ALONE),
+    _setting("text, 1 rank, bf16", ALONE, storage=MIXED),
+    _setting("colocated, 1 rank", ALONE, ALONE),
+    _setting("colocated, 1 rank, recompute all", ALONE, ALONE, recompute={"llm": "all", "vision": "all"}),
+    _setting("recompute every 2", ALONE, ALONE, recompute={"llm": "every 2"}),
+    _setting("recompute all but matmuls, bf16", ALONE, ALONE, recompute={"llm": "all but matmuls"}, storage=MIXED),
+    _setting("colocated, dp_shard 2", Layout((0, 1)), Layout((0, 1))),
+    _setting("colocated, dp_shard 2, bf16", Layout((0, 1)), Layout((0, 1)), storage=MIXED),
+    _setting("dp_shard 2, never reshard", Layout((0, 1)), Layout((0, 1)), reshard_after_forward="never"),
+    _setting("dp_replicate 2", Layout((0, 1), dp_replicate=2), Layout((0, 1), dp_replicate=2)),
+    _setting("dp_replicate 2 x dp_shard 2, bf16", Layout(ROW, dp_replicate=2), Layout(ROW), storage=MIXED),
+    _setting("llm pp 2, 1f1b", Layout((0, 1), pp=2), ALONE),
+    _setting("llm pp 2, gpipe, bf16", Layout((0, 1), pp=2), ALONE, schedule="gpipe", storage=MIXED),
+    _setting("disjoint, llm pp 2", Layout((1, 2), pp=2), ALONE),
+    _setting("llm pp 4, zb_h1, bf16", Layout(ROW, pp=4), ALONE, schedule="zb_h1", storage=MIXED, microbatches=8),
+    _setting("llm pp 2 x vpp 2", Layout((0, 1), pp=2, vpp=2), ALONE, schedule="interleaved_1f1b"),
+    _setting("mixed, llm pp 2 x dp_shard 2, bf16", Layout(ROW, pp=2), Layout((0, 1)), storage=MIXED),
+    _setting("llm tp 2", Layout((0, 1), tp=2), Layout((0, 1))),
+    _setting("llm pp 2 x tp 2, bf16", Layout(ROW, pp=2, tp=2), Layout((0, 1)), storage=MIXED),
+    _setting("disjoint, encoder pp 2, llm pp 2, zb_h1", Layout((2, 3), pp=2), Layout((0, 1), pp=2), schedule="zb_h1"),
+)
+
+
+class Measured(NamedTuple):
+    """Bytes on one rank."""
+
+    peak: int
+    owned: int
+    """Parameters and optimizer states, between steps."""
+
+
+def steps_on_rank(rank: int, world: int, setting: Setting) -> Measured:
+    """The most of a step after two others, which make what is made once."""
+    batch = setting.batch(0, rank)
+    with Allocations() as counted:
+        made = assembled(setting, rank)
+        parameters = [owned.parameter for owned in made.owned.values() if owned.parameter.requires_grad]
+        optimizer = torch.optim.AdamW(parameters)
+        choose_kernels([optimizer], made.owned, lambda any_: any_)
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=True)
+            owned, counted.most = counted.now, counted.now
+            made.executor.run(batch, train=True)
+            optimizer.step()
+    payload = sum(tensor.nbytes for tensor in batch.tensors())
+    return Measured(counted.most + payload, owned)
+
+
+@cache
+def known(llm: tuple[int, int], vision: tuple[int, int], names: tuple[str, ...], storage: Storage) -> Any:
+    """What is known of a model: its shape, and its activations."""
+    model = Setting("", dict.fromkeys(names, ALONE), llm=llm, vision=vision).model()
+    return shape_of(model), activations_of(model, storage.compute, buckets=True)
+
+
+def predicted(setting: Setting) -> Memory:
+    """Of the very step that :func:`steps_on_rank` runs."""
+    shape: ModelShape
+    activations: Mapping[str, Activations]
+    shape, activations = known(setting.llm, setting.vision, tuple(setting.layouts), setting.storage)
+    precision = Precision(setting.storage.compute.itemsize, setting.storage.master.itemsize)
+    links = Links(1e-5, 1e9)
+    cluster = Cluster(Device("core", 1e10, 1e9, 1e10, 1.0, 1.0), 1, setting.world, links, links)
+    evaluator = Evaluator(shape, cluster, [setting.metadata(0)], precision=precision)
+    layouts = setting.blueprint.layouts
+    again, reshard = recomputes(setting.recompute), setting.reshard_after_forward
+    placed = evaluator.place(Candidate(layouts, setting.microbatches, setting.schedule, again, reshard))
+    plan, _, costs, schedule = planned(setting, 0)
+    step = Step(placed, plan, schedule, simulate(schedule, costs.of_instances), 0.0)
+    return MemoryModel(shape, activations, precision).of(step)
+
+
+def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[str, Any]:
+    """Print the table; returns predicted and measured bytes of every rank by layout."""
+    parser = arguments(__doc__)
+    parser.add_argument("--only", default="", help="layouts whose name contains this")
+    chosen = parser.parse_args(argv)
+    begin, pool = time.perf_counter(), pool or Pool()
+    rows, figures, ratios, of_step = [], {}, [], []
+    for setting in (one for one in SETTINGS if chosen.only in one.name):
+        memory = predicted(setting)
+        measured = np.array(pool.run(setting.world, steps_on_rank, setting, timeout=300), dtype=np.float64)
+        ratio = memory.peak / measured[:, 0]
+        steps = (memory.peak - memory.bytes[:2].sum(axis=0)) / (measured[:, 0] - measured[:, 1])
+        worst = int(np.abs(ratio - 1).argmax())
+        figures[setting.name] = {"predicted": memory.peak.tolist(), "measured": measured[:, 0].tolist()}
+        ratios.append(ratio)
+        of_step.append(steps)
+        sizes = (memory.peak[worst], measured[worst, 0])
+        rows.append([setting.name, worst, *(f"{x / 1e6:.1f}" for x in sizes), *_shown(ratio[worst], steps[worst])])
+        rows[-1] += _shown(ratio.min(), ratio.max())
+    every, parts = np.concatenate(ratios), np.concatenate(of_step)
+    off = [f"{np.median(np.abs(x - 1)):.1%} and {np.abs(x - 1).max():.1%}" for x in (every, parts)]
+    notes = [f"median and worst of {len(every)} ranks: off by {off[0]}; of the step alone by {off[1]}"]
+    notes.append(f"{time.perf_counter() - begin:.0f} s")
+    columns = ("layout", "rank", "predicted", "measured", "ratio", "of the step", "least ratio", "largest")
+    report("predicted_memory", "MB at the peak of a step, predicted beside measured", columns, rows, notes)
+    write_json(chosen.json, "predicted_memory", "cpu", {}, figures)
+    return figures
+
+
+def _shown(*ratios: float) -> list[str]:
+    return [f"{ratio:.3f}" for ratio in ratios]
+
+
+if __name__ == "__main__":
+    main()

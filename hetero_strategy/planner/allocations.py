@@ -1,0 +1,73 @@
+"""Counts the memory of tensors as operators make them, real or fake."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hetero_strategy.parallelize.gradients import local
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the memory of tensors that operators make while it is entered, until it is freed.
+
+    Fake tensors count with the memory that they stand for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self.now = 0
+        self._sizes: dict[int, int] = {}
+        self._resize = torch.UntypedStorage.resize_
+
+    def __enter__(self) -> Self:
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            self._changed(storage._cdata, size)
+            return self._resize(storage, size)
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*raised)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given: set[int] | None = None
+        for tensor in _tensors(made):
+            storage = local(tensor).untyped_storage()
+            key = storage._cdata
+            if key in self._sizes:
+                continue
+            if given is None:
+                given = {local(x).untyped_storage()._cdata for x in _tensors((args, kwargs))}
+            if key not in given:  # otherwise the result is a view, or the tensor itself
+                self._sizes[key] = 0
+                self._changed(key, storage.nbytes())
+                self._made(key, given)
+                weakref.finalize(storage, self._freed, key)
+        return made
+
+    def _made(self, key: int, given: Iterable[int]) -> None:
+        """Note where memory came from."""
+
+    def _changed(self, key: int, size: int) -> None:
+        if key in self._sizes:
+            self.now += size - self._sizes[key]
+            self._sizes[key] = size
+            self.most = max(self.most, self.now)
+
+    def _freed(self, key: int) -> None:
+        self._changed(key, 0)
+        self._sizes.pop(key, None)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (x for x in tree_leaves(values) if isinstance(x, torch.Tensor) and x.device.type != "meta")

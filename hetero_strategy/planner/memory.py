@@ -1,0 +1,210 @@
+"""How much memory each rank needs in a step, by what it is for, from the step's plan, schedule and simulation. Pure.
+
+Every tensor of a step is a pair of changes: bytes that come at one point of a rank's list of actions and go at another.
+What is alive at a time is the sum of all changes before, so a peak is that of the order that runs, of this rank's
+microbatches, and not a product of the largest of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from hetero_strategy.layout.placement import Placement
+from hetero_strategy.model.inputs import Packing
+from hetero_strategy.plan.step_plan import Assignment, StepPlan
+from hetero_strategy.planner.activations import FEATURES, Activations, features
+from hetero_strategy.planner.evaluate import Placed, Step
+from hetero_strategy.planner.shape import ModelShape
+from hetero_strategy.planner.stage_memory import StageBytes, StageNeeds, stage_bytes, stage_needs
+from hetero_strategy.planner.times import MIXED, Precision
+from hetero_strategy.planner.transfers import Changes, Walk
+from hetero_strategy.schedule.action import StageGraph, StageId
+
+KINDS = ("masters", "optimizer", "gathered", "gradients", "activations", "rows", "moment", "payload", "reserved")
+"""What bytes are for. rows: at the edges of stages, from their arrival or making until nobody needs them. moment: what
+an action needs while it runs, besides what it keeps. payload: batches on the device. reserved: communicators, and what
+the allocator cannot use."""
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """What a device's memory holds besides tensors of the model, and how long."""
+
+    margin: float = 0.0
+    """Share of all tensors' bytes that fragmentation takes."""
+    communicator: int = 0
+    """Bytes of a process group on each of its ranks."""
+    batches: int = 1
+    """Global batches whose payload is on the device."""
+    holds_sent: bool = True
+    """Sent rows stay until they are known to have arrived, as gloo does not say when they have left."""
+    buckets: bool = True
+    """Attention pads sequences of similar length together."""
+
+
+CPU = Allocator()
+"""gloo, and a count of the tensors alone."""
+CUDA = Allocator(margin=0.05, communicator=128 * 2**20, batches=2, holds_sent=False, buckets=False)
+"""NCCL, whose buffers are 4 MiB (``NCCL_BUFFSIZE``) for each direction of 16 channels; the margin is an assumption."""
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Memory of a step on every rank, at the moment when most is needed there."""
+
+    step: Step
+    bytes: Float64[np.ndarray, "kinds ranks"]
+    """By :data:`KINDS`."""
+    stages: Mapping[StageId, Float64[np.ndarray, "kinds _ranks"]]
+    """The part of each stage, on its ranks in the order of its grid."""
+    changes: Changes = field(repr=False)
+
+    @property
+    def peak(self) -> Float64[np.ndarray, "ranks"]:
+        """Bytes on every rank."""
+        total: np.ndarray = self.bytes.sum(axis=0)
+        return total
+
+    def over_time(self, rank: int) -> tuple[Float64[np.ndarray, "times"], Float64[np.ndarray, "times"]]:
+        """Seconds of the simulated step, ascending, and the bytes alive from each of them on, the margin left out."""
+        return self.changes.over_time(rank, self.step.simulation)
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Predicts the memory of steps.
+
+    Args:
+        activations: of every module, see ``planner.measured``.
+        precision: in which parameters are kept and compute; that in which activations were measured.
+    """
+
+    shape: ModelShape
+    activations: Mapping[str, Activations]
+    precision: Precision = MIXED
+    allocator: Allocator = CPU
+
+    def of(self, step: Step) -> Memory:
+        """Memory of one step on every rank."""
+        placed, graph = step.placed, step.placed.graph
+        ranks = placed.placement.world_size
+        sizes = {stage_id: self._sizes(placed, stage_id) for stage_id in graph.stages}
+        needs = self._needs(step, sizes)
+        changes = Changes(KINDS, list(graph.stages), graph)
+        for stage_id, stage in graph.stages.items():
+            size = sizes[stage_id]
+            for kind, amount in (("masters", size.masters), ("optimizer", size.optimizer)):
+                changes.add(-1, stage_id, kind, np.full(len(stage.grid), amount))
+            changes.add(-1, stage_id, "payload", self._payload(step.plan, stage_id, graph))
+        Walk(step, self._widths(placed), sizes, needs, self.allocator.holds_sent, changes).run()
+        bytes_, stages = changes.at_peak(ranks)
+        bytes_[-1] = self.allocator.margin * bytes_.sum(axis=0) + self.allocator.communicator * communicators(placed)
+        return Memory(step, bytes_, stages, changes)
+
+    def least(self, placed: Placed) -> Float64[np.ndarray, "ranks"]:
+        """Bytes that every rank needs whatever the batch: parameters, optimizer states, gradients, and of one stage
+        the weights and gradients while they are whole; never more than :meth:`of` says.
+        """
+        fixed, most = (np.zeros(placed.placement.world_size) for _ in range(2))
+        for stage_id, stage in placed.graph.stages.items():
+            size = self._sizes(placed, stage_id)
+            ranks = stage.grid.ravel()
+            fixed[ranks] += size.masters + size.optimizer
+            trains = placed.graph.stages[stage_id].trains
+            once = float(size.gathered.sum()) if size.once else 0.0
+            most[ranks] = np.maximum(most[ranks], once + (float(size.summed.sum()) if trains else 0.0))
+        return (fixed + most) * (1 + self.allocator.margin) + self.allocator.communicator * communicators(placed)
+
+    def _sizes(self, placed: Placed, stage_id: StageId) -> StageBytes:
+        layout = placed.placement.layouts[stage_id.module]
+        once = placed.times[stage_id].once
+        return stage_bytes(
+            self.shape.modules[stage_id.module], layout, *_blocks(placed, stage_id), once, self.precision
+        )
+
+    def _needs(self, step: Step, sizes: Mapping[StageId, StageBytes]) -> dict[StageId, StageNeeds]:
+        placed, plan, found = step.placed, step.plan, {}
+        for name, shape in self.shape.modules.items():
+            assignments = plan.assignments[name]
+            given = np.stack([self._given(a) for a in assignments])
+            labels = plan.metadata.labels if shape.samplewise else None
+            parts, how = placed.graph.stages[StageId(name, 0)].row_sharding.parts, placed.candidate.recompute.get(name)
+            nodes = placed.graph.nodes_of(name)
+            for node in nodes:
+                labelled = None
+                if labels is not None and node == nodes[-1]:
+                    labelled = np.stack([_sums(labels[a.units], a.offsets) for a in assignments])
+                found[node] = stage_needs(
+                    self.activations[name], placed.placement.layouts[name], parts, how, sizes[node],
+                    _blocks(placed, node), given, labelled,
+                )  # fmt: skip
+        return found
+
+    def _given(self, assignment: Assignment) -> Float64[np.ndarray, "instances features"]:
+        """Features of every instance's packing."""
+        if self.allocator.buckets:
+            instances = range(len(assignment.offsets) - 1)
+            return np.stack([features(Packing.of(assignment.inner_rows_of(i))) for i in instances])
+        given = np.zeros((len(assignment.offsets) - 1, len(FEATURES)))
+        given[:, 0] = assignment.totals(inner=True)
+        return given
+
+    def _payload(self, plan: StepPlan, stage_id: StageId, graph: StageGraph) -> Float64[np.ndarray, "instances"]:
+        """Of all microbatches; a rank with several stages of a module has it once."""
+        rows = np.sum([a.totals(inner=True) for a in plan.assignments[stage_id.module]], axis=0)
+        earlier = [graph.stages[StageId(stage_id.module, i)].ranks for i in range(stage_id.stage)]
+        if any(ranks & graph.stages[stage_id].ranks for ranks in earlier):
+            rows = 0 * rows
+        return np.asarray(rows * self.activations[stage_id.module].payload * self.allocator.batches, np.float64)
+
+    def _widths(self, placed: Placed) -> dict[tuple[StageId, StageId], float]:
+        """Bytes of a row on every edge."""
+        modules, compute = self.shape.modules, self.precision.compute
+        return {
+            (s, t): compute * (modules[s.module].width if s.module == t.module else modules[s.module].edge_width)
+            for s, t in placed.graph.edges
+        }
+
+
+def communicators(placed: Placed) -> Int64[np.ndarray, "ranks"]:
+    """Process groups with a communicator of their own that each rank is in: the world, the axes of its modules' meshes
+    (equal ones are one), and a channel for every edge.
+    """
+    placement: Placement = placed.placement
+    groups: set[tuple[int, ...]] = {tuple(range(placement.world_size))}
+    for layout in placement.layouts.values():
+        grid = layout.grid().reshape(layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
+        for axis in (1, 2, 3):
+            lines = grid.swapaxes(axis, -1).reshape(-1, grid.shape[axis])
+            groups |= {tuple(int(r) for r in line) for line in lines if len(line) > 1}
+        groups |= {tuple(sorted(int(r) for r in part.flat)) for part in grid if part.size > 1}
+    counts = np.zeros(placement.world_size, np.int64)
+    for ranks in groups:
+        counts[list(ranks)] += 1
+    for edge in placed.graph.edges:
+        source, target = (placed.graph.stages[stage] for stage in edge)
+        if len(both := source.ranks | target.ranks) > 1:
+            counts[sorted(both)] += 1
+        for stage in (source, target):
+            if stage.grid.shape[1] > 1:
+                counts[sorted(stage.ranks)] += 1
+    return counts
+
+
+def _blocks(placed: Placed, stage_id: StageId) -> tuple[int, int]:
+    """Its first block and the one after its last; a module without blocks counts as one."""
+    split = placed.placement.layouts[stage_id.module].split
+    assert split is not None
+    counts = np.maximum(split, 1)
+    end = int(counts[: stage_id.stage + 1].sum())
+    return end - int(counts[stage_id.stage]), end
+
+
+def _sums(values: Int64[np.ndarray, "units"], offsets: Int64[np.ndarray, "bounds"]) -> Int64[np.ndarray, "instances"]:
+    """Of the units of each instance."""
+    sums: np.ndarray = np.diff(np.concatenate([[0], np.cumsum(values)])[offsets])
+    return sums

@@ -1,0 +1,313 @@
+"""Which bytes come and go at every action of a step, on every rank, rows on their way between stages included. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Float64
+
+from hetero_strategy.plan.step_plan import StepPlan, edge_runs
+from hetero_strategy.planner.evaluate import Step
+from hetero_strategy.planner.stage_memory import StageBytes, StageNeeds
+from hetero_strategy.schedule.action import Action, StageGraph, StageId
+from hetero_strategy.simulator.result import Simulation
+
+BEFORE, DURING, AFTER = range(3)
+"""Places at an action: what it lets go first, what it needs while it runs, what is there once it has run."""
+ALWAYS = -1
+"""The place before all actions."""
+
+
+class Changes:
+    """Bytes that come and go: at place ``3 * n + m`` of the step's ``n``-th action to start.
+
+    Args:
+        kinds: what bytes are for.
+        nodes: of the graph.
+    """
+
+    def __init__(self, kinds: Sequence[str], nodes: Sequence[StageId], graph: StageGraph) -> None:
+        self._kinds = {kind: i for i, kind in enumerate(kinds)}
+        self._nodes = {node: i for i, node in enumerate(nodes)}
+        self._graph = graph
+        self._rows: list[np.ndarray] = []
+
+    def add(self, place: int, node: StageId, kind: str, amount: Float64[np.ndarray, "instances"]) -> None:
+        """Change the bytes of a kind that a node's instances have on each of their ranks."""
+        grid = self._graph.stages[node].grid
+        instances = np.flatnonzero(amount)
+        if len(instances):
+            ranks = grid[instances]
+            made = np.empty((ranks.size, 5))
+            made[:, 0], made[:, 1] = ranks.ravel(), place
+            made[:, 2], made[:, 3] = self._nodes[node], self._kinds[kind]
+            made[:, 4] = np.repeat(amount[instances], ranks.shape[1])
+            self._rows.append(made)
+
+    @cached_property
+    def _all(self) -> Float64[np.ndarray, "changes columns=5"]:
+        """Rank, place, node, kind and bytes of every change, by rank, then by place."""
+        every = np.concatenate(self._rows)
+        found: np.ndarray = every[np.lexsort((every[:, 1], every[:, 0]))]
+        return found
+
+    @cached_property
+    def _alive(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rank and place of every sum of changes, and what is alive from there on."""
+        every = self._all
+        first = np.flatnonzero(np.any(np.diff(every[:, :2], axis=0, prepend=-9), axis=1))
+        ranks = every[first, 0].astype(np.int64)
+        sums = np.cumsum(np.add.reduceat(every[:, 4], first))
+        begin = np.flatnonzero(np.diff(ranks, prepend=-1))
+        before = np.insert(sums, 0, 0.0)[begin]
+        return ranks, every[first, 1], sums - np.repeat(before, np.diff(np.append(begin, len(ranks))))
+
+    def at_peak(self, world: int) -> tuple[np.ndarray, dict[StageId, np.ndarray]]:
+        """Bytes by kind, ``[kinds, ranks]``, where most is alive on each rank; and the same of every node's ranks."""
+        ranks, places, alive = self._alive
+        order = np.lexsort((places, -alive, ranks))
+        peak = np.full(world, -np.inf)
+        first = order[np.flatnonzero(np.diff(ranks[order], prepend=-1))]
+        peak[ranks[first]] = places[first]
+        every = self._all
+        rank = every[:, 0].astype(np.int64)
+        there = every[every[:, 1] <= peak[rank]]
+        index = tuple(there[:, i].astype(np.int64) for i in (2, 3, 0))
+        table = np.zeros((len(self._nodes), len(self._kinds), world))
+        np.add.at(table, index, there[:, 4])
+        by_node = {node: table[i][:, self._graph.stages[node].grid.ravel()] for node, i in self._nodes.items()}
+        return table.sum(axis=0), by_node
+
+    def over_time(
+        self, rank: int, simulation: Simulation
+    ) -> tuple[Float64[np.ndarray, "times"], Float64[np.ndarray, "times"]]:
+        """Seconds of the simulated step, ascending, and what is alive from each of them on."""
+        ranks, places, alive = self._alive
+        mine = ranks == rank
+        starts = simulation.schedule.starts
+        seconds = []
+        for place in places[mine].astype(int).tolist():
+            number, at = divmod(place, 3)
+            times = simulation.end if at == AFTER else simulation.start
+            ends = 0.0 if place < 0 else simulation.time
+            seconds.append(float(times[starts[number]].max()) if 0 <= number < len(starts) else ends)
+        return np.maximum.accumulate(np.array(seconds)), alive[mine]
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows between one microbatch of two stages, in bytes on each rank."""
+
+    sent: Float64[np.ndarray, "sources"]
+    """All that each source instance made."""
+    taken: Float64[np.ndarray, "targets"]
+    """What each target instance gets."""
+    source_apart: np.ndarray
+    """bool ``[sources]``: some of its rows go to another rank."""
+    target_apart: np.ndarray
+    """bool ``[targets]``: some of its rows come from another rank."""
+    source_same: np.ndarray
+    """bool ``[sources]``: what it made is what is taken, on the same rank, and takes no more memory."""
+    target_same: np.ndarray
+    """bool ``[targets]``: likewise."""
+
+
+class _Edges:
+    """Rows of all edges of a step."""
+
+    def __init__(self, plan: StepPlan, graph: StageGraph, widths: Mapping[tuple[StageId, StageId], float]) -> None:
+        self._plan, self._graph, self._widths = plan, graph, widths
+        self._runs = {
+            (s.module, t.module): edge_runs(plan, s.module, t.module) for s, t in graph.edges if s.module != t.module
+        }
+        self._known: dict[tuple[StageId, StageId, int, int], _Rows] = {}
+
+    def rows(self, source: StageId, target: StageId, p: int, t: int) -> _Rows:
+        """Between microbatch ``p`` of the source and ``t`` of the target."""
+        key = (source, target, p, t)
+        if key not in self._known:
+            self._known[key] = self._found(*key)
+        return self._known[key]
+
+    def _found(self, source: StageId, target: StageId, p: int, t: int) -> _Rows:
+        width = self._widths[source, target]
+        first, second = (self._graph.stages[node] for node in (source, target))
+        shares = (first.row_sharding.parts, second.row_sharding.parts)
+        here = (first.grid[:, None, :, None] == second.grid[None, :, None, :]).any(axis=(2, 3))
+        if source.module == target.module:
+            totals = self._plan.assignments[source.module][p].totals(inner=True).astype(np.float64)
+            size, alike = width / shares[0] * totals, here.diagonal()
+            return _Rows(size, size, ~alike, ~alike, alike, alike)
+        blocks = self._runs[source.module, target.module].between(p, t)
+        rows = np.zeros(here.shape)
+        np.add.at(rows, (blocks.source_instance, blocks.target_instance), blocks.rows)
+        total = self._plan.assignments[source.module][p].totals().astype(np.float64)
+        in_order = np.ones(len(rows), bool)
+        follow = np.flatnonzero(np.diff(blocks.source_instance, prepend=-1) == 0)
+        in_order[blocks.source_instance[follow[blocks.source_start[follow] < blocks.source_start[follow - 1]]]] = False
+        equal = here & (rows == total[:, None]) & (rows == rows.sum(axis=0)) & (rows > 0) & in_order[:, None]
+        apart = (rows > 0) & ~here
+        return _Rows(
+            width / shares[0] * total, width / shares[1] * rows.sum(axis=0),
+            apart.any(axis=1), apart.any(axis=0), equal.any(axis=1), equal.any(axis=0),
+        )  # fmt: skip
+
+
+class Walk:
+    """Goes through a step's actions in the order in which they start and notes what comes and goes.
+
+    Args:
+        widths: bytes of a row on every edge.
+        holds_sent: sent rows stay until they are known to have arrived.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        widths: Mapping[tuple[StageId, StageId], float],
+        sizes: Mapping[StageId, StageBytes],
+        needs: Mapping[StageId, StageNeeds],
+        holds_sent: bool,
+        changes: Changes,
+    ) -> None:
+        self._schedule, self._sizes, self._needs, self._holds_sent = step.schedule, sizes, needs, holds_sent
+        self._graph = step.placed.graph
+        self._edges = _Edges(step.plan, self._graph, widths)
+        self._changes = changes
+        self._at = {action: n for n, action in enumerate(self._schedule.starts)}
+        self._dependencies = self._schedule.dependencies
+        self._learnt: set[StageId] = set()
+        """Nodes whose gradients are there."""
+        self._last = {action.node: action for action in self._schedule.starts if action.kind == "B"}
+        self._held: set[StageId] = set()
+        """Nodes whose shards are summed over replicas for the second time or later."""
+        self._whole: set[StageId] = set()
+        """Nodes whose root weights are whole, where blocks are gathered with every microbatch."""
+
+    def run(self) -> None:
+        """Note all changes of the step."""
+        for n, action in enumerate(self._schedule.starts):
+            match action.kind:
+                case "F":
+                    self._forward(3 * n, action)
+                case "B" | "I" | "W":
+                    self._backward(3 * n, action)
+                case _:
+                    self._parameters(3 * n, action)
+
+    def _add(self, place: int, node: StageId, kind: str, amount: float | np.ndarray) -> None:
+        self._changes.add(place, node, kind, np.broadcast_to(amount, len(self._graph.stages[node].grid)).astype(float))
+
+    def _while(self, place: int, node: StageId, amount: float | np.ndarray) -> None:
+        """Needed for the time of an action."""
+        self._add(place + DURING, node, "moment", amount)
+        self._add(place + AFTER, node, "moment", -np.asarray(amount))
+
+    def _parameters(self, place: int, action: Action) -> None:
+        node, size = action.node, self._sizes[action.node]
+        if action.kind == "UNSHARD":
+            self._while(place, node, size.unshard)
+            self._add(place + DURING, node, "gathered", float(size.gathered.sum()))
+            return
+        self._while(place, node, size.reduce)
+        if size.gathered.any() and size.once:
+            self._add(place + AFTER, node, "gathered", -float(size.gathered.sum()))
+        whole = float(size.summed.sum()) if node in self._learnt else 0.0
+        self._add(place + AFTER, node, "gradients", (size.sharded if self._graph.stages[node].trains else 0.0) - whole)
+
+    def _forward(self, place: int, action: Action) -> None:
+        node, m, needs, size = action.node, action.microbatch, self._needs[action.node], self._sizes[action.node]
+        trained = self._schedule.train and self._graph.stages[node].backward
+        if not size.once and node not in self._whole:
+            self._whole.add(node)
+            self._add(place + DURING, node, "gathered", float(size.gathered[-1]))
+        kept = needs.kept[m] * trained
+        self._while(place, node, needs.forward[m] - kept)
+        self._add(place + DURING, node, "activations", kept)
+        for source in self._dependencies.rows_from(node, m):
+            rows = self._edges.rows(source.node, node, source.microbatch, m)
+            came = 3 * self._at[source] + AFTER
+            new = rows.taken * ~rows.target_same
+            self._add(came, node, "rows", new * rows.target_apart)
+            self._add(place + BEFORE, node, "rows", new * ~rows.target_apart)
+            if not trained:
+                self._add(place + AFTER, node, "rows", -new)
+        self._give(place, node, m)
+
+    def _give(self, place: int, node: StageId, m: int) -> None:
+        """What a forward made, until nobody on its ranks needs it."""
+        readers = self._dependencies.readers(node, m)
+        if not readers:
+            return
+        every = [self._edges.rows(node, target, m, t) for target, t in readers]
+        made = every[0].sent
+        self._add(place + AFTER, node, "rows", made)
+        until = np.zeros(len(made), np.int64)
+        for rows, (target, t) in zip(every, readers, strict=True):
+            read = self._at[Action("F", target, t)]
+            taken = 3 * self._back(target, t, read) + AFTER
+            until = np.maximum(until, np.where(rows.source_same, taken, 3 * read + BEFORE))
+            if self._holds_sent:
+                until = np.where(rows.source_apart, np.maximum(until, 3 * self._back(node, m, -2) + BEFORE), until)
+        for end in np.unique(until).tolist():
+            self._add(end if end > 0 else 3 * len(self._at), node, "rows", -made * (until == end))
+
+    def _back(self, node: StageId, m: int, otherwise: int) -> int:
+        """Number of the action that goes backward through a node; ``otherwise`` where none does."""
+        for kind in ("B", "I"):
+            if (action := Action(kind, node, m)) in self._at:
+                return self._at[action]
+        return otherwise if otherwise >= 0 else len(self._at)
+
+    def _backward(self, place: int, action: Action) -> None:
+        node, m, needs, size = action.node, action.microbatch, self._needs[action.node], self._sizes[action.node]
+        first = node not in self._learnt and self._graph.stages[node].trains
+        kept, halves = needs.kept[m], needs.halves[m]
+        if action.kind == "W":
+            self._while(place, node, float(size.made.sum()) if size.made.any() else 2 * size.single * (not first))
+            self._add(place + AFTER, node, "activations", -halves)
+        else:
+            most = needs.first[m] if first and action.kind == "B" else needs.again[m]
+            self._while(place, node, np.maximum(most - kept, 0.0))
+            self._add(place + AFTER, node, "activations", -kept + (halves if action.kind == "I" else 0.0))
+            self._gradients(place, node, m)
+        if action.kind == "B" and self._graph.stages[node].trains and not first and node not in self._held:
+            self._held.add(node)
+            self._add(place + DURING, node, "gradients", size.held)
+        if node in self._held and action == self._last[node]:
+            self._add(place + AFTER, node, "gradients", -size.held)
+        if action.kind != "I" and first:
+            self._learnt.add(node)
+            self._add(place + AFTER, node, "gradients", float(size.summed.sum()))
+        if node in self._whole and action.kind != "I":
+            self._whole.discard(node)
+            self._add(place + AFTER, node, "gathered", -float(size.gathered[-1]))
+
+    def _gradients(self, place: int, node: StageId, m: int) -> None:
+        """Gradients of rows that came in go, those of what was read are made, and the rows that were read go."""
+        readers = self._dependencies.readers(node, m)
+        for target, t in readers:
+            rows = self._edges.rows(node, target, m, t)
+            came = 3 * self._back(target, t, 0) + AFTER
+            new = rows.sent * ~rows.source_same
+            self._add(came, node, "rows", new * rows.source_apart)
+            self._add(place + BEFORE, node, "rows", new * ~rows.source_apart)
+            self._add(place + AFTER, node, "rows", -new)
+        if len(readers) > 1:
+            total = self._edges.rows(node, readers[0][0], m, readers[0][1]).sent
+            self._while(place, node, total)
+        for source in self._dependencies.rows_from(node, m):
+            rows = self._edges.rows(source.node, node, source.microbatch, m)
+            self._add(place + AFTER, node, "rows", -rows.taken * ~rows.target_same)
+            if not self._graph.stages[source.node].backward:
+                continue
+            self._add(place + AFTER, node, "rows", rows.taken)
+            back = 3 * self._back(source.node, source.microbatch, 0)
+            alone = np.where(rows.target_same, back + AFTER, back + BEFORE)
+            sent = 3 * len(self._at) if self._holds_sent else back + BEFORE
+            until = np.where(rows.target_apart, sent, alone)
+            for end in np.unique(until).tolist():
+                self._add(end, node, "rows", -rows.taken * (until == end))

@@ -1,0 +1,208 @@
+"""Memory of steps against closed forms, and what layouts and recompute must change of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.common import ragged_step
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
+from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.plan.step_plan import StepMetadata
+from hetero_strategy.planner.activations import Activations, BlockBytes, features
+from hetero_strategy.planner.allocations import Allocations
+from hetero_strategy.planner.cluster import Cluster, Device
+from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
+from hetero_strategy.planner.measured import _Module
+from hetero_strategy.planner.memory import CPU, CUDA, KINDS, Allocator, Memory, MemoryModel
+from hetero_strategy.planner.shape import ModelShape, ModuleShape
+from hetero_strategy.planner.times import MIXED, Precision
+from hetero_strategy.simulator.links import Links
+from hetero_strategy.zoo import titan_llama
+
+WIDTH, PER_BLOCK, AROUND, INSIDE, BETWEEN, WHOLE, PEAK = 8, 1000, 300, 60.0, 24.0, 16.0, 150.0
+FP32 = Precision(4, 4)
+FLASH = Allocator(buckets=False)
+
+
+def module(blocks: int, *, samplewise: bool) -> ModuleShape:
+    """Equal blocks that train, with as many parameters before them as after them; half of a block's are divided."""
+    stored = np.zeros((blocks, 2, 2, 2), np.int64)
+    stored[:, 0, 1] = PER_BLOCK // 2
+    stored[0, 1, 1, 0] += AROUND
+    stored[-1, 1, 1, 0] += AROUND
+    total = stored.sum(axis=(1, 2, 3))
+    ones = np.ones(blocks)
+    return ModuleShape(
+        per_row=1e6 * ones, per_pair=0 * ones, parameters=total, trained=total, trained_share=ones, has_blocks=True,
+        width=WIDTH, edge_width=WIDTH, tp=(1, 2), row_parts={1: 1, 2: 1}, samplewise=samplewise, stored=stored,
+        largest=np.full(blocks, 200), buffers=0,
+    )  # fmt: skip
+
+
+def bytes_of(blocks: int) -> BlockBytes:
+    rows = np.zeros((5, blocks, 4))
+    rows[:, :, 0] = np.array([INSIDE, BETWEEN, WHOLE, PEAK, 2 * PEAK])[:, None]
+    return BlockBytes(rows[:3], 0.0, rows[3], rows[4], 1.5 * rows[:3].sum(axis=0))
+
+
+def activations(blocks: int) -> Activations:
+    none = BlockBytes(np.zeros((3, blocks, 4)), 4.0 * WIDTH, bytes_of(blocks).forward, bytes_of(blocks).backward,
+                      np.zeros((blocks, 4)))  # fmt: skip
+    return Activations({"kept": bytes_of(blocks), "all": none}, 4.0 * WIDTH, None, 0.0)
+
+
+SHAPE = ModelShape({"vision": module(4, samplewise=False), "llm": module(4, samplewise=True)}, (("vision", "llm"),))
+TEXT = ModelShape({"llm": module(4, samplewise=True)}, ())
+OF = {"vision": activations(4), "llm": activations(4)}
+
+
+def equal(samples: int, rows: int) -> StepMetadata:
+    """Samples of text, all of a length."""
+    return ragged_step(0, samples, {}, text=(rows, rows))
+
+
+def memory(
+    candidate: Candidate,
+    metadata: StepMetadata,
+    shape: ModelShape = TEXT,
+    precision: Precision = FP32,
+    allocator: Allocator = FLASH,
+) -> tuple[Memory, np.ndarray]:
+    """Of a step, and the least that it can be."""
+    world = max(r for layout in candidate.layouts.values() for r in layout.ranks) + 1
+    links = Links(1e-6, 1e9)
+    cluster = Cluster(Device("any", 1e9, 1e9, 1e9, 1.0, 1.0), 1, world, links, links)
+    evaluator = Evaluator(shape, cluster, [metadata], precision=precision)
+    placed = evaluator.place(candidate)
+    model = MemoryModel(shape, OF, precision, allocator)
+    step: Step = evaluator.step(placed)
+    return model.of(step), model.least(placed)
+
+
+def of_kind(found: Memory, kind: str) -> list[float]:
+    return found.bytes[KINDS.index(kind)].tolist()
+
+
+def test_one_rank_in_closed_form() -> None:
+    """Two microbatches of 3 samples, one after the other: the last backward is the peak, with all gradients."""
+    found, least = memory(Candidate({"llm": ModuleLayout((0,))}, 2), equal(6, 10))
+    parameters, rows = 4 * (4 * PER_BLOCK + 2 * AROUND), 30
+    assert of_kind(found, "masters") == [parameters] and of_kind(found, "optimizer") == [2 * parameters]
+    assert of_kind(found, "gradients") == [parameters]
+    kept = rows * (INSIDE + BETWEEN + WHOLE)
+    assert of_kind(found, "activations") == [4 * kept]
+    # Backward of the last block: its own most, the gradient of its rows where a head made it, one new gradient.
+    assert of_kind(found, "moment") == [rows * (2 * PEAK + 4 * WIDTH) - kept + 4 * 200]
+    assert found.peak.tolist() == [4 * parameters + 4 * kept + rows * (2 * PEAK + 4 * WIDTH) - kept + 4 * 200]
+    assert least.tolist() == [4 * parameters]
+
+
+def test_stages_hold_as_many_microbatches_as_their_schedule() -> None:
+    kept = 10 * 2 * (INSIDE + BETWEEN + WHOLE)
+    for schedule, in_flight in (("gpipe", (6, 6)), ("1f1b", (2, 1))):
+        found, _ = memory(Candidate({"llm": ModuleLayout((0, 1), pp=2)}, 6, schedule), equal(6, 10))
+        assert of_kind(found, "activations") == [n * kept for n in in_flight]
+
+
+def test_what_stays_after_a_step() -> None:
+    """All else that came has gone."""
+    layouts = {"vision": ModuleLayout((0, 1)), "llm": ModuleLayout((0, 1, 2), pp=3, split=(1, 1, 2))}
+    metadata = ragged_step(3, 8, {"vision": lambda rng, n: rng.integers(4, 9, n)}, text=(5, 20))
+    for schedule, precision in (("1f1b", FP32), ("zb_h1", MIXED)):
+        for allocator in (CPU, CUDA):
+            found, _ = memory(Candidate(layouts, 4, schedule), metadata, SHAPE, precision, allocator)
+            owned = found.bytes[:2].sum(axis=0)
+            for rank in range(3):
+                seconds, alive = found.over_time(rank)
+                assert (np.diff(seconds) >= 0).all() and alive.min() >= owned[rank] - 1e-6
+                assert alive.max() == pytest.approx(found.bytes[:-1, rank].sum())
+                assert alive[-1] == pytest.approx(owned[rank] * 4 / 3)  # and the gradients' shards
+            parts = np.zeros_like(found.bytes)
+            for node, part in found.stages.items():
+                np.add.at(parts.T, found.step.placed.graph.stages[node].grid.ravel(), part.T)
+            np.testing.assert_allclose(parts[:-1], found.bytes[:-1])
+
+
+def test_shards_divide_states_and_recompute_leaves_rows() -> None:
+    alone, _ = memory(Candidate({"llm": ModuleLayout((0,))}, 2), equal(6, 10))
+    shards, _ = memory(Candidate({"llm": ModuleLayout((0, 1))}, 2, reshard_after_forward="never"), equal(6, 10))
+    for kind in ("masters", "optimizer"):
+        assert of_kind(shards, kind) == [x / 2 for x in of_kind(alone, kind) * 2]
+    assert of_kind(shards, "gathered") == of_kind(alone, "masters") * 2
+    again = {"llm": Recompute()}
+    less, _ = memory(Candidate({"llm": ModuleLayout((0,))}, 2, recompute=again), equal(6, 10))
+    assert of_kind(less, "activations") == [30 * 3 * 4 * WIDTH]  # inputs of all blocks but the first
+    assert less.peak[0] < alone.peak[0]
+
+
+def test_tensor_parallelism_divides_what_is_inside_its_columns() -> None:
+    alone, _ = memory(Candidate({"llm": ModuleLayout((0,))}, 2), equal(6, 10))
+    split, _ = memory(Candidate({"llm": ModuleLayout((0, 1), tp=2)}, 2), equal(6, 10))
+    divided = 4 * 4 * PER_BLOCK // 2
+    assert of_kind(split, "masters") == [of_kind(alone, "masters")[0] - divided / 2] * 2
+    assert of_kind(split, "activations") == [4 * 30 * (INSIDE / 2 + BETWEEN + WHOLE)] * 2
+    parts = bytes_of(4).on(2, 2)
+    assert parts.kept[:, 0, 0].tolist() == [INSIDE / 2, BETWEEN / 2, WHOLE]
+
+
+def test_communicators_and_margin_are_reserved() -> None:
+    candidate = Candidate({"llm": ModuleLayout((0, 1), pp=2)}, 2)
+    allocator = Allocator(margin=0.1, communicator=1000, buckets=False)
+    plain, more = (memory(candidate, equal(6, 10), allocator=a)[0] for a in (FLASH, allocator))
+    assert more.peak.tolist() == pytest.approx((1.1 * plain.peak + 2 * 1000).tolist())  # the world and one edge
+
+
+@st.composite
+def candidates(draw: Any) -> Candidate:
+    layouts = {}
+    for name in ("vision", "llm"):
+        degrees = draw(st.sampled_from([{}, {"pp": 2}, {"tp": 2}, {"dp_replicate": 2}, {"pp": 2, "vpp": 2}]))
+        shard = draw(st.sampled_from([1, 2]))
+        count = shard * int(np.prod([v for k, v in degrees.items() if k != "vpp"]))
+        first = draw(st.integers(0, 4 - count))
+        layouts[name] = ModuleLayout(tuple(range(first, first + count)), dp_shard=shard, **degrees)
+    virtual = any(layout.vpp > 1 for layout in layouts.values())
+    schedule = draw(st.sampled_from(["auto", "gpipe"] if virtual else ["auto", "gpipe", "1f1b", "zb_h1"]))
+    reshard = draw(st.sampled_from(["auto", "never"] + ["always"] * (schedule != "zb_h1")))
+    recompute = {n: Recompute(draw(st.integers(1, 2))) for n in layouts if draw(st.booleans())}
+    return Candidate(layouts, draw(st.integers(1, 4)), schedule, recompute, reshard)
+
+
+@settings(deadline=None, max_examples=60)
+@given(candidates(), st.integers(0, 99), st.sampled_from([FP32, MIXED]), st.sampled_from([CPU, CUDA]))
+def test_the_bound_is_never_above_the_peak(
+    candidate: Candidate, seed: int, precision: Precision, allocator: Allocator
+) -> None:
+    metadata = ragged_step(seed, 6, {"vision": lambda rng, n: rng.integers(1, 9, n)}, items=(0, 2), text=(2, 20))
+    found, least = memory(candidate, metadata, SHAPE, precision, allocator)
+    ranks = sorted({r for layout in candidate.layouts.values() for r in layout.ranks})
+    assert (least[ranks] <= found.peak[ranks] * (1 + 1e-9)).all()
+    assert (least[ranks] > 0).all() and (found.bytes >= -1e-6).all()
+
+
+@pytest.mark.parametrize("lengths", [(40,), (40, 13, 39, 7)], ids=["one sequence", "ragged"])
+def test_activations_are_those_of_real_blocks(lengths: tuple[int, ...]) -> None:
+    """A block runs on real tensors, of which all memory is counted, with sizes that nothing was fitted on."""
+    llm = titan_llama(vocab_size=64, dim=64, n_layers=3, n_heads=4, n_kv_heads=2, multiple_of=16, max_seq_len=128)
+    found = _Module(llm, True, torch.float32, buckets=True).measured(["kept"]).blocks["kept"]
+    stage = llm.stage(list(llm.blocks())[1:2], first=False, last=False)
+    tensors = {n: torch.zeros(p.shape, requires_grad=True) for n, p in stage.named_parameters()}
+    tensors |= {n: torch.zeros(b.shape, dtype=b.dtype) for n, b in stage.named_buffers()}
+    packing = Packing.of(np.array(lengths))
+    ids = torch.zeros(packing.rows, dtype=torch.int64)
+    inputs = SequenceInputs(ids, torch.full_like(ids, IGNORE), packing, labelled=ids[:0])
+    hidden = torch.zeros(packing.rows, 64, requires_grad=True)
+    with Allocations() as counted:
+        out = torch.func.functional_call(stage, tensors, (inputs, {}, hidden))
+        forward, out = counted.most, out.sum()
+        kept = counted.now
+    wanted = features(packing)
+    assert found.kept[:, 1].sum(axis=0) @ wanted == pytest.approx(kept, rel=0.02)
+    assert found.forward[1] @ wanted == pytest.approx(forward, rel=0.03)
