@@ -291,6 +291,16 @@ def _stored(plans: list[SavePlan]) -> dict[str, StoredTensor]:
     return stored
 
 
+def pieces_of(rank: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, Piece]:
+    """Return what a rank would bring to a checkpoint, without any other rank: name -> the piece of it that it holds.
+
+    A name is left out where the rank's piece is empty. Tensors may be on the meta device.
+    """
+    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors))
+    return {item.index.fqn: _piece(rank, item)[0] for item in planner.create_local_plan().items}
+
+
 def _piece(rank: int, item: WriteItem) -> tuple[Piece, tuple[int, ...], torch.dtype]:
     """Return a planned piece with the shape and dtype of its whole tensor."""
     data = item.tensor_data
