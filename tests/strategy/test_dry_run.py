@@ -26,6 +26,7 @@ from hetero_strategy.schedule.compile import StepCompiler, StepProgram
 from hetero_strategy.strategy import coverage
 from hetero_strategy.strategy.assembly import assemble, row_multiple
 from hetero_strategy.strategy.dry_run import DryRun, dry_run
+from recipes.dry_run import report
 from tests.distributed.harness import Pool
 
 MIXED = Storage(torch.bfloat16, torch.float32)
@@ -255,3 +256,14 @@ def test_peers_that_do_not_meet_at_start_are_found() -> None:
         found = dry(SMALL)
     assert found.faults and {f.check for f in found.faults} == {"connect"}
     assert all("with rank 3, which it does not meet" in f.message for f in found.faults)
+
+
+def test_the_report_shows_every_lane_and_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    found = dry(SMALL, memory=1, ranks_per_node=2)
+    report(found)
+    shown = capsys.readouterr().out
+    assert "dry run of 4 ranks, of which 4 were built" in shown
+    assert shown.count("2 (0 to 1)") == shown.count("2 (2 to 3)") == 2
+    assert "4 faults" in shown and "memory vision.0, rank 0: vision.0, llm.0 on rank 0 need" in shown
+    report(replace(found, faults=found.faults * 6))
+    assert "and 4 more" in capsys.readouterr().out
