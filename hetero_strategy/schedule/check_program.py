@@ -28,7 +28,7 @@ class Message(NamedTuple):
     rows: int
 
 
-class Line(NamedTuple):
+class MessageQueue(NamedTuple):
     """Where a rank's messages follow each other."""
 
     edge: int
@@ -62,30 +62,30 @@ def program_faults(
             what = "gradient rows" if one.backward else "rows"
             name = f"{source} to {target}, microbatches {one.microbatches[0]} and {one.microbatches[1]}"
             yield source if one.backward else target, f"{name}: {arrived} of {due} {what} reach rank {rank}"
-    mine = lines(program)
-    for peer in sorted({line.peer for line in mine}):
+    mine = queues(program)
+    for peer in sorted({queue.peer for queue in mine}):
         expected = {
-            line._replace(peer=peer, sent=not line.sent): messages
-            for line, messages in lines(program_of(peer)).items()
-            if line.peer == rank
+            queue._replace(peer=peer, sent=not queue.sent): messages
+            for queue, messages in queues(program_of(peer)).items()
+            if queue.peer == rank
         }
-        own = {line: messages for line, messages in mine.items() if line.peer == peer}
-        for line in sorted({*own, *expected}):
-            pairs = zip_longest(own.get(line, ()), expected.get(line, ()))
+        own = {queue: messages for queue, messages in mine.items() if queue.peer == peer}
+        for queue in sorted({*own, *expected}):
+            pairs = zip_longest(own.get(queue, ()), expected.get(queue, ()))
             odd = next(((k, here, there) for k, (here, there) in enumerate(pairs) if here != there), None)
             if odd is not None:
-                edge = graph.edges[line.edge]
-                here, there = ("sends", "awaits") if line.sent else ("awaits", "sends")
+                edge = graph.edges[queue.edge]
+                here, there = ("sends", "awaits") if queue.sent else ("awaits", "sends")
                 yield (
                     next(stage for stage in edge if rank in graph.stages[stage].ranks),
-                    f"{edge[0]} to {edge[1]}, message {odd[0]} of hop {line.hop}: rank {rank} {here} {_shown(odd[1])},"
+                    f"{edge[0]} to {edge[1]}, message {odd[0]} of hop {queue.hop}: rank {rank} {here} {_shown(odd[1])},"
                     f" rank {peer} {there} {_shown(odd[2])}",
                 )
 
 
-def lines(program: StepProgram) -> dict[Line, list[Message]]:
-    """Return all messages of a rank by line, in the order in which they start."""
-    found: dict[Line, list[Message]] = {}
+def queues(program: StepProgram) -> dict[MessageQueue, list[Message]]:
+    """Return all messages of a rank by queue, in the order in which they start."""
+    found: dict[MessageQueue, list[Message]] = {}
     started = [*program.starts, *(number for step in program.actions for number in step.starts)]
     passed_on = [number for step in program.actions for number in step.reads]
     for hop, numbers in ((1, started), (2, passed_on)):
@@ -94,7 +94,7 @@ def lines(program: StepProgram) -> dict[Line, list[Message]]:
             for sent, messages in ((True, moved.sends), (False, moved.receives)):
                 for peer, rows in messages:
                     message = Message(one.backward, one.microbatches, rows.size)
-                    found.setdefault(Line(one.edge, hop, peer, sent), []).append(message)
+                    found.setdefault(MessageQueue(one.edge, hop, peer, sent), []).append(message)
     return found
 
 

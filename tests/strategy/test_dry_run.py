@@ -31,6 +31,8 @@ from tests.distributed.harness import Pool
 
 MIXED = Storage(torch.bfloat16, torch.float32)
 SIZES: dict[str, Any] = {"vision": (64, 2), "audio": (64, 1), "llm": (128, 4), "samples": 8, "microbatches": 2}
+FEW: dict[str, Any] = SIZES | {"vision": (64, 1), "llm": (128, 2)}
+"""Layers."""
 
 
 def layout(ranks: Any, **degrees: Any) -> ModuleLayout:
@@ -124,8 +126,8 @@ def test_replicas_of_a_small_run_are_built_alike_in_a_large_one(world: int) -> N
             "llm": layout(count, pp=2, tp=2, dp_replicate=-1, dp_shard=1),
         }
 
-    small = dry(Setting("small", layouts(4), **SIZES))
-    large = dry(Setting("large", layouts(world), **(SIZES | {"samples": 2 * world})), ranks_per_node=8)
+    small = dry(Setting("small", layouts(4), **FEW))
+    large = dry(Setting("large", layouts(world), **(FEW | {"samples": 2 * world})), ranks_per_node=8)
     assert not small.faults and not large.faults
     assert sum(one.alike for one in {r.lane: r for r in large.ranks}.values()) == world
     of = {(r.stages, r.rank % 2): r for r in small.ranks}
@@ -138,7 +140,7 @@ def test_replicas_of_a_small_run_are_built_alike_in_a_large_one(world: int) -> N
     assert world <= 8 or any(sent.between for one in large.ranks for sent in one.sent)
 
 
-SMALL = Setting("small", FOUR["pipelined"], **SIZES)
+SMALL = Setting("small", FOUR["pipelined"], **FEW)
 
 
 def test_a_model_stays_as_it_is_and_processes_are_refused() -> None:
