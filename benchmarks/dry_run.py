@@ -30,7 +30,7 @@ from hetero_strategy.strategy.dry_run import BuiltRank, DryRun, dry_run
 from hetero_strategy.zoo import siglip2_encoder, titan_llama
 
 MIXED = Storage(torch.bfloat16, torch.float32)
-NODE = MICROBATCHES = 8
+NODE, MICROBATCHES = 8, 16
 GIB = 2**30
 
 
