@@ -103,6 +103,16 @@ def stored_tensors(
     return stored
 
 
+def pieces_of(rank: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, Piece]:
+    """Return what a rank would bring to a checkpoint, without any other rank: name -> the piece of it that it holds.
+
+    A name is left out where the rank's piece is empty. Tensors may be on the meta device.
+    """
+    inventory, coordinates = take_inventory(tensors)
+    found = {key: _pieces(owned, {rank: coordinates}) for key, owned in inventory.tensors.items()}
+    return {key: piece for key, pieces in found.items() for piece in pieces.values()}
+
+
 def _pieces(owned: OwnedTensor, ranks: Mapping[int, Coordinates]) -> dict[tuple[int, ...], Piece]:
     """Offsets -> piece, of the lowest rank that holds it."""
     lowest: dict[tuple[int, ...], int] = {}

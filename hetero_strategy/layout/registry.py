@@ -49,15 +49,18 @@ class GroupRegistry:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
         for ranks in rank_sets(placement, rank_sets_needed):
             self._create(ranks)
+        host = "fake" if dist.get_backend() == "fake" else "gloo"  # in a dry run there is nobody to talk to
+        self.created = tuple(self._groups)
+        """Rank sets of all groups that were created at start, in this order; the same on every rank."""
         # A module that only one rank shards (to compute in another dtype) has a mesh of that rank alone.
         if (self._rank,) not in self._groups:
             alone = dist.new_group([self._rank], timeout=timeout, use_local_synchronization=True)
             self._groups[(self._rank,)] = alone
-        self._meshes = {name: self._mesh(layout) for name, layout in placement.layouts.items()}
+        self._meshes = {name: self._mesh(name, layout) for name, layout in placement.layouts.items()}
         with _connected_on_demand():
-            self.background = dist.new_group(backend="gloo", timeout=timeout)
+            self.background = dist.new_group(backend=host, timeout=timeout)
             """All ranks on the host, for what runs beside training (checkpoints)."""
-            self.loading = dist.new_group(backend="gloo", timeout=timeout)
+            self.loading = dist.new_group(backend=host, timeout=timeout)
             """All ranks on the host, for loading data by one thread per rank."""
 
     def mesh(self, module: str) -> DeviceMesh | None:
@@ -111,12 +114,14 @@ class GroupRegistry:
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
         return group
 
-    def _mesh(self, layout: ModuleLayout) -> DeviceMesh | None:
+    def _mesh(self, module: str, layout: ModuleLayout) -> DeviceMesh | None:
         if self._rank not in layout.ranks:
             return None
         axes = tuple(name for name in MESH_AXES if getattr(layout, name) > 1 or name == "dp_shard")
         grid = next(g for g in layout.grid() if self._rank in g).reshape([getattr(layout, name) for name in axes])
         lines = [line for axis in range(len(axes)) for line in _lines(grid, axis) if self._rank in line]
+        if missing := [line for line in lines if line not in self._groups]:
+            raise KeyError(f"{module}: its mesh of {axes} needs a group of ranks {missing[0]}, which was not created")
         groups = [self._groups[line] for line in lines]
         return DeviceMesh.from_group(
             groups if len(groups) > 1 else groups[0],  # type: ignore[arg-type]

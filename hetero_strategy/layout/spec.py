@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from math import prod
 from typing import Literal
 
@@ -84,7 +85,7 @@ class ModuleLayout:
         faults: list[str] = []
         if not self.ranks:
             return ["ranks is empty: give the module at least one rank, or leave the module out"]
-        repeated = sorted({r for r in self.ranks if self.ranks.count(r) > 1})
+        repeated = sorted({r for r, after in pairwise(self.ranks) if r == after})
         if repeated:
             faults.append(f"ranks repeats {repeated}: a rank belongs to a module once; remove the repetition")
         if self.ranks[0] < 0:

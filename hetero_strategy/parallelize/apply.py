@@ -52,6 +52,7 @@ def parallelize(
         layout: its resolved layout.
         mesh: mesh of this rank's pipeline slice, with ``dp_shard`` and those of the axes ``dp_replicate, tp`` that are
             above 1; not read for one rank without mixed precision.
+        device: of its tensors; on meta they have no values.
         recompute: what runs again in backward instead of keeping its activations.
         compile: backend that compiles its blocks; None: none does.
         split: blocks of each stage; not read without a pipeline.
@@ -98,6 +99,8 @@ def parallelize(
     for stage in stages.values():
         restore_traits(traits, owned_tensors(stage))
         check_traits(name, traits, owned_tensors(stage))
+        if device.type == "meta":
+            continue
         wanted: dict[str, Selection] = {fqn: {} for fqn, _ in stage.named_buffers()}
         wanted |= {fqn: _shard_of(parameter) for fqn, parameter in owned_tensors(stage).items()}
         fill(stage, initial_units(name, module, seed, wanted))

@@ -117,6 +117,27 @@ def release(stage: nn.Module) -> None:
         part.reshard()
 
 
+def whole_bytes(stage: nn.Module, *, once: bool) -> int:
+    """Count the bytes of whole weights and their gradients that a rank has at a time, beside its shards.
+
+    Args:
+        stage: an FSDP root or a module without FSDP, which has none.
+        once: all are gathered for the whole step; else two units at a time, one that runs and one gathered ahead.
+    """
+    units = []
+    for part in _parts(stage):
+        size = 0
+        for group in _groups(part._get_fsdp_state()):
+            policy = group.mp_policy
+            for held in group.fsdp_params:
+                kept = held.sharded_param.dtype
+                gradient = policy.reduce_dtype or kept if held.sharded_param.requires_grad else None
+                width = (policy.param_dtype or kept).itemsize + (gradient.itemsize if gradient else 0)
+                size += held._orig_size.numel() * width
+        units.append(size)
+    return sum(units) if once else sum(sorted(units)[-2:])
+
+
 def _let_hooks_communicate(stage: nn.Module, allowed: bool) -> None:
     """Say whether FSDP's own hooks reshard and reduce, and with it whether the coming backward is the last."""
     _root_state(stage)._state_ctx.is_last_backward = allowed

@@ -32,10 +32,13 @@ from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import StageGraph, StageId
 from hetero_strategy.schedule.compile import StepCompiler
 from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.strategy.blueprint import blueprint
+from hetero_strategy.strategy.blueprint import Blueprint, blueprint
 
 Row = tuple[int, torch.dtype]
 """Width and dtype of a row."""
+ROW_ALIGNMENT = 32
+"""A tensor-parallel language model's rows per rank are a multiple of this. Sequence parallelism needs a multiple of 1;
+few distinct sizes also let DTensor reuse its sharding decisions instead of making them anew for every ragged batch."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,11 @@ class Assembled:
     registry: GroupRegistry
     context: ModelContext
     """For balancing."""
+
+
+def row_multiple(model: MultimodalModel, layouts: Mapping[str, ModuleLayout]) -> dict[str, int]:
+    """Language model -> number of which the rows of each of its instances are a multiple; where it is above 1."""
+    return {name: layouts[name].tp * ROW_ALIGNMENT for name in model.language_models() if layouts[name].tp > 1}
 
 
 def find_model(module: nn.Module, agree: Callable[[bool], bool]) -> tuple[str, MultimodalModel]:
@@ -104,8 +112,11 @@ def assemble(
     compile: Mapping[str, str] = MappingProxyType({}),
     timeout: timedelta | None = None,
     async_checkpoint: bool = False,
+    plan: Blueprint | None = None,
 ) -> Assembled:
     """Put every module this rank owns on its mesh. A collective over the world.
+
+    On the meta device, for a dry run on fake process groups, nothing has values.
 
     Args:
         prefix: of the model in the LightningModule.
@@ -114,19 +125,21 @@ def assemble(
         storage: dtypes of parameters, and of rows between stages.
         recompute: of modules that compute activations again in backward.
         compile: backend of modules whose blocks are compiled.
+        plan: what :func:`blueprint` makes of the same; None: it is made here.
 
     Raises:
         see :func:`blueprint`.
     """
     scheduling = scheduling.resolved(placement.layouts)
-    plan = blueprint(model, placement.layouts, scheduling, recompute, compile, storage)
+    plan = plan or blueprint(model, placement.layouts, scheduling, recompute, compile, storage)
+    connected = torch.device("cpu") if device.type == "meta" else device  # no backend sends what is on meta
     modules, layouts, graph = model.modules_by_name, plan.layouts, plan.graph
-    registry = GroupRegistry(placement, tied_rank_sets(modules, layouts), device.type, timeout)
+    registry = GroupRegistry(placement, tied_rank_sets(modules, layouts), connected.type, timeout)
     rows = [
         (modules[s.module].hidden_width if s.module == t.module else modules[s.module].width, storage.compute)
         for s, t in graph.edges
     ]
-    channels = _channels(registry, graph, rows, rank, device)
+    channels = _channels(registry, graph, rows, rank, connected)
     connect(graph, channels, rank)
     stages = _own_stages(model, layouts, registry, placement, rank, device, recompute, compile, storage)
     mine = {StageId(name, number): stage for name, made in stages.items() for number, stage in made.items()}

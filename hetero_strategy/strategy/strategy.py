@@ -47,7 +47,7 @@ from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.runtime.memory import out_of_memory
 from hetero_strategy.runtime.step import StepRunner
 from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.strategy.assembly import Assembled, assemble, find_model, move_rest
+from hetero_strategy.strategy.assembly import Assembled, assemble, find_model, move_rest, row_multiple
 from hetero_strategy.strategy.auto import choose, given
 from hetero_strategy.strategy.collectives import WorldCollectives
 from hetero_strategy.strategy.launch import (
@@ -63,10 +63,6 @@ from hetero_strategy.strategy.launch import (
 )
 from hetero_strategy.strategy.precision import check_trainable, seed_scale, stand_in, storage_of
 from hetero_strategy.strategy.refusals import check_callbacks, check_dataloader
-
-ROW_ALIGNMENT = 32
-"""A tensor-parallel language model's rows per rank are a multiple of this. Sequence parallelism needs a multiple of 1;
-few distinct sizes also let DTensor reuse its sharding decisions instead of making them anew for every ragged batch."""
 
 
 class HeteroStrategy(WorldCollectives):
@@ -165,11 +161,10 @@ class HeteroStrategy(WorldCollectives):
         context = TrainingContext(self._placement, placed_later=self._placement is None, device=self.root_device)
         if self._assembled is None or self._multimodal is None or self._placement is None:
             return context
-        layouts, made = self._placement.layouts, self._assembled
-        tp = {name: layouts[name].tp for name in self._multimodal.language_models() if layouts[name].tp > 1}
+        made = self._assembled
         return replace(
             context,
-            row_multiple={name: degree * ROW_ALIGNMENT for name, degree in tp.items()},
+            row_multiple=row_multiple(self._multimodal, self._placement.layouts),
             model=made.context,
             rank=self.global_rank,
             compiler=made.executor.compiler,

@@ -31,8 +31,7 @@ from hetero_strategy.schedule.action import Lane, StageGraph, StageId
 from hetero_strategy.schedule.check import check
 from hetero_strategy.schedule.compile import RankAction
 from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.strategy.assembly import Assembled, assemble
-from hetero_strategy.strategy.strategy import ROW_ALIGNMENT
+from hetero_strategy.strategy.assembly import ROW_ALIGNMENT, Assembled, assemble
 from hetero_strategy.zoo import flow_decoder, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from recipes.digits import write_digits, write_digits_draw
 from tests.distributed.damage import damaged, late

@@ -1,0 +1,136 @@
+"""``program_faults``: whether one rank's step program fits the plan and the programs of its peers. Pure.
+
+A program is held against what it was not made from: the runs of rows that the plan names, counted anew, and what the
+ranks that it exchanges rows with send and expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int64
+
+from hetero_strategy.boundary.route import Rows
+from hetero_strategy.plan.step_plan import StepPlan, edge_blocks
+from hetero_strategy.schedule.action import Schedule, StageGraph, StageId
+from hetero_strategy.schedule.compile import RankTransfer, StepProgram, rows_on
+
+
+class Message(NamedTuple):
+    """Rows that travel between two ranks, as one of their programs has them."""
+
+    backward: bool
+    microbatches: tuple[int, int]
+    """Of the edge's source and of its target."""
+    rows: int
+
+
+class MessageQueue(NamedTuple):
+    """Where a rank's messages follow each other."""
+
+    edge: int
+    hop: int
+    peer: int
+    sent: bool
+    """Else received."""
+
+
+def program_faults(
+    plan: StepPlan, schedule: Schedule, rank: int, program: StepProgram, program_of: Callable[[int], StepProgram]
+) -> Iterator[tuple[StageId, str]]:
+    """Find what is wrong with a rank's program.
+
+    Every row that crosses an edge to this rank arrives there once, or stays there; and what this rank sends, and what
+    its peers send to it, the other side expects, in the same order and sizes.
+
+    Args:
+        program_of: gives the program of another rank.
+
+    Yields:
+        A stage of this rank, and what is wrong there.
+    """
+    graph = schedule.graph
+    for one in program.transfers:
+        source, target = graph.edges[one.edge]
+        due, rows = _due(plan, graph, rank, one), _written(program, one)
+        arrived = len(np.unique(rows))
+        outside = len(rows) and not 0 <= rows.min() <= rows.max() < one.transfer.outputs
+        if not due == len(rows) == arrived or outside:
+            what = "gradient rows" if one.backward else "rows"
+            name = f"{source} to {target}, microbatches {one.microbatches[0]} and {one.microbatches[1]}"
+            yield source if one.backward else target, f"{name}: {arrived} of {due} {what} reach rank {rank}"
+    mine = queues(program)
+    for peer in sorted({queue.peer for queue in mine}):
+        expected = {
+            queue._replace(peer=peer, sent=not queue.sent): messages
+            for queue, messages in queues(program_of(peer)).items()
+            if queue.peer == rank
+        }
+        own = {queue: messages for queue, messages in mine.items() if queue.peer == peer}
+        for queue in sorted({*own, *expected}):
+            pairs = zip_longest(own.get(queue, ()), expected.get(queue, ()))
+            odd = next(((k, here, there) for k, (here, there) in enumerate(pairs) if here != there), None)
+            if odd is not None:
+                edge = graph.edges[queue.edge]
+                here, there = ("sends", "awaits") if queue.sent else ("awaits", "sends")
+                yield (
+                    next(stage for stage in edge if rank in graph.stages[stage].ranks),
+                    f"{edge[0]} to {edge[1]}, message {odd[0]} of hop {queue.hop}: rank {rank} {here} {_shown(odd[1])},"
+                    f" rank {peer} {there} {_shown(odd[2])}",
+                )
+
+
+def queues(program: StepProgram) -> dict[MessageQueue, list[Message]]:
+    """Return all messages of a rank by queue, in the order in which they start."""
+    found: dict[MessageQueue, list[Message]] = {}
+    started = [*program.starts, *(number for step in program.actions for number in step.starts)]
+    passed_on = [number for step in program.actions for number in step.reads]
+    for hop, numbers in ((1, started), (2, passed_on)):
+        for one in (program.transfers[number] for number in numbers):
+            moved = one.transfer.first if hop == 1 else one.transfer.second
+            for sent, messages in ((True, moved.sends), (False, moved.receives)):
+                for peer, rows in messages:
+                    message = Message(one.backward, one.microbatches, rows.size)
+                    found.setdefault(MessageQueue(one.edge, hop, peer, sent), []).append(message)
+    return found
+
+
+def _due(plan: StepPlan, graph: StageGraph, rank: int, one: RankTransfer) -> int:
+    """Rows that the plan brings to a rank in a transfer, or lets stay there."""
+    (source, target), (p, t) = graph.edges[one.edge], one.microbatches
+    stage, microbatch = (source, p) if one.backward else (target, t)
+    within = source.module == target.module
+    totals = plan.assignments[stage.module][microbatch].totals(inner=within or not one.backward)
+    side = rows_on(graph.stages[stage], totals)
+    if within:
+        return side.rows_on(rank)
+    instance, part = side.seat(rank)
+    blocks = edge_blocks(plan, source.module, p, target.module, t)
+    instances, start = blocks.target_instance, blocks.target_start
+    if one.backward:
+        instances, start = blocks.source_instance, blocks.source_start
+    mine = instances == instance
+    pieces = side.cut(start[mine], blocks.rows[mine], instances[mine])
+    return int(pieces.rows[pieces.part == part].sum())
+
+
+def _written(program: StepProgram, one: RankTransfer) -> Int64[np.ndarray, "rows"]:
+    """Output rows that a transfer writes, as often as it does."""
+    hops = (one.transfer.first, one.transfer.second)
+    parts: list[Rows] = [one.transfer.local[1], *(rows for hop in hops for _, rows in hop.receives)]
+    return np.concatenate(
+        [
+            np.arange(part.first, part.first + part.size) if part.at < 0 else program.index[part.at :][: part.size]
+            for part in parts
+        ]
+    )
+
+
+def _shown(message: Message | None) -> str:
+    if message is None:
+        return "nothing"
+    (p, t), what = message.microbatches, "gradient rows" if message.backward else "rows"
+    return f"{message.rows} {what} of microbatches {p} and {t}"

@@ -1,0 +1,81 @@
+"""Whether the ranks' parts make up whole tensors, so that a checkpoint of them is one of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+from hetero_strategy.checkpoint.folder import Piece
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.schedule.action import StageId
+
+
+class Coverage:
+    """Collects the parts that some ranks of every stage have built.
+
+    Args:
+        whole: module -> all its tensors by name, before anything is parallelised.
+        layouts: resolved.
+    """
+
+    def __init__(self, whole: Mapping[str, Mapping[str, torch.Tensor]], layouts: Mapping[str, ModuleLayout]) -> None:
+        self._whole, self._layouts = whole, layouts
+        self._faults: list[tuple[StageId, str]] = []
+        self._built: set[StageId] = set()
+        self._there: set[str] = set()
+        self._summed: dict[object, int] = {}
+
+    def add(
+        self,
+        rank: int,
+        stages: Sequence[StageId],
+        tensors: Mapping[str, torch.Tensor],
+        pieces: Mapping[str, Piece],
+    ) -> None:
+        """Take what a rank has built: its tensors by ``<module>.<fqn>``, and what of them it brings to a checkpoint."""
+        self._built.update(stages)
+        of = {stage.module: stage for stage in stages}
+        for name, tensor in tensors.items():
+            module, _, fqn = name.partition(".")
+            self._there.add(name)
+            shape, total = self._whole[module][fqn].shape, tensor.numel()
+            here = prod(pieces[name].sizes) if name in pieces else 0
+            if tensor.shape != shape:
+                self._faults.append((of[module], f"{name} is {tuple(tensor.shape)} on rank {rank}, not {tuple(shape)}"))
+            if isinstance(tensor, DTensor):
+                if here != tensor.to_local().numel():
+                    size = tensor.to_local().numel()
+                    self._faults.append((of[module], f"rank {rank} holds {size} elements of {name} but saves {here}"))
+                total = self._elements(tensor)
+            if total != tensor.numel():
+                message = f"the ranks of its mesh hold {total} of the {tensor.numel()} elements of {name}"
+                self._faults.append((of[module], message))
+
+    def faults(self) -> Iterator[tuple[StageId, str]]:
+        """Find tensors that no rank has or whose parts do not make them up; stages that were not built are left out."""
+        yield from dict.fromkeys(self._faults)
+        for module, tensors in self._whole.items():
+            stages = [StageId(module, number) for number in range(self._layouts[module].pipeline.stages)]
+            if self._built.issuperset(stages):
+                for fqn in tensors:
+                    if f"{module}.{fqn}" not in self._there:
+                        yield stages[0], f"{module}.{fqn} is on no rank"
+
+    def _elements(self, tensor: DTensor) -> int:
+        """Elements that all ranks of a tensor's mesh hold, copies counted once."""
+        key = (tensor.shape, tensor.device_mesh.shape, tensor.placements)
+        if key not in self._summed:
+            sizes, placements = tensor.device_mesh.shape, tensor.placements
+            places = (
+                range(1 if isinstance(one, Replicate) else size) for one, size in zip(placements, sizes, strict=True)
+            )
+            self._summed[key] = sum(
+                prod(_compute_local_shape_and_global_offset(tensor.shape, sizes, [*at], placements, True)[0])
+                for at in product(*places)
+            )
+        return self._summed[key]

@@ -1,0 +1,391 @@
+"""``dry_run``: what every rank of a run would build, built by one process on fake process groups and the meta device.
+
+The process is one rank after another, and each time it runs the code of a real start (:func:`assemble`). Ranks that
+host the same stages build the same, up to their coordinates, so of each such set the first and the last rank are built.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hetero_strategy.checkpoint.inventory import pieces_of
+from hetero_strategy.errors import ConfigError, HeteroError
+from hetero_strategy.layout.placement import Placement, place
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.monitor.traffic import Traffic
+from hetero_strategy.parallelize.fsdp import whole_bytes
+from hetero_strategy.parallelize.gradients import local
+from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.parallelize.storage import FP32, Storage
+from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
+from hetero_strategy.planner.context import model_context
+from hetero_strategy.runtime.connect import meetings_of
+from hetero_strategy.schedule.action import Schedule, StageGraph, StageId
+from hetero_strategy.schedule.check import check
+from hetero_strategy.schedule.check_program import program_faults
+from hetero_strategy.schedule.compile import StepCompiler, StepProgram, compile_step
+from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.strategy.assembly import Assembled, assemble, row_multiple
+from hetero_strategy.strategy.blueprint import Blueprint, blueprint
+from hetero_strategy.strategy.coverage import Coverage
+
+PROGRAMS = 4096
+"""Most step programs of peers that are kept at a time."""
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What would fail, or not fit, at a real start or in a step."""
+
+    check: Literal["build", "groups", "schedule", "program", "connect", "memory", "checkpoint"]
+    """What found it."""
+    message: str
+    rank: int | None = None
+    """None: all ranks."""
+    module: str | None = None
+    stage: int | None = None
+
+
+@dataclass(frozen=True)
+class BuiltRank:
+    """What one rank has built."""
+
+    rank: int
+    lane: int
+    """Number among the sets of ranks that host the same stages."""
+    alike: int
+    """Ranks in this set."""
+    stages: tuple[StageId, ...]
+    bytes: Mapping[str, int]
+    """``parameters``, ``buffers``, ``gradients`` and AdamW's ``states`` of what it owns; ``gathered``: whole weights
+    and their gradients that it has at a time; ``rows``: rows of other stages that wait for their backward, at most.
+    Activations inside its stages are not in them."""
+    tensors: Mapping[str, tuple[int, ...]]
+    """Owned parameters and persistent buffers by ``<module>.<fqn>``, and the shape of this rank's part."""
+    groups: int
+    """Process groups that it is in, apart from those of all ranks and of it alone."""
+    channels: int
+    """Groups of its own for rows, which NCCL needs beside these."""
+    connections: int
+    """Ranks that it meets at start, edges and hops counted apart."""
+    pieces: int
+    """Tensors of the model of which it brings a piece to a checkpoint."""
+    programs: tuple[StepProgram, ...]
+    """Of each batch."""
+    sent: tuple[Traffic, ...]
+    """Bytes of rows that it sends in each batch."""
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a dry run found."""
+
+    world_size: int
+    plan: Blueprint
+    ranks: tuple[BuiltRank, ...]
+    """Those that were built, ascending."""
+    faults: tuple[Fault, ...]
+
+
+def dry_run(
+    model: MultimodalModel,
+    layouts: Mapping[str, ModuleLayout],
+    batches: Sequence[StepMetadata] = (),
+    *,
+    world_size: int,
+    ranks_per_node: int = 1 << 30,
+    microbatches: int | None = 1,
+    microbatch_rows: Mapping[str, int | Literal["equal"]] | None = None,
+    balance: BalanceConfig | None = None,
+    scheduling: ScheduleConfig | None = None,
+    recompute: Mapping[str, Recompute] = MappingProxyType({}),
+    compile: Mapping[str, str] = MappingProxyType({}),
+    storage: Storage = FP32,
+    memory: float | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> DryRun:
+    """Build a run of ``world_size`` ranks without them, and check what they would build and run.
+
+    Args:
+        model: as built, on the meta device; it stays as it is.
+        layouts: of every module.
+        batches: global batches whose steps are planned, scheduled and compiled.
+        ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; default: all on one.
+        microbatches, microbatch_rows: see :func:`hetero_strategy.plan.orchestrator.plan_step`.
+        balance: how work is spread; default: as the strategy does by default.
+        scheduling, recompute, compile, storage: see :func:`hetero_strategy.strategy.assembly.assemble`.
+        memory: bytes of a device; a rank that needs more is a fault.
+        progress: is told what is done next.
+
+    Raises:
+        LayoutError, ScheduleError, ConfigError: what a real start refuses before any process group exists; or a
+            process group exists in this process.
+    """
+    if dist.is_initialized():
+        raise ConfigError("dry_run: this process has a process group; run it in a process of its own")
+    placement, tell = place(layouts, world_size), progress or (lambda _: None)
+    scheduling = (scheduling or ScheduleConfig()).resolved(placement.layouts)
+    tell("stages")
+    plan = blueprint(model, placement.layouts, scheduling, recompute, compile, storage)
+    placement = Placement(plan.layouts, world_size)
+    faults: list[Fault] = []
+    steps = []
+    for number, metadata in enumerate(batches):
+        tell(f"step of batch {number + 1} of {len(batches)}")
+        around = model_context(plan.graph, plan.costs, model.language_models(), scheduling, placement, ranks_per_node)
+        step = plan_step(
+            metadata,
+            placement.instances(),
+            model.language_models(),
+            microbatches=microbatches,
+            row_multiple=row_multiple(model, plan.layouts),
+            microbatch_rows=microbatch_rows,
+            balancing=(balance or BalanceConfig()).resolve(placement.instances(), around),
+        )
+        with _noted(faults, "schedule"):
+            schedule = StepCompiler(plan.graph, plan.costs, scheduling).schedule(step, train=True)
+            check(schedule)
+            steps.append(_Programs(step, schedule))
+    shapes = {name: module.state_dict() for name, module in model.modules_by_name.items()}
+    coverage, rank_sets = Coverage(shapes, plan.layouts), dict[int, tuple[tuple[int, ...], ...]]()
+    ranks: list[BuiltRank] = []
+    sampled = _sampled(plan.graph, world_size)
+    for number, (rank, (lane, alike, stages)) in enumerate(sorted(sampled.items())):
+        tell(f"rank {rank}, {number + 1} of {len(sampled)}")
+        with _noted(faults, "build", rank), _world(rank, world_size):
+            made = assemble(
+                "model", _copied(model), placement, rank, META, ranks_per_node=ranks_per_node, storage=storage,
+                scheduling=scheduling, recompute=recompute, compile=compile, plan=plan,
+            )  # fmt: skip
+            rank_sets[rank] = made.registry.created
+            faults += _program_faults(rank, steps, plan.graph)
+            ranks.append(_built(rank, made, lane, alike, stages, steps, coverage, ranks_per_node))
+    faults += _group_faults(rank_sets)
+    faults += [Fault("checkpoint", message, None, *stage) for stage, message in coverage.faults()]
+    if memory is not None:
+        faults += [_too_large(rank, memory) for rank in ranks if rank.total > memory]
+    return DryRun(world_size, plan, tuple(ranks), tuple(faults))
+
+
+@contextmanager
+def _world(rank: int, size: int) -> Iterator[None]:
+    """This process is a rank of a world in which nobody else is."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it holds meshes of this rank, which equal those of the next one
+        gc.collect()  # meshes and modules of one rank refer to each other
+
+
+@contextmanager
+def _noted(faults: list[Fault], check: Literal["build", "schedule"], rank: int | None = None) -> Iterator[None]:
+    """What is raised becomes a fault, and others are still found."""
+    try:
+        yield
+    except HeteroError as error:
+        faults.append(Fault(check, str(error), rank))
+    except Exception as error:
+        faults.append(Fault(check, f"{type(error).__name__}: {error}", rank))
+
+
+def _copied(model: MultimodalModel) -> MultimodalModel:
+    """A model to build from; what its modules were before anything is parallelised is shared."""
+    originals = [module.meta_copy() for module in model.modules_by_name.values()]
+    return copy.deepcopy(model, {id(original): original for original in originals})
+
+
+def _sampled(graph: StageGraph, world_size: int) -> dict[int, tuple[int, int, tuple[StageId, ...]]]:
+    """Rank -> number and size of its set of ranks that host the same stages, and these; first and last of each set.
+
+    Ranks lie in a module by ascending coordinate, so these two have the extreme coordinates in every module of theirs.
+    """
+    hosts: list[tuple[tuple[StageId, ...], Collection[int]]] = list(graph.hosts.items())
+    busy = {rank for _, ranks in hosts for rank in ranks}
+    if idle := [rank for rank in range(world_size) if rank not in busy]:
+        hosts.append(((), idle))
+    return {
+        rank: (lane, len(ranks), stages)
+        for lane, (stages, ranks) in enumerate(hosts)
+        for rank in (min(ranks), max(ranks))
+    }
+
+
+@dataclass
+class _Programs:
+    """The programs of one step, made when they are asked for."""
+
+    plan: StepPlan
+    schedule: Schedule
+    of: Callable[[int], StepProgram] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.of = lru_cache(PROGRAMS)(lambda rank: compile_step(self.plan, self.schedule, rank))
+
+
+def _built(
+    rank: int,
+    made: Assembled,
+    lane: int,
+    alike: int,
+    stages: tuple[StageId, ...],
+    steps: Sequence[_Programs],
+    coverage: Coverage,
+    ranks_per_node: int,
+) -> BuiltRank:
+    executor = made.executor
+    assert {*executor.stages} == {*stages}, f"rank {rank} has stages {[*executor.stages]}, its plan {stages}"
+    tensors = _owned(made)
+    pieces = pieces_of(rank, tensors)
+    coverage.add(rank, stages, tensors, pieces)
+    programs = tuple(step.of(rank) for step in steps)
+    meetings = [
+        m for number in range(len(executor.compiler.graph.edges)) for m in meetings_of(executor.compiler.graph, number)
+    ]
+    groups = [ranks for ranks in made.registry.created[1:] if rank in ranks]
+    channels = {
+        (edge, place)
+        for (edge, back), channel in executor.channels.items()
+        for place, group in ((-1, channel.group), (back, channel.second))
+        if group is not None
+    }
+    return BuiltRank(
+        rank=rank,
+        lane=lane,
+        alike=alike,
+        stages=stages,
+        bytes=_bytes(made, programs),
+        tensors={name: tuple(local(tensor).shape) for name, tensor in tensors.items()},
+        groups=len(groups),
+        channels=len(channels),
+        connections=sum(len(m.partners(rank)) for m in meetings),
+        pieces=len(pieces),
+        programs=programs,
+        sent=tuple(_sent(rank, program, executor.row_bytes, ranks_per_node) for program in programs),
+    )
+
+
+def _owned(made: Assembled) -> dict[str, torch.Tensor]:
+    """What of a rank a checkpoint holds, by ``<module>.<fqn>``: on meta nothing else tells it from the rest."""
+    stages = made.executor.stages.values()
+    own = {id(tensor) for stage in stages for tensor in (*stage.parameters(), *stage.buffers())}
+    return {
+        f"{name}.{fqn}": tensor.detach()
+        for name, module in made.executor.modules.items()
+        for fqn, tensor in module.state_dict(keep_vars=True).items()
+        if id(tensor) in own
+    }
+
+
+def _bytes(made: Assembled, programs: Iterable[StepProgram]) -> dict[str, int]:
+    stages, graph = made.executor.stages, made.executor.compiler.graph
+    parameters = {id(p): p for stage in stages.values() for p in stage.parameters()}.values()
+    trained = sum(local(p).nbytes for p in parameters if p.requires_grad)
+    return {
+        "parameters": sum(local(p).nbytes for p in parameters),
+        "buffers": sum(b.nbytes for b in {id(b): b for stage in stages.values() for b in stage.buffers()}.values()),
+        "gradients": trained,
+        "states": 2 * trained,
+        "gathered": sum(whole_bytes(stage, once=graph.stages[node].sharded) for node, stage in stages.items()),
+        "rows": max((_held_rows(program, graph, made.executor.row_bytes) for program in programs), default=0),
+    }
+
+
+def _held_rows(program: StepProgram, graph: StageGraph, row_bytes: Sequence[int]) -> int:
+    """Most bytes of rows that came in and wait for the backward of their microbatch."""
+    held: dict[tuple[StageId, int], int] = {}
+    most = 0
+    for step in program.actions:
+        kind, node, microbatch = step.action
+        if kind == "F" and graph.stages[node].backward:
+            read = [program.transfers[number] for number in step.reads]
+            held[node, microbatch] = sum(one.transfer.outputs * row_bytes[one.edge] for one in read)
+            most = max(most, sum(held.values()))
+        elif kind in ("B", "I"):
+            held.pop((node, microbatch))
+    return most
+
+
+def _sent(rank: int, program: StepProgram, row_bytes: Sequence[int], ranks_per_node: int) -> Traffic:
+    found = Traffic(0.0, 0.0)
+    for one in program.transfers:
+        for hop in (one.transfer.first, one.transfer.second):
+            for peer, rows in hop.sends:
+                size = float(rows.size * row_bytes[one.edge])
+                near = peer // ranks_per_node == rank // ranks_per_node
+                found += Traffic(size, 0.0) if near else Traffic(0.0, size)
+    return found
+
+
+def _program_faults(rank: int, steps: Sequence[_Programs], graph: StageGraph) -> Iterator[Fault]:
+    """Of a rank's programs: rows that are missing, messages that do not fit, peers that it does not meet at start."""
+    partners = [[m.partners(rank) for m in meetings_of(graph, number)] for number in range(len(graph.edges))]
+    for step in steps:
+        program = step.of(rank)
+        for stage, message in program_faults(step.plan, step.schedule, rank, program, step.of):
+            yield Fault("program", message, rank, *stage)
+        strangers = {
+            (one.edge, peer)
+            for one in program.transfers
+            for hop, met in ((one.transfer.first, 0), (one.transfer.second, 1 + one.backward))
+            for peer, _ in (*hop.sends, *hop.receives)
+            if peer not in partners[one.edge][met]
+        }
+        for edge, peer in sorted(strangers):
+            source, target = graph.edges[edge]
+            yield Fault(
+                "connect",
+                f"{source} to {target}: rank {rank} exchanges rows with rank {peer}, which it does not meet at start",
+                rank,
+                *next(stage for stage in (source, target) if rank in graph.stages[stage].ranks),
+            )
+
+
+def _group_faults(found: Mapping[int, tuple[tuple[int, ...], ...]]) -> Iterator[Fault]:
+    """Ranks that do not create the groups that the first rank creates, in its order."""
+    if not found:
+        return
+    first, *others = sorted(found)
+    for rank in others:
+        if found[rank] == found[first]:
+            continue
+        pairs = zip(found[first], found[rank], strict=False)
+        k = next((k for k, (a, b) in enumerate(pairs) if a != b), min(len(found[first]), len(found[rank])))
+        there, here = ((f"ranks {one[k]}" if k < len(one) else "none") for one in (found[first], found[rank]))
+        yield Fault("groups", f"group {k}: rank {rank} creates {here}, rank {first} {there}", rank)
+
+
+def _too_large(rank: BuiltRank, memory: float) -> Fault:
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in rank.bytes.items() if size)
+    stages = ", ".join(map(str, rank.stages))
+    module, stage = rank.stages[0]
+    return Fault(
+        "memory",
+        f"{stages} on rank {rank.rank} need {rank.total / 2**30:.2f} GiB ({parts}) beside activations, the device has"
+        f" {memory / 2**30:.2f} GiB; shard more, or give them more stages or ranks",
+        rank.rank,
+        module,
+        stage,
+    )
