@@ -22,7 +22,8 @@ SHAPE = ModelShape(
         "llm": ModuleShape(
             per_row=np.full(BLOCKS, 1.0), per_pair=np.zeros(BLOCKS), parameters=np.full(BLOCKS, 1000),
             trained=np.full(BLOCKS, 1000), trained_share=np.ones(BLOCKS), has_blocks=True, width=1, edge_width=1,
-            tp=(1,), row_parts={1: 1}, samplewise=True,
+            tp=(1,), row_parts={1: 1}, samplewise=True, stored=np.zeros((BLOCKS, 2, 2, 2), np.int64),
+            largest=np.zeros(BLOCKS, np.int64), buffers=0,
         )
     },
     (),

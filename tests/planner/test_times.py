@@ -25,7 +25,8 @@ def shape(trained: tuple[bool, ...] = (True, True), **changes: Any) -> ModuleSha
     made = ModuleShape(
         per_row=np.full(n, 10.0), per_pair=np.full(n, 2.0), parameters=np.full(n, 8), trained=(8 * share).astype(int),
         trained_share=share, has_blocks=True, width=4, edge_width=4, tp=(1, 2), row_parts={1: 1, 2: 1},
-        samplewise=True, moved=np.full(n, 50.0),
+        samplewise=True, moved=np.full(n, 50.0), stored=np.zeros((n, 2, 2, 2), np.int64),
+        largest=np.zeros(n, np.int64), buffers=0,
     )  # fmt: skip
     return replace(made, **changes)
 
