@@ -50,8 +50,6 @@ class GroupRegistry:
         for ranks in rank_sets(placement, rank_sets_needed):
             self._create(ranks)
         host = "fake" if dist.get_backend() == "fake" else "gloo"  # in a dry run there is nobody to talk to
-        self.created = tuple(self._groups)
-        """Rank sets of all groups that were created at start, in this order; the same on every rank."""
         # A module that only one rank shards (to compute in another dtype) has a mesh of that rank alone.
         if (self._rank,) not in self._groups:
             alone = dist.new_group([self._rank], timeout=timeout, use_local_synchronization=True)
@@ -92,6 +90,13 @@ class GroupRegistry:
             return self.group(key)
         self._channels.append(self._new(key))
         return self._channels[-1]
+
+    @property
+    def created(self) -> tuple[tuple[int, ...], ...]:
+        """Rank sets of the groups that were created at start, in this order and the same on every rank; without those
+        of one rank alone.
+        """
+        return tuple(ranks for ranks in self._groups if len(ranks) > 1)
 
     def limit(self, timeout: timedelta) -> None:
         """From now on a collective of the world or of a module ends after this time. Those on the host stay: what they
