@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.counting import Allocations
+from hetero_strategy.planner.allocations import Allocations
 
 CPU = torch.device("cpu")
 

@@ -5,6 +5,8 @@ A table of candidates, why the best wins and what limits it, its timeline, and a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import hydra
 import torch
 from omegaconf import DictConfig
@@ -14,33 +16,41 @@ from rich.table import Table
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import place
+from hetero_strategy.model import MultimodalModel
 from hetero_strategy.monitor.timeline import from_simulation
 from hetero_strategy.monitor.timeline_draw import draw
+from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepMetadata
+from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.evaluate import Placed
 from hetero_strategy.planner.explain import Explanation, explain
+from hetero_strategy.planner.measured import activations_of
+from hetero_strategy.planner.memory import CPU, CUDA, KINDS, MemoryModel
 from hetero_strategy.planner.search import Answer, Planner, Ranked
-from hetero_strategy.planner.shape import shape_of
+from hetero_strategy.planner.shape import ModelShape, shape_of
 from hetero_strategy.planner.times import MIXED, Precision
+from hetero_strategy.strategy.dry_run import dry_run
 from recipes import build, cli
+from recipes.dry_run import report
 from recipes.layout_file import write_layout
 
 SHOWN = 8
 MOST_RANKS = 64
 """Ranks of the timeline, spread over all."""
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 PRECISIONS = {"bf16-mixed": MIXED, "16-mixed": MIXED, "32-true": Precision(4, 4), "64-true": Precision(8, 8)}
 
 
 def plan(cfg: DictConfig) -> None:
     """Plan, print, write."""
-    build.check_configuration(cfg, "cluster", "batches", "simulations", "microbatches")
+    build.check_configuration(cfg, "cluster", "batches", "simulations", "microbatches", "dry_run")
     console = Console(highlight=False)
     make_model = build.model_maker(cfg)
     batches, microbatches, balance = sampled(cfg)
     with torch.device("meta"):
-        shape = shape_of(make_model())
-    cluster = hydra.utils.instantiate(cfg.cluster)
+        model = make_model()
+    shape, cluster = shape_of(model), hydra.utils.instantiate(cfg.cluster)
     planner = Planner(
         shape,
         cluster,
@@ -50,23 +60,53 @@ def plan(cfg: DictConfig) -> None:
         precision=precision(cfg),
         simulations=int(cfg.simulations),
     )
-    answer = search(planner, console)
+    answer = search(planner, console, lambda: memory_model(model, shape, cluster, precision(cfg)))
     evaluator = planner.evaluator
     placed = evaluator.place(answer.best.candidate)
     step = evaluator.shown(placed)
     folder = cli.run_folder()
     tokens = sum(int(b.tokens.sum()) for b in batches) / len(batches)
-    name = f"{cfg.model.get('_name_', 'model')}"
     console.print(candidates(answer, planner, tokens))
     console.print(modules(placed, planner))
-    for line in reasons(answer, explain(evaluator, step), tokens):
+    for line in (*reasons(answer, explain(evaluator, step), tokens), *needs(answer, cluster)):
         console.print(line, soft_wrap=True)
     file = write_layout(folder / "layout" / "planned.yaml", placed, said(answer, planner), trains="module" in cfg.data)
-    draw(folder / "timeline.png", from_simulation(step.simulation, MOST_RANKS), title=f"{name} as planned")
+    draw(folder / "timeline.png", from_simulation(step.simulation, MOST_RANKS), title=said(answer, planner))
     console.print(f"pictures    {cli.near(folder / 'timeline.png')}")
     console.print(f"layout      {cli.near(file)}")
+    if cfg.dry_run:
+        build_all(model, placed, planner, console)
     if "module" in cfg.data:
         console.print(f"train       {cli.command('recipes.train', layout=file)}", soft_wrap=True)
+
+
+def memory_model(model: MultimodalModel, shape: ModelShape, cluster: Cluster, precision: Precision) -> MemoryModel:
+    """What predicts memory on these devices."""
+    on_cpu, dtype = cluster.device.name == "cpu", DTYPES[precision.compute]
+    activations = activations_of(model.train(), dtype, buckets=on_cpu or precision.compute > 2, ways=("kept", "all"))
+    return MemoryModel(shape, activations, precision, CPU if on_cpu else CUDA)
+
+
+def build_all(model: MultimodalModel, placed: Placed, planner: Planner, console: Console) -> None:
+    """Build the plan at its full number of ranks, without them, and print what that finds."""
+    cluster, candidate = planner.evaluator.cluster, placed.candidate
+    compute, master = (DTYPES[n] for n in (planner.evaluator.precision.compute, planner.evaluator.precision.master))
+    step = planner.evaluator.shown(placed).plan
+    with console.status("dry run") as status:
+        found = dry_run(
+            model,
+            placed.placement.layouts,
+            [step.metadata],
+            world_size=cluster.ranks,
+            ranks_per_node=cluster.ranks_per_node,
+            microbatches=step.microbatches,
+            scheduling=placed.scheduling,
+            recompute=candidate.recompute,
+            storage=Storage(compute, master),
+            memory=cluster.device.memory,
+            progress=lambda what: status.update(f"dry run: {what}"),
+        )
+    report(found)
 
 
 def sampled(cfg: DictConfig) -> tuple[list[StepMetadata], int | None, BalanceConfig]:
@@ -100,7 +140,7 @@ def precision(cfg: DictConfig) -> Precision:
     return PRECISIONS[given]
 
 
-def search(planner: Planner, console: Console) -> Answer:
+def search(planner: Planner, console: Console, memory: Callable[[], MemoryModel]) -> Answer:
     """Plan with a bar of progress."""
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as progress:
@@ -109,7 +149,11 @@ def search(planner: Planner, console: Console) -> Answer:
         def advance(done: int, total: int, best: float) -> None:
             progress.update(task, completed=done, total=total, description=f"best {seconds(best)}")
 
-        return planner.plan(advance)
+        def measured() -> MemoryModel:
+            progress.update(task, description="activations of all modules' blocks, on tensors without values")
+            return memory()
+
+        return planner.plan(advance, measured)
 
 
 def candidates(answer: Answer, planner: Planner, tokens: float) -> Table:
@@ -163,15 +207,32 @@ def reasons(answer: Answer, found: Explanation, tokens: float) -> list[str]:
     waits = ", ".join(f"{cause} {share:.1%}" for cause, share in found.bubbles.items() if share >= 0.001)
     lines.append(f"ranks       compute {work}; wait: {waits or 'nothing'}; optimizer {found.after:.1%}")
     lines.append(f"limit       {found.limit()}")
-    moved = f"{found.within / 2**30:.3g} GiB within nodes, {found.across / 2**30:.3g} GiB between them"
+    moved = f"{size(found.within)} within nodes, {size(found.across)} between them"
     lines.append(f"rows        {moved}, received in the step drawn")
     return lines
+
+
+def needs(answer: Answer, cluster: Cluster) -> list[str]:
+    """What the rank that needs most memory needs it for."""
+    memory = answer.best.memory
+    if memory is None:
+        return []
+    rank = int(memory.peak.argmax())
+    parts = ", ".join(f"{kind} {size(n)}" for kind, n in zip(KINDS, memory.bytes[:, rank], strict=True) if n)
+    whole = f"{size(memory.peak[rank])} of {size(cluster.device.memory)}"
+    left = f"; {len(answer.too_large)} faster candidates need too much" if answer.too_large else ""
+    return [f"memory      {whole} on rank {rank}: {parts}{left}"]
 
 
 def said(answer: Answer, planner: Planner) -> str:
     """What the layout file says of itself."""
     cluster = planner.evaluator.cluster
     return f"planned for {cluster.ranks} x {cluster.device.name}: {seconds(answer.best.seconds)} a step predicted"
+
+
+def size(value: float) -> str:
+    """Bytes for a person."""
+    return f"{value / 2**30:.3g} GiB" if value >= 2**30 else f"{value / 2**20:.3g} MiB"
 
 
 def seconds(value: float) -> str:

@@ -11,6 +11,7 @@ from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
+from hetero_strategy.planner.memory import Memory, MemoryModel
 from hetero_strategy.planner.propose import Proposal, Proposer
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.times import MIXED, Precision
@@ -27,6 +28,8 @@ class Ranked:
     seconds: float
     estimate: float
     """What the formula says."""
+    memory: Memory | None = None
+    """Of a step, where it was predicted."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Answer:
     """All that were simulated, the fastest first."""
     considered: int
     """Proposals of which those were the most promising."""
+    too_large: tuple[Ranked, ...] = ()
+    """Faster ones that need more memory than there is."""
 
     @property
     def best(self) -> Ranked:
@@ -94,8 +99,11 @@ class Planner:
             shape, self.estimates, cluster.ranks, cluster.ranks_per_node, samples, units, microbatches
         )
 
-    def plan(self, progress: Progress | None = None) -> Answer:
+    def plan(self, progress: Progress | None = None, memory: Callable[[], MemoryModel] | None = None) -> Answer:
         """Simulate the most promising proposals of every placement, then other schedules for the best of these.
+
+        Args:
+            memory: makes what predicts how much the best need; None: the formula's bound is all that is known.
 
         Raises:
             LayoutError: no candidate fits into memory.
@@ -103,6 +111,7 @@ class Planner:
         proposals = self.proposer.proposals()
         if not proposals:
             raise LayoutError(self.why_not())
+        model = None if memory is None else memory()
         chosen = promising(proposals, self._simulations)
         ranked: list[Ranked] = []
         for i, proposal in enumerate(chosen):
@@ -112,7 +121,27 @@ class Planner:
         for best in sorted(ranked, key=lambda r: r.seconds)[:3]:
             for other in self.schedules(best.candidate):
                 self._simulate(other, best.estimate, ranked)
-        return Answer(tuple(sorted(ranked, key=lambda r: r.seconds)), len(proposals))
+        ranked.sort(key=lambda r: r.seconds)
+        return Answer(tuple(ranked), len(proposals)) if model is None else self._fitting(ranked, len(proposals), model)
+
+    def _fitting(self, ranked: list[Ranked], considered: int, memory: MemoryModel) -> Answer:
+        """Leave out what needs too much memory, up to the first that does not."""
+        room, too_large = self.estimates.memory, list[Ranked]()
+        while ranked:
+            best = Answer(tuple(ranked), considered).best
+            step = self.evaluator.shown(self.evaluator.place(best.candidate))
+            known = replace(best, memory=memory.of(step))
+            assert known.memory is not None
+            if known.memory.peak.max() <= room:
+                kept = (known if r is best else r for r in ranked)
+                return Answer(tuple(kept), considered, tuple(too_large))
+            ranked.remove(best)
+            too_large.append(known)
+        need = min(float(r.memory.peak.max()) for r in too_large if r.memory is not None)
+        raise LayoutError(
+            f"planner: each of the {len(too_large)} candidates that were simulated needs {need / 2**30:.1f} GiB or more"
+            f" on some rank, of {room / 2**30:.1f}; give more ranks or microbatches, or simulate more candidates"
+        )
 
     def _simulate(self, candidate: Candidate, estimate: float, ranked: list[Ranked]) -> None:
         try:

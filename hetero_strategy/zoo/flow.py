@@ -270,13 +270,16 @@ def time_features(time: Tensor, dtype: torch.dtype) -> Tensor:
 
 def positions(inputs: GeneratorInputs, dim: int, like: Tensor) -> Tensor:
     """Return sine tables ``[T, dim]`` of a patch's row and column; condition ``i`` counts as column ``i`` of row -1."""
-    cells = [np.zeros((0, 2))]
-    for (height, width), rows in zip(inputs.sizes.reshape(-1, 2).tolist(), inputs.rows.tolist(), strict=True):
-        cells.append(np.stack([np.full(rows, -1.0), np.arange(rows)], axis=1))
-        cells.append(np.stack(np.divmod(np.arange(height * width), width), axis=1))
-    angles = np.concatenate(cells)[:, :, None] * (100.0 ** -np.linspace(0.0, 1.0, dim // 4))
-    table = np.concatenate([np.sin(angles), np.cos(angles)], axis=2).reshape(-1, dim)
-    return torch.from_numpy(table).to(like.dtype).to(like.device, non_blocking=True)
+    sizes, conditions = inputs.sizes.reshape(-1, 2), inputs.rows
+    lengths = conditions + sizes.prod(axis=1)
+    place = ragged.within(lengths)
+    first, width = np.repeat(conditions, lengths), np.repeat(sizes[:, 1], lengths)
+    row, column = np.divmod(place - first, np.maximum(width, 1))
+    drawn = place >= first
+    cells = np.stack([np.where(drawn, row, -1), np.where(drawn, column, place)], axis=1)
+    angles = np.arange(-1.0, cells.max(initial=0) + 1)[:, None] * (100.0 ** -np.linspace(0.0, 1.0, dim // 4))
+    table = torch.from_numpy(np.concatenate([np.sin(angles), np.cos(angles)], axis=1)).to(like.dtype)
+    return table.to(like.device, non_blocking=True)[host_index(cells + 1, like)].reshape(-1, dim)
 
 
 def _first_rows(inputs: GeneratorInputs) -> Tensor:

@@ -1,0 +1,74 @@
+"""`python -m recipes.plan`: what it prints and writes, that `recipes.train` runs it, and messages with a fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.harness import Pool
+from tests.recipes.commands import SMALL, Ended, run_forked, run_on_ranks
+from tests.recipes.test_errors import check_message
+
+PLAN = "recipes.plan"
+FEW = ("simulations=4", "batches=1")
+
+
+def planned(folder: Path, *overrides: str) -> Ended:
+    return run_forked(folder, *overrides, *FEW, module=PLAN, timeout=120)
+
+
+def test_a_plan_is_printed_checked_drawn_and_trained(pool: Pool, given: tuple[str, ...], tmp_path: Path) -> None:
+    small = [o for o in SMALL if o.startswith(("model.", "data."))]
+    found = planned(tmp_path / "plan", *given, *small, "cluster.ranks_per_node=2", "dry_run=true")
+    assert found.code == 0, found.output
+    for words in (
+        "candidates fit on 2 x cpu",
+        "best",
+        "predicted, ",
+        "limit ",
+        "memory ",
+        "no faults",
+        "where each module",
+    ):
+        assert words in found.output, found.output
+    file = tmp_path / "plan" / "layout" / "planned.yaml"
+    assert (tmp_path / "plan" / "timeline.png").stat().st_size > 10_000
+    assert f"recipes.train layout={file}" in found.output.replace("\n", "")
+    ended = run_on_ranks(pool, 2, tmp_path / "run", *given, *SMALL, f"layout={file}", "trainer.max_steps=2")
+    assert "2 steps" in ended.output
+
+
+def test_what_was_planned_is_in_the_file(pool: Pool, tmp_path: Path) -> None:
+    """Statistics are planned for, though nothing trains on them."""
+    more = ("model=vlm", "data=cornstarch_vision", "experiment=none", "trainer.precision=bf16-mixed")
+    found = planned(tmp_path / "plan", *more, "data.global_batch=32", "cluster=a40")
+    assert found.code == 0, found.output
+    text = (tmp_path / "plan" / "layout" / "planned.yaml").read_text()
+    assert text.startswith("# @package _global_") and "4 x a40" in text and "microbatches" not in text
+    assert "layout:" in text and "vision:" in text and "llm:" in text
+    assert "recipes.train" not in found.output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("cluster.device=h900",), "device='h900' is not known; known: a40"),
+        (("cluster.nodes=0",), "cluster: nodes=0 must be positive"),
+        (("model=mllm_72b", "data=laion", "experiment=none"), "no layout of vision, llm, draw fits on 4 x cpu"),
+        (("model=mllm_9b", "data=cornstarch_vision", "experiment=none"), "the data has no items of draw"),
+        (("trainer.precision=8",), "trainer.precision=8: plans are made for bf16-mixed"),
+        (("clusters=h100",), "clusters"),
+    ],
+)
+def test_what_cannot_be_planned_says_what_to_change(
+    pool: Pool, given: tuple[str, ...], tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    data = () if "experiment=none" in overrides else given
+    check_message(planned(tmp_path / "plan", *data, *overrides), message)
+
+
+def test_a_layout_file_that_is_not_there(pool: Pool, given: tuple[str, ...], tmp_path: Path) -> None:
+    check_message(run_forked(tmp_path / "run", *given, f"layout={tmp_path}/no.yaml"), "there is no such file")
+    (tmp_path / "plain.yaml").write_text("llm: {ranks: 1}")
+    check_message(run_forked(tmp_path / "run", *given, f"layout={tmp_path}/plain.yaml"), "folders called layout")
