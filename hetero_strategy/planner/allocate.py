@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64
 
+from hetero_strategy.errors import require
 from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.space import Degrees, Partition
 
@@ -125,6 +127,7 @@ def allocate(
         microbatches: for each of these, the numbers to try.
         most_instances: module -> most instances that can all have work.
     """
+    require("cvxpy", "planner", "planner: ranks are allocated by convex programs")
     others = {name: degrees for name, degrees in tp.items() if name != language_model}
     laid = list(_language_models(estimates, language_model, tp[language_model], dp, microbatches))
     queues = [
@@ -236,30 +239,45 @@ def _problems(
 
 def _solve(problems: Sequence[tuple[_Problems, int]], ranks: int) -> list[Allocation]:
     """Some problems of as many groups, as one: they share no variable, so the sum of their optima is its optimum."""
-    import cvxpy  # slow to import
-
-    cp: Any = cvxpy
-    columns = [
-        np.stack([getattr(p, name)[way] for p, way in problems]) for name in ("first", "steady", "least", "most")
-    ]
-    first, steady, least, most = columns
-    if first.shape[1] == 1:
-        n = np.minimum(most, float(ranks))
-    else:
-        share = cp.Variable(first.shape, pos=True)  # of all ranks: of order 1, as solvers want it
-        slowest = cp.Variable(len(problems))
-        inverse = cp.inv_pos(share)
-        seconds = cp.sum(cp.multiply(first / ranks, inverse)) + cp.sum(slowest)
-        limits = [
-            cp.multiply(steady / ranks, inverse) <= cp.reshape(slowest, (len(problems), 1), order="C"),
-            cp.sum(share, axis=1) <= 1 + EPSILON,
-            share >= least / ranks,
-            share <= np.minimum(most / ranks, 1.0),
-        ]
-        cp.Problem(cp.Minimize(seconds), limits).solve(solver=cp.CLARABEL)
-        n = np.asarray(share.value) * ranks
+    names = ("first", "steady", "least", "most")
+    first, steady, least, most = (np.stack([getattr(p, name)[way] for p, way in problems]) for name in names)
+    n = np.minimum(most, float(ranks))
+    if first.shape[1] > 1:
+        values = first / ranks, steady / ranks, least / ranks, n / ranks
+        n = np.concatenate([_shares(*(v[i : i + CHUNK] for v in values)) for i in range(0, len(first), CHUNK)]) * ranks
     total = np.array([p.constant[way] for p, way in problems]) + (first / n).sum(axis=1) + (steady / n).max(axis=1)
     return [
         Allocation(p.choice(way), tuple(map(float, row)), float(t))
         for (p, way), row, t in zip(problems, n, total, strict=True)
     ]
+
+
+def _shares(*values: Float64[np.ndarray, "some groups"]) -> Float64[np.ndarray, "some groups"]:
+    """Shares of all ranks: of order 1, as solvers want it."""
+    count, groups = values[0].shape
+    program, parameters, share = _program(groups)
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.value = value[np.arange(CHUNK) % count]
+    program.solve(solver="CLARABEL")
+    found: np.ndarray = share.value[:count]
+    return found
+
+
+@lru_cache(maxsize=16)
+def _program(groups: int) -> tuple[Any, list[Any], Any]:
+    """A program of :data:`CHUNK` problems with parameters, which is compiled once: parameters, and shares of ranks."""
+    import cvxpy  # slow to import
+
+    cp: Any = cvxpy
+    shape = (CHUNK, groups)
+    first, steady, least, most = (parameters := [cp.Parameter(shape, nonneg=True) for _ in range(4)])
+    share, slowest = cp.Variable(shape, pos=True), cp.Variable((CHUNK, 1))
+    inverse = cp.inv_pos(share)
+    seconds = cp.sum(cp.multiply(first, inverse)) + cp.sum(slowest)
+    limits = [
+        cp.multiply(steady, inverse) <= slowest,
+        cp.sum(share, axis=1) <= 1 + EPSILON,
+        share >= least,
+        share <= most,
+    ]
+    return cp.Problem(cp.Minimize(seconds), limits), parameters, share

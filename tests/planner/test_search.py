@@ -12,10 +12,12 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, first_samples
 from hetero_strategy.planner.explain import explain
+from hetero_strategy.planner.memory import MemoryModel
 from hetero_strategy.planner.search import Answer, Planner, Ranked, is_homogeneous
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import compositions, degrees, partitions
 from tests.planner.models import batch, cluster, model, module
+from tests.planner.test_memory import FP32, OF, TEXT
 
 PLAIN = BalanceConfig(reorder="none")
 
@@ -147,3 +149,22 @@ def test_one_layout_for_all_is_preferred_where_it_is_as_good() -> None:
     other = replace(alike, layouts={"vision": ModuleLayout((0,)), "llm": ModuleLayout((1,))})
     assert Answer((Ranked(other, 1.0, 1.0), Ranked(alike, 1.005, 1.0)), 2).best.candidate is alike
     assert Answer((Ranked(other, 1.0, 1.0), Ranked(alike, 1.02, 1.0)), 2).best.candidate is other
+
+
+def test_what_needs_too_much_memory_gives_way() -> None:
+    """A language model whose activations are known, on devices of less and less memory."""
+    made = Planner(TEXT, cluster(2), [batch(16)], microbatches=2, precision=FP32, simulations=30)
+    predicted = MemoryModel(TEXT, OF, FP32)
+    roomy = made.plan(memory=lambda: predicted)
+    assert not roomy.too_large
+    assert roomy.best.memory is not None
+    most = float(roomy.best.memory.peak.max())
+    made.estimates.memory = 0.95 * most
+    tight = made.plan(memory=lambda: predicted)
+    assert tight.best.memory is not None
+    assert tight.best.memory.peak.max() <= made.estimates.memory < most
+    assert tight.best.seconds >= roomy.best.seconds
+    assert all(r.memory is not None and r.memory.peak.max() > made.estimates.memory for r in tight.too_large)
+    made.estimates.memory = 0.02 * most
+    with pytest.raises(LayoutError, match=r"no layout of llm fits|GiB or more on some rank"):
+        made.plan(memory=lambda: predicted)
