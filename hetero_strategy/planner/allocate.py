@@ -255,7 +255,7 @@ def _solve(problems: Sequence[tuple[_Problems, int]], ranks: int) -> list[Alloca
 def _shares(*values: Float64[np.ndarray, "some groups"]) -> Float64[np.ndarray, "some groups"]:
     """Shares of all ranks: of order 1, as solvers want it."""
     count, groups = values[0].shape
-    program, parameters, share = _program(groups)
+    program, parameters, share = _program(CHUNK, groups)
     for parameter, value in zip(parameters, values, strict=True):
         parameter.value = value[np.arange(CHUNK) % count]
     program.solve(solver="CLARABEL")
@@ -264,14 +264,14 @@ def _shares(*values: Float64[np.ndarray, "some groups"]) -> Float64[np.ndarray, 
 
 
 @lru_cache(maxsize=16)
-def _program(groups: int) -> tuple[Any, list[Any], Any]:
-    """A program of :data:`CHUNK` problems with parameters, which is compiled once: parameters, and shares of ranks."""
+def _program(count: int, groups: int) -> tuple[Any, list[Any], Any]:
+    """A program of so many problems, compiled once for all values of its parameters; these; and shares of ranks."""
     import cvxpy  # slow to import
 
     cp: Any = cvxpy
-    shape = (CHUNK, groups)
+    shape = (count, groups)
     first, steady, least, most = (parameters := [cp.Parameter(shape, nonneg=True) for _ in range(4)])
-    share, slowest = cp.Variable(shape, pos=True), cp.Variable((CHUNK, 1))
+    share, slowest = cp.Variable(shape, pos=True), cp.Variable((count, 1))
     inverse = cp.inv_pos(share)
     seconds = cp.sum(cp.multiply(first, inverse)) + cp.sum(slowest)
     limits = [
