@@ -63,6 +63,8 @@ class Estimates:
         self._shape, self._cluster, self._precision = shape, cluster, precision
         self.memory = MEMORY_SHARE * cluster.device.memory
         """Bytes of a device that a plan may use."""
+        self.kept = 1.0
+        """Activations that blocks keep over those of the formula; what measures them says it."""
         self._fed = shape.fed_by_trainable()
         self._sizes = {name: _sizes(shape.modules[name], name, batches) for name in shape.modules}
         self._work: dict[tuple[str, int, bool], Work] = {}
@@ -156,7 +158,13 @@ class Estimates:
         """Bytes per rank that backward needs: one microbatch of all blocks, since a pipeline of n ranks holds n."""
         shape = self._shape.modules[module]
         rows = self._sizes[module].rows / (degrees.dp * microbatches)
-        return rows * shape.saved(degrees.recomputed and shape.has_blocks) * self._precision.compute / degrees.tp
+        return (
+            self.kept
+            * rows
+            * shape.saved(degrees.recomputed and shape.has_blocks)
+            * self._precision.compute
+            / degrees.tp
+        )
 
     def bytes(self, module: str, degrees: Degrees, microbatches: int) -> float:
         """:meth:`held` and :meth:`activations`."""

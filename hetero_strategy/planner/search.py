@@ -11,11 +11,13 @@ from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
-from hetero_strategy.planner.memory import Memory, MemoryModel
+from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.planner.propose import Proposal, Proposer
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.times import MIXED, Precision
 
+ROUNDS = 4
+"""Times that the formula of activations is corrected."""
 Progress = Callable[[int, int, float], None]
 """(candidates simulated, candidates to simulate, seconds of the best so far)."""
 
@@ -108,10 +110,12 @@ class Planner:
         Raises:
             LayoutError: no candidate fits into memory.
         """
-        proposals = self.proposer.proposals()
+        proposals, model = self.proposer.proposals(), None
+        if proposals and memory is not None:
+            model = memory()
+            proposals = self._that_fit(proposals, model)
         if not proposals:
             raise LayoutError(self.why_not())
-        model = None if memory is None else memory()
         chosen = promising(proposals, self._simulations)
         ranked: list[Ranked] = []
         for i, proposal in enumerate(chosen):
@@ -123,6 +127,24 @@ class Planner:
                 self._simulate(other, best.estimate, ranked)
         ranked.sort(key=lambda r: r.seconds)
         return Answer(tuple(ranked), len(proposals)) if model is None else self._fitting(ranked, len(proposals), model)
+
+    def _that_fit(self, proposals: list[Proposal], memory: MemoryModel) -> list[Proposal]:
+        """Let the formula's activations be as large as those of the best proposal are, until that fits."""
+        activations = KINDS.index("activations")
+        for _ in range(ROUNDS):
+            if not proposals:
+                break
+            best = proposals[0]
+            found = memory.of(self.evaluator.shown(self.evaluator.place(best.candidate)))
+            rank = int(found.peak.argmax())
+            here = [name for name, layout in best.candidate.layouts.items() if rank in layout.ranks]
+            estimated = sum(self.estimates.activations(name, best.degrees[name], best.microbatches) for name in here)
+            ratio = float(found.bytes[activations, rank]) / estimated
+            if found.peak[rank] <= self.estimates.memory or ratio <= 1.0:
+                break
+            self.estimates.kept *= ratio
+            proposals = self.proposer.proposals()
+        return proposals
 
     def _fitting(self, ranked: list[Ranked], considered: int, memory: MemoryModel) -> Answer:
         """Leave out what needs too much memory, up to the first that does not."""
