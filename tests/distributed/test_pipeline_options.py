@@ -151,6 +151,7 @@ def test_same_gradients(pool: Pool, folders: dict[bool, str], name: str) -> None
 
 
 COMPILED = {
+    "language model alone": {"llm": on(0, 1, tp=2)},
     "tensor parallel": {"vision": on(0, 1), "llm": on(0, 1, tp=2)},
     "tensor parallel, sharded": {"vision": on(0, 1, 2, 3), "llm": on(0, 1, 2, 3, tp=2, dp_shard=2)},
     "stages, recomputed": {"vision": on(0, 1), "llm": on(0, 1, 2, 3, tp=2, pp=2)},
@@ -171,14 +172,16 @@ def graphs(rank: int, world: int, setting: Setting, wanted: Reference) -> tuple[
     "name", [pytest.param(n, marks=() if n == "tensor parallel" else pytest.mark.full) for n in COMPILED]
 )
 def test_compiled_blocks(pool: Pool, folders: dict[bool, str], name: str) -> None:
-    """Without care for unfinished collectives torch 2.13 loses the gradient of what comes before compiled blocks."""
+    """In a language model alone, rows come to the first block as an unfinished collective: without care for these torch
+    2.13's backward fails before it.
+    """
     setting = setting_of(folders, COMPILED[name], "zb_h1" if name == "stages" else "1f1b")
     wanted = expected(setting)
     recompute = {"llm": "every 2", "vision": "all but matmuls"} if "recomputed" in name else {}
     compiled = replace(setting, compile=dict.fromkeys(setting.modules, "aot_eager"), recompute=recompute)
     runs, counts = zip(*pool.run(setting.world, graphs, compiled, wanted, timeout=450), strict=True)
     compare(wanted, runs)
-    assert 2 <= max(counts) <= 2 * len(setting.modules), "ragged rows are compiled again"
+    assert 1 <= max(counts) <= 2 * len(setting.modules), "ragged rows are compiled again"
 
 
 @pytest.mark.full
