@@ -1,0 +1,15 @@
+"""The planner's benchmark runs, and its figures hold on a few problems."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks import planner
+
+
+def test_small_problems(tmp_path: Path) -> None:
+    found = planner.main(["--sizes", "--problems", "3", "--json", str(tmp_path / "found.json")])
+    assert found["best"]["problems"] >= 1
+    assert found["best"]["same_to_1_percent"] == 1.0
+    assert found["best"]["never_above_one_layout"]
+    assert (tmp_path / "found.json").stat().st_size > 100
