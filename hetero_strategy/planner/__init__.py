@@ -1,1 +1,1 @@
-"""Which layouts: what layers cost and where stages begin."""
+"""Which layouts: what modules cost on a cluster, how they can share ranks, and what is fastest by simulation."""

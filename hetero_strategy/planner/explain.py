@@ -12,7 +12,7 @@ from hetero_strategy.simulator.rows import rows_between
 
 
 @dataclass(frozen=True)
-class Together:
+class SharedRanks:
     """Ranks that host the same stages."""
 
     ranks: tuple[int, ...]
@@ -31,7 +31,7 @@ class Explanation:
     """Cause -> share of all ranks' time; what is not computed."""
     after: float
     """Share of the step that the optimizer and replicated gradients take after the last action."""
-    busiest: Together
+    busiest: SharedRanks
     within: float
     """Bytes that ranks receive from ranks of their node in a step."""
     across: float
@@ -56,10 +56,10 @@ def explain(evaluator: Evaluator, step: Step) -> Explanation:
         ranks = graph.stages[action.node].grid.shape[1]
         shares[action.node.module] += float((simulation.end[action] - begin).sum()) * ranks / whole
     scale = simulation.time / step.seconds
-    lanes = []
+    lanes: list[SharedRanks] = []
     for stages, ranks in graph.hosts.items():
         busy = simulation.busy[[simulation.places[rank] for rank in ranks]]
-        lanes.append(Together(ranks, tuple(map(str, stages)), float(busy.mean() / step.seconds)))
+        lanes.append(SharedRanks(ranks, tuple(map(str, stages)), float(busy.mean() / step.seconds)))
     within, across = _received(evaluator, step)
     return Explanation(
         shares,
