@@ -11,13 +11,14 @@ from benchmarks.predicted_memory import SETTINGS, predicted, steps_on_rank
 from tests.distributed.harness import Pool
 
 NAMES = ("recompute all but matmuls, bf16", "colocated, dp_shard 2, bf16", "llm pp 2, gpipe, bf16")
+WITHIN = 0.05
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
-def test_peaks_are_predicted_within_a_tenth(pool: Pool, name: str) -> None:
+def test_peaks_are_predicted(pool: Pool, name: str) -> None:
     (setting,) = (one for one in SETTINGS if one.name == name)
     peaks = np.array([rank.peak for rank in pool.run(setting.world, steps_on_rank, setting, timeout=300)])
-    np.testing.assert_allclose(predicted(setting).peak, peaks, rtol=0.1)
+    np.testing.assert_allclose(predicted(setting).peak, peaks, rtol=WITHIN)
     other = {"recompute": {}} if setting.recompute else {"recompute": {"llm": "all", "vision": "all"}}
-    assert (np.abs(predicted(replace(setting, **other)).peak / peaks - 1) > 0.1).any(), "nothing would be noticed"
+    assert (np.abs(predicted(replace(setting, **other)).peak / peaks - 1) > WITHIN).any(), "nothing would be noticed"
