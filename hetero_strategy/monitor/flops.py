@@ -6,7 +6,7 @@ Model FLOPs are what the mathematics of a step needs; hardware FLOPs add what re
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,7 @@ def work(parts: Iterable[Part], upstream: bool) -> ModuleFlops:
     only the second, and that only if something before it is trained.
 
     Args:
-        upstream: whether gradients have to reach the module's input rows (:func:`fed_by_trainable`).
+        upstream: whether gradients have to reach the module's input rows (``planner.layers.fed_by_trainable``).
     """
     model = hardware = 0.0
     for part in parts:
@@ -47,16 +47,6 @@ def work(parts: Iterable[Part], upstream: bool) -> ModuleFlops:
         hardware += part.forward * (1 + backward + part.recomputed * (backward > 0))
         upstream = upstream or part.trainable
     return ModuleFlops(model, hardware)
-
-
-def fed_by_trainable(trainable: Mapping[str, bool], edges: Iterable[tuple[str, str]]) -> dict[str, bool]:
-    """Find for each module whether one before it, along edges (source, target), has something trainable."""
-    edges = list(edges)
-    fed = dict.fromkeys(trainable, False)
-    for _ in fed:  # a path has fewer edges than there are modules
-        for source, target in edges:
-            fed[target] = fed[target] or fed[source] or trainable[source]
-    return fed
 
 
 def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:

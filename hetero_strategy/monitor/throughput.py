@@ -17,8 +17,9 @@ from typing_extensions import override
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.monitor.flops import Part, device_peak_flops, fed_by_trainable, utilization, work
+from hetero_strategy.monitor.flops import Part, device_peak_flops, utilization, work
 from hetero_strategy.monitor.measure import Spent, Watch, over_ranks, waited
+from hetero_strategy.planner.layers import fed_by_trainable
 
 if TYPE_CHECKING:
     from hetero_strategy.loading.batch import Batch

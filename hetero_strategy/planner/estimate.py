@@ -18,7 +18,7 @@ from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.partition import split
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
 from hetero_strategy.planner.space import Degrees
-from hetero_strategy.planner.times import Precision, module_times
+from hetero_strategy.planner.times import Precision, module_times, synchronization
 
 MEMORY_SHARE = 0.92
 """Part of a device's memory that a plan may use; the rest is for the driver, other libraries and gaps."""
@@ -131,13 +131,9 @@ class Estimates:
 
         Where parameters are gathered with every microbatch that runs beside its compute.
         """
-        shape, cluster, size = self._shape.modules[module], self._cluster, self._precision
+        shape = self._shape.modules[module]
         held, trained = (float(n.sum()) / (degrees.tp * degrees.pp) for n in (shape.parameters, shape.trained))
-        gather = cluster.collective(size.compute * held, degrees.dp_shard, degrees.tp)
-        scatter = cluster.collective(size.master * trained, degrees.dp_shard, degrees.tp)
-        replicas = 2 * cluster.collective(
-            size.master * trained / degrees.dp_shard, degrees.dp_replicate, degrees.tp * degrees.dp_shard
-        )
+        gather, scatter, replicas = synchronization(held, trained, degrees, self._cluster, self._precision)
         if degrees.once:
             return gather + scatter + replicas
         work = self.work(module, degrees.tp, degrees.recomputed)
@@ -158,13 +154,8 @@ class Estimates:
         """Bytes per rank that backward needs: one microbatch of all blocks, since a pipeline of n ranks holds n."""
         shape = self._shape.modules[module]
         rows = self._sizes[module].rows / (degrees.dp * microbatches)
-        return (
-            self.kept
-            * rows
-            * shape.saved(degrees.recomputed and shape.has_blocks)
-            * self._precision.compute
-            / degrees.tp
-        )
+        saved = self.kept * shape.saved(degrees.recomputed and shape.has_blocks)
+        return saved * rows * self._precision.compute / degrees.tp
 
     def bytes(self, module: str, degrees: Degrees, microbatches: int) -> float:
         """:meth:`held` and :meth:`activations`."""

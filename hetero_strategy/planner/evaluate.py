@@ -18,6 +18,7 @@ from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.context import model_context
+from hetero_strategy.planner.layers import LayerCost, costs
 from hetero_strategy.planner.overlap import seconds_after
 from hetero_strategy.planner.partition import split
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
@@ -144,9 +145,9 @@ class Evaluator:
         graph = stage_graph(
             list(self.shape.modules), self.shape.edges, layouts, trains, once_gathered, candidate.recompute, shardings
         )
-        costs = {s: StageCost(t.forward.per_row, t.forward.per_pair) for s, t in times.items()}
+        balanced = {s: StageCost(t.forward.per_row, t.forward.per_pair) for s, t in times.items()}
         placed = Placement(layouts, self.cluster.ranks)
-        return Placed(candidate, placed, scheduling, graph, MappingProxyType(times), MappingProxyType(costs))
+        return Placed(candidate, placed, scheduling, graph, MappingProxyType(times), MappingProxyType(balanced))
 
     def step(self, placed: Placed, batch: int = 0) -> Step:
         """Plan one of the batches, schedule it and simulate it."""
@@ -205,29 +206,19 @@ class Evaluator:
 
     def row_bytes(self, placed: Placed) -> Widths:
         """Bytes of a row between two stages, into one rank."""
-        modules, stages = self.shape.modules, placed.graph.stages
-
-        def row_bytes(source: StageId, target: StageId) -> float:
-            width = (
-                modules[source.module].width if source.module == target.module else modules[source.module].edge_width
-            )
-            return self.precision.compute * width / stages[target].row_sharding.parts
-
-        return row_bytes
+        stages, size = placed.graph.stages, self.precision.compute
+        return lambda source, target: size * self.shape.width(source, target) / stages[target].row_sharding.parts
 
     def _with_split(
         self, module: ModuleShape, layout: ModuleLayout, again: float, fed: bool, length: float
     ) -> ModuleLayout:
         if layout.split is not None:
             return layout
-        forward = module.per_row + module.per_pair * length
         if not module.has_blocks:
             return replace(layout, split=(0,))
-        upstream = np.array([fed or bool(module.trained[:i].any()) for i in range(module.blocks)])
-        total = forward * (1 + upstream + again * (upstream | (module.trained_share > 0))) + (
-            module.per_row * module.trained_share
-        )
-        return replace(layout, split=split(total, layout.pipeline.stages))
+        blocks = zip(module.per_row, module.per_pair, module.trained, module.trained_share, strict=True)
+        layers = [LayerCost(a + b * length, n > 0, again, weight=a * share) for a, b, n, share in blocks]
+        return replace(layout, split=split(costs(layers, fed).total, layout.pipeline.stages))
 
     def _length(self, name: str) -> float:
         lengths = np.concatenate(

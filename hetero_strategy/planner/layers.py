@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,3 +72,13 @@ def costs(layers: Sequence[LayerCost], upstream_trains: bool) -> Passes:
         rows.append((layer.forward, gradient, weight))
         upstream_trains = upstream_trains or layer.trains
     return Passes(*np.array(rows, dtype=np.float64).reshape(len(rows), 3).T)
+
+
+def fed_by_trainable(trainable: Mapping[str, bool], edges: Iterable[tuple[str, str]]) -> dict[str, bool]:
+    """Find for each module whether one before it, along edges (source, target), has something trainable."""
+    edges = list(edges)
+    fed = dict.fromkeys(trainable, False)
+    for _ in fed:  # a path has fewer edges than there are modules
+        for source, target in edges:
+            fed[target] = fed[target] or fed[source] or trainable[source]
+    return fed

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from hetero_strategy.layout.placement import Placement
+from hetero_strategy import ragged
 from hetero_strategy.model.inputs import Packing
 from hetero_strategy.plan.step_plan import Assignment, StepPlan
 from hetero_strategy.planner.activations import FEATURES, Activations, features
@@ -22,6 +22,7 @@ from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.stage_memory import StageBytes, StageNeeds, stage_bytes, stage_needs
 from hetero_strategy.planner.times import MIXED, Precision
 from hetero_strategy.planner.transfers import Changes, Walk
+from hetero_strategy.runtime.connect import process_groups
 from hetero_strategy.schedule.action import StageGraph, StageId
 
 KINDS = ("masters", "optimizer", "gathered", "gradients", "activations", "rows", "moment", "payload", "reserved")
@@ -137,7 +138,7 @@ class MemoryModel:
             for node in nodes:
                 labelled = None
                 if labels is not None and node == nodes[-1]:
-                    labelled = np.stack([_sums(labels[a.units], a.offsets) for a in assignments])
+                    labelled = np.stack([np.diff(ragged.offsets(labels[a.units])[a.offsets]) for a in assignments])
                 found[node] = stage_needs(
                     self.activations[name], placed.placement.layouts[name], parts, how, sizes[node],
                     _blocks(placed, node), given, labelled,
@@ -163,36 +164,14 @@ class MemoryModel:
 
     def _widths(self, placed: Placed) -> dict[tuple[StageId, StageId], float]:
         """Bytes of a row on every edge."""
-        modules, compute = self.shape.modules, self.precision.compute
-        return {
-            (s, t): compute * (modules[s.module].width if s.module == t.module else modules[s.module].edge_width)
-            for s, t in placed.graph.edges
-        }
+        return {edge: self.precision.compute * self.shape.width(*edge) for edge in placed.graph.edges}
 
 
 def communicators(placed: Placed) -> Int64[np.ndarray, "ranks"]:
-    """Process groups with a communicator of their own that each rank is in: the world, the axes of its modules' meshes
-    (equal ones are one), and a channel for every edge.
-    """
-    placement: Placement = placed.placement
-    groups: set[tuple[int, ...]] = {tuple(range(placement.world_size))}
-    for layout in placement.layouts.values():
-        grid = layout.grid().reshape(layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
-        for axis in (1, 2, 3):
-            lines = grid.swapaxes(axis, -1).reshape(-1, grid.shape[axis])
-            groups |= {tuple(int(r) for r in line) for line in lines if len(line) > 1}
-        groups |= {tuple(sorted(int(r) for r in part.flat)) for part in grid if part.size > 1}
-    counts = np.zeros(placement.world_size, np.int64)
-    for ranks in groups:
-        counts[list(ranks)] += 1
-    for edge in placed.graph.edges:
-        source, target = (placed.graph.stages[stage] for stage in edge)
-        if len(both := source.ranks | target.ranks) > 1:
-            counts[sorted(both)] += 1
-        for stage in (source, target):
-            if stage.grid.shape[1] > 1:
-                counts[sorted(stage.ranks)] += 1
-    return counts
+    """NCCL's communicators that each rank is part of."""
+    groups = process_groups(placed.placement, placed.graph, (), "cuda")
+    ranks = [rank for use in ("modules", "edges") for group in groups[use] if len(group) > 1 for rank in group]
+    return np.bincount(ranks, minlength=placed.placement.world_size)
 
 
 def _blocks(placed: Placed, stage_id: StageId) -> tuple[int, int]:
@@ -202,9 +181,3 @@ def _blocks(placed: Placed, stage_id: StageId) -> tuple[int, int]:
     counts = np.maximum(split, 1)
     end = int(counts[: stage_id.stage + 1].sum())
     return end - int(counts[stage_id.stage]), end
-
-
-def _sums(values: Int64[np.ndarray, "units"], offsets: Int64[np.ndarray, "bounds"]) -> Int64[np.ndarray, "instances"]:
-    """Of the units of each instance."""
-    sums: np.ndarray = np.diff(np.concatenate([[0], np.cumsum(values)])[offsets])
-    return sums

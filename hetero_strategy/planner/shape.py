@@ -13,6 +13,8 @@ from torch import nn
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.planner.layers import fed_by_trainable
+from hetero_strategy.schedule.action import StageId
 
 LENGTHS = (64, 128)
 """Lengths of the sequences from whose FLOPs the linear and the quadratic part follow."""
@@ -84,11 +86,12 @@ class ModelShape:
 
     def fed_by_trainable(self) -> dict[str, bool]:
         """Whether gradients have to reach a module's input rows, because something upstream trains."""
-        fed: dict[str, bool] = {}
-        for name in self.modules:
-            sources = [source for source, target in self.edges if target == name]
-            fed[name] = any(fed[s] or bool(self.modules[s].trained.any()) for s in sources)
-        return fed
+        return fed_by_trainable({name: bool(m.trained.any()) for name, m in self.modules.items()}, self.edges)
+
+    def width(self, source: StageId, target: StageId) -> int:
+        """Numbers in a row between two stages."""
+        module = self.modules[source.module]
+        return module.width if source.module == target.module else module.edge_width
 
     @property
     def samplewise(self) -> tuple[str, ...]:
@@ -106,15 +109,23 @@ def shape_of(model: MultimodalModel) -> ModelShape:
     return ModelShape(modules, tuple((edge.source, edge.target) for edge in model.edges))
 
 
-def _module(module: Adapter) -> ModuleShape:
-    blocks = list(module.blocks())
-    short, long = (module.stage_flops(np.array([n]), [1] * len(blocks) or [0]) for n in LENGTHS)
+def flops_by_length(
+    module: Adapter, split: Sequence[int]
+) -> tuple[Float64[np.ndarray, "stages"], Float64[np.ndarray, "stages"]]:
+    """Forward FLOPs of every stage per row, and per square of a sequence's length: from sequences of two lengths."""
+    short, long = (module.stage_flops(np.array([n]), split) for n in LENGTHS)
     a, b = LENGTHS
     per_pair = np.maximum((long - b / a * short) / (b * b - a * b), 0.0)
+    return (short - per_pair * a * a) / a, per_pair
+
+
+def _module(module: Adapter) -> ModuleShape:
+    blocks = list(module.blocks())
+    per_row, per_pair = flops_by_length(module, [1] * len(blocks) or [0])
     stages = [module.stage([f], first=i == 0, last=i == len(blocks) - 1) for i, f in enumerate(blocks)] or [module]
     degrees = [1, *(n for n in range(2, LARGEST_TP + 1) if module.tp_plan() is not None and not module.check_tp(n))]
     return ModuleShape(
-        per_row=(short - per_pair * a * a) / a,
+        per_row=per_row,
         per_pair=per_pair,
         parameters=np.array([sum(p.numel() for p in s.parameters()) for s in stages], np.int64),
         trained=np.array([sum(p.numel() for p in s.parameters() if p.requires_grad) for s in stages], np.int64),

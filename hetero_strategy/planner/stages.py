@@ -10,7 +10,7 @@ import numpy as np
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.planner.layers import LayerCost, costs
+from hetero_strategy.planner.layers import LayerCost, costs, fed_by_trainable
 from hetero_strategy.planner.partition import split
 from hetero_strategy.planner.shape import trained_share
 
@@ -34,20 +34,19 @@ def with_splits(
         layouts: resolved layouts.
         recompute: share of its forward that a module runs again in backward.
     """
-    trains: dict[str, bool] = {}
+    trains = {name: any(p.requires_grad for p in modules[name].parameters()) for name in topological}
+    fed = fed_by_trainable(trains, edges)
     split_layouts = {}
     for name in topological:
         module, layout = modules[name], layouts[name]
-        upstream = any(trains[source] for source, target in edges if target == name)
         if layout.split is None:
             blocks = list(module.blocks())
             stages = layout.pipeline.stages
             counts: tuple[int, ...] = (len(blocks),)
             if stages > 1:
-                counts = split(costs(_layers(module, blocks, recompute.get(name, 0.0)), upstream).total, stages)
+                counts = split(costs(_layers(module, blocks, recompute.get(name, 0.0)), fed[name]).total, stages)
             layout = replace(layout, split=counts)
         split_layouts[name] = layout
-        trains[name] = upstream or any(p.requires_grad for p in module.parameters())
     return {name: split_layouts[name] for name in layouts}
 
 

@@ -14,6 +14,7 @@ from hetero_strategy import ragged
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.shape import ModuleShape
+from hetero_strategy.planner.space import Degrees
 from hetero_strategy.schedule.action import Kind
 
 TP_COLLECTIVES = 4
@@ -140,19 +141,42 @@ def module_times(
     stages = []
     for a, b in pairwise(ends):
         held, trains = ((total[b] - total[a]) / layout.tp for total in (whole, trained))
-        size = precision.master * trains
-        shards = cluster.collective(precision.compute * held, layout.dp_shard, layout.tp)
-        scattered = cluster.collective(size, layout.dp_shard, layout.tp)
-        after, replicas = (
-            0.0,
-            2 * cluster.collective(size / layout.dp_shard, layout.dp_replicate, layout.tp * layout.dp_shard),
-        )
+        gather, scatter, replicas = synchronization(held, trains, layout, cluster, precision)
+        after = 0.0
         if layout.dp_shard == 1 and not once:  # such gradients are summed once, after the last backward
             after, replicas = replicas, 0.0
         adam = ADAM_BYTES / 4 * precision.master * trains / layout.dp_shard / cluster.device.memory_bandwidth
         f, i, w = (_sum(lines[a:b]) for lines in (forward, again, weight))
-        stages.append(StageTimes(f, i, w, shards, scattered + replicas, once, after + adam, once and overlap.dp))
+        stages.append(StageTimes(f, i, w, gather, scatter + replicas, once, after + adam, once and overlap.dp))
     return stages
+
+
+class Synchronization(NamedTuple):
+    """Seconds of the collectives over data-parallel ranks."""
+
+    gather: float
+    """All-gather of parameters over shards."""
+    scatter: float
+    """Reduce-scatter of gradients over shards."""
+    replicas: float
+    """All-reduce of sharded gradients over replicas."""
+
+
+def synchronization(
+    parameters: float, trained: float, degrees: ModuleLayout | Degrees, cluster: Cluster, precision: Precision
+) -> Synchronization:
+    """Seconds of each collective once.
+
+    Args:
+        parameters: of one tensor-parallel and pipeline rank, its shards together.
+        trained: those of them that train.
+    """
+    tp, shard, size = degrees.tp, degrees.dp_shard, precision.master * trained
+    return Synchronization(
+        cluster.collective(precision.compute * parameters, shard, tp),
+        cluster.collective(size, shard, tp),
+        2 * cluster.collective(size / shard, degrees.dp_replicate, tp * shard),
+    )
 
 
 def _blocks(

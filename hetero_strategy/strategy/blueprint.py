@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import numpy as np
-
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
@@ -16,6 +14,7 @@ from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.parallelize.stages import cut
 from hetero_strategy.parallelize.storage import FP32, Storage
+from hetero_strategy.planner.shape import flops_by_length
 from hetero_strategy.planner.stages import with_splits
 from hetero_strategy.schedule.action import Span, StageGraph, StageId, StepWork
 from hetero_strategy.schedule.build import make_schedule
@@ -104,8 +103,6 @@ def _check_blocks(option: str, named: Collection[str], modules: Mapping[str, Ada
 
 
 def _costs(module: Adapter, split: Sequence[int], recomputed: float, ranks: int) -> list[StageCost]:
-    """Linear and quadratic part of the FLOPs of every stage on each of an instance's ranks, from two lengths."""
-    short, long = (module.stage_flops(np.array([length]), split) for length in (64, 128))
-    per_pair = np.maximum((long - 2 * short) / (128**2 - 2 * 64**2), 0.0)
-    per_row = (short - per_pair * 64**2) / 64
-    return [StageCost(float(a), float(b), recomputed) for a, b in zip(per_row / ranks, per_pair / ranks, strict=True)]
+    """Linear and quadratic part of the FLOPs of every stage on each of an instance's ranks."""
+    per_row, per_pair = (flops / ranks for flops in flops_by_length(module, split))
+    return [StageCost(float(a), float(b), recomputed) for a, b in zip(per_row, per_pair, strict=True)]
