@@ -23,7 +23,7 @@ from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster
-from hetero_strategy.planner.evaluate import Placed
+from hetero_strategy.planner.evaluate import Placed, Step
 from hetero_strategy.planner.explain import Explanation, explain
 from hetero_strategy.planner.measured import activations_of
 from hetero_strategy.planner.memory import CPU, CUDA, KINDS, MemoryModel
@@ -62,8 +62,9 @@ def plan(cfg: DictConfig) -> None:
     )
     answer = search(planner, console, lambda: memory_model(model, shape, cluster, precision(cfg)))
     evaluator = planner.evaluator
-    placed = evaluator.place(answer.best.candidate)
-    step = evaluator.shown(placed)
+    assert answer.best.memory is not None
+    step = answer.best.memory.step
+    placed = step.placed
     folder = cli.run_folder()
     tokens = sum(int(b.tokens.sum()) for b in batches) / len(batches)
     console.print(candidates(answer, planner, tokens))
@@ -75,7 +76,7 @@ def plan(cfg: DictConfig) -> None:
     console.print(f"pictures    {cli.near(folder / 'timeline.png')}")
     console.print(f"layout      {cli.near(file)}")
     if cfg.dry_run:
-        build_all(model, placed, planner, console)
+        build_all(model, step, planner, console)
     if "module" in cfg.data:
         console.print(f"train       {cli.command('recipes.train', layout=file)}", soft_wrap=True)
 
@@ -87,21 +88,20 @@ def memory_model(model: MultimodalModel, shape: ModelShape, cluster: Cluster, pr
     return MemoryModel(shape, activations, precision, CPU if on_cpu else CUDA)
 
 
-def build_all(model: MultimodalModel, placed: Placed, planner: Planner, console: Console) -> None:
+def build_all(model: MultimodalModel, step: Step, planner: Planner, console: Console) -> None:
     """Build the plan at its full number of ranks, without them, and print what that finds."""
-    cluster, candidate = planner.evaluator.cluster, placed.candidate
+    cluster, placed = planner.evaluator.cluster, step.placed
     compute, master = (DTYPES[n] for n in (planner.evaluator.precision.compute, planner.evaluator.precision.master))
-    step = planner.evaluator.shown(placed).plan
     with console.status("dry run") as status:
         found = dry_run(
             model,
             placed.placement.layouts,
-            [step.metadata],
+            [step.plan.metadata],
             world_size=cluster.ranks,
             ranks_per_node=cluster.ranks_per_node,
-            microbatches=step.microbatches,
+            microbatches=step.plan.microbatches,
             scheduling=placed.scheduling,
-            recompute=candidate.recompute,
+            recompute=placed.candidate.recompute,
             storage=Storage(compute, master),
             memory=cluster.device.memory,
             progress=lambda what: status.update(f"dry run: {what}"),

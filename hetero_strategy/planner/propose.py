@@ -9,7 +9,9 @@ from math import ceil, floor, lcm
 from typing import NamedTuple
 
 from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.allocate import Allocation, allocate
+from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.evaluate import Candidate
 from hetero_strategy.planner.shape import ModelShape
@@ -43,6 +45,11 @@ class Proposal(NamedTuple):
     microbatches: int
 
     @property
+    def homogeneous(self) -> bool:
+        """Whether all modules have the same layout on the same ranks."""
+        return len(self.partition) == 1 and len({d._replace(recomputed=False) for d in self.degrees.values()}) == 1
+
+    @property
     def candidate(self) -> Candidate:
         recompute = {name: Recompute() for name, d in self.degrees.items() if d.recomputed}
         return Candidate(place_groups(self.partition, self.sizes, self.degrees), self.microbatches, recompute=recompute)
@@ -52,7 +59,7 @@ class Proposer:
     """Finds proposals for one model, cluster and data.
 
     Args:
-        samples: of a global batch.
+        batches: global batches drawn from the data.
         microbatches: of a step; None: to be chosen.
     """
 
@@ -60,15 +67,17 @@ class Proposer:
         self,
         shape: ModelShape,
         estimates: Estimates,
-        ranks: int,
-        ranks_per_node: int,
-        samples: int,
-        units: Mapping[str, int],
+        cluster: Cluster,
+        batches: Sequence[StepMetadata],
         microbatches: int | None,
     ) -> None:
-        self._shape, self._estimates = shape, estimates
-        self._ranks, self._ranks_per_node = ranks, ranks_per_node
-        self._samples, self._units, self._asked = samples, units, microbatches
+        self._shape, self._estimates, self._asked = shape, estimates, microbatches
+        self._ranks, self._ranks_per_node = cluster.ranks, cluster.ranks_per_node
+        self._samples = samples = min(len(b.samples) for b in batches)
+        self._units = {
+            name: max(1, min(samples if m.samplewise else len(b.items[name].sample) for b in batches))
+            for name, m in shape.modules.items()
+        }
         self._language_model = shape.samplewise[0]
         self._partitions = list(partitions(list(shape.modules)))
 
@@ -88,25 +97,33 @@ class Proposer:
         self, partition: Partition, sizes: Sequence[int], chosen: Mapping[str, Degrees], microbatches: int
     ) -> Proposal | None:
         """Estimate one; None if it does not fit into memory even with all blocks recomputed."""
-        fitting = dict(chosen)
+        fitting: dict[str, Degrees] = {}
+        busy = []
         for group in partition:
-            for name in sorted(group, key=lambda m: -self._estimates.activations(m, chosen[m], microbatches)):
-                if sum(self._estimates.bytes(m, fitting[m], microbatches) for m in group) <= self._estimates.memory:
-                    break
-                fitting[name] = fitting[name]._replace(recomputed=self._shape.modules[name].has_blocks)
-            else:
-                if sum(self._estimates.bytes(m, fitting[m], microbatches) for m in group) > self._estimates.memory:
-                    return None
-        e, through, slowest = self._estimates, 0.0, 0.0
-        for group in partition:
-            busy = 0.0
-            for name in group:
-                given = fitting[name]
-                busy += e.busy(name, given, microbatches) * (microbatches - 1) / microbatches
-                busy += e.synchronized(name, given, microbatches)
-                through += e.through(name, given, microbatches)
-            slowest = max(slowest, busy)
-        return Proposal(slowest + through, partition, tuple(sizes), fitting, microbatches)
+            fits = self._recomputed({name: chosen[name] for name in group}, microbatches)
+            if fits is None:
+                return None
+            fitting |= fits
+            busy.append(sum(self._busy(name, given, microbatches) for name, given in fits.items()))
+        through = sum(self._estimates.through(name, given, microbatches) for name, given in fitting.items())
+        return Proposal(max(busy) + through, partition, tuple(sizes), fitting, microbatches)
+
+    def _recomputed(self, group: dict[str, Degrees], microbatches: int) -> dict[str, Degrees] | None:
+        """Recompute modules that share ranks until they fit, those that keep most first; None: not even all do."""
+        e = self._estimates
+        waiting = sorted(group, key=lambda name: e.activations(name, group[name], microbatches))
+        while sum(e.bytes(name, given, microbatches) for name, given in group.items()) > e.memory:
+            if not waiting:
+                return None
+            name = waiting.pop()
+            group[name] = group[name]._replace(recomputed=self._shape.modules[name].has_blocks)
+        return group
+
+    def _busy(self, name: str, given: Degrees, microbatches: int) -> float:
+        """Seconds in which a rank of the slowest stage computes or synchronizes, after the first microbatch."""
+        later = (microbatches - 1) / microbatches
+        e = self._estimates
+        return e.busy(name, given, microbatches) * later + e.synchronized(name, given, microbatches)
 
     def _all(self) -> Iterator[Proposal]:
         of = {
@@ -160,8 +177,8 @@ class Proposer:
         home = next(g for g, group in enumerate(choice.partition) if name in group)
         one = choice.tp[name] * choice.dp
         most = self._estimates.blocks(name)
-        for pp in sorted({max(1, round(allocation.ranks[home] / one)), floor(allocation.ranks[home] / one),
-                          ceil(allocation.ranks[home] / one)}):  # fmt: skip
+        wanted = allocation.ranks[home] / one
+        for pp in sorted({floor(wanted), ceil(wanted)}):
             if not 1 <= pp <= most or pp * one > self._ranks:
                 continue
             sizes = self._shared(allocation, home, pp * one)
@@ -187,22 +204,20 @@ class Proposer:
         if dp > self._units[module]:
             return []
         ways = [Degrees(tp, pp, dp // n, n) for n in shards(dp, max(1, self._ranks_per_node // tp))]
-        fits = [d for d in ways if self._estimates.held(module, d) < self._estimates.memory]
-        return fits
+        return [d for d in ways if self._estimates.held(module, d) < self._estimates.memory]
 
     def _shared(self, allocation: Allocation, home: int, ranks: int) -> tuple[int, ...] | None:
         """Ranks of all groups, if that of the language model has so many; None where others would have too few."""
         partition, tp = allocation.choice.partition, allocation.choice.tp
         grain = [lcm(*(tp[m] for m in group)) for group in partition]
-        sizes = [ranks if g == home else 0 for g in range(len(partition))]
-        rest, wanted = self._ranks - ranks, sum(n for g, n in enumerate(allocation.ranks) if g != home)
-        for g, n in enumerate(allocation.ranks):
-            if g != home:
-                sizes[g] = max(grain[g], floor(n / wanted * rest / grain[g]) * grain[g])
+        others = [g for g in range(len(partition)) if g != home]
+        sizes = [ranks] * len(partition)
+        rest, wanted = self._ranks - ranks, sum(allocation.ranks[g] for g in others)
+        for g in others:
+            sizes[g] = max(grain[g], floor(allocation.ranks[g] / wanted * rest / grain[g]) * grain[g])
         left = self._ranks - sum(sizes)
-        while left >= (smallest := min([n for g, n in enumerate(grain) if g != home], default=left + 1)):
-            slowest = max((g for g in range(len(sizes)) if g != home and grain[g] <= left),
-                          key=lambda g: allocation.ranks[g] / sizes[g])  # fmt: skip
+        while growing := [g for g in others if grain[g] <= left]:
+            slowest = max(growing, key=lambda g: allocation.ranks[g] / sizes[g])
             sizes[slowest] += grain[slowest]
-            left -= max(grain[slowest], smallest)
+            left -= grain[slowest]
         return tuple(sizes) if left >= 0 else None

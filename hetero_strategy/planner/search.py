@@ -92,14 +92,7 @@ class Planner:
         self.evaluator = Evaluator(shape, cluster, batches, balance=balance, precision=precision)
         self.estimates = Estimates(shape, cluster, batches, precision)
         self._simulations = simulations
-        samples = min(len(b.samples) for b in batches)
-        units = {
-            name: max(1, min(samples if m.samplewise else len(b.items[name].sample) for b in batches))
-            for name, m in shape.modules.items()
-        }
-        self.proposer = Proposer(
-            shape, self.estimates, cluster.ranks, cluster.ranks_per_node, samples, units, microbatches
-        )
+        self.proposer = Proposer(shape, self.estimates, cluster, batches, microbatches)
 
     def plan(self, progress: Progress | None = None, memory: Callable[[], MemoryModel] | None = None) -> Answer:
         """Simulate the most promising proposals of every placement, then other schedules for the best of these.
@@ -204,7 +197,7 @@ def promising(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
     chosen: dict[int, Proposal] = {}
     seen: dict[object, int] = {}
     for i, p in enumerate(proposals):
-        kinds = [p.partition, *(["homogeneous"] if is_homogeneous(p.candidate) else [])]
+        kinds = [p.partition, *["homogeneous"] * p.homogeneous]
         if i < count or any(seen.get(kind, 0) < each for kind in kinds):
             chosen[i] = p
             for kind in kinds:
