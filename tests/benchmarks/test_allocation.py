@@ -63,9 +63,19 @@ def test_encoders_run_beside_each_other() -> None:
 def test_a_step_is_never_faster_than_its_bounds(stages: list[tuple[int, int]], microbatches: int) -> None:
     forward, backward = np.array(stages, dtype=np.float64).T
     model = {"llm": Passes(forward, np.zeros_like(backward), backward)}
-    took = simulated(model, (), microbatches)
+    took, whole = simulated(model, (), microbatches), float(model["llm"].total.sum())
     assert took >= max(model["llm"].total) * microbatches
-    assert model["llm"].total.sum() <= took <= estimate(model, (), microbatches) * (1 + 1e-9)
+    assert whole <= took <= whole + (microbatches - 1) * (forward.max() + backward.max())
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 3), st.integers(1, 8))
+def test_the_closed_form_is_a_bound_where_backwards_are_in_proportion(
+    stages: list[int], ratio: int, microbatches: int
+) -> None:
+    forward = np.array(stages, dtype=np.float64)
+    model = {"llm": Passes(forward, np.zeros_like(forward), ratio * forward)}
+    assert simulated(model, (), microbatches) <= estimate(model, (), microbatches) * (1 + 1e-9)
 
 
 def test_stage_graph_of_a_frozen_encoder() -> None:
