@@ -61,8 +61,8 @@ def estimate(modules: Mapping[str, Passes], edges: Edges, microbatches: int) -> 
     """Seconds of a 1F1B step, in closed form: one microbatch through the longest path, the others at the slowest stage.
 
     Exact for a chain of equal stages. Where stages differ, but backward is in proportion to forward, it is never below
-    what `simulated` finds and up to a quarter above. It may be below where one stage has the slowest forward and another
-    the slowest backward, such as a frozen encoder before a trained one: a guide for choosing among many.
+    what `simulated` finds and up to a quarter above. It may be below where one stage has the slowest forward and
+    another the slowest backward, such as a frozen encoder before a trained one: a guide for choosing among many.
 
     Args:
         modules: name -> times of its stages, each stage on its own ranks.
