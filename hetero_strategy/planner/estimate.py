@@ -69,6 +69,7 @@ class Estimates:
         self._sizes = {name: _sizes(shape.modules[name], name, batches) for name in shape.modules}
         self._work: dict[tuple[str, int, bool], Work] = {}
         self._splits: dict[tuple[str, int, int], float] = {}
+        self._cuts: dict[tuple[int, int, bool], tuple[int, ...]] = {}
 
     def work(self, module: str, tp: int, recomputed: bool = False) -> Work:
         """A module's work, with so many tensor-parallel ranks."""
@@ -108,6 +109,14 @@ class Estimates:
             self._splits[module, tp, stages] = float(np.add.reduceat(seconds, ends).max() / seconds.sum())
         return self._splits[module, tp, stages]
 
+    def cut(self, tp: int, pp: int, recomputed: bool) -> tuple[int, ...]:
+        """Blocks of all modules one after the other on each rank of one pipeline, so that its slowest takes least."""
+        if (tp, pp, recomputed) not in self._cuts:
+            modules = self._shape.modules.items()
+            seconds = [self.work(name, tp, recomputed and m.has_blocks).seconds for name, m in modules]
+            self._cuts[tp, pp, recomputed] = split(np.concatenate(seconds), pp)
+        return self._cuts[tp, pp, recomputed]
+
     def busy(self, module: str, degrees: Degrees, microbatches: int) -> float:
         """Seconds in which a rank of the slowest stage computes, on the busiest instance."""
         work = self.work(module, degrees.tp, degrees.recomputed)
@@ -131,9 +140,9 @@ class Estimates:
 
         Where parameters are gathered with every microbatch that runs beside its compute.
         """
-        shape = self._shape.modules[module]
-        held, trained = (float(n.sum()) / (degrees.tp * degrees.pp) for n in (shape.parameters, shape.trained))
-        gather, scatter, replicas = synchronization(held, trained, degrees, self._cluster, self._precision)
+        gather, scatter, replicas = synchronization(
+            *self._numbers(module, degrees), degrees, self._cluster, self._precision
+        )
         if degrees.once:
             return gather + scatter + replicas
         work = self.work(module, degrees.tp, degrees.recomputed)
@@ -143,12 +152,24 @@ class Estimates:
 
     def held(self, module: str, degrees: Degrees) -> float:
         """Bytes per rank of parameters, gradients and Adam's states; what a rank holds is not less."""
-        shape, size = self._shape.modules[module], self._precision
-        trained, parameters = (float(n.sum()) / (degrees.tp * degrees.pp) for n in (shape.trained, shape.parameters))
+        return self.holds(*self._numbers(module, degrees), degrees)
+
+    def holds(self, parameters: float, trained: float, degrees: Degrees) -> float:
+        """Likewise of so many parameters of one tensor-parallel and pipeline rank, its shards together."""
+        size = self._precision
         shards = (3 * size.master * trained + size.compute * (parameters - trained)) / degrees.dp_shard
         copied = degrees.dp_shard > 1 or size.compute != size.master
         whole = size.compute * parameters * copied + size.master * trained
         return shards + (whole if degrees.once else size.master * trained / degrees.dp_shard)
+
+    def synchronizes(self, parameters: float, trained: float, degrees: Degrees) -> float:
+        """Seconds of the collectives of so many parameters, each of them once."""
+        return sum(synchronization(parameters, trained, degrees, self._cluster, self._precision))
+
+    def _numbers(self, module: str, degrees: Degrees) -> tuple[float, float]:
+        """Parameters of a rank where stages are equal, its shards together, and those of them that train."""
+        shape, parts = self._shape.modules[module], degrees.tp * degrees.pp
+        return float(shape.parameters.sum()) / parts, float(shape.trained.sum()) / parts
 
     def activations(self, module: str, degrees: Degrees, microbatches: int) -> float:
         """Bytes per rank that backward needs: one microbatch of all blocks, since a pipeline of n ranks holds n."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, product
-from math import ceil, floor, lcm
+from math import ceil, floor, inf, lcm
 from typing import NamedTuple
 
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.allocate import Allocation, allocate
+from hetero_strategy.planner.chain import Chain, chain_degrees, propose_chain
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.evaluate import Candidate
@@ -30,6 +31,8 @@ FEW = 16
 """Ranks up to which everything is tried."""
 PER_INSTANCE = (1, 2, 4, 8, 16)
 """Samples of an instance in a microbatch that are tried, besides all of them."""
+WORTH = 1.25
+"""Estimated seconds over the best of other proposals up to which one pipeline through all modules is proposed."""
 KEPT = 12
 """Allocations of each partition that are turned into layouts."""
 
@@ -43,16 +46,26 @@ class Proposal(NamedTuple):
     """Ranks of each group."""
     degrees: Mapping[str, Degrees]
     microbatches: int
+    chain: Chain | None = None
+    """One pipeline through all modules; ``degrees`` are those of the whole then."""
 
     @property
     def homogeneous(self) -> bool:
         """Whether all modules have the same layout on the same ranks."""
-        return len(self.partition) == 1 and len({d._replace(recomputed=False) for d in self.degrees.values()}) == 1
+        return (
+            len(self.partition) == 1
+            and self.chain is None
+            and len({d._replace(recomputed=False) for d in self.degrees.values()}) == 1
+        )
 
     @property
     def candidate(self) -> Candidate:
         recompute = {name: Recompute() for name, d in self.degrees.items() if d.recomputed}
-        return Candidate(place_groups(self.partition, self.sizes, self.degrees), self.microbatches, recompute=recompute)
+        if self.chain is not None:
+            layouts = self.chain.layouts(range(*self.sizes))
+            return Candidate(layouts, self.microbatches, recompute=recompute, reshard_after_forward="never")
+        layouts = place_groups(self.partition, self.sizes, self.degrees)
+        return Candidate(layouts, self.microbatches, recompute=recompute)
 
 
 class Proposer:
@@ -83,8 +96,9 @@ class Proposer:
 
     def proposals(self) -> list[Proposal]:
         """All that fit into memory, by estimated seconds."""
-        made = self._all() if self._ranks <= FEW else chain(self._allocated(), self._alike())
-        return sorted(made, key=lambda p: p.seconds)
+        made = [*(self._all() if self._ranks <= FEW else chain(self._allocated(), self._alike()))]
+        most = WORTH * min((p.seconds for p in made), default=inf)
+        return sorted([*made, *self._chained(most)], key=lambda p: p.seconds)
 
     def counts(self, instances: int) -> list[int]:
         """Numbers of microbatches to try with so many instances of the language model."""
@@ -170,6 +184,17 @@ class Proposer:
             for count in self.counts(way.dp):
                 if (made := self.propose((tuple(names),), (ranks,), dict.fromkeys(names, way), count)) is not None:
                     yield made
+
+    def _chained(self, below: float) -> Iterator[Proposal]:
+        """One pipeline through all modules, on all ranks, if it may take less than so many seconds."""
+        modules, ranks = self._shape.modules, self._ranks
+        for way in chain_degrees(self._shape, ranks, self._ranks_per_node, min(self._units.values())):
+            for count in self.counts(way.dp):
+                if (made := propose_chain(self._estimates, self._shape, way, count, below)) is not None:
+                    seconds, pipeline = made
+                    chosen = {name: pipeline.degrees._replace(recomputed=pipeline.degrees.recomputed and m.has_blocks)
+                              for name, m in modules.items()}  # fmt: skip
+                    yield Proposal(seconds, (tuple(modules),), (ranks,), chosen, count, pipeline)
 
     def _rounded(self, allocation: Allocation) -> Iterator[tuple[tuple[int, ...], dict[str, Degrees]]]:
         """Layouts next to an allocation: the language model's pipeline ranks rounded down and up."""

@@ -173,7 +173,7 @@ class Planner:
         for vpp, style, schedule in ((2, "loop", "interleaved_1f1b"), (4, "loop", "interleaved_1f1b"), (2, "v", "zbv")):
             layouts = dict(candidate.layouts)
             for name in piped:
-                if layouts[name].pp * vpp <= self.estimates.blocks(name):
+                if layouts[name].split is None and layouts[name].pp * vpp <= self.estimates.blocks(name):
                     layouts[name] = replace(layouts[name], vpp=vpp, pp_style=style)  # type: ignore[arg-type]
             if layouts != candidate.layouts:
                 found.append(replace(candidate, layouts=layouts, schedule=schedule))
@@ -197,7 +197,7 @@ def promising(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
     chosen: dict[int, Proposal] = {}
     seen: dict[object, int] = {}
     for i, p in enumerate(proposals):
-        kinds = [p.partition, *["homogeneous"] * p.homogeneous]
+        kinds = ["chain"] if p.chain else [p.partition, *["homogeneous"] * p.homogeneous]
         if i < count or any(seen.get(kind, 0) < each for kind in kinds):
             chosen[i] = p
             for kind in kinds:

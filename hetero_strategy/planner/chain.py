@@ -1,0 +1,99 @@
+"""One pipeline through all modules, whose ranks may host the end of one module and the beginning of the next. Pure.
+
+It is how Megatron-LM lays out a multimodal model: an encoder on the first pipeline ranks of the language model, with
+its degrees of tensor and data parallelism, and blocks dealt out so that all ranks have as much to do (Optimus,
+arXiv:2408.03505, section 5.1, "Megatron-LM balanced").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.planner.estimate import Estimates
+from hetero_strategy.planner.shape import ModelShape
+from hetero_strategy.planner.space import Degrees, divisors, shards
+
+
+class Chain(NamedTuple):
+    """Where the pipeline's ranks are cut."""
+
+    degrees: Degrees
+    """Of the whole: ``pp`` pipeline ranks, through which every microbatch goes once."""
+    stages: Mapping[str, tuple[int, tuple[int, ...]]]
+    """Module -> the pipeline rank of its first stage, and the blocks of its stages, of which each rank has one."""
+
+    def layouts(self, ranks: Sequence[int]) -> dict[str, ModuleLayout]:
+        """Of all modules."""
+        tp, _, replicate, shard, _ = self.degrees
+        each = tp * self.degrees.dp
+        return {
+            name: ModuleLayout(
+                tuple(ranks[first * each : (first + len(blocks)) * each]),
+                tp=tp, pp=len(blocks), dp_replicate=replicate, dp_shard=shard, split=blocks,
+            )
+            for name, (first, blocks) in self.stages.items()
+        }  # fmt: skip
+
+
+def chain_degrees(shape: ModelShape, ranks: int, ranks_per_node: int, most_instances: int) -> Iterator[Degrees]:
+    """All ways to lay one pipeline over so many ranks."""
+    blocks = sum(module.blocks for module in shape.modules.values())
+    for tp in sorted(set.intersection(*(set(module.tp) for module in shape.modules.values()))):
+        if ranks % tp or ranks_per_node % tp:
+            continue
+        for pp in divisors(ranks // tp):
+            dp = ranks // tp // pp
+            if 1 < pp <= blocks and dp <= most_instances:
+                yield from (Degrees(tp, pp, dp // n, n) for n in shards(dp, max(1, ranks_per_node // tp)))
+
+
+def propose_chain(
+    estimates: Estimates, shape: ModelShape, degrees: Degrees, microbatches: int, below: float
+) -> tuple[float, Chain] | None:
+    """Cut the pipeline so that its slowest rank takes least, and estimate the step.
+
+    All blocks are recomputed where they would not fit otherwise. None: they do not fit even then, or the step would
+    take ``below`` seconds or more even if all ranks had as much to do.
+    """
+    later = (microbatches - 1) / microbatches
+    for again in (False, True):
+        given = degrees._replace(recomputed=again)
+        works = {name: estimates.work(name, given.tp, again and m.has_blocks) for name, m in shape.modules.items()}
+        uneven = {name: estimates.unevenness(name, given.dp, microbatches) / given.dp for name in works}
+        blocks = np.concatenate([work.seconds * uneven[name] for name, work in works.items()])
+        fixed = sum(work.fixed for work in works.values())
+        through = blocks.sum() / microbatches + fixed
+        if through + blocks.sum() / given.pp * later >= below:
+            return None
+        counts = np.array(estimates.cut(given.tp, given.pp, again))
+        starts = np.cumsum(counts) - counts
+        held, trained = (
+            np.add.reduceat(np.concatenate([getattr(m, kind) for m in shape.modules.values()]), starts) / given.tp
+            for kind in ("parameters", "trained")
+        )
+        per_block = [estimates.activations(n, given, microbatches) / m.blocks for n, m in shape.modules.items()]
+        kept = np.repeat(per_block, [m.blocks for m in shape.modules.values()])
+        in_flight = np.minimum(np.arange(given.pp, 0, -1), microbatches)
+        memory = [estimates.holds(*numbers, given) for numbers in zip(held, trained, strict=True)]
+        if (memory + np.add.reduceat(kept, starts) * in_flight).max() > estimates.memory:
+            continue
+        waits = max(estimates.synchronizes(*numbers, given) for numbers in zip(held, trained, strict=True))
+        slowest = np.add.reduceat(blocks, starts).max() + microbatches * fixed / given.pp
+        return float(slowest * later + through + waits), Chain(given, _stages(shape, counts))
+    return None
+
+
+def _stages(shape: ModelShape, counts: np.ndarray) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Stages of every module, where the pipeline ranks have so many blocks of all modules together."""
+    of = np.repeat(np.arange(len(counts)), counts)
+    stages, begin = {}, 0
+    for name, module in shape.modules.items():
+        ranks = of[begin : begin + module.blocks]
+        begin += module.blocks
+        blocks = np.bincount(ranks - ranks[0]) if module.has_blocks else np.zeros(1, np.int64)
+        stages[name] = int(ranks[0]), tuple(map(int, blocks))
+    return stages
