@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 
 for name in (
@@ -29,3 +30,7 @@ for name in (
             importlib.import_module("hetero_strategy.zoo.titan")._titan()
         else:
             importlib.import_module(name)
+
+# A child that collects garbage would write to, and so copy, every page that holds an object.
+gc.collect()
+gc.freeze()
