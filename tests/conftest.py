@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 
 # Before torch is imported: one thread per process, nothing reaches for the network, and a look for CUDA devices leaves
@@ -59,6 +60,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.distributed)
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(no_cuda)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: looking through it for garbage would take longer than many a test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
