@@ -46,7 +46,7 @@ PRECISIONS = {
     "bf16-mixed": Storage(torch.bfloat16, torch.float32),
 }
 """32-mixed is none that a person can choose: what holds for it to six digits holds for bf16-mixed."""
-MOST = 6
+MOST = 3
 """Ranks of a world in which everything is damaged, one by one."""
 
 

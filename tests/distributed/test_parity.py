@@ -64,8 +64,20 @@ CASES = {
     "hf qwen3 fsdp": case(2, {"lm": "hf_qwen3"}, vision=on(0, 1), audio=on(1), llm=on(0, 1)),
 }  # fmt: skip
 """Everything the layouts may do: sizes that do not divide, tensor parallel on both sides, mixed and idle ranks."""
-CURVES = ("tp1 to tp2", "pipelined", "frozen encoder")
-"""Where `make test` follows many steps; one step in double precision is compared everywhere."""
+CURVES = ("tp1 to tp2", "pipelined")
+"""Where `make test` follows many steps."""
+ELSEWHERE = (
+    "tp2 dp2 to tp4",  # the other changes of tp here; tests/boundary draws routes
+    "idle rank",  # test_pipeline_options: test_idle_ranks
+    "pipelined and sharded, colocated",  # test_pipeline_options: the cases of gathering
+    "frozen llm",  # test_pipeline_options: frozen
+    "hf llama tp2, replicated rows",  # test_pipeline_options: replicated rows between stages
+)
+"""Cases of `make test-all` alone, and what notices their faults in `make test`."""
+
+
+def full(others: bool) -> tuple[pytest.MarkDecorator, ...]:
+    return (pytest.mark.full,) if others else ()
 
 
 @pytest.fixture(scope="module")
@@ -104,17 +116,17 @@ def single_steps(pool: Pool, digits: Path) -> Callable[[str], tuple[Result, ...]
 
     def of(name: str) -> tuple[Result, ...]:
         if name not in found:
-            world = CASES[name].world
-            alike = [other for other, case in CASES.items() if case.world == world]
+            key = CASES[name].world, name in ELSEWHERE
+            alike = [other for other, case in CASES.items() if (case.world, other in ELSEWHERE) == key]
             jobs = [replace(single_step(digits, CASES[n]), layouts=CASES[n].layouts) for n in alike]
-            runs = pool.run(world, several, jobs, timeout=150)
+            runs = pool.run(CASES[name].world, several, jobs, timeout=150)
             found.update(zip(alike, zip(*runs, strict=True), strict=True))
         return found[name]
 
     return of
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=full(n in ELSEWHERE)) for n in CASES])
 def test_same_gradients(single_steps: Callable[[str], tuple[Result, ...]], digits: Path, name: str) -> None:
     """Of one step, in double precision."""
     expected, found = reference(single_step(digits, CASES[name])), single_steps(name)
@@ -125,11 +137,11 @@ def test_same_gradients(single_steps: Callable[[str], tuple[Result, ...]], digit
         np.testing.assert_allclose(result.metrics, expected.metrics, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in CURVES else pytest.mark.full) for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=full(n not in CURVES)) for n in CASES])
 def test_same_curve_and_damage_is_noticed(pool: Pool, digits: Path, name: str) -> None:
     """Of many steps, in single precision; a broken exchange shows in the first step's gradients."""
     chosen = CASES[name]
-    steps = (20 if chosen.world < 4 else 10) if name in CURVES else 5
+    steps = (12 if chosen.world < 4 else 6) if name in CURVES else 5  # an epoch has 10
     curve = Job(str(digits), steps=steps, **chosen.options)
     exact = replace(curve, steps=1, precision="64-true")
     broken = [replace(exact, damage="forward:0")]

@@ -70,7 +70,8 @@ def test_gradients_are_those_of_one_process(pool: Pool, folders: dict[bool, str]
     setting = setting_of(folders, LAYOUTS[layout], schedule)
     wanted = expected(setting)
     damages = 4 if schedule == CHOSEN[layout][0] else 0
-    runs = pool.run(setting.world, steps_on_rank, setting, wanted, COUNTS, damages, timeout=120)
+    counts = COUNTS if setting.world < 8 else COUNTS[1:2]  # eight processes take seconds for a step
+    runs = pool.run(setting.world, steps_on_rank, setting, wanted, counts, damages, timeout=120)
     assert {name.split()[0] for name in runs[0].damaged} == ({"forward", "backward"} if damages else set())
     compare(wanted, runs)
 
