@@ -69,6 +69,7 @@ def test_planner_finds_the_papers_stages() -> None:
     assert other == [(11, "VLM-L", True)]
 
 
+@pytest.mark.full
 def test_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "tables.json"
     cornstarch_tables.main(["--json", str(file)])

@@ -22,7 +22,7 @@ from tests.distributed.harness import Pool
 from tests.distributed.scenario import Job, data, train, train_on_rank
 
 STEPS, TOLD_AT = 5, 2
-LAYOUTS: dict[str, dict[str, Any]] = {"vision": {"ranks": [0]}, "audio": {"ranks": [1]}, "llm": {"ranks": 2, "tp": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {"vision": {"ranks": [0]}, "audio": {"ranks": [1]}, "llm": {"ranks": 2}}
 
 
 class Tell(L.Callback):
@@ -58,7 +58,7 @@ def told(rank: int, world: int, job: Job, whom: int, folder: str) -> tuple[bool,
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("world", "whom"), [(2, 0), (2, 1), (1, 0)])
+@pytest.mark.parametrize(("world", "whom"), [pytest.param(2, 0, marks=pytest.mark.full), (2, 1), (1, 0)])
 def test_all_ranks_end_after_the_same_step(pool: Pool, tmp_path: Path, world: int, whom: int) -> None:
     job = Job(str(data(tmp_path / "data")), LAYOUTS if world == 2 else {}, steps=STEPS, capture=False)
     assert pool.run(world, told, job, whom, str(tmp_path), group=False) == [(True, TOLD_AT + 1, 0)] * world
@@ -91,7 +91,7 @@ def requeued(rank: int, world: int, job: Job, whom: int, folder: str) -> int:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("whom", [0, 1])
+@pytest.mark.parametrize("whom", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_slurm_job_that_is_queued_again_is_saved_between_steps(pool: Pool, tmp_path: Path, whom: int) -> None:
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()

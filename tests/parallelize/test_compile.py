@@ -43,7 +43,8 @@ def made(backend: str | None, recompute: Recompute | None) -> Adapter:
 
 
 WAYS = [None, "all", "every 2", "all but matmuls"]
-OFTEN = (("aot_eager", None), ("inductor", "all"))
+OFTEN = (("aot_eager", "all"),)
+"""In `make test`, where tests/benchmarks/test_gpu.py compiles steps with inductor, which takes far longer."""
 
 
 @pytest.mark.slow
