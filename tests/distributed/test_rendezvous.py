@@ -64,12 +64,12 @@ def unconnected(rank: int, world: int, setting: Setting, wanted: Reference) -> R
         return steps_on_rank(rank, world, setting, wanted, (1, 4))
 
 
+OFTEN = {("mixed, tp2", "zb_h1"), ("llm pp2", "zbv"), *((layout, "1f1b") for layout in LAYOUTS if "tp2" not in layout)}
+"""In `make test`; of every schedule tests/schedule/test_compile.py proves it without processes."""
+
+
 @pytest.mark.parametrize(
-    ("layout", "schedule"),
-    [
-        pytest.param(*case, marks=pytest.mark.full if case[0] == "mixed, tp2" and case[1] != "zb_h1" else ())
-        for case in CASES
-    ],
+    ("layout", "schedule"), [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.full) for case in CASES]
 )
 def test_no_step_hangs(pool: Pool, folders: dict[bool, str], layout: str, schedule: str) -> None:
     setting = setting_of(folders, LAYOUTS[layout], schedule)

@@ -60,8 +60,11 @@ IMPLIED = [
     Piece("tied", {"ranks": 2, "pp": 1, "dp_shard": 2}),
     Piece("siglip2", FSDP),
     Piece("whisper", TP),
+    Piece("titan", TP, halves=True),  # tests/distributed/test_pipeline.py: llm tp2 pp2 dp2, zb_h1
+    Piece("siglip2", TP, halves=True),  # tests/distributed/test_pipeline_options.py: vision tp2 pp2, zb_h1
+    Piece("hf_llama", FSDP, halves=True),  # there: tied, sharded, zb_h1
 ]
-"""What goes wrong in these goes wrong in another piece too, of more parts."""
+"""What goes wrong in these goes wrong in another piece too, of more parts, or in the named test."""
 
 
 def label(piece: Piece) -> str:
