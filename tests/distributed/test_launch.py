@@ -219,7 +219,7 @@ def watch_all(runs: dict[str, Run]) -> Iterator[tuple[str, Run, str, float]]:
             yield way, run, text, seconds
 
 
-def wait_for(path: Path, seconds: float = 60) -> None:
+def wait_for(path: Path, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < end, f"{path.name} did not come"
