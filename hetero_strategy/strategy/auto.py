@@ -15,6 +15,7 @@ from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.planner.evaluate import Candidate
 from hetero_strategy.planner.hardware import this_cluster
+from hetero_strategy.planner.measured import memory_model
 from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import Precision
@@ -68,17 +69,22 @@ def planned(strategy: HeteroStrategy, model: MultimodalModel, trainer: Trainer, 
             "HeteroStrategy: layouts='auto' plans for the batches of a MultimodalDataModule; pass one to the Trainer as"
             " datamodule=..., or give layouts"
         )
+    shape, precision = shape_of(model), Precision(storage.compute.itemsize, storage.master.itemsize)
+    cluster = this_cluster(strategy.root_device, strategy.num_nodes, strategy.num_processes)
     planner = Planner(
-        shape_of(model),
-        this_cluster(strategy.root_device, strategy.num_nodes, strategy.num_processes),
+        shape,
+        cluster,
         data.sampled_batches(BATCHES),
         microbatches=data.microbatches,
         balance=data.balance,
-        precision=Precision(storage.compute.itemsize, storage.master.itemsize),
+        precision=precision,
     )
-    answer = planner.plan()
+    known = strategy.root_device.type == "cuda"  # ranks on a CPU share what memory there is
+    answer = planner.plan(memory=(lambda: memory_model(model, shape, cluster, precision)) if known else None)
     placed = planner.evaluator.place(answer.best.candidate)
     lines = [f"{name}: ranks {ranks}, {degrees}" for name, ranks, degrees in placed.placement.table()]
+    if (memory := answer.best.memory) is not None:
+        lines.append(f"memory: {memory.peak.max() / 2**30:.3g} of {cluster.device.memory / 2**30:.3g} GiB predicted")
     rank_zero_info(
         f"layouts='auto': {answer.considered} candidates, {len(answer.ranked)} simulated; schedule"
         f" {placed.scheduling.schedule}, {1e3 * answer.best.seconds:.3g} ms a step predicted\n  " + "\n  ".join(lines)

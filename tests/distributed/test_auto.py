@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, LayoutError
+from hetero_strategy.model.adapter import models_without_values
+from hetero_strategy.parallelize.storage import Storage
+from hetero_strategy.planner.hardware import DEVICES
+from hetero_strategy.planner.memory import CUDA
 from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.strategy.auto import planned
 from tests.distributed.harness import Pool
-from tests.distributed.scenario import Job, data, train, train_on_rank, worst_gradient, worst_loss
+from tests.distributed.scenario import Job, data, datamodule, model_of, train, train_on_rank, worst_gradient, worst_loss
 
 
 @pytest.mark.parametrize("given", [{}, {"schedule": "gpipe", "recompute": ["llm"]}], ids=["all", "schedule is given"])
@@ -23,6 +30,27 @@ def test_what_is_planned_trains_as_one_process(pool: Pool, tmp_path: Path, given
     results = pool.run(2, train_on_rank, replace(job, layouts="auto", strategy=given), timeout=180)
     assert worst_gradient(reference, results)[0] < 1e-9
     assert worst_loss(reference, results) < 1e-9
+
+
+def test_on_cuda_the_memory_of_its_device_is_kept_to_and_none_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No device is here: nothing of the plan needs one, and the random state stays that of the other ranks."""
+    job = Job(str(data(tmp_path)), steps=1)
+    with models_without_values():
+        model = model_of(job, vocabulary=8)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    strategy: Any = SimpleNamespace(root_device=torch.device("cuda", 0), num_nodes=1, num_processes=2)
+    trainer: Any = SimpleNamespace(datamodule=datamodule(job))
+    storage, state = Storage(torch.bfloat16), torch.get_rng_state()
+    caplog.set_level(logging.INFO)
+    planned(strategy, model, trainer, storage)
+    assert re.search(r"memory: 0\.\d+ of 74\.5 GiB predicted", caplog.text)
+    assert torch.equal(torch.get_rng_state(), state) and not torch.cuda.is_initialized()
+    small = replace(DEVICES["h100"], memory=CUDA.communicator)  # less than communicators need, which only it knows of
+    monkeypatch.setitem(DEVICES, "h100", small)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="candidates that were simulated needs"):
+        planned(strategy, model, trainer, storage)
 
 
 def test_without_batches_to_plan_for_it_says_what_to_do() -> None:
