@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import hydra
@@ -44,10 +43,10 @@ def allocation(sizes: Sequence[int], rounds: int, simulations: int) -> list[dict
     """Times of the search at each size."""
     shape, metadata = paper("mllm_72b", "laion_1024")
     with initialize_config_dir(cli.CONF, version_base=None):
-        whole = hydra.utils.instantiate(compose("plan", overrides=["cluster=disttrain"]).cluster)
+        cfg = compose("plan", overrides=["cluster=disttrain"]).cluster
     rows = []
     for ranks in sizes:
-        given = replace(whole, nodes=ranks // whole.ranks_per_node)
+        given = hydra.utils.instantiate(cfg, nodes=ranks // 8)
         proposing = []
         for _ in range(rounds):
             planner = Planner(shape, given, [metadata], balance=PLAIN, simulations=simulations)

@@ -29,7 +29,7 @@ from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.planner.activations import Activations
 from hetero_strategy.planner.allocations import Allocations
-from hetero_strategy.planner.cluster import Cluster, Device
+from hetero_strategy.planner.cluster import Cluster, Device, NodePool
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
 from hetero_strategy.planner.measured import activations_of
 from hetero_strategy.planner.memory import Memory, MemoryModel
@@ -113,7 +113,7 @@ def predicted(setting: Setting) -> Memory:
     shape, activations = known(setting.llm, setting.vision, tuple(setting.layouts), setting.storage)
     precision = Precision(setting.storage.compute.itemsize, setting.storage.master.itemsize)
     links = Links(1e-5, 1e9)
-    cluster = Cluster(Device("core", 1e10, 1e9, 1e10, 1.0, 1.0), 1, setting.world, links, links)
+    cluster = Cluster((NodePool(Device("core", 1e10, 1e9, 1e10, 1.0, 1.0), 1, setting.world, links),), links)
     evaluator = Evaluator(shape, cluster, [setting.metadata(0)], precision=precision)
     layouts = setting.blueprint.layouts
     again, reshard = recomputes(setting.recompute), setting.reshard_after_forward

@@ -5,7 +5,8 @@ A table of candidates, why the best wins and what limits it, its timeline, and a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import hydra
 import torch
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, LayoutError
 from hetero_strategy.layout.placement import place
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.monitor.timeline import from_simulation
@@ -25,10 +26,10 @@ from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.evaluate import Placed, Step
 from hetero_strategy.planner.explain import Explanation, explain
-from hetero_strategy.planner.measured import activations_of
-from hetero_strategy.planner.memory import CPU, CUDA, KINDS, MemoryModel
+from hetero_strategy.planner.measured import DTYPES, memory_model
+from hetero_strategy.planner.memory import KINDS, MemoryModel
 from hetero_strategy.planner.search import Answer, Planner, Ranked
-from hetero_strategy.planner.shape import ModelShape, shape_of
+from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import MIXED, Precision
 from hetero_strategy.strategy.dry_run import dry_run
 from recipes import build, cli
@@ -36,15 +37,16 @@ from recipes.dry_run import report
 from recipes.layout_file import write_layout
 
 SHOWN = 8
+AGAIN = 4
+"""Candidates simulated for one more node, besides some of every partition."""
 MOST_RANKS = 64
 """Ranks of the timeline, spread over all."""
-DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 PRECISIONS = {"bf16-mixed": MIXED, "16-mixed": MIXED, "32-true": Precision(4, 4), "64-true": Precision(8, 8)}
 
 
 def plan(cfg: DictConfig) -> None:
     """Plan, print, write."""
-    build.check_configuration(cfg, "cluster", "batches", "simulations", "microbatches", "dry_run")
+    build.check_configuration(cfg, "cluster", "batches", "simulations", "microbatches", "one_more_node", "dry_run")
     console = Console(highlight=False)
     make_model = build.model_maker(cfg)
     batches, microbatches, balance = sampled(cfg)
@@ -60,7 +62,8 @@ def plan(cfg: DictConfig) -> None:
         precision=precision(cfg),
         simulations=int(cfg.simulations),
     )
-    answer = search(planner, console, lambda: memory_model(model, shape, cluster, precision(cfg)))
+    memory = cache(lambda: memory_model(model.train(), shape, cluster, precision(cfg)))
+    answer = search(planner, console, memory)
     evaluator = planner.evaluator
     assert answer.best.memory is not None
     step = answer.best.memory.step
@@ -71,6 +74,8 @@ def plan(cfg: DictConfig) -> None:
     console.print(modules(placed, planner))
     for line in (*reasons(answer, explain(evaluator, step), tokens), *needs(answer, cluster)):
         console.print(line, soft_wrap=True)
+    for line in one_more_node(planner, answer, tokens, memory, console, float(cfg.one_more_node)):
+        console.print(line, soft_wrap=True)
     file = write_layout(folder / "layout" / "planned.yaml", placed, said(answer, planner), trains="module" in cfg.data)
     draw(folder / "timeline.png", from_simulation(step.simulation, MOST_RANKS), title=said(answer, planner))
     console.print(f"pictures    {cli.near(folder / 'timeline.png')}")
@@ -79,13 +84,6 @@ def plan(cfg: DictConfig) -> None:
         build_all(model, step, planner, console)
     if "module" in cfg.data:
         console.print(f"train       {cli.command('recipes.train', layout=file)}", soft_wrap=True)
-
-
-def memory_model(model: MultimodalModel, shape: ModelShape, cluster: Cluster, precision: Precision) -> MemoryModel:
-    """What predicts memory on these devices."""
-    on_cpu, dtype = cluster.device.name == "cpu", DTYPES[precision.compute]
-    activations = activations_of(model.train(), dtype, buckets=on_cpu or precision.compute > 2, ways=("kept", "all"))
-    return MemoryModel(shape, activations, precision, CPU if on_cpu else CUDA)
 
 
 def build_all(model: MultimodalModel, step: Step, planner: Planner, console: Console) -> None:
@@ -103,7 +101,7 @@ def build_all(model: MultimodalModel, step: Step, planner: Planner, console: Con
             scheduling=placed.scheduling,
             recompute=placed.candidate.recompute,
             storage=Storage(compute, master),
-            memory=cluster.device.memory,
+            memory=cluster.memory,
             progress=lambda what: status.update(f"dry run: {what}"),
         )
     report(found)
@@ -140,9 +138,15 @@ def precision(cfg: DictConfig) -> Precision:
     return PRECISIONS[given]
 
 
-def search(planner: Planner, console: Console, memory: Callable[[], MemoryModel]) -> Answer:
-    """Plan with a bar of progress."""
-    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+def search(
+    planner: Planner,
+    console: Console,
+    memory: Callable[[], MemoryModel],
+    what: str = "simulating",
+    limit: float = float("inf"),
+) -> Answer:
+    """Plan with a bar of progress, for so many seconds."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as progress:
         task = progress.add_task("", total=None)
 
@@ -153,13 +157,12 @@ def search(planner: Planner, console: Console, memory: Callable[[], MemoryModel]
             progress.update(task, description="activations of all modules' blocks, on tensors without values")
             return memory()
 
-        return planner.plan(advance, measured)
+        return planner.plan(advance, measured, limit)
 
 
 def candidates(answer: Answer, planner: Planner, tokens: float) -> Table:
     """The best that were simulated, and the best with one layout for all."""
-    count = planner.evaluator.cluster.ranks
-    title = f"{answer.considered} candidates fit on {count} x {planner.evaluator.cluster.device.name}"
+    title = f"{answer.considered} candidates fit on {planner.evaluator.cluster}"
     table = Table(title=f"{title}, {len(answer.ranked)} simulated", title_justify="left")
     for column in ("", "step", "tokens/s", "microbatches", "schedule", *planner.evaluator.shape.modules):
         table.add_column(column, overflow="fold")
@@ -188,11 +191,13 @@ def row(mark: str, ranked: Ranked, planner: Planner, tokens: float) -> list[str]
 def modules(placed: Placed, planner: Planner) -> Table:
     """Who lives where in the best."""
     table = Table(title="where each module lives", title_justify="left")
-    for column in ("module", "ranks", "layout", "parameters", "seconds of a step on one rank"):
+    for column in ("module", "ranks", "device", "layout", "parameters", "seconds of a step on one rank"):
         table.add_column(column)
     for name, ranks, degrees in placed.placement.table():
-        shape, work = planner.evaluator.shape.modules[name], planner.estimates.work(name, 1)
-        table.add_row(name, ranks, degrees, f"{int(shape.parameters.sum()):,}", f"{work.total:,.3g}")
+        on = planner.estimates.on(placed.placement.layouts[name].ranks)
+        devices = ", ".join(pool.device.name for pool in on.cluster.pools)
+        parameters, work = int(planner.evaluator.shape.modules[name].parameters.sum()), on.work(name, 1)
+        table.add_row(name, ranks, devices, degrees, f"{parameters:,}", f"{work.total:,.3g}")
     return table
 
 
@@ -217,17 +222,42 @@ def needs(answer: Answer, cluster: Cluster) -> list[str]:
     memory = answer.best.memory
     if memory is None:
         return []
-    rank = int(memory.peak.argmax())
+    rank = int((memory.peak / cluster.memory).argmax())
     parts = ", ".join(f"{kind} {size(n)}" for kind, n in zip(KINDS, memory.bytes[:, rank], strict=True) if n)
-    whole = f"{size(memory.peak[rank])} of {size(cluster.device.memory)}"
+    whole = f"{size(memory.peak[rank])} of {size(cluster.memory[rank])}"
     left = f"; {len(answer.too_large)} faster candidates need too much" if answer.too_large else ""
     return [f"memory      {whole} on rank {rank}: {parts}{left}"]
 
 
+def one_more_node(
+    planner: Planner, answer: Answer, tokens: float, memory: Callable[[], MemoryModel], console: Console, limit: float
+) -> Iterator[str]:
+    """What a node more of each pool would buy, and which modules would get its ranks; nothing is said of one node.
+
+    Args:
+        limit: seconds to simulate for each of them; 0: nothing is said.
+    """
+    pools, best = planner.evaluator.cluster.pools, answer.best
+    if not limit or sum(pool.nodes for pool in pools) == 1:
+        return
+    for i, pool in enumerate(pools):
+        node = f"node of {pool.ranks_per_node} x {pool.device.name}"
+        try:
+            found = search(planner.with_node(i, AGAIN), console, memory, f"one more {node}", limit).best
+        except LayoutError:  # of the few that were simulated none fits
+            found = best
+        line = "nothing, of what was simulated"
+        if found.seconds < best.seconds:
+            now, then = ({n: len(layout.ranks) for n, layout in r.candidate.layouts.items()} for r in (best, found))
+            moved = ", ".join(f"{n} {now[n]} -> {then[n]} ranks" for n in now if now[n] != then[n])
+            faster = f"{tokens / found.seconds:,.0f} tokens/s, {best.seconds / found.seconds:.2f} times as fast"
+            line = f"{seconds(found.seconds)} a step, {faster}; {moved or 'as many ranks for each module'}"
+        yield f"one more    {node}: {line}"
+
+
 def said(answer: Answer, planner: Planner) -> str:
     """What the layout file says of itself."""
-    cluster = planner.evaluator.cluster
-    return f"planned for {cluster.ranks} x {cluster.device.name}: {seconds(answer.best.seconds)} a step predicted"
+    return f"planned for {planner.evaluator.cluster}: {seconds(answer.best.seconds)} a step predicted"
 
 
 def size(value: float) -> str:

@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64
 
 from hetero_strategy.errors import require
+from hetero_strategy.planner.areas import Limits, Where, all_wheres, limits
 from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.space import Degrees, Partition
 
@@ -36,6 +37,7 @@ class Choice(NamedTuple):
     """What is decided before ranks are allocated."""
 
     partition: Partition
+    where: Where
     tp: Mapping[str, int]
     dp: int
     """Instances of the language model."""
@@ -81,9 +83,13 @@ class _LanguageModel:
 
 @dataclass(frozen=True, eq=False)
 class _Problems:
-    """Choices of one partition and certain degrees of tensor parallelism."""
+    """Choices of one partition on certain pools and certain degrees of tensor parallelism."""
 
     partition: Partition
+    where: Where
+    limits: Limits
+    roof: Float64[np.ndarray, "groups"]
+    """Ranks of each group's pools."""
     tp: Mapping[str, int]
     ways: list[tuple[int, int, bool, bool]]
     constant: Float64[np.ndarray, "ways"]
@@ -94,14 +100,20 @@ class _Problems:
     least: Float64[np.ndarray, "ways groups"]
     most: Float64[np.ndarray, "ways groups"]
 
-    def bounds(self, ranks: int) -> Float64[np.ndarray, "ways"]:
-        """Seconds that no allocation of so many ranks is below; infinite where there is none."""
-        seconds = self.constant + (np.sqrt(self.first).sum(axis=1) ** 2 + self.steady.sum(axis=1)) / ranks
-        fits = (self.least.sum(axis=1) <= ranks) & (self.least <= self.most).all(axis=1)
-        return np.where(fits, seconds, np.inf)
+    def bounds(self) -> Float64[np.ndarray, "ways"]:
+        """Seconds that no allocation is below; infinite where there is none."""
+        bounds = np.where((self.least <= self.most).all(axis=1), 0.0, np.inf)
+        for groups, ranks in self.limits:
+            others = np.delete(np.arange(len(self.partition)), groups)
+            first, steady, least = (n[:, groups] for n in (self.first, self.steady, self.least))
+            alone = (self.first[:, others] / self.roof[others]).sum(axis=1)
+            seconds = (np.sqrt(first).sum(axis=1) ** 2 + steady.sum(axis=1)) / ranks + alone
+            fits = least.sum(axis=1) <= ranks
+            bounds = np.maximum(bounds, np.where(fits, self.constant + seconds, np.inf))
+        return bounds
 
     def choice(self, way: int) -> Choice:
-        return Choice(self.partition, self.tp, *self.ways[way])
+        return Choice(self.partition, self.where, self.tp, *self.ways[way])
 
 
 def allocate(
@@ -111,54 +123,57 @@ def allocate(
     tp: Mapping[str, Sequence[int]],
     dp: Sequence[int],
     microbatches: Mapping[int, Sequence[int]],
-    ranks: int,
     *,
     most_instances: Mapping[str, int],
     within: float = 1.05,
 ) -> list[Allocation]:
-    """Solve the problem for all choices that can be within a factor of the best of their partition.
+    """Solve the problem for all choices that can be within a factor of the best of their partition and pools.
 
     Choices whose bound is above that of the best found are not solved, so nothing is lost. Partition by partition, the
-    best comes first.
+    best comes first. On several pools groups are allocated ranks of one pool or of neighbouring ones, in all ways.
 
     Args:
-        tp: module -> degrees to try.
+        tp: module -> degrees to try, where nodes have a multiple of so many ranks.
         dp: instances of the language model to try.
         microbatches: for each of these, the numbers to try.
         most_instances: module -> most instances that can all have work.
     """
     require("cvxpy", "planner", "planner: ranks are allocated by convex programs")
-    others = {name: degrees for name, degrees in tp.items() if name != language_model}
-    laid = list(_language_models(estimates, language_model, tp[language_model], dp, microbatches))
-    queues = [
-        _Queue(
-            [
-                _problems(estimates, partition, language_model, way, dict(zip(others, n, strict=True)), most_instances)
-                for way in laid
-                for n in product(*others.values())
-            ],
-            ranks,
-        )
-        for partition in partitions
-    ]
-    while drawn := [(queue, queue.next(within)) for queue in queues]:
-        if not any(problems for _, problems in drawn):
-            break
-        for groups in {queue.groups for queue, problems in drawn if problems}:
-            mine = [(queue, problem) for queue, problems in drawn if queue.groups == groups for problem in problems]
-            solved = _solve([problem for _, problem in mine], ranks)
-            for (queue, _), allocation in zip(mine, solved, strict=True):
+    laid: dict[range, list[_LanguageModel]] = {}
+    queues: list[_Queue] = []
+    for partition in partitions:
+        problems: dict[frozenset[int], list[_Problems]] = {}
+        for where in all_wheres(len(partition), len(estimates.cluster.pools)):
+            parts = {m: estimates.of(pools) for group, pools in zip(partition, where, strict=True) for m in group}
+            fits = {m: [t for t in tp[m] if part.cluster.ranks_per_node % t == 0] for m, part in parts.items()}
+            home = next(pools for group, pools in zip(partition, where, strict=True) if language_model in group)
+            if home not in laid:
+                ways = _language_models(parts[language_model], language_model, fits[language_model], dp, microbatches)
+                laid[home] = list(ways)
+            others = [m for m in tp if m != language_model]
+            room = limits(where, estimates.cluster), np.array([len(estimates.cluster.ranks_of(w)) for w in where])
+            problems.setdefault(frozenset(chain(*where)), []).extend(
+                _problems(parts, partition, where, room, language_model, way, dict(zip(others, n, strict=True)),
+                          most_instances)
+                for way in laid[home]
+                for n in product(*(fits[m] for m in others))
+            )  # fmt: skip
+        queues += map(_Queue, problems.values())
+    while drawn := [(queue, *problem) for queue in queues for problem in queue.next(within)]:
+        for shared in dict.fromkeys(problem.limits for _, problem, _ in drawn):
+            mine = [(queue, problem, way) for queue, problem, way in drawn if problem.limits == shared]
+            solved = _solve([(problem, way) for _, problem, way in mine], estimates.cluster.ranks)
+            for (queue, _, _), allocation in zip(mine, solved, strict=True):
                 queue.found.append(allocation)
     return [a for queue in queues for a in queue.best(within)]
 
 
 class _Queue:
-    """Choices of one partition, by what they cannot be below."""
+    """Choices of one partition on the same pools, by what they cannot be below."""
 
-    def __init__(self, problems: list[_Problems], ranks: int) -> None:
+    def __init__(self, problems: list[_Problems]) -> None:
         self.found: list[Allocation] = []
-        self.groups = len(problems[0].partition) if problems else 0
-        bounds = [p.bounds(ranks) for p in problems]
+        bounds = [p.bounds() for p in problems]
         every = np.concatenate([*bounds, np.empty(0)])
         owner = np.repeat(np.arange(len(problems)), [len(b) for b in bounds])
         order = np.argsort(every, kind="stable")
@@ -210,19 +225,21 @@ def _language_models(
 
 
 def _problems(
-    estimates: Estimates,
+    estimates: Mapping[str, Estimates],
     partition: Partition,
+    where: Where,
+    room: tuple[Limits, Float64[np.ndarray, "groups"]],
     name: str,
     language_model: _LanguageModel,
     tp: Mapping[str, int],
     most_instances: Mapping[str, int],
 ) -> _Problems:
-    """Problems of one partition, with given degrees of the language model's and of all other modules."""
+    """Problems of one partition on given pools, with given degrees of the language model's and of all other modules."""
     others = [[m for m in group if m != name] for group in partition]
     home = next(g for g, group in enumerate(partition) if name in group)
-    seconds = {m: n * estimates.work(m, n).total for m, n in tp.items()}
+    seconds = {m: n * estimates[m].work(m, n).total for m, n in tp.items()}
     work = np.array([sum(seconds[m] for m in group) for group in others])
-    held = np.array([sum(map(estimates.least_ranks, group)) for group in others], np.float64)
+    held = np.array([sum(estimates[m].least_ranks(m) for m in group) for group in others], np.float64)
     widest = np.array([max([tp[m] for m in group], default=0) for group in others], np.float64)
     fits = np.array([min([tp[m] * most_instances[m] for m in group], default=np.inf) for group in others])
     model, count = language_model, language_model.microbatches[:, None]
@@ -234,17 +251,20 @@ def _problems(
     needed = np.maximum(model.least, model.holds + held[home] / model.room)
     least[:, home], most[:, home] = np.maximum(least[:, home], needed), np.minimum(most[:, home], model.most)
     degrees = {m: model.tp if m == name else tp[m] for group in partition for m in group}
-    return _Problems(partition, degrees, model.ways, model.constant, first, steady * (count - 1) / count, least, most)
+    steady = steady * (count - 1) / count
+    return _Problems(partition, where, *room, degrees, model.ways, model.constant, first, steady, least, most)
 
 
 def _solve(problems: Sequence[tuple[_Problems, int]], ranks: int) -> list[Allocation]:
-    """Some problems of as many groups, as one: they share no variable, so the sum of their optima is its optimum."""
+    """Some problems of the same limits, as one: they share no variable, so the sum of their optima is its optimum."""
     names = ("first", "steady", "least", "most")
     first, steady, least, most = (np.stack([getattr(p, name)[way] for p, way in problems]) for name in names)
-    n = np.minimum(most, float(ranks))
-    if first.shape[1] > 1:
+    n = np.minimum(most, np.stack([p.roof for p, _ in problems]))
+    shared = tuple((groups, there / ranks) for groups, there in problems[0][0].limits if len(groups) > 1)
+    if shared:
         values = first / ranks, steady / ranks, least / ranks, n / ranks
-        n = np.concatenate([_shares(*(v[i : i + CHUNK] for v in values)) for i in range(0, len(first), CHUNK)]) * ranks
+        chunks = [_shares(shared, *(v[i : i + CHUNK] for v in values)) for i in range(0, len(first), CHUNK)]
+        n = np.concatenate(chunks) * ranks
     total = np.array([p.constant[way] for p, way in problems]) + (first / n).sum(axis=1) + (steady / n).max(axis=1)
     return [
         Allocation(p.choice(way), tuple(map(float, row)), float(t))
@@ -252,10 +272,12 @@ def _solve(problems: Sequence[tuple[_Problems, int]], ranks: int) -> list[Alloca
     ]
 
 
-def _shares(*values: Float64[np.ndarray, "some groups"]) -> Float64[np.ndarray, "some groups"]:
+def _shares(
+    limits: tuple[tuple[tuple[int, ...], float], ...], *values: Float64[np.ndarray, "some groups"]
+) -> Float64[np.ndarray, "some groups"]:
     """Shares of all ranks: of order 1, as solvers want it."""
     count, groups = values[0].shape
-    program, parameters, share = _program(CHUNK, groups)
+    program, parameters, share = _program(CHUNK, groups, limits)
     for parameter, value in zip(parameters, values, strict=True):
         parameter.value = value[np.arange(CHUNK) % count]
     program.solve(solver="CLARABEL")
@@ -263,9 +285,13 @@ def _shares(*values: Float64[np.ndarray, "some groups"]) -> Float64[np.ndarray, 
     return found
 
 
-@lru_cache(maxsize=16)
-def _program(count: int, groups: int) -> tuple[Any, list[Any], Any]:
-    """A program of so many problems, compiled once for all values of its parameters; these; and shares of ranks."""
+@lru_cache(maxsize=64)
+def _program(count: int, groups: int, shared: tuple[tuple[tuple[int, ...], float], ...]) -> tuple[Any, list[Any], Any]:
+    """A program of so many problems, compiled once for all values of its parameters; these; and shares of ranks.
+
+    Args:
+        shared: groups, and the share of all ranks that they have together.
+    """
     import cvxpy  # slow to import
 
     cp: Any = cvxpy
@@ -276,7 +302,7 @@ def _program(count: int, groups: int) -> tuple[Any, list[Any], Any]:
     seconds = cp.sum(cp.multiply(first, inverse)) + cp.sum(slowest)
     limits = [
         cp.multiply(steady, inverse) <= slowest,
-        cp.sum(share, axis=1) <= 1 + EPSILON,
+        *(cp.sum(share[:, list(members)], axis=1) <= there + EPSILON for members, there in shared),
         share >= least,
         share <= most,
     ]

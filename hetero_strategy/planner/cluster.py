@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil, log2
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from math import ceil, gcd, log2
+
+import numpy as np
+from jaxtyping import Float64
 
 from hetero_strategy.simulator.links import Links, Network
 
@@ -33,28 +40,95 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """Nodes of equal devices.
+class NodePool:
+    """Equal nodes of a cluster.
 
     Args:
         within: links of one rank to others of its node.
-        across: links of one rank to ranks of other nodes.
     """
 
     device: Device
     nodes: int
     ranks_per_node: int
     within: Links
-    across: Links
 
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
 
-    @property
+
+@dataclass(frozen=True)
+class Cluster:
+    """Pools of nodes on one network; ranks are numbered pool after pool.
+
+    Device, links and collectives of several pools are those of the slowest: what a layout counts on that spans them.
+
+    Args:
+        across: links of one rank to ranks of other nodes.
+    """
+
+    pools: tuple[NodePool, ...]
+    across: Links
+
+    def __str__(self) -> str:
+        return " and ".join(f"{pool.ranks} x {pool.device.name}" for pool in self.pools)
+
+    @cached_property
+    def ranks(self) -> int:
+        return sum(pool.ranks for pool in self.pools)
+
+    @cached_property
+    def device(self) -> Device:
+        """The slowest, with the least memory of all."""
+        devices = [pool.device for pool in self.pools]
+        slowest = min(devices, key=lambda d: (d.flops * d.matmul, d.memory_bandwidth))
+        return replace(slowest, memory=min(d.memory for d in devices))
+
+    @cached_property
+    def memory(self) -> Float64[np.ndarray, "ranks"]:
+        """Bytes of every rank's device."""
+        return np.repeat([pool.device.memory for pool in self.pools], [pool.ranks for pool in self.pools])
+
+    @cached_property
+    def ranks_per_node(self) -> int:
+        """Of several pools: so many that every node has a multiple of them."""
+        return gcd(*(pool.ranks_per_node for pool in self.pools))
+
+    @cached_property
+    def within(self) -> Links:
+        """Links of one rank to others of its node."""
+        links = [pool.within for pool in self.pools]
+        return Links(max(link.latency for link in links), min(link.bandwidth for link in links))
+
+    @cached_property
     def network(self) -> Network:
         """Its links as the simulator takes them."""
-        return Network(self.within, self.across, self.ranks_per_node)
+        nodes = [pool for pool in self.pools for _ in range(pool.nodes)]
+        ends = np.cumsum([pool.ranks_per_node for pool in nodes])
+        return Network(tuple(pool.within for pool in nodes), self.across, ends)
+
+    def ranks_of(self, pools: Sequence[int]) -> range:
+        """Ranks from the first to the last of some neighbouring pools."""
+        ends = [0, *accumulate(pool.ranks for pool in self.pools)]
+        return range(ends[pools[0]], ends[pools[-1] + 1])
+
+    def pools_of(self, ranks: Collection[int]) -> tuple[int, ...]:
+        """Numbers of the pools in which some ranks lie, ascending."""
+        ends = list(accumulate(pool.ranks for pool in self.pools))
+        return tuple(sorted({bisect_right(ends, rank) for rank in ranks}))
+
+    def with_node(self, pool: int) -> Cluster:
+        """With one more node in a pool."""
+        pools = (replace(p, nodes=p.nodes + (i == pool)) for i, p in enumerate(self.pools))
+        return replace(self, pools=tuple(pools))
+
+    def of(self, pools: Iterable[int]) -> Cluster:
+        """Some of its pools."""
+        return Cluster(tuple(self.pools[i] for i in pools), self.across)
+
+    def on(self, ranks: Collection[int]) -> Cluster:
+        """The pools in which some ranks lie."""
+        return self if len(self.pools) == 1 else self.of(self.pools_of(ranks))
 
     def collective(self, size: float, ranks: int, stride: int = 1) -> float:
         """Seconds of an all-gather or a reduce-scatter by rings, while neighbouring groups do the same.

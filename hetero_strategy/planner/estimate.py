@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -60,7 +60,8 @@ class Estimates:
     def __init__(
         self, shape: ModelShape, cluster: Cluster, batches: Sequence[StepMetadata], precision: Precision
     ) -> None:
-        self._shape, self._cluster, self._precision = shape, cluster, precision
+        self.cluster = cluster
+        self._shape, self._batches, self._precision = shape, batches, precision
         self.memory = MEMORY_SHARE * cluster.device.memory
         """Bytes of a device that a plan may use."""
         self.kept = 1.0
@@ -70,6 +71,20 @@ class Estimates:
         self._work: dict[tuple[str, int, bool], Work] = {}
         self._splits: dict[tuple[str, int, int], float] = {}
         self._cuts: dict[tuple[int, int, bool], tuple[int, ...]] = {}
+        self._parts: dict[tuple[int, ...], Estimates] = {}
+
+    def of(self, pools: Sequence[int]) -> Estimates:
+        """What holds on some pools of the cluster."""
+        if len(self.cluster.pools) == 1:
+            return self
+        if (key := tuple(pools)) not in self._parts:
+            self._parts[key] = Estimates(self._shape, self.cluster.of(key), self._batches, self._precision)
+        self._parts[key].kept = self.kept
+        return self._parts[key]
+
+    def on(self, ranks: Collection[int]) -> Estimates:
+        """What holds on some ranks: where they lie in several pools, the slowest device and the least memory."""
+        return self if len(self.cluster.pools) == 1 else self.of(self.cluster.pools_of(ranks))
 
     def work(self, module: str, tp: int, recomputed: bool = False) -> Work:
         """A module's work, with so many tensor-parallel ranks."""
@@ -86,7 +101,7 @@ class Estimates:
             made = module_times(
                 shape,
                 layout,
-                self._cluster,
+                self.cluster,
                 fed=self._fed[module],
                 recomputed=float(recomputed),
                 precision=self._precision,
@@ -141,7 +156,7 @@ class Estimates:
         Where parameters are gathered with every microbatch that runs beside its compute.
         """
         gather, scatter, replicas = synchronization(
-            *self._numbers(module, degrees), degrees, self._cluster, self._precision
+            *self._numbers(module, degrees), degrees, self.cluster, self._precision
         )
         if degrees.once:
             return gather + scatter + replicas
@@ -164,7 +179,7 @@ class Estimates:
 
     def synchronizes(self, parameters: float, trained: float, degrees: Degrees) -> float:
         """Seconds of the collectives of so many parameters, each of them once."""
-        return sum(synchronization(parameters, trained, degrees, self._cluster, self._precision))
+        return sum(synchronization(parameters, trained, degrees, self.cluster, self._precision))
 
     def _numbers(self, module: str, degrees: Degrees) -> tuple[float, float]:
         """Parameters of a rank where stages are equal, its shards together, and those of them that train."""

@@ -128,7 +128,7 @@ class Evaluator:
             stages = module_times(
                 module,
                 layout,
-                self.cluster,
+                self.cluster.on(layout.ranks),
                 fed=self._fed[name],
                 recomputed=share,
                 once=once,

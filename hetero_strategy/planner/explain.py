@@ -78,7 +78,7 @@ def _received(evaluator: Evaluator, step: Step) -> tuple[float, float]:
     for action in step.simulation.start:
         for source in step.schedule.dependencies.crossing(action):
             grids = [stages[a.node].grid for a in (source, action)]
-            nodes = [grid[:, 0] // evaluator.cluster.ranks_per_node for grid in grids]
+            nodes = [evaluator.cluster.network.nodes_of(grid[:, 0]) for grid in grids]
             size = np.asarray(rows(source, action))
             if size.ndim < 2:
                 size = np.diag(size)

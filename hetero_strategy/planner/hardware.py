@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.planner.cluster import Cluster, Device
+from hetero_strategy.planner.cluster import Cluster, Device, NodePool
 from hetero_strategy.simulator.links import Links
 
 HOPPER = (0.504, 0.35)
@@ -139,13 +139,33 @@ def cluster(
         if overrides.get(name, 0.5) > 1:
             raise ConfigError(f"cluster: {name}={overrides[name]} is a share of flops; give at most 1")
     figures: dict[str, Any] = {name: value for name, value in overrides.items() if name in _DEVICE_FIELDS}
-    return Cluster(
-        replace(known, **figures),
-        nodes,
-        ranks,
-        _links(inside, "within", overrides),
-        _links(between, "across", overrides),
-    )
+    pool = NodePool(replace(known, **figures), nodes, ranks, _links(inside, "within", overrides))
+    return Cluster((pool,), _links(between, "across", overrides))
+
+
+def mixed_cluster(pools: Mapping[str, Mapping[str, Any]], network: str, **overrides: float) -> Cluster:
+    """Nodes of several known devices on one network.
+
+    Args:
+        pools: device -> the other arguments of :func:`cluster` but those of the network; ranks are numbered in this
+            order.
+        network: links between nodes, one of :data:`LINKS`.
+        **overrides: other figures of these (``across_bandwidth, across_latency``).
+
+    Raises:
+        ConfigError: see :func:`cluster`; or a pool has a network of its own.
+    """
+    made = []
+    for name in overrides:
+        if not name.startswith("across_"):
+            raise ConfigError(f"cluster: {name} is of one pool; give pools.<device>.{name}")
+    for device, given in pools.items():
+        if own := [name for name in given if name == "network" or name.startswith("across")]:
+            raise ConfigError(f"cluster: pools.{device}.{own[0]}: pools have one network; give {own[0]} beside pools")
+        made.append(cluster(device, **{**given, "network": network, **overrides}))
+    if not made:
+        raise ConfigError("cluster: pools={} has no nodes; give at least one device, such as pools={a800: {nodes: 1}}")
+    return Cluster(tuple(one.pools[0] for one in made), made[0].across)
 
 
 Known = TypeVar("Known")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from jaxtyping import Float64
 
 from hetero_strategy.errors import ConfigError, LayoutError, ScheduleError
 from hetero_strategy.plan.config import BalanceConfig
@@ -89,16 +94,31 @@ class Planner:
             )
         if not shape.samplewise:
             raise ConfigError("planner: the model has no language model, whose samples make microbatches; give layouts")
+        self._with = partial(
+            Planner, shape, batches=batches, microbatches=microbatches, balance=balance, precision=precision
+        )
         self.evaluator = Evaluator(shape, cluster, batches, balance=balance, precision=precision)
         self.estimates = Estimates(shape, cluster, batches, precision)
         self._simulations = simulations
-        self.proposer = Proposer(shape, self.estimates, cluster, batches, microbatches)
+        self.proposer = Proposer(shape, self.estimates, batches, microbatches)
 
-    def plan(self, progress: Progress | None = None, memory: Callable[[], MemoryModel] | None = None) -> Answer:
+    def with_node(self, pool: int, simulations: int) -> Planner:
+        """Plans for the same model and data on a cluster with one more node in a pool."""
+        made = self._with(cluster=self.evaluator.cluster.with_node(pool), simulations=simulations)
+        made.estimates.kept = self.estimates.kept
+        return made
+
+    def plan(
+        self,
+        progress: Progress | None = None,
+        memory: Callable[[], MemoryModel] | None = None,
+        seconds: float = float("inf"),
+    ) -> Answer:
         """Simulate the most promising proposals of every placement, then other schedules for the best of these.
 
         Args:
             memory: makes what predicts how much the best need; None: the formula's bound is all that is known.
+            seconds: how long to simulate, the most promising first; at least one candidate is.
 
         Raises:
             LayoutError: no candidate fits into memory.
@@ -111,15 +131,24 @@ class Planner:
             raise LayoutError(self.why_not())
         chosen = promising(proposals, self._simulations)
         ranked: list[Ranked] = []
+        end = time.monotonic() + seconds
         for i, proposal in enumerate(chosen):
+            if ranked and time.monotonic() > end:
+                break
             self._simulate(proposal.candidate, proposal.seconds, ranked)
             if progress is not None:
                 progress(i + 1, len(chosen), min((r.seconds for r in ranked), default=0.0))
         for best in sorted(ranked, key=lambda r: r.seconds)[:3]:
-            for other in self.schedules(best.candidate):
+            for other in self.schedules(best.candidate) if time.monotonic() <= end else ():
                 self._simulate(other, best.estimate, ranked)
         ranked.sort(key=lambda r: r.seconds)
         return Answer(tuple(ranked), len(proposals)) if model is None else self._fitting(ranked, len(proposals), model)
+
+    @property
+    def room(self) -> Float64[np.ndarray, "ranks"]:
+        """Bytes that a plan may use, of every rank's own device."""
+        pools = enumerate(self.evaluator.cluster.pools)
+        return np.concatenate([np.full(pool.ranks, self.estimates.of([i]).memory) for i, pool in pools])
 
     def _that_fit(self, proposals: list[Proposal], memory: MemoryModel) -> list[Proposal]:
         """Let the formula's activations be as large as those of the best proposal are, until that fits."""
@@ -129,11 +158,11 @@ class Planner:
                 break
             best = proposals[0]
             found = memory.of(self.evaluator.shown(self.evaluator.place(best.candidate)))
-            rank = int(found.peak.argmax())
+            rank = int((found.peak / self.room).argmax())
             here = [name for name, layout in best.candidate.layouts.items() if rank in layout.ranks]
             estimated = sum(self.estimates.activations(name, best.degrees[name], best.microbatches) for name in here)
             ratio = float(found.bytes[activations, rank]) / estimated
-            if found.peak[rank] <= self.estimates.memory or ratio <= 1.0:
+            if found.peak[rank] <= self.room[rank] or ratio <= 1.0:
                 break
             self.estimates.kept *= ratio
             proposals = self.proposer.proposals()
@@ -141,13 +170,13 @@ class Planner:
 
     def _fitting(self, ranked: list[Ranked], considered: int, memory: MemoryModel) -> Answer:
         """Leave out what needs too much memory, up to the first that does not."""
-        room, too_large = self.estimates.memory, list[Ranked]()
+        room, too_large = self.room, list[Ranked]()
         while ranked:
             best = Answer(tuple(ranked), considered).best
             step = self.evaluator.shown(self.evaluator.place(best.candidate))
             known = replace(best, memory=memory.of(step))
             assert known.memory is not None
-            if known.memory.peak.max() <= room:
+            if (known.memory.peak <= room).all():
                 kept = (known if r is best else r for r in ranked)
                 return Answer(tuple(kept), considered, tuple(too_large))
             ranked.remove(best)
@@ -155,7 +184,7 @@ class Planner:
         need = min(float(r.memory.peak.max()) for r in too_large if r.memory is not None)
         raise LayoutError(
             f"planner: each of the {len(too_large)} candidates that were simulated needs {need / 2**30:.1f} GiB or more"
-            f" on some rank, of {room / 2**30:.1f}; give more ranks or microbatches, or simulate more candidates"
+            f" on some rank, of {room.min() / 2**30:.1f}; give more ranks or microbatches, or simulate more candidates"
         )
 
     def _simulate(self, candidate: Candidate, estimate: float, ranked: list[Ranked]) -> None:
@@ -184,10 +213,11 @@ class Planner:
         estimates, cluster = self.estimates, self.evaluator.cluster
         names = ", ".join(self.evaluator.shape.modules)
         needed = sum(estimates.least_ranks(name) for name in self.evaluator.shape.modules)
+        each = " or ".join(f"{estimates.of([i]).memory / 2**30:.0f}" for i in range(len(cluster.pools)))
         return (
-            f"planner: no layout of {names} fits on {cluster.ranks} x {cluster.device.name} with"
-            f" {estimates.memory / 2**30:.0f} GiB each: parameters and optimizer states alone need {needed:.1f},"
-            " activations of a microbatch come on top; give more ranks, more microbatches or devices with more memory"
+            f"planner: no layout of {names} fits on {cluster} with {each} GiB each: parameters and optimizer states"
+            f" alone need {needed:.1f}, activations of a microbatch come on top; give more ranks, more microbatches or"
+            " devices with more memory"
         )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain, combinations, permutations
 from typing import NamedTuple
 
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.shape import ModuleShape
 
 Partition = tuple[tuple[str, ...], ...]
@@ -36,10 +38,11 @@ class Degrees(NamedTuple):
         """Whether parameters are gathered once per step, by default: where pipelined, or where nothing shards them."""
         return self.pp > 1 or self.dp_shard == 1
 
-    def layout(self, first: int) -> ModuleLayout:
-        """On the ranks from ``first`` on."""
-        ranks = tuple(range(first, first + self.ranks))
-        return ModuleLayout(ranks, tp=self.tp, pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard)
+    def layout(self, ranks: Sequence[int]) -> ModuleLayout:
+        """On so many ranks."""
+        return ModuleLayout(
+            tuple(ranks), tp=self.tp, pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard
+        )
 
 
 def partitions(modules: Sequence[str]) -> Iterator[Partition]:
@@ -105,11 +108,34 @@ def shards(instances: int, on_node: int) -> list[int]:
     return sorted({1, instances, *([on_node] if instances % on_node == 0 else [])})
 
 
-def place_groups(partition: Partition, sizes: Sequence[int], chosen: Mapping[str, Degrees]) -> dict[str, ModuleLayout]:
-    """Put groups on neighbouring ranks, one after the other."""
-    layouts: dict[str, ModuleLayout] = {}
+def one_after_another(ranks: Sequence[int], sizes: Sequence[int], order: Iterable[int]) -> tuple[Sequence[int], ...]:
+    """Ranks of groups of these sizes that follow each other in some order."""
+    given: list[Sequence[int]] = [()] * len(sizes)
     first = 0
-    for group, size in zip(partition, sizes, strict=True):
-        layouts |= {name: chosen[name].layout(first) for name in group}
-        first += size
-    return layouts
+    for group in order:
+        given[group] = ranks[first : first + sizes[group]]
+        first += sizes[group]
+    return tuple(given)
+
+
+def place_groups(
+    partition: Partition, ranks: Sequence[Sequence[int]], chosen: Mapping[str, Degrees]
+) -> dict[str, ModuleLayout]:
+    """Put groups on their ranks."""
+    return {name: chosen[name].layout(given) for group, given in zip(partition, ranks, strict=True) for name in group}
+
+
+def places(cluster: Cluster, groups: int) -> Iterator[tuple[Sequence[int], ...]]:
+    """All ways to deal out ranks to groups, each of which has neighbours.
+
+    Those of one pool in the order of the groups; those of several pools in any order, so that any group may have any
+    of them, and where it is better no group has the ranks of a slow one.
+    """
+    numbers = range(len(cluster.pools))
+    for used in chain(*(combinations(numbers, n) for n in reversed(range(1, len(numbers) + 1)))):
+        ranks: Sequence[int] = cluster.ranks_of(used)
+        if len(ranks) > sum(cluster.pools[i].ranks for i in used):
+            ranks = tuple(rank for i in used for rank in cluster.ranks_of([i]))
+        for sizes in compositions(len(ranks), groups):
+            for order in permutations(range(groups)) if len(used) > 1 else [range(groups)]:
+                yield one_after_another(ranks, sizes, order)

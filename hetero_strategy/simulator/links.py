@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,26 +31,32 @@ class Links:
         return self.latency * away, away / self.bandwidth
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Network:
     """Links that are faster within a node than between nodes.
 
     Args:
-        within: links between ranks of one node.
+        within: for every node, links between its ranks.
         across: links between ranks of different nodes.
-        ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``.
+        ends: for every node, the rank after its last.
     """
 
-    within: Links
+    within: Sequence[Links]
     across: Links
-    ranks_per_node: int
+    ends: Int64[np.ndarray, "nodes"]
+
+    def nodes_of(self, ranks: Int64[np.ndarray, "*n"]) -> Int64[np.ndarray, "*n"]:
+        """Number of the node that each rank is on."""
+        return np.searchsorted(self.ends, ranks, side="right")
 
     def between(self, source: Grid, target: Grid) -> tuple[Between, Between]:
         """As :meth:`Links.between`; instances are on the nodes of their first ranks."""
-        nodes = [grid[:, 0] // self.ranks_per_node for grid in (source, target)]
-        here = np.equal.outer(*nodes)
-        near, far = self.within.between(source, target), self.across.between(source, target)
-        return np.where(here, near[0], far[0]), np.where(here, near[1], far[1])
+        nodes = [self.nodes_of(grid[:, 0]) for grid in (source, target)]
+        here, away = np.equal.outer(*nodes), ~same_ranks(source, target)
+        near = [self.within[node] for node in nodes[0]]
+        latency, bandwidth = (np.array(n)[:, None] for n in zip(*((n.latency, n.bandwidth) for n in near), strict=True))
+        far = self.across.between(source, target)
+        return np.where(here, latency * away, far[0]), np.where(here, away / bandwidth, far[1])
 
 
 def same_ranks(

@@ -15,8 +15,10 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Float64
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -122,7 +124,7 @@ def dry_run(
     recompute: Mapping[str, Recompute] = MappingProxyType({}),
     compile: Mapping[str, str] = MappingProxyType({}),
     storage: Storage = FP32,
-    memory: float | None = None,
+    memory: Float64[np.ndarray, "ranks"] | float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> DryRun:
     """Build a run of ``world_size`` ranks without them, and check what they would build and run.
@@ -135,7 +137,7 @@ def dry_run(
         microbatches, microbatch_rows: see :func:`hetero_strategy.plan.orchestrator.plan_step`.
         balance: how work is spread; default: as the strategy does by default.
         scheduling, recompute, compile, storage: see :func:`hetero_strategy.strategy.assembly.assemble`.
-        memory: bytes of a device; a rank that needs more is a fault.
+        memory: bytes of a device, or of every rank's; a rank that needs more is a fault.
         progress: is told what is done next.
 
     Raises:
@@ -184,7 +186,8 @@ def dry_run(
     faults += _group_faults(rank_sets)
     faults += [Fault("checkpoint", message, None, *stage) for stage, message in coverage.faults()]
     if memory is not None:
-        faults += [_too_large(rank, memory) for rank in ranks if rank.total > memory]
+        room = np.broadcast_to(memory, world_size)
+        faults += [_too_large(rank, room[rank.rank]) for rank in ranks if rank.total > room[rank.rank]]
     return DryRun(world_size, plan, tuple(ranks), tuple(faults))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata
-from hetero_strategy.planner.cluster import Cluster, Device
+from hetero_strategy.planner.cluster import Cluster, Device, NodePool
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
 from hetero_strategy.simulator.links import Links
 
@@ -59,7 +59,8 @@ def cluster(
 ) -> Cluster:
     per_node = ranks if per_node is None else per_node
     device = Device("test", 1e12, memory, 1e11, 0.5, 0.4, launch)
-    return Cluster(device, ranks // per_node, per_node, Links(1e-5, bandwidth), Links(2e-5, bandwidth / 4))
+    pool = NodePool(device, ranks // per_node, per_node, Links(1e-5, bandwidth))
+    return Cluster((pool,), Links(2e-5, bandwidth / 4))
 
 
 def batch(samples: int, seed: int = 0, *, images: int = 2, rows: int = 96, text: int = 128) -> StepMetadata:

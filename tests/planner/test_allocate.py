@@ -25,7 +25,7 @@ def estimates(**options: float) -> Estimates:
 
 def test_a_grid_finds_nothing_better() -> None:
     made, apart = estimates(), (("vision",), ("llm",))
-    found = allocate(made, [apart], "llm", TP, DP, COUNTS, RANKS, most_instances=UNITS, within=np.inf)
+    found = allocate(made, [apart], "llm", TP, DP, COUNTS, most_instances=UNITS, within=np.inf)
     # 4 degrees x 3 dp x 2 numbers of microbatches, pipelined and not; a pipeline of 2 x 2 x 16 ranks leaves none
     assert len(found) == 48 - 4
     for one in found:
@@ -52,7 +52,7 @@ def test_a_grid_finds_nothing_better() -> None:
 @pytest.mark.parametrize("within", [1.0, 1.1])
 def test_choices_that_are_not_solved_would_not_be_better(within: float, monkeypatch: pytest.MonkeyPatch) -> None:
     made, all_partitions = estimates(), list(partitions(["vision", "llm"]))
-    given = (made, all_partitions, "llm", TP, DP, COUNTS, RANKS)
+    given = (made, all_partitions, "llm", TP, DP, COUNTS)
     everything = allocate(*given, most_instances=UNITS, within=np.inf)
     monkeypatch.setattr(allocation, "CHUNK", 2)
     some = allocate(*given, most_instances=UNITS, within=within)
@@ -66,7 +66,7 @@ def test_choices_that_are_not_solved_would_not_be_better(within: float, monkeypa
 def test_more_memory_than_there_is_is_not_allocated() -> None:
     apart = (("vision",), ("llm",))
     roomy, tight = (
-        allocate(made, [apart], "llm", TP, DP, COUNTS, RANKS, most_instances=UNITS, within=np.inf)
+        allocate(made, [apart], "llm", TP, DP, COUNTS, most_instances=UNITS, within=np.inf)
         for made in (estimates(), estimates(memory=6e7))
     )
     assert roomy
@@ -80,9 +80,7 @@ def test_more_memory_than_there_is_is_not_allocated() -> None:
 
 
 def test_every_sum_of_ranks_keeps_to_what_there_is() -> None:
-    found = allocate(
-        estimates(), list(partitions(["vision", "llm"])), "llm", TP, DP, COUNTS, RANKS, most_instances=UNITS
-    )
+    found = allocate(estimates(), list(partitions(["vision", "llm"])), "llm", TP, DP, COUNTS, most_instances=UNITS)
     assert found
     for one in found:
         assert sum(one.ranks) <= RANKS * (1 + 1e-6)

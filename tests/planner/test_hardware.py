@@ -11,7 +11,7 @@ import pytest
 from hydra.utils import instantiate
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.planner.cluster import Cluster
+from hetero_strategy.planner.cluster import Cluster, NodePool
 from hetero_strategy.planner.hardware import DEVICES, LINK_SHARE, LINKS, NODES, cluster
 from hetero_strategy.simulator.links import Links
 
@@ -61,10 +61,12 @@ def test_what_is_not_known_is_named(arguments: dict[str, object], message: str) 
 @pytest.mark.parametrize("name", NAMES)
 def test_configurations_make_clusters(name: str) -> None:
     with hydra.initialize_config_dir(str(CONF), version_base=None):
-        config = hydra.compose(f"cluster/{name}", overrides=["cluster.nodes=4"])
+        config = hydra.compose(f"cluster/{name}")
+        if "pools" not in config.cluster:
+            config = hydra.compose(f"cluster/{name}", overrides=["cluster.nodes=4"])
     found = instantiate(config.cluster)
     assert isinstance(found, Cluster)
-    assert found.nodes == 4
+    assert len(found.pools) > 1 or found.pools[0].nodes == 4
 
 
 def test_configurations_say_what_papers_say() -> None:
@@ -76,7 +78,7 @@ def test_configurations_say_what_papers_say() -> None:
     assert found.ranks == 1296
 
 
-PLAIN = Cluster(DEVICES["h100"], 4, 8, Links(1e-6, 100e9), Links(2e-6, 10e9))
+PLAIN = Cluster((NodePool(DEVICES["h100"], 4, 8, Links(1e-6, 100e9)),), Links(2e-6, 10e9))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_a_ring_takes_what_its_slowest_links_take(ranks: int, stride: int, laten
 
 
 def test_links_within_a_node_bound_a_ring_across_nodes() -> None:
-    slow = replace(PLAIN, within=Links(1e-6, 20e9))
+    slow = replace(PLAIN, pools=(replace(PLAIN.pools[0], within=Links(1e-6, 20e9)),))
     assert slow.collective(1e9, 32) == pytest.approx(2e-6 * 5 + 1e9 * 31 / 32 / 20e9)
 
 

@@ -17,7 +17,7 @@ from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.activations import Activations, BlockBytes, features
 from hetero_strategy.planner.allocations import Allocations
-from hetero_strategy.planner.cluster import Cluster, Device
+from hetero_strategy.planner.cluster import Cluster, Device, NodePool
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
 from hetero_strategy.planner.measured import _Module
 from hetero_strategy.planner.memory import CPU, CUDA, KINDS, Allocator, Memory, MemoryModel
@@ -78,7 +78,7 @@ def memory(
     """Of a step, and the least that it can be."""
     world = max(r for layout in candidate.layouts.values() for r in layout.ranks) + 1
     links = Links(1e-6, 1e9)
-    cluster = Cluster(Device("any", 1e9, 1e9, 1e9, 1.0, 1.0), 1, world, links, links)
+    cluster = Cluster((NodePool(Device("any", 1e9, 1e9, 1e9, 1.0, 1.0), 1, world, links),), links)
     evaluator = Evaluator(shape, cluster, [metadata], precision=precision)
     placed = evaluator.place(candidate)
     model = MemoryModel(shape, OF, precision, allocator)

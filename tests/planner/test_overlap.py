@@ -9,7 +9,7 @@ import pytest
 
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.plan.step_plan import StepMetadata
-from hetero_strategy.planner.cluster import Cluster, Device
+from hetero_strategy.planner.cluster import Cluster, Device, NodePool
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
 from hetero_strategy.planner.overlap import seconds_after
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
@@ -32,7 +32,7 @@ SHAPE = ModelShape(
 
 def step(overlap: Overlap, bandwidth: float, pp: int = 1, microbatches: int = 4) -> Step:
     device = Device("toy", flops=1.0, memory=1e9, memory_bandwidth=28000.0, matmul=1.0, attention=1.0)
-    cluster = Cluster(device, 1, 2 * pp, Links(0.0, bandwidth), Links())
+    cluster = Cluster((NodePool(device, 1, 2 * pp, Links(0.0, bandwidth)),), Links())
     tokens = np.full(2 * microbatches, 10)
     batch = StepMetadata(0, 0, np.arange(len(tokens)), tokens, tokens - 1, {})
     evaluator = Evaluator(SHAPE, cluster, [batch], overlap=overlap)

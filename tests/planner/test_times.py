@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.planner.cluster import Cluster, Device
+from hetero_strategy.planner.cluster import Cluster, Device, NodePool
 from hetero_strategy.planner.shape import ModuleShape
 from hetero_strategy.planner.times import Line, Overlap, Precision, StageTimes, exposed, module_times
 from hetero_strategy.simulator.links import Links
 
 DEVICE = Device("toy", flops=1000.0, memory=1e9, memory_bandwidth=100.0, matmul=0.5, attention=0.25, launch=0.125)
-CLUSTER = Cluster(DEVICE, 2, 2, Links(0.5, 64.0), Links(1.0, 32.0))
+CLUSTER = Cluster((NodePool(DEVICE, 2, 2, Links(0.5, 64.0)),), Links(1.0, 32.0))
 
 
 def shape(trained: tuple[bool, ...] = (True, True), **changes: Any) -> ModuleShape:
@@ -154,7 +154,8 @@ def test_bytes_follow_precision() -> None:
 
 @pytest.mark.parametrize("field", ["flops", "memory_bandwidth", "matmul", "attention"])
 def test_a_better_device_is_faster_and_none_is_slower(field: str) -> None:
-    better = replace(CLUSTER, device=replace(DEVICE, **{field: 2 * getattr(DEVICE, field)}))
+    device = replace(DEVICE, **{field: 2 * getattr(DEVICE, field)})
+    better = replace(CLUSTER, pools=(replace(CLUSTER.pools[0], device=device),))
     layout = ModuleLayout(4, tp=2, split=(2,)).resolved()
     rows = np.array([64.0])
     old, new = (module_times(shape(), layout, where, fed=True)[0] for where in (CLUSTER, better))

@@ -43,11 +43,23 @@ def test_what_was_planned_is_in_the_file(pool: Pool, tmp_path: Path) -> None:
     """Statistics are planned for, though nothing trains on them."""
     more = ("model=vlm", "data=cornstarch_vision", "experiment=none", "trainer.precision=bf16-mixed")
     found = planned(tmp_path / "plan", *more, "data.global_batch=32", "cluster=a40")
+    assert "one more" not in found.output
     assert found.code == 0, found.output
     text = (tmp_path / "plan" / "layout" / "planned.yaml").read_text()
     assert text.startswith("# @package _global_") and "4 x a40" in text and "microbatches" not in text
     assert "layout:" in text and "vision:" in text and "llm:" in text
     assert "recipes.train" not in found.output
+
+
+def test_what_one_more_node_of_each_kind_would_buy_is_said(pool: Pool, given: tuple[str, ...], tmp_path: Path) -> None:
+    small = [o for o in SMALL if o.startswith(("model.", "data."))]
+    pools = ("cluster=h200_h100", "cluster.pools.h200.ranks_per_node=1", "cluster.pools.h100.ranks_per_node=1")
+    found = planned(tmp_path / "plan", *given, *small, *pools)
+    assert found.code == 0, found.output
+    assert "candidates fit on 1 x h200 and 1 x h100" in found.output
+    for device in ("h200", "h100"):
+        assert f"one more    node of 1 x {device}: " in found.output, found.output
+    assert "one more" not in planned(tmp_path / "quiet", *given, *small, *pools, "one_more_node=0").output
 
 
 @pytest.mark.parametrize(
