@@ -46,9 +46,10 @@ class ScheduleConfig:
         styles = {layout.pp_style for layout in layouts.values() if layout.vpp > 1}
         return replace(self, schedule="zbv" if "v" in styles else "interleaved_1f1b" if styles else "1f1b")
 
-    def instead_of_auto(self, schedule: str) -> ScheduleConfig:
-        """With another schedule, where none was asked for."""
-        return replace(self, schedule=schedule) if self.schedule == "auto" else self
+    def instead_of_auto(self, schedule: str, reshard_after_forward: str) -> ScheduleConfig:
+        """With these where nothing was asked for."""
+        given = {"schedule": schedule, "reshard_after_forward": reshard_after_forward}
+        return replace(self, **{name: value for name, value in given.items() if getattr(self, name) == "auto"})
 
     def check(self, layouts: Mapping[str, ModuleLayout]) -> None:
         """Refuse a schedule that these layouts cannot run, whatever the model is.

@@ -277,7 +277,7 @@ class HeteroStrategy(WorldCollectives):
         if self._placement is None:
             chosen = choose(self, self._multimodal, module.trainer, storage, plan=self._auto)
             self.recompute = self.recompute or dict(chosen.recompute)
-            self._scheduling = self._scheduling.instead_of_auto(chosen.schedule)
+            self._scheduling = self._scheduling.instead_of_auto(chosen.schedule, chosen.reshard_after_forward)
             self._placement = place(chosen.layouts, self.world_size)
         self._assembled = assembled = assemble(
             self._prefix,
