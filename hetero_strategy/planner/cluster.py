@@ -20,6 +20,7 @@ class Device:
         attention: share of ``flops`` that attention reaches.
         launch: seconds of a block's forward that do not shrink with its rows: kernels begin and end.
         source: where the figures are from.
+        host: seconds that the main thread needs between two actions.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Device:
     attention: float
     launch: float = 0.0
     source: str = ""
+    host: float = 0.0
 
 
 @dataclass(frozen=True)

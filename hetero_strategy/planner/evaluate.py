@@ -22,11 +22,12 @@ from hetero_strategy.planner.layers import LayerCost, costs
 from hetero_strategy.planner.overlap import seconds_after
 from hetero_strategy.planner.partition import split
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
-from hetero_strategy.planner.times import MIXED, SEPARATE, Overlap, Precision, StageTimes, module_times
+from hetero_strategy.planner.times import MIXED, SEPARATE, ModuleSeconds, Overlap, Precision, StageTimes, module_times
 from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.graph import StageCost, sizes_of, stage_graph, work_of
+from hetero_strategy.simulator.account import Host
 from hetero_strategy.simulator.result import Simulation
 from hetero_strategy.simulator.rows import Widths, rows_between
 from hetero_strategy.simulator.simulate import simulate
@@ -89,6 +90,7 @@ class Evaluator:
         batches: global batches drawn from the data, on which candidates are compared.
         balance: how their work is spread.
         overlap: which collectives run beside compute.
+        measured: seconds of modules' blocks; others follow from FLOPs.
     """
 
     def __init__(
@@ -100,9 +102,10 @@ class Evaluator:
         balance: BalanceConfig | None = None,
         precision: Precision = MIXED,
         overlap: Overlap = SEPARATE,
+        measured: Mapping[str, ModuleSeconds] = MappingProxyType({}),
     ) -> None:
         self.shape, self.cluster, self.batches = shape, cluster, tuple(batches)
-        self.precision, self.overlap = precision, overlap
+        self.precision, self.overlap, self._measured = precision, overlap, measured
         self._balance = balance or BalanceConfig()
         self._fed = shape.fed_by_trainable()
         self.lengths = {name: self._length(name) for name in shape.modules}
@@ -134,6 +137,7 @@ class Evaluator:
                 once=once,
                 precision=self.precision,
                 overlap=self.overlap,
+                measured=self._measured.get(name),
             )
             times |= {StageId(name, i): stage for i, stage in enumerate(stages)}
             assert layout.split is not None
@@ -185,7 +189,8 @@ class Evaluator:
         graph, scheduling = placed.graph, placed.scheduling
         schedule = make_schedule(scheduling.schedule, graph, work_of(plan, graph), seconds.slowest)
         rows = rows_between(plan, self.row_bytes(placed))
-        simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=placed.together)
+        host = Host({}, lambda action: self.cluster.device.host, 0.0)
+        simulation = simulate(schedule, seconds, self.cluster.network, rows, placed.together, host)
         return Step(placed, plan, schedule, simulation, seconds_after(simulation, placed.times))
 
     def _plan(self, placed: Placed, metadata: StepMetadata, microbatches: int) -> StepPlan:

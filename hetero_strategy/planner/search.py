@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from hetero_strategy.errors import ConfigError, LayoutError, ScheduleError
 from hetero_strategy.plan.config import BalanceConfig
@@ -14,7 +15,7 @@ from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.planner.propose import Proposal, Proposer
 from hetero_strategy.planner.shape import ModelShape
-from hetero_strategy.planner.times import MIXED, Precision
+from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
 
 ROUNDS = 4
 """Times that the formula of activations is corrected."""
@@ -68,6 +69,7 @@ class Planner:
         batches: global batches drawn from the data.
         microbatches: of a step; None: to be chosen.
         simulations: candidates that are simulated, at most, before schedules are tried on the best of them.
+        measured: seconds of modules' blocks; others follow from FLOPs.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Planner:
         balance: BalanceConfig | None = None,
         precision: Precision = MIXED,
         simulations: int = 24,
+        measured: Mapping[str, ModuleSeconds] = MappingProxyType({}),
     ) -> None:
         unfed = {m for m, s in shape.modules.items() if not s.samplewise and any(m not in b.items for b in batches)}
         if unfed:
@@ -89,8 +92,8 @@ class Planner:
             )
         if not shape.samplewise:
             raise ConfigError("planner: the model has no language model, whose samples make microbatches; give layouts")
-        self.evaluator = Evaluator(shape, cluster, batches, balance=balance, precision=precision)
-        self.estimates = Estimates(shape, cluster, batches, precision)
+        self.evaluator = Evaluator(shape, cluster, batches, balance=balance, precision=precision, measured=measured)
+        self.estimates = Estimates(shape, cluster, batches, precision, measured)
         self._simulations = simulations
         self.proposer = Proposer(shape, self.estimates, cluster, batches, microbatches)
 
