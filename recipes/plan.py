@@ -5,7 +5,8 @@ A table of candidates, why the best wins and what limits it, its timeline, and a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import hydra
 import torch
@@ -27,9 +28,12 @@ from hetero_strategy.planner.evaluate import Placed, Step
 from hetero_strategy.planner.explain import Explanation, explain
 from hetero_strategy.planner.measured import activations_of
 from hetero_strategy.planner.memory import CPU, CUDA, KINDS, MemoryModel
+from hetero_strategy.planner.profile_cache import cached
+from hetero_strategy.planner.profile_device import with_optimizer
+from hetero_strategy.planner.profiler import Profiled, profile
 from hetero_strategy.planner.search import Answer, Planner, Ranked
 from hetero_strategy.planner.shape import ModelShape, shape_of
-from hetero_strategy.planner.times import MIXED, Precision
+from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
 from hetero_strategy.strategy.dry_run import dry_run
 from recipes import build, cli
 from recipes.dry_run import report
@@ -38,19 +42,24 @@ from recipes.layout_file import write_layout
 SHOWN = 8
 MOST_RANKS = 64
 """Ranks of the timeline, spread over all."""
+TP = (1, 2, 4, 8)
+"""Degrees of tensor parallelism that a profile measures; others follow from these."""
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 PRECISIONS = {"bf16-mixed": MIXED, "16-mixed": MIXED, "32-true": Precision(4, 4), "64-true": Precision(8, 8)}
 
 
 def plan(cfg: DictConfig) -> None:
     """Plan, print, write."""
-    build.check_configuration(cfg, "cluster", "batches", "simulations", "microbatches", "dry_run")
+    build.check_configuration(cfg, "cluster", "batches", "simulations", "microbatches", "dry_run", "profile")
     console = Console(highlight=False)
     make_model = build.model_maker(cfg)
     batches, microbatches, balance = sampled(cfg)
     with torch.device("meta"):
         model = make_model()
     shape, cluster = shape_of(model), hydra.utils.instantiate(cfg.cluster)
+    measured: Mapping[str, ModuleSeconds] = {}
+    if cfg.profile:
+        measured, cluster = profiled(model, batches, cluster, precision(cfg), console)
     planner = Planner(
         shape,
         cluster,
@@ -59,6 +68,7 @@ def plan(cfg: DictConfig) -> None:
         balance=balance,
         precision=precision(cfg),
         simulations=int(cfg.simulations),
+        measured=measured,
     )
     answer = search(planner, console, lambda: memory_model(model, shape, cluster, precision(cfg)))
     evaluator = planner.evaluator
@@ -79,6 +89,41 @@ def plan(cfg: DictConfig) -> None:
         build_all(model, step, planner, console)
     if "module" in cfg.data:
         console.print(f"train       {cli.command('recipes.train', layout=file)}", soft_wrap=True)
+
+
+def profiled(
+    model: MultimodalModel, batches: Sequence[StepMetadata], cluster: Cluster, precision: Precision, console: Console
+) -> tuple[Mapping[str, ModuleSeconds], Cluster]:
+    """Seconds of all blocks on this device, measured now or before, and the cluster with what its optimizer reaches.
+
+    Raises:
+        ConfigError: the cluster's device is not here.
+    """
+    name, dtype = cluster.device.name, DTYPES[precision.compute]
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else "none but processor cores"
+    if name != "cpu" and name not in here.lower().replace(" ", ""):
+        raise ConfigError(
+            f"profile: blocks are measured on the cluster's own device, {name}, and this machine has {here}; run this"
+            " there, or leave profile out"
+        )
+    device = torch.device("cpu" if name == "cpu" else "cuda")
+    degrees = [n for n in TP if n <= cluster.ranks_per_node]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if name == "cpu" else threads)  # a rank is one core
+    with console.status("profile") as status:
+
+        def measure() -> Profiled:
+            def tell(done: int, total: int, what: str) -> None:
+                status.update(f"profile {done + 1} of {total}: {what}")
+
+            return profile(model.train(), batches, device, dtype, tp=degrees, progress=tell)
+
+        found = cached(measure, model, device, dtype, degrees)
+        cluster = replace(cluster, device=with_optimizer(cluster.device, device))
+    torch.set_num_threads(threads)
+    fits = ", ".join(f"{module} {fit.median:.1%} (worst {fit.worst:.0%})" for module, fit in found.fits.items())
+    console.print(f"profile     lines are off from what was measured by: {fits}")
+    return found.modules, cluster
 
 
 def memory_model(model: MultimodalModel, shape: ModelShape, cluster: Cluster, precision: Precision) -> MemoryModel:

@@ -20,7 +20,6 @@ class Device:
         attention: share of ``flops`` that attention reaches.
         launch: seconds of a block's forward that do not shrink with its rows: kernels begin and end.
         source: where the figures are from.
-        host: seconds that the main thread needs between two actions.
     """
 
     name: str
@@ -31,7 +30,6 @@ class Device:
     attention: float
     launch: float = 0.0
     source: str = ""
-    host: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,8 @@ class Cluster:
     Args:
         within: links of one rank to others of its node.
         across: links of one rank to ranks of other nodes.
+        cores_per_node: processor cores that the ranks of a node share, where there may be fewer of them than ranks: a
+            step then takes at least the work of all ranks of a node over its cores; None: each rank has its own device.
     """
 
     device: Device
@@ -48,6 +48,7 @@ class Cluster:
     ranks_per_node: int
     within: Links
     across: Links
+    cores_per_node: int | None = None
 
     @property
     def ranks(self) -> int:

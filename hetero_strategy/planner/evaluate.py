@@ -19,7 +19,7 @@ from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.context import model_context
 from hetero_strategy.planner.layers import LayerCost, costs
-from hetero_strategy.planner.overlap import seconds_after
+from hetero_strategy.planner.overlap import seconds_after, work_of_ranks
 from hetero_strategy.planner.partition import split
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
 from hetero_strategy.planner.times import MIXED, SEPARATE, ModuleSeconds, Overlap, Precision, StageTimes, module_times
@@ -27,7 +27,6 @@ from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageI
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.graph import StageCost, sizes_of, stage_graph, work_of
-from hetero_strategy.simulator.account import Host
 from hetero_strategy.simulator.result import Simulation
 from hetero_strategy.simulator.rows import Widths, rows_between
 from hetero_strategy.simulator.simulate import simulate
@@ -76,7 +75,7 @@ class Step:
     simulation: Simulation
     after: float
     """Seconds that are in no action: the optimizer, the sum of replicated gradients, and what compute waits for of
-    collectives beside it, on the slowest rank."""
+    collectives beside it, on the slowest rank; and what ranks wait for cores that they share."""
 
     @property
     def seconds(self) -> float:
@@ -189,9 +188,13 @@ class Evaluator:
         graph, scheduling = placed.graph, placed.scheduling
         schedule = make_schedule(scheduling.schedule, graph, work_of(plan, graph), seconds.slowest)
         rows = rows_between(plan, self.row_bytes(placed))
-        host = Host({}, lambda action: self.cluster.device.host, 0.0)
-        simulation = simulate(schedule, seconds, self.cluster.network, rows, placed.together, host)
-        return Step(placed, plan, schedule, simulation, seconds_after(simulation, placed.times))
+        simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=placed.together)
+        after = seconds_after(simulation, placed.times)
+        if self.cluster.cores_per_node is not None:
+            work = work_of_ranks(simulation, placed.times, self.cluster.ranks)
+            least = work.reshape(self.cluster.nodes, -1).sum(axis=1).max() / self.cluster.cores_per_node
+            after = max(after, float(least) - simulation.time)
+        return Step(placed, plan, schedule, simulation, after)
 
     def _plan(self, placed: Placed, metadata: StepMetadata, microbatches: int) -> StepPlan:
         instances = placed.placement.instances()

@@ -8,7 +8,6 @@ collectives cost nothing, and ``planner.times`` adds them. Blocks of the same cl
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -29,8 +28,10 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.inputs import GeneratorInputs, SequenceInputs, tensors_of
 from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.measured import inputs_of, unit_of
+from hetero_strategy.planner.profile_device import now
 from hetero_strategy.planner.times import NOTHING, BlockSeconds, Line, ModuleSeconds
 from hetero_strategy.runtime import backward
 
@@ -81,7 +82,7 @@ def profile(
     seconds: float = SECONDS,
     progress: Progress | None = None,
 ) -> Profiled:
-    """Measure all blocks of a model.
+    """Measure all blocks of a model, but of modules whose inputs are not known, such as a backbone of your own.
 
     Args:
         model: as built, before anything is parallelised, in training mode; it stays as it is.
@@ -93,7 +94,7 @@ def profile(
         seconds: of measuring a kind of block, about.
 
     Raises:
-        ConfigError: a module whose inputs are not known: no :class:`Backbone`; or a process group exists.
+        ConfigError: ``tp`` above 1 where a process group exists.
     """
     if max(tp) > 1 and dist.is_initialized():
         raise ConfigError("profile: this process has a process group; measure tp > 1 in a process of its own")
@@ -106,10 +107,10 @@ def profile(
     for i, (key, task) in enumerate(alike.items()):
         if progress is not None:
             progress(i, len(alike), f"{task.module}, block {task.number}, tp {task.tp}")
-        with fake_world(0, task.tp) if task.tp > 1 else nullcontext():
+        with fake_world(0, task.tp) if task.tp > 1 else nullcontext(), random_state_kept(device):
             measured = _Block(model.modules_by_name[task.module], task, batches, device, dtype).measured(seconds)
         found[key] = measured
-    modules: dict[str, dict[int, list[BlockSeconds]]] = {name: {} for name in model.topological()}
+    modules: dict[str, dict[int, list[BlockSeconds]]] = {task.module: {} for task in tasks}
     errors: dict[str, list[np.ndarray]] = {name: [] for name in modules}
     for task, key in tasks.items():
         modules[task.module].setdefault(task.tp, []).append(found[key][0])
@@ -124,6 +125,8 @@ def _tasks(model: MultimodalModel, degrees: Sequence[int]) -> Iterator[_Task]:
         module = model.modules_by_name[name]
         fed = any(flows[edge.source] for edge in model.edges if edge.target == name)
         flows[name] = fed or any(p.requires_grad for p in module.parameters())
+        if inputs_of(module, np.array([unit_of(module)])) is None:
+            continue
         for tp in degrees:
             if tp > 1 and (module.tp_plan() is None or module.check_tp(tp)):
                 continue
@@ -181,7 +184,7 @@ class _Block:
     def _made(self, task: _Task) -> Adapter:
         """The stage alone, with values on the device."""
         original = self.module.meta_copy()
-        stage: Adapter = copy.deepcopy(_stage(original, task.number), {id(original): original})
+        stage: Adapter = copy.deepcopy(_stage(self.module, task.number), {id(original): original})
         stage.train()
         stage.compute_dtype = self.dtype
         if task.tp > 1:
@@ -211,19 +214,15 @@ class _Block:
         rows = min(1024.0, float(self.lengths.sum()))
         probe = self._run(np.resize(self.lengths, max(1, round(rows / self.lengths.mean()))))
         for _ in range(2):
-            begin = self._now()
+            begin = now(self.device)
             self._seconds(probe)
-            spent = self._now() - begin
+            spent = now(self.device) - begin
         packed = 3 * sum(PARTS) * (ROUNDS + 1)
         return min(float(MOST_ROWS), float(self.lengths.sum()), budget / packed * probe.inputs.packing.rows / spent)
 
     def _run(self, lengths: Int64[np.ndarray, "units"]) -> _Run:
         inputs = inputs_of(self.module, lengths)
-        if inputs is None:
-            raise ConfigError(
-                f"profile: what module '{self.module.name}' takes is not known, as its backbone is no Backbone; plan"
-                " with times of the formula"
-            )
+        assert inputs is not None
         count, hidden, rows = inputs.packing.rows, None, {}
         if isinstance(inputs, SequenceInputs):
             labelled = torch.arange(count)[: max(1, round(self.share * count))]
@@ -251,35 +250,29 @@ class _Block:
         for leaf in leaves:
             leaf.requires_grad_()
             leaf.grad = None
-        begin = self._now()
+        begin = now(self.device)
         roots = self._forward(run, bool(leaves or weights))
-        forward = self._now() - begin
+        forward = now(self.device) - begin
         if not roots:
             return forward, 0.0, 0.0, 0.0
-        begin = self._now()
+        begin = now(self.device)
         backward.whole(roots)
-        whole = self._now() - begin
+        whole = now(self.device) - begin
         if not leaves or not weights:
             return forward, whole, *((whole, 0.0) if leaves else (0.0, whole))
         roots = self._forward(run, True)
-        begin = self._now()
+        begin = now(self.device)
         later = backward.inputs_first(roots, leaves, weights)
-        half = self._now() - begin
-        begin = self._now()
+        half = now(self.device) - begin
+        begin = now(self.device)
         later()
-        return forward, whole, half, self._now() - begin
+        return forward, whole, half, now(self.device) - begin
 
     def _forward(self, run: _Run, differentiable: bool) -> backward.Roots:
         with torch.set_grad_enabled(differentiable):
             out: Any = self.stage(run.inputs, run.rows, run.hidden)
         out = out if isinstance(out, Tensor) else out.loss_sum
         return [(get_gradient_edge(out), torch.ones_like(out))] if out.requires_grad else []
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            return time.perf_counter()
-        return time.thread_time()
 
 
 def packings(lengths: Int64[np.ndarray, "units"], most: float) -> Iterator[Int64[np.ndarray, "packed"]]:

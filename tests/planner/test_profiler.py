@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -108,3 +110,14 @@ def test_a_step_takes_what_was_measured() -> None:
     rows = batch.tokens.sum() + batch.items["vision"].inner_rows.sum()
     assert slow > 8 * 3 * rows
     assert Evaluator(shape, cluster(1), [batch]).seconds(candidate) < 1
+
+
+def test_ranks_that_share_a_core_take_turns() -> None:
+    ranks = ModuleLayout((0, 1))
+    candidate = Candidate({"vision": ranks, "llm": ranks}, SETTING.microbatches)
+    shape, batch, whole = shape_of(SETTING.model()), SETTING.metadata(0), cluster(2, bandwidth=1e15)
+    own, two, one = (
+        Evaluator(shape, replace(whole, cores_per_node=cores), [batch]).seconds(candidate) for cores in (None, 2, 1)
+    )
+    assert own == pytest.approx(two)
+    assert 1.5 * own < one < 2.01 * own
