@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.planner.profiler import Fit, Profiled
@@ -52,7 +53,7 @@ def digest(model: MultimodalModel, device: torch.device, dtype: torch.dtype, tp:
     """Of all that seconds depend on: modules, the dtype and degrees, versions, and the device with its threads."""
     modules = {
         name: {
-            "kernels": sorted({f"{type(part).__module__}.{type(part).__qualname__}" for part in module.modules()}),
+            "parts": [[fqn, *_part(part)] for fqn, part in module.named_modules()],
             "parameters": [[n, [*p.shape], str(p.dtype), p.requires_grad] for n, p in module.named_parameters()],
         }
         for name, module in model.modules_by_name.items()
@@ -68,6 +69,12 @@ def digest(model: MultimodalModel, device: torch.device, dtype: torch.dtype, tp:
         "versions": [torch.__version__, importlib.metadata.version("hetero-strategy")],
     }
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _part(part: nn.Module) -> tuple[str, dict[str, Any]]:
+    """Class of a layer, and the plain values that it holds, such as its number of heads."""
+    values = {key: value for key, value in vars(part).items() if isinstance(value, (bool, int, float, str))}
+    return f"{type(part).__module__}.{type(part).__qualname__}", values | {"training": True}
 
 
 def _processor() -> str:

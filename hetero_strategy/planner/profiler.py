@@ -2,7 +2,7 @@
 
 A stage of one block runs forward and backward, whole and in two halves as the runtime splits it, on packings of the
 units of real global batches. A shard of tensor parallelism is measured alone, in a world in which nobody else is: its
-collectives cost nothing, and ``planner.times`` adds them. Blocks of the same class and sizes are measured once.
+collectives cost nothing, and ``planner.times`` adds them. Of a module's blocks that are alike one is measured.
 """
 
 from __future__ import annotations
@@ -153,8 +153,7 @@ def _sizes(module: Adapter, task: _Task) -> Any:
         (names.get(fqn, fqn), tuple(p.shape), str(p.dtype), p.requires_grad) for fqn, p in stage.named_parameters()
     )
     kinds = tuple(type(block) for block in blocks.values())
-    whole = None if blocks and not (stage.first_stage or stage.last_stage) else task.module
-    return type(module), whole, task.tp, task.flows, stage.first_stage, stage.last_stage, kinds, parameters
+    return task.module, task.tp, task.flows, stage.first_stage, stage.last_stage, kinds, parameters
 
 
 class _Run(NamedTuple):
@@ -211,7 +210,7 @@ class _Block:
 
     def _affordable(self, budget: float) -> float:
         """Rows of the largest packing."""
-        rows = min(1024.0, float(self.lengths.sum()))
+        rows = min(256.0, float(self.lengths.sum()))
         probe = self._run(np.resize(self.lengths, max(1, round(rows / self.lengths.mean()))))
         for _ in range(2):
             begin = now(self.device)

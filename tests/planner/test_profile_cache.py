@@ -43,8 +43,9 @@ def test_another_model_dtype_or_degree_is_another_profile() -> None:
     model, frozen = SETTING.model(), SETTING.model()
     frozen.modules_by_name["vision"].requires_grad_(False)
     wider = replace(SETTING, llm=(128, 2)).model()
-    bfloat = torch.bfloat16
-    digests = [digest(m, CPU, torch.float32, (1,)) for m in (model, frozen, wider)]
+    heads, bfloat = SETTING.model(), torch.bfloat16
+    next(iter(heads.modules_by_name["llm"].blocks().values())).attention.head_dim //= 2
+    digests = [digest(m, CPU, torch.float32, (1,)) for m in (model, frozen, wider, heads)]
     digests += [digest(model, CPU, bfloat, (1,)), digest(model, CPU, torch.float32, (1, 2))]
-    assert len(set(digests)) == 5
+    assert len(set(digests)) == 6
     assert digest(SETTING.model(), CPU, torch.float32, (1,)) == digests[0]
