@@ -78,8 +78,8 @@ def _times(size: int, device: torch.device, group: dist.ProcessGroup | None) -> 
         "all-reduce": (lambda: dist.all_reduce(whole, group=group), 2 * hops, 2 * received),
         "message": (lambda: _pass_on(whole, group), 1.0, whole.nbytes),
     }
-    for kind, (work, hops, received) in works.items():
-        yield LinkTime(kind, whole.nbytes, _slowest(device, work, group), hops, received)
+    for kind, (work, latencies, own) in works.items():
+        yield LinkTime(kind, whole.nbytes, _slowest(device, work, group), latencies, own)
 
 
 def _pass_on(rows: torch.Tensor, group: dist.ProcessGroup | None) -> None:
