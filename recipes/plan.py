@@ -122,7 +122,7 @@ def profiled(
         cluster = replace(cluster, device=with_optimizer(cluster.device, device))
     torch.set_num_threads(threads)
     fits = ", ".join(f"{module} {fit.median:.1%} (worst {fit.worst:.0%})" for module, fit in found.fits.items())
-    console.print(f"profile     lines are off from what was measured by: {fits}")
+    console.print(f"profile     lines are off from what was measured by: {fits}", soft_wrap=True)
     return found.modules, cluster
 
 

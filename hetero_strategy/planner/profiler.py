@@ -225,7 +225,7 @@ class _Block:
         count, hidden, rows = inputs.packing.rows, None, {}
         if isinstance(inputs, SequenceInputs):
             labelled = torch.arange(count)[: max(1, round(self.share * count))]
-            fed = torch.arange(count - len(labelled)) if self.flows else torch.arange(0)
+            fed = torch.arange((count - len(labelled)) // self.parts if self.flows else 0)
             inputs = replace(inputs, labels=inputs.ids, labelled=labelled, slots={"": fed})
             rows = {"": torch.randn(len(fed), self.module.width, dtype=self.dtype)}
         elif isinstance(inputs, GeneratorInputs):
