@@ -15,17 +15,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, LayoutError
 from hetero_strategy.layout.placement import place
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.monitor.timeline import from_simulation
 from hetero_strategy.monitor.timeline_draw import draw
+from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster
-from hetero_strategy.planner.evaluate import Placed, Step
+from hetero_strategy.planner.evaluate import Candidate, Placed, Step
 from hetero_strategy.planner.explain import Explanation, explain
+from hetero_strategy.planner.from_run import Measured
 from hetero_strategy.planner.measured import activations_of
 from hetero_strategy.planner.memory import CPU, CUDA, KINDS, MemoryModel
 from hetero_strategy.planner.profile_cache import cached
@@ -50,7 +52,11 @@ PRECISIONS = {"bf16-mixed": MIXED, "16-mixed": MIXED, "32-true": Precision(4, 4)
 
 def plan(cfg: DictConfig) -> None:
     """Plan, print, write."""
-    build.check_configuration(cfg, "cluster", "batches", "simulations", "microbatches", "dry_run", "profile")
+    ran = None
+    if cfg.run:
+        ran = Measured.read(cli.folder_of(cfg.run) / "measured.json")
+        cfg = cli.saved_configuration(cfg, cfg.run)
+    build.check_configuration(cfg, "cluster", "batches", "simulations", "microbatches", "dry_run", "profile", "run")
     console = Console(highlight=False)
     make_model = build.model_maker(cfg)
     batches, microbatches, balance = sampled(cfg)
@@ -60,6 +66,8 @@ def plan(cfg: DictConfig) -> None:
     measured: Mapping[str, ModuleSeconds] = {}
     if cfg.profile:
         measured, cluster = profiled(model, batches, cluster, precision(cfg), console)
+    elif ran is not None:
+        measured = ran.modules(shape, cluster, precision(cfg))
     planner = Planner(
         shape,
         cluster,
@@ -79,6 +87,8 @@ def plan(cfg: DictConfig) -> None:
     tokens = sum(int(b.tokens.sum()) for b in batches) / len(batches)
     console.print(candidates(answer, planner, tokens))
     console.print(modules(placed, planner))
+    if ran is not None:
+        console.print(as_it_ran(ran, cfg, answer, planner), soft_wrap=True)
     for line in (*reasons(answer, explain(evaluator, step), tokens), *needs(answer, cluster)):
         console.print(line, soft_wrap=True)
     file = write_layout(folder / "layout" / "planned.yaml", placed, said(answer, planner), trains="module" in cfg.data)
@@ -89,6 +99,18 @@ def plan(cfg: DictConfig) -> None:
         build_all(model, step, planner, console)
     if "module" in cfg.data:
         console.print(f"train       {cli.command('recipes.train', layout=file)}", soft_wrap=True)
+
+
+def as_it_ran(ran: Measured, cfg: DictConfig, answer: Answer, planner: Planner) -> str:
+    """What the run's own layouts would take on the cluster that was planned for."""
+    again = recomputes(cfg.strategy.recompute)
+    count, said = answer.best.candidate.microbatches, cfg.strategy
+    given = Candidate(ran.layouts, count, said.schedule, again, said.reshard_after_forward)
+    try:
+        took = planner.evaluator.seconds(given)
+    except LayoutError as error:
+        return f"as it ran   not on this cluster: {error}"
+    return f"as it ran   {seconds(took)} predicted, {took / answer.best.seconds:.2f} times the best"
 
 
 def profiled(

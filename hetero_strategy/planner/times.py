@@ -65,7 +65,7 @@ class BlockSeconds(NamedTuple):
 
 
 ModuleSeconds = Mapping[int, Sequence[BlockSeconds]]
-"""Ranks of tensor parallelism, 1 among them -> every block of a module."""
+"""Ranks of tensor parallelism -> every block of a module."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def module_times(
     """
     assert layout.split is not None
     if measured is None:
-        blocks = _blocks(shape, layout, cluster, fed, recomputed, precision, overlap)
+        blocks = block_lines(shape, layout, cluster, fed, recomputed, precision, overlap)
     else:
         blocks = _measured_blocks(measured, shape, layout, cluster, recomputed, precision, overlap)
     ends = ragged.offsets(np.asarray(layout.split if shape.has_blocks else (1,)))
@@ -212,14 +212,14 @@ def synchronization(
     )
 
 
-def _blocks(
+def block_lines(
     shape: ModuleShape,
     layout: ModuleLayout,
     cluster: Cluster,
     fed: bool,
     recomputed: float,
     precision: Precision,
-    overlap: Overlap,
+    overlap: Overlap = SEPARATE,
 ) -> tuple[list[Line], ...]:
     """Forward, input gradient and weight gradient of every block.
 
@@ -228,14 +228,13 @@ def _blocks(
     device, tp = cluster.device, layout.tp
     matmul, attention = device.flops * device.matmul * tp, device.flops * device.attention * tp
     moved = np.broadcast_to(shape.moved, shape.blocks) * precision.compute / device.memory_bandwidth / tp
-    waits = cluster.collective(0.0, tp)
-    per_row = TP_COLLECTIVES * (cluster.collective(precision.compute * shape.width, tp) - waits)
+    collectives = tp_collectives(shape, tp, cluster, precision)
     forward, again, weight = [], [], []
     for linear, quadratic, rest, share in zip(shape.per_row, shape.per_pair, moved, shape.trained_share, strict=True):
         products = Line(device.launch, float(linear) / matmul, 0.0)
         pairs, between = Line(0.0, 0.0, float(quadratic) / attention), Line(0.0, float(rest), 0.0)
-        waited = exposed(per_row, products.per_row, tp) if overlap.tp else per_row
-        moving = products.plus(Line(TP_COLLECTIVES * waits, waited, 0.0))
+        waited = exposed(collectives.per_row, products.per_row, tp) if overlap.tp else collectives.per_row
+        moving = products.plus(collectives._replace(per_row=waited))
         inside = pairs.plus(pairs, ATTENTION_BACKWARD - 1).plus(between, MOVED_BACKWARD)
         step, trains = moving.plus(pairs).plus(between), share > 0
         repeated = recomputed if fed or trains else 0.0
@@ -256,19 +255,19 @@ def _measured_blocks(
     precision: Precision,
     overlap: Overlap,
 ) -> tuple[list[Line], ...]:
-    """As :func:`_blocks`, and the whole backward of every block.
+    """As :func:`block_lines`, and the whole backward of every block.
 
-    A degree of tensor parallelism that was not measured follows from the next lower one, perfectly divided.
+    A degree of tensor parallelism that was not measured follows from the next lower one, or else from the lowest,
+    perfectly divided.
     """
     tp = layout.tp
-    known = max(n for n in measured if n <= tp)
-    waits = cluster.collective(0.0, tp)
-    per_row = TP_COLLECTIVES * (cluster.collective(precision.compute * shape.width, tp) - waits)
+    known = max((n for n in measured if n <= tp), default=min(measured))
+    collectives = tp_collectives(shape, tp, cluster, precision)
     found: list[tuple[Line, ...]] = []
     for block in measured[known]:
         forward, whole, into, own = (line.shared(tp / known) for line in block)
-        waited = exposed(per_row, forward.per_row, tp) if overlap.tp else per_row
-        moving = Line(TP_COLLECTIVES * waits, waited, 0.0)
+        waited = exposed(collectives.per_row, forward.per_row, tp) if overlap.tp else collectives.per_row
+        moving = collectives._replace(per_row=waited)
         step = forward.plus(moving)
         if into != NOTHING:
             into, whole = (line.plus(moving).plus(step, recomputed) for line in (into, whole))
@@ -276,6 +275,13 @@ def _measured_blocks(
             own, whole = (line.plus(step, recomputed) for line in (own, whole))
         found.append((step, into, own, whole))
     return tuple(map(list, zip(*found, strict=True)))
+
+
+def tp_collectives(shape: ModuleShape, tp: int, cluster: Cluster, precision: Precision) -> Line:
+    """Seconds of a block's collectives of tensor parallelism, in its forward or in its backward."""
+    waits = cluster.collective(0.0, tp)
+    per_row = cluster.collective(precision.compute * shape.width, tp) - waits
+    return Line(TP_COLLECTIVES * waits, TP_COLLECTIVES * per_row, 0.0)
 
 
 def exposed(collectives: float, products: float, ranks: int) -> float:

@@ -37,6 +37,9 @@ def test_a_plan_is_printed_checked_drawn_and_trained(pool: Pool, given: tuple[st
     assert f"recipes.train layout={file}" in found.output.replace("\n", "")
     ended = run_on_ranks(pool, 2, tmp_path / "run", *given, *SMALL, f"layout={file}", "trainer.max_steps=2")
     assert "2 steps" in ended.output
+    again = planned(tmp_path / "again", f"run={tmp_path / 'run'}", "cluster.ranks_per_node=2")
+    assert again.code == 0, again.output
+    assert "as it ran   " in again.output and (tmp_path / "again" / "layout" / "planned.yaml").exists()
 
 
 def test_blocks_are_measured_once(pool: Pool, given: tuple[str, ...], tmp_path: Path) -> None:
