@@ -5,7 +5,7 @@ A table of candidates, why the best wins and what limits it, its timeline, and a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 
 import hydra
@@ -20,17 +20,22 @@ from hetero_strategy.layout.placement import place
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.monitor.timeline import from_simulation
 from hetero_strategy.monitor.timeline_draw import draw
+from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster
-from hetero_strategy.planner.evaluate import Placed, Step
+from hetero_strategy.planner.evaluate import Candidate, Placed, Step
 from hetero_strategy.planner.explain import Explanation, explain
+from hetero_strategy.planner.from_run import Measured
 from hetero_strategy.planner.measured import DTYPES, memory_model
 from hetero_strategy.planner.memory import KINDS, MemoryModel
+from hetero_strategy.planner.profile_cache import cached
+from hetero_strategy.planner.profile_device import with_optimizer
+from hetero_strategy.planner.profiler import Profiled, profile
 from hetero_strategy.planner.search import Answer, Planner, Ranked
 from hetero_strategy.planner.shape import shape_of
-from hetero_strategy.planner.times import MIXED, Precision
+from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
 from hetero_strategy.strategy.dry_run import dry_run
 from recipes import build, cli
 from recipes.dry_run import report
@@ -41,18 +46,31 @@ AGAIN = 4
 """Candidates simulated for one more node, besides some of every partition."""
 MOST_RANKS = 64
 """Ranks of the timeline, spread over all."""
+TP = (1, 2, 4, 8)
+"""Degrees of tensor parallelism that a profile measures; others follow from these."""
+OWN_FIELDS = ("cluster", "batches", "simulations", "microbatches", "one_more_node", "run", "profile", "dry_run")
+"""Of conf/plan.yaml, besides those of a training run."""
 PRECISIONS = {"bf16-mixed": MIXED, "16-mixed": MIXED, "32-true": Precision(4, 4), "64-true": Precision(8, 8)}
 
 
 def plan(cfg: DictConfig) -> None:
     """Plan, print, write."""
-    build.check_configuration(cfg, "cluster", "batches", "simulations", "microbatches", "one_more_node", "dry_run")
+    ran = None
+    if cfg.run:
+        ran = Measured.read(cli.folder_of(cfg.run) / "measured.json")
+        cfg = cli.saved_configuration(cfg, cfg.run)
+    build.check_configuration(cfg, *OWN_FIELDS)
     console = Console(highlight=False)
     make_model = build.model_maker(cfg)
     batches, microbatches, balance = sampled(cfg)
     with torch.device("meta"):
         model = make_model()
     shape, cluster = shape_of(model), hydra.utils.instantiate(cfg.cluster)
+    measured: Mapping[str, ModuleSeconds] = {}
+    if cfg.profile:
+        measured, cluster = profiled(model, batches, cluster, precision(cfg), console)
+    elif ran is not None:
+        measured = ran.modules(shape, cluster, precision(cfg))
     planner = Planner(
         shape,
         cluster,
@@ -61,6 +79,7 @@ def plan(cfg: DictConfig) -> None:
         balance=balance,
         precision=precision(cfg),
         simulations=int(cfg.simulations),
+        measured=measured,
     )
     memory = cache(lambda: memory_model(model.train(), shape, cluster, precision(cfg)))
     answer = search(planner, console, memory)
@@ -72,6 +91,8 @@ def plan(cfg: DictConfig) -> None:
     tokens = sum(int(b.tokens.sum()) for b in batches) / len(batches)
     console.print(candidates(answer, planner, tokens))
     console.print(modules(placed, planner))
+    if ran is not None:
+        console.print(as_it_ran(ran, cfg, answer, planner), soft_wrap=True)
     for line in (*reasons(answer, explain(evaluator, step), tokens), *needs(answer, cluster)):
         console.print(line, soft_wrap=True)
     for line in one_more_node(planner, answer, tokens, memory, console, float(cfg.one_more_node)):
@@ -84,6 +105,53 @@ def plan(cfg: DictConfig) -> None:
         build_all(model, step, planner, console)
     if "module" in cfg.data:
         console.print(f"train       {cli.command('recipes.train', layout=file)}", soft_wrap=True)
+
+
+def as_it_ran(ran: Measured, cfg: DictConfig, answer: Answer, planner: Planner) -> str:
+    """What the run's own layouts would take on the cluster that was planned for."""
+    again = recomputes(cfg.strategy.recompute)
+    count, said = answer.best.candidate.microbatches, cfg.strategy
+    given = Candidate(ran.layouts, count, said.schedule, again, said.reshard_after_forward)
+    try:
+        took = planner.evaluator.seconds(given)
+    except LayoutError as error:
+        return f"as it ran   not on this cluster: {error}"
+    return f"as it ran   {seconds(took)} predicted, {took / answer.best.seconds:.2f} times the best"
+
+
+def profiled(
+    model: MultimodalModel, batches: Sequence[StepMetadata], cluster: Cluster, precision: Precision, console: Console
+) -> tuple[Mapping[str, ModuleSeconds], Cluster]:
+    """Seconds of all blocks on this device, measured now or before, and the cluster with what its optimizer reaches.
+
+    Raises:
+        ConfigError: the cluster's device is not here.
+    """
+    name, dtype = cluster.device.name, DTYPES[precision.compute]
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else "none but processor cores"
+    if name != "cpu" and name not in here.lower().replace(" ", ""):
+        raise ConfigError(
+            f"profile: blocks are measured on the cluster's own device, {name}, and this machine has {here}; run this"
+            " there, or leave profile out"
+        )
+    device = torch.device("cpu" if name == "cpu" else "cuda")
+    degrees = [n for n in TP if n <= cluster.ranks_per_node]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if name == "cpu" else threads)  # a rank is one core
+    with console.status("profile") as status:
+
+        def measure() -> Profiled:
+            def tell(done: int, total: int, what: str) -> None:
+                status.update(f"profile {done + 1} of {total}: {what}")
+
+            return profile(model.train(), batches, device, dtype, tp=degrees, progress=tell)
+
+        found = cached(measure, model, device, dtype, degrees)
+        cluster = cluster.changed(device=with_optimizer(cluster.device, device))
+    torch.set_num_threads(threads)
+    fits = ", ".join(f"{module} {fit.median:.1%} (worst {fit.worst:.0%})" for module, fit in found.fits.items())
+    console.print(f"profile     lines are off from what was measured by: {fits}", soft_wrap=True)
+    return found.modules, cluster
 
 
 def build_all(model: MultimodalModel, step: Step, planner: Planner, console: Console) -> None:

@@ -1,8 +1,9 @@
-"""Costs of modules for balancing, fitted to measured steps."""
+"""What is fitted to measured steps for later runs: costs of modules for balancing, seconds of stages for planning."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Iterable
 from itertools import chain
 
 import numpy as np
@@ -10,9 +11,28 @@ import torch.distributed as dist
 
 from hetero_strategy.layout.placement import Coordinate
 from hetero_strategy.monitor.measure import gather_on_first
+from hetero_strategy.monitor.prediction import Ran, durations
 from hetero_strategy.plan.balance import Cost, fit_cost
+from hetero_strategy.planner.profiler import fit
+from hetero_strategy.planner.times import Line
 from hetero_strategy.runtime.executor import Executor
-from hetero_strategy.schedule.action import StageId
+from hetero_strategy.schedule.action import Kind, StageId
+from hetero_strategy.schedule.graph import sizes_of
+
+
+def fitted_stages(steps: Iterable[Ran], synchronous: Collection[StageId] = ()) -> dict[StageId, dict[Kind, Line]]:
+    """Fit the seconds of every stage's actions, by kind, to the rows and squared lengths that instances had."""
+    points: dict[tuple[StageId, Kind], list[np.ndarray]] = defaultdict(list)
+    for step in steps:
+        for (kind, node, microbatch), seconds in durations(step.schedule, step.events, synchronous).items():
+            if microbatch >= 0:
+                rows, squares = sizes_of(step.plan, node.module, microbatch)
+                points[node, kind].append(np.stack([np.ones(len(rows)), rows, squares, seconds], axis=1)[rows > 0])
+    stages: dict[StageId, dict[Kind, Line]] = defaultdict(dict)
+    for (node, kind), found in sorted(points.items()):
+        if len(table := np.concatenate(found)):
+            stages[node][kind] = fit(table[:, :3], table[:, 3])[0]
+    return dict(stages)
 
 
 def fitted_costs(executor: Executor, group: dist.ProcessGroup | None) -> dict[str, Cost] | None:

@@ -15,9 +15,11 @@ from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
 from hetero_strategy.errors import ConfigError, require
+from hetero_strategy.monitor.fitted import fitted_stages
 from hetero_strategy.monitor.measure import gather_on_first
 from hetero_strategy.monitor.prediction import Fitted, Ran, predicted, together
 from hetero_strategy.monitor.timeline import Timeline, from_measured, from_simulation, write_trace
+from hetero_strategy.planner.from_run import Measured
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.schedule.graph import PlannedCosts
@@ -53,6 +55,8 @@ class MeasuredAndSimulated(NamedTuple):
     """Idle share of all ranks' time, likewise."""
     fitted: Fitted
     """What is fitted to all of these steps."""
+    stages: Measured
+    """What their stages took, for plans of other layouts."""
 
     @property
     def ratio(self) -> float:
@@ -116,11 +120,17 @@ def _pair(executor: Executor, steps: Sequence[Ran]) -> MeasuredAndSimulated:
         np.array([[x.time for x in measured], [x.time for x in simulations]]),
         np.array([[x.bubble for x in measured], [x.bubble for x in simulations]]),
         Fitted(steps, width, synchronous),
+        Measured(
+            layouts,
+            {name: executor.compiler.costs[StageId(name, 0)].recomputed for name in layouts},
+            fitted_stages(steps, synchronous),
+        ),
     )
 
 
 class TimelineMonitor(L.Callback):
-    """Writes ``timeline.png`` and ``timeline.json`` (for ui.perfetto.dev) of a training step, at the end of fit.
+    """Writes ``timeline.png`` and ``timeline.json`` (for ui.perfetto.dev) of a training step, at the end of fit, and
+    ``measured.json``: what its stages took, from which ``python -m recipes.plan run=<folder>`` plans.
 
     The step is the one of the last steps that took the median time. Picture and trace show it twice: as simulated, with
     what is fitted to the other steps (see :mod:`hetero_strategy.monitor.prediction`), and as measured. The trace names
@@ -161,6 +171,7 @@ class TimelineMonitor(L.Callback):
         folder.mkdir(parents=True, exist_ok=True)
         pair = (self.last.simulated, self.last.measured)
         write_trace(folder / "timeline.json", *pair)
+        self.last.stages.write(folder / "measured.json")
         name = strategy.executor.compiler.config.schedule
         epoch, step = self.last.place
         draw(folder / "timeline.png", *pair, title=f"step {step} of epoch {epoch}, {name}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import ceil, gcd, log2
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float64
@@ -45,12 +46,15 @@ class NodePool:
 
     Args:
         within: links of one rank to others of its node.
+        cores_per_node: processor cores that the ranks of a node share, where there may be fewer of them than ranks: a
+            step then takes at least the work of all ranks of a node over its cores; None: each rank has its own device.
     """
 
     device: Device
     nodes: int
     ranks_per_node: int
     within: Links
+    cores_per_node: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -107,6 +111,15 @@ class Cluster:
         ends = np.cumsum([pool.ranks_per_node for pool in nodes])
         return Network(tuple(pool.within for pool in nodes), self.across, ends)
 
+    def on_cores(self, work: Float64[np.ndarray, "ranks"]) -> float:
+        """Seconds that the ranks of a node need at least for so many seconds of work each, where they share cores."""
+        least, first = 0.0, 0
+        for pool in self.pools:
+            of_nodes = work[first : first + pool.ranks].reshape(pool.nodes, -1).sum(axis=1)
+            least = max(least, float(of_nodes.max()) / pool.cores_per_node if pool.cores_per_node else 0.0)
+            first += pool.ranks
+        return least
+
     def ranks_of(self, pools: Sequence[int]) -> range:
         """Ranks from the first to the last of some neighbouring pools."""
         ends = [0, *accumulate(pool.ranks for pool in self.pools)]
@@ -121,6 +134,10 @@ class Cluster:
         """With one more node in a pool."""
         pools = (replace(p, nodes=p.nodes + (i == pool)) for i, p in enumerate(self.pools))
         return replace(self, pools=tuple(pools))
+
+    def changed(self, **fields: Any) -> Cluster:
+        """With other fields of all pools."""
+        return replace(self, pools=tuple(replace(pool, **fields) for pool in self.pools))
 
     def of(self, pools: Iterable[int]) -> Cluster:
         """Some of its pools."""

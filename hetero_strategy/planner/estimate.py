@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.partition import split
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
 from hetero_strategy.planner.space import Degrees
-from hetero_strategy.planner.times import Precision, module_times, synchronization
+from hetero_strategy.planner.times import ModuleSeconds, Precision, module_times, synchronization
 
 MEMORY_SHARE = 0.92
 """Part of a device's memory that a plan may use; the rest is for the driver, other libraries and gaps."""
@@ -55,13 +56,19 @@ class Estimates:
 
     Args:
         batches: global batches of which the mean counts.
+        measured: seconds of modules' blocks; others follow from FLOPs.
     """
 
     def __init__(
-        self, shape: ModelShape, cluster: Cluster, batches: Sequence[StepMetadata], precision: Precision
+        self,
+        shape: ModelShape,
+        cluster: Cluster,
+        batches: Sequence[StepMetadata],
+        precision: Precision,
+        measured: Mapping[str, ModuleSeconds] = MappingProxyType({}),
     ) -> None:
         self.cluster = cluster
-        self._shape, self._batches, self._precision = shape, batches, precision
+        self._shape, self._batches, self._precision, self._measured = shape, batches, precision, measured
         self.memory = MEMORY_SHARE * cluster.device.memory
         """Bytes of a device that a plan may use."""
         self.kept = 1.0
@@ -105,9 +112,10 @@ class Estimates:
                 fed=self._fed[module],
                 recomputed=float(recomputed),
                 precision=self._precision,
+                measured=self._measured.get(module),
             )
             rows, squares, _ = self._sizes[module]
-            lines = [[t.forward for t in made], [t.input.plus(t.weight) for t in made]]
+            lines = [[t.forward for t in made], [t.backward for t in made]]
             forward, backward = (np.array([n.per_row * rows + n.per_pair * squares for n in part]) for part in lines)
             self._work[module, tp, recomputed] = Work(
                 forward, backward, sum(line.fixed for part in lines for line in part)

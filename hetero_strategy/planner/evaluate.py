@@ -19,10 +19,10 @@ from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.context import model_context
 from hetero_strategy.planner.layers import LayerCost, costs
-from hetero_strategy.planner.overlap import seconds_after
+from hetero_strategy.planner.overlap import seconds_after, work_of_ranks
 from hetero_strategy.planner.partition import split
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
-from hetero_strategy.planner.times import MIXED, SEPARATE, Overlap, Precision, StageTimes, module_times
+from hetero_strategy.planner.times import MIXED, SEPARATE, ModuleSeconds, Overlap, Precision, StageTimes, module_times
 from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.config import ScheduleConfig
@@ -75,7 +75,7 @@ class Step:
     simulation: Simulation
     after: float
     """Seconds that are in no action: the optimizer, the sum of replicated gradients, and what compute waits for of
-    collectives beside it, on the slowest rank."""
+    collectives beside it, on the slowest rank; and what ranks wait for cores that they share."""
 
     @property
     def seconds(self) -> float:
@@ -89,6 +89,7 @@ class Evaluator:
         batches: global batches drawn from the data, on which candidates are compared.
         balance: how their work is spread.
         overlap: which collectives run beside compute.
+        measured: seconds of modules' blocks; others follow from FLOPs.
     """
 
     def __init__(
@@ -100,9 +101,10 @@ class Evaluator:
         balance: BalanceConfig | None = None,
         precision: Precision = MIXED,
         overlap: Overlap = SEPARATE,
+        measured: Mapping[str, ModuleSeconds] = MappingProxyType({}),
     ) -> None:
         self.shape, self.cluster, self.batches = shape, cluster, tuple(batches)
-        self.precision, self.overlap = precision, overlap
+        self.precision, self.overlap, self._measured = precision, overlap, measured
         self._balance = balance or BalanceConfig()
         self._fed = shape.fed_by_trainable()
         self.lengths = {name: self._length(name) for name in shape.modules}
@@ -134,6 +136,7 @@ class Evaluator:
                 once=once,
                 precision=self.precision,
                 overlap=self.overlap,
+                measured=self._measured.get(name),
             )
             times |= {StageId(name, i): stage for i, stage in enumerate(stages)}
             assert layout.split is not None
@@ -186,7 +189,11 @@ class Evaluator:
         schedule = make_schedule(scheduling.schedule, graph, work_of(plan, graph), seconds.slowest)
         rows = rows_between(plan, self.row_bytes(placed))
         simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=placed.together)
-        return Step(placed, plan, schedule, simulation, seconds_after(simulation, placed.times))
+        after = seconds_after(simulation, placed.times)
+        if any(pool.cores_per_node for pool in self.cluster.pools):
+            least = self.cluster.on_cores(work_of_ranks(simulation, placed.times, self.cluster.ranks))
+            after = max(after, least - simulation.time)
+        return Step(placed, plan, schedule, simulation, after)
 
     def _plan(self, placed: Placed, metadata: StepMetadata, microbatches: int) -> StepPlan:
         instances = placed.placement.instances()

@@ -101,7 +101,7 @@ class _Module:
     def measured(self, ways: Collection[str]) -> Activations:
         fqns = list(self.module.blocks())
         with FakeTensorMode():
-            known = _inputs(self.module, self.packings[0])
+            known = inputs_of(self.module, self.packings[0])
         if known is None:
             return self._by_formula()
         flows = self.fed
@@ -165,7 +165,7 @@ class _Module:
     ) -> tuple[Float64[np.ndarray, "features"], list[float]]:
         """Features of a packing, and what a stage needs for it."""
         with FakeTensorMode(), ExitStack() as undo:
-            inputs = _inputs(self.module, lengths)
+            inputs = inputs_of(self.module, lengths)
             assert inputs is not None
             hidden, rows = None, {}
             if not stage.first_stage:
@@ -349,17 +349,17 @@ def _fitted(
 def _packings(module: Adapter) -> Iterator[np.ndarray]:
     """Lengths of packings that tell :data:`FEATURES` apart: unmoved, moved, and two with other shares of padding."""
     for lengths in ((4,), (4, 2), (4, 3), (8, 6)):
-        yield np.resize(np.array(lengths) * _unit(module), ROWS // (_unit(module) * max(lengths)))
+        yield np.resize(np.array(lengths) * unit_of(module), ROWS // (unit_of(module) * max(lengths)))
 
 
-def _unit(module: Adapter) -> int:
+def unit_of(module: Adapter) -> int:
     """What lengths are multiples of: rows of two by two cells of the patches that are merged."""
     patches = module.backbone.processor if isinstance(module, Encoder) else None
     return 4 * patches.merge**2 if isinstance(patches, ImagePatches) else 16
 
 
-def _inputs(module: Adapter, lengths: np.ndarray) -> EncoderInputs | GeneratorInputs | SequenceInputs | None:
-    """What a module is given with units of these lengths, multiples of :func:`_unit`; None where that is not known."""
+def inputs_of(module: Adapter, lengths: np.ndarray) -> EncoderInputs | GeneratorInputs | SequenceInputs | None:
+    """What a module takes with units of these lengths, multiples of :func:`unit_of`; None where that is not known."""
     packing, rows = Packing.of(lengths), int(lengths.sum())
     if isinstance(module, CausalLM):
         ids = torch.zeros(rows, dtype=torch.int64)

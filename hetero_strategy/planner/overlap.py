@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from jaxtyping import Float64
 
 from hetero_strategy.planner.times import StageTimes
 from hetero_strategy.schedule.action import Action, StageId
@@ -35,6 +36,17 @@ def seconds_after(simulation: Simulation, times: Mapping[StageId, StageTimes]) -
     for stage, each in times.items():
         after[stages[stage].grid] += each.after
     return late + float((np.maximum(done, reduced) + after).max()) - simulation.time
+
+
+def work_of_ranks(
+    simulation: Simulation, times: Mapping[StageId, StageTimes], ranks: int
+) -> Float64[np.ndarray, "ranks"]:
+    """Seconds in which each rank needs a processor: its actions, and what follows the last of them."""
+    work = np.zeros(ranks)
+    work[simulation.ranks] = simulation.busy
+    for stage, each in times.items():
+        work[simulation.schedule.graph.stages[stage].grid] += each.after
+    return work
 
 
 def _firsts(simulation: Simulation) -> dict[StageId, Action]:

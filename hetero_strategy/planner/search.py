@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float64
@@ -19,7 +21,7 @@ from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.planner.propose import Proposal, Proposer
 from hetero_strategy.planner.shape import ModelShape
-from hetero_strategy.planner.times import MIXED, Precision
+from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
 
 ROUNDS = 4
 """Times that the formula of activations is corrected."""
@@ -73,6 +75,7 @@ class Planner:
         batches: global batches drawn from the data.
         microbatches: of a step; None: to be chosen.
         simulations: candidates that are simulated, at most, before schedules are tried on the best of them.
+        measured: seconds of modules' blocks; others follow from FLOPs.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Planner:
         balance: BalanceConfig | None = None,
         precision: Precision = MIXED,
         simulations: int = 24,
+        measured: Mapping[str, ModuleSeconds] = MappingProxyType({}),
     ) -> None:
         unfed = {m for m, s in shape.modules.items() if not s.samplewise and any(m not in b.items for b in batches)}
         if unfed:
@@ -94,11 +98,12 @@ class Planner:
             )
         if not shape.samplewise:
             raise ConfigError("planner: the model has no language model, whose samples make microbatches; give layouts")
-        self._with = partial(
-            Planner, shape, batches=batches, microbatches=microbatches, balance=balance, precision=precision
-        )
-        self.evaluator = Evaluator(shape, cluster, batches, balance=balance, precision=precision)
-        self.estimates = Estimates(shape, cluster, batches, precision)
+        if measured and len(cluster.pools) > 1:
+            raise ConfigError(f"planner: blocks were measured on one kind of device, and the cluster is {cluster}")
+        given: Any = {"precision": precision, "measured": measured}
+        self._with = partial(Planner, shape, batches=batches, microbatches=microbatches, balance=balance, **given)
+        self.evaluator = Evaluator(shape, cluster, batches, balance=balance, **given)
+        self.estimates = Estimates(shape, cluster, batches, **given)
         self._simulations = simulations
         self.proposer = Proposer(shape, self.estimates, batches, microbatches)
 

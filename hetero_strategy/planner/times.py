@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -44,8 +44,28 @@ class Line(NamedTuple):
         """Both one after the other, the second ``times`` over."""
         return Line(*(a + times * b for a, b in zip(self, other, strict=True)))
 
+    def shared(self, ranks: float) -> Line:
+        """What grows with rows, divided among so many ranks."""
+        return Line(self.fixed, self.per_row / ranks, self.per_pair / ranks)
+
 
 NOTHING = Line(0.0, 0.0, 0.0)
+
+
+class BlockSeconds(NamedTuple):
+    """What was measured of one block on one rank, without the collectives of tensor parallelism."""
+
+    forward: Line
+    backward: Line
+    """Whole; :data:`NOTHING` where no gradient has to reach its rows and nothing of it trains."""
+    input: Line
+    """The half for the rows; :data:`NOTHING` where no gradient has to reach them."""
+    weight: Line
+    """The other half; :data:`NOTHING` where nothing of it trains."""
+
+
+ModuleSeconds = Mapping[int, Sequence[BlockSeconds]]
+"""Ranks of tensor parallelism -> every block of a module."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +87,13 @@ class StageTimes:
     """After the step's last backward: the optimizer, and the sum of replicated gradients."""
     overlapped: bool = False
     """Whether what is once per step runs beside compute: UNSHARD and REDUCE take no time, see ``planner.overlap``."""
+    whole: Line | None = None
+    """A backward that is not in two halves, where that was measured."""
+
+    @property
+    def backward(self) -> Line:
+        """A backward that is not in two halves."""
+        return self.input.plus(self.weight) if self.whole is None else self.whole
 
     def seconds(
         self, kind: Kind, rows: Num[np.ndarray, "*n"], squares: Num[np.ndarray, "*n"]
@@ -75,7 +102,7 @@ class StageTimes:
         if kind in ("UNSHARD", "REDUCE"):
             alone = self.gather if kind == "UNSHARD" else self.reduce
             return np.full(np.shape(rows), 0.0 if self.overlapped else alone)
-        line = {"F": self.forward, "I": self.input, "W": self.weight, "B": self.input.plus(self.weight)}[kind]
+        line = {"F": self.forward, "I": self.input, "W": self.weight, "B": self.backward}[kind]
         seconds = line.of(rows, squares)
         if self.once:
             return seconds
@@ -125,6 +152,7 @@ def module_times(
     once: bool = True,
     precision: Precision = MIXED,
     overlap: Overlap = SEPARATE,
+    measured: ModuleSeconds | None = None,
 ) -> list[StageTimes]:
     """Seconds of every stage of a module.
 
@@ -133,9 +161,13 @@ def module_times(
         fed: whether gradients have to reach the module's input rows.
         recomputed: share of a forward that backward runs again.
         once: whether parameters are gathered once per step.
+        measured: seconds of its blocks, with gradients that reach its rows if ``fed``; None: they follow from FLOPs.
     """
     assert layout.split is not None
-    forward, again, weight = _blocks(shape, layout, cluster, fed, recomputed, precision, overlap)
+    if measured is None:
+        blocks = block_lines(shape, layout, cluster, fed, recomputed, precision, overlap)
+    else:
+        blocks = _measured_blocks(measured, shape, layout, cluster, recomputed, precision, overlap)
     ends = ragged.offsets(np.asarray(layout.split if shape.has_blocks else (1,)))
     whole, trained = (ragged.offsets(n.astype(np.float64)) for n in (shape.parameters, shape.trained))
     stages = []
@@ -146,8 +178,9 @@ def module_times(
         if layout.dp_shard == 1 and not once:  # such gradients are summed once, after the last backward
             after, replicas = replicas, 0.0
         adam = ADAM_BYTES / 4 * precision.master * trains / layout.dp_shard / cluster.device.memory_bandwidth
-        f, i, w = (_sum(lines[a:b]) for lines in (forward, again, weight))
-        stages.append(StageTimes(f, i, w, gather, scatter + replicas, once, after + adam, once and overlap.dp))
+        f, i, w, *whole_backward = (_sum(lines[a:b]) for lines in blocks)
+        collectives = gather, scatter + replicas, once, after + adam, once and overlap.dp
+        stages.append(StageTimes(f, i, w, *collectives, *whole_backward))
     return stages
 
 
@@ -179,15 +212,15 @@ def synchronization(
     )
 
 
-def _blocks(
+def block_lines(
     shape: ModuleShape,
     layout: ModuleLayout,
     cluster: Cluster,
     fed: bool,
     recomputed: float,
     precision: Precision,
-    overlap: Overlap,
-) -> tuple[list[Line], list[Line], list[Line]]:
+    overlap: Overlap = SEPARATE,
+) -> tuple[list[Line], ...]:
     """Forward, input gradient and weight gradient of every block.
 
     Attention and what lies between matmuls have no weights: their backward belongs to the gradient of the rows.
@@ -195,14 +228,13 @@ def _blocks(
     device, tp = cluster.device, layout.tp
     matmul, attention = device.flops * device.matmul * tp, device.flops * device.attention * tp
     moved = np.broadcast_to(shape.moved, shape.blocks) * precision.compute / device.memory_bandwidth / tp
-    waits = cluster.collective(0.0, tp)
-    per_row = TP_COLLECTIVES * (cluster.collective(precision.compute * shape.width, tp) - waits)
+    collectives = tp_collectives(shape, tp, cluster, precision)
     forward, again, weight = [], [], []
     for linear, quadratic, rest, share in zip(shape.per_row, shape.per_pair, moved, shape.trained_share, strict=True):
         products = Line(device.launch, float(linear) / matmul, 0.0)
         pairs, between = Line(0.0, 0.0, float(quadratic) / attention), Line(0.0, float(rest), 0.0)
-        waited = exposed(per_row, products.per_row, tp) if overlap.tp else per_row
-        moving = products.plus(Line(TP_COLLECTIVES * waits, waited, 0.0))
+        waited = exposed(collectives.per_row, products.per_row, tp) if overlap.tp else collectives.per_row
+        moving = products.plus(collectives._replace(per_row=waited))
         inside = pairs.plus(pairs, ATTENTION_BACKWARD - 1).plus(between, MOVED_BACKWARD)
         step, trains = moving.plus(pairs).plus(between), share > 0
         repeated = recomputed if fed or trains else 0.0
@@ -212,6 +244,44 @@ def _blocks(
         weight.append(own if fed or not trains else own.plus(inside).plus(step, repeated))
         fed = fed or bool(trains)
     return forward, again, weight
+
+
+def _measured_blocks(
+    measured: ModuleSeconds,
+    shape: ModuleShape,
+    layout: ModuleLayout,
+    cluster: Cluster,
+    recomputed: float,
+    precision: Precision,
+    overlap: Overlap,
+) -> tuple[list[Line], ...]:
+    """As :func:`block_lines`, and the whole backward of every block.
+
+    A degree of tensor parallelism that was not measured follows from the next lower one, or else from the lowest,
+    perfectly divided.
+    """
+    tp = layout.tp
+    known = max((n for n in measured if n <= tp), default=min(measured))
+    collectives = tp_collectives(shape, tp, cluster, precision)
+    found: list[tuple[Line, ...]] = []
+    for block in measured[known]:
+        forward, whole, into, own = (line.shared(tp / known) for line in block)
+        waited = exposed(collectives.per_row, forward.per_row, tp) if overlap.tp else collectives.per_row
+        moving = collectives._replace(per_row=waited)
+        step = forward.plus(moving)
+        if into != NOTHING:
+            into, whole = (line.plus(moving).plus(step, recomputed) for line in (into, whole))
+        elif own != NOTHING:
+            own, whole = (line.plus(step, recomputed) for line in (own, whole))
+        found.append((step, into, own, whole))
+    return tuple(map(list, zip(*found, strict=True)))
+
+
+def tp_collectives(shape: ModuleShape, tp: int, cluster: Cluster, precision: Precision) -> Line:
+    """Seconds of a block's collectives of tensor parallelism, in its forward or in its backward."""
+    waits = cluster.collective(0.0, tp)
+    per_row = cluster.collective(precision.compute * shape.width, tp) - waits
+    return Line(TP_COLLECTIVES * waits, TP_COLLECTIVES * per_row, 0.0)
 
 
 def exposed(collectives: float, products: float, ranks: int) -> float:

@@ -48,8 +48,13 @@ class ScheduleConfig:
 
     def instead_of_auto(self, schedule: str, reshard_after_forward: str) -> ScheduleConfig:
         """With these where nothing was asked for."""
-        given = {"schedule": schedule, "reshard_after_forward": reshard_after_forward}
-        return replace(self, **{name: value for name, value in given.items() if getattr(self, name) == "auto"})
+        return replace(
+            self,
+            schedule=schedule if self.schedule == "auto" else self.schedule,
+            reshard_after_forward=(
+                reshard_after_forward if self.reshard_after_forward == "auto" else self.reshard_after_forward
+            ),
+        )
 
     def check(self, layouts: Mapping[str, ModuleLayout]) -> None:
         """Refuse a schedule that these layouts cannot run, whatever the model is.

@@ -149,7 +149,7 @@ def assemble(
         channels=channels,
         row_bytes=[width * dtype.itemsize for width, dtype in rows],
         modules=modules,
-        placement=placement,
+        placement=Placement(layouts, placement.world_size),
         weights=model.loss_weights,
         replicas={n: _replicas(registry, layouts[n.module], n.module, stage) for n, stage in mine.items()},
         tied=find_tied(modules, layouts, rank, registry.group),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities import rank_zero_info
@@ -16,15 +19,21 @@ from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.planner.evaluate import Candidate
 from hetero_strategy.planner.hardware import this_cluster
 from hetero_strategy.planner.measured import memory_model
+from hetero_strategy.planner.profile_cache import cached
+from hetero_strategy.planner.profile_device import fit_links, link_times, with_optimizer
+from hetero_strategy.planner.profiler import profile
 from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import shape_of
-from hetero_strategy.planner.times import Precision
+from hetero_strategy.planner.times import ModuleSeconds, Precision
+from hetero_strategy.simulator.links import Links
 
 if TYPE_CHECKING:
     from hetero_strategy.strategy.strategy import HeteroStrategy
 
 BATCHES = 2
 """Global batches of the data on which candidates are simulated."""
+SECONDS = 0.3
+"""Of measuring a kind of block, of which a model has three for each module or fewer."""
 
 
 def given(layouts: Mapping[str, Any] | str | None) -> dict[str, ModuleLayout] | None:
@@ -50,14 +59,24 @@ def choose(
     """
     if not plan:
         return Candidate(dict.fromkeys(model.modules_by_name, ModuleLayout(tuple(range(strategy.world_size)))))
+    links = None
+    if strategy.root_device.type == "cpu" and strategy.world_size > 1:
+        links = fit_links(link_times(strategy.root_device))[0]
     found: Candidate = strategy.broadcast(
-        planned(strategy, model, trainer, storage) if strategy.is_global_zero else None
+        planned(strategy, model, trainer, storage, links) if strategy.is_global_zero else None
     )
     return found
 
 
-def planned(strategy: HeteroStrategy, model: MultimodalModel, trainer: Trainer, storage: Storage) -> Candidate:
+def planned(
+    strategy: HeteroStrategy, model: MultimodalModel, trainer: Trainer, storage: Storage, links: Links | None = None
+) -> Candidate:
     """Plan for the data and the devices of this run, and say what was chosen.
+
+    Processors have no figures that are known beforehand: blocks are measured on the first rank's.
+
+    Args:
+        links: between ranks, where they were measured.
 
     Raises:
         ConfigError: the trainer has no :class:`MultimodalDataModule`, or the device is not known.
@@ -70,14 +89,23 @@ def planned(strategy: HeteroStrategy, model: MultimodalModel, trainer: Trainer, 
             " datamodule=..., or give layouts"
         )
     shape, precision = shape_of(model), Precision(storage.compute.itemsize, storage.master.itemsize)
-    cluster = this_cluster(strategy.root_device, strategy.num_nodes, strategy.num_processes)
+    device, batches = strategy.root_device, data.sampled_batches(BATCHES)
+    cluster = this_cluster(device, strategy.num_nodes, strategy.num_processes)
+    measured: Mapping[str, ModuleSeconds] = {}
+    if device.type == "cpu":
+        measure = partial(profile, model, batches, device, storage.compute, seconds=SECONDS)
+        measured = cached(measure, model, device, storage.compute, (1,)).modules
+        cluster = cluster.changed(device=with_optimizer(cluster.device, device), cores_per_node=os.cpu_count())
+    if links is not None:
+        cluster = replace(cluster.changed(within=links), across=links)
     planner = Planner(
         shape,
         cluster,
-        data.sampled_batches(BATCHES),
+        batches,
         microbatches=data.microbatches,
         balance=data.balance,
         precision=precision,
+        measured=measured,
     )
     known = strategy.root_device.type == "cuda"  # ranks on a CPU share what memory there is
     answer = planner.plan(memory=(lambda: memory_model(model, shape, cluster, precision)) if known else None)

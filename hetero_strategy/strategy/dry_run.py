@@ -7,7 +7,6 @@ host the same stages build the same, up to their coordinates, so of each such se
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,11 +18,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float64
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hetero_strategy.checkpoint.inventory import pieces_of
 from hetero_strategy.errors import ConfigError, HeteroError
+from hetero_strategy.layout.fake import fake_world
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.multimodal import MultimodalModel
@@ -175,7 +173,7 @@ def dry_run(
     sampled = _sampled(plan.graph, world_size)
     for number, (rank, (lane, alike, stages)) in enumerate(sorted(sampled.items())):
         tell(f"rank {rank}, {number + 1} of {len(sampled)}")
-        with _noted(faults, "build", rank), _world(rank, world_size):
+        with _noted(faults, "build", rank), fake_world(rank, world_size):
             made = assemble(
                 "model", _copied(model), placement, rank, META, ranks_per_node=ranks_per_node, storage=storage,
                 scheduling=scheduling, recompute=recompute, compile=compile, plan=plan,
@@ -189,18 +187,6 @@ def dry_run(
         room = np.broadcast_to(memory, world_size)
         faults += [_too_large(rank, room[rank.rank]) for rank in ranks if rank.total > room[rank.rank]]
     return DryRun(world_size, plan, tuple(ranks), tuple(faults))
-
-
-@contextmanager
-def _world(rank: int, size: int) -> Iterator[None]:
-    """This process is a rank of a world in which nobody else is."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # it holds meshes of this rank, which equal those of the next one
-        gc.collect()  # meshes and modules of one rank refer to each other
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +24,20 @@ from tests.distributed.harness import Pool
 from tests.distributed.scenario import Job, data, datamodule, model_of, train, train_on_rank, worst_gradient, worst_loss
 
 
+def train_with_cache(rank: int, world: int, job: Job, cache: str) -> Any:
+    """What is measured is kept apart from the person's own."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    return train_on_rank(rank, world, job)
+
+
 @pytest.mark.parametrize("given", [{}, {"schedule": "gpipe", "recompute": ["llm"]}], ids=["all", "schedule is given"])
 def test_what_is_planned_trains_as_one_process(pool: Pool, tmp_path: Path, given: dict[str, Any]) -> None:
     job = Job(str(data(tmp_path)), steps=2, precision="64-true")
     reference = train(job)
-    results = pool.run(2, train_on_rank, replace(job, layouts="auto", strategy=given), timeout=180)
+    job = replace(job, layouts="auto", strategy=given)
+    cache = tmp_path.parent / "cache"  # of both jobs, whose model is the same
+    results = pool.run(2, train_with_cache, job, str(cache), timeout=180)
+    assert len(list((cache / "hetero_strategy" / "profiles").glob("*.json"))) == 1
     assert worst_gradient(reference, results)[0] < 1e-9
     assert worst_loss(reference, results) < 1e-9
 

@@ -37,6 +37,21 @@ def test_a_plan_is_printed_checked_drawn_and_trained(pool: Pool, given: tuple[st
     assert f"recipes.train layout={file}" in found.output.replace("\n", "")
     ended = run_on_ranks(pool, 2, tmp_path / "run", *given, *SMALL, f"layout={file}", "trainer.max_steps=2")
     assert "2 steps" in ended.output
+    again = planned(tmp_path / "again", f"run={tmp_path / 'run'}", "cluster.ranks_per_node=2")
+    assert again.code == 0, again.output
+    assert "as it ran   " in again.output and (tmp_path / "again" / "layout" / "planned.yaml").exists()
+
+
+def test_blocks_are_measured_once(pool: Pool, given: tuple[str, ...], tmp_path: Path) -> None:
+    small = [o for o in SMALL if o.startswith(("model.", "data."))]
+    options = [*given, *small, "cluster.ranks_per_node=2", "profile=true"]
+    options.append(f"++hydra.job.env_set.XDG_CACHE_HOME={tmp_path}")
+    first, again = (planned(tmp_path / name, *options) for name in ("first", "again"))
+    assert first.code == again.code == 0, first.output + again.output
+    lines = [[n for n in one.output.splitlines() if n.startswith("profile ")] for one in (first, again)]
+    assert lines[0] == lines[1]
+    assert all(f"{name} " in lines[0][0] for name in ("vision", "audio", "llm"))
+    assert len(list((tmp_path / "hetero_strategy" / "profiles").iterdir())) == 1
 
 
 def test_what_was_planned_is_in_the_file(pool: Pool, tmp_path: Path) -> None:
@@ -71,6 +86,7 @@ def test_what_one_more_node_of_each_kind_would_buy_is_said(pool: Pool, given: tu
         (("model=mllm_9b", "data=cornstarch_vision", "experiment=none"), "the data has no items of draw"),
         (("trainer.precision=8",), "trainer.precision=8: plans are made for bf16-mixed"),
         (("clusters=h100",), "clusters"),
+        (("cluster=h100", "profile=true"), "cluster's own device, h100, and this machine has none"),
     ],
 )
 def test_what_cannot_be_planned_says_what_to_change(

@@ -1,0 +1,157 @@
+"""Seconds of a model's blocks from what stages took in a training run, for plans of other layouts. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetero_strategy import ragged
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.planner.cluster import Cluster
+from hetero_strategy.planner.shape import ModelShape
+from hetero_strategy.planner.times import (
+    NOTHING,
+    BlockSeconds,
+    Line,
+    ModuleSeconds,
+    Precision,
+    block_lines,
+    tp_collectives,
+)
+from hetero_strategy.schedule.action import Kind, StageId
+
+StageSeconds = Mapping[StageId, Mapping[Kind, Line]]
+"""Seconds of F, and of B or of I and W, of one instance of a stage."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What stages took in the last steps of a run, and how it was laid out."""
+
+    layouts: Mapping[str, ModuleLayout]
+    """With ``split``."""
+    recomputed: Mapping[str, float]
+    """Module -> share of its forward that backward runs again; others: 0."""
+    stages: StageSeconds
+
+    def write(self, file: Path) -> None:
+        """As json."""
+        data = {
+            "layouts": {name: _plain(layout) for name, layout in self.layouts.items()},
+            "recomputed": dict(self.recomputed),
+            "stages": {str(stage): dict(of) for stage, of in self.stages.items()},
+        }
+        file.write_text(json.dumps(data, indent=1))
+
+    @classmethod
+    def read(cls, file: Path) -> Measured:
+        """What :meth:`write` wrote.
+
+        Raises:
+            ConfigError: there is no such file, or it is damaged.
+        """
+        try:
+            data: dict[str, Any] = json.loads(file.read_text())
+            stages = {
+                StageId(name, int(number)): {kind: Line(*line) for kind, line in of.items()}
+                for name, _, number, of in ((*s.rpartition("."), of) for s, of in data["stages"].items())
+            }
+            layouts = {name: ModuleLayout.from_config(name, of) for name, of in data["layouts"].items()}
+            return cls(layouts, data["recomputed"], stages)
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{file} is missing: a run with monitor.timeline=true writes it at the end of training"
+            ) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{file} is damaged ({error!r}); train again with monitor.timeline=true") from error
+
+    def modules(self, shape: ModelShape, cluster: Cluster, precision: Precision) -> dict[str, ModuleSeconds]:
+        """Seconds of the blocks of every module that ran.
+
+        A stage's seconds are dealt out to its blocks as the formula has them; of these the recomputed forward is taken
+        away, and collectives of tensor parallelism as the cluster's links predict them.
+
+        Raises:
+            ConfigError: the run was of another model.
+        """
+        fed = shape.fed_by_trainable()
+        found: dict[str, ModuleSeconds] = {}
+        for name, module in shape.modules.items():
+            layout = self.layouts.get(name)
+            if layout is None or sum(layout.split or ()) != module.blocks * module.has_blocks:
+                raise ConfigError(f"run: it was of another model; {name} has {module.blocks} blocks in this one")
+            if all(StageId(name, i) in self.stages for i in range(layout.pipeline.stages)):
+                again = self.recomputed.get(name, 0.0)
+                formula = block_lines(module, layout, cluster, fed[name], again, precision)
+                _, into, own = block_lines(module, layout, cluster, fed[name], 0.0, precision)
+                stages = [self.stages[StageId(name, i)] for i in range(layout.pipeline.stages)]
+                took = _of_blocks(stages, layout.split if module.has_blocks else (1,), formula)
+                collectives = tp_collectives(module, layout.tp, cluster, precision)
+                found[name] = {
+                    layout.tp: [
+                        _block(block, (i, o), again, collectives)
+                        for block, i, o in zip(zip(*took, strict=True), into, own, strict=True)
+                    ]
+                }
+        return found
+
+
+def _of_blocks(
+    stages: Sequence[Mapping[Kind, Line]], split: Sequence[int] | None, formula: Sequence[Sequence[Line]]
+) -> tuple[list[Line], list[Line], list[Line], list[Line]]:
+    """Of every block: forward, whole backward, and its halves, which are nothing where they ran as one."""
+    ends = ragged.offsets(np.asarray(split))
+    forward, into, own = formula
+    whole = [a.plus(b) for a, b in zip(into, own, strict=True)]
+    kinds: tuple[tuple[Kind, Sequence[Line]], ...] = (("F", forward), ("B", whole), ("I", into), ("W", own))
+    made: list[list[Line]] = [[], [], [], []]
+    for took, (first, last) in zip(stages, pairwise(ends), strict=True):
+        for lines, (kind, expected) in zip(made, kinds, strict=True):
+            lines += _dealt(took.get(kind, NOTHING), expected[first:last])
+    return made[0], [b if b != NOTHING else i.plus(w) for b, i, w in zip(*made[1:], strict=True)], made[2], made[3]
+
+
+def _dealt(total: Line, expected: Sequence[Line]) -> list[Line]:
+    """In the proportion that is expected; what is not expected at all in equal parts."""
+    table = np.array(expected)
+    sums, there = table.sum(axis=0), table.any(axis=1, keepdims=True)
+    shares = np.where(sums > 0, table / np.where(sums > 0, sums, 1.0), there / max(1, there.sum()))
+    return [Line(*map(float, row)) for row in shares * np.array(total)]
+
+
+def _block(
+    took: tuple[Line, Line, Line, Line], formula: tuple[Line, Line], again: float, collectives: Line
+) -> BlockSeconds:
+    """One block without recompute and collectives.
+
+    Args:
+        took: as :func:`_of_blocks` has it.
+        formula: the halves of its backward, without recompute.
+    """
+    (forward, whole, into, own), (plain_into, plain_own) = took, formula
+    fed, trains = plain_into != NOTHING, plain_own != NOTHING
+    less = NOTHING.plus(forward, again * (fed or trains)).plus(collectives, float(fed))
+    whole = _less(whole, less)
+    if into != NOTHING or own != NOTHING:
+        into, own = (_less(into, less), own) if fed else (into, _less(own, less))
+    else:
+        share = plain_into.per_row / ((plain_into.per_row + plain_own.per_row) or 1.0)
+        into, own = NOTHING.plus(whole, share), NOTHING.plus(whole, 1.0 - share)
+    return BlockSeconds(_less(forward, collectives), whole, into if fed else NOTHING, own if trains else NOTHING)
+
+
+def _plain(layout: ModuleLayout) -> dict[str, Any]:
+    """As a layout file says it."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(layout).items()}
+
+
+def _less(line: Line, other: Line) -> Line:
+    """Without the other, and not below nothing."""
+    return Line(*(max(0.0, a - b) for a, b in zip(line, other, strict=True)))

@@ -1,0 +1,100 @@
+"""Profiles kept on disk by what they are of: a model that was measured here before is not measured again."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.planner.profiler import Fit, Profiled
+from hetero_strategy.planner.times import BlockSeconds, Line
+
+
+def cached(
+    make: Callable[[], Profiled],
+    model: MultimodalModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    tp: Collection[int],
+) -> Profiled:
+    """What was measured of this model on such a device before; else what ``make`` measures now, which is kept.
+
+    The file is in ``$XDG_CACHE_HOME/hetero_strategy/profiles`` (default ``~/.cache``). A damaged one is made again.
+    """
+    file = folder() / f"{digest(model, device, dtype, tp)}.json"
+    try:
+        return _read(json.loads(file.read_text()))
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    found = make()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
+        json.dump({"modules": found.modules, "fits": found.fits}, part)
+    os.replace(part.name, file)
+    return found
+
+
+def folder() -> Path:
+    """Where profiles are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetero_strategy" / "profiles"
+
+
+def digest(model: MultimodalModel, device: torch.device, dtype: torch.dtype, tp: Collection[int]) -> str:
+    """Of all that seconds depend on: modules, the dtype and degrees, versions, and the device with its threads."""
+    modules = {
+        name: {
+            "parts": [[fqn, *_part(part)] for fqn, part in module.named_modules()],
+            "parameters": [[n, [*p.shape], str(p.dtype), p.requires_grad] for n, p in module.named_parameters()],
+        }
+        for name, module in model.modules_by_name.items()
+    }
+    cuda = device.type == "cuda"
+    known: dict[str, Any] = {
+        "modules": modules,
+        "edges": [[edge.source, edge.target] for edge in model.edges],
+        "dtype": str(dtype),
+        "tp": sorted({1, *tp}),
+        "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} {_processor()}",
+        "threads": None if cuda else torch.get_num_threads(),
+        "versions": [torch.__version__, importlib.metadata.version("hetero-strategy")],
+    }
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _part(part: nn.Module) -> tuple[str, dict[str, Any]]:
+    """Class of a layer, and the plain values that it holds, such as its number of heads."""
+    values = {key: value for key, value in vars(part).items() if isinstance(value, (bool, int, float, str))}
+    return f"{type(part).__module__}.{type(part).__qualname__}", values | {"training": True}
+
+
+def _processor() -> str:
+    """Name of this machine's processor, as Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _read(data: Any) -> Profiled:
+    modules = {
+        name: {
+            int(tp): [BlockSeconds(*(Line(*line) for line in block)) for block in blocks] for tp, blocks in of.items()
+        }
+        for name, of in data["modules"].items()
+    }
+    return Profiled(modules, {name: Fit(*fit) for name, fit in data["fits"].items()})
+
+
+def _block(lines: Any) -> BlockSeconds:
+    return BlockSeconds(*(Line(*line) for line in lines))

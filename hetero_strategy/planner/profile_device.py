@@ -1,0 +1,118 @@
+"""What optimizers and links reach on the devices at hand, measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import ceil, log2
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from jaxtyping import Float64
+from scipy.optimize import nnls
+
+from hetero_strategy.planner.cluster import Device
+from hetero_strategy.planner.times import ADAM_BYTES
+from hetero_strategy.simulator.links import Links
+
+PARAMETERS, TENSORS = 2**20, 16
+"""That an optimizer steps on, and in how many tensors they are."""
+SIZES = (2**12, 2**16, 2**20, 2**22)
+"""Bytes of messages, of the whole over all ranks."""
+ROUNDS = 5
+
+
+class LinkTime(NamedTuple):
+    """What one kind of collective took at one size, on the slowest rank."""
+
+    kind: str
+    size: int
+    seconds: float
+    hops: float
+    """Latencies in it, by the formula of ``Cluster.collective``."""
+    received: float
+    """Bytes that a rank receives."""
+
+
+def with_optimizer(device: Device, on: torch.device) -> Device:
+    """The same with the memory bandwidth that AdamW's fused step on fp32 parameters reaches."""
+    tensors = [torch.zeros(PARAMETERS // TENSORS, device=on, requires_grad=True) for _ in range(TENSORS)]
+    for tensor in tensors:
+        tensor.grad = torch.ones_like(tensor)
+    optimizer = torch.optim.AdamW(tensors, fused=True)
+    seconds = min(clocked(on, optimizer.step) for _ in range(ROUNDS))
+    return replace(device, memory_bandwidth=ADAM_BYTES * PARAMETERS / seconds)
+
+
+def clocked(device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds of the device, on the CPU of this thread alone: what other processes do is not counted."""
+    begin = now(device)
+    work()
+    return now(device) - begin
+
+
+def now(device: torch.device) -> float:
+    """The clock of :func:`clocked`."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+    return time.thread_time()
+
+
+def link_times(device: torch.device, group: dist.ProcessGroup | None = None) -> list[LinkTime]:
+    """Measure collectives and messages among the ranks of a group, all of one node. A collective."""
+    return [time for size in SIZES for time in _times(size, device, group)]
+
+
+def _times(size: int, device: torch.device, group: dist.ProcessGroup | None) -> Iterator[LinkTime]:
+    ranks = dist.get_world_size(group)
+    part = torch.zeros(size // 4 // ranks, device=device)
+    whole = torch.zeros(len(part) * ranks, device=device)
+    hops, received = ceil(log2(ranks)), (ranks - 1) / ranks * whole.nbytes
+    works: dict[str, tuple[Callable[[], object], float, float]] = {
+        "all-gather": (lambda: dist.all_gather_into_tensor(whole, part, group=group), hops, received),
+        "reduce-scatter": (lambda: dist.reduce_scatter_tensor(part, whole, group=group), hops, received),
+        "all-reduce": (lambda: dist.all_reduce(whole, group=group), 2 * hops, 2 * received),
+        "message": (lambda: _pass_on(whole, group), 1.0, whole.nbytes),
+    }
+    for kind, (work, latencies, own) in works.items():
+        yield LinkTime(kind, whole.nbytes, _slowest(device, work, group), latencies, own)
+
+
+def _pass_on(rows: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Every rank sends to the next one."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    into = torch.empty_like(rows)
+    sends = dist.P2POp(dist.isend, rows, group=group, group_peer=(rank + 1) % ranks)
+    receives = dist.P2POp(dist.irecv, into, group=group, group_peer=(rank - 1) % ranks)
+    for request in dist.batch_isend_irecv([sends, receives]):
+        request.wait()
+
+
+def _slowest(device: torch.device, work: Callable[[], object], group: dist.ProcessGroup | None) -> float:
+    """Seconds of the fastest round, on the slowest rank of each."""
+    rounds = torch.zeros(ROUNDS, device=device)
+    for number in range(-1, ROUNDS):
+        dist.barrier(group)
+        begin = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if number >= 0:
+            rounds[number] = time.perf_counter() - begin
+    dist.all_reduce(rounds, dist.ReduceOp.MAX, group=group)
+    return float(rounds.min())
+
+
+def fit_links(times: Sequence[LinkTime]) -> tuple[Links, Float64[np.ndarray, "times"]]:
+    """Latency and bandwidth with the least squared relative errors, and how far each time is from them."""
+    seconds = np.array([t.seconds for t in times])
+    given = np.array([[t.hops, t.received] for t in times])
+    scale = given.max(axis=0)
+    found, _ = nnls(given / scale / seconds[:, None], np.ones(len(times)))
+    latency, slope = (float(x) for x in found / scale)
+    errors = np.abs(given @ np.array([latency, slope]) / seconds - 1)
+    return Links(latency, 1 / slope if slope else np.inf), errors

@@ -1,0 +1,43 @@
+"""Links and optimizers, measured."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_strategy.planner.cluster import Cluster, NodePool
+from hetero_strategy.planner.profile_device import SIZES, LinkTime, fit_links, link_times, with_optimizer
+from hetero_strategy.simulator.links import Links
+from tests.distributed.harness import Pool
+from tests.planner.models import DEVICE
+
+
+def measured(rank: int, world: int) -> list[LinkTime]:
+    return link_times(torch.device("cpu"))
+
+
+def test_ranks_measure_all_collectives_and_agree(pool: Pool) -> None:
+    first, second = pool.run(2, measured)
+    assert first == second
+    assert len(first) == 4 * len(SIZES)
+    assert all(time.seconds > 0 for time in first)
+    links, errors = fit_links(first)
+    assert 0 < links.latency < 1
+    assert np.median(errors) < 1
+
+
+def test_links_are_found_again_from_what_collectives_take() -> None:
+    links, ranks = Links(2e-4, 3e8), 4
+    gather = Cluster((NodePool(DEVICE, 1, ranks, links),), links).collective
+    times = [
+        LinkTime("all-gather", size, gather(size, ranks), 2, 0.75 * size) for size in SIZES
+    ] + [LinkTime("all-reduce", size, 2 * gather(size, ranks), 4, 1.5 * size) for size in SIZES]  # fmt: skip
+    found, errors = fit_links(times)
+    assert found.latency == pytest.approx(links.latency)
+    assert found.bandwidth == pytest.approx(links.bandwidth)
+    assert errors.max() < 1e-9
+
+
+def test_an_optimizer_reaches_some_bandwidth() -> None:
+    assert 1e8 < with_optimizer(DEVICE, torch.device("cpu")).memory_bandwidth < 1e13
