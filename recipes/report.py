@@ -351,6 +351,8 @@ def print_report(report: dict[str, Any], folder: Path) -> None:
     console.print(f"report      {_short(folder / 'report.json')}, {pictures}")
     if "resume" in report:
         console.print(f"resume      {report['resume']}", soft_wrap=True)
+    if report.get("timeline"):
+        console.print(f"plan anew   {cli.command('recipes.plan', run=folder)}", soft_wrap=True)
 
 
 def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
