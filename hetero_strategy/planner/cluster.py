@@ -111,6 +111,11 @@ class Cluster:
         ends = np.cumsum([pool.ranks_per_node for pool in nodes])
         return Network(tuple(pool.within for pool in nodes), self.across, ends)
 
+    @property
+    def shares_cores(self) -> bool:
+        """Whether ranks and their communication share processor cores."""
+        return any(pool.cores_per_node for pool in self.pools)
+
     def on_cores(self, work: Float64[np.ndarray, "ranks"]) -> float:
         """Seconds that the ranks of a node need at least for so many seconds of work each, where they share cores."""
         least, first = 0.0, 0

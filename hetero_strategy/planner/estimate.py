@@ -161,16 +161,16 @@ class Estimates:
     def synchronized(self, module: str, degrees: Degrees, microbatches: int) -> float:
         """Seconds of a step in which parameters are gathered or gradients summed and nothing is computed.
 
-        Where parameters are gathered with every microbatch that runs beside its compute.
+        Where parameters are gathered with every microbatch that runs beside its compute, but on cores that ranks share.
         """
         gather, scatter, replicas = synchronization(
             *self._numbers(module, degrees), degrees, self.cluster, self._precision
         )
         if degrees.once:
             return gather + scatter + replicas
-        work = self.work(module, degrees.tp, degrees.recomputed)
-        forward, backward = (part * self.through(module, degrees, microbatches)
-                             for part in (work.forward_share, 1 - work.forward_share))  # fmt: skip
+        share = self.work(module, degrees.tp, degrees.recomputed).forward_share
+        hidden = 0.0 if self.cluster.shares_cores else self.through(module, degrees, microbatches)
+        forward, backward = share * hidden, (1 - share) * hidden
         return microbatches * (max(0.0, gather - forward) + max(0.0, gather + scatter + replicas - backward))
 
     def held(self, module: str, degrees: Degrees) -> float:

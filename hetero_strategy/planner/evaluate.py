@@ -190,7 +190,7 @@ class Evaluator:
         rows = rows_between(plan, self.row_bytes(placed))
         simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=placed.together)
         after = seconds_after(simulation, placed.times)
-        if any(pool.cores_per_node for pool in self.cluster.pools):
+        if self.cluster.shares_cores:
             least = self.cluster.on_cores(work_of_ranks(simulation, placed.times, self.cluster.ranks))
             after = max(after, least - simulation.time)
         return Step(placed, plan, schedule, simulation, after)

@@ -82,11 +82,13 @@ class StageTimes:
     reduce: float
     """Sum of its gradients over data-parallel ranks."""
     once: bool
-    """Whether both are once per step; otherwise they run beside the compute of every microbatch."""
+    """Whether both are once per step; otherwise they are in every microbatch."""
     after: float
     """After the step's last backward: the optimizer, and the sum of replicated gradients."""
     overlapped: bool = False
     """Whether what is once per step runs beside compute: UNSHARD and REDUCE take no time, see ``planner.overlap``."""
+    beside: bool = True
+    """Whether what is in every microbatch runs beside its compute, or takes the cores from it."""
     whole: Line | None = None
     """A backward that is not in two halves, where that was measured."""
 
@@ -106,8 +108,8 @@ class StageTimes:
         seconds = line.of(rows, squares)
         if self.once:
             return seconds
-        beside = self.gather if kind == "F" else self.gather + self.reduce
-        return np.maximum(seconds, beside)
+        collectives = self.gather if kind == "F" else self.gather + self.reduce
+        return np.maximum(seconds, collectives) if self.beside else seconds + collectives
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class Overlap:
             ``--tp-comm-overlap``, PyTorch's async tensor parallelism).
         dp: once per step, the gather of parameters beside forwards and the sum of gradients beside backwards
             (Megatron-LM's ``--overlap-param-gather --overlap-grad-reduce``). What is gathered for every microbatch
-            (FSDP) always is beside its compute.
+            (FSDP) always is beside its compute, but on cores that ranks share.
     """
 
     tp: bool = False
@@ -179,7 +181,7 @@ def module_times(
             after, replicas = replicas, 0.0
         adam = ADAM_BYTES / 4 * precision.master * trains / layout.dp_shard / cluster.device.memory_bandwidth
         f, i, w, *whole_backward = (_sum(lines[a:b]) for lines in blocks)
-        collectives = gather, scatter + replicas, once, after + adam, once and overlap.dp
+        collectives = gather, scatter + replicas, once, after + adam, once and overlap.dp, not cluster.shares_cores
         stages.append(StageTimes(f, i, w, *collectives, *whole_backward))
     return stages
 

@@ -117,5 +117,5 @@ def test_ranks_that_share_a_core_take_turns() -> None:
     own, two, one = (
         Evaluator(shape, whole.changed(cores_per_node=cores), [batch]).seconds(candidate) for cores in (None, 2, 1)
     )
-    assert own == pytest.approx(two)
-    assert 1.5 * own < one < 2.01 * own
+    assert own < two < 1.1 * own, "collectives are not beside compute"
+    assert 1.5 * two < one < 2.01 * two

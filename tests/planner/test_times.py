@@ -162,3 +162,15 @@ def test_a_better_device_is_faster_and_none_is_slower(field: str) -> None:
     for kind in ("F", "I", "W", "B"):
         assert new.seconds(kind, rows, rows**2) <= old.seconds(kind, rows, rows**2)  # type: ignore[arg-type]
     assert new.seconds("F", rows, rows**2) < old.seconds("F", rows, rows**2)
+
+
+def test_on_shared_cores_nothing_runs_beside_compute() -> None:
+    rows, squares = np.array([3.0]), np.array([9.0])
+    layout = ModuleLayout(2, dp_shard=2, split=(2,)).resolved()
+    own, shared = (
+        module_times(shape(), layout, CLUSTER.changed(cores_per_node=cores), fed=True, once=False)[0]
+        for cores in (None, 2)
+    )
+    alone = own.forward.of(rows, squares)
+    assert own.seconds("F", rows, squares) == pytest.approx(np.maximum(alone, own.gather))
+    assert shared.seconds("F", rows, squares) == pytest.approx(alone + own.gather)
