@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hetero_strategy.monitor.flops import ModuleFlops, Part, device_peak_flops, fed_by_trainable, utilization, work
+from hetero_strategy.monitor.flops import ModuleFlops, Part, device_peak_flops, utilization, work
+from hetero_strategy.planner.layers import fed_by_trainable
 
 
 @pytest.mark.parametrize(
