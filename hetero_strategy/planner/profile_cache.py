@@ -94,7 +94,3 @@ def _read(data: Any) -> Profiled:
         for name, of in data["modules"].items()
     }
     return Profiled(modules, {name: Fit(*fit) for name, fit in data["fits"].items()})
-
-
-def _block(lines: Any) -> BlockSeconds:
-    return BlockSeconds(*(Line(*line) for line in lines))

@@ -30,6 +30,7 @@ from hetero_strategy.model.inputs import GeneratorInputs, SequenceInputs, tensor
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.plan.step_plan import StepMetadata
+from hetero_strategy.planner.layers import fed_by_trainable
 from hetero_strategy.planner.measured import inputs_of, unit_of
 from hetero_strategy.planner.profile_device import now
 from hetero_strategy.planner.times import NOTHING, BlockSeconds, Line, ModuleSeconds
@@ -120,17 +121,16 @@ def profile(
 
 
 def _tasks(model: MultimodalModel, degrees: Sequence[int]) -> Iterator[_Task]:
-    flows: dict[str, bool] = {}
-    for name in model.topological():
-        module = model.modules_by_name[name]
-        fed = any(flows[edge.source] for edge in model.edges if edge.target == name)
-        flows[name] = fed or any(p.requires_grad for p in module.parameters())
+    modules = {name: model.modules_by_name[name] for name in model.topological()}
+    trainable = {name: any(p.requires_grad for p in module.parameters()) for name, module in modules.items()}
+    fed = fed_by_trainable(trainable, [(edge.source, edge.target) for edge in model.edges])
+    for name, module in modules.items():
         if inputs_of(module, np.array([unit_of(module)])) is None:
             continue
         for tp in degrees:
             if tp > 1 and (module.tp_plan() is None or module.check_tp(tp)):
                 continue
-            below = fed
+            below = fed[name]
             for number in range(max(1, len(module.blocks()))):
                 yield _Task(name, tp, number, below)
                 below = below or any(p.requires_grad for p in _stage(module, number).parameters())
