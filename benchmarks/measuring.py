@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetero_strategy.planner.allocations import Allocations
+from hetero_strategy.profiling.allocations import Allocations
 
 CPU = torch.device("cpu")
 

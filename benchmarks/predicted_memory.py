@@ -28,13 +28,13 @@ from hetero_strategy.parallelize.optimizer import choose_kernels
 from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.planner.activations import Activations
-from hetero_strategy.planner.allocations import Allocations
 from hetero_strategy.planner.cluster import Cluster, Device, NodePool
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
-from hetero_strategy.planner.measured import activations_of
 from hetero_strategy.planner.memory import Memory, MemoryModel
 from hetero_strategy.planner.shape import ModelShape, shape_of
 from hetero_strategy.planner.times import Precision
+from hetero_strategy.profiling.activations import activations_of
+from hetero_strategy.profiling.allocations import Allocations
 from hetero_strategy.simulator.links import Links
 from hetero_strategy.simulator.simulate import simulate
 from tests.distributed.harness import Pool

@@ -37,11 +37,11 @@ from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.planner.cluster import Cluster, NodePool
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.hardware import DEVICES
-from hetero_strategy.planner.profile_device import fit_links, link_times, with_optimizer
-from hetero_strategy.planner.profiler import SECONDS, Profiled, profile
 from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import Precision
+from hetero_strategy.profiling.blocks import SECONDS, Profiled, profile
+from hetero_strategy.profiling.device import fit_links, link_times, with_optimizer
 from hetero_strategy.schedule.action import Action
 from hetero_strategy.simulator.links import Links
 from hetero_strategy.simulator.simulate import simulate

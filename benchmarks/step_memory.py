@@ -36,7 +36,7 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.storage import FP32, Storage
-from hetero_strategy.planner.allocations import Allocations
+from hetero_strategy.profiling.allocations import Allocations
 from hetero_strategy.runtime import executor as running
 from tests.distributed.harness import Pool
 

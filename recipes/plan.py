@@ -28,14 +28,14 @@ from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.evaluate import Candidate, Placed, Step
 from hetero_strategy.planner.explain import Explanation, explain
 from hetero_strategy.planner.from_run import Measured
-from hetero_strategy.planner.measured import DTYPES, memory_model
 from hetero_strategy.planner.memory import KINDS, MemoryModel
-from hetero_strategy.planner.profile_cache import cached
-from hetero_strategy.planner.profile_device import with_optimizer
-from hetero_strategy.planner.profiler import Profiled, profile
 from hetero_strategy.planner.search import Answer, Planner, Ranked
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
+from hetero_strategy.profiling.activations import DTYPES, memory_model
+from hetero_strategy.profiling.blocks import Profiled, profile
+from hetero_strategy.profiling.cache import cached
+from hetero_strategy.profiling.device import with_optimizer
 from hetero_strategy.strategy.dry_run import dry_run
 from recipes import build, cli
 from recipes.dry_run import report

@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).parent.parent / "hetero_strategy"
 ROOMS = (
     "strategy",
     "monitor",
+    "profiling",
     "planner",
     "runtime",
     "simulator",

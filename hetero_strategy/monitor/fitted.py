@@ -13,8 +13,8 @@ from hetero_strategy.layout.placement import Coordinate
 from hetero_strategy.monitor.measure import gather_on_first
 from hetero_strategy.monitor.prediction import Ran, durations
 from hetero_strategy.plan.balance import Cost, fit_cost
-from hetero_strategy.planner.profiler import fit
 from hetero_strategy.planner.times import Line
+from hetero_strategy.profiling.blocks import fit
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import Kind, StageId
 from hetero_strategy.schedule.graph import sizes_of

@@ -1,6 +1,6 @@
 """What a model's blocks keep of the rows they compute, as functions of what a microbatch holds. Plain data.
 
-``planner.measured`` makes it from the real modules.
+``profiling.activations`` makes it from the real modules.
 """
 
 from __future__ import annotations

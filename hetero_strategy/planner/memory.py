@@ -80,7 +80,7 @@ class MemoryModel:
     """Predicts the memory of steps.
 
     Args:
-        activations: of every module, see ``planner.measured``.
+        activations: of every module, see ``profiling.activations``.
         precision: in which parameters are kept and compute; that in which activations were measured.
     """
 

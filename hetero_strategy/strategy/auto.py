@@ -18,13 +18,13 @@ from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.planner.evaluate import Candidate
 from hetero_strategy.planner.hardware import this_cluster
-from hetero_strategy.planner.measured import memory_model
-from hetero_strategy.planner.profile_cache import cached
-from hetero_strategy.planner.profile_device import fit_links, link_times, with_optimizer
-from hetero_strategy.planner.profiler import profile
 from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import ModuleSeconds, Precision
+from hetero_strategy.profiling.activations import memory_model
+from hetero_strategy.profiling.blocks import profile
+from hetero_strategy.profiling.cache import cached
+from hetero_strategy.profiling.device import fit_links, link_times, with_optimizer
 from hetero_strategy.simulator.links import Links
 
 if TYPE_CHECKING:

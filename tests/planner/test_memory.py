@@ -16,13 +16,13 @@ from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.activations import Activations, BlockBytes, features
-from hetero_strategy.planner.allocations import Allocations
 from hetero_strategy.planner.cluster import Cluster, Device, NodePool
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
-from hetero_strategy.planner.measured import _Module
 from hetero_strategy.planner.memory import CPU, CUDA, KINDS, Allocator, Memory, MemoryModel
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
 from hetero_strategy.planner.times import MIXED, Precision
+from hetero_strategy.profiling.activations import _Module
+from hetero_strategy.profiling.allocations import Allocations
 from hetero_strategy.simulator.links import Links
 from hetero_strategy.zoo import titan_llama
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hetero_strategy.planner.allocations import Allocations
+from hetero_strategy.profiling.allocations import Allocations
 
 
 def test_memory_counts_while_anything_holds_it() -> None:

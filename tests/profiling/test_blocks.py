@@ -10,9 +10,9 @@ from benchmarks.pipelines import Setting
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
-from hetero_strategy.planner.profiler import fit, packings, profile
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import NOTHING, BlockSeconds, Line, module_times
+from hetero_strategy.profiling.blocks import fit, packings, profile
 from tests.planner.models import cluster, module
 
 ALONE = ModuleLayout((0,))

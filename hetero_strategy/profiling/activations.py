@@ -40,11 +40,11 @@ from hetero_strategy.model.inputs import (
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.recompute import Recompute, apply_recompute
 from hetero_strategy.planner.activations import FEATURES, Activations, BlockBytes, Head, HeadBytes, features
-from hetero_strategy.planner.allocations import Allocations
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.memory import CPU, CUDA, MemoryModel
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.times import Precision
+from hetero_strategy.profiling.allocations import Allocations
 from hetero_strategy.runtime import backward
 
 WAYS = {"kept": None, "all": Recompute(), "all but matmuls": Recompute(keeps_matmuls=True)}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hetero_strategy.planner.cluster import Cluster, NodePool
-from hetero_strategy.planner.profile_device import SIZES, LinkTime, fit_links, link_times, with_optimizer
+from hetero_strategy.profiling.device import SIZES, LinkTime, fit_links, link_times, with_optimizer
 from hetero_strategy.simulator.links import Links
 from tests.distributed.harness import Pool
 from tests.planner.models import DEVICE

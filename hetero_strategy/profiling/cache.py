@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from hetero_strategy.model.multimodal import MultimodalModel
-from hetero_strategy.planner.profiler import Fit, Profiled
 from hetero_strategy.planner.times import BlockSeconds, Line
+from hetero_strategy.profiling.blocks import Fit, Profiled
 
 
 def cached(

@@ -31,9 +31,9 @@ from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.layers import fed_by_trainable
-from hetero_strategy.planner.measured import inputs_of, unit_of
-from hetero_strategy.planner.profile_device import now
 from hetero_strategy.planner.times import NOTHING, BlockSeconds, Line, ModuleSeconds
+from hetero_strategy.profiling.activations import inputs_of, unit_of
+from hetero_strategy.profiling.device import now
 from hetero_strategy.runtime import backward
 
 MOST_ROWS = 16384

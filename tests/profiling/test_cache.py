@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.pipelines import Setting
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.planner.profile_cache import cached, digest, folder
-from hetero_strategy.planner.profiler import Fit, Profiled
 from hetero_strategy.planner.times import BlockSeconds, Line
+from hetero_strategy.profiling.blocks import Fit, Profiled
+from hetero_strategy.profiling.cache import cached, digest, folder
 
 ALONE, CPU = ModuleLayout((0,)), torch.device("cpu")
 SETTING = Setting("", {"vision": ALONE, "llm": ALONE}, vision=(64, 1), llm=(64, 2))
