@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.estimate import Estimates
-from hetero_strategy.planner.evaluate import Candidate, Evaluator
+from hetero_strategy.planner.evaluate import MOST_FORWARDS, Candidate, Evaluator
 from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.planner.propose import Proposal, Proposer
 from hetero_strategy.planner.shape import ModelShape
@@ -25,6 +26,10 @@ from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
 
 ROUNDS = 4
 """Times that the formula of activations is corrected."""
+SCHEDULES = 12
+"""Simulations of other schedules for the best."""
+LEAST_SHARE = 1 / 16
+"""Of a simulation that a short step counts as."""
 Progress = Callable[[int, int, float], None]
 """(candidates simulated, candidates to simulate, seconds of the best so far)."""
 
@@ -39,6 +44,12 @@ class Ranked:
     """What the formula says."""
     memory: Memory | None = None
     """Of a step, where it was predicted."""
+
+    @property
+    def share(self) -> float:
+        """As what share of a simulation it counts."""
+        stages = sum(layout.pp * layout.vpp for layout in self.candidate.layouts.values())
+        return _share(self.candidate.microbatches * stages)
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,8 @@ class Planner:
     Args:
         batches: global batches drawn from the data.
         microbatches: of a step; None: to be chosen.
-        simulations: candidates that are simulated, at most, before schedules are tried on the best of them.
+        simulations: long steps that are simulated, at most, before schedules are tried on the best of them; of short
+            ones more.
         measured: seconds of modules' blocks; others follow from FLOPs.
     """
 
@@ -143,9 +155,11 @@ class Planner:
             self._simulate(proposal.candidate, proposal.seconds, ranked)
             if progress is not None:
                 progress(i + 1, len(chosen), min((r.seconds for r in ranked), default=0.0))
-        for best in sorted(ranked, key=lambda r: r.seconds)[:3]:
-            for other in self.schedules(best.candidate) if time.monotonic() <= end else ():
+        tried = 0.0
+        for best in sorted(ranked, key=lambda r: r.seconds):
+            for other in self.schedules(best.candidate) if tried < SCHEDULES and time.monotonic() <= end else ():
                 self._simulate(other, best.estimate, ranked)
+                tried += best.share
         ranked.sort(key=lambda r: r.seconds)
         return Answer(tuple(ranked), len(proposals)) if model is None else self._fitting(ranked, len(proposals), model)
 
@@ -226,15 +240,21 @@ class Planner:
         )
 
 
-def promising(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
+def promising(proposals: Sequence[Proposal], simulations: int) -> list[Proposal]:
     """The best of all, of every partition, and of those with one layout for all modules."""
-    each = max(2, count // 6)
-    chosen: dict[int, Proposal] = {}
-    seen: dict[object, int] = {}
-    for i, p in enumerate(proposals):
+    each = max(2, simulations // 6)
+    chosen: list[Proposal] = []
+    seen: Counter[object] = Counter()
+    spent = 0.0
+    for p in proposals:
         kinds = ["chain"] if p.chain else [p.partition, *["homogeneous"] * p.homogeneous]
-        if i < count or any(seen.get(kind, 0) < each for kind in kinds):
-            chosen[i] = p
-            for kind in kinds:
-                seen[kind] = seen.get(kind, 0) + 1
-    return list(chosen.values())
+        if spent < simulations or any(seen[kind] < each for kind in kinds):
+            chosen.append(p)
+            seen.update(kinds)
+            spent += _share(p.microbatches * sum(degrees.pp for degrees in p.degrees.values()))
+    return chosen
+
+
+def _share(forwards: int) -> float:
+    """As what share of the longest simulation one of so many forwards counts."""
+    return min(1.0, max(LEAST_SHARE, forwards / MOST_FORWARDS))

@@ -37,8 +37,13 @@ def planner(shape: ModelShape, ranks: int, samples: int = 16, **options: float) 
     ],
 )
 def test_no_candidate_is_faster(
-    encoder: tuple[int, int], llm: tuple[int, int], ranks: int, options: dict[str, float]
+    monkeypatch: pytest.MonkeyPatch,
+    encoder: tuple[int, int],
+    llm: tuple[int, int],
+    ranks: int,
+    options: dict[str, float],
 ) -> None:
+    monkeypatch.setattr("hetero_strategy.planner.search.LEAST_SHARE", 1.0)  # as few are simulated as of long steps
     made = planner(model(encoder, llm), ranks, 8, **options)
     answer = made.plan()
     everything: list[float] = []
