@@ -15,7 +15,7 @@ import numpy as np
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.shape import ModelShape
-from hetero_strategy.planner.space import Degrees, divisors, shards
+from hetero_strategy.planner.space import Degrees, ways
 
 
 class Chain(NamedTuple):
@@ -42,13 +42,8 @@ class Chain(NamedTuple):
 def chain_degrees(shape: ModelShape, ranks: int, ranks_per_node: int, most_instances: int) -> Iterator[Degrees]:
     """All ways to lay one pipeline over so many ranks."""
     blocks = sum(module.blocks for module in shape.modules.values())
-    for tp in sorted(set.intersection(*(set(module.tp) for module in shape.modules.values()))):
-        if ranks % tp or ranks_per_node % tp:
-            continue
-        for pp in divisors(ranks // tp):
-            dp = ranks // tp // pp
-            if 1 < pp <= blocks and dp <= most_instances:
-                yield from (Degrees(tp, pp, dp // n, n) for n in shards(dp, max(1, ranks_per_node // tp)))
+    tp = sorted(set.intersection(*(set(module.tp) for module in shape.modules.values())))
+    return (way for way in ways(tp, blocks, ranks, ranks_per_node, most_instances) if way.pp > 1)
 
 
 def propose_chain(

@@ -91,16 +91,20 @@ def degrees(module: ModuleShape, ranks: int, ranks_per_node: int, most_instances
     Args:
         most_instances: units of a step; more instances would never all have work.
     """
-    found = []
-    for tp in module.tp:
-        if ranks % tp or ranks_per_node % tp:
+    return [*ways(module.tp, module.blocks if module.has_blocks else 1, ranks, ranks_per_node, most_instances)]
+
+
+def ways(
+    tp: Iterable[int], most_stages: int, ranks: int, ranks_per_node: int, most_instances: int
+) -> Iterator[Degrees]:
+    """All ways to lie on so many ranks with some degrees of tensor parallelism, see :func:`degrees`."""
+    for degree in tp:
+        if ranks % degree or ranks_per_node % degree:
             continue
-        for pp in divisors(ranks // tp):
-            dp = ranks // tp // pp
-            if pp > (module.blocks if module.has_blocks else 1) or dp > most_instances:
-                continue
-            found += [Degrees(tp, pp, dp // shard, shard) for shard in shards(dp, max(1, ranks_per_node // tp))]
-    return found
+        for pp in divisors(ranks // degree):
+            dp = ranks // degree // pp
+            if pp <= most_stages and dp <= most_instances:
+                yield from (Degrees(degree, pp, dp // n, n) for n in shards(dp, max(1, ranks_per_node // degree)))
 
 
 def shards(instances: int, on_node: int) -> list[int]:
