@@ -157,7 +157,9 @@ class Planner:
                 progress(i + 1, len(chosen), min((r.seconds for r in ranked), default=0.0))
         tried = 0.0
         for best in sorted(ranked, key=lambda r: r.seconds):
-            for other in self.schedules(best.candidate) if tried < SCHEDULES and time.monotonic() <= end else ():
+            if tried >= SCHEDULES or time.monotonic() > end:
+                break
+            for other in self.schedules(best.candidate):
                 self._simulate(other, best.estimate, ranked)
                 tried += best.share
         ranked.sort(key=lambda r: r.seconds)
