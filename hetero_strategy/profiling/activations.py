@@ -41,6 +41,7 @@ from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.recompute import Recompute, apply_recompute
 from hetero_strategy.planner.activations import FEATURES, Activations, BlockBytes, Head, HeadBytes, features
 from hetero_strategy.planner.cluster import Cluster
+from hetero_strategy.planner.layers import fed_by_trainable
 from hetero_strategy.planner.memory import CPU, CUDA, MemoryModel
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.times import Precision
@@ -66,14 +67,16 @@ def activations_of(
         buckets: whether attention runs on padded buckets, as it does but on CUDA in half precision.
         ways: those of :data:`WAYS` that are asked for.
     """
-    trains: dict[str, bool] = {}
-    found = {}
-    for name in model.topological():
-        module = model.modules_by_name[name]
-        fed = any(trains[edge.source] for edge in model.edges if edge.target == name)
-        found[name] = _Module(module, fed, dtype, buckets).measured(ways)
-        trains[name] = fed or any(p.requires_grad for p in module.parameters())
-    return found
+    fed = fed_by_trainable(*trainable(model))
+    return {name: _Module(model.modules_by_name[name], fed[name], dtype, buckets).measured(ways) for name in fed}
+
+
+def trainable(model: MultimodalModel) -> tuple[dict[str, bool], list[tuple[str, str]]]:
+    """Which modules have something that trains, in topological order, and the edges between them."""
+    trains = {
+        name: any(p.requires_grad for p in model.modules_by_name[name].parameters()) for name in model.topological()
+    }
+    return trains, [(edge.source, edge.target) for edge in model.edges]
 
 
 def memory_model(model: MultimodalModel, shape: ModelShape, cluster: Cluster, precision: Precision) -> MemoryModel:

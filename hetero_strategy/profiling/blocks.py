@@ -32,7 +32,7 @@ from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.layers import fed_by_trainable
 from hetero_strategy.planner.times import NOTHING, BlockSeconds, Line, ModuleSeconds
-from hetero_strategy.profiling.activations import inputs_of, unit_of
+from hetero_strategy.profiling.activations import inputs_of, trainable, unit_of
 from hetero_strategy.profiling.device import now
 from hetero_strategy.runtime import backward
 
@@ -121,10 +121,9 @@ def profile(
 
 
 def _tasks(model: MultimodalModel, degrees: Sequence[int]) -> Iterator[_Task]:
-    modules = {name: model.modules_by_name[name] for name in model.topological()}
-    trainable = {name: any(p.requires_grad for p in module.parameters()) for name, module in modules.items()}
-    fed = fed_by_trainable(trainable, [(edge.source, edge.target) for edge in model.edges])
-    for name, module in modules.items():
+    fed = fed_by_trainable(*trainable(model))
+    for name in fed:
+        module = model.modules_by_name[name]
         if inputs_of(module, np.array([unit_of(module)])) is None:
             continue
         for tp in degrees:
