@@ -78,7 +78,7 @@ def ran(known: Planned, step: Gathered) -> Ran:
 
 def latencies(step: Ran) -> list[float]:
     """Seconds from the end of an action that sent rows to the start of the one that waited for them elsewhere."""
-    return [seconds for _, seconds in transfers(starts(step, rows_between(step.plan)))]
+    return [seconds for _, seconds in transfers(starts(step, rows_between(step.plan, step.schedule.graph)))]
 
 
 def mean(costs: Sequence[Seconds]) -> dict[Action, np.ndarray]:
@@ -96,7 +96,9 @@ def fitted(known: Planned, steps: Iterable[Ran]) -> dict[Action, np.ndarray]:
 
 def simulated(known: Planned, costs: Seconds, latency: float) -> Simulation:
     """The step with these costs; bandwidth is no matter here."""
-    return simulate(known.schedule, costs.__getitem__, Links(latency=latency), rows_between(known.plan))
+    return simulate(
+        known.schedule, costs.__getitem__, Links(latency=latency), rows_between(known.plan, known.schedule.graph)
+    )
 
 
 def compare(setting: Setting, steps: Sequence[Gathered]) -> dict[str, Any]:

@@ -218,14 +218,15 @@ def step_traffic(executor: Executor, plan: StepPlan, ranks_per_node: int) -> Tra
     for row_bytes, (source, target) in zip(executor.row_bytes, graph.edges, strict=True):
         if source.module == target.module:
             continue
-        blocks, p, t = crossing(plan, source.module, target.module)
+        ends = graph.stages[source], graph.stages[target]
+        blocks, p, t = crossing(plan, source.module, target.module, members=(ends[0].members, ends[1].members))
         has, needs = (
-            np.array([a.totals(inner=inner) for a in plan.assignments[node.module]])
-            for node, inner in ((source, False), (target, True))
+            np.array([a.totals(inner=inner)[stage.instances] for a in plan.assignments[node.module]])
+            for node, stage, inner in ((source, ends[0], False), (target, ends[1], True))
         )
         totals = has[p, blocks.source_instance], needs[t, blocks.target_instance]
-        moved = traffic(blocks, totals, graph.stages[source], graph.stages[target], ranks_per_node)
-        for rows in moved if graph.stages[source].backward else moved[:1]:
+        moved = traffic(blocks, totals, *ends, ranks_per_node)
+        for rows in moved if ends[0].backward else moved[:1]:
             total += rows.times(row_bytes)
     return total
 

@@ -26,8 +26,11 @@ def fitted_stages(steps: Iterable[Ran], synchronous: Collection[StageId] = ()) -
     for step in steps:
         for (kind, node, microbatch), seconds in durations(step.schedule, step.events, synchronous).items():
             if microbatch >= 0:
-                rows, squares = sizes_of(step.plan, node.module, microbatch)
-                points[node, kind].append(np.stack([np.ones(len(rows)), rows, squares, seconds], axis=1)[rows > 0])
+                members = step.schedule.graph.stages[node].instances
+                rows, squares = (sizes[members] for sizes in sizes_of(step.plan, node.module, microbatch))
+                points[node.all_instances, kind].append(
+                    np.stack([np.ones(len(rows)), rows, squares, seconds], axis=1)[rows > 0]
+                )
     stages: dict[StageId, dict[Kind, Line]] = defaultdict(dict)
     for (node, kind), found in sorted(points.items()):
         if len(table := np.concatenate(found)):
@@ -51,7 +54,7 @@ def fitted_costs(executor: Executor, group: dist.ProcessGroup | None) -> dict[st
             coordinate = executor.coordinates.get(action.node.module)
             if action.kind == "F" and isinstance(coordinate, Coordinate):
                 assignment = step.plan.assignments[action.node.module][action.microbatch]
-                seen.append((action.node, assignment.inner_rows_of(coordinate.instance), end - start))
+                seen.append((action.node.all_instances, assignment.inner_rows_of(coordinate.instance), end - start))
     ranks = gather_on_first(seen, group)
     if ranks is None:
         return None

@@ -146,7 +146,7 @@ class Fitted:
         timed = [list(samples(step, synchronous)) for step in steps]
         self.profile = Profile(sample for own in timed for sample in own)
         self._scatter = [self.profile.scatter(own) for own in timed]
-        by_step = [starts(step, rows_between(step.plan, widths)) for step in steps]
+        by_step = [starts(step, rows_between(step.plan, step.schedule.graph, widths)) for step in steps]
         begun = [start for own in by_step for start in own]
         self.links = links(transfers(begun))
         self.after = self._after(begun)
@@ -185,7 +185,7 @@ class Fitted:
         actions at once.
         """
         random = np.random.default_rng(0)
-        rows = rows_between(plan, self._widths)
+        rows = rows_between(plan, schedule.graph, self._widths)
 
         def draw() -> Simulation:
             like = random.integers(len(self.begins))
@@ -201,7 +201,7 @@ def samples(step: Ran, synchronous: Collection[StageId] = ()) -> Iterable[TimedF
     for action, seconds in durations(step.schedule, step.events, synchronous).items():
         flops = step.planned.of_instances(action) if action.microbatch >= 0 else np.zeros(len(seconds))
         for planned, measured in zip(flops, seconds, strict=True):
-            yield TimedForward(action.node, action.kind, float(planned), float(measured))
+            yield TimedForward(action.node.all_instances, action.kind, float(planned), float(measured))
 
 
 def transfers(begun: Iterable[Start]) -> list[tuple[float, float]]:

@@ -154,7 +154,7 @@ def _boxes(axes: Axes, timeline: Timeline, colours: dict[str, Colour]) -> None:
     turns = _turns(timeline.events)
     looks: dict[tuple[Colour, Kind], list[Sequence[tuple[float, float]]]] = defaultdict(list)
     for rank, action, start, end in timeline.events:
-        colour = _shade(colours[action.node.module], action.kind, turns[rank, *action.node])
+        colour = _shade(colours[action.node.module], action.kind, turns[rank, action.node.module, action.node.stage])
         top, bottom = row[rank] - 0.42, row[rank] + 0.42
         looks[colour, action.kind].append(((start, top), (end, top), (end, bottom), (start, bottom)))
     line = 0.6 if len(timeline.events) < 2500 else 0.2
@@ -177,7 +177,7 @@ def _numbers(axes: Axes, timeline: Timeline, colours: dict[str, Colour], longest
     row = {rank: i for i, rank in enumerate(timeline.ranks)}
     turns = _turns(timeline.events)
     for rank, action, start, end in fits:
-        colour = _shade(colours[action.node.module], action.kind, turns[rank, *action.node])
+        colour = _shade(colours[action.node.module], action.kind, turns[rank, action.node.module, action.node.stage])
         light = 0.3 * colour[0] + 0.59 * colour[1] + 0.11 * colour[2] > 0.55
         axes.text(
             (start + end) / 2,

@@ -279,32 +279,56 @@ class EdgeRuns:
         return EdgeBlocks(*(getattr(self.blocks, field.name)[part] for field in fields(EdgeBlocks)))
 
 
+Members = tuple[Int64[np.ndarray, "some"] | None, Int64[np.ndarray, "others"] | None]
+"""Some instances of a source and of a target, ascending; None: all."""
+
+
 def crossing(
-    plan: StepPlan, source: str, target: str, instances: tuple[int, int] | None = None
+    plan: StepPlan,
+    source: str,
+    target: str,
+    near: tuple[int, int] | None = None,
+    members: Members = (None, None),
 ) -> tuple[EdgeBlocks, Int64[np.ndarray, "runs"], Int64[np.ndarray, "runs"]]:
     """Which rows of ``source`` fill which rows of ``target`` in a step: runs in the order of the metadata, and the
     microbatch of each run on either side.
 
     Args:
-        instances: only runs that leave this instance of the source or enter this one of the target; -1 for none.
+        near: only runs that leave this instance of the source or enter this one of the target; -1 for none.
+        members: only runs between these, which are numbered by their places here.
     """
     runs, there, here = plan.metadata.runs(source, target), plan.places(source), plan.places(target)
-    if instances is not None:
-        near = (there.instance[runs.source] == instances[0]) | (here.instance[runs.target] == instances[1])
-        runs = UnitRuns(*(getattr(runs, one.name)[near] for one in fields(UnitRuns)))
+    source_instance, from_some = _places(there.instance[runs.source], members[0])
+    target_instance, to_some = _places(here.instance[runs.target], members[1])
+    kept = from_some & to_some
+    if near is not None:
+        kept &= (source_instance == near[0]) | (target_instance == near[1])
+    if not kept.all():
+        runs = UnitRuns(*(getattr(runs, one.name)[kept] for one in fields(UnitRuns)))
+        source_instance, target_instance = source_instance[kept], target_instance[kept]
     blocks = EdgeBlocks(
-        there.instance[runs.source],
+        source_instance,
         there.edge_start[runs.source] + runs.source_start,
-        here.instance[runs.target],
+        target_instance,
         here.inner_start[runs.target] + runs.target_start,
         runs.rows,
     )
     return blocks, there.microbatch[runs.source], here.microbatch[runs.target]
 
 
-def edge_runs(plan: StepPlan, source: str, target: str, instances: tuple[int, int] | None = None) -> EdgeRuns:
+def _places(instance: np.ndarray, some: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Place of each instance among some of them (None: all), and whether it is one of them."""
+    if some is None:
+        return instance, np.ones(len(instance), dtype=bool)
+    place = np.minimum(np.searchsorted(some, instance), len(some) - 1)
+    return place, some[place] == instance
+
+
+def edge_runs(
+    plan: StepPlan, source: str, target: str, near: tuple[int, int] | None = None, members: Members = (None, None)
+) -> EdgeRuns:
     """The runs of :func:`crossing` by microbatches."""
-    blocks, p, t = crossing(plan, source, target, instances)
+    blocks, p, t = crossing(plan, source, target, near, members)
     order = np.lexsort((blocks.target_start, blocks.target_instance, p, t))
     p, t = p[order], t[order]
     first = np.flatnonzero((np.diff(p, prepend=-1) != 0) | (np.diff(t, prepend=-1) != 0))

@@ -41,7 +41,7 @@ def model_context(
         if not {source, target} & set(language_models):
             continue
         item, language_model = (source, target) if target in language_models else (target, source)
-        grids = {node.module: graph.stages[node].grid for node in nodes}
+        grids = {node.module: placement.layouts[node.module].stage_grid(node.stage) for node in nodes}
         found = _near(grids[item], grids[language_model], ranks_per_node, placement.world_size)
         if found is not None:
             near.setdefault(item, Near(*found, language_model))

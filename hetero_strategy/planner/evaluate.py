@@ -187,7 +187,7 @@ class Evaluator:
         seconds = _ActionSeconds(plan, placed)
         graph, scheduling = placed.graph, placed.scheduling
         schedule = make_schedule(scheduling.schedule, graph, work_of(plan, graph), seconds.slowest)
-        rows = rows_between(plan, self.row_bytes(placed))
+        rows = rows_between(plan, placed.graph, self.row_bytes(placed))
         simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=placed.together)
         after = seconds_after(simulation, placed.times)
         if self.cluster.shares_cores:

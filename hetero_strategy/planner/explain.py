@@ -73,7 +73,10 @@ def explain(evaluator: Evaluator, step: Step) -> Explanation:
 
 def _received(evaluator: Evaluator, step: Step) -> tuple[float, float]:
     """Bytes that ranks receive of rows within and across nodes."""
-    rows, stages = rows_between(step.plan, evaluator.row_bytes(step.placed)), step.placed.graph.stages
+    rows, stages = (
+        rows_between(step.plan, step.placed.graph, evaluator.row_bytes(step.placed)),
+        step.placed.graph.stages,
+    )
     within = across = 0.0
     for action in step.simulation.start:
         for source in step.schedule.dependencies.crossing(action):

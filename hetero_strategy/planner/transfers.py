@@ -120,8 +120,11 @@ class _Edges:
 
     def __init__(self, plan: StepPlan, graph: StageGraph, widths: Mapping[tuple[StageId, StageId], float]) -> None:
         self._plan, self._graph, self._widths = plan, graph, widths
+        members = {node: stage.members for node, stage in graph.stages.items()}
         self._runs = {
-            (s.module, t.module): edge_runs(plan, s.module, t.module) for s, t in graph.edges if s.module != t.module
+            (s, t): edge_runs(plan, s.module, t.module, members=(members[s], members[t]))
+            for s, t in graph.edges
+            if s.module != t.module
         }
         self._known: dict[tuple[StageId, StageId, int, int], _Rows] = {}
 
@@ -138,13 +141,13 @@ class _Edges:
         shares = (first.row_sharding.parts, second.row_sharding.parts)
         here = (first.grid[:, None, :, None] == second.grid[None, :, None, :]).any(axis=(2, 3))
         if source.module == target.module:
-            totals = self._plan.assignments[source.module][p].totals(inner=True).astype(np.float64)
+            totals = self._plan.assignments[source.module][p].totals(inner=True)[first.instances].astype(np.float64)
             size, alike = width / shares[0] * totals, here.diagonal()
             return _Rows(size, size, ~alike, ~alike, alike, alike)
-        blocks = self._runs[source.module, target.module].between(p, t)
+        blocks = self._runs[source, target].between(p, t)
         rows = np.zeros(here.shape)
         np.add.at(rows, (blocks.source_instance, blocks.target_instance), blocks.rows)
-        total = self._plan.assignments[source.module][p].totals().astype(np.float64)
+        total = self._plan.assignments[source.module][p].totals()[first.instances].astype(np.float64)
         in_order = np.ones(len(rows), bool)
         follow = np.flatnonzero(np.diff(blocks.source_instance, prepend=-1) == 0)
         in_order[blocks.source_instance[follow[blocks.source_start[follow] < blocks.source_start[follow - 1]]]] = False

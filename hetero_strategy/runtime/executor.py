@@ -241,7 +241,7 @@ class _Step:
             if source.node.module == stage_id.module:
                 hidden = leaf
             else:
-                rows[source.node.module, source.microbatch] = leaf
+                rows[source.node, source.microbatch] = leaf
         inputs = self._inputs(step)
         assert stage.random_numbers is not None
         seed = stage.random_numbers.start(
@@ -277,7 +277,7 @@ class _Step:
         if step.action.node.stage or not step.sources:
             return inputs
         slots: dict[Hashable, torch.Tensor] = {
-            (source.node.module, source.microbatch): self.batch.index.narrow(0, filled.at, filled.size)
+            (source.node, source.microbatch): self.batch.index.narrow(0, filled.at, filled.size)
             for source, filled in zip(step.sources, step.slots, strict=True)
             if filled is not None
         }

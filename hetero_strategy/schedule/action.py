@@ -30,9 +30,16 @@ class StageId(NamedTuple):
 
     module: str
     stage: int
+    cohort: int = -1
+    """Which of the module's cohorts: instances that act on their own, see ``schedule.cohorts``; -1: all together."""
 
     def __str__(self) -> str:
-        return f"{self.module}.{self.stage}"
+        return f"{self.module}.{self.stage}" + ("" if self.cohort < 0 else f"@{self.cohort}")
+
+    @property
+    def all_instances(self) -> StageId:
+        """The stage, whichever of its cohorts this is."""
+        return StageId(self.module, self.stage)
 
 
 class Action(NamedTuple):
@@ -64,6 +71,13 @@ class Stage:
     half of what is compiled the whole backward."""
     row_sharding: RowSharding = REPLICATED
     """How an instance's rows lie on its ranks."""
+    members: Int64[np.ndarray, "instances"] | None = None
+    """Which of the module's instances these are; None: all of them."""
+
+    @cached_property
+    def instances(self) -> Int64[np.ndarray, "instances"]:
+        """Numbers of its instances in the module."""
+        return np.arange(len(self.grid)) if self.members is None else self.members
 
     @cached_property
     def ranks(self) -> frozenset[int]:
@@ -102,9 +116,22 @@ class StageGraph:
             found.setdefault(tuple(hosted[rank]), []).append(rank)
         return {nodes: tuple(ranks) for nodes, ranks in found.items()}
 
+    @cached_property
+    def chains(self) -> dict[str, tuple[tuple[StageId, ...], ...]]:
+        """Module -> its nodes, first stage first, of every cohort; one chain where all instances act together."""
+        found: dict[str, dict[int, list[StageId]]] = {module: {} for module in self.pipelines}
+        for node in self.stages:
+            found[node.module].setdefault(node.cohort, []).append(node)
+        return {module: tuple(map(tuple, chains.values())) for module, chains in found.items()}
+
     def nodes_of(self, module: str) -> tuple[StageId, ...]:
-        """The module's nodes, first stage first."""
+        """The module's stages, first stage first, without cohorts."""
         return tuple(StageId(module, s) for s in range(self.pipelines[module].stages))
+
+    def node_of(self, stage_id: StageId, rank: int) -> StageId:
+        """The node of a stage that has a rank."""
+        chains = self.chains[stage_id.module]
+        return next(chain[stage_id.stage] for chain in chains if rank in self.stages[chain[stage_id.stage]].ranks)
 
 
 class Span(NamedTuple):

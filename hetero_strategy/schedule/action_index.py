@@ -7,10 +7,10 @@ REDUCE per node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
-from hetero_strategy.schedule.action import Action, Kind, StageGraph, StepWork
+from hetero_strategy.schedule.action import Action, Kind, Stage, StageGraph, StepWork
 
 Costs = Callable[[Action], float]
 """Duration of an action, in any unit."""
@@ -35,14 +35,21 @@ class ActionIndex:
         self.units = self.first[-1]
         stages = [graph.stages[n] for n in self.nodes]
         self.backward = [train and s.backward for s in stages]
-        self.reduces = [back and s.trains for back, s in zip(self.backward, stages, strict=True)]
-        self.gathers = [s.sharded for s in stages]
+        self.trains = [back and s.trains for back, s in zip(self.backward, stages, strict=True)]
+        joint = [n.cohort >= 0 for n in self.nodes]  # cohorts gather before all else and reduce after it
+        self.gathers = [s.sharded and not j for s, j in zip(stages, joint, strict=True)]
+        self.reduces = [t and not j for t, j in zip(self.trains, joint, strict=True)]
         sends = {
             self.index[t] for s, t in graph.edges if t in self.index and s in self.index and graph.stages[s].backward
         }
-        self.split = [splits and self.reduces[i] and i in sends and not s.whole for i, s in enumerate(stages)]
+        self.split = [splits and self.trains[i] and i in sends and not s.whole for i, s in enumerate(stages)]
         self._link(graph, work)
-        self.actions = self._actions(work)
+        self.actions = self._actions(work, stages)
+        closing = 3 * self.units + len(stages)
+        self.opening = [3 * self.units + i for i, s in enumerate(stages) if s.sharded and joint[i]]
+        """Numbers of what all ranks do first."""
+        self.closing = [closing + i for i in range(len(stages)) if self.trains[i] and joint[i]]
+        """Numbers of what all ranks do last."""
         self.durations = self._durations() if costs is None else [0.0 if a is None else costs(a) for a in self.actions]
 
     def _link(self, graph: StageGraph, work: StepWork) -> None:
@@ -75,10 +82,14 @@ class ActionIndex:
     def hold(self, node: int, pairs: Iterable[tuple[int, int]]) -> None:
         """Let forwards of a node wait for those of one that it feeds, by pairs (unit of that one, own place)."""
         for unit, place in pairs:
-            self.after[unit].append(self.first[node] + place)
-            self.waits[self.first[node] + place] += 1
+            self.precede(unit, self.first[node] + place)
 
-    def _actions(self, work: StepWork) -> list[Action | None]:
+    def precede(self, before: int, then: int) -> None:
+        """Let an action wait for a forward or a backward."""
+        self.after[before].append(then)
+        self.waits[then] += 1
+
+    def _actions(self, work: StepWork, stages: Sequence[Stage]) -> list[Action | None]:
         kinds: tuple[Kind, ...] = ("F", "B", "W")
         found: list[Action | None] = []
         for kind in kinds:
@@ -89,12 +100,12 @@ class ActionIndex:
                     found += [Action(name, node, s.number) for s in spans]
                 else:
                     found += [None] * len(spans)
-        found += [Action("UNSHARD", n) if self.gathers[i] else None for i, n in enumerate(self.nodes)]
-        found += [Action("REDUCE", n) if self.reduces[i] else None for i, n in enumerate(self.nodes)]
+        found += [Action("UNSHARD", n) if s.sharded else None for n, s in zip(self.nodes, stages, strict=True)]
+        found += [Action("REDUCE", n) if trains else None for n, trains in zip(self.nodes, self.trains, strict=True)]
         return found
 
     def _durations(self) -> list[float]:
         found = [1.0] * self.units
         for i, count in enumerate(self.counts):
-            found += [1.0 if self.split[i] or not self.reduces[i] else 2.0] * count
+            found += [1.0 if self.split[i] or not self.trains[i] else 2.0] * count
         return found + [1.0] * self.units + [0.0] * (2 * len(self.nodes))

@@ -8,6 +8,7 @@ a graph, modules have their own microbatches, share ranks, and have groups of un
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.schedule.action import Action, Lane, Schedule, StageGraph, StepWork
@@ -26,6 +27,7 @@ def make_schedule(
     *,
     train: bool = True,
     max_in_flight: Mapping[str, int] | None = None,
+    fill: str = "fine",
 ) -> Schedule:
     """Build every rank's list of actions.
 
@@ -39,6 +41,8 @@ def make_schedule(
             that share ranks, and where W runs.
         train: with backwards.
         max_in_flight: by module, most microbatches of its own that each of its stages may hold.
+        fill: where cohorts run: ``coarse``, their forwards before the first action of the other modules on their ranks
+            and their backwards after the last one (Optimus, algorithm 2), or ``fine``, wherever their ranks idle.
 
     Raises:
         ScheduleError: unknown schedule or module, one that the modules' stages do not fit, or a bound that cannot be
@@ -52,7 +56,8 @@ def make_schedule(
     if policy.programs is None:
         starts = _sequential(numbers, graph, work)
     else:
-        starts = _pipelined(policy, graph, work, numbers, groups, bounds)
+        starts = _pipelined(policy, graph, work, numbers, groups, bounds, fill)
+    starts = [*numbers.opening, *starts, *numbers.closing]
     return _schedule(name, graph, work, train, numbers, groups, starts, bounds)
 
 
@@ -137,19 +142,36 @@ def _pipelined(
     numbers: ActionIndex,
     groups: list[tuple[tuple[int, ...], list[int]]],
     bounds: Mapping[str, int],
+    fill: str,
 ) -> list[int]:
     lanes = [tuple(k for k, (_, nodes) in enumerate(groups) if i in nodes) for i in range(len(numbers.nodes))]
     edges = links(graph, work)
     _hold_back(numbers, graph, lanes, edges)
     made = module_programs(policy, graph, work, numbers, edges, bounds)
-    lists = [listed(numbers, module, program) for module, program in made]
-    starts = Merge(numbers, lists, lanes, most(numbers, made, bounds)).run()
+    lists = [listed(numbers, one) for one in made]
+    if fill == "coarse":
+        _around(numbers, lists, [lanes[numbers.index[one.at]] for one in made], [one.fills for one in made])
+    starts = Merge(numbers, lists, lanes, most(numbers, made, bounds), [one.fills for one in made]).run()
     if starts is None:
         raise ScheduleError(
             f"{policy.name}: microbatches of neighbouring modules wait for each other in a circle; "
             f"feeds must pair them in ascending order"
         )
     return starts
+
+
+def _around(
+    numbers: ActionIndex, lists: Sequence[Sequence[int]], lanes: Sequence[tuple[int, ...]], fills: Sequence[bool]
+) -> None:
+    """Keep forwards that fill before all that others do on their lanes, and backwards that fill after it."""
+    for own, on in zip(compress(lists, fills), compress(lanes, fills), strict=True):
+        for other, there, filling in zip(lists, lanes, fills, strict=True):
+            if filling or set(on).isdisjoint(there):
+                continue
+            if own[0] < numbers.units:
+                numbers.precede(own[-1], other[0])
+            else:
+                numbers.precede(next(a for a in reversed(other) if a < 2 * numbers.units), own[0])
 
 
 def _hold_back(

@@ -19,7 +19,7 @@ def check(schedule: Schedule) -> None:
 
     Proves: lanes hold the ranks that have work, each once; every action is once on every lane that hosts its node and
     on no other; on every rank what is needed comes before what needs it, UNSHARD before all forwards of its node and
-    REDUCE after all its backwards; with actions that block until all their ranks come and their rows are there, all
+    REDUCE after all its backwards, those of cohorts, which all of them run together, before and after all else; with actions that block until all their ranks come and their rows are there, all
     lists come to their end; rows of an edge are awaited in the order in which they are sent; no node holds more
     microbatches than ``in_flight`` says; ``starts`` is one order of all actions that every list keeps to and in which
     what is needed comes first. Transfers start in that order on every rank (``schedule.compile``), so no rank's host
@@ -34,6 +34,7 @@ def check(schedule: Schedule) -> None:
     needs = {action: schedule.dependencies.before(action) for action in homes}
     for lane in schedule.lanes:
         _check_order(schedule, lane, needs)
+        _check_joint(schedule, lane)
     _check_runs(schedule, homes, needs)
     _check_edges(schedule, homes)
     _check_starts(schedule, homes, needs)
@@ -147,6 +148,20 @@ def _check_order(schedule: Schedule, lane: Lane, needs: dict[Action, tuple[Actio
         reduce = place.get(Action("REDUCE", node), len(place))
         if reduce < place[action]:
             raise ScheduleError(f"rank {rank} runs {node} REDUCE before {action} has added to its gradients")
+
+
+def _check_joint(schedule: Schedule, lane: Lane) -> None:
+    """All cohorts of a stage gather and reduce together: first and last, in one order on all ranks."""
+    cohorts = [node for node in schedule.graph.stages if node.cohort >= 0]
+    listed = set(lane.actions)
+    first, last = ([a for n in cohorts if (a := Action(kind, n)) in listed] for kind in ("UNSHARD", "REDUCE"))
+    found = [*lane.actions[: len(first)], *lane.actions[len(lane.actions) - len(last) :]]
+    for due, action in zip([*first, *last], found, strict=True):
+        if due != action:
+            raise ScheduleError(
+                f"rank {lane.ranks[0]} runs {action} where it should run {due}: cohorts gather before all else and"
+                " reduce after it, in the order of the stages"
+            )
 
 
 def _check_runs(

@@ -109,6 +109,7 @@ class StepCompiler:
             PlannedCosts(plan, self.graph, self.costs),
             train=train,
             max_in_flight=self.config.max_in_flight,
+            fill=self.config.fill,
         )
 
     def of(self, rank: int, train: bool) -> Callable[[StepPlan], StepProgram]:
@@ -226,8 +227,13 @@ class _Compiler:
     def blocks(self, edge: StageEdge, p: int, t: int) -> EdgeBlocks:
         """Runs of rows that leave or enter this rank's instances."""
         if edge not in self.runs:
-            instances = tuple(self.side(stage, 0, inner=False).seat(self.rank)[0] for stage in edge)
-            self.runs[edge] = edge_runs(self.plan, edge[0].module, edge[1].module, (instances[0], instances[1]))
+            (source, target), stages = edge, self.graph.stages
+            near = (
+                self.side(source, 0, inner=False).seat(self.rank)[0],
+                self.side(target, 0, inner=False).seat(self.rank)[0],
+            )
+            members = (stages[source].members, stages[target].members)
+            self.runs[edge] = edge_runs(self.plan, source.module, target.module, near, members)
         return self.runs[edge].between(p, t)
 
     def filled(self, edge: StageEdge, p: int, t: int) -> Rows | None:
@@ -250,4 +256,4 @@ class _Compiler:
 
 def rows_on(stage: Stage, totals: Int64[np.ndarray, "instances"]) -> Side:
     """How rows lie on a stage's ranks; ``totals``: rows of each instance."""
-    return Side(stage.grid, totals, stage.row_sharding)
+    return Side(stage.grid, totals if stage.members is None else totals[stage.members], stage.row_sharding)

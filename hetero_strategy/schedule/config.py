@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hetero_strategy.errors import ConfigError
@@ -13,6 +13,7 @@ from hetero_strategy.schedule.graph import stage_graph
 from hetero_strategy.schedule.policies import schedule_policy, schedules
 
 RESHARD = ("auto", "never", "always")
+FILLS = ("none", "coarse", "fine")
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,24 @@ class ScheduleConfig:
     schedule: str = "auto"
     max_in_flight: Mapping[str, int] = field(default_factory=dict)
     reshard_after_forward: str = "auto"
+    fill: str = "none"
 
     def __post_init__(self) -> None:
         if self.reshard_after_forward not in RESHARD:
             raise ConfigError(
                 f"HeteroStrategy: reshard_after_forward={self.reshard_after_forward!r}; use one of {', '.join(RESHARD)}"
+            )
+        if self.fill not in FILLS:
+            raise ConfigError(f"HeteroStrategy: fill={self.fill!r}; use one of {', '.join(FILLS)}")
+        if self.fill != "none" and self.schedule == "sequential":
+            raise ConfigError(
+                "HeteroStrategy: fill with schedule='sequential', in which ranks wait on purpose; set fill='none' or"
+                " take another schedule"
+            )
+        if self.fill != "none" and self.reshard_after_forward == "always":
+            raise ConfigError(
+                f"HeteroStrategy: reshard_after_forward='always' with fill={self.fill!r}: instances that gather with"
+                " every microbatch cannot act on their own; use reshard_after_forward='auto' or 'never'"
             )
         if self.reshard_after_forward == "always" and self.splits_backward:
             raise ConfigError(
@@ -67,13 +81,35 @@ class ScheduleConfig:
         once = StepWork({n: (Span(0, 0, 0),) for n in layouts}, {})
         make_schedule(self.resolved(layouts).schedule, alone, once, max_in_flight=self.max_in_flight)
 
-    def gathered_once(self, layout: ModuleLayout, *, casts: bool) -> bool:
+    def filling(
+        self, modules: Collection[str], layouts: Mapping[str, ModuleLayout], edges: Sequence[tuple[str, str]]
+    ) -> frozenset[str]:
+        """Which of some modules fill bubbles: those whose rows reach a pipeline that they share ranks with.
+
+        Args:
+            modules: that may: all but language models. Those with virtual stages do not.
+            layouts: resolved.
+            edges: (source, target) module names.
+        """
+        reached: dict[str, set[str]] = {module: set() for module in layouts}
+        for _ in layouts if self.fill != "none" else ():
+            for source, target in edges:
+                reached[source] |= {target, *reached[target]}
+        return frozenset(
+            module
+            for module in modules
+            if layouts[module].vpp == 1
+            and any(layouts[t].pp > 1 and {*layouts[t].ranks} & {*layouts[module].ranks} for t in reached[module])
+        )
+
+    def gathered_once(self, layout: ModuleLayout, *, casts: bool, fills: bool = False) -> bool:
         """Whether a stage's parameters are gathered at the start of a step and stay whole over it.
 
         Args:
+            fills: its instances may act on their own.
             casts: they compute in another dtype than they are kept in; where nothing shards them, gathering is that.
         """
         if layout.dp_shard == 1:
             return casts and self.reshard_after_forward != "always"
-        piped = layout.pp > 1 or self.splits_backward
+        piped = layout.pp > 1 or self.splits_backward or fills
         return self.reshard_after_forward == "never" or (self.reshard_after_forward == "auto" and piped)

@@ -12,6 +12,7 @@ from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.schedule.action import Action, Kind, Span, Stage, StageGraph, StageId, StepWork
+from hetero_strategy.schedule.cohorts import in_cohorts
 
 
 def stage_graph(
@@ -22,6 +23,7 @@ def stage_graph(
     gathered: Collection[StageId] = (),
     whole: Collection[str] = (),
     row_shardings: Mapping[str, RowSharding] | None = None,
+    apart: Collection[str] = (),
 ) -> StageGraph:
     """All stages of all modules.
 
@@ -36,6 +38,7 @@ def stage_graph(
         gathered: stages whose parameters are gathered once per step.
         whole: modules whose backward is never divided.
         row_shardings: of modules whose rows are not on every rank of an instance.
+        apart: modules whose instances act on their own where they share ranks with different stages.
     """
     stages: dict[StageId, Stage] = {}
     between: list[tuple[StageId, StageId]] = []
@@ -52,7 +55,7 @@ def stage_graph(
             stages[node] = Stage(grid, trains[node], upstream, node in gathered, module in whole, sharding)
             if number:
                 between.append((StageId(module, number - 1), node))
-    return StageGraph(stages, tuple(between), {m: layouts[m].pipeline for m in modules})
+    return in_cohorts(StageGraph(stages, tuple(between), {m: layouts[m].pipeline for m in modules}), apart)
 
 
 def work_of(plan: StepPlan, graph: StageGraph) -> StepWork:
@@ -64,7 +67,7 @@ def work_of(plan: StepPlan, graph: StageGraph) -> StepWork:
         )
         for module in graph.pipelines
     }
-    edges = [(s.module, t.module) for s, t in graph.edges if s.module != t.module]
+    edges = dict.fromkeys((s.module, t.module) for s, t in graph.edges if s.module != t.module)
     return StepWork(spans, {edge: tuple(plan.feeds(*edge)) for edge in edges})
 
 
@@ -115,11 +118,14 @@ class PlannedCosts:
         self._stages = stages
         self._forward: dict[StageId, np.ndarray] = {}
         for module in graph.pipelines:
-            nodes, load = graph.nodes_of(module), plan.loads.get(module)
+            load = plan.loads.get(module)
             sizes = [sizes_of(plan, module, number) for number in range(len(plan.assignments[module]))]
             rows, squares = np.stack([r for r, _ in sizes]), np.stack([s for _, s in sizes])
-            times = forward_times([stages[n] for n in nodes], rows, squares, None if load is None else load.after)
-            self._forward.update(zip(nodes, times, strict=True))
+            of_stages = [stages[n] for n in graph.nodes_of(module)]
+            times = forward_times(of_stages, rows, squares, None if load is None else load.after)
+            for nodes in graph.chains[module]:
+                own = graph.stages[nodes[0]].instances
+                self._forward.update((n, seconds[:, own]) for n, seconds in zip(nodes, times, strict=True))
         self._slowest: dict[StageId, list[float]] = {
             node: found.max(axis=1, initial=0.0).tolist() for node, found in self._forward.items()
         }
@@ -135,7 +141,7 @@ class PlannedCosts:
         return found
 
     def _times(self, action: Action) -> float:
-        return forwards(action.kind, self._graph.stages[action.node], self._stages[action.node])
+        return forwards(action.kind, self._graph.stages[action.node], self._stages[action.node.all_instances])
 
 
 def forwards(kind: Kind, stage: Stage, cost: StageCost) -> float:

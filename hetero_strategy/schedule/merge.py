@@ -4,7 +4,9 @@ A ready-only simulation: a program's next action starts when all it waits for is
 Whatever it starts, it cannot get stuck unless the programs themselves wait for each other in a circle, and the order
 of starts is one order that every lane follows.
 
-Of several ready programs a lane takes a backward before a forward, and the one nearer to the sink first. Where a lane
+Of several ready programs a lane takes a backward before a forward, and the one nearer to the sink first. Programs that
+fill come after all others, their forwards first, since others wait for these, and not where another program is about to
+be ready. Where a lane
 hosts an action that needs several lanes, the one that has waited longest comes first instead: such an action would
 never find all its lanes free otherwise. While it waits for them, a lane runs what ends in time.
 """
@@ -17,8 +19,9 @@ from heapq import heappop, heappush
 
 from hetero_strategy.schedule.action_index import ActionIndex
 
-Key = tuple[float, bool, int]
-"""Waiting since (where that counts), is a forward, how far from the sink: what is less comes first."""
+Key = tuple[bool, float, bool, int]
+"""Fills, waiting since (where that counts), comes after the other direction, how far from the sink: what is less comes
+first."""
 
 
 class Merge:
@@ -29,7 +32,9 @@ class Merge:
         programs: action numbers of each, all of nodes on the same lanes. Weight gradients that are in no program fill
             waits.
         lanes: of each node (by its index).
-        caps: per node, microbatches that it may hold between F and the end of W, where W fills waits.
+        caps: per node, microbatches that it may hold between F and the end of W, where W fills waits, or of B where the
+            program does.
+        late: programs that fill.
     """
 
     def __init__(
@@ -38,10 +43,12 @@ class Merge:
         programs: Sequence[Sequence[int]],
         lanes: Sequence[tuple[int, ...]],
         caps: Sequence[int],
+        late: Sequence[bool],
     ) -> None:
         self.numbers = numbers
         self.programs = programs
         self.caps = caps
+        self.late = late
         self.waits = numbers.waits.copy()
         self.node = [i for i, count in enumerate(numbers.counts) for _ in range(count)] * 3
         self.head = [0] * len(programs)
@@ -56,7 +63,7 @@ class Merge:
             any(numbers.split[self.node[a]] for a in p) and not any(a >= 2 * numbers.units for a in p) for p in programs
         ]
         self.weights: list[deque[int]] = [deque() for _ in programs]
-        self.held = [0] * len(numbers.nodes)  # microbatches, by node; read where W fills waits
+        self.held = [0] * len(numbers.nodes)  # microbatches, by node; read where there are caps
         self.left = [  # actions not yet started, by node
             count * (1 + back + split)
             for count, back, split in zip(numbers.counts, numbers.backward, numbers.split, strict=True)
@@ -72,7 +79,7 @@ class Merge:
         self.busy = dict.fromkeys(self.hosted, False)
         self.events: list[tuple[float, int]] = []
         self.order: list[int] = []
-        self.looks = any(self.fills)
+        self.looks = any(self.fills) or any(late)
         self.expected = [0.0] * (2 * numbers.units)  # when the last started of what an action waits for ends
         self.now = 0.0
 
@@ -129,10 +136,13 @@ class Merge:
         kept: dict[int, float] = {}
         for _, p in sorted((self.key(p), p) for p in ready) if len(ready) > 1 else [(None, p) for p in ready]:
             number = self.programs[p][self.head[p]]
-            if number < units and self.fills[p] and self.held[self.node[number]] >= self.caps[self.node[number]]:
+            capped = number < units and (self.fills[p] or self.late[p])
+            if capped and self.held[self.node[number]] >= self.caps[self.node[number]]:
                 if self.weights[p] and self.place(p, self.weights[p][0], kept):
                     self.weights[p].popleft()
-            elif self.place(p, number, kept):
+            elif self.late[p] and any(self.soon(number, lane) for lane in self.lanes[p]):
+                continue
+            elif self.place(p, number, kept, keep=not self.late[p]):
                 self.head[p] += 1
                 self.since[p] = -1.0
         for lane in touched:
@@ -140,18 +150,18 @@ class Merge:
                 for p in self.hosted[lane]:
                     if (
                         self.weights[p]
-                        and not self.soon(p, lane)
+                        and not self.soon(self.weights[p][0], lane)
                         and self.place(p, self.weights[p][0], kept, keep=False)
                     ):
                         self.weights[p].popleft()
                         break
 
-    def soon(self, p: int, lane: int) -> bool:
+    def soon(self, number: int, lane: int) -> bool:
         """Whether a lane loses less by waiting for a head that is about to be ready than by filling the wait."""
-        half = self.now + self.numbers.durations[self.weights[p][0]] / 2
+        half = self.now + self.numbers.durations[number] / 2
         for q in self.hosted[lane]:
             program = self.programs[q]
-            if self.head[q] < len(program):
+            if self.head[q] < len(program) and not self.late[q]:
                 head = program[self.head[q]]
                 if self.waits[head] == 1 and self.now < self.expected[head] <= half:
                     return True
@@ -159,7 +169,8 @@ class Merge:
 
     def key(self, p: int) -> Key:
         number = self.programs[p][self.head[p]]
-        return (self.since[p] if self.aged[p] else 0.0, number < self.numbers.units, -self.node[number])
+        forward, late = number < self.numbers.units, self.late[p]
+        return (late, self.since[p] if self.aged[p] else 0.0, forward is not late, -self.node[number])
 
     def place(self, p: int, number: int, kept: dict[int, float], *, keep: bool = True) -> bool:
         """Start an action if its lanes are free; else, if asked, keep them for it."""
@@ -192,7 +203,7 @@ class Merge:
         self.left[node] -= 1
         if number < numbers.units:
             self.held[node] += 1
-        elif number >= 2 * numbers.units:
+        elif (number >= 2 * numbers.units) == numbers.split[node]:
             self.held[node] -= 1
         heappush(self.events, (end, number))
         if self.looks and number < 2 * numbers.units:

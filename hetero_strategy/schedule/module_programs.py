@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.layout.pipeline import Pipeline
@@ -20,6 +21,21 @@ wait.
 """
 
 
+class LaneProgram(NamedTuple):
+    """What the ranks of one pipeline coordinate run of one module, or of one of its cohorts."""
+
+    nodes: tuple[StageId, ...]
+    """Of the module, first stage first."""
+    program: RankProgram
+    fills: bool = False
+    """It runs where its ranks have nothing else to do."""
+
+    @property
+    def at(self) -> StageId:
+        """One of the nodes that it is for."""
+        return self.nodes[self.program[0][1]]
+
+
 def module_programs(
     policy: SchedulePolicy,
     graph: StageGraph,
@@ -27,8 +43,10 @@ def module_programs(
     numbers: ActionIndex,
     edges: Sequence[Link],
     bounds: Mapping[str, int],
-) -> list[tuple[str, RankProgram]]:
-    """(module, program) of every pipeline rank of every module with work.
+) -> list[LaneProgram]:
+    """Programs of every pipeline rank of every module with work.
+
+    Cohorts have one of forwards and one of backwards, each of which goes on whenever it may.
 
     Args:
         policy: of the schedule; it orders modules that are trained.
@@ -43,13 +61,17 @@ def module_programs(
     still = tight(graph, edges)
     leads: dict[str, list[int]] = {}  # of the first stage
     depth: dict[str, int] = {}
-    found: list[tuple[str, RankProgram]] = []
+    found: list[LaneProgram] = []
     for module in reversed(modules):
         pipeline = graph.pipelines[module]
         spans = work.microbatches[module]
         count = len(spans)
         if module not in back:
-            found += [(module, programs.forwards(pipeline, r, count)) for r in range(pipeline.pp)]
+            found += [
+                LaneProgram(nodes, programs.forwards(pipeline, r, count), nodes[0].cohort >= 0)
+                for nodes in graph.chains[module]
+                for r in range(pipeline.pp)
+            ]
             continue
         must, should, depth[module] = _demand(module, graph, work, edges, leads, depth, still)
         limit = limits[module]
@@ -60,21 +82,33 @@ def module_programs(
                 f"but max_in_flight allows {limit[j] - j}: raise it, or group fewer in the modules after it"
             )
         assert policy.programs is not None
+        if graph.chains[module][0][0].cohort >= 0:
+            leads[module] = must
+            for nodes in graph.chains[module]:
+                for r in range(pipeline.pp):
+                    ops = programs.gpipe(pipeline.stages_of(r), count)
+                    ways = [tuple(op for op in ops if op[0] == kind) for kind in (FORWARD, BACKWARD)]
+                    found += [LaneProgram(nodes, _kept(numbers, nodes, way), True) for way in ways]
+            continue
         made = policy.programs(ModuleSteps(module, pipeline, must, should, limit, depth[module]))
         _check(policy.name, module, pipeline, count, made)
         leads[module] = programs.leads_of(made[pipeline.rank_of(0)], 0)
-        nodes = [numbers.index[n] for n in graph.nodes_of(module)]
-        silent = {s for s, i in enumerate(nodes) if not numbers.backward[i]}
-        whole = {s for s, i in enumerate(nodes) if not numbers.split[i]}
-        for program in made:
-            if silent or whole:
-                program = tuple(
-                    op
-                    for op in program
-                    if op[0] == FORWARD or (op[1] not in silent and (op[0] == BACKWARD or op[1] not in whole))
-                )
-            found.append((module, program))
-    return found
+        found += [
+            LaneProgram(nodes, _kept(numbers, nodes, program)) for nodes in graph.chains[module] for program in made
+        ]
+    return [one for one in found if one.program]
+
+
+def _kept(numbers: ActionIndex, nodes: Sequence[StageId], program: RankProgram) -> RankProgram:
+    """A program without backwards and weight gradients that its stages do not have."""
+    lines = [numbers.index[n] for n in nodes]
+    silent = {s for s, i in enumerate(lines) if not numbers.backward[i]}
+    whole = {s for s, i in enumerate(lines) if not numbers.split[i]}
+    if not silent and not whole:
+        return program
+    return tuple(
+        op for op in program if op[0] == FORWARD or (op[1] not in silent and (op[0] == BACKWARD or op[1] not in whole))
+    )
 
 
 def _check(name: str, module: str, pipeline: Pipeline, count: int, made: Sequence[RankProgram]) -> None:
@@ -128,16 +162,19 @@ def _demand(
     return must, list(accumulate(map(max, must, should), max)), deepest
 
 
-def listed(numbers: ActionIndex, module: str, program: RankProgram) -> list[int]:
-    """Action numbers of a module's program."""
-    base = [numbers.first[numbers.index[StageId(module, s)]] for s in range(max(op[1] for op in program) + 1)]
-    return [kind * numbers.units + base[stage] + j for kind, stage, j in program]
+def listed(numbers: ActionIndex, one: LaneProgram) -> list[int]:
+    """Action numbers of a program."""
+    base = [numbers.first[numbers.index[node]] for node in one.nodes]
+    return [kind * numbers.units + base[stage] + j for kind, stage, j in one.program]
 
 
-def most(numbers: ActionIndex, made: Sequence[tuple[str, RankProgram]], bounds: Mapping[str, int]) -> list[int]:
+def most(numbers: ActionIndex, made: Sequence[LaneProgram], bounds: Mapping[str, int]) -> list[int]:
     """Per node, microbatches it may hold where W fills waits: what 1F1B holds on the module's worst stage."""
     worst: dict[str, int] = {}
-    for module, program in made:
-        if any(op[0] == BACKWARD for op in program):
+    for nodes, program, fills in made:
+        module = nodes[0].module
+        if fills:
+            worst[module] = numbers.units
+        elif any(op[0] == BACKWARD for op in program):
             worst[module] = max(worst.get(module, 1), programs.held(program))
     return [min(worst.get(n.module, 1), bounds.get(n.module, numbers.units)) for n in numbers.nodes]

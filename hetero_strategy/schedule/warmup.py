@@ -110,7 +110,7 @@ def caps(
 
 def tight(graph: StageGraph, edges: Sequence[Link]) -> frozenset[tuple[str, str]]:
     """Module edges on which running ahead gains nothing: all that follows runs on the same ranks, so nothing waits."""
-    ranks = {m: [graph.stages[n].ranks for n in graph.nodes_of(m)] for m in graph.pipelines}
+    ranks = {m: [graph.stages[n].ranks for chain in graph.chains[m] for n in chain] for m in graph.pipelines}
     alone: dict[str, bool] = {}
     for module in reversed(dict.fromkeys(n.module for n in graph.stages)):
         alone[module] = len(ranks[module]) == 1 and all(

@@ -41,7 +41,7 @@ class Profile:
 
     def costs(self, planned: PlannedCosts, action: Action) -> Float64[np.ndarray, "instances"] | float:
         """Seconds of an action on every instance; what was never measured costs nothing."""
-        constant, slope = self._lines.get((action.node, action.kind), (0.0, 0.0))
+        constant, slope = self._lines.get((action.node.all_instances, action.kind), (0.0, 0.0))
         if action.microbatch < 0:
             return constant
         return constant + slope * planned.of_instances(action)
@@ -72,7 +72,7 @@ class Profile:
         for action in dict.fromkeys(action for lane in schedule.lanes for action in lane.actions):
             instances = len(schedule.graph.stages[action.node].grid)
             as_one = action.microbatch < 0 or action.node in synchronous
-            ratios = scatter.get((action.node, action.kind), np.ones(1))
+            ratios = scatter.get((action.node.all_instances, action.kind), np.ones(1))
             count = 1 if as_one else instances
             factor = random.choice(ratios, count, replace=count > len(ratios))
             costs[action] = np.broadcast_to(self.costs(planned, action) * factor, instances)

@@ -100,9 +100,12 @@ class Reorderer:
         for module in self._graph.pipelines:
             stage_ids = self._graph.nodes_of(module)
             costs = [self._costs[s] for s in stage_ids]
-            for stage_id, cost, times in zip(stage_ids, costs, forward_times(costs, *sizes[module]), strict=True):
-                slowest, stage = times.max(axis=1, initial=0.0), self._graph.stages[stage_id]
-                table |= {(kind, stage_id): slowest * forwards(kind, stage, cost) for kind in kinds}
+            times = forward_times(costs, *sizes[module])
+            for nodes in self._graph.chains[module]:
+                for node, cost, seconds in zip(nodes, costs, times, strict=True):
+                    stage = self._graph.stages[node]
+                    slowest = seconds[:, stage.instances].max(axis=1, initial=0.0)
+                    table |= {(kind, node): slowest * forwards(kind, stage, cost) for kind in kinds}
         return table
 
     def _of_ranks(self, table: Table, count: int) -> tuple[np.ndarray, np.ndarray]:

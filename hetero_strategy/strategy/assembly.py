@@ -142,7 +142,11 @@ def assemble(
     channels = _channels(registry, graph, rows, rank, connected)
     connect(graph, channels, rank)
     stages = _own_stages(model, layouts, registry, placement, rank, device, recompute, compile, storage)
-    mine = {StageId(name, number): stage for name, made in stages.items() for number, stage in made.items()}
+    mine = {
+        graph.node_of(StageId(name, number), rank): stage
+        for name, made in stages.items()
+        for number, stage in made.items()
+    }
     executor = Executor(
         stages=mine,
         compiler=StepCompiler(graph, plan.costs, scheduling),

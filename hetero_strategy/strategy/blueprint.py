@@ -74,6 +74,7 @@ def blueprint(
     edges = [(e.source, e.target) for e in model.edges]
     again = {name: how.share for name, how in recompute.items()}
     chosen = with_splits(modules, model.topological(), edges, layouts, again)
+    filling = scheduling.filling({*modules} - {*model.language_models()}, chosen, edges)
     trains: dict[StageId, bool] = {}
     gathered: set[StageId] = set()
     costs: dict[StageId, StageCost] = {}
@@ -83,14 +84,16 @@ def blueprint(
         for number, stage in cut(module, split, range(len(split))).items():
             node = StageId(name, number)
             trains[node] = any(p.requires_grad for p in stage.parameters())
-            if scheduling.gathered_once(chosen[name], casts=storage.casts(stage.parameters())):
+            casts = storage.casts(stage.parameters())
+            if scheduling.gathered_once(chosen[name], casts=casts, fills=name in filling):
                 gathered.add(node)
         ranks = chosen[name].tp * chosen[name].cp
         costs |= {StageId(name, i): cost for i, cost in enumerate(_costs(module, split, again.get(name, 0.0), ranks))}
     shardings = {name: module.row_sharding(chosen[name]) for name, module in modules.items()}
-    graph = stage_graph(model.topological(), edges, chosen, trains, gathered, {*recompute, *compile}, shardings)
+    whole = {*recompute, *compile}
+    graph = stage_graph(model.topological(), edges, chosen, trains, gathered, whole, shardings, filling)
     once = StepWork({n: (Span(0, 0, 0),) for n in modules}, dict.fromkeys(edges, ((0, 0),)))
-    make_schedule(scheduling.schedule, graph, once, max_in_flight=scheduling.max_in_flight)
+    make_schedule(scheduling.schedule, graph, once, max_in_flight=scheduling.max_in_flight, fill=scheduling.fill)
     return Blueprint(chosen, graph, costs)
 
 

@@ -182,7 +182,7 @@ def dry_run(
             faults += _program_faults(rank, steps, plan.graph)
             ranks.append(_built(rank, made, lane, alike, stages, steps, coverage, ranks_per_node))
     faults += _group_faults(rank_sets)
-    faults += [Fault("checkpoint", message, None, *stage) for stage, message in coverage.faults()]
+    faults += [Fault("checkpoint", message, None, stage.module, stage.stage) for stage, message in coverage.faults()]
     if memory is not None:
         room = np.broadcast_to(memory, world_size)
         faults += [_too_large(rank, room[rank.rank]) for rank in ranks if rank.total > room[rank.rank]]
@@ -334,7 +334,7 @@ def _program_faults(rank: int, steps: Sequence[_Programs], graph: StageGraph) ->
     for step in steps:
         program = step.of(rank)
         for stage, message in program_faults(step.plan, step.schedule, rank, program, step.of):
-            yield Fault("program", message, rank, *stage)
+            yield Fault("program", message, rank, stage.module, stage.stage)
         strangers = {
             (one.edge, peer)
             for one in program.transfers
@@ -344,11 +344,13 @@ def _program_faults(rank: int, steps: Sequence[_Programs], graph: StageGraph) ->
         }
         for edge, peer in sorted(strangers):
             source, target = graph.edges[edge]
+            stage = next(stage for stage in (source, target) if rank in graph.stages[stage].ranks)
             yield Fault(
                 "connect",
                 f"{source} to {target}: rank {rank} exchanges rows with rank {peer}, which it does not meet at start",
                 rank,
-                *next(stage for stage in (source, target) if rank in graph.stages[stage].ranks),
+                stage.module,
+                stage.stage,
             )
 
 
@@ -369,7 +371,7 @@ def _group_faults(found: Mapping[int, tuple[tuple[int, ...], ...]]) -> Iterator[
 def _too_large(rank: BuiltRank, memory: float) -> Fault:
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in rank.bytes.items() if size)
     stages = ", ".join(map(str, rank.stages))
-    module, stage = rank.stages[0]
+    module, stage, _ = rank.stages[0]
     return Fault(
         "memory",
         f"{stages} on rank {rank.rank} need {rank.total / 2**30:.2f} GiB ({parts}) beside activations, the device has"

@@ -49,7 +49,7 @@ def step(seed: int, scatter: float = 0.0, slower: float = 1.0) -> tuple[Ran, Sim
         return line * np.exp(scatter * random.normal(size=instances)) * slower
 
     host = Host({rank: BEGIN * (1 + rank) for rank in WORLD}, lambda action: AFTER, CLOSING)
-    made = simulate(given.schedule, cost, LINKS, rows_between(given.plan, width), host=host)
+    made = simulate(given.schedule, cost, LINKS, rows_between(given.plan, given.schedule.graph, width), host=host)
     events = {rank: made.of(rank) for rank in WORLD}
     for own in events.values():  # by the clock a rank is at a sum over ranks from when it comes to it
         for place in (i for i, (action, *_) in enumerate(own) if action.kind == "REDUCE"):
