@@ -75,6 +75,7 @@ class Setting:
     recompute: Mapping[str, str] = field(default_factory=dict)
     compile: Mapping[str, str] = field(default_factory=dict)
     reshard_after_forward: str = "auto"
+    fill: str = "none"
     max_in_flight: Mapping[str, int] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
     """``encoder_microbatch_rows``."""
@@ -314,7 +315,9 @@ def assembled(
             rank,
             torch.device("cpu"),
             storage=setting.storage,
-            scheduling=ScheduleConfig(setting.schedule, setting.max_in_flight, setting.reshard_after_forward),
+            scheduling=ScheduleConfig(
+                setting.schedule, setting.max_in_flight, setting.reshard_after_forward, setting.fill
+            ),
             recompute=recomputes(setting.recompute),
             compile=setting.compile,
             ranks_per_node=setting.ranks_per_node,

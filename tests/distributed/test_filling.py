@@ -1,0 +1,79 @@
+"""Encoders that fill the bubbles of a pipeline on their ranks: gradients against one process, fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.exact import compare, expected, on, setting_of
+from tests.distributed.harness import Pool
+from tests.distributed.stepping import data, steps_on_rank
+
+COUNTS = (4, 9)
+"""Microbatches: some without items, one sample in each."""
+FREEZE = {"freeze": ("vision",)}
+PLACEMENTS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
+    "an encoder on each stage": ({"vision": on(0, 1, 2), "llm": on(0, 1, 2, pp=3)}, {}),
+    "encoders of two ranks over pp4": ({"vision": on(0, 1, 2, 3, tp=2), "llm": on(0, 1, 2, 3, pp=4)}, {}),
+    "an encoder that is a pipeline": ({"vision": on(0, 1, 2, 3, pp=2), "llm": on(0, 1, 2, 3, pp=4)}, {}),
+    "two encoders, one of them replicated": (
+        {"vision": on(0, 1, 2), "audio": on(1, 2, dp_replicate=2), "llm": on(0, 1, 2, pp=3)},
+        {"vision_layers": 3},
+    ),
+    "frozen": ({"vision": on(0, 1), "audio": on(0, 1), "llm": on(0, 1, pp=2)}, FREEZE),
+    "with a generator, beyond the pipeline": (
+        {"vision": on(0, 1, 2), "llm": on(1, 2, pp=2), "draw": on(0)},
+        {},
+    ),
+}
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv")
+CHOSEN = {
+    "an encoder on each stage": (("1f1b", "fine"), ("zb_h1", "coarse")),
+    "encoders of two ranks over pp4": (("1f1b", "fine"),),
+    "an encoder that is a pipeline": (("gpipe", "coarse"),),
+    "two encoders, one of them replicated": (("zb_h1", "fine"),),
+    "frozen": (("zbv", "fine"),),
+    "with a generator, beyond the pipeline": (("interleaved_1f1b", "fine"),),
+}
+PAIRS = [(placement, *pair) for placement, pairs in CHOSEN.items() for pair in pairs]
+OTHERS = [
+    (placement, schedule, fill)
+    for placement in PLACEMENTS
+    for schedule in SCHEDULES
+    for fill in ("coarse", "fine")
+    if (schedule, fill) not in CHOSEN[placement]
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
+    """Data without and with drawings."""
+    root = tmp_path_factory.mktemp("filling")
+    return {draws: data(root / str(draws), draws=draws) for draws in (False, True)}
+
+
+def same(pool: Pool, folders: dict[bool, str], placement: str, schedule: str, fill: str, damages: bool) -> None:
+    layouts, options = PLACEMENTS[placement]
+    setting = setting_of(folders, layouts, schedule, fill=fill, **options)
+    wanted = expected(setting)
+    runs = pool.run(setting.world, steps_on_rank, setting, wanted, COUNTS, int(damages), timeout=120)
+    compare(wanted, runs)
+    assert any(action.node.cohort >= 0 for lane in runs[0].steps[0].lanes for action in lane.actions)
+    if damages:
+        assert any("vision.0@1" in name for name in runs[0].damaged)
+
+
+@pytest.mark.parametrize(("placement", "schedule", "fill"), PAIRS)
+def test_gradients_are_those_of_one_process(
+    pool: Pool, folders: dict[bool, str], placement: str, schedule: str, fill: str
+) -> None:
+    same(pool, folders, placement, schedule, fill, damages=placement == "an encoder on each stage")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("placement", "schedule", "fill"), OTHERS)
+def test_every_other_schedule_in_every_placement(
+    pool: Pool, folders: dict[bool, str], placement: str, schedule: str, fill: str
+) -> None:
+    same(pool, folders, placement, schedule, fill, damages=False)
