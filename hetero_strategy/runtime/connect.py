@@ -47,11 +47,14 @@ def connections(graph: StageGraph) -> int:
 def channel_sets(graph: StageGraph, number: int) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
     """Ranks between which an edge's rows travel: in its first hop, and in the second hops of rows and of gradients.
 
-    A hop that there is not, where a stage has no replicas, has no ranks.
+    Edges between cohorts of the same two stages share them. A hop that there is not, where a stage has no replicas, has
+    no ranks.
     """
-    source, target = (graph.stages[stage] for stage in graph.edges[number])
-    there, back = (stage.ranks if stage.grid.shape[1] > 1 else frozenset() for stage in (target, source))
-    return source.ranks | target.ranks, there, back
+    alike = [edge for edge, first in zip(graph.edges, graph.firsts, strict=True) if first == graph.firsts[number]]
+    ends = [[graph.stages[edge[side]] for edge in alike] for side in (0, 1)]
+    source, target = (frozenset().union(*(stage.ranks for stage in stages)) for stages in ends)
+    has, needs = (stages[0].grid.shape[1] > 1 for stages in ends)
+    return source | target, target if needs else frozenset(), source if has else frozenset()
 
 
 def process_groups(
@@ -73,7 +76,7 @@ def process_groups(
     alone = [(rank,) for rank in everyone]
     sets = [ranks for ranks in rank_sets(placement, owners) if len(ranks) > 1]
     modules = list(dict.fromkeys([everyone, *sets, *alone]))
-    channels = [tuple(sorted(s)) for number in range(len(graph.edges)) for s in channel_sets(graph, number)]
+    channels = [tuple(sorted(s)) for number in sorted({*graph.firsts}) for s in channel_sets(graph, number)]
     edges = [ranks for ranks in channels if len(ranks) > 1]
     if device_type != "cuda":
         edges = [ranks for ranks in dict.fromkeys(edges) if ranks not in set(modules)]

@@ -124,6 +124,12 @@ class StageGraph:
             found[node.module].setdefault(node.cohort, []).append(node)
         return {module: tuple(map(tuple, chains.values())) for module, chains in found.items()}
 
+    @cached_property
+    def firsts(self) -> tuple[int, ...]:
+        """For each edge, the number of the first one between the same two stages, of whichever cohorts."""
+        between = [(source.all_instances, target.all_instances) for source, target in self.edges]
+        return tuple(between.index(pair) for pair in between)
+
     def nodes_of(self, module: str) -> tuple[StageId, ...]:
         """The module's stages, first stage first, without cohorts."""
         return tuple(StageId(module, s) for s in range(self.pipelines[module].stages))

@@ -70,13 +70,14 @@ def _refuse(policy: SchedulePolicy, graph: StageGraph, bounds: Mapping[str, int]
             raise ScheduleError(f"max_in_flight of {module} is {bound}: it must hold at least 1 microbatch")
     if policy.virtual == "any":
         return
-    made_for = [p for p in graph.pipelines.values() if p.vpp > 1 and p.style == policy.virtual]
+    ordered = {m: p for m, p in graph.pipelines.items() if graph.chains[m][0][0].cohort < 0}
+    made_for = [p for p in ordered.values() if p.vpp > 1 and p.style == policy.virtual]
     if policy.virtual != "none" and not made_for:
         raise ScheduleError(
             f"{name} needs a module with vpp{f'={only}' if only else ' > 1'} in {policy.virtual} style: set its vpp, or"
             f" take {policy.instead}"
         )
-    for module, pipeline in graph.pipelines.items():
+    for module, pipeline in ordered.items():
         if pipeline.vpp == 1:
             continue
         if pipeline.style != policy.virtual:

@@ -19,11 +19,12 @@ def check(schedule: Schedule) -> None:
 
     Proves: lanes hold the ranks that have work, each once; every action is once on every lane that hosts its node and
     on no other; on every rank what is needed comes before what needs it, UNSHARD before all forwards of its node and
-    REDUCE after all its backwards, those of cohorts, which all of them run together, before and after all else; with actions that block until all their ranks come and their rows are there, all
-    lists come to their end; rows of an edge are awaited in the order in which they are sent; no node holds more
-    microbatches than ``in_flight`` says; ``starts`` is one order of all actions that every list keeps to and in which
-    what is needed comes first. Transfers start in that order on every rank (``schedule.compile``), so no rank's host
-    ever waits for what another one does later, even where sends and receives hold up their hosts.
+    REDUCE after all its backwards, those of cohorts, which all of them run together, before and after all else; with
+    actions that block until all their ranks come and their rows are there, all lists come to their end; rows of an edge
+    are awaited in the order in which they are sent; no node holds more microbatches than ``in_flight`` says; ``starts``
+    is one order of all actions that every list keeps to and in which what is needed comes first. Transfers start in
+    that order on every rank (``schedule.compile``), so no rank's host ever waits for what another one does later, even
+    where sends and receives hold up their hosts.
 
     Raises:
         ScheduleError: names the rank, the action and the numbers of the first fault.

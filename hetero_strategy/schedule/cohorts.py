@@ -23,9 +23,9 @@ def in_cohorts(graph: StageGraph, apart: Collection[str]) -> StageGraph:
 
     Args:
         graph: in which all instances of a stage act together.
-        apart: modules whose instances nothing ties between UNSHARD and REDUCE.
+        apart: modules whose instances nothing ties between UNSHARD and REDUCE; each has at least one cohort.
     """
-    cohorts = {module: found for module in apart if len(found := _cohorts(graph, module)) > 1}
+    cohorts = {module: _cohorts(graph, module) for module in apart}
     nodes: dict[StageId, tuple[StageId, ...]] = {}
     stages: dict[StageId, Stage] = {}
     for stage_id, stage in graph.stages.items():

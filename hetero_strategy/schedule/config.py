@@ -24,6 +24,7 @@ class ScheduleConfig:
     max_in_flight: Mapping[str, int] = field(default_factory=dict)
     reshard_after_forward: str = "auto"
     fill: str = "none"
+    pieces: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.reshard_after_forward not in RESHARD:
@@ -80,6 +81,26 @@ class ScheduleConfig:
         alone = stage_graph(list(layouts), [], layouts, trains)
         once = StepWork({n: (Span(0, 0, 0),) for n in layouts}, {})
         make_schedule(self.resolved(layouts).schedule, alone, once, max_in_flight=self.max_in_flight)
+
+    def in_pieces(
+        self, modules: Collection[str], layouts: Mapping[str, ModuleLayout], edges: Sequence[tuple[str, str]]
+    ) -> dict[str, ModuleLayout]:
+        """Layouts in which modules that fill are cut in stages that follow each other on their ranks.
+
+        Args:
+            modules: as for :meth:`filling`.
+
+        Raises:
+            ConfigError: ``pieces`` of a module that does not fill, or that is a pipeline itself.
+        """
+        filling = self.filling(modules, layouts, edges)
+        for module, pieces in self.pieces.items():
+            if module not in filling or layouts[module].pp > 1 or pieces < 1:
+                raise ConfigError(
+                    f"HeteroStrategy: pieces of '{module}' is {pieces}; give 1 or more for a module with pp=1 that"
+                    f" fills bubbles, which are with fill={self.fill!r} {', '.join(sorted(filling)) or 'none'}"
+                )
+        return {name: replace(layout, vpp=self.pieces.get(name, layout.vpp)) for name, layout in layouts.items()}
 
     def filling(
         self, modules: Collection[str], layouts: Mapping[str, ModuleLayout], edges: Sequence[tuple[str, str]]

@@ -86,9 +86,10 @@ def module_programs(
             leads[module] = must
             for nodes in graph.chains[module]:
                 for r in range(pipeline.pp):
-                    ops = programs.gpipe(pipeline.stages_of(r), count)
-                    ways = [tuple(op for op in ops if op[0] == kind) for kind in (FORWARD, BACKWARD)]
-                    found += [LaneProgram(nodes, _kept(numbers, nodes, way), True) for way in ways]
+                    stages = pipeline.stages_of(r)
+                    forward = tuple((FORWARD, s, j) for j in range(count) for s in stages)
+                    backward = tuple((BACKWARD, s, j) for j in range(count) for s in reversed(stages))
+                    found += [LaneProgram(nodes, _kept(numbers, nodes, way), True) for way in (forward, backward)]
             continue
         made = policy.programs(ModuleSteps(module, pipeline, must, should, limit, depth[module]))
         _check(policy.name, module, pipeline, count, made)

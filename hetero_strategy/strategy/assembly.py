@@ -182,14 +182,17 @@ def _channels(
 ) -> dict[tuple[int, bool], Channel]:
     """(edge, whether backward) -> where this rank's rows travel.
 
-    Both directions of an edge share the first hop's group, since all ranks start transfers in one order. What replicas
-    pass on among themselves travels in a group of theirs.
+    Both directions of an edge share the first hop's group, since all ranks start transfers in one order; edges between
+    cohorts of the same two stages share all. What replicas pass on among themselves travels in a group of theirs.
     """
     channels = {}
-    for number in range(len(graph.edges)):
-        ranks, *replicas = channel_sets(graph, number)
-        first, second = registry.channel(ranks), [registry.channel(needed) for needed in replicas]
-        if rank in ranks:
+    groups: dict[int, tuple[dist.ProcessGroup | None, list[dist.ProcessGroup | None]]] = {}
+    for number, (edge, alike) in enumerate(zip(graph.edges, graph.firsts, strict=True)):
+        if alike not in groups:
+            ranks, *replicas = channel_sets(graph, number)
+            groups[alike] = registry.channel(ranks), [registry.channel(needed) for needed in replicas]
+        first, second = groups[alike]
+        if any(rank in graph.stages[node].ranks for node in edge):
             for back in (False, True):
                 channels[number, back] = Channel(first, second[back], 2 * number + back, *rows[number], device)
     return channels

@@ -73,8 +73,10 @@ def blueprint(
             )
     edges = [(e.source, e.target) for e in model.edges]
     again = {name: how.share for name, how in recompute.items()}
+    others = {*modules} - {*model.language_models()}
+    filling = scheduling.filling(others, layouts, edges)
+    layouts = scheduling.in_pieces(others, layouts, edges)
     chosen = with_splits(modules, model.topological(), edges, layouts, again)
-    filling = scheduling.filling({*modules} - {*model.language_models()}, chosen, edges)
     trains: dict[StageId, bool] = {}
     gathered: set[StageId] = set()
     costs: dict[StageId, StageCost] = {}

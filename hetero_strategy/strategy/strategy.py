@@ -84,6 +84,7 @@ class HeteroStrategy(WorldCollectives):
             gradients reduced once), ``always`` (with every microbatch), or ``auto``: never where a module is pipelined.
         fill: how modules whose rows go to a pipeline on their own ranks use its bubbles: ``fine`` (wherever a rank
             idles), ``coarse`` (before and after the pipeline's work), ``none`` (they take turns with it).
+        pieces: module that fills -> parts of about equal cost in which its forwards and backwards are cut to fit.
         start_method: ``popen`` (re-runs the script per process), ``fork`` or ``spawn``. Ignored under torchrun, SLURM.
         process_group_backend: default: by device.
         timeout: of every collective; a number is minutes.
@@ -113,6 +114,7 @@ class HeteroStrategy(WorldCollectives):
         max_in_flight: Mapping[str, int] | None = None,
         reshard_after_forward: str = "auto",
         fill: str = "none",
+        pieces: Mapping[str, int] | None = None,
         start_method: str = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
@@ -126,7 +128,9 @@ class HeteroStrategy(WorldCollectives):
             raise ConfigError(f"HeteroStrategy: start_method={start_method!r}; use one of {', '.join(START_METHODS)}")
         self._auto, self._layouts = layouts == "auto", given(layouts)
         self.recompute, self._compile = recomputes(recompute), compiles(compile)
-        self._scheduling = ScheduleConfig(schedule, dict(max_in_flight or {}), reshard_after_forward, fill)
+        self._scheduling = ScheduleConfig(
+            schedule, dict(max_in_flight or {}), reshard_after_forward, fill, dict(pieces or {})
+        )
         self._start_method = start_method
         self._process_group_backend = process_group_backend
         self._timeout, self._step_timeout = minutes(timeout), None if step_timeout is None else minutes(step_timeout)

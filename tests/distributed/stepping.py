@@ -76,6 +76,7 @@ class Setting:
     compile: Mapping[str, str] = field(default_factory=dict)
     reshard_after_forward: str = "auto"
     fill: str = "none"
+    pieces: Mapping[str, int] = field(default_factory=dict)
     max_in_flight: Mapping[str, int] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
     """``encoder_microbatch_rows``."""
@@ -316,7 +317,7 @@ def assembled(
             torch.device("cpu"),
             storage=setting.storage,
             scheduling=ScheduleConfig(
-                setting.schedule, setting.max_in_flight, setting.reshard_after_forward, setting.fill
+                setting.schedule, setting.max_in_flight, setting.reshard_after_forward, setting.fill, setting.pieces
             ),
             recompute=recomputes(setting.recompute),
             compile=setting.compile,

@@ -17,9 +17,9 @@ PLACEMENTS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
     "an encoder on each stage": ({"vision": on(0, 1, 2), "llm": on(0, 1, 2, pp=3)}, {}),
     "encoders of two ranks over pp4": ({"vision": on(0, 1, 2, 3, tp=2), "llm": on(0, 1, 2, 3, pp=4)}, {}),
     "an encoder that is a pipeline": ({"vision": on(0, 1, 2, 3, pp=2), "llm": on(0, 1, 2, 3, pp=4)}, {}),
-    "two encoders, one of them replicated": (
+    "two encoders, one in pieces, one replicated": (
         {"vision": on(0, 1, 2), "audio": on(1, 2, dp_replicate=2), "llm": on(0, 1, 2, pp=3)},
-        {"vision_layers": 3},
+        {"vision_layers": 3, "pieces": {"vision": 3}},
     ),
     "frozen": ({"vision": on(0, 1), "audio": on(0, 1), "llm": on(0, 1, pp=2)}, FREEZE),
     "with a generator, beyond the pipeline": (
@@ -32,7 +32,7 @@ CHOSEN = {
     "an encoder on each stage": (("1f1b", "fine"), ("zb_h1", "coarse")),
     "encoders of two ranks over pp4": (("1f1b", "fine"),),
     "an encoder that is a pipeline": (("gpipe", "coarse"),),
-    "two encoders, one of them replicated": (("zb_h1", "fine"),),
+    "two encoders, one in pieces, one replicated": (("zb_h1", "fine"),),
     "frozen": (("zbv", "fine"),),
     "with a generator, beyond the pipeline": (("interleaved_1f1b", "fine"),),
 }

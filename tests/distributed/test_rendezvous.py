@@ -20,6 +20,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "vision | audio | llm pp2": {"vision": on(0), "audio": on(1), "llm": on(2, 3, pp=2)},
     "mixed, tp2": {"vision": on(0, 1), "llm": on(1, 0, 2, 3, tp=2, pp=2)},
     "generator pp2 around the llm": {"vision": on(0), "llm": on(0, 1, pp=2), "draw": on(1, 2, pp=2)},
+    "vision fills llm pp3": {"vision": on(0, 1, 2), "llm": on(0, 1, 2, pp=3)},
 }
 CASES = [
     *((layout, schedule) for layout in ("llm pp2", "mixed, tp2") for schedule in ("gpipe", "zb_h1", "sequential")),
@@ -72,7 +73,7 @@ OFTEN = {("mixed, tp2", "zb_h1"), ("llm pp2", "zbv"), *((layout, "1f1b") for lay
     ("layout", "schedule"), [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.full) for case in CASES]
 )
 def test_no_step_hangs(pool: Pool, folders: dict[bool, str], layout: str, schedule: str) -> None:
-    setting = setting_of(folders, LAYOUTS[layout], schedule)
+    setting = setting_of(folders, LAYOUTS[layout], schedule, fill="fine" if "fills" in layout else "none")
     wanted = expected(setting)
     ranks = pool.run(setting.world, held_up, setting, wanted, 0, timeout=170)
     for runs in zip(*ranks, strict=True):
