@@ -221,7 +221,7 @@ def step_traffic(executor: Executor, plan: StepPlan, ranks_per_node: int) -> Tra
         ends = graph.stages[source], graph.stages[target]
         blocks, p, t = crossing(plan, source.module, target.module, members=(ends[0].members, ends[1].members))
         has, needs = (
-            np.array([a.totals(inner=inner)[stage.instances] for a in plan.assignments[node.module]])
+            np.array([stage.own(a.totals(inner=inner)) for a in plan.assignments[node.module]])
             for node, stage, inner in ((source, ends[0], False), (target, ends[1], True))
         )
         totals = has[p, blocks.source_instance], needs[t, blocks.target_instance]

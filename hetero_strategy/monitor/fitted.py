@@ -26,8 +26,8 @@ def fitted_stages(steps: Iterable[Ran], synchronous: Collection[StageId] = ()) -
     for step in steps:
         for (kind, node, microbatch), seconds in durations(step.schedule, step.events, synchronous).items():
             if microbatch >= 0:
-                members = step.schedule.graph.stages[node].instances
-                rows, squares = (sizes[members] for sizes in sizes_of(step.plan, node.module, microbatch))
+                stage = step.schedule.graph.stages[node]
+                rows, squares = map(stage.own, sizes_of(step.plan, node.module, microbatch))
                 points[node.all_instances, kind].append(
                     np.stack([np.ones(len(rows)), rows, squares, seconds], axis=1)[rows > 0]
                 )

@@ -47,7 +47,7 @@ def model_context(
             near.setdefault(item, Near(*found, language_model))
 
     def orderer(search: str) -> Orderer | None:
-        made = Reorderer(graph, scheduling.schedule, stage_costs, scheduling.max_in_flight, search)
+        made = Reorderer(graph, scheduling.schedule, stage_costs, scheduling.max_in_flight, search, scheduling.fill)
         return made if made.needed else None
 
     return ModelContext({n: c for n, c in costs.items() if c.linear or c.quadratic}, near, orderer)

@@ -141,13 +141,13 @@ class _Edges:
         shares = (first.row_sharding.parts, second.row_sharding.parts)
         here = (first.grid[:, None, :, None] == second.grid[None, :, None, :]).any(axis=(2, 3))
         if source.module == target.module:
-            totals = self._plan.assignments[source.module][p].totals(inner=True)[first.instances].astype(np.float64)
+            totals = first.own(self._plan.assignments[source.module][p].totals(inner=True)).astype(np.float64)
             size, alike = width / shares[0] * totals, here.diagonal()
             return _Rows(size, size, ~alike, ~alike, alike, alike)
         blocks = self._runs[source, target].between(p, t)
         rows = np.zeros(here.shape)
         np.add.at(rows, (blocks.source_instance, blocks.target_instance), blocks.rows)
-        total = self._plan.assignments[source.module][p].totals()[first.instances].astype(np.float64)
+        total = first.own(self._plan.assignments[source.module][p].totals()).astype(np.float64)
         in_order = np.ones(len(rows), bool)
         follow = np.flatnonzero(np.diff(blocks.source_instance, prepend=-1) == 0)
         in_order[blocks.source_instance[follow[blocks.source_start[follow] < blocks.source_start[follow - 1]]]] = False

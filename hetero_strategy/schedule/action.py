@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, Num
 
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.layout.pipeline import Pipeline
@@ -74,10 +74,9 @@ class Stage:
     members: Int64[np.ndarray, "instances"] | None = None
     """Which of the module's instances these are; None: all of them."""
 
-    @cached_property
-    def instances(self) -> Int64[np.ndarray, "instances"]:
-        """Numbers of its instances in the module."""
-        return np.arange(len(self.grid)) if self.members is None else self.members
+    def own(self, values: Num[np.ndarray, "*more all"]) -> Num[np.ndarray, "*more instances"]:
+        """Those of its instances, of values for all instances of the module."""
+        return values if self.members is None else values[..., self.members]
 
     @cached_property
     def ranks(self) -> frozenset[int]:

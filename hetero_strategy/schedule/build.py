@@ -186,7 +186,8 @@ def _hold_back(
     shared = {lane for on in lanes if len(on) > 1 for lane in on}
     ahead = 2
     for i, node in enumerate(numbers.nodes):
-        if numbers.backward[i] or graph.pipelines[node.module].vpp > 1 or shared.isdisjoint(lanes[i]):
+        virtual = graph.pipelines[node.module].vpp > 1
+        if numbers.backward[i] or virtual or node.cohort >= 0 or shared.isdisjoint(lanes[i]):
             continue
         nearest = min((numbers.index[t] for t in graph.outgoing[node] if t in numbers.index), default=None)
         if nearest is None:

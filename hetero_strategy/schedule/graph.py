@@ -124,8 +124,7 @@ class PlannedCosts:
             of_stages = [stages[n] for n in graph.nodes_of(module)]
             times = forward_times(of_stages, rows, squares, None if load is None else load.after)
             for nodes in graph.chains[module]:
-                own = graph.stages[nodes[0]].instances
-                self._forward.update((n, seconds[:, own]) for n, seconds in zip(nodes, times, strict=True))
+                self._forward.update((n, graph.stages[n].own(x)) for n, x in zip(nodes, times, strict=True))
         self._slowest: dict[StageId, list[float]] = {
             node: found.max(axis=1, initial=0.0).tolist() for node, found in self._forward.items()
         }

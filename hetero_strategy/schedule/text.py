@@ -1,8 +1,8 @@
 """Schedules as text: a grid to look at, and the CSV of ``torch.distributed.pipelining``. Pure.
 
 A cell is torch's: the stage's number, the kind of action, the microbatch (``1F0``, ``0UNSHARD``). Where a schedule has
-several modules, the module's name and a dot come first (``llm.1F0``). A line is one rank's list; blank cells say that
-nothing starts there.
+several modules, the module's name and a dot come first (``llm.1F0``), and ``@`` names a cohort (``vision.0@1F0``). A
+line is one rank's list; blank cells say that nothing starts there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hetero_strategy.schedule.check import lanes_of_actions
 
 TORCH = {"REDUCE": "REDUCE_GRAD"}
 """Kinds that torch calls by another name."""
-_CELL = re.compile(r"(?:(?P<module>.+)\.)?(?P<stage>\d+)(?P<kind>[A-Z_]+)(?P<microbatch>\d*)")
+_CELL = re.compile(r"(?:(?P<module>.+)\.)?(?P<stage>\d+)(?:@(?P<cohort>\d+))?(?P<kind>[A-Z_]+)(?P<microbatch>\d*)")
 
 
 def grid(schedule: Schedule) -> str:
@@ -90,7 +90,8 @@ def _op(action: Action) -> programs.Op:
 def _cell(action: Action, schedule: Schedule) -> str:
     module = "" if len(schedule.graph.pipelines) == 1 else f"{action.node.module}."
     number = "" if action.microbatch < 0 else str(action.microbatch)
-    return f"{module}{action.node.stage}{TORCH.get(action.kind, action.kind)}{number}"
+    cohort = "" if action.node.cohort < 0 else f"@{action.node.cohort}"
+    return f"{module}{action.node.stage}{cohort}{TORCH.get(action.kind, action.kind)}{number}"
 
 
 def _action(cell: str, graph: StageGraph) -> Action:
@@ -100,7 +101,7 @@ def _action(cell: str, graph: StageGraph) -> Action:
         raise ScheduleError(f"{cell!r} is no action; write for example 0F3, llm.1B0 or 0UNSHARD")
     names = {torch: ours for ours, torch in TORCH.items()}
     kind, module = names.get(found["kind"], found["kind"]), found["module"] or modules[0]
-    stage = StageId(module, int(found["stage"]))
+    stage = StageId(module, int(found["stage"]), int(found["cohort"] or -1))
     if kind not in get_args(Kind) or stage not in graph.stages or (found["module"] is None and len(modules) > 1):
         raise ScheduleError(f"{cell!r} names no action of {', '.join(map(str, graph.stages))}")
     return Action(cast(Kind, kind), stage, int(found["microbatch"] or -1))

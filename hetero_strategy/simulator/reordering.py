@@ -39,7 +39,7 @@ class Reorderer:
         schedule: a name in ``schedule.policies``.
         costs: forward FLOPs of every stage, in proportion to which stages share the time of their module where one is
             known; otherwise they are the time.
-        max_in_flight: as for ``make_schedule``.
+        max_in_flight, fill: as for ``make_schedule``.
         search: a name in ``plan.reorder.SEARCHES``.
     """
 
@@ -50,12 +50,14 @@ class Reorderer:
         costs: Mapping[StageId, StageCost],
         max_in_flight: Mapping[str, int] | None = None,
         search: str = "search",
+        fill: str = "fine",
     ) -> None:
         self._graph = graph
         self._name = schedule
         self._costs = dict(costs)
         self._bounds = dict(max_in_flight or {})
         self._search = search
+        self._fill = fill
         self._alone = not schedule_policy(schedule).splits_backward and all(
             len({s.module for s in hosted}) == 1 for hosted in graph.hosts
         )
@@ -104,7 +106,7 @@ class Reorderer:
             for nodes in self._graph.chains[module]:
                 for node, cost, seconds in zip(nodes, costs, times, strict=True):
                     stage = self._graph.stages[node]
-                    slowest = seconds[:, stage.instances].max(axis=1, initial=0.0)
+                    slowest = stage.own(seconds).max(axis=1, initial=0.0)
                     table |= {(kind, node): slowest * forwards(kind, stage, cost) for kind in kinds}
         return table
 
@@ -149,4 +151,4 @@ class Reorderer:
         def cost(action: Action) -> float:
             return 0.0 if action.microbatch < 0 else seconds[action.kind, action.node][action.microbatch]
 
-        return make_schedule(self._name, self._graph, work, cost, max_in_flight=self._bounds)
+        return make_schedule(self._name, self._graph, work, cost, max_in_flight=self._bounds, fill=self._fill)

@@ -17,7 +17,6 @@ Widths = Callable[[StageId, StageId], float]
 
 def rows_between(plan: StepPlan, graph: StageGraph, widths: Widths = lambda source, target: 1.0) -> RowsSent:
     """Bytes between actions of a step, as ``simulate`` takes them; numbers of rows without widths."""
-    instances = {node: stage.instances for node, stage in graph.stages.items()}
 
     @cache
     def rows(source: Action, target: Action) -> np.ndarray:
@@ -26,12 +25,12 @@ def rows_between(plan: StepPlan, graph: StageGraph, widths: Widths = lambda sour
         width = widths(first.node, second.node)
         if first.node.module == second.node.module:
             totals = plan.assignments[first.node.module][first.microbatch].totals(inner=True)
-            return np.asarray(width * totals[instances[first.node]])
+            return np.asarray(width * graph.stages[first.node].own(totals))
         blocks = edge_blocks(plan, first.node.module, first.microbatch, second.node.module, second.microbatch)
         counts = [len(plan.assignments[a.node.module][a.microbatch].offsets) - 1 for a in (first, second)]
         sent = np.zeros((counts[0], counts[1]))
         np.add.at(sent, (blocks.source_instance, blocks.target_instance), width * blocks.rows)
-        sent = sent[np.ix_(instances[first.node], instances[second.node])]
+        sent = graph.stages[second.node].own(graph.stages[first.node].own(sent.T).T)
         return sent.T if back else sent
 
     return rows

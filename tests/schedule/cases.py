@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hetero_strategy.layout.pipeline import Pipeline
 from hetero_strategy.schedule.action import Action, Schedule, Span, Stage, StageGraph, StageId, StepWork
+from hetero_strategy.schedule.cohorts import in_cohorts
 
 
 class Module(NamedTuple):
@@ -133,36 +134,47 @@ def units(
 
 
 @st.composite
+def drawn(draw: st.DrawFn, world: int, pp: int, vpp: int = 1, style: str = "loop", *, even: bool = False) -> Module:
+    """A module on any ranks; ``even``: with as many instances in every stage."""
+    pp = min(pp, world)
+    owner = [draw(st.integers(-1, pp - 1)) for _ in range(world)]
+    order_ = draw(st.permutations(range(world)))
+    for place, rank in enumerate(order_[:pp]):
+        owner[rank] = place
+    trains = [draw(st.booleans()) for _ in range(pp * vpp)] if draw(st.booleans()) else draw(st.booleans())
+    ranks: list[Sequence[int]] = [[r for r in range(world) if owner[r] == p] for p in range(pp)]
+    if even:
+        instances = draw(st.integers(1, world // pp))
+        ranks = [order_[p * instances : (p + 1) * instances] for p in range(pp)]
+    return Module(ranks, vpp, style, trains, draw(st.booleans()))
+
+
+@st.composite
 def cases(draw: st.DrawFn, schedule: str, most: int = 9) -> tuple[StageGraph, StepWork]:
-    """Any graph: up to three encoders, an LLM, perhaps a generator, on any ranks; any work."""
+    """Any graph: up to three encoders, which may act in cohorts, an LLM, perhaps a generator, on any ranks; any work."""
     count = draw(st.integers(1, most))
     world = draw(st.integers(1, 6))
     modules: dict[str, Module] = {}
     edges: list[tuple[str, str]] = []
-
-    def module(pp: int, vpp: int = 1, style: str = "loop") -> Module:
-        pp = min(pp, world)
-        owner = [draw(st.integers(-1, pp - 1)) for _ in range(world)]
-        order_ = draw(st.permutations(range(world)))
-        for place, rank in enumerate(order_[:pp]):
-            owner[rank] = place
-        trains = [draw(st.booleans()) for _ in range(pp * vpp)] if draw(st.booleans()) else draw(st.booleans())
-        ranks = [[r for r in range(world) if owner[r] == p] for p in range(pp)]
-        return Module(ranks, vpp, style, trains, draw(st.booleans()))
 
     interleaves = schedule == "interleaved_1f1b" or (schedule in ("gpipe", "sequential") and draw(st.booleans()))
     vpp = draw(st.integers(2, 3)) if interleaves else 2 if schedule == "zbv" else 1
     step = tuple(Span(i, i, i) for i in range(count))
     microbatches = {"llm": step}
     feeds: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {}
+    apart: list[str] = []
     for name in ("vision", "audio", "video")[: draw(st.integers(0, 3))]:
-        modules[name] = module(draw(st.integers(1, 3)))
+        pp, pieces = draw(st.integers(1, 3)), 1
+        if draw(st.booleans()):
+            apart.append(name)
+            pieces = draw(st.integers(1, 3)) if pp == 1 else 1
+        modules[name] = draw(drawn(world, pp, pieces, even=name in apart))
         edges.append((name, "llm"))
         spans, fed = draw(units(count, step))
         microbatches[name], feeds[name, "llm"] = tuple(spans), tuple(fed)
-    modules["llm"] = module(draw(st.integers(1, 4)), vpp, "v" if schedule == "zbv" else "loop")
+    modules["llm"] = draw(drawn(world, draw(st.integers(1, 4)), vpp, "v" if schedule == "zbv" else "loop"))
     if draw(st.booleans()):
-        modules["draw"] = module(draw(st.integers(1, 2)))
+        modules["draw"] = draw(drawn(world, draw(st.integers(1, 2))))
         edges.append(("llm", "draw"))
         spans, fed = draw(units(count, step))
         microbatches["draw"], feeds["llm", "draw"] = tuple(spans), tuple((t, s) for s, t in fed)
@@ -175,4 +187,4 @@ def cases(draw: st.DrawFn, schedule: str, most: int = 9) -> tuple[StageGraph, St
                 if v.first <= d.last and d.first <= v.last
             ]
             feeds["vision", "draw"] = tuple(pairs)
-    return graph(modules, edges), StepWork(microbatches, feeds)
+    return in_cohorts(graph(modules, edges), apart), StepWork(microbatches, feeds)

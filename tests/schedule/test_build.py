@@ -16,6 +16,7 @@ from hetero_strategy.errors import ScheduleError
 from hetero_strategy.schedule.action import Action, Kind, Schedule, Span, StageId, StepWork
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
+from hetero_strategy.schedule.config import FILLS
 from hetero_strategy.schedule.policies import schedules
 from tests.schedule.cases import Module, cases, chain, clock, graph, listed, makespan, uniform, work
 
@@ -323,10 +324,11 @@ def test_any_graph_and_work_makes_a_schedule_that_runs(name: str, data: st.DataO
     def cost(action: Action) -> float:
         return 1 + (3 * len(action.node.module) + action.node.stage + ord(action.kind[0])) % length
 
-    schedule = make_schedule(name, stages, steps, cost, train=data.draw(st.booleans()))
+    fill = data.draw(st.sampled_from(FILLS))
+    schedule = make_schedule(name, stages, steps, cost, train=data.draw(st.booleans()), fill=fill)
     check(schedule)
     clock(schedule, uniform())
-    assert make_schedule(name, stages, steps, cost, train=schedule.train).lanes == (schedule.lanes)
+    assert make_schedule(name, stages, steps, cost, train=schedule.train, fill=fill).lanes == (schedule.lanes)
 
 
 @pytest.mark.parametrize("name", schedules())
@@ -336,7 +338,7 @@ def test_bounds_are_kept_or_refused(name: str, data: st.DataObject) -> None:
     stages, steps = data.draw(cases(name))
     bounds = {m: data.draw(st.integers(1, 4)) for m in stages.pipelines}
     try:
-        schedule = make_schedule(name, stages, steps, max_in_flight=bounds)
+        schedule = make_schedule(name, stages, steps, max_in_flight=bounds, fill=data.draw(st.sampled_from(FILLS)))
     except ScheduleError as error:
         assert "max_in_flight" in str(error)
         return

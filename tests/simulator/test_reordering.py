@@ -33,7 +33,7 @@ def drawn(stages: StageGraph, count: int, seed: int, skipped: float = 0.0) -> Si
     random = np.random.default_rng(seed)
     found: Sizes = {}
     for module in stages.pipelines:
-        instances = len(stages.stages[StageId(module, 0)].grid)
+        instances = sum(len(stages.stages[chain[0]].grid) for chain in stages.chains[module])
         rows = random.lognormal(3, 0.8, (count, 1)) * random.uniform(0.7, 1.0, (count, instances))
         if module != "llm":
             rows *= random.random((count, 1)) >= skipped
@@ -44,7 +44,8 @@ def drawn(stages: StageGraph, count: int, seed: int, skipped: float = 0.0) -> Si
 def costs_of(stages: StageGraph, seed: int = 0) -> dict[StageId, StageCost]:
     random = np.random.default_rng(seed)
     return {
-        n: StageCost(random.uniform(1, 3), random.uniform(0, 0.01), bool(random.random() < 0.3)) for n in stages.stages
+        n: StageCost(random.uniform(1, 3), random.uniform(0, 0.01), bool(random.random() < 0.3))
+        for n in dict.fromkeys(node.all_instances for node in stages.stages)
     }
 
 
@@ -67,8 +68,8 @@ def taken(
     def cost(action: Action) -> float:
         if action.microbatch < 0:
             return 0.0
-        node, law = action.node, costs[action.node]
-        rows, squares = (x[order[action.microbatch]] for x in sizes[node.module][:2])
+        node, law = action.node, costs[action.node.all_instances]
+        rows, squares = (stages.stages[node].own(x[order[action.microbatch]]) for x in sizes[node.module][:2])
         once = max(law.per_row * r + law.per_pair * s for r, s in zip(rows, squares, strict=True))
         parts = {"F": 1, "I": 1, "W": 1, "B": 2 if stages.stages[node].trains else 1}[action.kind]
         return float(once * (parts + (law.recomputed and action.kind != "F")))
