@@ -151,6 +151,12 @@ def _pipelined(
     made = module_programs(policy, graph, work, numbers, edges, bounds)
     lists = [listed(numbers, one) for one in made]
     if fill == "coarse":
+        for node, count, back in zip(numbers.nodes, numbers.counts, numbers.backward, strict=True):
+            if node.cohort >= 0 and back and bounds.get(node.module, count) < count:
+                raise ScheduleError(
+                    f"fill='coarse' holds all {count} microbatches of {node.module}, max_in_flight allows"
+                    f" {bounds[node.module]}: raise it to {count} or take fill='fine'"
+                )
         _around(numbers, lists, [lanes[numbers.index[one.at]] for one in made], [one.fills for one in made])
     starts = Merge(numbers, lists, lanes, most(numbers, made, bounds), [one.fills for one in made]).run()
     if starts is None:

@@ -27,6 +27,8 @@ class ScheduleConfig:
     pieces: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("max_in_flight", "pieces"):
+            object.__setattr__(self, name, dict(getattr(self, name)))
         if self.reshard_after_forward not in RESHARD:
             raise ConfigError(
                 f"HeteroStrategy: reshard_after_forward={self.reshard_after_forward!r}; use one of {', '.join(RESHARD)}"

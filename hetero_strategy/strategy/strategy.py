@@ -128,9 +128,7 @@ class HeteroStrategy(WorldCollectives):
             raise ConfigError(f"HeteroStrategy: start_method={start_method!r}; use one of {', '.join(START_METHODS)}")
         self._auto, self._layouts = layouts == "auto", given(layouts)
         self.recompute, self._compile = recomputes(recompute), compiles(compile)
-        self._scheduling = ScheduleConfig(
-            schedule, dict(max_in_flight or {}), reshard_after_forward, fill, dict(pieces or {})
-        )
+        self._scheduling = ScheduleConfig(schedule, max_in_flight or {}, reshard_after_forward, fill, pieces or {})
         self._start_method = start_method
         self._process_group_backend = process_group_backend
         self._timeout, self._step_timeout = minutes(timeout), None if step_timeout is None else minutes(step_timeout)

@@ -151,7 +151,7 @@ def drawn(draw: st.DrawFn, world: int, pp: int, vpp: int = 1, style: str = "loop
 
 @st.composite
 def cases(draw: st.DrawFn, schedule: str, most: int = 9) -> tuple[StageGraph, StepWork]:
-    """Any graph: up to three encoders, which may act in cohorts, an LLM, perhaps a generator, on any ranks; any work."""
+    """Any graph: up to three encoders, some in cohorts, an LLM, perhaps a generator, on any ranks; any work."""
     count = draw(st.integers(1, most))
     world = draw(st.integers(1, 6))
     modules: dict[str, Module] = {}
