@@ -8,6 +8,7 @@ REDUCE per node.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from itertools import accumulate
 
 from hetero_strategy.schedule.action import Action, Kind, Stage, StageGraph, StepWork
@@ -33,6 +34,8 @@ class ActionIndex:
         self.counts = [len(work.microbatches[n.module]) for n in self.nodes]
         self.first = [0, *accumulate(self.counts)]
         self.units = self.first[-1]
+        self.needed = [span.first for n in self.nodes for span in work.microbatches[n.module]]
+        """For each unit the first of the step's microbatches that its rows are for."""
         stages = [graph.stages[n] for n in self.nodes]
         self.backward = [train and s.backward for s in stages]
         self.trains = [back and s.trains for back, s in zip(self.backward, stages, strict=True)]
@@ -78,6 +81,12 @@ class ActionIndex:
                     waits[u + units] += 1
         self.after = after
         self.waits = waits
+
+    def fork(self) -> ActionIndex:
+        """The same, for constraints of its own."""
+        other = copy(self)
+        other.after, other.waits = [list(later) for later in self.after], self.waits.copy()
+        return other
 
     def hold(self, node: int, pairs: Iterable[tuple[int, int]]) -> None:
         """Let forwards of a node wait for those of one that it feeds, by pairs (unit of that one, own place)."""

@@ -13,6 +13,7 @@ from itertools import compress
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.schedule.action import Action, Lane, Schedule, StageGraph, StepWork
 from hetero_strategy.schedule.action_index import ActionIndex, Costs
+from hetero_strategy.schedule.fill import backwards_last, check_bounds, forwards_first, leads
 from hetero_strategy.schedule.merge import Merge
 from hetero_strategy.schedule.module_programs import listed, module_programs, most
 from hetero_strategy.schedule.policies import SchedulePolicy, schedule_policy, schedules
@@ -151,34 +152,24 @@ def _pipelined(
     made = module_programs(policy, graph, work, numbers, edges, bounds)
     lists = [listed(numbers, one) for one in made]
     if fill == "coarse":
-        for node, count, back in zip(numbers.nodes, numbers.counts, numbers.backward, strict=True):
-            if node.cohort >= 0 and back and bounds.get(node.module, count) < count:
-                raise ScheduleError(
-                    f"fill='coarse' holds all {count} microbatches of {node.module}, max_in_flight allows"
-                    f" {bounds[node.module]}: raise it to {count} or take fill='fine'"
-                )
-        _around(numbers, lists, [lanes[numbers.index[one.at]] for one in made], [one.fills for one in made])
-    starts = Merge(numbers, lists, lanes, most(numbers, made, bounds), [one.fills for one in made]).run()
-    if starts is None:
+        check_bounds(numbers, bounds)
+    on, fills = [lanes[numbers.index[one.at]] for one in made], [one.fills for one in made]
+    best: Merge | None = None
+    for lead in leads(fill, numbers, compress(on, fills)):
+        tried = numbers.fork() if any(fills) else numbers
+        if lead:
+            forwards_first(tried, lists, on, fills, lead)
+        if fill == "coarse":
+            backwards_last(tried, lists, on, fills)
+        merge = Merge(tried, lists, lanes, most(numbers, made, bounds), fills)
+        if merge.run() is not None and (best is None or merge.now < best.now):
+            best = merge
+    if best is None:
         raise ScheduleError(
             f"{policy.name}: microbatches of neighbouring modules wait for each other in a circle; "
             f"feeds must pair them in ascending order"
         )
-    return starts
-
-
-def _around(
-    numbers: ActionIndex, lists: Sequence[Sequence[int]], lanes: Sequence[tuple[int, ...]], fills: Sequence[bool]
-) -> None:
-    """Keep forwards that fill before all that others do on their lanes, and backwards that fill after it."""
-    for own, on in zip(compress(lists, fills), compress(lanes, fills), strict=True):
-        for other, there, filling in zip(lists, lanes, fills, strict=True):
-            if filling or set(on).isdisjoint(there):
-                continue
-            if own[0] < numbers.units:
-                numbers.precede(own[-1], other[0])
-            else:
-                numbers.precede(next(a for a in reversed(other) if a < 2 * numbers.units), own[0])
+    return best.order
 
 
 def _hold_back(

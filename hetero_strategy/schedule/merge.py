@@ -5,8 +5,8 @@ Whatever it starts, it cannot get stuck unless the programs themselves wait for 
 of starts is one order that every lane follows.
 
 Of several ready programs a lane takes a backward before a forward, and the one nearer to the sink first. Programs that
-fill come after all others, their forwards first, since others wait for these, and not where another program is about to
-be ready. Where a lane
+fill come after all others, their forwards first, since others wait for these, in the order of the microbatches that
+need them. Where a lane
 hosts an action that needs several lanes, the one that has waited longest comes first instead: such an action would
 never find all its lanes free otherwise. While it waits for them, a lane runs what ends in time.
 """
@@ -19,9 +19,9 @@ from heapq import heappop, heappush
 
 from hetero_strategy.schedule.action_index import ActionIndex
 
-Key = tuple[bool, float, bool, int]
-"""Fills, waiting since (where that counts), comes after the other direction, how far from the sink: what is less comes
-first."""
+Key = tuple[bool, float, int, int]
+"""What is less comes first: does it fill? If not: waiting since (where that counts), is it a forward, how far from the
+sink. If so: is it a backward, the step's microbatch that needs it, how far from the source."""
 
 
 class Merge:
@@ -79,12 +79,12 @@ class Merge:
         self.busy = dict.fromkeys(self.hosted, False)
         self.events: list[tuple[float, int]] = []
         self.order: list[int] = []
-        self.looks = any(self.fills) or any(late)
+        self.looks = any(self.fills)
         self.expected = [0.0] * (2 * numbers.units)  # when the last started of what an action waits for ends
         self.now = 0.0
 
     def run(self) -> list[int] | None:
-        """Order in which actions start; None if the programs wait for each other in a circle."""
+        """Order in which actions start, which end at ``now``; None if the programs wait for each other in a circle."""
         for p in range(len(self.programs)):
             self.arm(p)
         touched = set(self.hosted)
@@ -140,8 +140,6 @@ class Merge:
             if capped and self.held[self.node[number]] >= self.caps[self.node[number]]:
                 if self.weights[p] and self.place(p, self.weights[p][0], kept):
                     self.weights[p].popleft()
-            elif self.late[p] and any(self.soon(number, lane) for lane in self.lanes[p]):
-                continue
             elif self.place(p, number, kept, keep=not self.late[p]):
                 self.head[p] += 1
                 self.since[p] = -1.0
@@ -169,8 +167,10 @@ class Merge:
 
     def key(self, p: int) -> Key:
         number = self.programs[p][self.head[p]]
-        forward, late = number < self.numbers.units, self.late[p]
-        return (late, self.since[p] if self.aged[p] else 0.0, forward is not late, -self.node[number])
+        node, units = self.node[number], self.numbers.units
+        if self.late[p]:
+            return (True, number >= units, self.numbers.needed[number % units], node)
+        return (False, self.since[p] if self.aged[p] else 0.0, number < units, -node)
 
     def place(self, p: int, number: int, kept: dict[int, float], *, keep: bool = True) -> bool:
         """Start an action if its lanes are free; else, if asked, keep them for it."""

@@ -1,0 +1,70 @@
+"""Where programs of cohorts run among those of the pipeline on their ranks. Pure.
+
+``coarse`` is Optimus' algorithm 2: forwards before the pipeline's first action on a rank and backwards after its last
+one, where its bubbles of warm-up and cool-down are. ``fine`` also uses those between its actions: a rank that idles
+takes what it may run next, see ``schedule.merge``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
+
+from hetero_strategy.errors import ScheduleError
+from hetero_strategy.schedule.action_index import ActionIndex
+
+
+def leads(fill: str, numbers: ActionIndex, filling: Iterable[tuple[int, ...]]) -> list[int]:
+    """Forwards of each program that fills before its ranks do anything else, to be tried: all of them for ``coarse``;
+    for ``fine`` none, or a few where they need several lanes, which hardly ever idle at once later.
+    """
+    if fill == "coarse":
+        return [numbers.units]
+    wide = any(len(on) > 1 for on in filling)
+    return [0, *(1 << k for k in range(max(numbers.counts).bit_length()))] if wide else [0]
+
+
+def check_bounds(numbers: ActionIndex, bounds: Mapping[str, int]) -> None:
+    """Refuse bounds on microbatches in flight that ``coarse`` cannot keep.
+
+    Raises:
+        ScheduleError: naming the module.
+    """
+    for node, count, back in zip(numbers.nodes, numbers.counts, numbers.backward, strict=True):
+        if node.cohort >= 0 and back and bounds.get(node.module, count) < count:
+            raise ScheduleError(
+                f"fill='coarse' holds all {count} microbatches of {node.module}, max_in_flight allows"
+                f" {bounds[node.module]}: raise it to {count} or take fill='fine'"
+            )
+
+
+def forwards_first(
+    numbers: ActionIndex,
+    lists: Sequence[Sequence[int]],
+    lanes: Sequence[tuple[int, ...]],
+    fills: Sequence[bool],
+    lead: int,
+) -> None:
+    """Let so many forwards that fill come before all that others do on their lanes."""
+    for own, other in _pairs(lists, lanes, fills):
+        if own[0] < numbers.units:
+            numbers.precede(own[min(lead, len(own)) - 1], other[0])
+
+
+def backwards_last(
+    numbers: ActionIndex, lists: Sequence[Sequence[int]], lanes: Sequence[tuple[int, ...]], fills: Sequence[bool]
+) -> None:
+    """Let backwards that fill come after all that others do on their lanes."""
+    for own, other in _pairs(lists, lanes, fills):
+        if own[0] >= numbers.units:
+            numbers.precede(next(a for a in reversed(other) if a < 2 * numbers.units), own[0])
+
+
+def _pairs(
+    lists: Sequence[Sequence[int]], lanes: Sequence[tuple[int, ...]], fills: Sequence[bool]
+) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """A program that fills and one that does not, for all that share lanes."""
+    for own, on in zip(compress(lists, fills), compress(lanes, fills), strict=True):
+        for other, there, filling in zip(lists, lanes, fills, strict=True):
+            if not filling and not set(on).isdisjoint(there):
+                yield own, other
