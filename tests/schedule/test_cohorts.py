@@ -104,7 +104,7 @@ def test_cohorts_gather_first_and_reduce_last() -> None:
     """Whoever comes to it waits for all ranks of the module."""
     graph = stages(ModuleLayout(range(2), dp_shard=2), ModuleLayout(range(2), pp=2))
     schedule = make_schedule("1f1b", graph, work(4, "vision", "llm", edges=EDGES))
-    reduce = Action("REDUCE", StageId("vision", 0, 0))
-    for action, to in ((Action("UNSHARD", StageId("llm", 0)), 0), (reduce, len(schedule.of(0)) - 2)):
+    llm, last = StageId("llm", 0), len(schedule.of(0)) - 1
+    for action, to in ((Action("UNSHARD", llm), 0), (Action("REDUCE", llm), last)):
         with pytest.raises(ScheduleError, match="cohorts gather before all else and reduce after it"):
             check(moved(schedule, action, to))
