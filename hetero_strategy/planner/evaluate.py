@@ -44,6 +44,13 @@ class Candidate:
     schedule: str = "auto"
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
     reshard_after_forward: str = "auto"
+    fill: str = "auto"
+    pieces: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def scheduling(self) -> ScheduleConfig:
+        """How its steps are scheduled."""
+        return ScheduleConfig(self.schedule, {}, self.reshard_after_forward, self.fill, self.pieces)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +65,11 @@ class Placed:
     times: Mapping[StageId, StageTimes]
     costs: Mapping[StageId, StageCost]
     """Seconds of a forward, for balancing."""
+
+    @property
+    def fills(self) -> bool:
+        """Whether a module fills bubbles."""
+        return any(node.cohort >= 0 for node in self.graph.stages)
 
     @property
     def together(self) -> set[StageId]:
@@ -118,7 +130,10 @@ class Evaluator:
             ScheduleError: a schedule that does not fit the layouts.
         """
         asked = place(candidate.layouts, self.cluster.ranks).layouts
-        scheduling = ScheduleConfig(candidate.schedule, {}, candidate.reshard_after_forward).resolved(asked)
+        scheduling = candidate.scheduling.resolved(asked)
+        others = {*self.shape.modules} - {*self.shape.samplewise}
+        filling = scheduling.filling(others, asked, self.shape.edges)
+        asked = scheduling.in_pieces(others, asked, self.shape.edges)
         casts = self.precision.compute != self.precision.master
         layouts: dict[str, ModuleLayout] = {}
         times: dict[StageId, StageTimes] = {}
@@ -126,7 +141,8 @@ class Evaluator:
         for name, module in self.shape.modules.items():
             share = candidate.recompute[name].share if name in candidate.recompute else 0.0
             layouts[name] = layout = self._with_split(module, asked[name], share, self._fed[name], self.lengths[name])
-            once = scheduling.gathered_once(layout, casts=casts and bool(module.trained.any()))
+            casting = casts and bool(module.trained.any())
+            once = scheduling.gathered_once(layout, casts=casting, fills=name in filling)
             stages = module_times(
                 module,
                 layout,
@@ -146,9 +162,17 @@ class Evaluator:
         shardings = {n: RowSharding(m.row_parts[layouts[n].tp]) for n, m in self.shape.modules.items()}
         once_gathered = {s for s, t in times.items() if t.once}
         graph = stage_graph(
-            list(self.shape.modules), self.shape.edges, layouts, trains, once_gathered, candidate.recompute, shardings
+            list(self.shape.modules),
+            self.shape.edges,
+            layouts,
+            trains,
+            once_gathered,
+            candidate.recompute,
+            shardings,
+            filling,
         )
         balanced = {s: StageCost(t.forward.per_row, t.forward.per_pair) for s, t in times.items()}
+        times = {node: times[node.all_instances] for node in graph.stages}
         placed = Placement(layouts, self.cluster.ranks)
         return Placed(candidate, placed, scheduling, graph, MappingProxyType(times), MappingProxyType(balanced))
 
@@ -186,7 +210,8 @@ class Evaluator:
         plan = self._plan(placed, metadata, microbatches)
         seconds = _ActionSeconds(plan, placed)
         graph, scheduling = placed.graph, placed.scheduling
-        schedule = make_schedule(scheduling.schedule, graph, work_of(plan, graph), seconds.slowest)
+        work, fill = work_of(plan, graph), scheduling.fill
+        schedule = make_schedule(scheduling.schedule, graph, work, seconds.slowest, fill=fill)
         rows = rows_between(plan, placed.graph, self.row_bytes(placed))
         simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=placed.together)
         after = seconds_after(simulation, placed.times)
@@ -201,7 +226,9 @@ class Evaluator:
         around = model_context(
             placed.graph, placed.costs, shape.samplewise, placed.scheduling, placed.placement, cluster.ranks_per_node
         )
-        parts = {name: placed.graph.stages[StageId(name, 0)].row_sharding.parts for name in shape.modules}
+        parts = {
+            name: placed.graph.stages[chains[0][0]].row_sharding.parts for name, chains in placed.graph.chains.items()
+        }
         return plan_step(
             metadata,
             instances,
@@ -273,7 +300,8 @@ class _ActionSeconds:
         if action.microbatch < 0:
             count = np.zeros(len(self._stages[action.node].grid))
             return times.seconds(action.kind, count, count)
-        return times.seconds(action.kind, *self._sizes[action.node.module, action.microbatch])
+        sizes = self._sizes[action.node.module, action.microbatch]
+        return times.seconds(action.kind, *map(self._stages[action.node].own, sizes))
 
     def slowest(self, action: Action) -> float:
         """Of the slowest instance."""

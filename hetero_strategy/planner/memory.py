@@ -133,16 +133,19 @@ class MemoryModel:
             assignments = plan.assignments[name]
             given = np.stack([self._given(a) for a in assignments])
             labels = plan.metadata.labels if shape.samplewise else None
-            parts, how = placed.graph.stages[StageId(name, 0)].row_sharding.parts, placed.candidate.recompute.get(name)
-            nodes = placed.graph.nodes_of(name)
-            for node in nodes:
-                labelled = None
-                if labels is not None and node == nodes[-1]:
-                    labelled = np.stack([np.diff(ragged.offsets(labels[a.units])[a.offsets]) for a in assignments])
-                found[node] = stage_needs(
-                    self.activations[name], placed.placement.layouts[name], parts, how, sizes[node],
-                    _blocks(placed, node), given, labelled,
-                )  # fmt: skip
+            how = placed.candidate.recompute.get(name)
+            for nodes in placed.graph.chains[name]:
+                stage = placed.graph.stages[nodes[0]]
+                own = slice(None) if stage.members is None else stage.members
+                for node in nodes:
+                    labelled = None
+                    if labels is not None and node == nodes[-1]:
+                        labelled = np.stack([np.diff(ragged.offsets(labels[a.units])[a.offsets]) for a in assignments])
+                        labelled = labelled[:, own]
+                    found[node] = stage_needs(
+                        self.activations[name], placed.placement.layouts[name], stage.row_sharding.parts, how,
+                        sizes[node], _blocks(placed, node), given[:, own], labelled,
+                    )  # fmt: skip
         return found
 
     def _given(self, assignment: Assignment) -> Float64[np.ndarray, "instances features"]:
@@ -156,8 +159,9 @@ class MemoryModel:
 
     def _payload(self, plan: StepPlan, stage_id: StageId, graph: StageGraph) -> Float64[np.ndarray, "instances"]:
         """Of all microbatches; a rank with several stages of a module has it once."""
-        rows = np.sum([a.totals(inner=True) for a in plan.assignments[stage_id.module]], axis=0)
-        earlier = [graph.stages[StageId(stage_id.module, i)].ranks for i in range(stage_id.stage)]
+        totals = np.sum([a.totals(inner=True) for a in plan.assignments[stage_id.module]], axis=0)
+        rows = graph.stages[stage_id].own(totals)
+        earlier = [graph.stages[stage_id._replace(stage=i)].ranks for i in range(stage_id.stage)]
         if any(ranks & graph.stages[stage_id].ranks for ranks in earlier):
             rows = 0 * rows
         return np.asarray(rows * self.activations[stage_id.module].payload * self.allocator.batches, np.float64)

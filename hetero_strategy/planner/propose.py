@@ -67,7 +67,8 @@ class Proposal(NamedTuple):
             layouts = self.chain.layouts(*self.ranks)
             return Candidate(layouts, self.microbatches, recompute=recompute, reshard_after_forward="never")
         layouts = place_groups(self.partition, self.ranks, self.degrees)
-        return Candidate(layouts, self.microbatches, recompute=recompute)
+        fill = "auto" if self.homogeneous else "fine"
+        return Candidate(layouts, self.microbatches, recompute=recompute, fill=fill)
 
 
 class Proposer:

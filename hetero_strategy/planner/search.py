@@ -215,7 +215,7 @@ class Planner:
             return
 
     def schedules(self, candidate: Candidate) -> list[Candidate]:
-        """The same layouts with other schedules, and with virtual stages."""
+        """The same layouts with other schedules, with virtual stages, and with modules that take turns."""
         piped = [name for name, layout in candidate.layouts.items() if layout.pp > 1]
         if not piped:
             return []
@@ -227,6 +227,8 @@ class Planner:
                     layouts[name] = replace(layouts[name], vpp=vpp, pp_style=style)  # type: ignore[arg-type]
             if layouts != candidate.layouts:
                 found.append(replace(candidate, layouts=layouts, schedule=schedule))
+        if self.evaluator.place(candidate).fills:
+            found.append(replace(candidate, fill="none"))
         return found
 
     def why_not(self) -> str:

@@ -13,7 +13,7 @@ from hetero_strategy.schedule.graph import stage_graph
 from hetero_strategy.schedule.policies import schedule_policy, schedules
 
 RESHARD = ("auto", "never", "always")
-FILLS = ("none", "coarse", "fine")
+FILLS = ("auto", "none", "coarse", "fine")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ScheduleConfig:
     schedule: str = "auto"
     max_in_flight: Mapping[str, int] = field(default_factory=dict)
     reshard_after_forward: str = "auto"
-    fill: str = "none"
+    fill: str = "auto"
     pieces: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -35,12 +35,12 @@ class ScheduleConfig:
             )
         if self.fill not in FILLS:
             raise ConfigError(f"HeteroStrategy: fill={self.fill!r}; use one of {', '.join(FILLS)}")
-        if self.fill != "none" and self.schedule == "sequential":
+        if self.fills and self.schedule == "sequential":
             raise ConfigError(
                 "HeteroStrategy: fill with schedule='sequential', in which ranks wait on purpose; set fill='none' or"
                 " take another schedule"
             )
-        if self.fill != "none" and self.reshard_after_forward == "always":
+        if self.fills and self.reshard_after_forward == "always":
             raise ConfigError(
                 f"HeteroStrategy: reshard_after_forward='always' with fill={self.fill!r}: instances that gather with"
                 " every microbatch cannot act on their own; use reshard_after_forward='auto' or 'never'"
@@ -50,6 +50,11 @@ class ScheduleConfig:
                 f"HeteroStrategy: reshard_after_forward='always' with schedule={self.schedule!r}: a backward in two"
                 " halves needs its parameters whole all step; use reshard_after_forward='never' or another schedule"
             )
+
+    @property
+    def fills(self) -> bool:
+        """Whether modules may fill bubbles."""
+        return self.fill in ("coarse", "fine")
 
     @property
     def splits_backward(self) -> bool:
@@ -63,15 +68,11 @@ class ScheduleConfig:
         styles = {layout.pp_style for layout in layouts.values() if layout.vpp > 1}
         return replace(self, schedule="zbv" if "v" in styles else "interleaved_1f1b" if styles else "1f1b")
 
-    def instead_of_auto(self, schedule: str, reshard_after_forward: str) -> ScheduleConfig:
-        """With these where nothing was asked for."""
-        return replace(
-            self,
-            schedule=schedule if self.schedule == "auto" else self.schedule,
-            reshard_after_forward=(
-                reshard_after_forward if self.reshard_after_forward == "auto" else self.reshard_after_forward
-            ),
-        )
+    def instead_of_auto(self, other: ScheduleConfig) -> ScheduleConfig:
+        """With what another one says where nothing was asked for."""
+        names = ("schedule", "reshard_after_forward", "fill")
+        asked = {name: getattr(other, name) for name in names if getattr(self, name) == "auto"}
+        return replace(self, pieces=self.pieces or other.pieces, **asked)
 
     def check(self, layouts: Mapping[str, ModuleLayout]) -> None:
         """Refuse a schedule that these layouts cannot run, whatever the model is.
@@ -115,7 +116,7 @@ class ScheduleConfig:
             edges: (source, target) module names.
         """
         reached: dict[str, set[str]] = {module: set() for module in layouts}
-        for _ in layouts if self.fill != "none" else ():
+        for _ in layouts if self.fills else ():
             for source, target in edges:
                 reached[source] |= {target, *reached[target]}
         return frozenset(

@@ -83,7 +83,7 @@ class HeteroStrategy(WorldCollectives):
         reshard_after_forward: when FSDP frees gathered parameters: ``never`` within a step (they are gathered once and
             gradients reduced once), ``always`` (with every microbatch), or ``auto``: never where a module is pipelined.
         fill: how modules whose rows go to a pipeline on their own ranks use its bubbles: ``fine`` (wherever a rank
-            idles), ``coarse`` (before and after the pipeline's work), ``none`` (they take turns with it).
+            idles), ``coarse`` (before and after the pipeline's work), or ``none`` (they take turns; also ``auto``).
         pieces: module that fills -> parts of about equal cost in which its forwards and backwards are cut to fit.
         start_method: ``popen`` (re-runs the script per process), ``fork`` or ``spawn``. Ignored under torchrun, SLURM.
         process_group_backend: default: by device.
@@ -113,7 +113,7 @@ class HeteroStrategy(WorldCollectives):
         schedule: str = "auto",
         max_in_flight: Mapping[str, int] | None = None,
         reshard_after_forward: str = "auto",
-        fill: str = "none",
+        fill: str = "auto",
         pieces: Mapping[str, int] | None = None,
         start_method: str = "popen",
         process_group_backend: str | None = None,
@@ -282,7 +282,7 @@ class HeteroStrategy(WorldCollectives):
         if self._placement is None:
             chosen = choose(self, self._multimodal, module.trainer, storage, plan=self._auto)
             self.recompute = self.recompute or dict(chosen.recompute)
-            self._scheduling = self._scheduling.instead_of_auto(chosen.schedule, chosen.reshard_after_forward)
+            self._scheduling = self._scheduling.instead_of_auto(chosen.scheduling)
             self._placement = place(chosen.layouts, self.world_size)
         self._assembled = assembled = assemble(
             self._prefix,
