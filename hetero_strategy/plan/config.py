@@ -28,6 +28,8 @@ class ModelContext:
     """Encoder or generator -> which of its instances lie near which instances of the language model."""
     orderer: Callable[[str], Orderer | None] | None = None
     """Takes the name of a search; gives what orders microbatches, or None where their order does not matter."""
+    on_their_own: frozenset[str] = frozenset()
+    """Modules whose instances need not keep step with each other."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class BalanceConfig:
             budget=self.budget,
             near={} if self.rearrange == "none" else context.near,
             rearrange="home" if self.rearrange == "none" else self.rearrange,  # type: ignore[arg-type]
+            on_their_own=context.on_their_own,
             order=None if context.orderer is None else context.orderer(self.reorder),
         )
 

@@ -8,7 +8,7 @@ an edge is OrchMLLM's composed rearrangement, whatever was rearranged (section 6
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -18,6 +18,8 @@ from jaxtyping import Float64, Int64
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance import Cost, balance, loads
+from hetero_strategy.plan.balance.greedy import deal as deal_to_least
+from hetero_strategy.plan.balance.greedy import descending, whole
 from hetero_strategy.plan.nodes.near_home import balance_near_home
 from hetero_strategy.plan.nodes.placement_ilp import place_by_program
 from hetero_strategy.plan.nodes.propose import place_items
@@ -83,6 +85,9 @@ class ResolvedBalance:
     rearrange: Literal["home", "permute", "ilp"] = "home"
     """How items are kept near: by balancing around homes, or by permuting whole balanced batches (OrchMLLM, algorithm
     3), fast or by integer program."""
+    on_their_own: frozenset[str] = frozenset()
+    """Modules whose instances need not keep step with each other: their work is even over the step, not in each
+    microbatch."""
     order: Orderer | None = None
     """Chooses the order of microbatches (DistTrain, section 5.2); None: they stay as packed."""
 
@@ -256,7 +261,10 @@ class _StepPlanner:
             reader, sampled = self._reader(module), None
             if self.balancing.policy_of(module) == AS_SAMPLED and self.assign is None:
                 sampled = self._sampled(module, packed.count)
-            for units in _members(group, groups):
+            members = _members(group, groups)
+            if module in self.balancing.on_their_own and sampled is None and self.assign is None:
+                return self._over_the_step(module, members)
+            for units in members:
                 near = None if reader is None else reader[units]
                 stays = None if sampled is None else sampled[units]
                 try:
@@ -265,6 +273,18 @@ class _StepPlanner:
                     raise ConfigError(f"'{module}', {self.instances[module]} instances: {error}") from None
         if module in self.samplewise:
             self.instance_of[module] = instance_of
+        return instance_of
+
+    def _over_the_step(self, module: str, members: Sequence[np.ndarray]) -> np.ndarray:
+        """Give the units of one microbatch after the other, longest first, to the instance that has least so far."""
+        inner_rows, count = self.rows(module)[1], self.instances[module]
+        weights, limit = whole(self.balancing.cost(module).alone(inner_rows), count), self.balancing.budget.get(module)
+        instance_of, so_far = np.zeros(len(inner_rows), dtype=np.int64), np.zeros(count, dtype=np.int64)
+        for units in members:
+            falling = units[descending(inner_rows[units])]
+            instance_of[falling], so_far = deal_to_least(weights[falling], count, so_far)
+            if limit is not None and np.bincount(instance_of[units], inner_rows[units]).max(initial=0) > limit:
+                instance_of[units] = self._spread(module, units, None, None)
         return instance_of
 
     def _reader(self, module: str) -> np.ndarray | None:

@@ -50,7 +50,8 @@ def model_context(
         made = Reorderer(graph, scheduling.schedule, stage_costs, scheduling.max_in_flight, search, scheduling.fill)
         return made if made.needed else None
 
-    return ModelContext({n: c for n, c in costs.items() if c.linear or c.quadratic}, near, orderer)
+    own = frozenset(node.module for node in graph.stages if node.cohort >= 0)
+    return ModelContext({n: c for n, c in costs.items() if c.linear or c.quadratic}, near, orderer, own)
 
 
 def _near(

@@ -26,7 +26,7 @@ from hetero_strategy.planner.times import MIXED, SEPARATE, ModuleSeconds, Overla
 from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.schedule.graph import StageCost, sizes_of, stage_graph, work_of
+from hetero_strategy.schedule.graph import StageCost, sizes_of, stage_graph, usual, work_of
 from hetero_strategy.simulator.result import Simulation
 from hetero_strategy.simulator.rows import Widths, rows_between
 from hetero_strategy.simulator.simulate import simulate
@@ -211,7 +211,7 @@ class Evaluator:
         seconds = _ActionSeconds(plan, placed)
         graph, scheduling = placed.graph, placed.scheduling
         work, fill = work_of(plan, graph), scheduling.fill
-        schedule = make_schedule(scheduling.schedule, graph, work, seconds.slowest, fill=fill)
+        schedule = make_schedule(scheduling.schedule, graph, work, seconds.usual, fill=fill)
         rows = rows_between(plan, placed.graph, self.row_bytes(placed))
         simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=placed.together)
         after = seconds_after(simulation, placed.times)
@@ -303,6 +303,6 @@ class _ActionSeconds:
         sizes = self._sizes[action.node.module, action.microbatch]
         return times.seconds(action.kind, *map(self._stages[action.node].own, sizes))
 
-    def slowest(self, action: Action) -> float:
-        """Of the slowest instance."""
-        return float(self(action).max())
+    def usual(self, action: Action) -> float:
+        """What orders take it for."""
+        return float(usual(action.node, self(action)))

@@ -13,7 +13,7 @@ from itertools import compress
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.schedule.action import Action, Lane, Schedule, StageGraph, StepWork
 from hetero_strategy.schedule.action_index import ActionIndex, Costs
-from hetero_strategy.schedule.fill import backwards_last, check_bounds, forwards_first, leads
+from hetero_strategy.schedule.fill import attempts, backwards_last, forwards_first
 from hetero_strategy.schedule.merge import Merge
 from hetero_strategy.schedule.module_programs import listed, module_programs, most
 from hetero_strategy.schedule.policies import SchedulePolicy, schedule_policy, schedules
@@ -151,15 +151,13 @@ def _pipelined(
     _hold_back(numbers, graph, lanes, edges)
     made = module_programs(policy, graph, work, numbers, edges, bounds)
     lists = [listed(numbers, one) for one in made]
-    if fill == "coarse":
-        check_bounds(numbers, bounds)
     on, fills = [lanes[numbers.index[one.at]] for one in made], [one.fills for one in made]
     best: Merge | None = None
-    for lead in leads(fill, numbers, compress(on, fills)):
+    for lead, last in attempts(fill, numbers, bounds, compress(on, fills)):
         tried = numbers.fork() if any(fills) else numbers
         if lead:
             forwards_first(tried, lists, on, fills, lead)
-        if fill == "coarse":
+        if last:
             backwards_last(tried, lists, on, fills)
         merge = Merge(tried, lists, lanes, most(numbers, made, bounds), fills)
         if merge.run() is not None and (best is None or merge.now < best.now):

@@ -1,8 +1,8 @@
 """Where programs of cohorts run among those of the pipeline on their ranks. Pure.
 
 ``coarse`` is Optimus' algorithm 2: forwards before the pipeline's first action on a rank and backwards after its last
-one, where its bubbles of warm-up and cool-down are. ``fine`` also uses those between its actions: a rank that idles
-takes what it may run next, see ``schedule.merge``.
+one, where its bubbles of warm-up and cool-down are. ``fine`` also uses those between its actions where that is shorter:
+a rank that idles takes what it may run next, see ``schedule.merge``.
 """
 
 from __future__ import annotations
@@ -14,28 +14,36 @@ from hetero_strategy.errors import ScheduleError
 from hetero_strategy.schedule.action_index import ActionIndex
 
 
-def leads(fill: str, numbers: ActionIndex, filling: Iterable[tuple[int, ...]]) -> list[int]:
-    """Forwards of each program that fills before its ranks do anything else, to be tried: all of them for ``coarse``;
-    for ``fine`` none, or a few where they need several lanes, which hardly ever idle at once later.
-    """
-    if fill == "coarse":
-        return [numbers.units]
-    wide = any(len(on) > 1 for on in filling)
-    return [0, *(1 << k for k in range(max(numbers.counts).bit_length()))] if wide else [0]
+def attempts(
+    fill: str, numbers: ActionIndex, bounds: Mapping[str, int], filling: Iterable[tuple[int, ...]]
+) -> list[tuple[int, bool]]:
+    """What to try, of which the shortest is taken: forwards of each program that fills before its ranks do anything
+    else, and whether its backwards come after all that they do.
 
-
-def check_bounds(numbers: ActionIndex, bounds: Mapping[str, int]) -> None:
-    """Refuse bounds on microbatches in flight that ``coarse`` cannot keep.
+    Args:
+        filling: lanes of each program that fills. Where they need several, these hardly ever idle at once later.
 
     Raises:
-        ScheduleError: naming the module.
+        ScheduleError: ``coarse`` holds more microbatches than the bounds allow.
     """
-    for node, count, back in zip(numbers.nodes, numbers.counts, numbers.backward, strict=True):
-        if node.cohort >= 0 and back and bounds.get(node.module, count) < count:
+    wide, counts = any(len(on) > 1 for on in filling), numbers.counts
+    tried = (
+        [(lead, False) for lead in (0, *(1 << k for k in range(max(counts).bit_length())))] if wide else [(0, False)]
+    )
+    too_many = [
+        (node.module, count)
+        for node, count, back in zip(numbers.nodes, counts, numbers.backward, strict=True)
+        if node.cohort >= 0 and back and bounds.get(node.module, count) < count
+    ]
+    if fill == "coarse":
+        tried = []
+        for module, count in too_many:
             raise ScheduleError(
-                f"fill='coarse' holds all {count} microbatches of {node.module}, max_in_flight allows"
-                f" {bounds[node.module]}: raise it to {count} or take fill='fine'"
+                f"fill='coarse' holds all {count} microbatches of {module}, max_in_flight allows {bounds[module]}:"
+                f" raise it to {count} or take fill='fine'"
             )
+    around = any(node.cohort >= 0 for node in numbers.nodes) and not too_many
+    return [*tried, (numbers.units, True)] if around else tried or [(0, False)]
 
 
 def forwards_first(

@@ -107,7 +107,7 @@ def forward_times(
 
 
 class PlannedCosts:
-    """Cost of every action on its slowest instance, from a step plan: what orders are built with.
+    """Cost of every action on its slowest instance (of cohorts the mean), from a step plan: what orders are built with.
 
     In the units of :attr:`StepPlan.loads`, measured costs and unequal speeds included; FLOPs of a rank where the plan
     says no loads.
@@ -125,14 +125,13 @@ class PlannedCosts:
             times = forward_times(of_stages, rows, squares, None if load is None else load.after)
             for nodes in graph.chains[module]:
                 self._forward.update((n, graph.stages[n].own(x)) for n, x in zip(nodes, times, strict=True))
-        self._slowest: dict[StageId, list[float]] = {
-            node: found.max(axis=1, initial=0.0).tolist() for node, found in self._forward.items()
-        }
+        self._usual = {node: usual(node, found).tolist() for node, found in self._forward.items()}
 
     def __call__(self, action: Action) -> float:
         if action.microbatch < 0:
             return 0.0
-        return self._slowest[action.node][action.microbatch] * self._times(action)
+        seconds: float = self._usual[action.node][action.microbatch] * self._times(action)
+        return seconds
 
     def of_instances(self, action: Action) -> Float64[np.ndarray, "instances"]:
         """The same of every instance; not for UNSHARD and REDUCE."""
@@ -141,6 +140,15 @@ class PlannedCosts:
 
     def _times(self, action: Action) -> float:
         return forwards(action.kind, self._graph.stages[action.node], self._stages[action.node.all_instances])
+
+
+def usual(
+    node: StageId, seconds: Float64[np.ndarray, "*microbatches instances"]
+) -> Float64[np.ndarray, "*microbatches"]:
+    """What orders take a node's actions for: the slowest instance, which the others wait for; of a cohort, whose
+    instances go on when they like and have even work over the step, the mean.
+    """
+    return seconds.max(axis=-1, initial=0.0) if node.cohort < 0 else seconds.mean(axis=-1)
 
 
 def forwards(kind: Kind, stage: Stage, cost: StageCost) -> float:

@@ -14,7 +14,7 @@ from hetero_strategy.plan.orchestrator import UnitSizes
 from hetero_strategy.plan.reorder import best_order, interval_order
 from hetero_strategy.schedule.action import Action, Kind, Schedule, Span, StageGraph, StageId, StepWork
 from hetero_strategy.schedule.build import make_schedule
-from hetero_strategy.schedule.graph import StageCost, forward_times, forwards
+from hetero_strategy.schedule.graph import StageCost, forward_times, forwards, usual
 from hetero_strategy.schedule.policies import schedule_policy
 from hetero_strategy.simulator.replay import Replay
 
@@ -25,8 +25,8 @@ Table = Mapping[tuple[Kind, StageId], Float64[np.ndarray, "microbatches"]]
 class Reorderer:
     """Finds in which order a step should run its microbatches.
 
-    An order is judged by the cost of each action's slowest instance, as if transfers took no time and every module
-    computed the microbatches of the step.
+    An order is judged by the cost of each action's slowest instance (of cohorts the mean), as if transfers took no time
+    and every module computed the microbatches of the step.
 
     Two things may depend on the order: which microbatches a module skips, and how modules on the same ranks take turns.
     The search looks at a schedule in which skipped microbatches run in no time and turns are taken as for equal
@@ -106,8 +106,8 @@ class Reorderer:
             for nodes in self._graph.chains[module]:
                 for node, cost, seconds in zip(nodes, costs, times, strict=True):
                     stage = self._graph.stages[node]
-                    slowest = stage.own(seconds).max(axis=1, initial=0.0)
-                    table |= {(kind, node): slowest * forwards(kind, stage, cost) for kind in kinds}
+                    once = usual(node, stage.own(seconds))
+                    table |= {(kind, node): once * forwards(kind, stage, cost) for kind in kinds}
         return table
 
     def _of_ranks(self, table: Table, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -37,12 +37,14 @@ CHOSEN = {
     "with a generator, beyond the pipeline": (("interleaved_1f1b", "fine"),),
 }
 PAIRS = [(placement, *pair) for placement, pairs in CHOSEN.items() for pair in pairs]
+"""A schedule of virtual stages gives them to all pipelines, and what has them does not fill."""
 OTHERS = [
     (placement, schedule, fill)
     for placement in PLACEMENTS
     for schedule in SCHEDULES
     for fill in ("coarse", "fine")
     if (schedule, fill) not in CHOSEN[placement]
+    and not (placement == "an encoder that is a pipeline" and schedule in ("interleaved_1f1b", "zbv"))
 ]
 
 

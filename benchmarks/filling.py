@@ -1,0 +1,155 @@
+"""How much of an encoder's work fits into the bubbles of a language model's pipeline on the same ranks?
+
+Each row is a model at full size on all its ranks, simulated as the planner simulates candidates (models counted on the
+meta device, real step plans and schedules): the language model alone on the same tokens, then with its encoder on all
+of its ranks, in turns, with ``fill="coarse"`` and with ``fill="fine"``. Efficiency is Optimus' (section 5.3.2): the
+share of the encoder's seconds per rank by which the step is not longer than the language model alone. The bound is the
+longer one of the language model alone and of a rank's work for both.
+
+``optimus`` rows are ViT-22B and GPT-175B of the paper's tables 5 and 7: 1536 samples of 2048 rows, microbatches of 2,
+tensor parallel over 8 ranks, 8 pipeline ranks with 12 virtual stages, all recomputed as in ``benchmarks.published``.
+The others have their encoder's and their language model's sizes and pipeline; a mixture of experts is a dense model of
+its active parameters, whose stages take as long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from benchmarks.common import arguments, report, write_json
+from benchmarks.published import equal, gpt, pipelined, vit_llm
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.plan.step_plan import StepMetadata
+from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
+from hetero_strategy.planner.hardware import cluster
+from hetero_strategy.planner.shape import ModelShape, shape_of
+
+PAPER = {1536: (0.343, 0.575, 9.80), 2048: (0.458, 0.693, 7.29), 3072: (0.687, 0.850, 4.87)}
+"""GPUs -> Optimus' efficiency of coarse and of fine filling (table 7; 3172 there), and seconds of a step (table 5)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in its layouts."""
+
+    name: str
+    vit: tuple[int, int]
+    """Layers and width."""
+    llm: tuple[int, int]
+    gpus: int
+    tp: int
+    pp: int
+    vpp: int
+    samples: int
+    length: int = 2048
+    image_rows: int = 2048
+    each: int = 2
+    """Samples of a language model's microbatch."""
+    pieces: int = 1
+    """Of the encoder."""
+
+    @property
+    def microbatches(self) -> int:
+        return self.samples // (self.gpus // self.tp // self.pp) // self.each
+
+
+CASES = (
+    *(Case(f"optimus, {gpus} GPUs", (48, 6144), (96, 12288), gpus, 8, 8, 12, 1536, pieces=4) for gpus in PAPER),
+    Case("0.4B encoder, 1T-A32B, pp 16", (27, 1152), (64, 6656), 256, 1, 16, 2, 1024, 4096, 1024, 1),
+    Case("0.6B encoder, 32B, pp 4", (27, 1280), (64, 5120), 64, 8, 4, 4, 256, 4096, 2048, 4),
+    Case("5B encoder, 70B, pp 8", (40, 3072), (80, 8192), 128, 8, 8, 5, 128, 4096, 2048, 2),
+)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """Seconds of a step."""
+
+    alone: float
+    turns: float
+    coarse: float
+    fine: float
+    encoder: float
+    """Of a rank's encoder work."""
+    least: float
+    planned: float
+    """Of making the fine schedule."""
+
+    def efficiency(self, step: float) -> float:
+        return 1 - (step - self.alone) / self.encoder
+
+
+def measure(case: Case) -> Filled:
+    """Simulate one case."""
+    batch = equal(case.samples, case.length, case.image_rows)
+    both, alone = shape_of(vit_llm(case.vit, case.llm)), shape_of(gpt(*case.llm, 51200))
+    llm = pipelined(case.llm[0], case.gpus, case.tp, case.pp, case.vpp)
+    vision = ModuleLayout(case.gpus, dp_shard=case.gpus // case.tp, tp=case.tp)
+    layouts = {"vision": vision, "llm": llm}
+    schedule = "interleaved_1f1b" if case.vpp > 1 else "1f1b"
+
+    def seconds(shape: ModelShape, data: StepMetadata, given: Mapping[str, ModuleLayout], fill: str) -> float:
+        return _evaluator(shape, case, data).seconds(_candidate(given, case, schedule, fill))
+
+    evaluator = _evaluator(both, case, batch)
+    step = evaluator.shown(evaluator.place(_candidate(layouts, case, schedule, "fine")))
+    share = case.microbatches / max(a.microbatch + 1 for a in step.simulation.start)
+    work = {name: share * _busy(step, name) for name in layouts}
+    text = replace(batch, items={})
+    began = time.perf_counter()
+    step.schedule.starts  # noqa: B018
+    planned = time.perf_counter() - began
+    only = seconds(alone, text, {"llm": llm}, "none")
+    found = [seconds(both, batch, layouts, fill) for fill in ("none", "coarse", "fine")]
+    return Filled(only, *found, work["vision"], max(only, sum(work.values())), planned)
+
+
+def _evaluator(shape: ModelShape, case: Case, batch: StepMetadata) -> Evaluator:
+    return Evaluator(shape, cluster("h100", case.gpus // 8), [batch])
+
+
+def _candidate(layouts: Mapping[str, ModuleLayout], case: Case, schedule: str, fill: str) -> Candidate:
+    again = dict.fromkeys(layouts, Recompute())
+    pieces = {"vision": case.pieces} if fill == "fine" and "vision" in layouts else {}
+    return Candidate(layouts, case.microbatches, schedule, again, "never", fill, pieces)
+
+
+def _busy(step: Step, module: str) -> float:
+    """Seconds of a rank's work for a module, of the busiest rank."""
+    simulation, graph = step.simulation, step.placed.graph
+    busy = dict.fromkeys(range(step.placed.placement.world_size), 0.0)
+    for action, begin in simulation.start.items():
+        if action.node.module == module:
+            for ranks, seconds in zip(graph.stages[action.node].grid, simulation.end[action] - begin, strict=True):
+                for rank in ranks:
+                    busy[int(rank)] += float(seconds)
+    return max(busy.values())
+
+
+def main() -> None:
+    """Print the table."""
+    parser = arguments(__doc__)
+    parser.add_argument("--cases", nargs="+", type=int, default=list(range(len(CASES))), help="only these, from 0")
+    args = parser.parse_args()
+    rows, found = [], dict[str, Any]()
+    for case in (CASES[i] for i in args.cases):
+        began = time.perf_counter()
+        x = measure(case)
+        paper = PAPER.get(case.gpus, ("", "", ""))
+        rows.append(
+            [case.name, case.microbatches, x.alone, x.least, x.turns, x.coarse, x.fine, x.fine / x.alone,
+             x.efficiency(x.coarse), x.efficiency(x.fine), *paper]
+        )  # fmt: skip
+        found[case.name] = {**asdict(x), "seconds": time.perf_counter() - began}
+    head = ("model", "microbatches", "llm alone s", "bound s", "turns s", "coarse s", "fine s", "fine / alone",
+            "coarse in bubbles", "fine in bubbles", "paper's coarse", "paper's fine", "paper's s")  # fmt: skip
+    report("filling", "An encoder in the bubbles of its language model", head, rows, [])
+    write_json(args.json, "filling", "cpu", {"cases": args.cases}, found)
+
+
+if __name__ == "__main__":
+    main()
