@@ -10,7 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.plan.balance import POLICIES
+from hetero_strategy.schedule.config import ScheduleConfig
 from recipes.digits import write_digits, write_digits_draw
 from tests.distributed.stepping import ITEM_MODULES, Setting
 
@@ -28,7 +30,7 @@ PARTS = {
 
 PLAIN = ("balance", "tokens", "freeze", "recompute", "compile", "max_in_flight", "reshard_after_forward", "edges",
          "loss_weights", "kv_heads", "ranks_per_node", "tied", "dropout", "precision", "late", "lm",
-         "schedule")  # fmt: skip
+         "pieces", "fill", "schedule")  # fmt: skip
 """Options that a smaller setting has as they are by default, in the order in which that is tried."""
 
 
@@ -118,7 +120,7 @@ class _Drawing:
                 tokens[name] = self.one_of({"equal": 3, 4: 1, 8: 1, 20: 1, 100: 1, 1000: 2})
         losses = [name for name in modules if ITEM_MODULES.get(name) != "encoder"]
         splits = schedule in ("zb_h1", "zbv")
-        return Setting(
+        setting = Setting(
             self.data.folder,
             {name: self.written(one) for name, one in layouts.items()},
             schedule,
@@ -144,6 +146,20 @@ class _Drawing:
             batches=batches,
             microbatches=None if auto else rng.randint(1, min(6, largest)),
         )
+        return self.filling(setting) if pipelined and self.often(0.5) else setting
+
+    def filling(self, setting: Setting) -> Setting:
+        """The same with encoders in bubbles, where there are such, perhaps in pieces."""
+        if setting.schedule == "sequential" or setting.reshard_after_forward == "always":
+            return setting
+        fill = self.one_of({"fine": 3, "coarse": 1})
+        layouts = {n: ModuleLayout.from_config(n, dict(v)).resolved(n) for n, v in setting.layouts.items()}
+        others = [name for name in setting.modules if name in ITEM_MODULES]
+        fills = ScheduleConfig(fill=fill).filling(others, layouts, setting.flows())
+        blocks = {name: getattr(setting, f"{name}_layers") for name in fills if layouts[name].pp == 1}
+        pieces = {name: self.rng.randint(1, blocks[name]) for name in sorted(blocks) if self.often(0.4)}
+        bounds = {name: bound for name, bound in setting.max_in_flight.items() if fill == "fine" or name not in fills}
+        return replace(setting, fill=fill, pieces=pieces, max_in_flight=bounds)
 
     def modules(self) -> list[str]:
         if self.draws:
@@ -296,7 +312,7 @@ def smaller(setting: Setting) -> Iterator[Setting]:
         yield replace(_plain(setting, "schedule"), schedule="zb_h1")
     for part in setting.freeze if len(setting.freeze) > 1 else ():
         yield replace(setting, freeze=tuple(p for p in setting.freeze if p != part))
-    for option in ("balance", "tokens", "recompute", "compile"):
+    for option in ("balance", "tokens", "recompute", "compile", "pieces"):
         given = getattr(setting, option) or {}
         for key in given if len(given) > 1 else ():
             yield replace(setting, **{option: {k: v for k, v in given.items() if k != key}})
@@ -327,6 +343,7 @@ def _without(setting: Setting, module: str) -> Setting:
         edges=edges,
         freeze=tuple(part for part in setting.freeze if part.split(".")[0] != module),
         recompute={n: v for n, v in setting.recompute.items() if n != module},
+        pieces={n: v for n, v in setting.pieces.items() if n != module},
         compile={n: v for n, v in setting.compile.items() if n != module},
         loss_weights={n: v for n, v in setting.loss_weights.items() if n != module},
         max_in_flight={n: v for n, v in setting.max_in_flight.items() if n != module},

@@ -305,4 +305,4 @@ class _ActionSeconds:
 
     def usual(self, action: Action) -> float:
         """What orders take it for."""
-        return float(usual(action.node, self(action)))
+        return float(usual(action.node, self(action)[None])[0])

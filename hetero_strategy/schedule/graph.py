@@ -142,13 +142,11 @@ class PlannedCosts:
         return forwards(action.kind, self._graph.stages[action.node], self._stages[action.node.all_instances])
 
 
-def usual(
-    node: StageId, seconds: Float64[np.ndarray, "*microbatches instances"]
-) -> Float64[np.ndarray, "*microbatches"]:
+def usual(node: StageId, seconds: Float64[np.ndarray, "microbatches instances"]) -> Float64[np.ndarray, "microbatches"]:
     """What orders take a node's actions for: the slowest instance, which the others wait for; of a cohort, whose
     instances go on when they like and have even work over the step, the mean.
     """
-    return seconds.max(axis=-1, initial=0.0) if node.cohort < 0 else seconds.mean(axis=-1)
+    return seconds.max(axis=1, initial=0.0) if node.cohort < 0 else seconds.mean(axis=1)
 
 
 def forwards(kind: Kind, stage: Stage, cost: StageCost) -> float:
