@@ -48,6 +48,8 @@ class Placement:
             parts = [f"{k}={v}" for k, v in layout.degrees().items() if v > 1]
             if layout.vpp > 1:
                 parts.append(f"vpp={layout.vpp}" + (" (v)" if layout.pp_style == "v" else ""))
+            if layout.tp_chunks > 1:
+                parts.append(f"tp_chunks={layout.tp_chunks}")
             if layout.split is not None:
                 parts.append("split=" + "+".join(map(str, layout.split)))
             rows.append((name, _ranges(layout.ranks), " ".join(parts) or "one rank"))

@@ -34,6 +34,8 @@ class ModuleLayout:
         dp_shard: ranks over which parameters, gradients and optimizer state are sharded (FSDP2).
         cp: context-parallel ranks (above 1: not yet).
         tp: tensor-parallel ranks.
+        tp_chunks: most chunks of a microbatch's rows whose tensor-parallel collectives run one by one beside the
+            matmuls of the next; 1: collectives and matmuls take turns.
         pp: pipeline ranks; the module is cut by layer into ``pp * vpp`` stages.
         ep: expert-parallel ranks (above 1: not yet).
         vpp: stages on each pipeline rank.
@@ -58,6 +60,7 @@ class ModuleLayout:
     vpp: int = 1
     pp_style: Literal["loop", "v"] = "loop"
     split: tuple[int, ...] | None = None
+    tp_chunks: int = 1
 
     def __post_init__(self) -> None:
         argument: Iterable[int] | int = self.ranks
@@ -112,6 +115,10 @@ class ModuleLayout:
             faults.append(
                 f"{self._product()} = {known} but ranks has {count}; set one degree to -1 or give {known} ranks"
             )
+        if self.tp_chunks < 1:
+            faults.append(f"tp_chunks={self.tp_chunks}: rows are cut into at least one chunk; set tp_chunks=1")
+        elif self.tp_chunks > 1 and (count // known if self.tp == -1 else self.tp) == 1:
+            faults.append(f"tp_chunks={self.tp_chunks} with tp=1: nothing is exchanged; set tp_chunks=1, or tp above 1")
         return faults or self._stage_faults(count // known if self.pp == -1 else self.pp)
 
     def _stage_faults(self, pp: int) -> list[str]:

@@ -87,6 +87,9 @@ class Adapter(nn.Module):
     """Names inside a block of the linear maps that follow those, whose inputs it splits."""
     tp_compiles: bool = False
     """Whether torch can compile its blocks for any number of rows where tensor parallelism splits them."""
+    tp_chunks: int = 1
+    """Chunks whose collectives run beside matmuls where tensor parallelism splits its blocks; set before
+    :meth:`apply_tp`, see :attr:`ModuleLayout.tp_chunks`."""
     width: int
     """Size of the rows this module exchanges at its edges."""
     hidden_width: int
@@ -231,10 +234,16 @@ class Adapter(nn.Module):
             raise ModelError(f"{type(self).__name__} has no tensor-parallel plan: set tp=1 for it (tp={mesh.size()})")
         if faults := self.check_tp(mesh.size()):
             raise ModelError(f"{type(self).__name__}: {'; '.join(faults)}")
-        parallelize_module(self, mesh, plan)
+        parallelize_module(self, mesh, self.in_chunks(plan))
         if self.random_numbers is not None:
             _separate_random_numbers(self, plan, self.random_numbers)
         self.after_tp(mesh.size())
+
+    def in_chunks(self, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+        """Return a plan of :func:`parallelize_module` that does as :attr:`tp_chunks` says."""
+        from hetero_strategy.model.chunked_linear import chunked
+
+        return plan if self.tp_chunks == 1 else chunked(plan, self.tp_chunks)
 
     def row_sharding(self, layout: ModuleLayout) -> RowSharding:
         """Return how rows at the edges and between stages lie on an instance's ranks in this layout; as they are after

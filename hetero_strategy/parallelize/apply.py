@@ -19,6 +19,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.chunked_linear import is_chunked
 from hetero_strategy.model.hf_folder import Selection
 from hetero_strategy.model.materialize import initial_units
 from hetero_strategy.parallelize.compile import apply_compile
@@ -64,6 +65,7 @@ def parallelize(
 
     Raises:
         ModelError: a parameter is not what it was: see :func:`check_traits`.
+        LayoutError: ``tp_chunks`` of a module that tensor parallelism splits in a way of its own.
     """
     module.meta_copy()  # the module as it was, for initialisation and counting
     traits = traits_of(dict(module.named_parameters()))
@@ -77,8 +79,14 @@ def parallelize(
         stage.compute_dtype = storage.compute
         if layout.tp > 1:
             assert mesh is not None
+            stage.tp_chunks = layout.tp_chunks
             with ties_kept([stage]):
                 stage.apply_tp(mesh["tp"])
+            if layout.tp_chunks > 1 and not any(is_chunked(part) for part in stage.modules()):
+                raise LayoutError(
+                    f"layout of '{name}': tp_chunks={layout.tp_chunks}, but {type(module).__name__}.apply_tp cuts none"
+                    " of its linear maps; give in_chunks(plan) to parallelize_module there, or set tp_chunks=1"
+                )
             restore_traits(traits, owned_tensors(stage))  # before FSDP, which sorts parameters by what trains
         compile_first = layout.tp > 1  # torch cannot compile a checkpoint around tensor-parallel layers
         if compile is not None and compile_first:

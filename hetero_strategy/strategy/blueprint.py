@@ -58,6 +58,7 @@ def blueprint(
     storage.check(modules)
     _check_blocks("recompute", recompute, modules)
     _check_blocks("compile", compile, modules)
+    _check_chunks(layouts, recompute, compile)
     for name in compile:
         if layouts[name].tp == 1:
             continue
@@ -105,6 +106,20 @@ def _check_blocks(option: str, named: Collection[str], modules: Mapping[str, Ada
     for name in named:
         if not modules[name].blocks():
             raise ConfigError(f"HeteroStrategy: {option} names '{name}', which has no blocks; leave it out")
+
+
+def _check_chunks(
+    layouts: Mapping[str, ModuleLayout], recompute: Mapping[str, Recompute], compile: Mapping[str, str]
+) -> None:
+    for name, layout in layouts.items():
+        keeps = name in recompute and recompute[name].keeps_matmuls
+        if layout.tp_chunks > 1 and (keeps or name in compile):
+            option = "recompute='all but matmuls'" if keeps else "compile"
+            why = "sums of chunks take the place of what matmuls make" if keeps else "compiled blocks start no chunks"
+            raise ConfigError(
+                f"layout of '{name}': tp_chunks={layout.tp_chunks} does not go with {option}: {why}; set"
+                f" tp_chunks=1, or leave '{name}' out of {option.partition('=')[0]}"
+            )
 
 
 def _costs(module: Adapter, split: Sequence[int], recomputed: float, ranks: int) -> list[StageCost]:

@@ -200,13 +200,28 @@ class TitanLlama(CausalLM):
         with warnings.catch_warnings():
             # A pipeline stage lacks the embedding or the head that the plan names.
             warnings.filterwarnings("ignore", message="Parallelize plan key")
-            norm, output = self.model.norm, self.model.output
+            norm, output, layers = self.model.norm, self.model.output, self.model.layers
             self.model.norm = self.model.output = None
+            if self.tp_chunks > 1:
+                self.model.layers = nn.ModuleDict()
             _titan().apply_tp(self.model, mesh, loss_parallel=True, enable_float8_tensorwise_tp=False)
-            self.model.norm, self.model.output = norm, output
+            self.model.norm, self.model.output, self.model.layers = norm, output, layers
             split = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
             parallelize_module(self.model, mesh, {"output": split})
+        if self.tp_chunks > 1:
+            parallelize_module(self, mesh, self.in_chunks(self._tp_plan_of_blocks()))
         self.rows_mesh = mesh
+
+    def _tp_plan_of_blocks(self) -> dict[str, ParallelStyle]:
+        """torchtitan's plan of a block, where each linear map gathers its rows itself."""
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+        styles: dict[str, ParallelStyle] = {
+            **dict.fromkeys(("attention_norm", "ffn_norm"), SequenceParallel(use_local_output=True)),
+            **dict.fromkeys(self.tp_columns, ColwiseParallel(input_layouts=Shard(1))),
+            **dict.fromkeys(self.tp_rows, RowwiseParallel(output_layouts=Shard(1))),
+        }
+        return {f"{self.block_list}.*.{name}": style for name, style in styles.items()}
 
     @override
     def initialize(self, prefix: str, unit: nn.Module) -> None:
