@@ -19,6 +19,7 @@ from tests.parallelize.pieces import MAKE, Piece, evaluate_then_train, even_spli
 PIPE = {"ranks": 2, "pp": 2, "split": [1, 3]}
 FSDP = {"ranks": 4, "pp": 2, "dp_shard": 2, "split": [3, 1]}
 TP = {"ranks": 4, "pp": 2, "tp": 2}
+CHUNKS = {**TP, "tp_chunks": 3}
 PIECES = [
     Piece("titan", PIPE),
     Piece("titan", FSDP),
@@ -32,11 +33,15 @@ PIECES = [
     Piece("titan", TP),
     Piece("titan", TP, halves=True),
     Piece("titan", {"ranks": 4, "pp": 1, "dp_shard": 2, "tp": 2}, halves=True),
+    Piece("titan", CHUNKS, halves=True, microbatches=4, ahead=3),
+    Piece("titan", CHUNKS, frozen=True),
+    Piece("titan", {"ranks": 4, "pp": 1, "dp_shard": 2, "tp": 2, "tp_chunks": 3}, mode="each", recompute=True),
     Piece("titan", {"ranks": 4, "pp": 1, "dp_shard": 2, "dp_replicate": 2}, microbatches=3),
     Piece("titan", {"ranks": 4, "pp": 2, "dp_shard": 2, "vpp": 2}),
     Piece("titan", FSDP, frozen=True),
     Piece("hf_qwen3", {"ranks": 2, "pp": 2, "vpp": 2, "pp_style": "v"}),
     Piece("hf_qwen3", TP, recompute=True),
+    Piece("tied", CHUNKS, halves=True),
     Piece("hf_llama", FSDP, halves=True),
     Piece("tied", {"ranks": 3, "pp": 3, "split": [1, 2, 1]}),
     Piece("tied", {"ranks": 2, "pp": 2, "vpp": 2, "pp_style": "v"}),
@@ -48,6 +53,8 @@ PIECES = [
     Piece("siglip2", TP, halves=True),
     Piece("whisper", FSDP),
     Piece("whisper", TP),
+    Piece("siglip2", CHUNKS, halves=True),
+    Piece("whisper", CHUNKS, recompute=True),
     Piece("whisper", PIPE, halves=True, microbatches=4),
 ]
 IMPLIED = [
