@@ -146,7 +146,8 @@ class _Drawing:
             batches=batches,
             microbatches=None if auto else rng.randint(1, min(6, largest)),
         )
-        return self.filling(setting) if pipelined and self.often(0.5) else setting
+        drawn = self.filling(setting) if pipelined and self.often(0.5) else setting
+        return replace(drawn, layouts={name: self.in_chunks(drawn, name) for name in modules})
 
     def filling(self, setting: Setting) -> Setting:
         """The same with encoders in bubbles, where there are such, perhaps in pieces."""
@@ -235,6 +236,14 @@ class _Drawing:
             unknown = self.rng.choice([name for name in DEGREES if name in found])
             return found | {unknown: -1}
         return found
+
+    def in_chunks(self, drawn: Setting, module: str) -> dict[str, Any]:
+        """Its layout, with chunks at times where they may be."""
+        layout = dict(drawn.layouts[module])
+        refused = module in drawn.compile or drawn.recompute.get(module) == "all but matmuls"
+        if layout.get("tp", 1) != 1 and not refused and self.often(0.4):
+            layout["tp_chunks"] = self.rng.choice((2, 3, 8))
+        return layout
 
     def dropout(self, modules: Sequence[str], layouts: Mapping[str, Mapping[str, Any]], lm: str) -> dict[str, float]:
         """Where one process draws the same numbers: inside tensor-parallel layers they are other ones."""
@@ -387,13 +396,13 @@ def _smaller_layouts(layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {key: value for key, value in layout.items() if key != "split"} | {"ranks": ranks[:2], "pp": 2}
     for degree in DEGREES:
         if (size := layout.get(degree, 1)) > 1:
-            without = ("split", "vpp", "pp_style") if degree == "pp" else ()
+            without = {"pp": ("split", "vpp", "pp_style"), "tp": ("tp_chunks",)}.get(degree, ())
             rest = {key: value for key, value in layout.items() if key not in (degree, *without)}
             yield rest | {"ranks": ranks[: len(ranks) // size]}
             yield rest | {"ranks": ranks[-len(ranks) // size :]}
-    for key in ("split", "vpp"):
+    for key in ("split", "vpp", "tp_chunks"):
         if key in layout:
-            dropped = ("split", "pp_style", "vpp") if key == "vpp" else ("split",)
+            dropped = ("split", "pp_style", "vpp") if key == "vpp" else (key,)
             yield {name: value for name, value in layout.items() if name not in dropped}
 
 

@@ -42,6 +42,10 @@ CASES = {
     "tp2 to tp1": case(3, vision=on(0, 1, tp=2), audio=on(0, 1, tp=2), llm=on(2)),
     "tp1 to tp2": case(3, vision=on(0), audio=on(0), llm=on(1, 2, tp=2)),
     "tp2 dp2 to tp4": case(4, vision=on(0, 1, 2, 3, tp=2), audio=on(0, 2, tp=2), llm=on(0, 1, 2, 3, tp=4)),
+    "tp2 dp2 to tp4, in chunks": case(
+        4, vision=on(0, 1, 2, 3, tp=2, tp_chunks=2), audio=on(0, 2, tp=2, tp_chunks=3),
+        llm=on(0, 1, 2, 3, tp=4, tp_chunks=4),
+    ),
     "mixed": case(3, vision=on(0, 1), audio=on(2), llm=on(0, 1)),
     "partly overlapping, replicated": case(
         3, vision=on(0, 1, dp_replicate=2), audio=on(1, 2), llm=on(0, 2, dp_replicate=2)

@@ -97,6 +97,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...], tuple[st
     "drawings frozen": (DRAWS, {"freeze": ("draw",)}, ("zb_h1",), ("1f1b",)),
     "drawings behind a frozen llm": (DRAWS, {"freeze": ("vision.backbone", "llm")}, ("zb_h1",), ("1f1b",)),
     "replicated rows between stages": (TENSOR, {"lm": "hf_llama"}, ("interleaved_1f1b",), ("1f1b", "zb_h1")),
+    "tensor parallel in chunks": (
+        {"vision": on(0, 1, tp=2, tp_chunks=2), "llm": on(0, 1, 2, 3, pp=2, tp=2, tp_chunks=3)},
+        {},
+        ("zb_h1",),
+        ("1f1b",),
+    ),
     "vision tp2 pp2": (
         {"vision": on(0, 1, 2, 3, pp=2, tp=2), "llm": on(0, 1)},
         {"llm_layers": 1, "vision_layers": 2},
