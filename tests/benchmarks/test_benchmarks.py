@@ -8,12 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks import boundary_bytes, checkpoint_integrity, head, host_time, step_overhead
+from benchmarks import boundary_bytes, checkpoint_integrity, head, host_time, step_overhead, tp_overlap
 from benchmarks.common import ragged_step
 from benchmarks.gather_then_slice import MIMO, Moved
 from hetero_strategy.boundary.route import Side, route
 from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
 from hetero_strategy.plan.step_plan import EdgeBlocks
+from tests.distributed.harness import Pool
 
 
 def test_ragged_step_lays_items_one_after_another_before_the_text() -> None:
@@ -137,3 +138,17 @@ def test_head_takes_less_than_whole_logits(capsys: pytest.CaptureFixture[str]) -
         assert ours["loss"] == pytest.approx(whole["loss"], rel=1e-6)
         assert 0 < ours["peak"] < most * whole["peak"]
     assert "labelled" in capsys.readouterr().out
+
+
+@pytest.mark.distributed
+def test_chunks_move_no_more_bytes(pool: Pool) -> None:
+    given = ["--rounds", "3", "--sizes", "small", "--scale", "0.25", "--tp", "2", "--chunks", "1", "8"]
+    figures = tp_overlap.main(given, pool)
+    titan, plain, chunks = (figures[f"titan, tp 2, small, {way}"] for way in ("plain", "1 chunk", "8 chunks"))
+    assert titan["bytes"] == plain["bytes"] == chunks["bytes"]
+    assert chunks["collectives"] == [{"all-gather": 16, "reduce-scatter": 16}] * 2
+    assert all(line["off"] < 1e-6 for line in figures.values())
+    llama, chunks = (figures[f"hf_llama, tp 2, small, {way}"] for way in ("plain", "8 chunks"))
+    assert llama["collectives"] == [{"all-reduce": 2}, {"all-reduce": 5}] and llama["bytes"][0] == chunks["bytes"][1]
+    slow = tp_overlap.main([*given, "--link", "0.001"], pool)
+    assert "titan, tp 2, small, plain" not in slow and slow["titan, tp 2, small, 8 chunks"]["waited"] > 0
