@@ -33,9 +33,7 @@ from hetero_strategy.planner.search import Answer, Planner, Ranked
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
 from hetero_strategy.profiling.activations import DTYPES, memory_model
-from hetero_strategy.profiling.blocks import Profiled, profile
-from hetero_strategy.profiling.cache import cached
-from hetero_strategy.profiling.device import with_optimizer
+from hetero_strategy.profiling.on_cluster import profile_on
 from hetero_strategy.strategy.dry_run import dry_run
 from recipes import build, cli
 from recipes.dry_run import report
@@ -122,33 +120,13 @@ def as_it_ran(ran: Measured, cfg: DictConfig, answer: Answer, planner: Planner) 
 def profiled(
     model: MultimodalModel, batches: Sequence[StepMetadata], cluster: Cluster, precision: Precision, console: Console
 ) -> tuple[Mapping[str, ModuleSeconds], Cluster]:
-    """Seconds of all blocks on this device, measured now or before, and the cluster with what its optimizer reaches.
-
-    Raises:
-        ConfigError: the cluster's device is not here.
-    """
-    name, dtype = cluster.device.name, DTYPES[precision.compute]
-    here = torch.cuda.get_device_name() if torch.cuda.is_available() else "none but processor cores"
-    if name != "cpu" and name not in here.lower().replace(" ", ""):
-        raise ConfigError(
-            f"profile: blocks are measured on the cluster's own device, {name}, and this machine has {here}; run this"
-            " there, or leave profile out"
-        )
-    device = torch.device("cpu" if name == "cpu" else "cuda")
-    degrees = [n for n in TP if n <= cluster.ranks_per_node]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1 if name == "cpu" else threads)  # a rank is one core
+    """Seconds of all blocks, and the cluster with what else is measured; see :func:`profile_on`."""
     with console.status("profile") as status:
 
-        def measure() -> Profiled:
-            def tell(done: int, total: int, what: str) -> None:
-                status.update(f"profile {done + 1} of {total}: {what}")
+        def tell(done: int, total: int, what: str) -> None:
+            status.update(f"profile {done + 1} of {total}: {what}")
 
-            return profile(model.train(), batches, device, dtype, tp=degrees, progress=tell)
-
-        found = cached(measure, model, device, dtype, degrees)
-        cluster = cluster.changed(device=with_optimizer(cluster.device, device))
-    torch.set_num_threads(threads)
+        found, cluster = profile_on(cluster, model.train(), batches, DTYPES[precision.compute], tp=TP, progress=tell)
     fits = ", ".join(f"{module} {fit.median:.1%} (worst {fit.worst:.0%})" for module, fit in found.fits.items())
     console.print(f"profile     lines are off from what was measured by: {fits}", soft_wrap=True)
     return found.modules, cluster

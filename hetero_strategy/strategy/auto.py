@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities import rank_zero_info
@@ -22,9 +20,8 @@ from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import ModuleSeconds, Precision
 from hetero_strategy.profiling.activations import memory_model
-from hetero_strategy.profiling.blocks import profile
-from hetero_strategy.profiling.cache import cached
-from hetero_strategy.profiling.device import fit_links, link_times, with_optimizer
+from hetero_strategy.profiling.device import fit_links, link_times
+from hetero_strategy.profiling.on_cluster import profile_on
 from hetero_strategy.simulator.links import Links
 
 if TYPE_CHECKING:
@@ -93,9 +90,8 @@ def planned(
     cluster = this_cluster(device, strategy.num_nodes, strategy.num_processes)
     measured: Mapping[str, ModuleSeconds] = {}
     if device.type == "cpu":
-        measure = partial(profile, model, batches, device, storage.compute, seconds=SECONDS)
-        measured = cached(measure, model, device, storage.compute, (1,)).modules
-        cluster = cluster.changed(device=with_optimizer(cluster.device, device), cores_per_node=os.cpu_count())
+        profiled, cluster = profile_on(cluster, model, batches, storage.compute, seconds=SECONDS)
+        measured = profiled.modules
     if links is not None:
         cluster = replace(cluster.changed(within=links), across=links)
     planner = Planner(
