@@ -33,7 +33,7 @@ from hetero_strategy.planner.search import Answer, Planner, Ranked
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
 from hetero_strategy.profiling.activations import DTYPES, memory_model
-from hetero_strategy.profiling.on_cluster import profile_on
+from hetero_strategy.profiling.cache import profile_on
 from hetero_strategy.strategy.dry_run import dry_run
 from recipes import build, cli
 from recipes.dry_run import report

@@ -1,4 +1,4 @@
-"""Profiles kept on disk by what they are of: a model that was measured here before is not measured again."""
+"""Profiles of this machine, kept on disk by what they are of: what was measured before is not measured again."""
 
 from __future__ import annotations
 
@@ -8,16 +8,61 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.plan.step_plan import StepMetadata
+from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.times import BlockSeconds, Line
-from hetero_strategy.profiling.blocks import Fit, Profiled
+from hetero_strategy.profiling.blocks import SECONDS, Fit, Profiled, Progress, profile
+from hetero_strategy.profiling.device import with_optimizer
+
+
+def profile_on(
+    cluster: Cluster,
+    model: MultimodalModel,
+    batches: Sequence[StepMetadata],
+    dtype: torch.dtype,
+    *,
+    tp: Collection[int] = (1,),
+    seconds: float = SECONDS,
+    progress: Progress | None = None,
+) -> tuple[Profiled, Cluster]:
+    """Seconds of all blocks on this machine's device, measured now or before, and the cluster with what it reaches.
+
+    That is the memory bandwidth of the optimizer and, of processors, how many cores the ranks of a node share. Blocks
+    run on one thread, whose time alone is counted there.
+
+    Args:
+        tp: of which those count that a node has ranks for; the rest as for :func:`profile`.
+
+    Raises:
+        ConfigError: the cluster's device is not here; or see :func:`profile`.
+    """
+    name, threads = cluster.device.name, torch.get_num_threads()
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else "none but processor cores"
+    if name != "cpu" and name not in here.lower().replace(" ", ""):
+        raise ConfigError(
+            f"profile: blocks are measured on the cluster's own device, {name}, and this machine has {here}; run this"
+            " there, or leave profile out"
+        )
+    device = torch.device("cpu" if name == "cpu" else "cuda")
+    degrees = [n for n in tp if n <= cluster.ranks_per_node]
+    measure = partial(profile, model, batches, device, dtype, tp=degrees, seconds=seconds, progress=progress)
+    torch.set_num_threads(1)
+    try:
+        found = cached(measure, model, device, dtype, degrees)
+        cluster = cluster.changed(device=with_optimizer(cluster.device, device))
+    finally:
+        torch.set_num_threads(threads)
+    return found, cluster.changed(cores_per_node=os.cpu_count()) if name == "cpu" else cluster
 
 
 def cached(

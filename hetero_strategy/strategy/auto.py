@@ -20,8 +20,8 @@ from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import ModuleSeconds, Precision
 from hetero_strategy.profiling.activations import memory_model
+from hetero_strategy.profiling.cache import profile_on
 from hetero_strategy.profiling.device import fit_links, link_times
-from hetero_strategy.profiling.on_cluster import profile_on
 from hetero_strategy.simulator.links import Links
 
 if TYPE_CHECKING:
