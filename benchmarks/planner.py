@@ -2,8 +2,9 @@
 
 allocation  DistTrain's models and cluster sizes (arXiv:2408.04275, table 2): milliseconds of the convex problem over
             all placements, beside the paper's for one of them, and seconds of a whole plan with its simulations
-best        random small problems: the planner's choice over the best of all candidates, each of them simulated, and
-            over the best with one layout for all modules
+best        random small problems of 2 to 4 ranks, and others of 2 to 16: the planner's choice over the best of all
+            candidates, each of them simulated, and over the best with one layout for all modules; and what it would
+            choose if ranks were allocated by the convex problem, as they are on more than 16 (``allocated``)
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import hydra
 import numpy as np
@@ -19,6 +21,8 @@ from hydra import compose, initialize_config_dir
 
 from benchmarks.common import arguments, report, write_json
 from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.planner import propose
+from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.search import Planner, Ranked
 from hetero_strategy.planner.shape import ModelShape, shape_of
 from recipes import build, cli
@@ -26,6 +30,8 @@ from tests.planner.models import batch, cluster, model
 
 SIZES = {112: 133.0, 324: 441.0, 648: 641.0, 1296: 922.0}
 """GPUs -> milliseconds in DistTrain's table 2."""
+OVER = ("over_best", "over_one_layout", "allocated_over_best")
+WIDTHS = (128, 256, 512, 768)
 PLAIN = BalanceConfig(reorder="none")
 
 
@@ -70,27 +76,52 @@ def allocation(sizes: Sequence[int], rounds: int, simulations: int) -> list[dict
 
 
 def problem(seed: int) -> Planner:
-    """A random small problem."""
+    """A random problem of 2 to 4 ranks: tensor parallelism of 1, 2 and 4, and microbatches are chosen."""
     rng = np.random.default_rng(seed)
-    widths = (128, 256, 512, 768)
     shape = model(
-        (int(rng.integers(1, 6)), int(rng.choice(widths))),
-        (int(rng.integers(2, 8)), int(rng.choice(widths))),
+        (int(rng.integers(1, 6)), int(rng.choice(WIDTHS))),
+        (int(rng.integers(2, 8)), int(rng.choice(WIDTHS))),
         frozen=bool(rng.random() < 0.3),
     )
-    ranks = int(rng.choice([2, 3, 4]))
+    given = drawn(rng, int(rng.choice([2, 3, 4])), (1, 2))
+    return Planner(shape, given, [batch(int(rng.choice([4, 8])), seed)], balance=PLAIN)
+
+
+def larger_problem(seed: int) -> Planner:
+    """A random problem of 2 to 16 ranks, so small in other ways that all candidates can be simulated.
+
+    Modules have at most 3 and 4 blocks, which bounds their pipelines, and tensor parallelism of 1 and 2; the step has 2
+    or 4 microbatches, given.
+    """
+    rng = np.random.default_rng(seed)
+    shape = model(
+        (int(rng.integers(1, 4)), int(rng.choice(WIDTHS))),
+        (int(rng.integers(2, 5)), int(rng.choice(WIDTHS))),
+        frozen=bool(rng.random() < 0.3),
+        tp=(1, 2),
+    )
+    given, count = drawn(rng, int(rng.integers(2, 17)), (1, 2, 4, 8)), int(rng.choice([2, 4]))
+    return Planner(shape, given, [batch(int(rng.choice([16, 32])), seed)], balance=PLAIN, microbatches=count)
+
+
+def drawn(rng: np.random.Generator, ranks: int, per_node: tuple[int, ...]) -> Cluster:
+    """A random cluster of so many ranks, all on one node or so many on each."""
     options = {
         "memory": float(rng.choice([1.2e8, 4e9])),
         "bandwidth": float(10 ** rng.uniform(8, 11)),
         "launch": float(10 ** rng.uniform(-6, -3.5)),
     }
-    given = cluster(ranks, int(rng.choice([n for n in (1, 2, ranks) if ranks % n == 0])), **options)
-    return Planner(shape, given, [batch(int(rng.choice([4, 8])), seed)], balance=PLAIN)
+    return cluster(ranks, int(rng.choice([n for n in (*per_node, ranks) if ranks % n == 0])), **options)
 
 
-def best(seed: int) -> dict[str, float] | None:
-    """The planner's choice over the best of everything; None where nothing fits."""
-    planner = problem(seed)
+def best(planner: Planner) -> dict[str, float] | None:
+    """The planner's choice over the best of everything; None where nothing fits.
+
+    Everything is both ways to share ranks, all ways to deal ranks out to the groups in their order, all ways in which
+    each module can lie on its ranks (``planner.space.degrees``: pipelines of any length, instances that are all
+    replicas, all shards, or shards of a node), one pipeline through all modules where the formula does not exclude it,
+    and of each of these all schedules and virtual stages that the planner knows.
+    """
     proposals = planner.proposer.proposals()
     if not proposals:
         return None
@@ -99,11 +130,31 @@ def best(seed: int) -> dict[str, float] | None:
     for proposal in proposals:
         for candidate in (proposal.candidate, *planner.schedules(proposal.candidate)):
             planner._simulate(candidate, proposal.seconds, everything)
-    alike = answer.homogeneous()
+    alike, least = answer.homogeneous(), min(r.seconds for r in everything)
+    with patch.object(propose, "FEW", 0):
+        allocated = planner.plan() if planner.proposer.proposals() else None
     return {
+        "ranks": planner.evaluator.cluster.ranks,
         "candidates": len(everything),
-        "over_best": answer.best.seconds / min(r.seconds for r in everything),
+        "over_best": answer.best.seconds / least,
         "over_one_layout": answer.best.seconds / alike.seconds if alike else float("nan"),
+        "allocated_over_best": allocated.best.seconds / least if allocated else float("nan"),
+    }
+
+
+def figures(tried: Sequence[dict[str, float]], refused: int) -> dict[str, Any]:
+    """Of many problems."""
+    over, alike, allocated = (np.array([r[key] for r in tried]) for key in OVER)
+    return {
+        "problems": len(tried),
+        "refused": refused,
+        "candidates": int(sum(r["candidates"] for r in tried)),
+        "same_to_1_percent": float((over <= 1.01).mean()),
+        "worst": float(over.max()),
+        "never_above_one_layout": bool((alike[~np.isnan(alike)] <= 1 + 1e-9).all()),
+        "gain_over_one_layout": float(np.nanmedian(1 / alike)),
+        "allocated_same_to_5_percent": float((allocated <= 1.05).mean()),
+        "allocated_worst": float(np.nanmax(allocated)),
     }
 
 
@@ -122,7 +173,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--rounds", type=int, default=5, help="of each size (default 5)")
     parser.add_argument("--simulations", type=int, default=6, help="candidates simulated at each size (default 6)")
-    parser.add_argument("--problems", type=int, default=200, help="random ones (default 200)")
+    parser.add_argument("--problems", type=int, default=200, help="random ones of 2 to 4 ranks (default 200)")
+    parser.add_argument("--larger", type=int, default=40, help="random ones of 2 to 16 ranks (default 40)")
     given = parser.parse_args(argv)
     found: dict[str, Any] = {}
     if given.sizes:
@@ -138,20 +190,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             ],
             ["propose: convex problems of all placements and rounding, median; paper: one placement (table 2)"],
         )  # fmt: skip
-    tried = [r for seed in range(given.problems) if (r := best(seed)) is not None]
-    if tried:
-        over = np.array([r["over_best"] for r in tried])
-        alike = np.array([r["over_one_layout"] for r in tried])
-        found["best"] = {
-            "problems": len(tried),
-            "refused": given.problems - len(tried),
-            "candidates": int(sum(r["candidates"] for r in tried)),
-            "same_to_1_percent": float((over <= 1.01).mean()),
-            "worst": float(over.max()),
-            "never_above_one_layout": bool((alike[~np.isnan(alike)] <= 1 + 1e-9).all()),
-            "gain_over_one_layout": float(np.nanmedian(1 / alike)),
-        }
-        report("planner: best", "random small problems", ("figure", "value"), [*found["best"].items()], [])
+    small = {"best": (problem, given.problems), "best_of_more_ranks": (larger_problem, given.larger)}
+    for name, (make, count) in small.items():
+        if tried := [r for seed in range(count) if (r := best(make(seed))) is not None]:
+            found[name] = figures(tried, count - len(tried))
+            report(f"planner: {name}", "random small problems", ("figure", "value"), [*found[name].items()], [])
     write_json(given.json, "planner", "cpu", {n: v for n, v in vars(given).items() if n != "json"}, found)
     return found
 

@@ -109,8 +109,8 @@ def pieces_of(rank: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, Piece
     A name is left out where the rank's piece is empty. Tensors may be on the meta device.
     """
     inventory, coordinates = take_inventory(tensors)
-    found = {key: _pieces(owned, {rank: coordinates}) for key, owned in inventory.tensors.items()}
-    return {key: piece for key, pieces in found.items() for piece in pieces.values()}
+    made = {owned: _pieces(owned, {rank: coordinates}) for owned in {*inventory.tensors.values()}}
+    return {key: piece for key, owned in inventory.tensors.items() for piece in made[owned].values()}
 
 
 def _pieces(owned: OwnedTensor, ranks: Mapping[int, Coordinates]) -> dict[tuple[int, ...], Piece]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
 from math import prod
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from hetero_strategy.checkpoint.folder import Piece
 from hetero_strategy.layout.spec import ModuleLayout
@@ -70,12 +70,19 @@ class Coverage:
         """Elements that all ranks of a tensor's mesh hold, copies counted once."""
         key = (tensor.shape, tensor.device_mesh.shape, tensor.placements)
         if key not in self._summed:
-            sizes, placements = tensor.device_mesh.shape, tensor.placements
-            places = (
-                range(1 if isinstance(one, Replicate) else size) for one, size in zip(placements, sizes, strict=True)
-            )
-            self._summed[key] = sum(
-                prod(_compute_local_shape_and_global_offset(tensor.shape, sizes, [*at], placements, True)[0])
-                for at in product(*places)
-            )
+            shapes = Counter({tensor.shape: 1})
+            for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+                if isinstance(placement, (Shard, _StridedShard)):
+                    shapes = _split(shapes, placement, size)
+            self._summed[key] = sum(prod(shape) * count for shape, count in shapes.items())
         return self._summed[key]
+
+
+def _split(shapes: Counter[torch.Size], placement: Shard | _StridedShard, ranks: int) -> Counter[torch.Size]:
+    """Shapes of the parts, all ranks' at once, and how many there are of each."""
+    found: Counter[torch.Size] = Counter()
+    for shape, count in shapes.items():
+        whole = torch.empty(shape, device="meta")
+        for part in placement._split_tensor(whole, ranks, with_padding=False, contiguous=False)[0]:
+            found[part.shape] += count
+    return found

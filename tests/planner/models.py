@@ -48,10 +48,16 @@ def _divided(parameters: np.ndarray, trains: bool) -> np.ndarray:
     return stored
 
 
-def model(encoder: tuple[int, int] = (4, 256), llm: tuple[int, int] = (8, 512), *, frozen: bool = False) -> ModelShape:
+def model(
+    encoder: tuple[int, int] = (4, 256),
+    llm: tuple[int, int] = (8, 512),
+    *,
+    frozen: bool = False,
+    tp: tuple[int, ...] = (1, 2, 4),
+) -> ModelShape:
     """An encoder before a language model: (blocks, width) of each."""
-    modules = {"vision": module(*encoder, trains=not frozen, edge_width=llm[1]), "llm": module(*llm, samplewise=True)}
-    return ModelShape(modules, (("vision", "llm"),))
+    vision = module(*encoder, trains=not frozen, tp=tp, edge_width=llm[1])
+    return ModelShape({"vision": vision, "llm": module(*llm, samplewise=True, tp=tp)}, (("vision", "llm"),))
 
 
 def cluster(
