@@ -117,10 +117,11 @@ def drawn(rng: np.random.Generator, ranks: int, per_node: tuple[int, ...]) -> Cl
 def best(planner: Planner) -> dict[str, float] | None:
     """The planner's choice over the best of everything; None where nothing fits.
 
-    Everything is both ways to share ranks, all ways to deal ranks out to the groups in their order, all ways in which
-    each module can lie on its ranks (``planner.space.degrees``: pipelines of any length, instances that are all
-    replicas, all shards, or shards of a node), one pipeline through all modules where the formula does not exclude it,
-    and of each of these all schedules and virtual stages that the planner knows.
+    Everything is what the planner can propose: both ways to share ranks; all ways to deal ranks out to the groups in
+    their order, of which one stays idle at most, of an odd number; all ways in which each module can lie on its ranks
+    (``planner.space.degrees``: pipelines of any length, instances that are all replicas, all shards, or shards of a
+    node); one pipeline through all modules where the formula does not exclude it; and of each of these all schedules
+    and virtual stages that the planner knows. The allocated choice may leave more ranks idle, so it can be better.
     """
     proposals = planner.proposer.proposals()
     if not proposals:

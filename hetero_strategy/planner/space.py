@@ -130,7 +130,7 @@ def place_groups(
 
 
 def places(cluster: Cluster, groups: int) -> Iterator[tuple[Sequence[int], ...]]:
-    """All ways to deal out ranks to groups, each of which has neighbours.
+    """All ways to deal out ranks to groups, each of which has neighbours; of an odd number one may stay idle.
 
     Those of one pool in the order of the groups; those of several pools in any order, so that any group may have any
     of them, and where it is better no group has the ranks of a slow one.
@@ -140,6 +140,7 @@ def places(cluster: Cluster, groups: int) -> Iterator[tuple[Sequence[int], ...]]
         ranks: Sequence[int] = cluster.ranks_of(used)
         if len(ranks) > sum(cluster.pools[i].ranks for i in used):
             ranks = tuple(rank for i in used for rank in cluster.ranks_of([i]))
-        for sizes in compositions(len(ranks), groups):
-            for order in permutations(range(groups)) if len(used) > 1 else [range(groups)]:
-                yield one_after_another(ranks, sizes, order)
+        for count in {len(ranks), max(1, len(ranks) // 2 * 2)}:
+            for sizes in compositions(count, groups):
+                for order in permutations(range(groups)) if len(used) > 1 else [range(groups)]:
+                    yield one_after_another(ranks, sizes, order)

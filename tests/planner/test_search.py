@@ -15,7 +15,7 @@ from hetero_strategy.planner.explain import explain
 from hetero_strategy.planner.memory import MemoryModel
 from hetero_strategy.planner.search import Answer, Planner, Ranked, is_homogeneous
 from hetero_strategy.planner.shape import ModelShape
-from hetero_strategy.planner.space import compositions, degrees, partitions
+from hetero_strategy.planner.space import compositions, degrees, partitions, places
 from tests.planner.models import batch, cluster, model, module
 from tests.planner.test_memory import FP32, OF, TEXT
 
@@ -128,6 +128,12 @@ def test_partitions_and_compositions() -> None:
     assert {w.ranks for w in ways} == {8}
     assert max(w.tp for w in ways) == 4
     assert max(w.pp for w in ways) == 4
+
+
+@pytest.mark.parametrize(("ranks", "used"), [(1, {1}), (4, {4}), (5, {4, 5})])
+def test_of_an_odd_number_of_ranks_one_may_stay_idle(ranks: int, used: set[int]) -> None:
+    assert {len(given) for (given,) in places(cluster(ranks), 1)} == used
+    assert {sum(map(len, given)) for given in places(cluster(ranks), 2)} == used - {1}
 
 
 def test_what_cannot_fit_says_what_would() -> None:
