@@ -75,6 +75,7 @@ class Estimates:
         """Activations that blocks keep over those of the formula; what measures them says it."""
         self._fed = shape.fed_by_trainable()
         self._sizes = {name: _sizes(shape.modules[name], name, batches) for name in shape.modules}
+        self._totals = {n: (float(m.parameters.sum()), float(m.trained.sum())) for n, m in shape.modules.items()}
         self._work: dict[tuple[str, int, bool], Work] = {}
         self._splits: dict[tuple[str, int, int], float] = {}
         self._cuts: dict[tuple[int, int, bool], tuple[int, ...]] = {}
@@ -191,8 +192,9 @@ class Estimates:
 
     def _numbers(self, module: str, degrees: Degrees) -> tuple[float, float]:
         """Parameters of a rank where stages are equal, its shards together, and those of them that train."""
-        shape, parts = self._shape.modules[module], degrees.tp * degrees.pp
-        return float(shape.parameters.sum()) / parts, float(shape.trained.sum()) / parts
+        parts = degrees.tp * degrees.pp
+        parameters, trained = self._totals[module]
+        return parameters / parts, trained / parts
 
     def activations(self, module: str, degrees: Degrees, microbatches: int) -> float:
         """Bytes per rank that backward needs: one microbatch of all blocks, since a pipeline of n ranks holds n."""
@@ -223,8 +225,7 @@ class Estimates:
         Args:
             instances: of a pipelined module, which is gathered once per step; None: it is gathered block by block.
         """
-        shape, size = self._shape.modules[module], self._precision
-        trained, parameters = float(shape.trained.sum()), float(shape.parameters.sum())
+        size, (parameters, trained) = self._precision, self._totals[module]
         held = 3 * size.master * trained + size.compute * (parameters - trained)
         if instances is None:
             held += size.master * trained

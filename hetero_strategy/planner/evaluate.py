@@ -191,20 +191,20 @@ class Evaluator:
 
     def shown(self, placed: Placed) -> Step:
         """A step of the first batch, or of its first samples where that has too many actions to look at."""
-        return self._step(placed, *self._first(self.batches[0], placed.candidate.microbatches, _few(placed)))
+        return self._step(placed, *self._first(self.batches[0], placed.candidate.microbatches, few(len(placed.times))))
 
     def _seconds(self, placed: Placed, batch: StepMetadata) -> float:
-        count, few = placed.candidate.microbatches, _few(placed)
-        if count <= few:
+        count, most = placed.candidate.microbatches, few(len(placed.times))
+        if count <= most:
             return self._step(placed, batch, count).seconds
-        short, long = (self._step(placed, *self._first(batch, count, n)).seconds for n in (few // 2, few))
-        return long + (count - few) * (long - short) / (few - few // 2)
+        short, long = (self._step(placed, *self._first(batch, count, n)).seconds for n in (most // 2, most))
+        return long + (count - most) * (long - short) / (most - most // 2)
 
-    def _first(self, batch: StepMetadata, count: int, few: int) -> tuple[StepMetadata, int]:
+    def _first(self, batch: StepMetadata, count: int, most: int) -> tuple[StepMetadata, int]:
         """The first microbatches of a batch that has ``count``, and how many they are."""
-        if count <= few:
+        if count <= most:
             return batch, count
-        return first_samples(batch, len(batch.samples) * few // count), few
+        return first_samples(batch, len(batch.samples) * most // count), most
 
     def _step(self, placed: Placed, metadata: StepMetadata, microbatches: int) -> Step:
         plan = self._plan(placed, metadata, microbatches)
@@ -262,10 +262,16 @@ class Evaluator:
         return float((lengths * lengths).sum()) / total if total else 0.0
 
 
-def _few(placed: Placed) -> int:
+def few(stages: int) -> int:
     """Microbatches up to which a step is simulated whole."""
-    stages = len(placed.times)
     return max(2 * stages, MOST_FORWARDS // stages)
+
+
+def share(microbatches: int, stages: int) -> float:
+    """Forwards that a simulation of a step has, over those of a long step of few stages."""
+    most = few(stages)
+    forwards = microbatches if microbatches <= most else most // 2 + most
+    return stages * forwards / (1.5 * MOST_FORWARDS)
 
 
 def first_samples(metadata: StepMetadata, count: int) -> StepMetadata:

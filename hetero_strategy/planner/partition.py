@@ -6,6 +6,7 @@ result is exact to (layers + stages) x 2^-30 of the sum.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -44,21 +45,37 @@ def split(costs: Sequence[float] | Float[np.ndarray, "layers"], stages: int) -> 
     layer = np.arange(len(ends))
     # Cost of a stage by its first layer and the layer after its last, int64 [layers + 1, layers + 1].
     table = np.where(layer[None, :] > layer[:, None], ends[None, :] - ends[:, None], _NEVER)
-    largest = _shortest(table, stages, np.maximum)[0] + len(work) + stages  # rounding must not tell equal stages apart
+    largest = _largest(ends.tolist(), stages) + len(work) + stages  # rounding must not tell equal stages apart
     squares = np.where(table <= largest, np.minimum(table, 2 * _PARTS) ** 2, _NEVER)
-    return _shortest(squares, stages, np.add)[1]
+    return _least_sum(squares, stages)
 
 
-def _shortest(table: np.ndarray, stages: int, join: np.ufunc) -> tuple[int, tuple[int, ...]]:
-    """The least that the costs of all stages, joined by ``join``, can come to, and the layers of each stage then."""
+def _largest(ends: list[int], stages: int) -> int:
+    """The least that the largest stage can cost, by bisection.
+
+    Args:
+        ends: cost of all layers before each, and of all.
+    """
+
+    def enough(most: int) -> bool:
+        end = 0
+        for _ in range(stages):
+            end = bisect_right(ends, ends[end] + most) - 1
+        return end == len(ends) - 1
+
+    return bisect_left(range(ends[-1]), True, key=enough)
+
+
+def _least_sum(table: np.ndarray, stages: int) -> tuple[int, ...]:
+    """Layers of each stage such that their costs sum to least."""
     best, choices = np.full(len(table), _NEVER), []
     best[0] = 0
     for _ in range(stages):
-        reached = np.minimum(join(best[:, None], table), _NEVER)
+        reached = np.minimum(best[:, None] + table, _NEVER)
         choices.append(np.argmin(reached, axis=0))
         best = reached.min(axis=0)
     end, counts = len(best) - 1, []
     for choice in reversed(choices):
         counts.append(end - int(choice[end]))
         end = int(choice[end])
-    return int(best[-1]), tuple(reversed(counts))
+    return tuple(reversed(counts))

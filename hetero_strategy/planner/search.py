@@ -18,7 +18,7 @@ from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.estimate import Estimates
-from hetero_strategy.planner.evaluate import MOST_FORWARDS, Candidate, Evaluator
+from hetero_strategy.planner.evaluate import Candidate, Evaluator, share
 from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.planner.propose import Proposal, Proposer
 from hetero_strategy.planner.shape import ModelShape
@@ -49,7 +49,7 @@ class Ranked:
     def share(self) -> float:
         """As what share of a simulation it counts."""
         stages = sum(layout.pp * layout.vpp for layout in self.candidate.layouts.values())
-        return _share(self.candidate.microbatches * stages)
+        return max(LEAST_SHARE, share(self.candidate.microbatches, stages))
 
 
 @dataclass(frozen=True)
@@ -255,10 +255,6 @@ def promising(proposals: Sequence[Proposal], simulations: int) -> list[Proposal]
         if spent < simulations or any(seen[kind] < each for kind in kinds):
             chosen.append(p)
             seen.update(kinds)
-            spent += _share(p.microbatches * sum(degrees.pp for degrees in p.degrees.values()))
+            stages = sum(degrees.pp for degrees in p.degrees.values())
+            spent += max(LEAST_SHARE, share(p.microbatches, stages))
     return chosen
-
-
-def _share(forwards: int) -> float:
-    """As what share of the longest simulation one of so many forwards counts."""
-    return min(1.0, max(LEAST_SHARE, forwards / MOST_FORWARDS))

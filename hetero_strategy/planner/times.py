@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -42,7 +43,8 @@ class Line(NamedTuple):
 
     def plus(self, other: Line, times: float = 1.0) -> Line:
         """Both one after the other, the second ``times`` over."""
-        return Line(*(a + times * b for a, b in zip(self, other, strict=True)))
+        fixed, per_row, per_pair = other
+        return Line(self.fixed + times * fixed, self.per_row + times * per_row, self.per_pair + times * per_pair)
 
     def shared(self, ranks: float) -> Line:
         """What grows with rows, divided among so many ranks."""
@@ -92,7 +94,7 @@ class StageTimes:
     whole: Line | None = None
     """A backward that is not in two halves, where that was measured."""
 
-    @property
+    @cached_property
     def backward(self) -> Line:
         """A backward that is not in two halves."""
         return self.input.plus(self.weight) if self.whole is None else self.whole
