@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,23 +82,27 @@ def taken_out(cfg: DictConfig) -> list[str]:
 
 
 def placement(cfg: DictConfig) -> Placement:
-    """Layouts of all modules over the processes of the run, which are as many as the layouts need by default."""
+    """Layouts of all modules over the processes of the run, which are as many as the layouts need by default.
+
+    With ``layout=auto`` the planner chooses later: until then every module is on all processes, by default as many as
+    this machine has devices.
+    """
+    nodes, devices, given = int(cfg.trainer.num_nodes), cfg.trainer.devices, cfg.layout
+    if given == "auto" and devices is None:
+        devices = torch.cuda.device_count() or os.cpu_count()
+    if devices is not None and not (isinstance(devices, int) and devices > 0):
+        raise ConfigError(f"trainer.devices={devices}; give a number of processes, or null for the layout's")
+    if given == "auto":
+        given = {name: {"ranks": devices * nodes} for name in cfg.model.modules}
     layouts = {
         str(n): ModuleLayout.from_config(str(n), OmegaConf.to_container(v) if isinstance(v, DictConfig) else v)
-        for n, v in cfg.layout.items()
+        for n, v in given.items()
         if v is not None and n not in taken_out(cfg)
     }
-    nodes = int(cfg.trainer.num_nodes)
-    if cfg.trainer.devices is None:
+    if devices is None:
         needed = max((r + 1 for layout in layouts.values() for r in layout.ranks), default=1)
-        world = -(-needed // nodes) * nodes
-    elif isinstance(cfg.trainer.devices, int) and cfg.trainer.devices > 0:
-        world = cfg.trainer.devices * nodes
-    else:
-        raise ConfigError(
-            f"trainer.devices={cfg.trainer.devices}; give a number of processes, or null for the layout's"
-        )
-    return place(layouts, world)
+        devices = -(-needed // nodes)
+    return place(layouts, devices * nodes)
 
 
 def write_data(cfg: DictConfig) -> None:

@@ -318,10 +318,11 @@ def save(report: dict[str, Any], path: Path, readback: Readback) -> None:
 
 
 @rank_zero_only
-def print_start(placed: Placement, folder: Path, checkpoint: Path | None) -> None:
-    """Where every module lives, and how to go on if the run is stopped."""
+def print_start(placed: Placement | None, folder: Path, checkpoint: Path | None) -> None:
+    """Where every module lives, unless the planner says it later, and how to go on if the run is stopped."""
     console = Console(highlight=False)
-    console.print(_placement(placed.table(), f"{placed.world_size} processes", {}))
+    if placed is not None:
+        console.print(_placement(placed.table(), f"{placed.world_size} processes", {}))
     console.print(f"run folder  {_short(folder)}" + (f"   from {_short(checkpoint)}" if checkpoint else ""))
     console.print(f"resume      {cli.command('recipes.train', resume=folder)}", soft_wrap=True)
 

@@ -40,17 +40,20 @@ def train(cfg: DictConfig) -> None:
     L.seed_everything(cfg.seed, verbose=False)
     module = LitMultimodal(make_model, cfg.optimizer)
     readback = Readback(cfg.report.examples, build.judge(cfg))
+    given = "auto" if cfg.layout == "auto" else placed.layouts
+    strategy = build.call("strategy", cfg.strategy, HeteroStrategy, layouts=given)
     trainer = build.trainer(
         cfg,
         placed,
         default_root_dir=folder,
-        strategy=build.call("strategy", cfg.strategy, HeteroStrategy, layouts=placed.layouts),
+        strategy=strategy,
         logger=hydra.utils.instantiate(cfg.logger) if cfg.logger else False,
         callbacks=[*callbacks(cfg, placed), readback],
         enable_progress_bar=cfg.monitor.progress_bar,
     )
-    print_start(placed, folder, checkpoint)
+    print_start(None if cfg.layout == "auto" else placed, folder, checkpoint)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    placed = strategy.placement or placed
 
     best, last = (callback.best_model_path for callback in trainer.checkpoint_callbacks)
     split = evaluate_checkpoint(trainer, module, data, best or None)
@@ -77,7 +80,8 @@ def callbacks(cfg: DictConfig, placed: Placement) -> list[Callback]:
         made.append(build.call("monitor.profile", options, ProfileMonitor, folder=cli.run_folder() / "profile"))
     made += [GoesOn()] if cfg.resume else []
     if cfg.logger:
-        where = {module: f"{ranks} {degrees}" for module, ranks, degrees in placed.table()}
+        where: object = {module: f"{ranks} {degrees}" for module, ranks, degrees in placed.table()}
+        where = "auto" if cfg.layout == "auto" else where
         found = {"configuration": OmegaConf.to_container(cfg, resolve=True), "layouts": where}
         made += [LearningRateMonitor("step"), LogConfiguration({**found, "processes": placed.world_size})]
     made += [ProgressBar()] if cfg.monitor.progress_bar else []

@@ -13,6 +13,7 @@ given. Parameters are gathered, and gradients summed, in time that is proportion
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -280,7 +281,9 @@ def _shares(
     program, parameters, share = _program(CHUNK, groups, limits)
     for parameter, value in zip(parameters, values, strict=True):
         parameter.value = value[np.arange(CHUNK) % count]
-    program.solve(solver="CLARABEL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Solution may be inaccurate")  # shares are rounded anyway
+        program.solve(solver="CLARABEL")
     found: np.ndarray = share.value[:count]
     return found
 

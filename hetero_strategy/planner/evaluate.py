@@ -268,10 +268,8 @@ def few(stages: int) -> int:
 
 
 def share(microbatches: int, stages: int) -> float:
-    """Forwards that a simulation of a step has, over those of a long step of few stages."""
-    most = few(stages)
-    forwards = microbatches if microbatches <= most else most // 2 + most
-    return stages * forwards / (1.5 * MOST_FORWARDS)
+    """Forwards that are simulated of a step, over those of a long step of few stages."""
+    return stages * min(microbatches, few(stages)) / MOST_FORWARDS
 
 
 def first_samples(metadata: StepMetadata, count: int) -> StepMetadata:

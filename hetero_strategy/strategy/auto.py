@@ -10,6 +10,7 @@ from lightning.fabric.utilities import rank_zero_info
 from lightning.pytorch import Trainer
 
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.placement import place
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.model.multimodal import MultimodalModel
@@ -105,12 +106,13 @@ def planned(
     )
     known = strategy.root_device.type == "cuda"  # ranks on a CPU share what memory there is
     answer = planner.plan(memory=(lambda: memory_model(model, shape, cluster, precision)) if known else None)
-    placed = planner.evaluator.place(answer.best.candidate)
-    lines = [f"{name}: ranks {ranks}, {degrees}" for name, ranks, degrees in placed.placement.table()]
+    candidate = answer.best.candidate
+    chosen, schedule = place(candidate.layouts, cluster.ranks), planner.evaluator.place(candidate).scheduling.schedule
+    lines = [f"{name}: ranks {ranks}, {degrees}" for name, ranks, degrees in chosen.table()]
     if (memory := answer.best.memory) is not None:
         lines.append(f"memory: {memory.peak.max() / 2**30:.3g} of {cluster.device.memory / 2**30:.3g} GiB predicted")
     rank_zero_info(
         f"layouts='auto': {answer.considered} candidates, {len(answer.ranked)} simulated; schedule"
-        f" {placed.scheduling.schedule}, {1e3 * answer.best.seconds:.3g} ms a step predicted\n  " + "\n  ".join(lines)
+        f" {schedule}, {1e3 * answer.best.seconds:.3g} ms a step predicted\n  " + "\n  ".join(lines)
     )
-    return answer.best.candidate
+    return candidate

@@ -101,6 +101,17 @@ def test_a_run_leaves_a_report(tmp_path: Path, whole: tuple[Path, Ended]) -> Non
     assert evaluation["loss"] == pytest.approx(float(chosen["val/loss"]), rel=1e-4)
 
 
+def test_the_planner_chooses_where_the_layout_is_auto(pool: Pool, tmp_path: Path, given: tuple[str, ...]) -> None:
+    cache = f"++hydra.job.env_set.XDG_CACHE_HOME={tmp_path}"
+    ended = run_on_ranks(pool, 2, tmp_path / "run", *given, *SMALL, "layout=auto", "trainer.devices=2", cache)
+    found = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert found["processes"] == 2 and [one["module"] for one in found["layouts"]] == ["vision", "audio", "llm"]
+    said = re.search(r"layouts='auto': \d+ candidates.*\n((?:  .*\n)+)", ended.output)
+    assert said is not None, ended.output
+    planned = [f"{one['module']}: ranks {one['ranks']}, {one['degrees']}" for one in found["layouts"]]
+    assert [line.strip() for line in said[1].splitlines()][:3] == planned
+
+
 def test_a_profiled_run_leaves_a_trace_of_its_steps(whole: tuple[Path, Ended]) -> None:
     folder, _ = whole
     assert [path.name for path in (folder / "profile").glob("*.json")] == ["rank1.json"]
