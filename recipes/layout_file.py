@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,7 @@ def write_layout(path: Path, placed: Placed, what: str, *, trains: bool) -> Path
     if candidate.pieces:
         strategy["pieces"] = dict(candidate.pieces)
     content: dict[str, Any] = {
-        "layout": {
-            name: _fields(layout, name in candidate.pieces) for name, layout in placed.placement.layouts.items()
-        },
+        "layout": {name: _fields(x) for name, x in placed.scheduling.uncut(placed.placement.layouts).items()},
         "strategy": strategy,
     }
     if trains:
@@ -49,10 +47,8 @@ def _way(every: int, keeps_matmuls: bool) -> str:
     return "all but matmuls" if keeps_matmuls else "all" if every == 1 else f"every {every}"
 
 
-def _fields(layout: ModuleLayout, in_pieces: bool) -> dict[str, Any]:
-    """What is not default; where the strategy cuts the module in pieces, without these."""
-    if in_pieces:
-        layout = replace(layout, vpp=1, split=None)
+def _fields(layout: ModuleLayout) -> dict[str, Any]:
+    """What is not default."""
     given: dict[str, Any] = {"ranks": _ranks(layout.ranks), "dp_shard": layout.dp_shard}
     for field in fields(layout):
         value = getattr(layout, field.name)

@@ -6,6 +6,7 @@ A table of candidates, why the best wins and what limits it, its timeline, and a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 import hydra
@@ -109,7 +110,9 @@ def as_it_ran(ran: Measured, cfg: DictConfig, answer: Answer, planner: Planner) 
     """What the run's own layouts would take on the cluster that was planned for."""
     again = recomputes(cfg.strategy.recompute)
     count, said = answer.best.candidate.microbatches, cfg.strategy
-    given = Candidate(ran.layouts, count, said.schedule, again, said.reshard_after_forward)
+    pieces = dict(said.pieces or {})
+    given = Candidate(ran.layouts, count, said.schedule, again, said.reshard_after_forward, said.fill, pieces)
+    given = replace(given, layouts=given.scheduling.uncut(ran.layouts))
     try:
         took = planner.evaluator.seconds(given)
     except LayoutError as error:

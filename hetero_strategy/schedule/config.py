@@ -105,6 +105,10 @@ class ScheduleConfig:
                 )
         return {name: replace(layout, vpp=self.pieces.get(name, layout.vpp)) for name, layout in layouts.items()}
 
+    def uncut(self, layouts: Mapping[str, ModuleLayout]) -> dict[str, ModuleLayout]:
+        """Layouts as they were given, from those that :meth:`in_pieces` makes."""
+        return {n: replace(x, vpp=1, split=None) if n in self.pieces else x for n, x in layouts.items()}
+
     def filling(
         self, modules: Collection[str], layouts: Mapping[str, ModuleLayout], edges: Sequence[tuple[str, str]]
     ) -> frozenset[str]:

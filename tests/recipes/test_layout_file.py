@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.planner.evaluate import Candidate
 from hetero_strategy.planner.propose import Proposal
 from hetero_strategy.planner.space import Degrees
 from recipes.layout_file import write_layout
@@ -28,3 +30,17 @@ def test_a_pipeline_through_all_modules_is_written_whole(tmp_path: Path) -> None
     layouts = {name: ModuleLayout.from_config(name, fields) for name, fields in read["layout"].items()}
     assert layouts["llm"] == ModuleLayout(range(6), dp_shard=2, pp=3, split=(1, 2, 2))
     assert layouts["vision"].ranks == (0, 1)
+
+
+def test_an_encoder_in_bubbles_and_its_pieces_are_read_again(tmp_path: Path) -> None:
+    """Pieces are the strategy's: the layout is what a person gives."""
+    made = planner(model((4, 256), (4, 512)), 4)
+    layouts = {"vision": ModuleLayout(range(4), dp_shard=4), "llm": ModuleLayout(range(4), pp=4)}
+    candidate = Candidate(layouts, 4, fill="fine", pieces={"vision": 2})
+    placed = made.evaluator.place(candidate)
+    assert placed.placement.layouts["vision"].split == (2, 2)
+    read = yaml.safe_load(write_layout(tmp_path / "planned.yaml", placed, "a test", trains=True).read_text())
+    assert read["strategy"] == {"schedule": "1f1b", "fill": "fine", "pieces": {"vision": 2}}
+    again = {name: ModuleLayout.from_config(name, fields) for name, fields in read["layout"].items()}
+    assert again["vision"] == layouts["vision"].resolved("vision")
+    assert made.evaluator.seconds(replace(candidate, layouts=again)) == made.evaluator.seconds(candidate)
