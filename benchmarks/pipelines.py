@@ -62,6 +62,7 @@ class Setting:
     """None: all units are dealt in order."""
     recompute: Mapping[str, str] = field(default_factory=dict)
     reshard_after_forward: str = "auto"
+    fill: str = "auto"
     storage: Storage = FP32
 
     @property
@@ -74,7 +75,7 @@ class Setting:
 
     @property
     def scheduling(self) -> ScheduleConfig:
-        return ScheduleConfig(self.schedule, reshard_after_forward=self.reshard_after_forward)
+        return ScheduleConfig(self.schedule, reshard_after_forward=self.reshard_after_forward, fill=self.fill)
 
     def model(self) -> MultimodalModel:
         """On the meta device."""

@@ -70,6 +70,7 @@ SETTINGS = (
     _setting("mixed, llm pp 2 x dp_shard 2, bf16", Layout(ROW, pp=2), Layout((0, 1)), storage=MIXED),
     _setting("llm tp 2", Layout((0, 1), tp=2), Layout((0, 1))),
     _setting("llm pp 2 x tp 2, bf16", Layout(ROW, pp=2, tp=2), Layout((0, 1)), storage=MIXED),
+    _setting("encoder in the bubbles of pp 4, bf16", Layout(ROW, pp=4), Layout(ROW), fill="fine", storage=MIXED),
     _setting("disjoint, encoder pp 2, llm pp 2, zb_h1", Layout((2, 3), pp=2), Layout((0, 1), pp=2), schedule="zb_h1"),
 )
 
@@ -117,7 +118,7 @@ def predicted(setting: Setting) -> Memory:
     evaluator = Evaluator(shape, cluster, [setting.metadata(0)], precision=precision)
     layouts = setting.blueprint.layouts
     again, reshard = recomputes(setting.recompute), setting.reshard_after_forward
-    placed = evaluator.place(Candidate(layouts, setting.microbatches, setting.schedule, again, reshard))
+    placed = evaluator.place(Candidate(layouts, setting.microbatches, setting.schedule, again, reshard, setting.fill))
     plan, _, costs, schedule = planned(setting, 0)
     step = Step(placed, plan, schedule, simulate(schedule, costs.of_instances), 0.0)
     return MemoryModel(shape, activations, precision).of(step)

@@ -10,7 +10,8 @@ import pytest
 from benchmarks.predicted_memory import SETTINGS, predicted, steps_on_rank
 from tests.distributed.harness import Pool
 
-NAMES = ("recompute all but matmuls, bf16", "colocated, dp_shard 2, bf16", "llm pp 2, gpipe, bf16")
+NAMES = ("recompute all but matmuls, bf16", "colocated, dp_shard 2, bf16", "llm pp 2, gpipe, bf16",
+         "encoder in the bubbles of pp 4, bf16")  # fmt: skip
 WITHIN = 0.05
 
 
