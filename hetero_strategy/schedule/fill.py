@@ -26,24 +26,21 @@ def attempts(
     Raises:
         ScheduleError: ``coarse`` holds more microbatches than the bounds allow.
     """
-    wide, counts = any(len(on) > 1 for on in filling), numbers.counts
-    tried = (
-        [(lead, False) for lead in (0, *(1 << k for k in range(max(counts).bit_length())))] if wide else [(0, False)]
-    )
-    too_many = [
-        (node.module, count)
-        for node, count, back in zip(numbers.nodes, counts, numbers.backward, strict=True)
-        if node.cohort >= 0 and back and bounds.get(node.module, count) < count
-    ]
+    lines = list(zip(numbers.nodes, numbers.counts, numbers.backward, strict=True))
+    too_many = [n.module for n, count, back in lines if n.cohort >= 0 and back and bounds.get(n.module, count) < count]
+    if not any(node.cohort >= 0 for node in numbers.nodes):
+        return [(0, False)]
+    if fill == "coarse" and too_many:
+        raise ScheduleError(
+            f"fill='coarse' holds all microbatches of {too_many[0]}, max_in_flight allows {bounds[too_many[0]]}: raise"
+            " it, or take fill='fine'"
+        )
+    around = [] if too_many else [(numbers.units, True)]
     if fill == "coarse":
-        tried = []
-        for module, count in too_many:
-            raise ScheduleError(
-                f"fill='coarse' holds all {count} microbatches of {module}, max_in_flight allows {bounds[module]}:"
-                f" raise it to {count} or take fill='fine'"
-            )
-    around = any(node.cohort >= 0 for node in numbers.nodes) and not too_many
-    return [*tried, (numbers.units, True)] if around else tried or [(0, False)]
+        return around
+    wide = any(len(on) > 1 for on in filling)
+    ahead = [1 << k for k in range(max(numbers.counts).bit_length())] if wide else []
+    return [*((lead, False) for lead in (0, *ahead)), *around]
 
 
 def forwards_first(

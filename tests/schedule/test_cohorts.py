@@ -88,7 +88,7 @@ def test_coarse_is_around_the_pipeline() -> None:
             a.kind.lower() if a.node.module == "vision" else a.kind for a in schedule.of(rank) if a.microbatch >= 0
         )
         assert re.fullmatch("f{8}[FB]{16}b{8}", text)
-    with pytest.raises(ScheduleError, match="holds all 8 microbatches of vision, max_in_flight allows 3"):
+    with pytest.raises(ScheduleError, match="holds all microbatches of vision, max_in_flight allows 3: raise"):
         make_schedule("1f1b", graph, schedule.work, max_in_flight={"vision": 3}, fill="coarse")
     bounded = make_schedule("1f1b", graph, schedule.work, costs(0.2), max_in_flight={"vision": 5})
     assert max(held for node, held in bounded.in_flight.items() if node.module == "vision") == 5
