@@ -308,5 +308,5 @@ class _ActionSeconds:
         return times.seconds(action.kind, *map(self._stages[action.node].own, sizes))
 
     def usual(self, action: Action) -> float:
-        """What orders take it for."""
-        return float(usual(action.node, self(action)[None])[0])
+        """What orders take it for, as in a run: gathers and sums count for nothing."""
+        return 0.0 if action.microbatch < 0 else float(usual(action.node, self(action)[None])[0])
