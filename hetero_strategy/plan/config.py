@@ -10,7 +10,7 @@ import numpy as np
 
 from hetero_strategy.errors import ConfigError, require
 from hetero_strategy.plan.balance import POLICIES, Cost
-from hetero_strategy.plan.orchestrator import AS_SAMPLED, Near, Orderer, ResolvedBalance
+from hetero_strategy.plan.orchestrator import AS_SAMPLED, Beside, Near, Orderer, ResolvedBalance
 from hetero_strategy.plan.reorder import SEARCHES
 
 REARRANGE = ("home", "permute", "ilp", "none")
@@ -28,8 +28,8 @@ class ModelContext:
     """Encoder or generator -> which of its instances lie near which instances of the language model."""
     orderer: Callable[[str], Orderer | None] | None = None
     """Takes the name of a search; gives what orders microbatches, or None where their order does not matter."""
-    on_their_own: frozenset[str] = frozenset()
-    """Modules whose instances need not keep step with each other."""
+    beside: Mapping[str, Beside] = field(default_factory=dict)
+    """Modules whose instances need not keep step with each other -> what else their ranks do."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class BalanceConfig:
             budget=self.budget,
             near={} if self.rearrange == "none" else context.near,
             rearrange="home" if self.rearrange == "none" else self.rearrange,  # type: ignore[arg-type]
-            on_their_own=context.on_their_own,
+            beside=context.beside,
             order=None if context.orderer is None else context.orderer(self.reorder),
         )
 

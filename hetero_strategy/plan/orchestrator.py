@@ -43,6 +43,9 @@ class Size(NamedTuple):
 
 UnitSizes = Mapping[str, Size]
 """Module -> its work."""
+Beside = Mapping[str, Float64[np.ndarray, "instances"]]
+"""Other module -> what its work on the ranks of each instance is worth, in forwards of one of its instances over the
+module's own actions of a forward."""
 Orderer = Callable[[UnitSizes], Int64[np.ndarray, "microbatches"]]
 """Work of a step's microbatches -> the order in which to run them."""
 AS_SAMPLED = "none"
@@ -85,9 +88,9 @@ class ResolvedBalance:
     rearrange: Literal["home", "permute", "ilp"] = "home"
     """How items are kept near: by balancing around homes, or by permuting whole balanced batches (OrchMLLM, algorithm
     3), fast or by integer program."""
-    on_their_own: frozenset[str] = frozenset()
-    """Modules whose instances need not keep step with each other: their work is even over the step, not in each
-    microbatch."""
+    beside: Mapping[str, Beside] = field(default_factory=dict)
+    """Modules whose instances need not keep step with each other -> what else their ranks do: all work of a rank is
+    even over the step, not in each microbatch."""
     order: Orderer | None = None
     """Chooses the order of microbatches (DistTrain, section 5.2); None: they stay as packed."""
 
@@ -262,7 +265,7 @@ class _StepPlanner:
             if self.balancing.policy_of(module) == AS_SAMPLED and self.assign is None:
                 sampled = self._sampled(module, packed.count)
             members = _members(group, groups)
-            if module in self.balancing.on_their_own and sampled is None and self.assign is None:
+            if module in self.balancing.beside and sampled is None and self.assign is None:
                 return self._over_the_step(module, members)
             for units in members:
                 near = None if reader is None else reader[units]
@@ -276,10 +279,16 @@ class _StepPlanner:
         return instance_of
 
     def _over_the_step(self, module: str, members: Sequence[np.ndarray]) -> np.ndarray:
-        """Give the units of one microbatch after the other, longest first, to the instance that has least so far."""
-        inner_rows, count = self.rows(module)[1], self.instances[module]
-        weights, limit = whole(self.balancing.cost(module).alone(inner_rows), count), self.balancing.budget.get(module)
-        instance_of, so_far = np.zeros(len(inner_rows), dtype=np.int64), np.zeros(count, dtype=np.int64)
+        """Give the units of one microbatch after the other, longest first, to the instance whose ranks have least so
+        far, of all that they do in the step.
+        """
+        b, inner_rows, count = self.balancing, self.rows(module)[1], self.instances[module]
+        others = np.zeros(count)
+        for name, shares in b.beside[module].items():
+            others += shares * float(b.cost(name).alone(self.rows(name)[1]).sum()) / self.instances[name]
+        both = whole(np.append(others, b.cost(module).alone(inner_rows)), count)
+        so_far, weights, limit = both[:count], both[count:], b.budget.get(module)
+        instance_of = np.zeros(len(inner_rows), dtype=np.int64)
         for units in members:
             falling = units[descending(inner_rows[units])]
             instance_of[falling], so_far = deal_to_least(weights[falling], count, so_far)

@@ -9,10 +9,10 @@ import numpy as np
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.plan.balance import Cost
 from hetero_strategy.plan.config import ModelContext
-from hetero_strategy.plan.orchestrator import Near, Orderer
+from hetero_strategy.plan.orchestrator import Beside, Near, Orderer
 from hetero_strategy.schedule.action import StageGraph, StageId
 from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.schedule.graph import StageCost
+from hetero_strategy.schedule.graph import StageCost, forwards
 from hetero_strategy.simulator.reordering import Reorderer
 
 
@@ -50,8 +50,35 @@ def model_context(
         made = Reorderer(graph, scheduling.schedule, stage_costs, scheduling.max_in_flight, search, scheduling.fill)
         return made if made.needed else None
 
-    own = frozenset(node.module for node in graph.stages if node.cohort >= 0)
-    return ModelContext({n: c for n, c in costs.items() if c.linear or c.quadratic}, near, orderer, own)
+    filling = dict.fromkeys(node.module for node in graph.stages if node.cohort >= 0)
+    beside = {module: _beside(module, graph, stage_costs) for module in filling}
+    return ModelContext({n: c for n, c in costs.items() if c.linear or c.quadratic}, near, orderer, beside)
+
+
+def _beside(module: str, graph: StageGraph, stage_costs: Mapping[StageId, StageCost]) -> Beside:
+    """What modules that do not fill do on the busiest rank of each instance of one that does."""
+
+    def passes(node: StageId) -> float:
+        """Actions of a microbatch, in forwards."""
+        stage, cost = graph.stages[node], stage_costs[node.all_instances]
+        return 1 + (forwards("B", stage, cost) if stage.backward else 0)
+
+    whole: dict[str, float] = {}
+    for node, cost in stage_costs.items():
+        whole[node.module] = whole.get(node.module, 0.0) + (cost.per_row or cost.per_pair)
+    on_ranks: dict[str, dict[int, float]] = {}
+    for node, stage in graph.stages.items():
+        if node.cohort < 0 and whole[node.module]:
+            cost = stage_costs[node.all_instances]
+            for rank in stage.ranks:
+                busy = on_ranks.setdefault(node.module, {})
+                busy[rank] = busy.get(rank, 0.0) + passes(node) * (cost.per_row or cost.per_pair) / whole[node.module]
+    chains = graph.chains[module]
+    grids = [np.concatenate([graph.stages[chain[i]].grid for chain in chains]) for i in range(len(chains[0]))]
+    order = np.argsort(np.concatenate([graph.stages[chain[0]].own(np.arange(len(grids[0]))) for chain in chains]))
+    ranks = np.concatenate(grids, axis=1)[order].tolist()
+    own = max(passes(chain[0]) for chain in chains)
+    return {n: np.array([max(busy.get(r, 0.0) for r in row) for row in ranks]) / own for n, busy in on_ranks.items()}
 
 
 def _near(

@@ -9,16 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
+from typing import NamedTuple
 
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.schedule.action_index import ActionIndex
 
+PATIENCE = (0.0, 0.5, 1.0)
+"""Long actions that fill hold up a pipeline whose next one is about to be ready; short ones lose by waiting for it."""
+
+
+class Attempt(NamedTuple):
+    """One way to fill."""
+
+    lead: int = 0
+    """Forwards of each program before its ranks do anything else."""
+    last: bool = False
+    """Backwards come after all else that the ranks do."""
+    patience: float = 0.0
+    """See ``Merge``."""
+
 
 def attempts(
     fill: str, numbers: ActionIndex, bounds: Mapping[str, int], filling: Iterable[tuple[int, ...]]
-) -> list[tuple[int, bool]]:
-    """What to try, of which the shortest is taken: forwards of each program that fills before its ranks do anything
-    else, and whether its backwards come after all that they do.
+) -> list[Attempt]:
+    """What to try, of which the shortest is taken.
 
     Args:
         filling: lanes of each program that fills. Where they need several, these hardly ever idle at once later.
@@ -29,18 +43,18 @@ def attempts(
     lines = list(zip(numbers.nodes, numbers.counts, numbers.backward, strict=True))
     too_many = [n.module for n, count, back in lines if n.cohort >= 0 and back and bounds.get(n.module, count) < count]
     if not any(node.cohort >= 0 for node in numbers.nodes):
-        return [(0, False)]
+        return [Attempt()]
     if fill == "coarse" and too_many:
         raise ScheduleError(
             f"fill='coarse' holds all microbatches of {too_many[0]}, max_in_flight allows {bounds[too_many[0]]}: raise"
             " it, or take fill='fine'"
         )
-    around = [] if too_many else [(numbers.units, True)]
+    around = [] if too_many else [Attempt(numbers.units, last=True)]
     if fill == "coarse":
         return around
     wide = any(len(on) > 1 for on in filling)
     ahead = [1 << k for k in range(max(numbers.counts).bit_length())] if wide else []
-    return [*((lead, False) for lead in (0, *ahead)), *around]
+    return [*(Attempt(patience=share) for share in PATIENCE), *(Attempt(lead) for lead in ahead), *around]
 
 
 def forwards_first(

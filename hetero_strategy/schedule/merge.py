@@ -35,6 +35,8 @@ class Merge:
         caps: per node, microbatches that it may hold between F and the end of W, where W fills waits, or of B where the
             program does.
         late: programs that fill.
+        patience: share of an action that fills within which another program must be about to be ready for its lane to
+            wait for that one.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class Merge:
         lanes: Sequence[tuple[int, ...]],
         caps: Sequence[int],
         late: Sequence[bool],
+        patience: float = 0.0,
     ) -> None:
         self.numbers = numbers
         self.programs = programs
         self.caps = caps
         self.late = late
+        self.patience = patience
         self.waits = numbers.waits.copy()
         self.node = [i for i, count in enumerate(numbers.counts) for _ in range(count)] * 3
         self.head = [0] * len(programs)
@@ -79,7 +83,7 @@ class Merge:
         self.busy = dict.fromkeys(self.hosted, False)
         self.events: list[tuple[float, int]] = []
         self.order: list[int] = []
-        self.looks = any(self.fills)
+        self.looks = any(self.fills) or patience > 0
         self.expected = [0.0] * (2 * numbers.units)  # when the last started of what an action waits for ends
         self.now = 0.0
 
@@ -140,6 +144,8 @@ class Merge:
             if capped and self.held[self.node[number]] >= self.caps[self.node[number]]:
                 if self.weights[p] and self.place(p, self.weights[p][0], kept):
                     self.weights[p].popleft()
+            elif self.late[p] and self.patience and any(self.soon(number, x, self.patience) for x in self.lanes[p]):
+                continue
             elif self.place(p, number, kept, keep=not self.late[p]):
                 self.head[p] += 1
                 self.since[p] = -1.0
@@ -148,20 +154,22 @@ class Merge:
                 for p in self.hosted[lane]:
                     if (
                         self.weights[p]
-                        and not self.soon(self.weights[p][0], lane)
+                        and not self.soon(self.weights[p][0], lane, 0.5)
                         and self.place(p, self.weights[p][0], kept, keep=False)
                     ):
                         self.weights[p].popleft()
                         break
 
-    def soon(self, number: int, lane: int) -> bool:
-        """Whether a lane loses less by waiting for a head that is about to be ready than by filling the wait."""
-        half = self.now + self.numbers.durations[number] / 2
+    def soon(self, number: int, lane: int, share: float) -> bool:
+        """Whether a lane should wait for a head that is ready within this share of an action that would fill the wait;
+        half of it: whether it loses less by that.
+        """
+        until = self.now + self.numbers.durations[number] * share
         for q in self.hosted[lane]:
             program = self.programs[q]
             if self.head[q] < len(program) and not self.late[q]:
                 head = program[self.head[q]]
-                if self.waits[head] == 1 and self.now < self.expected[head] <= half:
+                if self.waits[head] == 1 and self.now < self.expected[head] <= until:
                     return True
         return False
 

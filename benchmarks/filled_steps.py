@@ -1,0 +1,119 @@
+"""What is filling bubbles worth in real steps, and does the simulator say so?
+
+Four gloo processes train an encoder on all ranks of a language model's pipeline, in turns with it and in its bubbles:
+real step programs, messages and gradients of small modules. What stands in for a device is time: an action ends no
+sooner than the seconds that its FLOPs are given, in which its process sleeps. So four ranks need no four cores, and a
+step takes what its order costs, as long as the modules themselves compute in less. Simulated is the very schedule with
+those seconds and nothing else; the bound is the longer one of the language model's pipeline alone, simulated, and of a
+rank's work for both.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import arguments, report, write_json
+from benchmarks.pipelines import Setting, Step, Turn, gather, planned, run_turns
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.runtime.recorder import Mark, Recorder
+from hetero_strategy.schedule.action import Action
+from hetero_strategy.schedule.graph import PlannedCosts
+from hetero_strategy.simulator.simulate import simulate
+from tests.distributed.harness import Pool
+
+RANKS = (0, 1, 2, 3)
+FORWARD = 0.04
+"""Seconds of the mean forward of a stage of the language model."""
+RATIOS = (0.15, 0.3, 0.6)
+"""Work of the encoder on a rank over that of the language model."""
+SCHEDULES = ("1f1b", "zb_h1")
+GOAL = 0.1
+"""How far measured over simulated may be from 1."""
+
+
+def setting(schedule: str, fill: str, ratio: float) -> Setting:
+    """Return a model on four ranks, whose rows take the seconds that make ``ratio``."""
+    layouts = {"vision": ModuleLayout(RANKS, dp_shard=4), "llm": ModuleLayout(RANKS, pp=4)}
+    options: dict[str, Any] = {"vision": (64, 2), "llm": (64, 4), "samples": 64, "microbatches": 16, "items": (1, 3)}
+    made = Setting(fill, layouts, schedule, reshard_after_forward="never", fill=fill, **options)
+    batch, work = made.metadata(0), FORWARD * made.microbatches * len(RANKS)
+    costs = {
+        "llm": {"linear": work / batch.tokens.sum()},
+        "vision": {"linear": ratio * work / batch.items["vision"].inner_rows.sum()},
+    }
+    return replace(made, balance={"costs": costs, "reorder": "none"})
+
+
+def seconds(costs: PlannedCosts, action: Action) -> np.ndarray | float:
+    """Of every instance; gathers and sums of gradients take what they take."""
+    return 0.0 if action.microbatch < 0 else costs.of_instances(action)
+
+
+@contextmanager
+def paced(rank: int) -> Iterator[None]:
+    """Actions of this process end no sooner than their seconds are over."""
+    original, known = Recorder.ran, dict[int, PlannedCosts]()
+
+    def ran(self: Recorder, action: Action, begin: Mark) -> None:
+        assert self._current is not None and isinstance(begin, float)
+        plan, compiler = self._current.plan, self._compiler
+        costs = known.get(id(compiler)) or known.setdefault(
+            id(compiler), PlannedCosts(plan, compiler.graph, compiler.costs)
+        )
+        grid = compiler.graph.stages[action.node].grid
+        own = int(np.nonzero((grid == rank).any(axis=1))[0][0])
+        due = begin + float(np.broadcast_to(seconds(costs, action), len(grid))[own])
+        time.sleep(max(0.0, due - time.perf_counter()))
+        original(self, action, begin)
+
+    Recorder.ran = ran  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Recorder.ran = original  # type: ignore[method-assign]
+
+
+def on_rank(rank: int, world: int, schedule: str, ratio: float, rounds: int) -> list[Step]:
+    """Run steps in turns and in bubbles, one after the other in random order."""
+    turns = [Turn(setting(schedule, fill, ratio), model=i) for i, fill in enumerate(("none", "fine"))]
+    with paced(rank):
+        return run_turns(rank, world, turns, 1, rounds)
+
+
+def simulated(schedule: str, fill: str, ratio: float) -> float:
+    """Seconds of the very schedule; of the pipeline alone where the encoder takes no time."""
+    known = planned(setting(schedule, fill, ratio), 0)
+    return simulate(known.schedule, lambda action: seconds(known.costs, action)).time
+
+
+def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[str, Any]:
+    """Print the table."""
+    parser = arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="measured steps of each kind")
+    args = parser.parse_args(argv)
+    rows, found, processes = [], dict[str, Any](), pool or Pool()
+    for schedule, ratio in product(SCHEDULES, RATIOS):
+        steps = gather(processes.run(4, on_rank, schedule, ratio, args.rounds, timeout=600))
+        turns, fine = (statistics.median(s.seconds for s in steps if s.turn == i) for i in (0, 1))
+        said = [simulated(schedule, fill, ratio) for fill in ("none", "fine")]
+        off = [measured / expected for measured, expected in zip((turns, fine), said, strict=True)]
+        over = fine / simulated(schedule, "none", 0.0)
+        found[f"{schedule}, {ratio}"] = {"turns": turns, "fine": fine, "simulated": said, "over pipeline": over}
+        rows.append([schedule, ratio, turns, fine, fine / turns, said[1] / said[0], *off, over])
+    head = ("schedule", "encoder / llm", "turns s", "fine s", "fine / turns", "simulated", "turns / simulated",
+            "fine / simulated", "fine / pipeline alone")  # fmt: skip
+    report("filled_steps", "An encoder in turns with a pipeline and in its bubbles", head, rows, [])
+    write_json(args.json, "filled_steps", "cpu", {"rounds": args.rounds}, found)
+    return found
+
+
+if __name__ == "__main__":
+    main()
