@@ -19,7 +19,7 @@ PLACEMENTS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
     "an encoder that is a pipeline": ({"vision": on(0, 1, 2, 3, pp=2), "llm": on(0, 1, 2, 3, pp=4)}, {}),
     "two encoders, one in pieces, one replicated": (
         {"vision": on(0, 1, 2), "audio": on(1, 2, dp_replicate=2), "llm": on(0, 1, 2, pp=3)},
-        {"vision_layers": 3, "pieces": {"vision": 3}},
+        {"vision_layers": 3, "pieces": {"vision": 3}, "balance": {"policy": "auto"}},
     ),
     "frozen": ({"vision": on(0, 1), "audio": on(0, 1), "llm": on(0, 1, pp=2)}, FREEZE),
     "with a generator, beyond the pipeline": (
