@@ -54,11 +54,7 @@ class Proposal(NamedTuple):
     @property
     def homogeneous(self) -> bool:
         """Whether all modules have the same layout on the same ranks."""
-        return (
-            len(self.partition) == 1
-            and self.chain is None
-            and len({d._replace(recomputed=False) for d in self.degrees.values()}) == 1
-        )
+        return len(self.partition) == 1 and self.chain is None and _alike(self.degrees)
 
     @property
     def candidate(self) -> Candidate:
@@ -69,6 +65,11 @@ class Proposal(NamedTuple):
         layouts = place_groups(self.partition, self.ranks, self.degrees)
         fill = "auto" if self.homogeneous else "fine"
         return Candidate(layouts, self.microbatches, recompute=recompute, fill=fill)
+
+
+def _alike(degrees: Mapping[str, Degrees]) -> bool:
+    """Whether all modules have the same degrees."""
+    return len({d._replace(recomputed=False) for d in degrees.values()}) == 1
 
 
 class Proposer:
@@ -121,9 +122,23 @@ class Proposer:
             if fits is None:
                 return None
             fitting |= fits
-            busy.append(sum(_busy(e, name, way, microbatches) for name, way in fits.items()))
+            each = {name: _busy(e, name, way, microbatches) for name, way in fits.items()}
+            busy.append(sum(each.values()) - self._filled(e, fits, each, microbatches, len(partition)))
             through += [e.through(name, way, microbatches) for name, way in fits.items()]
         return Proposal(max(busy) + sum(through), partition, ranks, fitting, microbatches)
+
+    def _filled(
+        self, e: Estimates, group: Mapping[str, Degrees], busy: Mapping[str, float], microbatches: int, groups: int
+    ) -> float:
+        """Seconds of others of a group that fit into the bubbles of the language model's pipeline: of modules whose
+        instances lie on ranks of one stage, which idle at once.
+        """
+        pipeline = group.get(self._language_model)
+        if pipeline is None or pipeline.pp == 1 or (groups == 1 and _alike(group)):
+            return 0.0
+        bubbles = e.through(self._language_model, pipeline, microbatches) * (1 - 1 / pipeline.pp)
+        others = (name for name in group if name not in self._shape.samplewise)
+        return min(bubbles, sum(busy[name] for name in others if group[name].tp <= pipeline.tp * pipeline.dp))
 
     def _recomputed(self, e: Estimates, group: dict[str, Degrees], microbatches: int) -> dict[str, Degrees] | None:
         """Recompute modules that share ranks until they fit, those that keep most first; None: not even all do."""
