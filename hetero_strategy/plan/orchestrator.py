@@ -8,7 +8,7 @@ an edge is OrchMLLM's composed rearrangement, whatever was rearranged (section 6
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -264,37 +264,43 @@ class _StepPlanner:
             reader, sampled = self._reader(module), None
             if self.balancing.policy_of(module) == AS_SAMPLED and self.assign is None:
                 sampled = self._sampled(module, packed.count)
-            members = _members(group, groups)
-            if module in self.balancing.beside and sampled is None and self.assign is None:
-                return self._over_the_step(module, members)
-            for units in members:
+            even = self._over_the_step(module)
+            for units in _members(group, groups):
                 near = None if reader is None else reader[units]
                 stays = None if sampled is None else sampled[units]
                 try:
-                    instance_of[units] = self._spread(module, units, stays, near)
+                    spread = self._spread(module, units, stays, near) if even is None else even(units)
+                    instance_of[units] = spread
                 except ConfigError as error:
                     raise ConfigError(f"'{module}', {self.instances[module]} instances: {error}") from None
         if module in self.samplewise:
             self.instance_of[module] = instance_of
         return instance_of
 
-    def _over_the_step(self, module: str, members: Sequence[np.ndarray]) -> np.ndarray:
-        """Give the units of one microbatch after the other, longest first, to the instance whose ranks have least so
-        far, of all that they do in the step.
+    def _over_the_step(self, module: str) -> Callable[[np.ndarray], np.ndarray] | None:
+        """What gives the units of one microbatch after the other, longest first, to the instance whose ranks have least
+        so far, of all that they do in the step; None where a module is balanced in each microbatch.
         """
         b, inner_rows, count = self.balancing, self.rows(module)[1], self.instances[module]
+        asked = b.policy_of(module) != "auto" or b.speeds_of(module) is not None
+        if module not in b.beside or asked or self.assign is not None:
+            return None
         others = np.zeros(count)
         for name, shares in b.beside[module].items():
             others += shares * float(b.cost(name).alone(self.rows(name)[1]).sum()) / self.instances[name]
         both = whole(np.append(others, b.cost(module).alone(inner_rows)), count)
-        so_far, weights, limit = both[:count], both[count:], b.budget.get(module)
-        instance_of = np.zeros(len(inner_rows), dtype=np.int64)
-        for units in members:
-            falling = units[descending(inner_rows[units])]
-            instance_of[falling], so_far = deal_to_least(weights[falling], count, so_far)
-            if limit is not None and np.bincount(instance_of[units], inner_rows[units]).max(initial=0) > limit:
-                instance_of[units] = self._spread(module, units, None, None)
-        return instance_of
+        so_far, weights, limit = both[:count].copy(), both[count:], b.budget.get(module)
+
+        def even(units: np.ndarray) -> np.ndarray:
+            falling = descending(inner_rows[units])
+            instance_of = np.empty_like(units)
+            instance_of[falling] = deal_to_least(weights[units[falling]], count, so_far)[0]
+            if limit is not None and np.bincount(instance_of, inner_rows[units]).max(initial=0) > limit:
+                instance_of = self._spread(module, units, None, None)
+            np.add.at(so_far, instance_of, weights[units])
+            return instance_of
+
+        return even
 
     def _reader(self, module: str) -> np.ndarray | None:
         """The language model's instance that has each item's sample, where it matters how near that is."""

@@ -51,12 +51,16 @@ def model_context(
         return made if made.needed else None
 
     filling = dict.fromkeys(node.module for node in graph.stages if node.cohort >= 0)
-    beside = {module: _beside(module, graph, stage_costs) for module in filling}
+    beside = {module: _beside(module, graph, stage_costs, placement.layouts[module].grid()) for module in filling}
     return ModelContext({n: c for n, c in costs.items() if c.linear or c.quadratic}, near, orderer, beside)
 
 
-def _beside(module: str, graph: StageGraph, stage_costs: Mapping[StageId, StageCost]) -> Beside:
-    """What modules that do not fill do on the busiest rank of each instance of one that does."""
+def _beside(module: str, graph: StageGraph, stage_costs: Mapping[StageId, StageCost], grid: np.ndarray) -> Beside:
+    """What modules that do not fill do on the busiest rank of each instance of one that does.
+
+    Args:
+        grid: of the module, see :meth:`ModuleLayout.grid`.
+    """
 
     def passes(node: StageId) -> float:
         """Actions of a microbatch, in forwards."""
@@ -73,11 +77,10 @@ def _beside(module: str, graph: StageGraph, stage_costs: Mapping[StageId, StageC
             for rank in stage.ranks:
                 busy = on_ranks.setdefault(node.module, {})
                 busy[rank] = busy.get(rank, 0.0) + passes(node) * (cost.per_row or cost.per_pair) / whole[node.module]
-    chains = graph.chains[module]
-    grids = [np.concatenate([graph.stages[chain[i]].grid for chain in chains]) for i in range(len(chains[0]))]
-    order = np.argsort(np.concatenate([graph.stages[chain[0]].own(np.arange(len(grids[0]))) for chain in chains]))
-    ranks = np.concatenate(grids, axis=1)[order].tolist()
-    own = max(passes(chain[0]) for chain in chains)
+    chain = graph.chains[module][0]
+    instances = sum(len(graph.stages[nodes[0]].grid) for nodes in graph.chains[module])
+    ranks = np.concatenate([part.reshape(instances, -1) for part in grid], axis=1).tolist()
+    own = passes(chain[0])
     return {n: np.array([max(busy.get(r, 0.0) for r in row) for row in ranks]) / own for n, busy in on_ranks.items()}
 
 

@@ -131,9 +131,8 @@ class Evaluator:
         """
         asked = place(candidate.layouts, self.cluster.ranks).layouts
         scheduling = candidate.scheduling.resolved(asked)
-        others = {*self.shape.modules} - {*self.shape.samplewise}
-        filling = scheduling.filling(others, asked, self.shape.edges)
-        asked = scheduling.in_pieces(others, asked, self.shape.edges)
+        filling = scheduling.filling({*self.shape.modules} - {*self.shape.samplewise}, asked, self.shape.edges)
+        asked = scheduling.in_pieces(filling, asked)
         casts = self.precision.compute != self.precision.master
         layouts: dict[str, ModuleLayout] = {}
         times: dict[StageId, StageTimes] = {}

@@ -126,8 +126,9 @@ class StageGraph:
     @cached_property
     def firsts(self) -> tuple[int, ...]:
         """For each edge, the number of the first one between the same two stages, of whichever cohorts."""
-        between = [(source.all_instances, target.all_instances) for source, target in self.edges]
-        return tuple(between.index(pair) for pair in between)
+        first: dict[tuple[StageId, StageId], int] = {}
+        pairs = ((source.all_instances, target.all_instances) for source, target in self.edges)
+        return tuple(first.setdefault(pair, number) for number, pair in enumerate(pairs))
 
     def nodes_of(self, module: str) -> tuple[StageId, ...]:
         """The module's stages, first stage first, without cohorts."""

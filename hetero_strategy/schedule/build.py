@@ -152,14 +152,14 @@ def _pipelined(
     made = module_programs(policy, graph, work, numbers, edges, bounds)
     lists = [listed(numbers, one) for one in made]
     on, fills = [lanes[numbers.index[one.at]] for one in made], [one.fills for one in made]
-    best: Merge | None = None
+    caps, best = most(numbers, made, bounds), None
     for lead, last, patience in attempts(fill, numbers, bounds, compress(on, fills)):
         tried = numbers.fork() if any(fills) else numbers
         if lead:
             forwards_first(tried, lists, on, fills, lead)
         if last:
             backwards_last(tried, lists, on, fills)
-        merge = Merge(tried, lists, lanes, most(numbers, made, bounds), fills, patience)
+        merge = Merge(tried, lists, lanes, caps, fills, patience)
         if merge.run() is not None and (best is None or merge.now < best.now):
             best = merge
     if best is None:

@@ -35,16 +35,8 @@ class ScheduleConfig:
             )
         if self.fill not in FILLS:
             raise ConfigError(f"HeteroStrategy: fill={self.fill!r}; use one of {', '.join(FILLS)}")
-        if self.fills and self.schedule == "sequential":
-            raise ConfigError(
-                "HeteroStrategy: fill with schedule='sequential', in which ranks wait on purpose; set fill='none' or"
-                " take another schedule"
-            )
-        if self.fills and self.reshard_after_forward == "always":
-            raise ConfigError(
-                f"HeteroStrategy: reshard_after_forward='always' with fill={self.fill!r}: instances that gather with"
-                " every microbatch cannot act on their own; use reshard_after_forward='auto' or 'never'"
-            )
+        if self.fills and (refusal := self._no_filling()):
+            raise ConfigError(f"HeteroStrategy: fill={self.fill!r} with {refusal}")
         if self.reshard_after_forward == "always" and self.splits_backward:
             raise ConfigError(
                 f"HeteroStrategy: reshard_after_forward='always' with schedule={self.schedule!r}: a backward in two"
@@ -68,11 +60,24 @@ class ScheduleConfig:
         styles = {layout.pp_style for layout in layouts.values() if layout.vpp > 1}
         return replace(self, schedule="zbv" if "v" in styles else "interleaved_1f1b" if styles else "1f1b")
 
+    def _no_filling(self) -> str | None:
+        """Why nothing can fill bubbles here, and what to change; None where it can."""
+        if self.schedule == "sequential":
+            return "schedule='sequential', in which ranks wait on purpose; set fill='none' or take another schedule"
+        if self.reshard_after_forward == "always":
+            return (
+                "reshard_after_forward='always': instances that gather with every microbatch cannot act on their own;"
+                " use reshard_after_forward='auto' or 'never'"
+            )
+        return None
+
     def instead_of_auto(self, other: ScheduleConfig) -> ScheduleConfig:
-        """With what another one says where nothing was asked for."""
-        names = ("schedule", "reshard_after_forward", "fill")
-        asked = {name: getattr(other, name) for name in names if getattr(self, name) == "auto"}
-        return replace(self, pieces=self.pieces or other.pieces, **asked)
+        """With what another one says where nothing was asked for, as far as it goes with what was."""
+        names = ("schedule", "reshard_after_forward")
+        chosen = replace(self, **{n: getattr(other, n) for n in names if getattr(self, n) == "auto"})
+        if self.fill != "auto" or chosen._no_filling():
+            return chosen
+        return replace(chosen, fill=other.fill, pieces=self.pieces or other.pieces)
 
     def check(self, layouts: Mapping[str, ModuleLayout]) -> None:
         """Refuse a schedule that these layouts cannot run, whatever the model is.
@@ -85,18 +90,12 @@ class ScheduleConfig:
         once = StepWork({n: (Span(0, 0, 0),) for n in layouts}, {})
         make_schedule(self.resolved(layouts).schedule, alone, once, max_in_flight=self.max_in_flight)
 
-    def in_pieces(
-        self, modules: Collection[str], layouts: Mapping[str, ModuleLayout], edges: Sequence[tuple[str, str]]
-    ) -> dict[str, ModuleLayout]:
+    def in_pieces(self, filling: Collection[str], layouts: Mapping[str, ModuleLayout]) -> dict[str, ModuleLayout]:
         """Layouts in which modules that fill are cut in stages that follow each other on their ranks.
-
-        Args:
-            modules: as for :meth:`filling`.
 
         Raises:
             ConfigError: ``pieces`` of a module that does not fill, or that is a pipeline itself.
         """
-        filling = self.filling(modules, layouts, edges)
         for module, pieces in self.pieces.items():
             if module not in filling or layouts[module].pp > 1 or pieces < 1:
                 raise ConfigError(

@@ -74,9 +74,8 @@ def blueprint(
             )
     edges = [(e.source, e.target) for e in model.edges]
     again = {name: how.share for name, how in recompute.items()}
-    others = {*modules} - {*model.language_models()}
-    filling = scheduling.filling(others, layouts, edges)
-    layouts = scheduling.in_pieces(others, layouts, edges)
+    filling = scheduling.filling({*modules} - {*model.language_models()}, layouts, edges)
+    layouts = scheduling.in_pieces(filling, layouts)
     chosen = with_splits(modules, model.topological(), edges, layouts, again)
     trains: dict[StageId, bool] = {}
     gathered: set[StageId] = set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -19,13 +21,20 @@ SAMPLES, MICROBATCHES, INSTANCES = 64, 16, 4
 COSTS = {"llm": Cost(1.0), "vision": Cost(0.5)}
 
 
-def planned(beside: np.ndarray | None, seed: int = 0, budget: int | None = None) -> StepPlan:
+def planned(
+    beside: np.ndarray | None,
+    seed: int = 0,
+    budget: int | None = None,
+    policy: str = "auto",
+    speeds: tuple[float, ...] = (),
+) -> StepPlan:
     """A sample has one image; four instances see four of these in a microbatch."""
     rows, numbers = np.random.default_rng(seed).integers(2, 40, SAMPLES), np.arange(SAMPLES)
     items = {"vision": StepItems(numbers, rows, np.zeros_like(rows), 4 * rows)}
     metadata = StepMetadata(0, seed, numbers, rows + 8, np.full(SAMPLES, 8), items)
     balancing = ResolvedBalance(
-        policy={"llm": "auto", "vision": "auto"},
+        policy={"llm": "auto", "vision": policy},
+        speeds={"vision": speeds} if speeds else {},
         costs=COSTS,
         budget={} if budget is None else {"vision": budget},
         beside={} if beside is None else {"vision": {"llm": beside}},
@@ -58,6 +67,13 @@ def test_ranks_that_do_more_for_others_get_less(shares: tuple[float, ...]) -> No
         assert work(plan)[3] == 0 and total[:3].max() < 1.03 * could
     else:
         assert np.ptp(total) < 0.05 * total.max()
+
+
+@pytest.mark.parametrize("asked", [{"policy": "round_robin"}, {"policy": "none"}, {"speeds": (1.0, 1.0, 2.0, 2.0)}])
+def test_what_was_asked_for_is_obeyed(asked: dict[str, Any]) -> None:
+    shares = np.array([0.0, 0.0, 0.0, 9.0])
+    for one, other in zip(*(planned(beside, **asked).assignments["vision"] for beside in (None, shares)), strict=True):
+        assert np.array_equal(one.units, other.units) and np.array_equal(one.offsets, other.offsets)
 
 
 def test_a_budget_is_kept() -> None:

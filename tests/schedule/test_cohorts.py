@@ -12,6 +12,7 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
+from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.graph import stage_graph
 from tests.schedule.cases import damaged, makespan, work
 
@@ -108,3 +109,12 @@ def test_cohorts_gather_first_and_reduce_last() -> None:
     for action, to in ((Action("UNSHARD", llm), 0), (Action("REDUCE", llm), last)):
         with pytest.raises(ScheduleError, match="cohorts gather before all else and reduce after it"):
             check(moved(schedule, action, to))
+
+
+def test_a_plan_brings_no_filling_that_other_options_refuse() -> None:
+    planned = ScheduleConfig("1f1b", fill="fine", pieces={"vision": 2})
+    assert ScheduleConfig().instead_of_auto(planned) == planned
+    for asked in ({"reshard_after_forward": "always"}, {"schedule": "sequential"}, {"fill": "none"}):
+        merged = ScheduleConfig(**asked).instead_of_auto(planned)
+        assert not merged.fills and not merged.pieces
+        assert all(getattr(merged, name) == value for name, value in asked.items())
