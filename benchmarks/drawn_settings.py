@@ -30,7 +30,7 @@ PARTS = {
 
 PLAIN = ("balance", "tokens", "freeze", "recompute", "compile", "max_in_flight", "reshard_after_forward", "edges",
          "loss_weights", "kv_heads", "ranks_per_node", "tied", "dropout", "precision", "late", "lm",
-         "pieces", "fill", "schedule")  # fmt: skip
+         "prefetch", "pieces", "fill", "schedule")  # fmt: skip
 """Options that a smaller setting has as they are by default, in the order in which that is tried."""
 
 
@@ -147,6 +147,7 @@ class _Drawing:
             microbatches=None if auto else rng.randint(1, min(6, largest)),
         )
         drawn = self.filling(setting) if pipelined and self.often(0.5) else setting
+        drawn = replace(drawn, prefetch=self.prefetch(drawn))
         return replace(drawn, layouts={name: self.in_chunks(drawn, name) for name in modules})
 
     def filling(self, setting: Setting) -> Setting:
@@ -161,6 +162,14 @@ class _Drawing:
         pieces = {name: self.rng.randint(1, blocks[name]) for name in sorted(blocks) if self.often(0.4)}
         bounds = {name: bound for name, bound in setting.max_in_flight.items() if fill == "fine" or name not in fills}
         return replace(setting, fill=fill, pieces=pieces, max_in_flight=bounds)
+
+    def prefetch(self, setting: Setting) -> dict[str, int]:
+        """Frozen encoders that work a step ahead."""
+        if setting.schedule == "sequential" or setting.reshard_after_forward == "always":
+            return {}
+        stages = {n: one.get("pp", 1) * setting.pieces.get(n, 1) for n, one in setting.layouts.items()}
+        frozen = [n for n in stages if n in setting.freeze or (f"{n}.backbone" in setting.freeze and stages[n] > 1)]
+        return {n: 1 for n in frozen if ITEM_MODULES.get(n) == "encoder" and self.often(0.6)}
 
     def modules(self) -> list[str]:
         if self.draws:
@@ -320,7 +329,8 @@ def smaller(setting: Setting) -> Iterator[Setting]:
     if setting.schedule == "zbv":
         yield replace(_plain(setting, "schedule"), schedule="zb_h1")
     for part in setting.freeze if len(setting.freeze) > 1 else ():
-        yield replace(setting, freeze=tuple(p for p in setting.freeze if p != part))
+        left = {n: v for n, v in setting.prefetch.items() if n != part.split(".")[0]}
+        yield replace(setting, freeze=tuple(p for p in setting.freeze if p != part), prefetch=left)
     for option in ("balance", "tokens", "recompute", "compile", "pieces"):
         given = getattr(setting, option) or {}
         for key in given if len(given) > 1 else ():
@@ -351,6 +361,7 @@ def _without(setting: Setting, module: str) -> Setting:
         layouts={n: v for n, v in setting.layouts.items() if n != module},
         edges=edges,
         freeze=tuple(part for part in setting.freeze if part.split(".")[0] != module),
+        prefetch={n: v for n, v in setting.prefetch.items() if n != module},
         recompute={n: v for n, v in setting.recompute.items() if n != module},
         pieces={n: v for n, v in setting.pieces.items() if n != module},
         compile={n: v for n, v in setting.compile.items() if n != module},

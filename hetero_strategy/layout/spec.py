@@ -170,6 +170,11 @@ class ModuleLayout:
         """Return the ranks of each instance of a stage; of resolved layouts only."""
         return self.grid()[self.pipeline.rank_of(stage)].reshape(self.dp, -1)
 
+    def first_stage(self) -> ModuleLayout:
+        """Return the layout of the first stage alone; of resolved layouts only."""
+        ranks = tuple(map(int, self.stage_grid(0).flat))
+        return replace(self, ranks=ranks, pp=1, vpp=1, pp_style="loop", split=None)
+
     def _product(self, skip: str = "") -> str:
         shown = [f"{name} {size}" for name, size in self.degrees().items() if size != 1 and name != skip]
         return " x ".join(shown) or "the product of all degrees"

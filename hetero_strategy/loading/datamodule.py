@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -277,6 +277,7 @@ class MultimodalDataModule(L.LightningDataModule):
             "same_noise": not training,
             "compute_dtype": context.compute_dtype,
             "compiler": None if context.compiler is None else context.compiler.of(context.rank, training),
+            "prefetch": self._prefetched(context) if training else (),
         }
         steps, finish = self._steps(split, index, share, options)
         if self.on_error == "skip":
@@ -307,6 +308,18 @@ class MultimodalDataModule(L.LightningDataModule):
         shares, rank = self._shares(share)
         steps = SampledDataset(index, self.processors, self.edges, share, **options, rank=rank, world=len(shares))
         return steps, [Dispatch(steps, shares, TrainingContext.of(self.trainer).group)]
+
+    def _prefetched(self, context: TrainingContext) -> Collection[str]:
+        """Modules that run a step ahead."""
+        names = () if context.compiler is None else context.compiler.config.prefetch
+        for option, value in (("payload", self.payload), ("on_error", self.on_error)):
+            if names and value in ("all_to_all", "skip"):
+                raise ConfigError(
+                    f"MultimodalDataModule: {option} is {value!r}, but HeteroStrategy(prefetch=...) reads items of"
+                    f" {', '.join(names)} a step before their samples; use {option}="
+                    f"{'fetch' if option == 'payload' else 'stop'} or leave prefetch out"
+                )
+        return names
 
     def _dispatches(self, split: Split) -> bool:
         return split == "train" and self.payload == "all_to_all"

@@ -126,7 +126,9 @@ class StepLoader:
         first, self._resume_at = self._resume_at, 0
         self.consumed = first
         self._skipped_in_epoch = self._skipped_in_epoch if first else 0
-        places = [(self.epoch, step) for step in range(first, len(self))]
+        places: list[Place] = [(self.epoch, step) for step in range(first, len(self))]
+        if self.steps.prefetch:
+            places[1:] = [(*place, True) for place in places[1:]]
         line = self._workers()
         made = (self.steps[place] for place in places) if line is None else line.run(places)
         batches = made if self._background is None else self._handed(made, len(places), self._background)

@@ -18,6 +18,7 @@ from hetero_strategy.data.media import Media
 from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.loading.item_reader import complaint
 from hetero_strategy.loading.steps import StepDataset
+from hetero_strategy.loading.worker_pool import Place
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ class SampledDataset(StepDataset):
         """Rank that reads each of a step's samples, int64 ``[S]``."""
         return np.arange(samples, dtype=np.int64) % self.world
 
-    def __getitem__(self, place: int | tuple[int, int]) -> Decoded:  # type: ignore[override]  # a part of a batch
+    def __getitem__(self, place: int | Place) -> Decoded:  # type: ignore[override]  # a part of a batch
         """What is at home here of (epoch, step), or of a step of epoch 0."""
-        epoch, step = self.place(place)
+        epoch, step, _ = self.place(place)
         began = time.perf_counter()
         samples = self.samples(epoch, step)
         mine = samples[self.home(len(samples)) == self.rank]

@@ -7,7 +7,7 @@ never from the process's random state.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
@@ -24,11 +24,13 @@ from hetero_strategy.loading.batch import Batch, LoadTimes
 from hetero_strategy.loading.item_reader import OnError, Reader
 from hetero_strategy.loading.metadata import step_metadata
 from hetero_strategy.loading.payload import Content, InstanceUnits, fetched
+from hetero_strategy.loading.worker_pool import Place
 from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.encoder import Encoder
 from hetero_strategy.model.generator import Generator
 from hetero_strategy.model.inputs import ModuleInputs
 from hetero_strategy.model.kind import ModuleKind
+from hetero_strategy.plan.ahead import ahead, with_next
 from hetero_strategy.plan.orchestrator import ResolvedBalance, plan_step
 from hetero_strategy.plan.packing import levelled
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan, edge_blocks, slots
@@ -117,6 +119,7 @@ class StepDataset(Dataset[Batch]):
         same_noise: generators see the same noise and times in every epoch, so that validations compare.
         compute_dtype: of modules; payload that they cast first of all is in it. None: payload stays as it is.
         compiler: makes this rank's program of a step, which then says which rows edges fill; None: the inputs do.
+        prefetch: modules whose payload comes a step early.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class StepDataset(Dataset[Batch]):
         same_noise: bool = False,
         compute_dtype: torch.dtype | None = None,
         compiler: Callable[[StepPlan], StepProgram] | None = None,
+        prefetch: Collection[str] = (),
     ) -> None:
         for name, value in (("global_batch_size", global_batch_size), ("microbatches", microbatches)):
             if value is not None and value < 1:
@@ -154,7 +158,7 @@ class StepDataset(Dataset[Batch]):
         self.microbatch_rows = dict(microbatch_rows or {})
         self.global_batch_size, self.microbatches = global_batch_size, microbatches
         self.seed, self.shuffle, self.drop_last, self.same_noise = seed, shuffle, drop_last, same_noise
-        self.compute_dtype, self.compiler = compute_dtype, compiler
+        self.compute_dtype, self.compiler, self.prefetch = compute_dtype, compiler, frozenset(prefetch)
         self.on_error: OnError = "stop"
         """What an item that cannot be read does; the loader sets it."""
         if not len(self):
@@ -199,38 +203,46 @@ class StepDataset(Dataset[Batch]):
         costs = (self.balancing or ResolvedBalance()).cost(self.language_models[0]).alone(tokens)
         return drawn[levelled(costs, size, self.window) == step - first]
 
-    def __getitem__(self, place: int | tuple[int, int]) -> Batch:
+    def __getitem__(self, place: int | Place) -> Batch:
         """The batch of (epoch, step), or of a step of epoch 0. Raises DataError where a file has gone bad."""
-        epoch, step = self.place(place)
+        epoch, step, follows = self.place(place)
         began = time.perf_counter()
         plan = self.plan(epoch, step)
+        following = self.plan(epoch, step + 1) if self.prefetch and step + 1 < len(self) else None
+        if self.prefetch:
+            plan = with_next(plan, following, self.prefetch, held=follows)
         assert plan.digest  # made here, ahead of the step that needs it
         planned = time.perf_counter()
         reader = Reader(self.index, self.processors, self.on_error)
         inputs = self.inputs(plan, fetched(self.index, plan.samples, reader))
+        if following is not None:
+            early = self.inputs(following, fetched(self.index, following.samples, reader), self.prefetch)
+            inputs |= {ahead(module): made for module, made in early.items()}
         times = LoadTimes(planned - began, time.perf_counter() - planned)
         return self.compiled(Batch(plan, inputs, times, mine=self.share.mine, failed=reader.failed))
 
-    def place(self, place: int | tuple[int, int]) -> tuple[int, int]:
-        """(epoch, step) of what was asked for; IndexError where there is no such step."""
-        epoch, step = place if isinstance(place, tuple) else (0, place)
+    def place(self, place: int | Place) -> tuple[int, int, bool]:
+        """(epoch, step, whether another ran before) of what was asked for; IndexError where there is no such step."""
+        epoch, step, *follows = place if isinstance(place, tuple) else (0, place)
         if not 0 <= step < len(self):
             raise IndexError(f"step {step} of {len(self)}")
-        return epoch, step
+        return epoch, step, any(follows)
 
     def compiled(self, batch: Batch) -> Batch:
         """A batch with its program, if steps have one."""
         return batch if self.compiler is None else batch.with_program(self.compiler(batch.plan))
 
-    def inputs(self, plan: StepPlan, content: Content) -> dict[str, tuple[ModuleInputs | None, ...]]:
-        """What this rank computes, by module and microbatch."""
+    def inputs(
+        self, plan: StepPlan, content: Content, only: Collection[str] | None = None
+    ) -> dict[str, tuple[ModuleInputs | None, ...]]:
+        """What this rank computes, by module and microbatch, or of some modules."""
         return {
             module: tuple(
                 None if assignment.idle else self._inputs(plan, module, number, instance, content)
                 for number, assignment in enumerate(assignments)
             )
             for module, assignments in plan.assignments.items()
-            if (instance := self.share.mine.get(module)) is not None
+            if (instance := self.share.mine.get(module)) is not None and (only is None or module in only)
         }
 
     def _inputs(self, plan: StepPlan, module: str, number: int, instance: int, content: Content) -> ModuleInputs:
@@ -242,7 +254,7 @@ class StepDataset(Dataset[Batch]):
                 edge_rows=assignment.edge_rows_of(instance),
                 inner_rows=assignment.inner_rows_of(instance),
                 slots=self._slots(plan, number, module, instance),
-                first=module not in self.share.without_first,
+                first=module not in self.share.without_first and not plan.holds(module, 0),
                 last=module not in self.share.without_last,
                 seed=(self.seed, 0 if self.same_noise else plan.metadata.epoch),
                 processor=self.processors.get(module),

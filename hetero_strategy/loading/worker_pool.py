@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from hetero_strategy.errors import HeteroError
 from hetero_strategy.loading.transport import pack
 
-Place = tuple[int, int]
-"""(epoch, step)."""
+Place = tuple[int, int] | tuple[int, int, bool]
+"""(epoch, step), and True where it follows another step that may have computed rows for it."""
 
 
 class Steps(Protocol):

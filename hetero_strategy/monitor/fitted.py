@@ -25,7 +25,7 @@ def fitted_stages(steps: Iterable[Ran], synchronous: Collection[StageId] = ()) -
     points: dict[tuple[StageId, Kind], list[np.ndarray]] = defaultdict(list)
     for step in steps:
         for (kind, node, microbatch), seconds in durations(step.schedule, step.events, synchronous).items():
-            if microbatch >= 0:
+            if microbatch >= 0 and not step.plan.holds(node.module, node.stage):
                 stage = step.schedule.graph.stages[node]
                 rows, squares = map(stage.own, sizes_of(step.plan, node.module, microbatch))
                 points[node.all_instances, kind].append(
@@ -52,7 +52,8 @@ def fitted_costs(executor: Executor, group: dist.ProcessGroup | None) -> dict[st
     for step in steps[1:] or steps:  # the first one warms up
         for action, start, end in step.events():
             coordinate = executor.coordinates.get(action.node.module)
-            if action.kind == "F" and isinstance(coordinate, Coordinate):
+            held = step.plan.holds(action.node.module, action.node.stage)
+            if action.kind == "F" and isinstance(coordinate, Coordinate) and not held:
                 assignment = step.plan.assignments[action.node.module][action.microbatch]
                 seen.append((action.node.all_instances, assignment.inner_rows_of(coordinate.instance), end - start))
     ranks = gather_on_first(seen, group)

@@ -19,6 +19,7 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.monitor.flops import Part, device_peak_flops, utilization, work
 from hetero_strategy.monitor.measure import Spent, Watch, over_ranks, waited
+from hetero_strategy.plan.ahead import computing
 from hetero_strategy.planner.layers import fed_by_trainable
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class _Window:
         self.tokens += int(metadata.tokens.sum())
         self.labels += int(metadata.labels.sum())
         for name, assignments in batch.plan.assignments.items():
+            if computing(name) != name:  # counts in the step that it is for
+                continue
             for assignment in assignments:
                 self.rows[name] += int(assignment.edge_rows.sum())
                 self.padding += int(assignment.padding.sum())

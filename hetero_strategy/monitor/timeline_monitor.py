@@ -19,6 +19,7 @@ from hetero_strategy.monitor.fitted import fitted_stages
 from hetero_strategy.monitor.measure import gather_on_first
 from hetero_strategy.monitor.prediction import Fitted, Ran, predicted, together
 from hetero_strategy.monitor.timeline import Timeline, from_measured, from_simulation, write_trace
+from hetero_strategy.plan.ahead import computing
 from hetero_strategy.planner.from_run import Measured
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import Action, StageId
@@ -103,7 +104,7 @@ def _pair(executor: Executor, steps: Sequence[Ran]) -> MeasuredAndSimulated:
 
     graph, layouts = executor.compiler.graph, executor.placement.layouts
     stages = graph.stages
-    synchronous = {n for n, stage in stages.items() if layouts[n.module].dp_shard > 1 and not stage.sharded}
+    synchronous = {n for n, stage in stages.items() if layouts[computing(n.module)].dp_shard > 1 and not stage.sharded}
     simulations = predicted(steps, width, synchronous)
     measured = []
     for step in steps:

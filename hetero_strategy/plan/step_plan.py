@@ -170,6 +170,8 @@ class StepPlan:
     """Module -> its microbatches. A module of items may have fewer or more of them than the step."""
     loads: Mapping[str, ModuleLoad] = field(default_factory=dict)
     """Module -> costs of the step, where they are known; schedules are made with them."""
+    held: frozenset[str] = frozenset()
+    """Modules whose first stage did its work of this step in the step before, see :mod:`hetero_strategy.plan.ahead`."""
 
     @property
     def loss_tokens(self) -> int:
@@ -199,7 +201,12 @@ class StepPlan:
         for module in sorted(self.loads):
             digest.update(self.loads[module].after.tobytes())
         digest.update(self.metadata.labels.tobytes())
+        digest.update(" ".join(sorted(self.held)).encode())
         return int.from_bytes(digest.digest())
+
+    def holds(self, module: str, stage: int) -> bool:
+        """Whether a stage has its rows from the step before and computes nothing."""
+        return stage == 0 and module in self.held
 
     def active(self, module: str) -> list[int]:
         """Numbers of the module's microbatches in which any instance has a unit."""

@@ -29,8 +29,10 @@ from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.gradients import settle
 from hetero_strategy.parallelize.tied import Tied
+from hetero_strategy.plan.ahead import computing
 from hetero_strategy.runtime import backward
 from hetero_strategy.runtime.agreement import Agreement
+from hetero_strategy.runtime.held import Held
 from hetero_strategy.runtime.recorder import Recorder
 from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.schedule.compile import RankAction, StepCompiler, StepProgram
@@ -74,6 +76,8 @@ class Executor:
     """Of this rank, by module."""
     parameters: dict[StageId, list[nn.Parameter]] = field(init=False)
     """This rank's parts, as they are while nothing is gathered."""
+    held: Held = field(init=False, default_factory=Held)
+    """Rows of modules that run a step ahead."""
     running: _Step | None = field(init=False, default=None)
     """The step in progress, or the one that failed."""
 
@@ -82,6 +86,8 @@ class Executor:
         self.parameters = {stage_id: list(stage.parameters()) for stage_id, stage in self.stages.items()}
         seats = {name: self.placement.coordinate(name, self.rank) for name in self.modules}
         self.coordinates = {name: seat for name, seat in seats.items() if seat is not None}
+        early = {node.module for node in self.compiler.graph.stages} - {*self.modules}
+        self.coordinates |= {n: self.coordinates[computing(n)] for n in early if computing(n) in self.coordinates}
 
     def run(self, batch: Batch, *, train: bool, factors: Factors | None = None, call: int = 0) -> StepSums:
         """Run one global batch: forwards, and with ``train`` backwards into ``p.grad`` of the owned parameters.
@@ -103,6 +109,7 @@ class Executor:
         """
         self.recorder.open()
         batch = self.ready(batch, train=train)
+        self.held.turn(batch.plan)
         assert batch.program is not None and batch.index is not None
         transfers = [(self.channels[t.edge, t.backward], t.transfer) for t in batch.program.transfers]
         transport = Transport(transfers, batch.index)
@@ -242,10 +249,16 @@ class _Step:
                 hidden = leaf
             else:
                 rows[source.node, source.microbatch] = leaf
+        plan, held = self.batch.plan, self.executor.held
+        if plan.holds(stage_id.module, stage_id.stage):
+            self._give(step, held.rows(plan, stage_id.module, microbatch))
+            return
+        early = computing(stage_id.module) != stage_id.module
         inputs = self._inputs(step)
         assert stage.random_numbers is not None
         seed = stage.random_numbers.start(
-            self.batch.plan.metadata, self.call, microbatch, seat.instance, seat.shard, self.executor.device,
+            replace(plan.metadata, step=plan.metadata.step + 1) if early else plan.metadata,
+            self.call, microbatch, seat.instance, seat.shard, self.executor.device,
             rows_apart=self.graph.stages[stage_id].row_sharding.parts > 1,
         )  # fmt: skip
         live = _Live(arrived, seed)
@@ -254,21 +267,30 @@ class _Step:
         if stage.last_stage:
             check_output(stage, out)
         made: torch.Tensor | None = out if isinstance(out, torch.Tensor) else out.hidden
+        if early:
+            assert made is not None
+            held.keep(computing(stage_id.module), microbatch, made)
+            return
         if not isinstance(out, torch.Tensor):
             live.loss = _Output.of(out.loss_sum) if out.loss_sum.requires_grad else None
             if not seat.shard:  # an instance's first rank speaks for the instance
                 units = self.batch.plan.assignments[stage_id.module][microbatch].of(seat.instance)
                 self.sums.add(stage_id.module, units, inputs, out)
-        if step.gives:
-            assert made is not None and step.gives[0] is not None
-            transfer = self.program.transfers[step.gives[0]]
-            made = made.to(self.executor.channels[transfer.edge, False].dtype)
-            live.rows = _Output.of(made) if made.requires_grad else None
-            for number in step.gives:
-                assert number is not None
-                self.transport.give(number, made.detach())
+        live.rows = self._give(step, made)
         if differentiable:
             self.live[stage_id, microbatch] = live
+
+    def _give(self, step: RankAction, made: torch.Tensor | None) -> _Output | None:
+        """Give what an action makes to all that read it; what its backward needs of it, if it has one."""
+        if not step.gives:
+            return None
+        assert made is not None and step.gives[0] is not None
+        transfer = self.program.transfers[step.gives[0]]
+        made = made.to(self.executor.channels[transfer.edge, False].dtype)
+        for number in step.gives:
+            assert number is not None
+            self.transport.give(number, made.detach())
+        return _Output.of(made) if made.requires_grad else None
 
     def _inputs(self, step: RankAction) -> ModuleInputs:
         """What the module takes besides rows, with the slots of this rank."""

@@ -8,7 +8,7 @@ follow from the dependencies here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -129,6 +129,14 @@ class StageGraph:
         first: dict[tuple[StageId, StageId], int] = {}
         pairs = ((source.all_instances, target.all_instances) for source, target in self.edges)
         return tuple(first.setdefault(pair, number) for number, pair in enumerate(pairs))
+
+    def of(self, modules: Collection[str]) -> StageGraph:
+        """The part of the graph that some modules are."""
+        return StageGraph(
+            {n: stage for n, stage in self.stages.items() if n.module in modules},
+            tuple(edge for edge in self.edges if {n.module for n in edge} <= {*modules}),
+            {n: pipeline for n, pipeline in self.pipelines.items() if n in modules},
+        )
 
     def nodes_of(self, module: str) -> tuple[StageId, ...]:
         """The module's stages, first stage first, without cohorts."""

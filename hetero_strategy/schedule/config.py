@@ -25,18 +25,25 @@ class ScheduleConfig:
     reshard_after_forward: str = "auto"
     fill: str = "auto"
     pieces: Mapping[str, int] = field(default_factory=dict)
+    prefetch: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("max_in_flight", "pieces"):
+        for name in ("max_in_flight", "pieces", "prefetch"):
             object.__setattr__(self, name, dict(getattr(self, name)))
+        for module, steps in self.prefetch.items():
+            if steps != 1:
+                raise ConfigError(
+                    f"HeteroStrategy: prefetch of '{module}' is {steps}; a module runs 1 step ahead, or leave it out"
+                )
         if self.reshard_after_forward not in RESHARD:
             raise ConfigError(
                 f"HeteroStrategy: reshard_after_forward={self.reshard_after_forward!r}; use one of {', '.join(RESHARD)}"
             )
         if self.fill not in FILLS:
             raise ConfigError(f"HeteroStrategy: fill={self.fill!r}; use one of {', '.join(FILLS)}")
-        if self.fills and (refusal := self._no_filling()):
-            raise ConfigError(f"HeteroStrategy: fill={self.fill!r} with {refusal}")
+        if (self.fills or self.prefetch) and (refusal := self._no_filling()):
+            asked = f"fill={self.fill!r}" if self.fills else f"prefetch={self.prefetch}"
+            raise ConfigError(f"HeteroStrategy: {asked} with {refusal}")
         if self.reshard_after_forward == "always" and self.splits_backward:
             raise ConfigError(
                 f"HeteroStrategy: reshard_after_forward='always' with schedule={self.schedule!r}: a backward in two"
@@ -63,7 +70,7 @@ class ScheduleConfig:
     def _no_filling(self) -> str | None:
         """Why nothing can fill bubbles here, and what to change; None where it can."""
         if self.schedule == "sequential":
-            return "schedule='sequential', in which ranks wait on purpose; set fill='none' or take another schedule"
+            return "schedule='sequential', in which ranks wait on purpose; leave it out or take another schedule"
         if self.reshard_after_forward == "always":
             return (
                 "reshard_after_forward='always': instances that gather with every microbatch cannot act on their own;"
@@ -111,7 +118,8 @@ class ScheduleConfig:
     def filling(
         self, modules: Collection[str], layouts: Mapping[str, ModuleLayout], edges: Sequence[tuple[str, str]]
     ) -> frozenset[str]:
-        """Which of some modules fill bubbles: those whose rows reach a pipeline that they share ranks with.
+        """Which of some modules fill bubbles: those whose rows reach a pipeline that they share ranks with, all of
+        them where ``fill`` says so, else those that run a step ahead.
 
         Args:
             modules: that may: all but language models. Those with virtual stages do not.
@@ -119,13 +127,14 @@ class ScheduleConfig:
             edges: (source, target) module names.
         """
         reached: dict[str, set[str]] = {module: set() for module in layouts}
-        for _ in layouts if self.fills else ():
+        for _ in layouts if self.fills or self.prefetch else ():
             for source, target in edges:
                 reached[source] |= {target, *reached[target]}
         return frozenset(
             module
             for module in modules
-            if layouts[module].vpp == 1
+            if (self.fills or module in self.prefetch)
+            and layouts[module].vpp == 1
             and any(layouts[t].pp > 1 and {*layouts[t].ranks} & {*layouts[module].ranks} for t in reached[module])
         )
 

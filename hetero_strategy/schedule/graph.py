@@ -66,6 +66,7 @@ def work_of(plan: StepPlan, graph: StageGraph) -> StepWork:
             for number in plan.active(module)
         )
         for module in graph.pipelines
+        if module in plan.assignments
     }
     edges = dict.fromkeys((s.module, t.module) for s, t in graph.edges if s.module != t.module)
     return StepWork(spans, {edge: tuple(plan.feeds(*edge)) for edge in edges})
@@ -118,11 +119,14 @@ class PlannedCosts:
         self._stages = stages
         self._forward: dict[StageId, np.ndarray] = {}
         for module in graph.pipelines:
+            if module not in plan.assignments:
+                continue
             load = plan.loads.get(module)
             sizes = [sizes_of(plan, module, number) for number in range(len(plan.assignments[module]))]
             rows, squares = np.stack([r for r, _ in sizes]), np.stack([s for _, s in sizes])
             of_stages = [stages[n] for n in graph.nodes_of(module)]
             times = forward_times(of_stages, rows, squares, None if load is None else load.after)
+            times = [0.0 * x if plan.holds(module, number) else x for number, x in enumerate(times)]
             for nodes in graph.chains[module]:
                 self._forward.update((n, graph.stages[n].own(x)) for n, x in zip(nodes, times, strict=True))
         self._usual = {node: usual(node, found).tolist() for node, found in self._forward.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from hetero_strategy.errors import ConfigError
@@ -14,6 +14,7 @@ from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.parallelize.stages import cut
 from hetero_strategy.parallelize.storage import FP32, Storage
+from hetero_strategy.plan.ahead import ahead
 from hetero_strategy.planner.shape import flops_by_length
 from hetero_strategy.planner.stages import with_splits
 from hetero_strategy.schedule.action import Span, StageGraph, StageId, StepWork
@@ -76,6 +77,7 @@ def blueprint(
     again = {name: how.share for name, how in recompute.items()}
     filling = scheduling.filling({*modules} - {*model.language_models()}, layouts, edges)
     layouts = scheduling.in_pieces(filling, layouts)
+    layouts |= {n: _most_first(modules[n], layouts[n]) for n in scheduling.prefetch if n in modules}
     chosen = with_splits(modules, model.topological(), edges, layouts, again)
     trains: dict[StageId, bool] = {}
     gathered: set[StageId] = set()
@@ -87,16 +89,37 @@ def blueprint(
             node = StageId(name, number)
             trains[node] = any(p.requires_grad for p in stage.parameters())
             casts = storage.casts(stage.parameters())
-            if scheduling.gathered_once(chosen[name], casts=casts, fills=name in filling):
+            apart = name in filling or name in scheduling.prefetch
+            if scheduling.gathered_once(chosen[name], casts=casts, fills=apart):
                 gathered.add(node)
         ranks = chosen[name].tp * chosen[name].cp
         costs |= {StageId(name, i): cost for i, cost in enumerate(_costs(module, split, again.get(name, 0.0), ranks))}
     shardings = {name: module.row_sharding(chosen[name]) for name, module in modules.items()}
     whole = {*recompute, *compile}
-    graph = stage_graph(model.topological(), edges, chosen, trains, gathered, whole, shardings, filling)
+    _check_ahead(model, scheduling.prefetch, trains)
+    early = {name: ahead(name) for name in scheduling.prefetch}
+    once_more = {StageId(other, 0): StageId(name, 0) for name, other in early.items()}
+    graph = stage_graph(
+        (*early.values(), *model.topological()),
+        edges,
+        chosen | {other: chosen[name].first_stage() for name, other in early.items()},
+        trains | dict.fromkeys(once_more, False),
+        gathered | {node for node, of in once_more.items() if of in gathered},
+        whole,
+        shardings | {other: shardings[name] for name, other in early.items()},
+        {*filling, *early.values()},
+    )
+    costs |= {node: costs[of] for node, of in once_more.items()}
     once = StepWork({n: (Span(0, 0, 0),) for n in modules}, dict.fromkeys(edges, ((0, 0),)))
     make_schedule(scheduling.schedule, graph, once, max_in_flight=scheduling.max_in_flight, fill=scheduling.fill)
     return Blueprint(chosen, graph, costs)
+
+
+def _most_first(module: Adapter, layout: ModuleLayout) -> ModuleLayout:
+    """In two stages, all blocks but the last in the first one, which runs ahead."""
+    blocks = len(module.blocks())
+    again = layout.pipeline.stages == 2 and layout.pp == 1 and layout.split is None and blocks > 1
+    return replace(layout, split=(blocks - 1, 1)) if again else layout
 
 
 def _check_blocks(option: str, named: Collection[str], modules: Mapping[str, Adapter]) -> None:
@@ -105,6 +128,31 @@ def _check_blocks(option: str, named: Collection[str], modules: Mapping[str, Ada
     for name in named:
         if not modules[name].blocks():
             raise ConfigError(f"HeteroStrategy: {option} names '{name}', which has no blocks; leave it out")
+
+
+def _check_ahead(model: MultimodalModel, prefetch: Collection[str], trains: Mapping[StageId, bool]) -> None:
+    """Refuse to run modules ahead whose first stage trains, that read what others make, or whose rows nobody reads."""
+    fed, feeding = {e.target for e in model.edges}, {e.source for e in model.edges}
+    for name in prefetch:
+        module = model.modules_by_name.get(name)
+        if module is None:
+            raise ConfigError(
+                f"HeteroStrategy: prefetch names '{name}'; the modules are {', '.join(model.modules_by_name)}"
+            )
+        if name in fed or name not in feeding:
+            raise ConfigError(
+                f"HeteroStrategy: prefetch names '{name}', which {'reads rows' if name in fed else 'feeds no module'};"
+                " only an encoder of items that feeds others runs a step ahead"
+            )
+        if trains[StageId(name, 0)]:
+            trained = [fqn for fqn, p in module.named_parameters() if p.requires_grad]
+            alone = StageId(name, 1) not in trains
+            fix = f"pieces={{'{name}': 2}}, where only its first part runs ahead" if alone else "a later first cut"
+            raise ConfigError(
+                f"HeteroStrategy: prefetch names '{name}', whose first stage has parameters that train (of"
+                f" {len(trained)}, the first is {trained[0]}): rows for the next step would be those of old weights;"
+                f" freeze them with MultimodalModel(freeze=...), take {fix}, or leave '{name}' out"
+            )
 
 
 def _check_chunks(

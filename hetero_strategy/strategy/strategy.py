@@ -85,6 +85,7 @@ class HeteroStrategy(WorldCollectives):
         fill: how modules whose rows go to a pipeline on their own ranks use its bubbles: ``fine`` (wherever a rank
             idles), ``coarse`` (before and after the pipeline's work), or ``none`` (they take turns; also ``auto``).
         pieces: module that fills -> parts of about equal cost in which its forwards and backwards are cut to fit.
+        prefetch: frozen encoder -> 1: in a step's bubbles it works for the next step, whose rows are held meanwhile.
         start_method: ``popen`` (re-runs the script per process), ``fork`` or ``spawn``. Ignored under torchrun, SLURM.
         process_group_backend: default: by device.
         timeout: of every collective; a number is minutes.
@@ -115,6 +116,7 @@ class HeteroStrategy(WorldCollectives):
         reshard_after_forward: str = "auto",
         fill: str = "auto",
         pieces: Mapping[str, int] | None = None,
+        prefetch: Mapping[str, int] | None = None,
         start_method: str = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
@@ -128,7 +130,9 @@ class HeteroStrategy(WorldCollectives):
             raise ConfigError(f"HeteroStrategy: start_method={start_method!r}; use one of {', '.join(START_METHODS)}")
         self._auto, self._layouts = layouts == "auto", given(layouts)
         self.recompute, self._compile = recomputes(recompute), compiles(compile)
-        self._scheduling = ScheduleConfig(schedule, max_in_flight or {}, reshard_after_forward, fill, pieces or {})
+        self._scheduling = ScheduleConfig(
+            schedule, max_in_flight or {}, reshard_after_forward, fill, pieces or {}, prefetch or {}
+        )
         self._start_method = start_method
         self._process_group_backend = process_group_backend
         self._timeout, self._step_timeout = minutes(timeout), None if step_timeout is None else minutes(step_timeout)

@@ -77,6 +77,7 @@ class Setting:
     reshard_after_forward: str = "auto"
     fill: str = "none"
     pieces: Mapping[str, int] = field(default_factory=dict)
+    prefetch: Mapping[str, int] = field(default_factory=dict)
     max_in_flight: Mapping[str, int] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
     """``encoder_microbatch_rows``."""
@@ -215,6 +216,7 @@ def steps_of(
         if setting.balance is None
         else BalanceConfig.of(setting.balance).resolve(share.instances, around or ModelContext()),
         shuffle=False,
+        prefetch=setting.prefetch,
     )
 
 
@@ -276,7 +278,7 @@ def fp64() -> AbstractContextManager[None]:
 
 def reference(setting: Setting, microbatches: int, *, train: bool = True, step: int = 0) -> Reference:
     """A step of one process, samples dealt in order."""
-    setting = replace(setting, balance=None)
+    setting = replace(setting, balance=None, prefetch={})
     with made_in(setting.storage.master):
         model = _model(setting).to(setting.storage.compute).train(train)
         out = model(steps_of(setting, microbatches, RankView.whole(setting.modules))[step])
@@ -317,8 +319,9 @@ def assembled(
             torch.device("cpu"),
             storage=setting.storage,
             scheduling=ScheduleConfig(
-                setting.schedule, setting.max_in_flight, setting.reshard_after_forward, setting.fill, setting.pieces
-            ),
+                setting.schedule, setting.max_in_flight, setting.reshard_after_forward, setting.fill, setting.pieces,
+                setting.prefetch,
+            ),  # fmt: skip
             recompute=recomputes(setting.recompute),
             compile=setting.compile,
             ranks_per_node=setting.ranks_per_node,
@@ -424,7 +427,7 @@ class OnRank:
             damage: see :func:`damaged`.
             number: of the step in the setting's batches.
         """
-        batch: Batch = steps_of(setting, microbatches, self.share, self.made.context)[number]
+        batch: Batch = steps_of(setting, microbatches, self.share, self.made.context)[0, number, number > 0]
         with damaged(damage), late(setting.late, self.rank), counted() as peaks:
             outcome = self.executor.run(batch, train=True)
         schedule = self.executor.recorder.steps[-1].schedule
@@ -447,7 +450,8 @@ class OnRank:
         modules = self.executor.modules.values()
         for module in modules:
             module.eval()
-        batch: Batch = steps_of(setting, setting.microbatches, self.share, self.made.context)[0]
+        alone = replace(setting, prefetch={})
+        batch: Batch = steps_of(alone, setting.microbatches, self.share, self.made.context)[0]
         with torch.no_grad():
             outcome = self.executor.run(batch, train=False)
         for module in modules:
