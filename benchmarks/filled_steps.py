@@ -1,11 +1,10 @@
 """What is filling bubbles worth in real steps, and does the simulator say so?
 
-Four gloo processes train an encoder on all ranks of a language model's pipeline, in turns with it and in its bubbles:
-real step programs, messages and gradients of small modules. What stands in for a device is time: an action ends no
-sooner than the seconds that its FLOPs are given, in which its process sleeps. So four ranks need no four cores, and a
-step takes what its order costs, as long as the modules themselves compute in less. Simulated is the very schedule with
-those seconds and nothing else; the bound is the longer one of the language model's pipeline alone, simulated, and of a
-rank's work for both.
+Four gloo processes have an encoder on all ranks of a language model's pipeline, in turns with it and in its bubbles,
+and a frozen one that works for the next step (``prefetch``): real step programs, messages and gradients of small
+modules. What stands in for a device is time: an action ends no sooner than the seconds that its FLOPs are given, in
+which its process sleeps. So four ranks need no four cores, and a step takes what its order costs, as long as the
+modules themselves compute in less. Simulated is the very schedule with those seconds and nothing else.
 """
 
 from __future__ import annotations
@@ -39,11 +38,16 @@ GOAL = 0.1
 """How far measured over simulated may be from 1."""
 
 
-def setting(schedule: str, fill: str, ratio: float) -> Setting:
+WAYS = {"none": {"fill": "none"}, "fine": {"fill": "fine"}, "ahead": {"fill": "fine", "prefetch": {"vision": 1}}}
+"""How the encoder runs; ``ahead`` only where it is frozen."""
+
+
+def setting(schedule: str, way: str, ratio: float, *, frozen: bool = False) -> Setting:
     """Return a model on four ranks, whose rows take the seconds that make ``ratio``."""
     layouts = {"vision": ModuleLayout(RANKS, dp_shard=4), "llm": ModuleLayout(RANKS, pp=4)}
     options: dict[str, Any] = {"vision": (64, 2), "llm": (64, 4), "samples": 64, "microbatches": 16, "items": (1, 3)}
-    made = Setting(fill, layouts, schedule, reshard_after_forward="never", fill=fill, **options)
+    options |= {"freeze": ("vision",) if frozen else (), **WAYS[way]}
+    made = Setting(way, layouts, schedule, reshard_after_forward="never", **options)
     batch, work = made.metadata(0), FORWARD * made.microbatches * len(RANKS)
     costs = {
         "llm": {"linear": work / batch.tokens.sum()},
@@ -81,16 +85,21 @@ def paced(rank: int) -> Iterator[None]:
         Recorder.ran = original  # type: ignore[method-assign]
 
 
-def on_rank(rank: int, world: int, schedule: str, ratio: float, rounds: int) -> list[Step]:
+def on_rank(rank: int, world: int, schedule: str, ratio: float, frozen: bool, rounds: int) -> list[Step]:
     """Run steps in turns and in bubbles, one after the other in random order."""
-    turns = [Turn(setting(schedule, fill, ratio), model=i) for i, fill in enumerate(("none", "fine"))]
+    turns = [Turn(setting(schedule, way, ratio, frozen=frozen), model=i) for i, way in enumerate(ways(frozen))]
     with paced(rank):
         return run_turns(rank, world, turns, 1, rounds)
 
 
-def simulated(schedule: str, fill: str, ratio: float) -> float:
+def ways(frozen: bool) -> list[str]:
+    """Ways in which an encoder may run."""
+    return list(WAYS)[: 3 if frozen else 2]
+
+
+def simulated(schedule: str, way: str, ratio: float, *, frozen: bool = False) -> float:
     """Seconds of the very schedule; of the pipeline alone where the encoder takes no time."""
-    known = planned(setting(schedule, fill, ratio), 0)
+    known = planned(setting(schedule, way, ratio, frozen=frozen), 0)
     return simulate(known.schedule, lambda action: seconds(known.costs, action)).time
 
 
@@ -100,16 +109,18 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[st
     parser.add_argument("--rounds", type=int, default=5, help="measured steps of each kind")
     args = parser.parse_args(argv)
     rows, found, processes = [], dict[str, Any](), pool or Pool()
-    for schedule, ratio in product(SCHEDULES, RATIOS):
-        steps = gather(processes.run(4, on_rank, schedule, ratio, args.rounds, timeout=600))
-        turns, fine = (statistics.median(s.seconds for s in steps if s.turn == i) for i in (0, 1))
-        said = [simulated(schedule, fill, ratio) for fill in ("none", "fine")]
-        off = [measured / expected for measured, expected in zip((turns, fine), said, strict=True)]
-        over = fine / simulated(schedule, "none", 0.0)
-        found[f"{schedule}, {ratio}"] = {"turns": turns, "fine": fine, "simulated": said, "over pipeline": over}
-        rows.append([schedule, ratio, turns, fine, fine / turns, said[1] / said[0], *off, over])
-    head = ("schedule", "encoder / llm", "turns s", "fine s", "fine / turns", "simulated", "turns / simulated",
-            "fine / simulated", "fine / pipeline alone")  # fmt: skip
+    for schedule, ratio, frozen in product(SCHEDULES, RATIOS, (False, True)):
+        steps = gather(processes.run(4, on_rank, schedule, ratio, frozen, args.rounds, timeout=600))
+        said = [simulated(schedule, way, ratio, frozen=frozen) for way in ways(frozen)]
+        took = [statistics.median(s.seconds for s in steps if s.turn == i) for i in range(len(said))]
+        alone = simulated(schedule, "none", 0.0)
+        name = f"{schedule}, {ratio}{', frozen' if frozen else ''}"
+        found[name] = {"measured": took, "simulated": said, "over pipeline": took[-1] / alone}
+        for way, measured, expected in zip(ways(frozen), took, said, strict=True):
+            shares = [measured / took[0], expected / said[0], measured / expected, measured / alone]
+            rows.append([schedule, ratio, "frozen" if frozen else "trained", way, measured, *shares])
+    head = ("schedule", "encoder / llm", "encoder", "way", "seconds", "over turns", "simulated", "measured / simulated",
+            "over pipeline alone")  # fmt: skip
     report("filled_steps", "An encoder in turns with a pipeline and in its bubbles", head, rows, [])
     write_json(args.json, "filled_steps", "cpu", {"rounds": args.rounds}, found)
     return found

@@ -19,6 +19,7 @@ from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, ModuleInputs, Packing, SequenceInputs
 from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import FP32, Storage
+from hetero_strategy.plan.ahead import computing, with_next
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import Assignment, StepMetadata, StepPlan, edge_blocks, slots
@@ -32,6 +33,7 @@ from hetero_strategy.strategy.blueprint import Blueprint, blueprint
 from hetero_strategy.zoo import siglip2_encoder, titan_llama, whisper_encoder
 
 MERGE, PATCH, MELS, VOCABULARY = 2, 8, 40, 512
+ENCODERS = {"vision", "audio"}
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,9 @@ class Setting:
     recompute: Mapping[str, str] = field(default_factory=dict)
     reshard_after_forward: str = "auto"
     fill: str = "auto"
+    freeze: tuple[str, ...] = ()
+    prefetch: Mapping[str, int] = field(default_factory=dict)
+    """Steps are such as have others of the same batch before and after them."""
     storage: Storage = FP32
 
     @property
@@ -75,7 +80,9 @@ class Setting:
 
     @property
     def scheduling(self) -> ScheduleConfig:
-        return ScheduleConfig(self.schedule, reshard_after_forward=self.reshard_after_forward, fill=self.fill)
+        return ScheduleConfig(
+            self.schedule, reshard_after_forward=self.reshard_after_forward, fill=self.fill, prefetch=self.prefetch
+        )
 
     def model(self) -> MultimodalModel:
         """On the meta device."""
@@ -97,7 +104,8 @@ class Setting:
                     multiple_of=16, max_seq_len=4096,
                 ),
             }  # fmt: skip
-            return MultimodalModel({n: m for n, m in modules.items() if n in self.layouts}, seed=7).train()
+            placed = {n: m for n, m in modules.items() if n in self.layouts}
+            return MultimodalModel(placed, freeze=self.freeze, seed=7).train()
 
     @cached_property
     def blueprint(self) -> Blueprint:
@@ -119,8 +127,15 @@ class Setting:
             metadata = replace(metadata, items={**metadata.items, "vision": merged})
         return metadata
 
-    def plan(self, seed: int) -> StepPlan:
-        """Of the global batch, the same on every rank."""
+    def plan(self, seed: int, *, first: bool = False) -> StepPlan:
+        """Of the global batch, the same on every rank; as the first of a run, or as one of the others."""
+        alone = self._alone(seed)
+        if not self.prefetch:
+            return alone
+        plan = with_next(alone, alone, self.prefetch, held=not first)
+        return replace(plan, metadata=replace(plan.metadata, step=plan.metadata.step - first))
+
+    def _alone(self, seed: int) -> StepPlan:
         instances = self.placement.instances()
         balancing = None
         parts = {node.module: stage.row_sharding.parts for node, stage in self.blueprint.graph.stages.items()}
@@ -138,13 +153,13 @@ class Setting:
             balancing=balancing,
         )
 
-    def batch(self, seed: int, rank: int) -> Batch:
+    def batch(self, seed: int, rank: int, *, first: bool = False) -> Batch:
         """That global batch as a rank sees it, with random payloads."""
-        plan, placement = self.plan(seed), self.placement
+        plan, placement = self.plan(seed, first=first), self.placement
         generator = torch.Generator().manual_seed(seed)
         inputs: dict[str, tuple[ModuleInputs | None, ...]] = {}
         for module, assignments in plan.assignments.items():
-            seat = placement.coordinate(module, rank)
+            seat = placement.coordinate(computing(module), rank)
             if seat is None:
                 continue
             inputs[module] = tuple(
@@ -152,7 +167,7 @@ class Setting:
                 if assignment.idle
                 else _tokens(plan, number, seat.instance, generator)
                 if module == "llm"
-                else _items(module, assignment, seat.instance, generator)
+                else _items(computing(module), assignment, seat.instance, generator)
                 for number, assignment in enumerate(assignments)
             )
         return Batch(plan, inputs)
@@ -182,8 +197,7 @@ def _tokens(plan: StepPlan, number: int, instance: int, generator: torch.Generat
         labels[end - 1 - count : end - 1] = ids[end - count : end]
     places: dict[Hashable, torch.Tensor] = {
         (encoder, p): torch.from_numpy(slots(edge_blocks(plan, encoder, p, "llm", t), instance))
-        for encoder in plan.assignments
-        if encoder != "llm"
+        for encoder in ENCODERS & plan.assignments.keys()
         for p, t in plan.feeds(encoder, "llm")
         if t == number
     }
@@ -233,6 +247,9 @@ def run_turns(rank: int, world: int, turns: Sequence[Turn], warmup: int, rounds:
         if turn.model not in models:
             models[turn.model] = assembled(turn.setting, rank)
     batches = [turn.setting.batch(turn.seed, rank) for turn in turns]
+    for turn in turns:
+        if turn.setting.prefetch:
+            _step(models[turn.model], turn.setting.batch(turn.seed, rank, first=True), -1)
     random = np.random.default_rng(0)
     steps = []
     for number in range(warmup + rounds):

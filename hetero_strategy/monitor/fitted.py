@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hetero_strategy.layout.placement import Coordinate
 from hetero_strategy.monitor.measure import gather_on_first
 from hetero_strategy.monitor.prediction import Ran, durations
+from hetero_strategy.plan.ahead import computing
 from hetero_strategy.plan.balance import Cost, fit_cost
 from hetero_strategy.planner.times import Line
 from hetero_strategy.profiling.blocks import fit
@@ -28,7 +29,7 @@ def fitted_stages(steps: Iterable[Ran], synchronous: Collection[StageId] = ()) -
             if microbatch >= 0 and not step.plan.holds(node.module, node.stage):
                 stage = step.schedule.graph.stages[node]
                 rows, squares = map(stage.own, sizes_of(step.plan, node.module, microbatch))
-                points[node.all_instances, kind].append(
+                points[_computed(node), kind].append(
                     np.stack([np.ones(len(rows)), rows, squares, seconds], axis=1)[rows > 0]
                 )
     stages: dict[StageId, dict[Kind, Line]] = defaultdict(dict)
@@ -36,6 +37,11 @@ def fitted_stages(steps: Iterable[Ran], synchronous: Collection[StageId] = ()) -
         if len(table := np.concatenate(found)):
             stages[node][kind] = fit(table[:, :3], table[:, 3])[0]
     return dict(stages)
+
+
+def _computed(node: StageId) -> StageId:
+    """The stage of the model that a node computes, for this step or the next one."""
+    return node.all_instances._replace(module=computing(node.module))
 
 
 def fitted_costs(executor: Executor, group: dist.ProcessGroup | None) -> dict[str, Cost] | None:
@@ -55,7 +61,7 @@ def fitted_costs(executor: Executor, group: dist.ProcessGroup | None) -> dict[st
             held = step.plan.holds(action.node.module, action.node.stage)
             if action.kind == "F" and isinstance(coordinate, Coordinate) and not held:
                 assignment = step.plan.assignments[action.node.module][action.microbatch]
-                seen.append((action.node.all_instances, assignment.inner_rows_of(coordinate.instance), end - start))
+                seen.append((_computed(action.node), assignment.inner_rows_of(coordinate.instance), end - start))
     ranks = gather_on_first(seen, group)
     if ranks is None:
         return None

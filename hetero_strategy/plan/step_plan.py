@@ -305,8 +305,8 @@ def crossing(
         members: only runs between these, which are numbered by their places here.
     """
     runs, there, here = plan.metadata.runs(source, target), plan.places(source), plan.places(target)
-    source_instance, from_some = _places(there.instance[runs.source], members[0])
-    target_instance, to_some = _places(here.instance[runs.target], members[1])
+    source_instance, from_some = places_among(there.instance[runs.source], members[0])
+    target_instance, to_some = places_among(here.instance[runs.target], members[1])
     kept = from_some & to_some
     if near is not None:
         kept &= (source_instance == near[0]) | (target_instance == near[1])
@@ -323,8 +323,8 @@ def crossing(
     return blocks, there.microbatch[runs.source], here.microbatch[runs.target]
 
 
-def _places(instance: np.ndarray, some: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Place of each instance among some of them (None: all), and whether it is one of them."""
+def places_among(instance: np.ndarray, some: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Find the place of each instance among some of them (None: all), and whether it is one of them."""
     if some is None:
         return instance, np.ones(len(instance), dtype=bool)
     place = np.minimum(np.searchsorted(some, instance), len(some) - 1)

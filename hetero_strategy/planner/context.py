@@ -31,6 +31,8 @@ def model_context(
         language_models: modules whose units are whole samples.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``.
     """
+    graph = graph.of(placement.layouts)  # what runs ahead is the work of another step
+    stage_costs = {node: cost for node, cost in stage_costs.items() if node.module in placement.layouts}
     costs = dict.fromkeys(graph.pipelines, Cost(0.0))
     for node, cost in stage_costs.items():
         known = costs[node.module]

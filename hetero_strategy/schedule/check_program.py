@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from hetero_strategy.boundary.route import Rows
-from hetero_strategy.plan.step_plan import StepPlan, edge_blocks
+from hetero_strategy.plan.step_plan import StepPlan, edge_blocks, places_among
 from hetero_strategy.schedule.action import Schedule, StageGraph, StageId
 from hetero_strategy.schedule.compile import RankTransfer, StepProgram, rows_on
 
@@ -109,10 +109,10 @@ def _due(plan: StepPlan, graph: StageGraph, rank: int, one: RankTransfer) -> int
         return side.rows_on(rank)
     instance, part = side.seat(rank)
     blocks = edge_blocks(plan, source.module, p, target.module, t)
-    instances, start = blocks.target_instance, blocks.target_start
-    if one.backward:
-        instances, start = blocks.source_instance, blocks.source_start
-    mine = instances == instance
+    there, sends = places_among(blocks.source_instance, graph.stages[source].members)
+    here, reads = places_among(blocks.target_instance, graph.stages[target].members)
+    instances, start = (there, blocks.source_start) if one.backward else (here, blocks.target_start)
+    mine = (instances == instance) & sends & reads
     pieces = side.cut(start[mine], blocks.rows[mine], instances[mine])
     return int(pieces.rows[pieces.part == part].sum())
 

@@ -167,8 +167,7 @@ def assemble(
         exact=storage.compute == torch.float64,
     )
     state = TrainingState(prefix, modules, group=registry.background, asynchronous=async_checkpoint)
-    own = {node: cost for node, cost in plan.costs.items() if node.module in modules}
-    around = model_context(graph.of(modules), own, model.language_models(), scheduling, placement, ranks_per_node)
+    around = model_context(plan.graph, plan.costs, model.language_models(), scheduling, placement, ranks_per_node)
     owned = owned_parameters(stages, layouts)
     return Assembled(executor, owned, state, registry, around)
 

@@ -30,11 +30,13 @@ from hetero_strategy.parallelize.fsdp import whole_bytes
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.parallelize.storage import FP32, Storage
+from hetero_strategy.plan.ahead import computing, with_next
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
 from hetero_strategy.planner.context import model_context
 from hetero_strategy.runtime.connect import meetings_of
+from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import Schedule, StageGraph, StageId
 from hetero_strategy.schedule.check import check
 from hetero_strategy.schedule.check_program import program_faults
@@ -151,10 +153,9 @@ def dry_run(
     placement = Placement(plan.layouts, world_size)
     faults: list[Fault] = []
     steps = []
-    for number, metadata in enumerate(batches):
-        tell(f"step of batch {number + 1} of {len(batches)}")
-        around = model_context(plan.graph, plan.costs, model.language_models(), scheduling, placement, ranks_per_node)
-        step = plan_step(
+    around = model_context(plan.graph, plan.costs, model.language_models(), scheduling, placement, ranks_per_node)
+    planned = [
+        plan_step(
             metadata,
             placement.instances(),
             model.language_models(),
@@ -163,6 +164,12 @@ def dry_run(
             microbatch_rows=microbatch_rows,
             balancing=(balance or BalanceConfig()).resolve(placement.instances(), around),
         )
+        for metadata in batches
+    ]
+    for number, alone in enumerate(planned):
+        tell(f"step of batch {number + 1} of {len(batches)}")
+        following = planned[(number + 1) % len(planned)]
+        step = with_next(alone, following, scheduling.prefetch, held=True) if scheduling.prefetch else alone
         with _noted(faults, "schedule"):
             schedule = StepCompiler(plan.graph, plan.costs, scheduling).schedule(step, train=True)
             check(schedule)
@@ -248,8 +255,9 @@ def _built(
     assert {*executor.stages} == {*stages}, f"rank {rank} has stages {[*executor.stages]}, its plan {stages}"
     tensors = _owned(made)
     pieces = pieces_of(rank, tensors)
-    coverage.add(rank, stages, tensors, pieces)
+    coverage.add(rank, tuple(s for s in stages if s.module in executor.modules), tensors, pieces)
     programs = tuple(step.of(rank) for step in steps)
+    ahead = max((_ahead_rows(executor, step.plan) for step in steps), default=0)
     meetings = [
         m for number in range(len(executor.compiler.graph.edges)) for m in meetings_of(executor.compiler.graph, number)
     ]
@@ -265,7 +273,7 @@ def _built(
         lane=lane,
         alike=alike,
         stages=stages,
-        bytes=_bytes(made, programs),
+        bytes=_bytes(made, programs, ahead),
         tensors={name: tuple(local(tensor).shape) for name, tensor in tensors.items()},
         groups=len(groups),
         channels=len(channels),
@@ -288,7 +296,7 @@ def _owned(made: Assembled) -> dict[str, torch.Tensor]:
     }
 
 
-def _bytes(made: Assembled, programs: Iterable[StepProgram]) -> dict[str, int]:
+def _bytes(made: Assembled, programs: Iterable[StepProgram], ahead: int) -> dict[str, int]:
     stages, graph = made.executor.stages, made.executor.compiler.graph
     parameters = {id(p): p for stage in stages.values() for p in stage.parameters()}.values()
     trained = sum(local(p).nbytes for p in parameters if p.requires_grad)
@@ -297,9 +305,29 @@ def _bytes(made: Assembled, programs: Iterable[StepProgram]) -> dict[str, int]:
         "buffers": sum(b.nbytes for b in {id(b): b for stage in stages.values() for b in stage.buffers()}.values()),
         "gradients": trained,
         "states": 2 * trained,
-        "gathered": sum(whole_bytes(stage, once=graph.stages[node].sharded) for node, stage in stages.items()),
-        "rows": max((_held_rows(program, graph, made.executor.row_bytes) for program in programs), default=0),
+        "gathered": sum(
+            whole_bytes(stage, once=graph.stages[node].sharded)
+            for node, stage in stages.items()
+            if node.module in made.executor.modules
+        ),
+        "rows": ahead + max((_held_rows(program, graph, made.executor.row_bytes) for program in programs), default=0),
     }
+
+
+def _ahead_rows(executor: Executor, plan: StepPlan) -> int:
+    """Bytes of rows of this step and of the next one that what runs ahead computes on this rank."""
+    graph, total = executor.compiler.graph, 0
+    for node in executor.stages:
+        if (module := computing(node.module)) == node.module:
+            continue
+        instance = executor.coordinates[module].instance
+        read = next(k for k, (s, _) in enumerate(graph.edges) if s.all_instances == StageId(module, 0))
+        inner = graph.edges[read][1].module == module
+        rows = sum(
+            int(part.totals(inner=inner)[instance]) for n in (module, node.module) for part in plan.assignments[n]
+        )
+        total += rows * executor.row_bytes[read]
+    return total
 
 
 def _held_rows(program: StepProgram, graph: StageGraph, row_bytes: Sequence[int]) -> int:

@@ -319,9 +319,13 @@ def assembled(
             torch.device("cpu"),
             storage=setting.storage,
             scheduling=ScheduleConfig(
-                setting.schedule, setting.max_in_flight, setting.reshard_after_forward, setting.fill, setting.pieces,
+                setting.schedule,
+                setting.max_in_flight,
+                setting.reshard_after_forward,
+                setting.fill,
+                setting.pieces,
                 setting.prefetch,
-            ),  # fmt: skip
+            ),
             recompute=recomputes(setting.recompute),
             compile=setting.compile,
             ranks_per_node=setting.ranks_per_node,

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
 
+from benchmarks import pipelines
+from hetero_strategy.errors import ConfigError, DataError
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
 from hetero_strategy.plan.ahead import ahead
+from hetero_strategy.runtime.held import Held
+from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.strategy.blueprint import blueprint
+from hetero_strategy.strategy.dry_run import dry_run
 from tests.distributed.exact import NOTICED, differences, on, setting_of
 from tests.distributed.harness import Pool
-from tests.distributed.stepping import Stepped, batches_on_rank, data, reference
+from tests.distributed.scenario import Job, Result, train_on_rank
+from tests.distributed.scenario import data as scenario_data
+from tests.distributed.stepping import (
+    Stepped,
+    batches_on_rank,
+    data,
+    empty_model,
+    placed,
+    reference,
+    share_of,
+    steps_of,
+)
 
 BATCHES = ((0, 1, 2, 3, 4), (5, 6), (7, 2, 8), (1,))
 """Steps of unequal size; the last one has no other after it."""
+FROZEN = {"freeze": ("vision",)}
+AHEAD_ONLY = {"prefetch": {"vision": 1}}
 AHEAD = {"freeze": ("vision",), "prefetch": {"vision": 1}, "batches": BATCHES, "microbatches": 3}
 PLACEMENTS: dict[str, tuple[dict[str, dict[str, Any]], str, dict[str, Any]]] = {
     "on each stage": ({"vision": on(0, 1, dp_shard=2), "llm": on(0, 1, pp=2)}, "1f1b", {}),
@@ -45,6 +71,11 @@ PLACEMENTS: dict[str, tuple[dict[str, dict[str, Any]], str, dict[str, Any]]] = {
 }
 
 
+STAGES = {"vision": on(0, 1), "audio": on(0, 1), "llm": on(0, 1, pp=2)}
+STEPS = 20
+"""Two epochs, with validation in each."""
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
     """Data without drawings."""
@@ -68,3 +99,92 @@ def test_every_step_is_that_of_one_process(pool: Pool, folders: dict[bool, str],
         for k in range(len(BATCHES)):
             worst = max(error for steps in broken for error in steps[k].errors.values())
             assert (worst > NOTICED) == (k > 0)
+
+
+class Saved(L.Callback):
+    """A checkpoint in the middle of the first epoch."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.save_checkpoint(self.path)
+
+
+def followed(rank: int, world: int, job: Job, path: str) -> Result:
+    """With all that watches a run."""
+    watching = [ThroughputMonitor(every_n_steps=5), BalanceMonitor(every_n_steps=5), TimelineMonitor()]
+    callbacks = [Saved(path), *watching] if job.resume is None else []
+    return train_on_rank(rank, world, replace(job, trainer={**job.trainer, "callbacks": callbacks}))
+
+
+def test_a_run_is_bit_by_bit_the_one_without_over_epochs_validations_and_a_resume(pool: Pool, tmp_path: Path) -> None:
+    trainer = {"val_check_interval": 0.5, "max_epochs": 2, "default_root_dir": str(tmp_path)}
+    job = Job(str(scenario_data(tmp_path)), STAGES, STEPS, freeze=("vision",), val="val.json", trainer=trainer)
+    path = str(tmp_path / "saved")
+    plain, early = (
+        pool.run(2, followed, replace(job, strategy={"fill": "fine", **given}), path, timeout=180)
+        for given in ({}, AHEAD_ONLY)
+    )
+    resumed = replace(job, strategy={"fill": "fine", **AHEAD_ONLY}, resume=path)
+    again = pool.run(2, followed, resumed, path, timeout=180)
+    for one, other, later in zip(plain, early, again, strict=True):
+        assert len(one.losses) == STEPS and one.losses == other.losses and one.losses[4:] == later.losses
+        assert one.metrics == other.metrics
+        for name, value in one.owned.items():
+            assert torch.equal(value, other.owned[name]) and torch.equal(value, later.owned[name]), name
+        assert one.logged["val/loss"] == other.logged["val/loss"] == later.logged["val/loss"]
+    measured = json.loads((tmp_path / "measured.json").read_text())["stages"]
+    assert {"vision.0", "llm.1"} <= measured.keys() and not any("+1" in stage for stage in measured)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "trained": (
+        {},
+        {},
+        r"prefetch names 'vision', whose first stage has parameters that train .* pieces=\{'vision': 2\}",
+    ),
+    "no such module": (FROZEN, {"prefetch": {"image": 1}}, r"prefetch names 'image'; the modules are vision, audio"),
+    "reads rows": ({"freeze": ("llm",)}, {"prefetch": {"llm": 1}}, r"prefetch names 'llm', which reads rows"),
+    "two steps": (FROZEN, {"prefetch": {"vision": 2}}, r"prefetch of 'vision' is 2; a module runs 1 step ahead"),
+    "sequential": (FROZEN, {"schedule": "sequential"}, r"prefetch=\{'vision': 1\} with schedule='sequential'"),
+    "gathered again": (FROZEN, {"reshard_after_forward": "always"}, r"with reshard_after_forward='always'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_run_ahead_is_refused_before_anything_is_built(folders: dict[bool, str], case: str) -> None:
+    options, given, message = REFUSED[case]
+    setting = setting_of(folders, STAGES, "1f1b", **options)
+    layouts = placed(setting, 2).layouts
+    with pytest.raises(ConfigError, match=message):
+        blueprint(empty_model(setting), layouts, ScheduleConfig(**{"schedule": "1f1b", **AHEAD_ONLY, **given}))
+
+
+def test_rows_of_a_step_that_did_not_run_are_missed_by_name(folders: dict[bool, str]) -> None:
+    setting = setting_of(folders, STAGES, "1f1b", **AHEAD)
+    steps = steps_of(setting, 3, share_of(placed(setting, 2), setting, 0))
+    held = Held()
+    held.turn(steps[0, 0].plan)
+    held.turn(steps[0, 1, True].plan)
+    with pytest.raises(DataError, match=r"step 3 of epoch 0 needs rows of vision that step 2 makes, but step 1 of"):
+        held.turn(steps[0, 3, True].plan)
+
+
+def test_a_dry_run_counts_the_rows_that_are_held() -> None:
+    sizes: dict[str, Any] = {"vision": (64, 1), "llm": (128, 2), "samples": 8, "microbatches": 2}
+    layouts = {"vision": ModuleLayout(range(2)), "llm": ModuleLayout(range(2), pp=2)}
+    one = pipelines.Setting("small", layouts, **sizes)
+    found, batches = {}, [one.metadata(0), one.metadata(1)]
+    for early in ({}, {"vision": 1}):
+        model = one.model()
+        for p in model.modules_by_name["vision"].parameters():
+            p.requires_grad_(False)
+        scheduling = ScheduleConfig(fill="fine", prefetch=early)
+        found[bool(early)] = dry_run(model, layouts, batches, world_size=2, microbatches=2, scheduling=scheduling)
+    assert not found[True].faults and not found[False].faults
+    rows = sum(int(m.items["vision"].edge_rows.sum()) for m in batches)
+    more = [b.bytes["rows"] - a.bytes["rows"] for a, b in zip(found[False].ranks, found[True].ranks, strict=True)]
+    assert sum(more) == rows * 128 * 4
+    assert [r.bytes["gathered"] for r in found[True].ranks] == [r.bytes["gathered"] for r in found[False].ranks]
