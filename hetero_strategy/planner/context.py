@@ -50,8 +50,7 @@ def model_context(
         made = Reorderer(graph, scheduling.schedule, stage_costs, scheduling.max_in_flight, search, scheduling.fill)
         return made if made.needed else None
 
-    filling = dict.fromkeys(node.module for node in graph.stages if node.cohort >= 0)
-    beside = {module: _beside(module, graph, stage_costs, placement.layouts[module].grid()) for module in filling}
+    beside = {module: _beside(module, graph, stage_costs, placement.layouts[module].grid()) for module in graph.filling}
     return ModelContext({n: c for n, c in costs.items() if c.linear or c.quadratic}, near, orderer, beside)
 
 

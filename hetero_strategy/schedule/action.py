@@ -8,7 +8,7 @@ follow from the dependencies here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -129,6 +129,19 @@ class StageGraph:
         first: dict[tuple[StageId, StageId], int] = {}
         pairs = ((source.all_instances, target.all_instances) for source, target in self.edges)
         return tuple(first.setdefault(pair, number) for number, pair in enumerate(pairs))
+
+    @cached_property
+    def filling(self) -> tuple[str, ...]:
+        """Modules that fill bubbles: those with cohorts."""
+        return tuple(dict.fromkeys(node.module for node in self.stages if node.cohort >= 0))
+
+    def without(self, modules: Collection[str]) -> StageGraph:
+        """The graph without some modules."""
+        return StageGraph(
+            {node: stage for node, stage in self.stages.items() if node.module not in modules},
+            tuple(edge for edge in self.edges if all(node.module not in modules for node in edge)),
+            {module: pipeline for module, pipeline in self.pipelines.items() if module not in modules},
+        )
 
     def nodes_of(self, module: str) -> tuple[StageId, ...]:
         """The module's stages, first stage first, without cohorts."""
