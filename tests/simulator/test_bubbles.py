@@ -12,7 +12,7 @@ from hetero_strategy.schedule.action import Action, Schedule, StageId
 from hetero_strategy.schedule.graph import stage_graph
 from hetero_strategy.simulator.bubbles import Collective, Filling, inside_actions, work_on_rank
 from hetero_strategy.simulator.simulate import simulate
-from tests.simulator.schedules import schedule_of, work_of
+from tests.simulator.schedules import graph_of, schedule_of, work_of
 
 Encodes = Mapping[tuple[int, int], float]
 """(rank, microbatch) -> seconds of a frozen encoder's forward; others take no time."""
@@ -70,14 +70,21 @@ def test_the_share_of_work_in_bubbles(encodes: Encodes, time: float, efficiency:
 
 
 def test_work_is_that_of_ranks_that_have_it() -> None:
-    filled = simulate(one_f_one_b({(0, 0): 1.0}), lambda action: seconds({(0, 0): 1.0}, action))
-    assert work_on_rank(filled, ("llm",)) == 6.0
-    assert work_on_rank(filled, ("vision", "llm")) == 6.5
-    assert work_on_rank(filled, ()) == 0.0
+    """An encoder of 3 s on one of the three ranks of a language model's only instance."""
+    vision, llm = StageId("vision", 0), StageId("llm", 0)
+    graph = graph_of({vision: np.array([[0]]), llm: np.array([[0, 1, 2]])}, [("vision", "llm")])
+    schedule = schedule_of(graph, work_of(graph, 1), [Action("F", vision, 0), Action("F", llm, 0)])
+    found = simulate(schedule, lambda action: 3.0 if action.node == vision else 6.0)
+    assert work_on_rank(found, ("vision",)) == 3.0
+    assert work_on_rank(found, ("llm",)) == 6.0
+    assert work_on_rank(found, ("vision", "llm")) == 7.0
+    assert work_on_rank(found, ()) == 0.0
     assert Filling((), 9.0, 9.0, 0.0).efficiency == 1.0
+    waits = inside_actions(found, lambda action: {"tensor parallel": np.array([1.5 if action.node == llm else 0.0])})
+    assert waits["tensor parallel"] == 1.5
 
 
-def test_waits_inside_actions_are_summed_over_instances_and_ranks() -> None:
+def test_waits_inside_actions_are_summed_over_actions() -> None:
     """Two of three seconds of the second stage's backwards, on one of two ranks."""
     alone = simulate(one_f_one_b(None), lambda action: seconds(None, action))
 
