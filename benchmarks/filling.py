@@ -14,7 +14,6 @@ its active parameters, whose stages take as long.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -25,9 +24,10 @@ from benchmarks.published import equal, gpt, pipelined, vit_llm
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.step_plan import StepMetadata
-from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
+from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.hardware import cluster
 from hetero_strategy.planner.shape import ModelShape, shape_of
+from hetero_strategy.simulator.bubbles import Filling, work_on_rank
 
 PAPER = {1536: (0.343, 0.575, 9.80), 2048: (0.458, 0.693, 7.29), 3072: (0.687, 0.850, 4.87)}
 """GPUs -> Optimus' efficiency of coarse and of fine filling (table 7; 3172 there), and seconds of a step (table 5)."""
@@ -79,13 +79,13 @@ class Filled:
     least: float
 
     def efficiency(self, step: float) -> float:
-        return 1 - (step - self.alone) / self.encoder
+        return Filling(("vision",), self.alone, step, self.encoder).efficiency
 
 
 def measure(case: Case) -> Filled:
     """Simulate one case."""
     batch = equal(case.samples, case.length, case.image_rows)
-    both, alone = shape_of(vit_llm(case.vit, case.llm)), shape_of(gpt(*case.llm, 51200))
+    both, alone = shape_of(vit_llm({"vision": case.vit}, case.llm)), shape_of(gpt(*case.llm, 51200))
     llm = pipelined(case.llm[0], case.gpus, case.tp, case.pp, case.vpp)
     vision = ModuleLayout(case.gpus, dp_shard=case.gpus // case.tp, tp=case.tp)
     layouts = {"vision": vision, "llm": llm}
@@ -97,7 +97,7 @@ def measure(case: Case) -> Filled:
     evaluator = _evaluator(both, case, batch)
     step = evaluator.shown(evaluator.place(_candidate(layouts, case, schedule, "fine")))
     share = case.microbatches / max(a.microbatch + 1 for a in step.simulation.start)
-    work = {name: share * _busy(step, name) for name in layouts}
+    work = {name: share * work_on_rank(step.simulation, (name,)) for name in layouts}
     text = replace(batch, items={})
     only = seconds(alone, text, {"llm": llm}, "none")
     found = [seconds(both, batch, layouts, fill) for fill in ("none", "coarse", "fine")]
@@ -112,18 +112,6 @@ def _candidate(layouts: Mapping[str, ModuleLayout], case: Case, schedule: str, f
     again = dict.fromkeys(layouts, Recompute())
     pieces = {"vision": case.pieces} if fill == "fine" and "vision" in layouts else {}
     return Candidate(layouts, case.microbatches, schedule, again, "never", fill, pieces)
-
-
-def _busy(step: Step, module: str) -> float:
-    """Seconds of a rank's work for a module, on average."""
-    simulation, graph = step.simulation, step.placed.graph
-    busy = dict.fromkeys(range(step.placed.placement.world_size), 0.0)
-    for action, begin in simulation.start.items():
-        if action.node.module == module:
-            for ranks, seconds in zip(graph.stages[action.node].grid, simulation.end[action] - begin, strict=True):
-                for rank in ranks:
-                    busy[int(rank)] += float(seconds)
-    return statistics.mean(busy.values())
 
 
 def main() -> None:

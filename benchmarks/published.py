@@ -22,8 +22,8 @@ What sources do not print, and what is taken for all of their rows alike:
                   (96BLsh2...), with as many rows in the ViT as in the LLM: so 2048 rows and recompute are taken. How
                   "Megatron-LM" cuts the LLM is not printed: ViT on the first stage's ranks and fewer LLM layers there,
                   in 1F1B; "balanced": six ViT layers and twelve of one LLM layer on each pipeline rank, where theirs
-                  has 12 virtual stages that hold layers of both and cannot be as even. Not expressible: Optimus itself
-                  and table 7 (no schedule puts encoders in bubbles), and Alpa; table 4 prints no layout of Megatron-LM.
+                  has 12 virtual stages that hold layers of both and cannot be as even. Optimus
+                  itself and its other tables: ``benchmarks.filling``, ``benchmarks.optimus_tables``.
 
 Not here: DistTrain, OrchMLLM and NVIDIA's heterogeneous parallelism. What they print is a range of ratios over figures
 whose bars have no numbers; the layouts that DistTrain's planner chose, the mixture of OrchMLLM's data and all setups of
@@ -109,17 +109,17 @@ def gpt_flops(samples: int, length: int, layers: int, width: int, vocabulary: in
     return rows * (1 + length / (6 * width) + vocabulary / (12 * width * layers))
 
 
-def equal(samples: int, length: int, image_rows: int = 0) -> StepMetadata:
+def equal(samples: int, length: int, image_rows: int = 0, encoders: Sequence[str] = ("vision",)) -> StepMetadata:
     """A global batch of equal samples.
 
     Args:
-        image_rows: rows of the one image of each sample, a quarter of which enter the LLM; 0: no image.
+        image_rows: rows of a sample's one image for each encoder, a quarter of which enter the LLM; 0: no image.
     """
     numbers, tokens = np.arange(samples), np.full(samples, length)
     items = {}
     if image_rows:
         rows = np.full(samples, image_rows)
-        items = {"vision": StepItems(numbers, rows // 4, np.zeros(samples, np.int64), rows)}
+        items = {name: StepItems(numbers, rows // 4, i * rows // 4, rows) for i, name in enumerate(encoders)}
     return StepMetadata(0, 0, numbers, tokens, tokens - 1, items)
 
 
@@ -275,24 +275,29 @@ def torchtitan(rows: Sequence[TitanRow] = TITAN) -> list[Result]:
     return results
 
 
-def vit_llm(vit: tuple[int, int], llm: tuple[int, int]) -> MultimodalModel:
-    """Optimus' models, (layers, width) of each: tables 8 and 9."""
-    layers, width = vit
+def vit_llm(vits: Mapping[str, tuple[int, int]], llm: tuple[int, int]) -> MultimodalModel:
+    """Optimus' models, (layers, width) of each encoder and of the LLM: tables 8 and 9."""
     with models_without_values():
-        vision = siglip2_encoder(
-            out_width=llm[1], merge=2, patch_size=14, num_channels=3, num_patches=2048, hidden_size=width,
-            intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=width // HEAD,
-        )  # fmt: skip
+        encoders = {
+            name: siglip2_encoder(
+                out_width=llm[1], merge=2, patch_size=14, num_channels=3, num_patches=2048, hidden_size=width,
+                intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=width // HEAD,
+            )
+            for name, (layers, width) in vits.items()
+        }  # fmt: skip
         language = next(iter(gpt(*llm, 51200).modules_by_name.values()))
-        return MultimodalModel({"vision": vision, "llm": language}, edges=[("vision", "llm")])
+        return MultimodalModel({**encoders, "llm": language}, edges=[(name, "llm") for name in encoders])
+
+
+VIT_22B = {"vision": (48, 6144)}
+"""Layers and width."""
 
 
 def cut_around(shape: ModelShape, length: int, stages: int) -> tuple[int, ...]:
-    """LLM layers of each stage where all of the encoder is on the first one, by FLOPs."""
-    vision, llm = (
-        module.per_row + module.per_pair * length for module in (shape.modules["vision"], shape.modules["llm"])
-    )
-    return split(np.append(llm[0] + vision.sum(), llm[1:]), stages)
+    """LLM layers of each stage where all encoders are on the first one, by FLOPs."""
+    flops = {name: module.per_row + module.per_pair * length for name, module in shape.modules.items()}
+    llm = flops.pop("llm")
+    return split(np.append(llm[0] + sum(encoder.sum() for encoder in flops.values()), llm[1:]), stages)
 
 
 STRONG = {1536: (10.65, 10.43), 2048: (8.26, 8.06), 3072: (5.91, 5.87)}
@@ -305,7 +310,7 @@ OPTIMUS_WHY = {
 
 def optimus(gpus: Sequence[int] = tuple(STRONG), *, fsdp: bool = True) -> list[Result]:
     """Table 5 (ViT-22B and GPT-175B, 1536 samples of 2048 tokens, microbatches of 2) and table 4's FSDP."""
-    shape, results = shape_of(vit_llm((48, 6144), (96, 12288))), []
+    shape, results = shape_of(vit_llm(VIT_22B, (96, 12288))), []
     again = Recompute()
     for count in gpus:
         dp = count // 64
@@ -321,7 +326,7 @@ def optimus(gpus: Sequence[int] = tuple(STRONG), *, fsdp: bool = True) -> list[R
             step = seconds(shape, on, batch, layouts, 1536 // dp // 2, recompute=again, reshard="never")
             results.append(Result(f"{name}, {count} GPUs", "s", printed, step, OPTIMUS_WHY[name]))
     if fsdp:
-        small = shape_of(vit_llm((48, 2304), (80, 3072)))
+        small = shape_of(vit_llm({"vision": (48, 2304)}, (80, 3072)))
         layouts = {"vision": ModuleLayout(8, dp_shard=8), "llm": ModuleLayout(8, dp_shard=8)}
         step = seconds(small, cluster("a100", 1), equal(16, 2048, 2048), layouts, 1, recompute=again)
         results.append(Result("FSDP, 8 A100", "s", 3.20, step, "sizes of its images and recompute are not printed"))

@@ -25,7 +25,7 @@ def write_layout(path: Path, placed: Placed, what: str, *, trains: bool) -> Path
         strategy["recompute"] = {name: _way(how.every, how.keeps_matmuls) for name, how in candidate.recompute.items()}
     if candidate.reshard_after_forward != "auto":
         strategy["reshard_after_forward"] = candidate.reshard_after_forward
-    if placed.fills:
+    if placed.graph.filling:
         strategy["fill"] = candidate.fill
     if candidate.pieces:
         strategy["pieces"] = dict(candidate.pieces)

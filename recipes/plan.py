@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import hydra
 import torch
@@ -27,7 +28,7 @@ from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.evaluate import Candidate, Placed, Step
-from hetero_strategy.planner.explain import Explanation, explain
+from hetero_strategy.planner.explain import Explanation, Unfilled, explain, unfilled
 from hetero_strategy.planner.from_run import Measured
 from hetero_strategy.planner.memory import KINDS, MemoryModel
 from hetero_strategy.planner.search import Answer, Planner, Ranked
@@ -92,12 +93,14 @@ def plan(cfg: DictConfig) -> None:
     console.print(modules(placed, planner))
     if ran is not None:
         console.print(as_it_ran(ran, cfg, answer, planner), soft_wrap=True)
-    for line in (*reasons(answer, explain(evaluator, step), tokens), *needs(answer, cluster)):
+    found, before = explain(evaluator, step), unfilled(evaluator, step)
+    for line in (*reasons(answer, found, tokens), *bubbles(found, before), *needs(answer, cluster)):
         console.print(line, soft_wrap=True)
     for line in one_more_node(planner, answer, tokens, memory, console, float(cfg.one_more_node)):
         console.print(line, soft_wrap=True)
     file = write_layout(folder / "layout" / "planned.yaml", placed, said(answer, planner), trains="module" in cfg.data)
-    draw(folder / "timeline.png", from_simulation(step.simulation, MOST_RANKS), title=said(answer, planner))
+    timeline = from_simulation(step.simulation, MOST_RANKS, before and before.filling)
+    draw(folder / "timeline.png", timeline, title=said(answer, planner))
     console.print(f"pictures    {cli.near(folder / 'timeline.png')}")
     console.print(f"layout      {cli.near(file)}")
     if cfg.dry_run:
@@ -258,12 +261,29 @@ def reasons(answer: Answer, found: Explanation, tokens: float) -> list[str]:
         none = "one layout for all modules is as good: stay with it"
         lines.append(f"gain        {none if alike is best else f'{alike.seconds / best.seconds:.2f} times one layout'}")
     work = ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items())
-    waits = ", ".join(f"{cause} {share:.1%}" for cause, share in found.bubbles.items() if share >= 0.001)
-    lines.append(f"ranks       compute {work}; wait: {waits or 'nothing'}; optimizer {found.after:.1%}")
+    lines.append(f"ranks       compute {work}; wait: {shares(found.bubbles)}; optimizer {found.after:.1%}")
+    lines.append(f"            of that waiting for collectives: {shares(found.collectives)}")
     lines.append(f"limit       {found.limit()}")
     moved = f"{size(found.within)} within nodes, {size(found.across)} between them"
     lines.append(f"rows        {moved}, received in the step drawn")
     return lines
+
+
+def bubbles(found: Explanation, before: Unfilled | None) -> list[str]:
+    """What encoders find to fill, and what is left."""
+    if before is None:
+        return []
+    filling = before.filling
+    steps = (("without", filling.alone, before.alone), ("in turns", before.in_turns, before.turns))
+    lines = [f"filled      {filling}: {seconds(filling.work)} on a rank, of the step drawn"]
+    for name, took, why in (*steps, ("filled", filling.step, found)):
+        lines.append(f"  {name:<10}{seconds(took)}, wait: {shares({**why.bubbles, **why.collectives})}")
+    return lines
+
+
+def shares(values: Mapping[Any, float]) -> str:
+    """Shares of the time for a person, without those that are next to nothing."""
+    return ", ".join(f"{name} {share:.1%}" for name, share in values.items() if share >= 0.001) or "nothing"
 
 
 def needs(answer: Answer, cluster: Cluster) -> list[str]:

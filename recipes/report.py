@@ -269,6 +269,7 @@ def last_steps(trainer: L.Trainer) -> dict[str, Any] | None:
     return medians | {
         "steps": pair.times.shape[1],
         "ratio": pair.ratio,
+        "filling": None if pair.simulated.filling is None else str(pair.simulated.filling),
         "transfer_latency": fitted.links.latency,
         "transfer_bandwidth": fitted.links.bandwidth if np.isfinite(fitted.links.bandwidth) else None,
         "host_before": fitted.begin,
@@ -396,10 +397,11 @@ def _spent_line(seconds: dict[str, float], total: float) -> str:
 
 
 def _timeline_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    filling = f"; {found['filling']}, simulated" if found["filling"] else ""
     step = (
         f"{1e3 * found['measured_seconds']:.0f} ms, simulated {1e3 * found['simulated_seconds']:.0f} ms (measured /"
         f" simulated {found['ratio']:.2f}); bubble {found['measured_bubble']:.0%}, simulated"
-        f" {found['simulated_bubble']:.0%}; medians of the last {found['steps']}, without optimizer and hooks"
+        f" {found['simulated_bubble']:.0%}; medians of the last {found['steps']}, without optimizer and hooks{filling}"
     )
     speed = f" and {found['transfer_bandwidth'] / 1e9:.2g} GB/s" if found["transfer_bandwidth"] else ""
     fitted = (

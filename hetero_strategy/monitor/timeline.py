@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hetero_strategy.schedule.action import Action
+from hetero_strategy.simulator.bubbles import Filling
 from hetero_strategy.simulator.result import Cause, Simulation
 
 
@@ -39,14 +40,16 @@ class Timeline:
     """Number of ranks that the step had."""
     causes: Mapping[Cause, float] = field(default_factory=dict)
     """Cause -> its part of ``bubble``, where that is known."""
+    filling: Filling | None = None
+    """What filling bubbles does to the step, where modules do and where that is known."""
 
 
-def from_simulation(simulation: Simulation, most: int | None = None) -> Timeline:
+def from_simulation(simulation: Simulation, most: int | None = None, filling: Filling | None = None) -> Timeline:
     """Make the timeline of a simulation, of at most ``most`` evenly chosen ranks (None: of all)."""
     ranks = evenly([int(r) for r in simulation.ranks], most)
     events = (Event(rank, *event) for rank in ranks for event in simulation.of(rank))
     world, causes = len(simulation.ranks), simulation.bubble_by_cause
-    return Timeline("simulated", ranks, tuple(events), simulation.time, simulation.bubble, world, causes)
+    return Timeline("simulated", ranks, tuple(events), simulation.time, simulation.bubble, world, causes, filling)
 
 
 def from_measured(
@@ -85,6 +88,7 @@ def write_trace(path: Path | str, *timelines: Timeline) -> None:
         label = f"{timeline.name}: {1e3 * timeline.time:.3f} ms, bubble {timeline.bubble:.1%}"
         if causes := ", ".join(f"{cause} {part:.1%}" for cause, part in timeline.causes.items() if part >= 5e-4):
             label += f" ({causes})"
+        label += f", {timeline.filling}" if timeline.filling else ""
         trace.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": label}})
         trace.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
         for rank in timeline.ranks:

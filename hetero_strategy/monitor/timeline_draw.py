@@ -126,6 +126,8 @@ def _frame(axes: Axes, timeline: Timeline, longest: float, height: float, last: 
     hidden = f"{count} of {timeline.world} ranks shown" if count < timeline.world else f"{count} ranks"
     seconds = EngFormatter("s")
     text = f"step {seconds(float(f'{timeline.time:.4g}'))}   ·   bubble {timeline.bubble:.1%}   ·   {hidden}"
+    if timeline.filling is not None:
+        text = f"{timeline.filling}, alone {seconds(float(f'{timeline.filling.alone:.4g}'))}   ·   {text}"
     axes.set_title(timeline.name, loc="left", fontsize=11, fontweight="bold", color=INK)
     axes.set_title(text, loc="right", fontsize=10, color=FAINT)
     axes.barh(range(count), timeline.time, 0.84, color=IDLE, edgecolor=STRIPE, hatch="////", linewidth=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,9 @@ from hetero_strategy.plan.ahead import computing
 from hetero_strategy.planner.from_run import Measured
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import Action, StageId
+from hetero_strategy.schedule.compile import StepCompiler
 from hetero_strategy.schedule.graph import PlannedCosts
+from hetero_strategy.simulator.bubbles import Filling, work_on_rank
 from hetero_strategy.simulator.result import Simulation
 
 MOST_RANKS = 64
@@ -113,14 +116,16 @@ def _pair(executor: Executor, steps: Sequence[Ran]) -> MeasuredAndSimulated:
         measured.append(from_measured(shown, (step.begin, step.begin + step.seconds), MOST_RANKS))
     middle = int(np.argsort([timeline.time for timeline in measured], kind="stable")[len(steps) // 2])
     simulation, metadata = simulations[middle], steps[middle].plan.metadata
+    fitted = Fitted(steps, width, synchronous)
+    filling = _filling(executor.compiler, steps[middle], fitted)
     return MeasuredAndSimulated(
         simulation,
-        from_simulation(simulation, MOST_RANKS),
+        from_simulation(simulation, MOST_RANKS, filling),
         measured[middle],
         (metadata.epoch, metadata.step),
         np.array([[x.time for x in measured], [x.time for x in simulations]]),
         np.array([[x.bubble for x in measured], [x.bubble for x in simulations]]),
-        Fitted(steps, width, synchronous),
+        fitted,
         Measured(
             layouts,
             {name: executor.compiler.costs[StageId(name, 0)].recomputed for name in layouts},
@@ -129,13 +134,26 @@ def _pair(executor: Executor, steps: Sequence[Ran]) -> MeasuredAndSimulated:
     )
 
 
+def _filling(compiler: StepCompiler, step: Ran, fitted: Fitted) -> Filling | None:
+    """Simulate a step without what fills its bubbles and with it; None where nothing does."""
+    modules = compiler.graph.filling
+    if not modules:
+        return None
+    alone = replace(compiler, graph=compiler.graph.without(modules))
+    schedule, planned = alone.schedule(step.plan, train=True), PlannedCosts(step.plan, alone.graph, alone.costs)
+    pipeline = fitted.simulate(step.plan, schedule, planned)
+    whole = fitted.simulate(step.plan, step.schedule, step.planned)
+    return Filling(modules, pipeline.time, whole.time, work_on_rank(whole, modules))
+
+
 class TimelineMonitor(L.Callback):
     """Writes ``timeline.png`` and ``timeline.json`` (for ui.perfetto.dev) of a training step, at the end of fit, and
     ``measured.json``: what its stages took, from which ``python -m recipes.plan run=<folder>`` plans.
 
     The step is the one of the last steps that took the median time. Picture and trace show it twice: as simulated, with
     what is fitted to the other steps (see :mod:`hetero_strategy.monitor.prediction`), and as measured. The trace names
-    the causes of the simulated bubble. The picture also goes to Weights & Biases where that is a logger.
+    the causes of the simulated bubble. Where modules fill bubbles, both say which share of their work lies there, from
+    the step simulated with and without them. The picture also goes to Weights & Biases where that is a logger.
 
     Args:
         folder: folder of both files; default: the Trainer's ``default_root_dir``.

@@ -31,7 +31,7 @@ def model_context(
         language_models: modules whose units are whole samples.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``.
     """
-    graph = graph.of(placement.layouts)  # what runs ahead is the work of another step
+    graph = graph.without(graph.pipelines.keys() - placement.layouts.keys())  # what runs ahead is of another step
     stage_costs = {node: cost for node, cost in stage_costs.items() if node.module in placement.layouts}
     costs = dict.fromkeys(graph.pipelines, Cost(0.0))
     for node, cost in stage_costs.items():
@@ -52,8 +52,7 @@ def model_context(
         made = Reorderer(graph, scheduling.schedule, stage_costs, scheduling.max_in_flight, search, scheduling.fill)
         return made if made.needed else None
 
-    filling = dict.fromkeys(node.module for node in graph.stages if node.cohort >= 0)
-    beside = {module: _beside(module, graph, stage_costs, placement.layouts[module].grid()) for module in filling}
+    beside = {module: _beside(module, graph, stage_costs, placement.layouts[module].grid()) for module in graph.filling}
     return ModelContext({n: c for n, c in costs.items() if c.linear or c.quadratic}, near, orderer, beside)
 
 

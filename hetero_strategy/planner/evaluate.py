@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
@@ -66,10 +66,10 @@ class Placed:
     costs: Mapping[StageId, StageCost]
     """Seconds of a forward, for balancing."""
 
-    @property
-    def fills(self) -> bool:
-        """Whether a module fills bubbles."""
-        return any(node.cohort >= 0 for node in self.graph.stages)
+    def without(self, modules: Collection[str]) -> Placed:
+        """The same without stages and times of some modules."""
+        times = {node: t for node, t in self.times.items() if node.module not in modules}
+        return replace(self, graph=self.graph.without(modules), times=times)
 
     @property
     def together(self) -> set[StageId]:
@@ -116,7 +116,7 @@ class Evaluator:
         measured: Mapping[str, ModuleSeconds] = MappingProxyType({}),
     ) -> None:
         self.shape, self.cluster, self.batches = shape, cluster, tuple(batches)
-        self.precision, self.overlap, self._measured = precision, overlap, measured
+        self.precision, self.overlap, self.measured = precision, overlap, measured
         self._balance = balance or BalanceConfig()
         self._fed = shape.fed_by_trainable()
         self.lengths = {name: self._length(name) for name in shape.modules}
@@ -151,7 +151,7 @@ class Evaluator:
                 once=once,
                 precision=self.precision,
                 overlap=self.overlap,
-                measured=self._measured.get(name),
+                measured=self.measured.get(name),
             )
             times |= {StageId(name, i): stage for i, stage in enumerate(stages)}
             assert layout.split is not None
@@ -177,7 +177,7 @@ class Evaluator:
 
     def step(self, placed: Placed, batch: int = 0) -> Step:
         """Plan one of the batches, schedule it and simulate it."""
-        return self._step(placed, self.batches[batch], placed.candidate.microbatches)
+        return self.step_of(placed, self.batches[batch], placed.candidate.microbatches)
 
     def seconds(self, candidate: Candidate) -> float:
         """Mean seconds of a step over all batches.
@@ -190,13 +190,15 @@ class Evaluator:
 
     def shown(self, placed: Placed) -> Step:
         """A step of the first batch, or of its first samples where that has too many actions to look at."""
-        return self._step(placed, *self._first(self.batches[0], placed.candidate.microbatches, few(len(placed.times))))
+        return self.step_of(
+            placed, *self._first(self.batches[0], placed.candidate.microbatches, few(len(placed.times)))
+        )
 
     def _seconds(self, placed: Placed, batch: StepMetadata) -> float:
         count, most = placed.candidate.microbatches, few(len(placed.times))
         if count <= most:
-            return self._step(placed, batch, count).seconds
-        short, long = (self._step(placed, *self._first(batch, count, n)).seconds for n in (most // 2, most))
+            return self.step_of(placed, batch, count).seconds
+        short, long = (self.step_of(placed, *self._first(batch, count, n)).seconds for n in (most // 2, most))
         return long + (count - most) * (long - short) / (most - most // 2)
 
     def _first(self, batch: StepMetadata, count: int, most: int) -> tuple[StepMetadata, int]:
@@ -205,9 +207,13 @@ class Evaluator:
             return batch, count
         return first_samples(batch, len(batch.samples) * most // count), most
 
-    def _step(self, placed: Placed, metadata: StepMetadata, microbatches: int) -> Step:
-        plan = self._plan(placed, metadata, microbatches)
-        seconds = _ActionSeconds(plan, placed)
+    def step_of(self, placed: Placed, metadata: StepMetadata, microbatches: int) -> Step:
+        """Plan any batch, schedule it and simulate it."""
+        return self.simulated(placed, self._plan(placed, metadata, microbatches))
+
+    def simulated(self, placed: Placed, plan: StepPlan) -> Step:
+        """Schedule a plan and simulate it; of its modules those that are placed."""
+        seconds = ActionSeconds(plan, placed)
         graph, scheduling = placed.graph, placed.scheduling
         work, fill = work_of(plan, graph), scheduling.fill
         schedule = make_schedule(scheduling.schedule, graph, work, seconds.usual, fill=fill)
@@ -288,7 +294,7 @@ def first_samples(metadata: StepMetadata, count: int) -> StepMetadata:
     )
 
 
-class _ActionSeconds:
+class ActionSeconds:
     """Seconds of the actions of one step."""
 
     def __init__(self, plan: StepPlan, placed: Placed) -> None:

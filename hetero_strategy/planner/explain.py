@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hetero_strategy.planner.evaluate import Evaluator, Step
+from hetero_strategy.planner.exposed import ExposedCollectives
+from hetero_strategy.simulator.bubbles import Collective, Filling, inside_actions, work_on_rank
 from hetero_strategy.simulator.rows import rows_between
 
 
@@ -29,6 +31,8 @@ class Explanation:
     """Module -> share of all ranks' time that it computes."""
     bubbles: Mapping[str, float]
     """Cause -> share of all ranks' time; what is not computed."""
+    collectives: Mapping[Collective, float]
+    """Collective -> share of all ranks' time that they wait for it in actions, which is part of ``shares``."""
     after: float
     """Share of the step that the optimizer and replicated gradients take after the last action."""
     busiest: SharedRanks
@@ -64,11 +68,37 @@ def explain(evaluator: Evaluator, step: Step) -> Explanation:
     return Explanation(
         shares,
         {cause: share * scale for cause, share in simulation.bubble_by_cause.items()},
+        {name: n / step.seconds for name, n in inside_actions(simulation, ExposedCollectives(evaluator, step)).items()},
         1 - scale,
         max(lanes, key=lambda lane: lane.busy),
         within,
         across,
     )
+
+
+@dataclass(frozen=True)
+class Unfilled:
+    """A step in which modules fill bubbles, before they did."""
+
+    filling: Filling
+    alone: Explanation
+    """The step without these modules."""
+    turns: Explanation
+    """The step with them in turns, all their instances together."""
+    in_turns: float
+    """Seconds of that."""
+
+
+def unfilled(evaluator: Evaluator, step: Step) -> Unfilled | None:
+    """Simulate a step without what fills its bubbles, and with it in turns; None where nothing does."""
+    placed, modules = step.placed, step.placed.graph.filling
+    if not modules:
+        return None
+    alone = evaluator.simulated(placed.without(modules), step.plan)
+    one_after_other = evaluator.place(replace(placed.candidate, fill="none", pieces={}))
+    turns = evaluator.step_of(one_after_other, step.plan.metadata, step.plan.microbatches)
+    filling = Filling(modules, alone.seconds, step.seconds, work_on_rank(step.simulation, modules))
+    return Unfilled(filling, explain(evaluator, alone), explain(evaluator, turns), turns.seconds)
 
 
 def _received(evaluator: Evaluator, step: Step) -> tuple[float, float]:

@@ -227,7 +227,7 @@ class Planner:
                     layouts[name] = replace(layouts[name], vpp=vpp, pp_style=style)  # type: ignore[arg-type]
             if layouts != candidate.layouts:
                 found.append(replace(candidate, layouts=layouts, schedule=schedule))
-        if self.evaluator.place(candidate).fills:
+        if self.evaluator.place(candidate).graph.filling:
             found.append(replace(candidate, fill="none"))
         return found
 

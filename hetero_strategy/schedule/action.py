@@ -130,12 +130,17 @@ class StageGraph:
         pairs = ((source.all_instances, target.all_instances) for source, target in self.edges)
         return tuple(first.setdefault(pair, number) for number, pair in enumerate(pairs))
 
-    def of(self, modules: Collection[str]) -> StageGraph:
-        """The part of the graph that some modules are."""
+    @cached_property
+    def filling(self) -> tuple[str, ...]:
+        """Modules that fill bubbles: those with cohorts."""
+        return tuple(dict.fromkeys(node.module for node in self.stages if node.cohort >= 0))
+
+    def without(self, modules: Collection[str]) -> StageGraph:
+        """The graph without some modules."""
         return StageGraph(
-            {n: stage for n, stage in self.stages.items() if n.module in modules},
-            tuple(edge for edge in self.edges if {n.module for n in edge} <= {*modules}),
-            {n: pipeline for n, pipeline in self.pipelines.items() if n in modules},
+            {node: stage for node, stage in self.stages.items() if node.module not in modules},
+            tuple(edge for edge in self.edges if all(node.module not in modules for node in edge)),
+            {module: pipeline for module, pipeline in self.pipelines.items() if module not in modules},
         )
 
     def nodes_of(self, module: str) -> tuple[StageId, ...]:

@@ -14,6 +14,7 @@ from PIL import Image
 from hetero_strategy.monitor.timeline import Timeline, evenly, from_measured, from_simulation, write_trace
 from hetero_strategy.monitor.timeline_draw import draw, figure
 from hetero_strategy.schedule.action import Action, StageId
+from hetero_strategy.simulator.bubbles import Filling
 from hetero_strategy.simulator.result import Simulation
 from hetero_strategy.simulator.simulate import simulate
 from tests.simulator.schedules import chain, random_schedule
@@ -62,6 +63,18 @@ def test_ranks_that_ran_nothing_count_as_idle() -> None:
     spanned = from_measured({0: [(action, 1.0, 2.0)]}, span=(0.5, 4.5))
     assert (spanned.time, spanned.bubble, spanned.events[0].start) == (4.0, 0.75, 0.5)
     assert boxes(figure(found)) == 1
+
+
+def test_what_filling_does_is_said_in_trace_and_picture(tmp_path: Path) -> None:
+    simulation = simulate(random_schedule(5), lambda action: COSTS[action.kind])
+    filling = Filling(("vision",), 0.5, 0.75, 1.0)
+    filled, plain = from_simulation(simulation, filling=filling), from_simulation(simulation)
+    write_trace(tmp_path / "trace.json", filled, plain)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    said = ["75% of the work of vision in bubbles" in e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert said == [True, False]
+    titles = [axes.get_title(loc="right") for axes in figure(filled, plain).axes]
+    assert titles[0] == f"75% of the work of vision in bubbles, alone 500 ms   ·   {titles[1]}"
 
 
 def test_evenly() -> None:

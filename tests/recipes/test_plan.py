@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.planner.evaluate import Candidate, Evaluator
+from hetero_strategy.planner.explain import explain, unfilled
+from recipes.plan import bubbles
 from tests.distributed.harness import Pool
+from tests.planner.models import batch, cluster, model
 from tests.recipes.commands import SMALL, Ended, run_forked, run_on_ranks
 from tests.recipes.test_errors import check_message
 
@@ -40,6 +46,22 @@ def test_a_plan_is_printed_checked_drawn_and_trained(pool: Pool, given: tuple[st
     again = planned(tmp_path / "again", f"run={tmp_path / 'run'}", "cluster.ranks_per_node=2")
     assert again.code == 0, again.output
     assert "as it ran   " in again.output and (tmp_path / "again" / "layout" / "planned.yaml").exists()
+
+
+def test_bubbles_before_and_after_filling_are_said() -> None:
+    evaluator = Evaluator(model(), cluster(4), [batch(16)])
+    layouts = {"vision": ModuleLayout(4, dp_shard=2, tp=2), "llm": ModuleLayout(4, pp=2, tp=2)}
+    said = {}
+    for fill in ("fine", "none"):
+        step = evaluator.step(evaluator.place(Candidate(layouts, 8, fill=fill)))
+        said[fill] = bubbles(explain(evaluator, step), unfilled(evaluator, step))
+    assert said["none"] == []
+    first, *steps = said["fine"]
+    assert re.fullmatch(r"filled +\d+% of the work of vision in bubbles: [\d.]+ ms on a rank, of the step drawn", first)
+    taken = [float(re.fullmatch(rf"  {name} +([\d.]+) ms, wait: .*tensor parallel [\d.]+%", line)[1])  # type: ignore[index]
+             for name, line in zip(("without", "in turns", "filled"), steps, strict=True)]  # fmt: skip
+    assert taken[0] < taken[2] < taken[1]
+    assert "warm-up" in steps[0] and "cool-down" in steps[0]
 
 
 def test_blocks_are_measured_once(pool: Pool, given: tuple[str, ...], tmp_path: Path) -> None:

@@ -101,6 +101,17 @@ def test_a_run_leaves_a_report(tmp_path: Path, whole: tuple[Path, Ended]) -> Non
     assert evaluation["loss"] == pytest.approx(float(chosen["val/loss"]), rel=1e-4)
 
 
+def test_a_run_that_fills_bubbles_says_how_much_lies_there(pool: Pool, tmp_path: Path, given: tuple[str, ...]) -> None:
+    layout = ("layout=colocated", "layout.llm.dp_shard=1", "layout.llm.pp=2", "strategy.fill=fine")
+    result = run_on_ranks(pool, 2, tmp_path / "run", *SMALL, *layout, *given)
+    assert result.code == 0, result.output
+    said = json.loads((tmp_path / "run" / "report.json").read_text())["timeline"]["filling"]
+    assert re.fullmatch(r"-?\d+% of the work of vision and audio in bubbles", said)
+    assert f"; {said}, simulated" in " ".join(result.output.split())
+    trace = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
+    assert [said in e["args"]["name"] for e in trace if e["name"] == "process_name"] == [True, False]
+
+
 def test_the_planner_chooses_where_the_layout_is_auto(pool: Pool, tmp_path: Path, given: tuple[str, ...]) -> None:
     cache = f"++hydra.job.env_set.XDG_CACHE_HOME={tmp_path}"
     ended = run_on_ranks(pool, 2, tmp_path / "run", *given, *SMALL, "layout=auto", "trainer.devices=2", cache)

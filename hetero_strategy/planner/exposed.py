@@ -1,0 +1,55 @@
+"""How much of a step's actions its ranks wait for collectives. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from jaxtyping import Float64
+
+from hetero_strategy.planner.evaluate import ActionSeconds, Evaluator, Step
+from hetero_strategy.schedule.action import Action
+from hetero_strategy.simulator.bubbles import Collective
+from hetero_strategy.simulator.links import Links
+
+
+class ExposedCollectives:
+    """Seconds of a step's actions, on every instance, in which its ranks wait for collectives.
+
+    They are what an action takes longer than it would on links without latency and of any bandwidth, so that what runs
+    beside compute does not count. UNSHARD and REDUCE are such waits as a whole. A backward that gathers and reduces in
+    every microbatch waits for both in proportion to what they take.
+    """
+
+    def __init__(self, evaluator: Evaluator, step: Step) -> None:
+        links = Links()
+        cluster = replace(evaluator.cluster.changed(within=links), across=links)
+        free = Evaluator(
+            evaluator.shape,
+            cluster,
+            evaluator.batches,
+            precision=evaluator.precision,
+            overlap=evaluator.overlap,
+            measured=evaluator.measured,
+        )
+        placed, plan = step.placed, step.plan
+        whole_weights = {node: replace(times, once=True) for node, times in placed.times.items()}
+        self._times = placed.times
+        self._seconds = ActionSeconds(plan, placed)
+        self._with_whole_weights = ActionSeconds(plan, replace(placed, times=whole_weights))
+        self._without_links = ActionSeconds(plan, replace(placed, times=free.place(placed.candidate).times))
+
+    def __call__(self, action: Action) -> Mapping[Collective, Float64[np.ndarray, "instances"]]:
+        """Of one action."""
+        seconds, times = self._seconds(action), self._times[action.node]
+        if action.microbatch < 0:
+            return {"all-gather" if action.kind == "UNSHARD" else "reduce-scatter": seconds}
+        whole = self._with_whole_weights(action)
+        data, reduce = seconds - whole, 0.0 if action.kind == "F" else times.reduce
+        gathers = times.gather / (times.gather + reduce) if times.gather + reduce else 0.0
+        return {
+            "all-gather": gathers * data,
+            "reduce-scatter": (1.0 - gathers) * data,
+            "tensor parallel": whole - self._without_links(action),
+        }
