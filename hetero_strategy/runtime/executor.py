@@ -306,14 +306,14 @@ class _Step:
         return replace(inputs, slots=slots)
 
     def _gradient(self, step: RankAction) -> torch.Tensor | None:
-        """Sum of the gradients of an action's rows; None where nobody sends any."""
+        """Sum of the gradients of an action's rows; None where nobody sends any, or nothing came in that trains."""
         gradient: torch.Tensor | None = None
-        if len(step.reads) > 1:  # added up apart: one that arrived may still be read by sends to other ranks
-            live = self.live[step.action.node, step.action.microbatch]
-            assert live.rows is not None
-            gradient = live.rows.filled(0.0, self.executor.device)
+        rows = self.live[step.action.node, step.action.microbatch].rows
+        if rows is not None and len(step.reads) > 1:  # added up apart: one may still be read by sends to other ranks
+            gradient = rows.filled(0.0, self.executor.device)
         for number in step.reads:
-            gradient = self.transport.take(number, gradient)
+            taken = self.transport.take(number, gradient)
+            gradient = None if rows is None else taken
         for number in step.frees:
             self.transport.free(number)
         return gradient

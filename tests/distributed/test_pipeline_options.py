@@ -96,6 +96,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...], tuple[st
     "drawings split": (DRAWS, {"tokens": {"draw": 20}}, ("zb_h1",), ("1f1b", "gpipe")),
     "drawings frozen": (DRAWS, {"freeze": ("draw",)}, ("zb_h1",), ("1f1b",)),
     "drawings behind a frozen llm": (DRAWS, {"freeze": ("vision.backbone", "llm")}, ("zb_h1",), ("1f1b",)),
+    "drawings of text alone behind a frozen llm": (
+        {"vision": on(1), "llm": on(0), "draw": on(1)},
+        {"freeze": ("vision.backbone", "llm"), "tokens": {"draw": 4}},
+        ("1f1b",),
+        (),
+    ),
     "replicated rows between stages": (TENSOR, {"lm": "hf_llama"}, ("interleaved_1f1b",), ("1f1b", "zb_h1")),
     "tensor parallel in chunks": (
         {"vision": on(0, 1, tp=2, tp_chunks=2), "llm": on(0, 1, 2, 3, pp=2, tp=2, tp_chunks=3)},
