@@ -131,7 +131,9 @@ class _Drawing:
             **layers,
             freeze=self.freeze(modules, lm),
             recompute={
-                n: self.one_of({"all": 3, "every 2": 1, "all but matmuls": 2}) for n in modules if self.often(0.2)
+                n: self.one_of({"all": 3, "every 2": 1, "all but matmuls": 2, "whole": 1})
+                for n in modules
+                if self.often(0.2)
             },
             compile={n: "eager" for n in modules if self.often(0.3)} if self.often(0.1) else {},
             reshard_after_forward=self.one_of({"auto": 6, "never": 2, "always": 0.2 if splits else 2}),
@@ -154,7 +156,7 @@ class _Drawing:
         """The same with encoders in bubbles, where there are such, perhaps in pieces."""
         if setting.schedule == "sequential" or setting.reshard_after_forward == "always":
             return setting
-        fill = self.one_of({"fine": 3, "coarse": 1})
+        fill = self.one_of({"fine": 4, "coarse": 1, "decoupled": 1})
         layouts = {n: ModuleLayout.from_config(n, dict(v)).resolved(n) for n, v in setting.layouts.items()}
         others = [name for name in setting.modules if name in ITEM_MODULES]
         fills = ScheduleConfig(fill=fill).filling(others, layouts, setting.flows())

@@ -321,4 +321,5 @@ def planned(setting: Setting, seed: int) -> Planned:
     """The schedule that every rank makes of this batch."""
     made, plan = setting.blueprint, setting.plan(seed)
     costs = PlannedCosts(plan, made.graph, made.costs)
-    return Planned(plan, made, costs, make_schedule(setting.schedule, made.graph, work_of(plan, made.graph), costs))
+    schedule = make_schedule(setting.schedule, made.graph, work_of(plan, made.graph), costs, fill=setting.fill)
+    return Planned(plan, made, costs, schedule)

@@ -71,6 +71,7 @@ SETTINGS = (
     _setting("llm tp 2", Layout((0, 1), tp=2), Layout((0, 1))),
     _setting("llm pp 2 x tp 2, bf16", Layout(ROW, pp=2, tp=2), Layout((0, 1)), storage=MIXED),
     _setting("encoder in the bubbles of pp 4, bf16", Layout(ROW, pp=4), Layout(ROW), fill="fine", storage=MIXED),
+    _setting("decoupled from pp 4, bf16", Layout(ROW, pp=4), Layout(ROW), fill="decoupled", storage=MIXED),
     _setting("disjoint, encoder pp 2, llm pp 2, zb_h1", Layout((2, 3), pp=2), Layout((0, 1), pp=2), schedule="zb_h1"),
 )
 

@@ -93,7 +93,8 @@ def parallelize(
             apply_compile(stage.blocks().values(), compile)
         if recompute is not None:
             again = recompute.chosen(blocks)
-            apply_recompute([block for fqn, block in stage.blocks().items() if fqn in again], recompute)
+            parts = [block for fqn, block in stage.blocks().items() if fqn in again]
+            apply_recompute([stage] if recompute.whole else parts, recompute)
         if compile is not None and not compile_first:
             apply_compile(stage.blocks().values(), compile)
         if layout.dp_shard > 1 or storage.casts(stage.parameters()):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.attention import VARLEN
 
-WAYS = "all, every 2 (or another number), all but matmuls"
+WAYS = "all, every 2 (or another number), all but matmuls, whole"
 _ATEN = torch.ops.aten
 MATMULS: list[Any] = [
     _ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default,
@@ -36,6 +36,8 @@ class Recompute:
     """Every so many blocks one does, the first of them; the others keep their activations."""
     keeps_matmuls: bool = False
     """Results of matrix products and of attention are kept; only what is cheap runs again."""
+    whole: bool = False
+    """The whole forward of a stage runs again, and nothing is kept but what came in."""
 
     @property
     def share(self) -> float:
@@ -48,7 +50,7 @@ class Recompute:
 
 
 def recomputes(given: Iterable[str] | Mapping[str, Any] | None) -> dict[str, Recompute]:
-    """What a person says: nothing, module names, or module name -> ``all``, ``every 2`` or ``all but matmuls``.
+    """What a person says: nothing, module names, or module name -> one of :data:`WAYS`.
 
     Raises:
         ConfigError: another value.
@@ -61,9 +63,14 @@ def _recompute(name: str, way: Any) -> Recompute:
     every = re.fullmatch(r"every ([1-9]\d*)", str(way))
     if every:
         return Recompute(int(every[1]))
-    if way not in ("all", "all but matmuls"):
+    if way not in ("all", "all but matmuls", "whole"):
         raise ConfigError(f"HeteroStrategy: recompute of '{name}' is {way!r}; use one of: {WAYS}")
-    return Recompute(keeps_matmuls=way != "all")
+    return Recompute(keeps_matmuls=way == "all but matmuls", whole=way == "whole")
+
+
+def decoupled(recompute: Mapping[str, Recompute], fill: str, filling: Iterable[str]) -> dict[str, Recompute]:
+    """What runs again, with ``fill="decoupled"`` in modules that fill as a whole (Kimi K2.5, arXiv:2602.02276)."""
+    return {**recompute, **(dict.fromkeys(filling, Recompute(whole=True)) if fill == "decoupled" else {})}
 
 
 def apply_recompute(blocks: Iterable[nn.Module], how: Recompute) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.parallelize.recompute import Recompute, decoupled
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
@@ -133,12 +133,13 @@ class Evaluator:
         scheduling = candidate.scheduling.resolved(asked)
         filling = scheduling.filling({*self.shape.modules} - {*self.shape.samplewise}, asked, self.shape.edges)
         asked = scheduling.in_pieces(filling, asked)
+        again = decoupled(candidate.recompute, scheduling.fill, filling)
         casts = self.precision.compute != self.precision.master
         layouts: dict[str, ModuleLayout] = {}
         times: dict[StageId, StageTimes] = {}
         trains: dict[StageId, bool] = {}
         for name, module in self.shape.modules.items():
-            share = candidate.recompute[name].share if name in candidate.recompute else 0.0
+            share = again[name].share if name in again else 0.0
             layouts[name] = layout = self._with_split(module, asked[name], share, self._fed[name], self.lengths[name])
             casting = casts and bool(module.trained.any())
             once = scheduling.gathered_once(layout, casts=casting, fills=name in filling)
@@ -166,13 +167,14 @@ class Evaluator:
             layouts,
             trains,
             once_gathered,
-            candidate.recompute,
+            again,
             shardings,
             filling,
         )
         balanced = {s: StageCost(t.forward.per_row, t.forward.per_pair) for s, t in times.items()}
         times = {node: times[node.all_instances] for node in graph.stages}
         placed = Placement(layouts, self.cluster.ranks)
+        candidate = replace(candidate, recompute=again)
         return Placed(candidate, placed, scheduling, graph, MappingProxyType(times), MappingProxyType(balanced))
 
     def step(self, placed: Placed, batch: int = 0) -> Step:

@@ -164,7 +164,8 @@ def stage_needs(
     ways = {way: made.on(layout.tp, parts) for way, made in activations.blocks.items()}
     plain = ways["kept"]
     chosen = [plain] * (last - first)
-    if recompute is not None:
+    at_once = recompute is not None and recompute.whole
+    if recompute is not None and not at_once:
         again = ways["all but matmuls" if recompute.keeps_matmuls else "all"]
         chosen = [again if i % recompute.every == 0 else plain for i in range(first, last)]
     kept, halves, forward, backward = (
@@ -184,6 +185,9 @@ def stage_needs(
     ]
     most[1:] = [np.maximum(m, sizes.end_of_backward(first)) for m, first in zip(most[1:], (True, False), strict=True)]
     total = [kept.sum(axis=0), halves.sum(axis=0), *most]
+    if at_once:  # forward keeps nothing, and backward begins with a forward that keeps all
+        own = np.stack([given @ _row(ways["kept"], "forward", i) for i in range(first, last)])
+        total[0], total[2] = np.zeros_like(total[0]), (own + beside[0]).max(axis=0)
     if labelled is not None and activations.head is not None:
         head, under = activations.head, total[0]
         of = [line.of(labelled, head.chunk) for line in (head.kept, head.forward, head.backward)]

@@ -43,7 +43,8 @@ def make_schedule(
         train: with backwards.
         max_in_flight: by module, most microbatches of its own that each of its stages may hold.
         fill: where cohorts run: ``coarse``, their forwards before the first action of the other modules on their ranks
-            and their backwards after the last one (Optimus, algorithm 2), or ``fine``, wherever their ranks idle.
+            and their backwards after the last one (Optimus, algorithm 2), as with ``decoupled``, or ``fine``, wherever
+            their ranks idle.
 
     Raises:
         ScheduleError: unknown schedule or module, one that the modules' stages do not fit, or a bound that cannot be

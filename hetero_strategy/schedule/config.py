@@ -13,7 +13,7 @@ from hetero_strategy.schedule.graph import stage_graph
 from hetero_strategy.schedule.policies import schedule_policy, schedules
 
 RESHARD = ("auto", "never", "always")
-FILLS = ("auto", "none", "coarse", "fine")
+FILLS = ("auto", "none", "coarse", "fine", "decoupled")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ScheduleConfig:
     @property
     def fills(self) -> bool:
         """Whether modules may fill bubbles."""
-        return self.fill in ("coarse", "fine")
+        return self.fill not in ("auto", "none")
 
     @property
     def splits_backward(self) -> bool:

@@ -1,7 +1,8 @@
 """Where programs of cohorts run among those of the pipeline on their ranks. Pure.
 
 ``coarse`` is Optimus' algorithm 2: forwards before the pipeline's first action on a rank and backwards after its last
-one, where its bubbles of warm-up and cool-down are. ``fine`` also uses those between its actions where that is shorter:
+one, where its bubbles of warm-up and cool-down are; ``decoupled`` is the same of encoders that keep no activations
+meanwhile (``parallelize.recompute``). ``fine`` also uses those between its actions where that is shorter:
 a rank that idles takes what it may run next, see ``schedule.merge``.
 """
 
@@ -44,13 +45,14 @@ def attempts(
     too_many = [n.module for n, count, back in lines if n.cohort >= 0 and back and bounds.get(n.module, count) < count]
     if not any(node.cohort >= 0 for node in numbers.nodes):
         return [Attempt()]
-    if fill == "coarse" and too_many:
+    around_only = fill in ("coarse", "decoupled")
+    if around_only and too_many:
         raise ScheduleError(
-            f"fill='coarse' holds all microbatches of {too_many[0]}, max_in_flight allows {bounds[too_many[0]]}: raise"
+            f"fill={fill!r} holds all microbatches of {too_many[0]}, max_in_flight allows {bounds[too_many[0]]}: raise"
             " it, or take fill='fine'"
         )
     around = [] if too_many else [Attempt(numbers.units, last=True)]
-    if fill == "coarse":
+    if around_only:
         return around
     wide = any(len(on) > 1 for on in filling)
     ahead = [1 << k for k in range(max(numbers.counts).bit_length())] if wide else []

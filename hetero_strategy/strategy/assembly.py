@@ -53,6 +53,8 @@ class Assembled:
     registry: GroupRegistry
     context: ModelContext
     """For balancing."""
+    recompute: Mapping[str, Recompute]
+    """Of modules that compute activations again in backward."""
 
 
 def row_multiple(model: MultimodalModel, layouts: Mapping[str, ModuleLayout]) -> dict[str, int]:
@@ -142,7 +144,7 @@ def assemble(
     ]
     channels = _channels(registry, graph, rows, rank, connected)
     connect(graph, channels, rank)
-    stages = _own_stages(model, layouts, registry, placement, rank, device, recompute, compile, storage)
+    stages = _own_stages(model, layouts, registry, placement, rank, device, plan.recompute, compile, storage)
     mine = {
         graph.node_of(StageId(name, number), rank): stage
         for name, made in stages.items()
@@ -169,7 +171,7 @@ def assemble(
     state = TrainingState(prefix, modules, group=registry.background, asynchronous=async_checkpoint)
     around = model_context(plan.graph, plan.costs, model.language_models(), scheduling, placement, ranks_per_node)
     owned = owned_parameters(stages, layouts)
-    return Assembled(executor, owned, state, registry, around)
+    return Assembled(executor, owned, state, registry, around, plan.recompute)
 
 
 def move_rest(module: nn.Module, device: torch.device) -> None:

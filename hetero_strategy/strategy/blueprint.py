@@ -11,7 +11,7 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.apply import check_all
-from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.parallelize.recompute import Recompute, decoupled
 from hetero_strategy.parallelize.stages import cut
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.plan.ahead import ahead
@@ -31,6 +31,8 @@ class Blueprint:
     """With every ``split`` given."""
     graph: StageGraph
     costs: dict[StageId, StageCost]
+    recompute: dict[str, Recompute]
+    """Of modules that compute activations again in backward, those that ``fill="decoupled"`` does so with included."""
 
 
 def blueprint(
@@ -59,7 +61,6 @@ def blueprint(
     storage.check(modules)
     _check_blocks("recompute", recompute, modules)
     _check_blocks("compile", compile, modules)
-    _check_chunks(layouts, recompute, compile)
     for name in compile:
         if layouts[name].tp == 1:
             continue
@@ -74,8 +75,10 @@ def blueprint(
                 " 'all' or 'every 2'"
             )
     edges = [(e.source, e.target) for e in model.edges]
-    again = {name: how.share for name, how in recompute.items()}
     filling = scheduling.filling({*modules} - {*model.language_models()}, layouts, edges)
+    recompute = decoupled(recompute, scheduling.fill, filling)
+    _check_chunks(layouts, recompute, compile)
+    again = {name: how.share for name, how in recompute.items()}
     layouts = scheduling.in_pieces(filling, layouts)
     layouts |= {n: _most_first(modules[n], layouts[n]) for n in scheduling.prefetch if n in modules}
     chosen = with_splits(modules, model.topological(), edges, layouts, again)
@@ -112,7 +115,7 @@ def blueprint(
     costs |= {node: costs[of] for node, of in once_more.items()}
     once = StepWork({n: (Span(0, 0, 0),) for n in modules}, dict.fromkeys(edges, ((0, 0),)))
     make_schedule(scheduling.schedule, graph, once, max_in_flight=scheduling.max_in_flight, fill=scheduling.fill)
-    return Blueprint(chosen, graph, costs)
+    return Blueprint(chosen, graph, costs, recompute)
 
 
 def _most_first(module: Adapter, layout: ModuleLayout) -> ModuleLayout:

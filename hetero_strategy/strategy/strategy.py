@@ -75,7 +75,7 @@ class HeteroStrategy(WorldCollectives):
     Args:
         layouts: module name -> :class:`ModuleLayout` or its fields; ``auto``: the planner chooses, also recompute and
             schedule if not given. None (``strategy="hetero"``): every module sharded over all ranks.
-        recompute: modules that compute activations again in backward; or by module: all, every 2, all but matmuls.
+        recompute: modules that compute activations again in backward; by module: all, every 2, all but matmuls, whole.
         compile: modules whose blocks torch compiles one by one, for any number of rows; or by module: the backend.
         schedule: in which order a step's work runs: ``1f1b``, ``gpipe``, ``interleaved_1f1b`` (modules with vpp > 1),
             ``zb_h1``, ``zbv`` (vpp=2, pp_style="v"), ``sequential``; or ``auto``: what the layouts are made for.
@@ -302,6 +302,7 @@ class HeteroStrategy(WorldCollectives):
             timeout=self._timeout,
             async_checkpoint=self._async_checkpoint,
         )
+        self.recompute = dict(assembled.recompute)
         self._owned, model = assembled.owned, self._multimodal
         self._runner = StepRunner(
             assembled.executor,
