@@ -13,7 +13,7 @@ from hetero_strategy.schedule.graph import stage_graph
 from hetero_strategy.schedule.policies import schedule_policy, schedules
 
 RESHARD = ("auto", "never", "always")
-FILLS = ("auto", "none", "coarse", "fine")
+FILLS = ("auto", "none", "coarse", "fine", "search")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ScheduleConfig:
     @property
     def fills(self) -> bool:
         """Whether modules may fill bubbles."""
-        return self.fill in ("coarse", "fine")
+        return self.fill in ("coarse", "fine", "search")
 
     @property
     def splits_backward(self) -> bool:
