@@ -153,13 +153,13 @@ class _Drawing:
         """The same with encoders in bubbles, where there are such, perhaps in pieces."""
         if setting.schedule == "sequential" or setting.reshard_after_forward == "always":
             return setting
-        fill = self.one_of({"fine": 3, "coarse": 1})
+        fill = self.one_of({"fine": 3, "coarse": 1, "search": 1})
         layouts = {n: ModuleLayout.from_config(n, dict(v)).resolved(n) for n, v in setting.layouts.items()}
         others = [name for name in setting.modules if name in ITEM_MODULES]
         fills = ScheduleConfig(fill=fill).filling(others, layouts, setting.flows())
         blocks = {name: getattr(setting, f"{name}_layers") for name in fills if layouts[name].pp == 1}
         pieces = {name: self.rng.randint(1, blocks[name]) for name in sorted(blocks) if self.often(0.4)}
-        bounds = {name: bound for name, bound in setting.max_in_flight.items() if fill == "fine" or name not in fills}
+        bounds = {name: bound for name, bound in setting.max_in_flight.items() if fill != "coarse" or name not in fills}
         return replace(setting, fill=fill, pieces=pieces, max_in_flight=bounds)
 
     def modules(self) -> list[str]:

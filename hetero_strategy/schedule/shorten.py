@@ -22,6 +22,8 @@ from hetero_strategy.schedule.action_index import ActionIndex
 
 ROUNDS = 300
 """Schedules that are timed."""
+STALE = 60
+"""Rounds without a gain after which none is expected."""
 REACH = 3
 """Actions at each end of a run that may move to that end."""
 TABU = 15
@@ -54,9 +56,10 @@ def shortened(
     search = min((_Search(numbers, order, lanes, bounds) for order in orders), key=lambda one: one.time)
     shortest, best, least = search.order, search.time, search.bound()
     forbidden: dict[tuple[int, int], int] = {}  # (what would come first, what after it) -> until which round
+    gained = 0
     for number in range(ROUNDS):
         moves = search.moves()
-        if best <= least * (1 + ROUNDING) or not moves:
+        if best <= least * (1 + ROUNDING) or not moves or number - gained > STALE:
             break
         move = next(
             (
@@ -71,7 +74,7 @@ def shortened(
             forbidden[then, first] = number + TABU + number % 7
         search.run(search.changed(move))
         if search.time < best * (1 - ROUNDING):
-            best, shortest = search.time, search.order
+            best, shortest, gained = search.time, search.order, number
     return shortest
 
 
