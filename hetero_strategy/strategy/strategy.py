@@ -82,8 +82,8 @@ class HeteroStrategy(WorldCollectives):
         max_in_flight: module -> most microbatches whose activations one of its stages holds.
         reshard_after_forward: when FSDP frees gathered parameters: ``never`` within a step (they are gathered once and
             gradients reduced once), ``always`` (with every microbatch), or ``auto``: never where a module is pipelined.
-        fill: how modules that feed a pipeline on their ranks use its bubbles: ``fine`` (wherever a rank idles), ``search``
-            (``fine``, each step made shorter), ``coarse`` (around the pipeline's work), ``none`` (in turns; also ``auto``).
+        fill: how modules that feed a pipeline on their ranks use its bubbles: ``fine`` (wherever a rank idles),
+            ``search`` (the same, each step made shorter), ``coarse`` (around its work), ``none`` (in turns; ``auto``).
         pieces: module that fills -> parts of about equal cost in which its forwards and backwards are cut to fit.
         start_method: ``popen`` (re-runs the script per process), ``fork`` or ``spawn``. Ignored under torchrun, SLURM.
         process_group_backend: default: by device.
