@@ -26,6 +26,7 @@ PARTS = {
     "hf": ("model.model.embed_tokens", "model.lm_head", "model.model.layers.0", "model.model.norm"),
 }
 """What may be frozen of a module, or of a kind of language model."""
+RECOMPUTES = {"all": 3, "every 2": 1, "all but matmuls": 2, "whole": 1}
 
 
 PLAIN = ("balance", "tokens", "freeze", "recompute", "compile", "max_in_flight", "reshard_after_forward", "edges",
@@ -130,11 +131,7 @@ class _Drawing:
             kv_heads=self.one_of({4: 8, 2: 1}),
             **layers,
             freeze=self.freeze(modules, lm),
-            recompute={
-                n: self.one_of({"all": 3, "every 2": 1, "all but matmuls": 2, "whole": 1})
-                for n in modules
-                if self.often(0.2)
-            },
+            recompute={n: self.one_of(RECOMPUTES) for n in modules if self.often(0.2)},
             compile={n: "eager" for n in modules if self.often(0.3)} if self.often(0.1) else {},
             reshard_after_forward=self.one_of({"auto": 6, "never": 2, "always": 0.2 if splits else 2}),
             max_in_flight={rng.choice(modules): rng.randint(1, 4)} if self.often(0.12) else {},
@@ -156,13 +153,17 @@ class _Drawing:
         """The same with encoders in bubbles, where there are such, perhaps in pieces."""
         if setting.schedule == "sequential" or setting.reshard_after_forward == "always":
             return setting
-        fill = self.one_of({"fine": 4, "coarse": 1, "decoupled": 1})
+        fill = self.one_of({"fine": 4, "coarse": 1, "decoupled": 1, "search": 1})
         layouts = {n: ModuleLayout.from_config(n, dict(v)).resolved(n) for n, v in setting.layouts.items()}
         others = [name for name in setting.modules if name in ITEM_MODULES]
         fills = ScheduleConfig(fill=fill).filling(others, layouts, setting.flows())
         blocks = {name: getattr(setting, f"{name}_layers") for name in fills if layouts[name].pp == 1}
         pieces = {name: self.rng.randint(1, blocks[name]) for name in sorted(blocks) if self.often(0.4)}
-        bounds = {name: bound for name, bound in setting.max_in_flight.items() if fill == "fine" or name not in fills}
+        bounds = {
+            name: bound
+            for name, bound in setting.max_in_flight.items()
+            if fill in ("fine", "search") or name not in fills
+        }
         return replace(setting, fill=fill, pieces=pieces, max_in_flight=bounds)
 
     def prefetch(self, setting: Setting) -> dict[str, int]:

@@ -34,6 +34,9 @@ class ActionIndex:
         self.counts = [len(work.microbatches[n.module]) for n in self.nodes]
         self.first = [0, *accumulate(self.counts)]
         self.units = self.first[-1]
+        of_units = [i for i, count in enumerate(self.counts) for _ in range(count)]
+        self.node_of = [*of_units * 3, *range(len(self.nodes)), *range(len(self.nodes))]
+        """For each action the index of its node."""
         self.needed = [span.first for n in self.nodes for span in work.microbatches[n.module]]
         """For each unit the first of the step's microbatches that its rows are for."""
         stages = [graph.stages[n] for n in self.nodes]
@@ -97,6 +100,19 @@ class ActionIndex:
         """Let an action wait for a forward or a backward."""
         self.after[before].append(then)
         self.waits[then] += 1
+
+    def in_flight(self, order: Iterable[int]) -> list[int]:
+        """Most microbatches that each node holds in an order of actions; 0 without backward."""
+        held = [0] * len(self.nodes)
+        most = held.copy()
+        for number in order:
+            i = self.node_of[number]
+            if number < self.units:
+                held[i] += self.backward[i]
+                most[i] = max(most[i], held[i])
+            elif number < 3 * self.units and (number >= 2 * self.units) == self.split[i]:
+                held[i] -= 1
+        return most
 
     def _actions(self, work: StepWork, stages: Sequence[Stage]) -> list[Action | None]:
         kinds: tuple[Kind, ...] = ("F", "B", "W")

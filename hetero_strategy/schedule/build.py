@@ -17,6 +17,7 @@ from hetero_strategy.schedule.fill import attempts, backwards_last, forwards_fir
 from hetero_strategy.schedule.merge import Merge
 from hetero_strategy.schedule.module_programs import listed, module_programs, most
 from hetero_strategy.schedule.policies import SchedulePolicy, schedule_policy, schedules
+from hetero_strategy.schedule.shorten import shortened
 from hetero_strategy.schedule.warmup import Link, links
 
 
@@ -45,6 +46,8 @@ def make_schedule(
         fill: where cohorts run: ``coarse``, their forwards before the first action of the other modules on their ranks
             and their backwards after the last one (Optimus, algorithm 2), as with ``decoupled``, or ``fine``, wherever
             their ranks idle.
+            ``search``: the best of both made shorter by a search, with or without cohorts; a stage holds no more
+            microbatches than where that began, or as many as ``max_in_flight`` allows.
 
     Raises:
         ScheduleError: unknown schedule or module, one that the modules' stages do not fit, or a bound that cannot be
@@ -149,26 +152,30 @@ def _pipelined(
 ) -> list[int]:
     lanes = [tuple(k for k, (_, nodes) in enumerate(groups) if i in nodes) for i in range(len(numbers.nodes))]
     edges = links(graph, work)
-    _hold_back(numbers, graph, lanes, edges)
+    held = numbers.fork()
+    _hold_back(held, graph, lanes, edges)
     made = module_programs(policy, graph, work, numbers, edges, bounds)
     lists = [listed(numbers, one) for one in made]
     on, fills = [lanes[numbers.index[one.at]] for one in made], [one.fills for one in made]
-    caps, best = most(numbers, made, bounds), None
+    caps = most(numbers, made, bounds)
+    merges: list[Merge] = []
     for lead, last, patience in attempts(fill, numbers, bounds, compress(on, fills)):
-        tried = numbers.fork() if any(fills) else numbers
+        tried = held.fork() if any(fills) else held
         if lead:
             forwards_first(tried, lists, on, fills, lead)
         if last:
             backwards_last(tried, lists, on, fills)
         merge = Merge(tried, lists, lanes, caps, fills, patience)
-        if merge.run() is not None and (best is None or merge.now < best.now):
-            best = merge
-    if best is None:
+        if merge.run() is not None:
+            merges.append(merge)
+    if not merges:
         raise ScheduleError(
             f"{policy.name}: microbatches of neighbouring modules wait for each other in a circle; "
             f"feeds must pair them in ascending order"
         )
-    return best.order
+    if fill == "search":
+        return shortened(numbers, [merge.order for merge in merges], lanes, bounds)
+    return min(merges, key=lambda merge: merge.now).order
 
 
 def _hold_back(
@@ -206,30 +213,20 @@ def _schedule(
     starts: Sequence[int],
     bounds: Mapping[str, int],
 ) -> Schedule:
-    units = numbers.units
-    node = [i for i, count in enumerate(numbers.counts) for _ in range(count)] * 3 + [*range(len(numbers.nodes))] * 2
     holders: list[list[list[Action]]] = [[] for _ in numbers.nodes]
     lists: list[list[Action]] = []
     for _, nodes in groups:
         lists.append([])
         for i in nodes:
             holders[i].append(lists[-1])
-    held = [0] * len(numbers.nodes)
-    most = held.copy()
     order: list[Action] = []
     for number in starts:
-        i = node[number]
         action = numbers.actions[number]
         assert action is not None
         order.append(action)
-        for actions in holders[i]:
+        for actions in holders[numbers.node_of[number]]:
             actions.append(action)
-        if number < units:
-            if numbers.backward[i]:
-                held[i] += 1
-                most[i] = max(most[i], held[i])
-        elif number < 3 * units and (number >= 2 * units) == numbers.split[i]:
-            held[i] -= 1
+    most = numbers.in_flight(starts)
     for i, n in enumerate(numbers.nodes):
         if most[i] > bounds.get(n.module, most[i]):
             raise ScheduleError(

@@ -13,7 +13,7 @@ from hetero_strategy.schedule.graph import stage_graph
 from hetero_strategy.schedule.policies import schedule_policy, schedules
 
 RESHARD = ("auto", "never", "always")
-FILLS = ("auto", "none", "coarse", "fine", "decoupled")
+FILLS = ("auto", "none", "coarse", "fine", "search", "decoupled")
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Merge:
         self.late = late
         self.patience = patience
         self.waits = numbers.waits.copy()
-        self.node = [i for i, count in enumerate(numbers.counts) for _ in range(count)] * 3
+        self.node = numbers.node_of
         self.head = [0] * len(programs)
         self.since = [-1.0] * len(programs)  # since when the head is ready; -1: it is not
         self.owner = [-1] * len(self.node)

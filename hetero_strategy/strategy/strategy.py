@@ -82,8 +82,8 @@ class HeteroStrategy(WorldCollectives):
         max_in_flight: module -> most microbatches whose activations one of its stages holds.
         reshard_after_forward: when FSDP frees gathered parameters: ``never`` within a step (they are gathered once and
             gradients reduced once), ``always`` (with every microbatch), or ``auto``: never where a module is pipelined.
-        fill: how modules whose rows go to a pipeline on their own ranks use its bubbles: ``fine`` (wherever a rank
-            idles), ``coarse`` (before and after the pipeline's work), or ``none`` (they take turns; also ``auto``).
+        fill: how modules that feed a pipeline on their ranks use its bubbles: ``fine`` (wherever a rank idles),
+            ``search`` (made shorter), ``coarse`` (around its work), ``decoupled`` (recomputed), ``none`` (``auto``).
         pieces: module that fills -> parts of about equal cost in which its forwards and backwards are cut to fit.
         prefetch: frozen encoder -> 1: in a step's bubbles it works for the next step, whose rows are held meanwhile.
         start_method: ``popen`` (re-runs the script per process), ``fork`` or ``spawn``. Ignored under torchrun, SLURM.
@@ -130,19 +130,15 @@ class HeteroStrategy(WorldCollectives):
             raise ConfigError(f"HeteroStrategy: start_method={start_method!r}; use one of {', '.join(START_METHODS)}")
         self._auto, self._layouts = layouts == "auto", given(layouts)
         self.recompute, self._compile = recomputes(recompute), compiles(compile)
-        self._scheduling = ScheduleConfig(
-            schedule, max_in_flight or {}, reshard_after_forward, fill, pieces or {}, prefetch or {}
-        )
-        self._start_method = start_method
-        self._process_group_backend = process_group_backend
+        bounds, pieces, prefetch = max_in_flight or {}, pieces or {}, prefetch or {}
+        self._scheduling = ScheduleConfig(schedule, bounds, reshard_after_forward, fill, pieces, prefetch)
+        self._start_method, self._process_group_backend = start_method, process_group_backend
         self._timeout, self._step_timeout = minutes(timeout), None if step_timeout is None else minutes(step_timeout)
-        self._async_checkpoint, self._verify = async_checkpoint, verify_checkpoints
-        self._keep_fp32 = keep_fp32
-        self.num_nodes, self._prefix = 1, ""
+        self._async_checkpoint, self._verify, self._keep_fp32 = async_checkpoint, verify_checkpoints, keep_fp32
+        self.num_nodes, self._prefix, self._stop = 1, "", Stop()
         self._placement: Placement | None = None
         self._multimodal: MultimodalModel | None = None
         self._runner: StepRunner | None = None
-        self._stop = Stop()
         self._assembled: Assembled | None = None
 
     # ---- what others may ask ---------------------------------------------------------------------------------------
@@ -302,8 +298,7 @@ class HeteroStrategy(WorldCollectives):
             timeout=self._timeout,
             async_checkpoint=self._async_checkpoint,
         )
-        self.recompute = dict(assembled.recompute)
-        self._owned, model = assembled.owned, self._multimodal
+        self._owned, self.recompute, model = assembled.owned, dict(assembled.recompute), self._multimodal
         self._runner = StepRunner(
             assembled.executor,
             [o.parameter for o in self._owned.values()],

@@ -32,7 +32,7 @@ CHOSEN = {
     "an encoder on each stage": (("1f1b", "fine"), ("zb_h1", "coarse"), ("zb_h1", "decoupled")),
     "encoders of two ranks over pp4": (("1f1b", "fine"),),
     "an encoder that is a pipeline": (("gpipe", "coarse"),),
-    "two encoders, one in pieces, one replicated": (("zb_h1", "fine"),),
+    "two encoders, one in pieces, one replicated": (("zb_h1", "fine"), ("1f1b", "search")),
     "frozen": (("zbv", "fine"),),
     "with a generator, beyond the pipeline": (("interleaved_1f1b", "fine"),),
 }
@@ -42,7 +42,7 @@ OTHERS = [
     (placement, schedule, fill)
     for placement in PLACEMENTS
     for schedule in SCHEDULES
-    for fill in ("coarse", "fine", "decoupled")
+    for fill in ("coarse", "fine", "search", "decoupled")
     if (schedule, fill) not in CHOSEN[placement]
     and not (placement == "an encoder that is a pipeline" and schedule in ("interleaved_1f1b", "zbv"))
 ]
