@@ -22,7 +22,7 @@ def write_layout(path: Path, placed: Placed, what: str, *, trains: bool) -> Path
     candidate = placed.candidate
     strategy: dict[str, Any] = {"schedule": placed.scheduling.schedule}
     if candidate.recompute:
-        strategy["recompute"] = {name: _way(how.every, how.keeps_matmuls) for name, how in candidate.recompute.items()}
+        strategy["recompute"] = {name: str(how) for name, how in candidate.recompute.items()}
     if candidate.reshard_after_forward != "auto":
         strategy["reshard_after_forward"] = candidate.reshard_after_forward
     if placed.graph.filling:
@@ -41,10 +41,6 @@ def write_layout(path: Path, placed: Placed, what: str, *, trains: bool) -> Path
     body = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=118)
     path.write_text("\n".join([*head, body]))
     return path
-
-
-def _way(every: int, keeps_matmuls: bool) -> str:
-    return "all but matmuls" if keeps_matmuls else "all" if every == 1 else f"every {every}"
 
 
 def _fields(layout: ModuleLayout) -> dict[str, Any]:

@@ -44,6 +44,12 @@ class Recompute:
         """Share of a forward's FLOPs that runs again."""
         return 0.0 if self.keeps_matmuls else 1 / self.every
 
+    def __str__(self) -> str:
+        """As a person says it."""
+        if self.whole or self.keeps_matmuls:
+            return "whole" if self.whole else "all but matmuls"
+        return "all" if self.every == 1 else f"every {self.every}"
+
     def chosen(self, blocks: Sequence[str]) -> Collection[str]:
         """Those of a module's blocks, by FQN, that do not keep their activations."""
         return blocks[:: self.every]
