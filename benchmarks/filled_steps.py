@@ -64,14 +64,13 @@ def seconds(costs: PlannedCosts, action: Action) -> np.ndarray | float:
 @contextmanager
 def paced(rank: int) -> Iterator[None]:
     """Actions of this process end no sooner than their seconds are over."""
-    original, known = Recorder.ran, dict[int, PlannedCosts]()
+    original, known = Recorder.ran, dict[tuple[int, bool], PlannedCosts]()
 
     def ran(self: Recorder, action: Action, begin: Mark) -> None:
         assert self._current is not None and isinstance(begin, float)
         plan, compiler = self._current.plan, self._compiler
-        costs = known.get(id(compiler)) or known.setdefault(
-            id(compiler), PlannedCosts(plan, compiler.graph, compiler.costs)
-        )
+        which = id(compiler), bool(plan.held)
+        costs = known.get(which) or known.setdefault(which, PlannedCosts(plan, compiler.graph, compiler.costs))
         grid = compiler.graph.stages[action.node].grid
         own = int(np.nonzero((grid == rank).any(axis=1))[0][0])
         due = begin + float(np.broadcast_to(seconds(costs, action), len(grid))[own])
