@@ -11,6 +11,7 @@ import torch
 
 from hetero_strategy import ragged
 from hetero_strategy.model.inputs import ModuleInputs, tensors_of
+from hetero_strategy.plan.ahead import computing
 from hetero_strategy.plan.step_plan import StepPlan, edge_blocks
 from hetero_strategy.schedule.compile import NO_INDEX, StepProgram
 
@@ -51,7 +52,9 @@ class Batch:
         self.mine = dict(mine or {})
         """Module -> the instance whose inputs these are; a module with one instance need not be named."""
         self.failed = dict(failed or {})
-        """Data set index of each sample with an item that this rank could not read -> why not, with the file's name."""
+        """Data set index of each sample, of this step or what is read ahead for the next one, with an item that this
+        rank could not read -> why not, with the file's name.
+        """
         self.skipped = skipped
         """Samples of the global batch that count for nothing, on whatever rank they failed."""
         self.program = program
@@ -100,7 +103,9 @@ class Batch:
         }
         plan = replace(self.plan, metadata=replace(known, labels=np.where(bad, 0, known.labels), items=items))
         inputs = {
-            module: tuple(None if x is None else x.silenced(self._of_units(module, n, bad)) for n, x in enumerate(made))
+            module: made  # of the next step
+            if computing(module) != module
+            else tuple(None if x is None else x.silenced(self._of_units(module, n, bad)) for n, x in enumerate(made))
             for module, made in self.inputs.items()
         }
         return self._with(plan=plan, inputs=inputs, skipped=int(bad.sum()))

@@ -312,13 +312,11 @@ class MultimodalDataModule(L.LightningDataModule):
     def _prefetched(self, context: TrainingContext) -> Collection[str]:
         """Modules that run a step ahead."""
         names = () if context.compiler is None else context.compiler.config.prefetch
-        for option, value in (("payload", self.payload), ("on_error", self.on_error)):
-            if names and value in ("all_to_all", "skip"):
-                raise ConfigError(
-                    f"MultimodalDataModule: {option} is {value!r}, but HeteroStrategy(prefetch=...) reads items of"
-                    f" {', '.join(names)} a step before their samples; use {option}="
-                    f"{'fetch' if option == 'payload' else 'stop'} or leave prefetch out"
-                )
+        if names and self.payload == "all_to_all":
+            raise ConfigError(
+                "MultimodalDataModule: payload is 'all_to_all', but HeteroStrategy(prefetch=...) reads items of"
+                f" {', '.join(names)} a step before their samples; use payload='fetch' or leave prefetch out"
+            )
         return names
 
     def _dispatches(self, split: Split) -> bool:

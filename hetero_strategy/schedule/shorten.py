@@ -21,7 +21,9 @@ from typing import NamedTuple
 from hetero_strategy.schedule.action_index import ActionIndex
 
 ROUNDS = 300
-"""Schedules that are timed."""
+"""Most schedules that are timed."""
+TIMED = 400_000
+"""Most actions that are timed, in all of them: large steps get fewer schedules, so that none takes many seconds."""
 STALE = 60
 """Rounds without a gain after which none is expected."""
 REACH = 3
@@ -57,7 +59,7 @@ def shortened(
     shortest, best, least = search.order, search.time, search.bound()
     forbidden: dict[tuple[int, int], int] = {}  # (what would come first, what after it) -> until which round
     gained = 0
-    for number in range(ROUNDS):
+    for number in range(min(ROUNDS, TIMED // max(1, len(search.order)))):
         moves = search.moves()
         if best <= least * (1 + ROUNDING) or not moves or number - gained > STALE:
             break

@@ -135,6 +135,25 @@ def test_skip_what_cannot_be_read(
     assert llm.ids.equal(intact.inputs["llm"][0].ids)  # shapes and routes as planned
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_was_read_a_step_ahead_is_skipped_in_its_own_step(
+    index: DatasetIndex, closing: list[StepLoader], workers: int
+) -> None:
+    cut(index.media_folder / "5.jpg")  # of step 2, whose images are read with step 1
+    (index.media_folder / "6.wav").unlink()  # of step 3, read then
+    found = []
+    for prefetch in ((), ("vision",)):
+        loader = StepLoader(in_order(index, prefetch=prefetch), num_workers=workers, on_error="skip")
+        closing.append(loader)
+        found.append(list(loader))
+    for one, other in zip(*found, strict=True):
+        assert one.skipped == other.skipped and one.plan.loss_tokens == other.plan.loss_tokens
+        (labels, same) = (batch.inputs["llm"][0].labels for batch in (one, other))
+        assert labels.equal(same)
+    assert [batch.skipped for batch in found[1]] == [0, 0, 1, 1, 0, 0]
+    assert [*found[1][1].failed] == [5] and not found[1][2].failed
+
+
 def test_skipped_samples_are_counted_over_a_resume_and_bounded(index: DatasetIndex) -> None:
     for number in (0, 1, 5, 8):
         cut(index.media_folder / f"{number}.jpg")
