@@ -431,7 +431,8 @@ class OnRank:
             damage: see :func:`damaged`.
             number: of the step in the setting's batches.
         """
-        batch: Batch = steps_of(setting, microbatches, self.share, self.made.context)[0, number, number > 0]
+        at: Any = (0, number, True) if number else 0
+        batch: Batch = steps_of(setting, microbatches, self.share, self.made.context)[at]
         with damaged(damage), late(setting.late, self.rank), counted() as peaks:
             outcome = self.executor.run(batch, train=True)
         schedule = self.executor.recorder.steps[-1].schedule
