@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks import pipelines
 from hetero_strategy.errors import ConfigError, DataError
@@ -25,6 +26,8 @@ from tests.distributed.harness import Pool
 from tests.distributed.scenario import Job, Result, train_on_rank
 from tests.distributed.scenario import data as scenario_data
 from tests.distributed.stepping import (
+    OnRank,
+    Setting,
     Stepped,
     batches_on_rank,
     data,
@@ -101,6 +104,45 @@ def test_every_step_is_that_of_one_process(pool: Pool, folders: dict[bool, str],
             assert (worst > NOTICED) == (k > 0)
 
 
+def looked_at(rank: int, world: int, setting: Setting) -> list[list[torch.Tensor]]:
+    """Gradients of every step. The first batch and its own are evaluated before it, and it is run again after it."""
+    made = OnRank(rank, world, setting)
+    steps = steps_of(setting, setting.microbatches, made.share)
+    batches = [steps[0, k, k > 0] for k in range(len(setting.batches))]
+    found = []
+    for batch in batches:
+        for module in made.executor.modules.values():
+            module.eval()
+        for seen in (batches[0], batch):
+            with torch.no_grad():
+                made.executor.run(seen, train=False)
+        for module in made.executor.modules.values():
+            module.train()
+        for call in range(2):
+            made.executor.run(batch, train=True, call=call)
+            gradients = [p.grad for p in made.owned.values() if p.grad is not None]
+            for p in made.owned.values():
+                p.grad = None
+            if not call:
+                found.append(gradients)
+    dist.barrier()
+    return found
+
+
+def test_rows_ahead_are_those_of_training_whatever_else_the_model_is_asked(
+    pool: Pool, folders: dict[bool, str]
+) -> None:
+    """With dropout in what runs ahead: evaluations and second calls leave what the next step reads as it is."""
+    options = {**AHEAD, "freeze": ("vision", "audio"), "prefetch": {"vision": 1, "audio": 1}}
+    drops = {"dropout": 0.2, "attention_dropout": 0.2}
+    setting = setting_of(folders, STAGES, "1f1b", fill="fine", dropout=drops, **options)
+    plain = pool.run(2, looked_at, replace(setting, prefetch={}), timeout=120)
+    early = pool.run(2, looked_at, setting, timeout=120)
+    for one, other in zip(plain, early, strict=True):
+        for k, (wanted, found) in enumerate(zip(one, other, strict=True)):
+            assert wanted and all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True)), f"step {k}"
+
+
 class Saved(L.Callback):
     """A checkpoint in the middle of the first epoch."""
 
@@ -166,10 +208,10 @@ def test_rows_of_a_step_that_did_not_run_are_missed_by_name(folders: dict[bool, 
     setting = setting_of(folders, STAGES, "1f1b", **AHEAD)
     steps = steps_of(setting, 3, share_of(placed(setting, 2), setting, 0))
     held = Held()
-    held.turn(steps[0, 0].plan)
-    held.turn(steps[0, 1, True].plan)
+    held.turn(steps[0, 0].plan, train=True)
+    held.turn(steps[0, 1, True].plan, train=True)
     with pytest.raises(DataError, match=r"step 3 of epoch 0 needs rows of vision that step 2 makes, but step 1 of"):
-        held.turn(steps[0, 3, True].plan)
+        held.turn(steps[0, 3, True].plan, train=True)
 
 
 def test_a_dry_run_counts_the_rows_that_are_held() -> None:
