@@ -18,7 +18,9 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
 from hetero_strategy.plan.ahead import ahead
 from hetero_strategy.runtime.held import Held
+from hetero_strategy.schedule.action import StageId
 from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.simulator.simulate import simulate
 from hetero_strategy.strategy.blueprint import blueprint
 from hetero_strategy.strategy.dry_run import dry_run
 from tests.distributed.exact import NOTICED, differences, on, setting_of
@@ -230,3 +232,19 @@ def test_a_dry_run_counts_the_rows_that_are_held() -> None:
     more = [b.bytes["rows"] - a.bytes["rows"] for a, b in zip(found[False].ranks, found[True].ranks, strict=True)]
     assert sum(more) == rows * 128 * 4
     assert [r.bytes["gathered"] for r in found[True].ranks] == [r.bytes["gathered"] for r in found[False].ranks]
+
+
+@pytest.mark.parametrize("fill", ["none", "fine", "search", "coarse", "decoupled"])
+def test_a_step_is_shorter_however_bubbles_are_filled(fill: str) -> None:
+    """By at least a third of what the pipeline waits for its first rows."""
+    ranks = range(4)
+    layouts = {"vision": ModuleLayout(ranks), "audio": ModuleLayout(ranks), "llm": ModuleLayout(ranks, pp=4)}
+    sizes: dict[str, Any] = {"vision": (256, 12), "audio": (64, 2), "llm": (512, 12), "samples": 32, "microbatches": 8}
+    one = pipelines.Setting("steps", layouts, freeze=("vision",), fill=fill, **sizes)
+    simulations = []
+    for early in ({}, {"vision": 1}):
+        _, _, costs, schedule = pipelines.planned(replace(one, prefetch=early), 0)
+        simulations.append(simulate(schedule, costs.of_instances))
+    alone, ahead_of = simulations
+    waits = min(alone.start[action].min() for action in alone.start if action.node == StageId("llm", 0))
+    assert ahead_of.time < alone.time - waits / 3
