@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from hetero_strategy.errors import DataError
@@ -49,6 +51,10 @@ class Held:
         """Rows of a microbatch of this step."""
         assert self._place == _place(plan)
         return self._now[module, microbatch]
+
+    def all_rows(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(module, its rows of a microbatch) of this step and of the next one."""
+        return ((module, rows) for held in (self._now, self._next) for (module, _), rows in held.items())
 
 
 def _place(plan: StepPlan) -> Place:

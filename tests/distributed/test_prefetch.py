@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -18,6 +19,7 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
 from hetero_strategy.plan.ahead import ahead
 from hetero_strategy.runtime.held import Held
+from hetero_strategy.runtime.memory import owners
 from hetero_strategy.schedule.action import StageId
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.simulator.simulate import simulate
@@ -214,6 +216,17 @@ def test_rows_of_a_step_that_did_not_run_are_missed_by_name(folders: dict[bool, 
     held.turn(steps[0, 1, True].plan, train=True)
     with pytest.raises(DataError, match=r"step 3 of epoch 0 needs rows of vision that step 2 makes, but step 1 of"):
         held.turn(steps[0, 3, True].plan, train=True)
+
+
+def test_a_rank_without_memory_says_what_is_held(folders: dict[bool, str]) -> None:
+    setting = setting_of(folders, STAGES, "1f1b", **AHEAD)
+    steps, held = steps_of(setting, 3, share_of(placed(setting, 2), setting, 0)), Held()
+    for number, rows in ((0, 4), (1, 6)):
+        plan = steps[0, number, number > 0].plan
+        held.turn(plan, train=True)
+        held.keep(plan, "vision", 0, torch.zeros(rows, 8), train=True)
+    executor: Any = SimpleNamespace(parameters={}, running=None, held=held)
+    assert owners(executor, []) == {"rows of module 'vision', made a step ahead": (4 + 6) * 8 * 4}
 
 
 def test_a_dry_run_counts_the_rows_that_are_held() -> None:
