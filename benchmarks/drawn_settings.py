@@ -164,7 +164,8 @@ class _Drawing:
             for name, bound in setting.max_in_flight.items()
             if fill in ("fine", "search") or name not in fills
         }
-        return replace(setting, fill=fill, pieces=pieces, max_in_flight=bounds)
+        again = {n: way for n, way in setting.recompute.items() if fill != "decoupled" or n not in fills}
+        return replace(setting, fill=fill, pieces=pieces, max_in_flight=bounds, recompute=again)
 
     def prefetch(self, setting: Setting) -> dict[str, int]:
         """Frozen encoders that work a step ahead."""

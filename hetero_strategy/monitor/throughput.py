@@ -254,19 +254,21 @@ def _parts(adapter: Adapter, name: str, window: _Window, strategy: Any) -> list[
     """Parts of a module with the forward FLOPs of all its sequences."""
     lengths = np.concatenate([np.zeros(0, dtype=np.int64), *window.sequences.get(name, ())])
     original = adapter.meta_copy()  # before it was parallelised: FSDP modules cannot be copied, which counting may need
-    recompute, blocks = getattr(strategy, "recompute", {}), tuple(original.blocks())
-    again = recompute[name].share if name in recompute else 0.0
+    how, blocks = getattr(strategy, "recompute", {}).get(name), tuple(original.blocks())
+    again, whole = (0.0, False) if how is None else (how.share, how.whole)
     # Rows without a label do not reach a language model's head.
     unlabelled = 1 - window.labels / max(window.tokens, 1)
     unused = unlabelled * original.part_flops(lengths)[2] if adapter.kind.samplewise else 0.0
     return [
-        Part(flops - unused, _trainable(adapter.get_submodule(part)), again * (not part or _holds(part, blocks)))
+        Part(
+            flops - unused, _trainable(adapter.get_submodule(part)), again * (whole or not part or _holds(part, blocks))
+        )
         for part, flops in original.flops_by_part(lengths).items()
     ]
 
 
 def _holds(part: str, blocks: tuple[str, ...]) -> bool:
-    """Whether a part of a module holds any of its blocks, which alone are recomputed."""
+    """Whether a part of a module holds any of its blocks, which alone are recomputed if not all is."""
     return any(fqn.startswith(f"{part}.") for fqn in blocks)
 
 

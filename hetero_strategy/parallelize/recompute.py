@@ -75,8 +75,19 @@ def _recompute(name: str, way: Any) -> Recompute:
 
 
 def decoupled(recompute: Mapping[str, Recompute], fill: str, filling: Iterable[str]) -> dict[str, Recompute]:
-    """What runs again, with ``fill="decoupled"`` in modules that fill as a whole (Kimi K2.5, arXiv:2602.02276)."""
-    return {**recompute, **(dict.fromkeys(filling, Recompute(whole=True)) if fill == "decoupled" else {})}
+    """What runs again, with ``fill="decoupled"`` in modules that fill as a whole (Kimi K2.5, arXiv:2602.02276).
+
+    Raises:
+        ConfigError: another part of such a module is to run again.
+    """
+    whole = Recompute(whole=True)
+    for name in filling if fill == "decoupled" else ():
+        if recompute.get(name, whole) != whole:
+            raise ConfigError(
+                f"HeteroStrategy: recompute of '{name}' is '{recompute[name]}', but with fill='decoupled' its whole"
+                f" forward runs again; leave '{name}' out of recompute, or take fill='coarse'"
+            )
+    return {**recompute, **(dict.fromkeys(filling, whole) if fill == "decoupled" else {})}
 
 
 def apply_recompute(blocks: Iterable[nn.Module], how: Recompute) -> None:

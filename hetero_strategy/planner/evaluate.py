@@ -58,6 +58,8 @@ class Placed:
     """What follows from a candidate before any data is seen."""
 
     candidate: Candidate
+    recompute: Mapping[str, Recompute]
+    """The candidate's, and what ``fill="decoupled"`` adds."""
     placement: Placement
     """With every ``split`` given."""
     scheduling: ScheduleConfig
@@ -174,8 +176,7 @@ class Evaluator:
         balanced = {s: StageCost(t.forward.per_row, t.forward.per_pair) for s, t in times.items()}
         times = {node: times[node.all_instances] for node in graph.stages}
         placed = Placement(layouts, self.cluster.ranks)
-        candidate = replace(candidate, recompute=again)
-        return Placed(candidate, placed, scheduling, graph, MappingProxyType(times), MappingProxyType(balanced))
+        return Placed(candidate, again, placed, scheduling, graph, MappingProxyType(times), MappingProxyType(balanced))
 
     def step(self, placed: Placed, batch: int = 0) -> Step:
         """Plan one of the batches, schedule it and simulate it."""

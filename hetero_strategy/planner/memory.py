@@ -133,7 +133,7 @@ class MemoryModel:
             assignments = plan.assignments[name]
             given = np.stack([self._given(a) for a in assignments])
             labels = plan.metadata.labels if shape.samplewise else None
-            how = placed.candidate.recompute.get(name)
+            how = placed.recompute.get(name)
             for nodes in placed.graph.chains[name]:
                 stage = placed.graph.stages[nodes[0]]
                 own = slice(None) if stage.members is None else stage.members

@@ -184,17 +184,17 @@ def stage_needs(
         (before + own + extra).max(axis=0) for own, extra in zip((forward, backward, backward), beside, strict=True)
     ]
     most[1:] = [np.maximum(m, sizes.end_of_backward(first)) for m, first in zip(most[1:], (True, False), strict=True)]
-    total = [kept.sum(axis=0), halves.sum(axis=0), *most]
+    under = kept.sum(axis=0)
     if at_once:  # forward keeps nothing, and backward begins with a forward that keeps all
-        own = np.stack([given @ _row(ways["kept"], "forward", i) for i in range(first, last)])
-        total[0], total[2] = np.zeros_like(total[0]), (own + beside[0]).max(axis=0)
+        most[0] = (forward + beside[0]).max(axis=0)
+    total = [np.zeros_like(under) if at_once else under, halves.sum(axis=0), *most]
     if labelled is not None and activations.head is not None:
-        head, under = activations.head, total[0]
+        head, below = activations.head, total[0]
         of = [line.of(labelled, head.chunk) for line in (head.kept, head.forward, head.backward)]
         whole = activations.row * rows * (parts > 1)
-        total[0] = total[0] + of[0]
+        total[0] = total[0] + of[0] * (not at_once)
         total[1] = total[1] + of[0]
-        total[2] = np.maximum(most[0], under + of[1] / layout.tp + whole + gradient)
+        total[2] = np.maximum(most[0], below + of[1] / layout.tp + whole + gradient)
         total[3:] = [np.maximum(m, under + of[2] / layout.tp + whole) for m in most[1:]]
     return StageNeeds(*total)
 

@@ -109,7 +109,7 @@ class Executor:
         """
         self.recorder.open()
         batch = self.ready(batch, train=train)
-        self.held.turn(batch.plan)
+        self.held.turn(batch.plan, train=train)
         assert batch.program is not None and batch.index is not None
         transfers = [(self.channels[t.edge, t.backward], t.transfer) for t in batch.program.transfers]
         transport = Transport(transfers, batch.index)
@@ -258,7 +258,8 @@ class _Step:
         assert stage.random_numbers is not None
         seed = stage.random_numbers.start(
             replace(plan.metadata, step=plan.metadata.step + 1) if early else plan.metadata,
-            self.call, microbatch, seat.instance, seat.shard, self.executor.device,
+            0 if early else self.call,  # rows are made once, whatever number this call has
+            microbatch, seat.instance, seat.shard, self.executor.device,
             rows_apart=self.graph.stages[stage_id].row_sharding.parts > 1,
         )  # fmt: skip
         live = _Live(arrived, seed)
@@ -269,7 +270,7 @@ class _Step:
         made: torch.Tensor | None = out if isinstance(out, torch.Tensor) else out.hidden
         if early:
             assert made is not None
-            held.keep(computing(stage_id.module), microbatch, made)
+            held.keep(plan, computing(stage_id.module), microbatch, made, train=self.program.train)
             return
         if not isinstance(out, torch.Tensor):
             live.loss = _Output.of(out.loss_sum) if out.loss_sum.requires_grad else None

@@ -51,8 +51,8 @@ def out_of_memory(executor: Executor, optimizers: Sequence[Optimizer]) -> str:
 
 def owners(executor: Executor, optimizers: Sequence[Optimizer]) -> Counter[str]:
     """Count the bytes on this rank of every stage's parameters, gradients (``.grad``) and optimizer states as they are
-    stored here, and of the rows that came into a stage for each microbatch whose backward is to come; memory that
-    several share is the first one's.
+    stored here, of the rows that came into a stage for each microbatch whose backward is to come, and of those made a
+    step ahead; memory that several share is the first one's.
     """
     found, seen = Counter[str](), set[int]()
     for node, parameters in executor.parameters.items():
@@ -64,6 +64,8 @@ def owners(executor: Executor, optimizers: Sequence[Optimizer]) -> Counter[str]:
     for (node, microbatch), live in ({} if executor.running is None else executor.running.live).items():
         stage = f"module '{node.module}', stage {node.stage}"
         found[f"rows into {stage}, microbatch {microbatch}"] = _bytes(live.leaves, seen)
+    for module, rows in executor.held.all_rows():
+        found[f"rows of module '{module}', made a step ahead"] += _bytes([rows], seen)
     return +found
 
 

@@ -66,9 +66,11 @@ def forwards_first(
     fills: Sequence[bool],
     lead: int,
 ) -> None:
-    """Let so many forwards that fill come before all that others do on their lanes."""
+    """Let so many forwards that fill come before all that others do on their lanes, but for those that no action waits
+    for: they are of the next step.
+    """
     for own, other in _pairs(lists, lanes, fills):
-        if own[0] < numbers.units:
+        if own[0] < numbers.units and any(numbers.after[a] for a in own):
             numbers.precede(own[min(lead, len(own)) - 1], other[0])
 
 

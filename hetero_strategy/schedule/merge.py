@@ -5,7 +5,7 @@ Whatever it starts, it cannot get stuck unless the programs themselves wait for 
 of starts is one order that every lane follows.
 
 Of several ready programs a lane takes a backward before a forward, and the one nearer to the sink first. Programs that
-fill come after all others, their forwards first, since others wait for these, in the order of the microbatches that
+fill come after all others, their forwards first where others wait for these, in the order of the microbatches that
 need them. Where a lane
 hosts an action that needs several lanes, the one that has waited longest comes first instead: such an action would
 never find all its lanes free otherwise. While it waits for them, a lane runs what ends in time.
@@ -21,7 +21,7 @@ from hetero_strategy.schedule.action_index import ActionIndex
 
 Key = tuple[bool, float, int, int]
 """What is less comes first: does it fill? If not: waiting since (where that counts), is it a forward, how far from the
-sink. If so: is it a backward, the step's microbatch that needs it, how far from the source."""
+sink. If so: is it a backward or for the next step, the microbatch that needs it, how far from the source."""
 
 
 class Merge:
@@ -177,7 +177,8 @@ class Merge:
         number = self.programs[p][self.head[p]]
         node, units = self.node[number], self.numbers.units
         if self.late[p]:
-            return (True, number >= units, self.numbers.needed[number % units], node)
+            later = number >= units or not self.numbers.after[number]
+            return (True, later, self.numbers.needed[number % units], node)
         return (False, self.since[p] if self.aged[p] else 0.0, number < units, -node)
 
     def place(self, p: int, number: int, kept: dict[int, float], *, keep: bool = True) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks import pipelines
 from hetero_strategy.errors import ConfigError, DataError
@@ -17,7 +19,10 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
 from hetero_strategy.plan.ahead import ahead
 from hetero_strategy.runtime.held import Held
+from hetero_strategy.runtime.memory import owners
+from hetero_strategy.schedule.action import StageId
 from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.simulator.simulate import simulate
 from hetero_strategy.strategy.blueprint import blueprint
 from hetero_strategy.strategy.dry_run import dry_run
 from tests.distributed.exact import NOTICED, differences, on, setting_of
@@ -25,6 +30,8 @@ from tests.distributed.harness import Pool
 from tests.distributed.scenario import Job, Result, train_on_rank
 from tests.distributed.scenario import data as scenario_data
 from tests.distributed.stepping import (
+    OnRank,
+    Setting,
     Stepped,
     batches_on_rank,
     data,
@@ -101,6 +108,45 @@ def test_every_step_is_that_of_one_process(pool: Pool, folders: dict[bool, str],
             assert (worst > NOTICED) == (k > 0)
 
 
+def looked_at(rank: int, world: int, setting: Setting) -> list[list[torch.Tensor]]:
+    """Gradients of every step. The first batch and its own are evaluated before it, and it is run again after it."""
+    made = OnRank(rank, world, setting)
+    steps = steps_of(setting, setting.microbatches, made.share)
+    batches = [steps[0, k, k > 0] for k in range(len(setting.batches))]
+    found = []
+    for batch in batches:
+        for module in made.executor.modules.values():
+            module.eval()
+        for seen in (batches[0], batch):
+            with torch.no_grad():
+                made.executor.run(seen, train=False)
+        for module in made.executor.modules.values():
+            module.train()
+        for call in range(2):
+            made.executor.run(batch, train=True, call=call)
+            gradients = [p.grad for p in made.owned.values() if p.grad is not None]
+            for p in made.owned.values():
+                p.grad = None
+            if not call:
+                found.append(gradients)
+    dist.barrier()
+    return found
+
+
+def test_rows_ahead_are_those_of_training_whatever_else_the_model_is_asked(
+    pool: Pool, folders: dict[bool, str]
+) -> None:
+    """With dropout in what runs ahead: evaluations and second calls leave what the next step reads as it is."""
+    options = {**AHEAD, "freeze": ("vision", "audio"), "prefetch": {"vision": 1, "audio": 1}}
+    drops = {"dropout": 0.2, "attention_dropout": 0.2}
+    setting = setting_of(folders, STAGES, "1f1b", fill="fine", dropout=drops, **options)
+    plain = pool.run(2, looked_at, replace(setting, prefetch={}), timeout=120)
+    early = pool.run(2, looked_at, setting, timeout=120)
+    for one, other in zip(plain, early, strict=True):
+        for k, (wanted, found) in enumerate(zip(one, other, strict=True)):
+            assert wanted and all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True)), f"step {k}"
+
+
 class Saved(L.Callback):
     """A checkpoint in the middle of the first epoch."""
 
@@ -166,10 +212,21 @@ def test_rows_of_a_step_that_did_not_run_are_missed_by_name(folders: dict[bool, 
     setting = setting_of(folders, STAGES, "1f1b", **AHEAD)
     steps = steps_of(setting, 3, share_of(placed(setting, 2), setting, 0))
     held = Held()
-    held.turn(steps[0, 0].plan)
-    held.turn(steps[0, 1, True].plan)
+    held.turn(steps[0, 0].plan, train=True)
+    held.turn(steps[0, 1, True].plan, train=True)
     with pytest.raises(DataError, match=r"step 3 of epoch 0 needs rows of vision that step 2 makes, but step 1 of"):
-        held.turn(steps[0, 3, True].plan)
+        held.turn(steps[0, 3, True].plan, train=True)
+
+
+def test_a_rank_without_memory_says_what_is_held(folders: dict[bool, str]) -> None:
+    setting = setting_of(folders, STAGES, "1f1b", **AHEAD)
+    steps, held = steps_of(setting, 3, share_of(placed(setting, 2), setting, 0)), Held()
+    for number, rows in ((0, 4), (1, 6)):
+        plan = steps[0, number, number > 0].plan
+        held.turn(plan, train=True)
+        held.keep(plan, "vision", 0, torch.zeros(rows, 8), train=True)
+    executor: Any = SimpleNamespace(parameters={}, running=None, held=held)
+    assert owners(executor, []) == {"rows of module 'vision', made a step ahead": (4 + 6) * 8 * 4}
 
 
 def test_a_dry_run_counts_the_rows_that_are_held() -> None:
@@ -188,3 +245,19 @@ def test_a_dry_run_counts_the_rows_that_are_held() -> None:
     more = [b.bytes["rows"] - a.bytes["rows"] for a, b in zip(found[False].ranks, found[True].ranks, strict=True)]
     assert sum(more) == rows * 128 * 4
     assert [r.bytes["gathered"] for r in found[True].ranks] == [r.bytes["gathered"] for r in found[False].ranks]
+
+
+@pytest.mark.parametrize("fill", ["none", "fine", "search", "coarse", "decoupled"])
+def test_a_step_is_shorter_however_bubbles_are_filled(fill: str) -> None:
+    """By at least a third of what the pipeline waits for its first rows."""
+    ranks = range(4)
+    layouts = {"vision": ModuleLayout(ranks), "audio": ModuleLayout(ranks), "llm": ModuleLayout(ranks, pp=4)}
+    sizes: dict[str, Any] = {"vision": (256, 12), "audio": (64, 2), "llm": (512, 12), "samples": 32, "microbatches": 8}
+    one = pipelines.Setting("steps", layouts, freeze=("vision",), fill=fill, **sizes)
+    simulations = []
+    for early in ({}, {"vision": 1}):
+        _, _, costs, schedule = pipelines.planned(replace(one, prefetch=early), 0)
+        simulations.append(simulate(schedule, costs.of_instances))
+    alone, ahead_of = simulations
+    waits = min(alone.start[action].min() for action in alone.start if action.node == StageId("llm", 0))
+    assert ahead_of.time < alone.time - waits / 3

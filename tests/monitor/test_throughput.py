@@ -140,6 +140,11 @@ def test_recompute_counts_for_hardware_only(tmp_path: Path) -> None:
     assert rows[0][1]["hfu/vision"] == rows[0][1]["mfu/vision"]
 
 
+def test_a_module_recomputed_as_a_whole_counts_its_parts_without_blocks(tmp_path: Path) -> None:
+    rows, _ = fit(tmp_path, steps=1, every_n_steps=1, peak_flops=1e5, recompute={"vision": "whole"})
+    assert rows[0][1]["hfu/vision"] == pytest.approx(4 / 3 * rows[0][1]["mfu/vision"])
+
+
 def test_validation_is_left_out_and_the_last_window_is_logged(tmp_path: Path) -> None:
     options = {"limit_val_batches": 1, "val_check_interval": 1, "limit_train_batches": 3}
     rows, _ = fit(tmp_path, steps=3, every_n_steps=2, trainer_options=options)

@@ -16,7 +16,7 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.inputs import SequenceInputs
 from hetero_strategy.parallelize.apply import parallelize
-from hetero_strategy.parallelize.recompute import Recompute, recomputes
+from hetero_strategy.parallelize.recompute import Recompute, decoupled, recomputes
 from hetero_strategy.zoo import titan_llama
 from tests.model.helpers import TITAN, tokens
 
@@ -73,6 +73,15 @@ def test_what_is_kept_does_not_run_again() -> None:
 def test_other_ways_are_refused(way: Any) -> None:
     with pytest.raises(ConfigError, match=r"recompute of 'llm' is .*; use one of: all, every 2"):
         recomputes({"llm": way})
+
+
+def test_decoupled_modules_run_again_as_a_whole_and_nothing_else_of_them_is_asked_for() -> None:
+    llm, whole = {"llm": Recompute()}, Recompute(whole=True)
+    assert decoupled(llm, "decoupled", ["vision"]) == {**llm, "vision": whole}
+    assert decoupled(llm, "coarse", ["vision"]) == llm
+    assert decoupled({"vision": whole}, "decoupled", ["vision"]) == {"vision": whole}
+    with pytest.raises(ConfigError, match="recompute of 'vision' is 'every 2', but with fill='decoupled' its whole"):
+        decoupled(recomputes({"vision": "every 2"}), "decoupled", ["vision"])
 
 
 def test_names_alone_mean_all() -> None:

@@ -105,6 +105,8 @@ def test_steps_before_their_bubbles_are_filled() -> None:
     assert found.filling.alone < step.seconds < found.in_turns
     assert 0.1 < found.filling.efficiency < 1.0
     assert unfilled(evaluator, evaluator.step(evaluator.place(replace(candidate, fill="none")))) is None
+    decoupled = unfilled(evaluator, evaluator.step(evaluator.place(replace(candidate, fill="decoupled"))))
+    assert decoupled is not None and decoupled.in_turns == found.in_turns  # there encoders compute nothing again
 
 
 def test_what_is_waited_for_inside_actions_is_a_part_of_what_modules_take() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,12 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.step_plan import StepMetadata
-from hetero_strategy.planner.activations import Activations, BlockBytes, features
+from hetero_strategy.planner.activations import Activations, BlockBytes, Head, HeadBytes, features
 from hetero_strategy.planner.cluster import Cluster, Device, NodePool
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
 from hetero_strategy.planner.memory import CPU, CUDA, KINDS, Allocator, Memory, MemoryModel
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
+from hetero_strategy.planner.stage_memory import stage_bytes, stage_needs
 from hetero_strategy.planner.times import MIXED, Precision
 from hetero_strategy.profiling.activations import _Module
 from hetero_strategy.profiling.allocations import Allocations
@@ -140,6 +142,22 @@ def test_shards_divide_states_and_recompute_leaves_rows() -> None:
     less, _ = memory(Candidate({"llm": ModuleLayout((0,))}, 2, recompute=again), equal(6, 10))
     assert of_kind(less, "activations") == [30 * 3 * 4 * WIDTH]  # inputs of all blocks but the first
     assert less.peak[0] < alone.peak[0]
+
+
+def test_a_stage_recomputed_whole_keeps_nothing_until_a_backward_that_needs_what_it_ever_did() -> None:
+    """With a head whose backward is the most of all."""
+    head = Head(5, HeadBytes(7.0, 7.0), HeadBytes(70.0, 70.0), HeadBytes(1e5, 1e5))
+    layout = ModuleLayout((0,)).resolved("llm")
+    sizes = stage_bytes(TEXT.modules["llm"], layout, 0, 4, True, FP32)
+    rows, labelled = np.array([[[10.0, 0, 0, 0]]]), np.array([[9]])
+    plain, whole = (
+        stage_needs(replace(activations(4), head=head), layout, 1, how, sizes, (0, 4), rows, labelled)
+        for how in (None, Recompute(whole=True))
+    )
+    assert plain.kept == 10 * 4 * (INSIDE + BETWEEN + WHOLE) + 9 * 7 and whole.kept == 0
+    assert plain.first == 10 * 4 * (INSIDE + BETWEEN + WHOLE) + 9 * 1e5
+    assert whole.first == plain.first and whole.again == plain.again
+    assert 10 * PEAK <= whole.forward < plain.forward
 
 
 def test_tensor_parallelism_divides_what_is_inside_its_columns() -> None:
