@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = arguments(__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="draws of every step (default 5)")
     parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[2, 4, 8], help="default 2 4 8; 16 takes more than 11 minutes"
+        "--ranks", type=int, nargs="+", default=[2, 4, 8], help="default 2 4 8; 16 takes some 15 minutes"
     )
     parser.add_argument("--workloads", nargs="+", choices=SAMPLES, default=list(SAMPLES), help="default all")
     args = parser.parse_args(argv)
