@@ -103,12 +103,11 @@ class Batch:
         }
         plan = replace(self.plan, metadata=replace(known, labels=np.where(bad, 0, known.labels), items=items))
         inputs = {
-            module: made  # of the next step
-            if computing(module) != module
-            else tuple(None if x is None else x.silenced(self._of_units(module, n, bad)) for n, x in enumerate(made))
+            module: tuple(None if x is None else x.silenced(self._of_units(module, n, bad)) for n, x in enumerate(made))
             for module, made in self.inputs.items()
+            if computing(module) == module  # else they are of the next step
         }
-        return self._with(plan=plan, inputs=inputs, skipped=int(bad.sum()))
+        return self._with(plan=plan, inputs={**self.inputs, **inputs}, skipped=int(bad.sum()))
 
     def _of_units(self, module: str, number: int, bad: np.ndarray) -> np.ndarray:
         """The same of the units that this rank computes in a microbatch, bool ``[n]``."""

@@ -80,14 +80,16 @@ def decoupled(recompute: Mapping[str, Recompute], fill: str, filling: Iterable[s
     Raises:
         ConfigError: another part of such a module is to run again.
     """
-    whole = Recompute(whole=True)
-    for name in filling if fill == "decoupled" else ():
-        if recompute.get(name, whole) != whole:
+    if fill != "decoupled":
+        return dict(recompute)
+    again = {**dict.fromkeys(filling, Recompute(whole=True)), **recompute}
+    for name in filling:
+        if not again[name].whole:
             raise ConfigError(
                 f"HeteroStrategy: recompute of '{name}' is '{recompute[name]}', but with fill='decoupled' its whole"
                 f" forward runs again; leave '{name}' out of recompute, or take fill='coarse'"
             )
-    return {**recompute, **(dict.fromkeys(filling, whole) if fill == "decoupled" else {})}
+    return again
 
 
 def apply_recompute(blocks: Iterable[nn.Module], how: Recompute) -> None:

@@ -31,13 +31,15 @@ def with_next(plan: StepPlan, following: StepPlan | None, modules: Collection[st
         following: of the next step; None: there is none.
         held: they did that of this step in the one before.
     """
-    assignments, loads = dict(plan.assignments), dict(plan.loads)
-    for module in modules if following is not None else ():
-        assert following is not None
-        assignments[ahead(module)] = tuple(
-            replace(one, first=one.first + plan.microbatches, last=one.last + plan.microbatches)
-            for one in following.assignments[module]
+    plan = replace(plan, held=frozenset(modules if held else ()))
+    if following is None:
+        return plan
+    later = plan.microbatches
+    assignments = {
+        ahead(module): tuple(
+            replace(one, first=one.first + later, last=one.last + later) for one in following.assignments[module]
         )
-        if module in following.loads:
-            loads[ahead(module)] = following.loads[module]
-    return replace(plan, assignments=assignments, loads=loads, held=frozenset(modules if held else ()))
+        for module in modules
+    }
+    loads = {ahead(module): following.loads[module] for module in modules if module in following.loads}
+    return replace(plan, assignments={**plan.assignments, **assignments}, loads={**plan.loads, **loads})

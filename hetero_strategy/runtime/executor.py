@@ -84,10 +84,9 @@ class Executor:
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.device, self.compiler)
         self.parameters = {stage_id: list(stage.parameters()) for stage_id, stage in self.stages.items()}
-        seats = {name: self.placement.coordinate(name, self.rank) for name in self.modules}
+        names = self.compiler.graph.pipelines  # of modules, and of what they do ahead
+        seats = {name: self.placement.coordinate(computing(name), self.rank) for name in names}
         self.coordinates = {name: seat for name, seat in seats.items() if seat is not None}
-        early = {node.module for node in self.compiler.graph.stages} - {*self.modules}
-        self.coordinates |= {n: self.coordinates[computing(n)] for n in early if computing(n) in self.coordinates}
 
     def run(self, batch: Batch, *, train: bool, factors: Factors | None = None, call: int = 0) -> StepSums:
         """Run one global batch: forwards, and with ``train`` backwards into ``p.grad`` of the owned parameters.
@@ -275,7 +274,7 @@ class _Step:
         if not isinstance(out, torch.Tensor):
             live.loss = _Output.of(out.loss_sum) if out.loss_sum.requires_grad else None
             if not seat.shard:  # an instance's first rank speaks for the instance
-                units = self.batch.plan.assignments[stage_id.module][microbatch].of(seat.instance)
+                units = plan.assignments[stage_id.module][microbatch].of(seat.instance)
                 self.sums.add(stage_id.module, units, inputs, out)
         live.rows = self._give(step, made)
         if differentiable:

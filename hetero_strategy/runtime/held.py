@@ -10,15 +10,12 @@ from hetero_strategy.errors import DataError
 from hetero_strategy.plan.ahead import computing
 from hetero_strategy.plan.step_plan import StepPlan
 
-Place = tuple[int, int]
-"""(epoch, step)."""
-
 
 class Held:
     """What this rank computed for the step that runs, and for the next one."""
 
     def __init__(self) -> None:
-        self._place: Place | None = None
+        self._place: tuple[int, int] | None = None  # epoch and step
         self._now: dict[tuple[str, int], torch.Tensor] = {}
         self._next: dict[tuple[str, int], torch.Tensor] = {}
 
@@ -57,5 +54,5 @@ class Held:
         return ((module, rows) for held in (self._now, self._next) for (module, _), rows in held.items())
 
 
-def _place(plan: StepPlan) -> Place:
+def _place(plan: StepPlan) -> tuple[int, int]:
     return plan.metadata.epoch, plan.metadata.step

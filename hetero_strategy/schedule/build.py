@@ -152,7 +152,7 @@ def _pipelined(
 ) -> list[int]:
     lanes = [tuple(k for k, (_, nodes) in enumerate(groups) if i in nodes) for i in range(len(numbers.nodes))]
     edges = links(graph, work)
-    held = numbers.fork()
+    held = numbers.fork() if fill == "search" else numbers  # a search keeps to what rows and bounds ask for alone
     _hold_back(held, graph, lanes, edges)
     made = module_programs(policy, graph, work, numbers, edges, bounds)
     lists = [listed(numbers, one) for one in made]

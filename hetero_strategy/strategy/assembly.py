@@ -25,7 +25,7 @@ from hetero_strategy.parallelize.gradients import Owned, owned_parameters
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
-from hetero_strategy.plan.ahead import ahead, computing
+from hetero_strategy.plan.ahead import ahead
 from hetero_strategy.plan.config import ModelContext
 from hetero_strategy.planner.context import model_context
 from hetero_strategy.runtime.connect import channel_sets, connect
@@ -150,20 +150,20 @@ def assemble(
         for name, made in stages.items()
         for number, stage in made.items()
     }
-    mine |= {
+    early = {
         graph.node_of(StageId(ahead(name), 0), rank): stages[name][0]
         for name in scheduling.prefetch
         if 0 in stages.get(name, {})
     }
     executor = Executor(
-        stages=mine,
+        stages=mine | early,
         compiler=StepCompiler(graph, plan.costs, scheduling),
         channels=channels,
         row_bytes=[width * dtype.itemsize for width, dtype in rows],
         modules=modules,
         placement=Placement(layouts, placement.world_size),
         weights=model.loss_weights,
-        replicas={n: _replicas(registry, layouts, computing(n.module), stage) for n, stage in mine.items()},
+        replicas={n: _replicas(registry, layouts[n.module], n.module, stage) for n, stage in mine.items()},
         tied=find_tied(modules, layouts, rank, registry.group),
         device=device,
         exact=storage.compute == torch.float64,
@@ -242,10 +242,8 @@ def _own_stages(
     return stages
 
 
-def _replicas(
-    registry: GroupRegistry, layouts: Mapping[str, ModuleLayout], name: str, stage: Adapter
-) -> dist.ProcessGroup | None:
-    if layouts[name].dp_replicate == 1 or isinstance(stage, FSDPModule):
+def _replicas(registry: GroupRegistry, layout: ModuleLayout, name: str, stage: Adapter) -> dist.ProcessGroup | None:
+    if layout.dp_replicate == 1 or isinstance(stage, FSDPModule):
         return None
     mesh = registry.mesh(name)
     assert mesh is not None

@@ -154,8 +154,10 @@ def dry_run(
     faults: list[Fault] = []
     steps = []
     around = model_context(plan.graph, plan.costs, model.language_models(), scheduling, placement, ranks_per_node)
-    planned = [
-        plan_step(
+    planned = []
+    for number, metadata in enumerate(batches):
+        tell(f"plan of batch {number + 1} of {len(batches)}")
+        step = plan_step(
             metadata,
             placement.instances(),
             model.language_models(),
@@ -164,10 +166,9 @@ def dry_run(
             microbatch_rows=microbatch_rows,
             balancing=(balance or BalanceConfig()).resolve(placement.instances(), around),
         )
-        for metadata in batches
-    ]
+        planned.append(step)
     for number, alone in enumerate(planned):
-        tell(f"step of batch {number + 1} of {len(batches)}")
+        tell(f"schedule of batch {number + 1} of {len(batches)}")
         following = planned[(number + 1) % len(planned)]
         step = with_next(alone, following, scheduling.prefetch, held=True) if scheduling.prefetch else alone
         with _noted(faults, "schedule"):
