@@ -21,5 +21,5 @@ def test_peaks_are_predicted(pool: Pool, name: str) -> None:
     (setting,) = (one for one in SETTINGS if one.name == name)
     peaks = np.array([rank.peak for rank in pool.run(setting.world, steps_on_rank, setting, timeout=300)])
     np.testing.assert_allclose(predicted(setting).peak, peaks, rtol=WITHIN)
-    other = {"recompute": {}} if setting.recompute else {"recompute": {"llm": "all", "vision": "all"}}
+    other = {"recompute": {}} if setting.recompute else {"recompute": {"llm": "all"}}
     assert (np.abs(predicted(replace(setting, **other)).peak / peaks - 1) > WITHIN).any(), "nothing would be noticed"
