@@ -35,12 +35,12 @@ from benchmarks.published import VIT_22B, cut_around, equal, pipelined, vit_llm
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
+from hetero_strategy.planner.explain import work_of
 from hetero_strategy.planner.exposed import ExposedCollectives
 from hetero_strategy.planner.hardware import cluster
-from hetero_strategy.planner.overlap import seconds_after
 from hetero_strategy.planner.shape import ModelShape, shape_of
-from hetero_strategy.planner.times import SEPARATE, Overlap
-from hetero_strategy.simulator.bubbles import Filling, inside_actions, work_on_rank
+from hetero_strategy.planner.times import OURS, SEPARATE, Overlap
+from hetero_strategy.simulator.bubbles import Filling, inside_actions
 
 Layouts = Mapping[str, ModuleLayout]
 GPT_175B, GPT_11B = (96, 12288), (80, 3072)
@@ -104,47 +104,47 @@ def model(vits: tuple[str, ...], llm: tuple[int, int]) -> ModelShape:
     return shape_of(vit_llm({name: VITS[vit] for name, vit in zip(names, vits, strict=False)}, llm))
 
 
-def evaluator(shape: ModelShape, on: Cluster, overlap: Overlap = SEPARATE) -> Evaluator:
-    """What simulates candidates."""
+def evaluators(shape: ModelShape, on: Cluster) -> dict[str, Evaluator]:
+    """What simulates each way: others gather and sum before and after the step's work (paper, figure 4)."""
     encoders = tuple(name for name in shape.modules if name != "llm")
-    batch = equal(on.samples, LENGTH, LENGTH, encoders)
-    return Evaluator(shape, cluster(on.device, on.gpus // 8), [batch], overlap=overlap)
+    batch, cluster_ = equal(on.samples, LENGTH, LENGTH, encoders), cluster(on.device, on.gpus // 8)
+    apart, ours = (Evaluator(shape, cluster_, [batch], overlap=overlap) for overlap in (SEPARATE, OURS))
+    return {"Megatron-LM": apart, "balanced": apart, "FSDP": apart, "in turns": ours, "filled": ours}
 
 
 def causes(found: Evaluator, step: Step) -> dict[str, float]:
     """Seconds of a step in which a mean rank does not compute, as table 1 has them, and the step's."""
-    simulation, times = step.simulation, step.placed.times
+    simulation = step.simulation
     waits: dict[str, float] = {**inside_actions(simulation, ExposedCollectives(found, step))}
     idle = {cause: float(seconds.mean()) for cause, seconds in simulation.idle.items()}
     ends = {cause: idle.pop(cause) for cause in ("warm-up", "cool-down")}
-    free = {node: replace(t, gather=0.0) for node, t in times.items()}
-    late = seconds_after(simulation, times) - seconds_after(simulation, free)
-    optimizer = seconds_after(simulation, {node: replace(t, reduce=0.0) for node, t in free.items()})
-    waits["all-gather"] += late
-    waits["reduce-scatter"] += step.after - late - optimizer
-    return {**waits, **ends, "other": sum(idle.values()), "optimizer": optimizer, "step": step.seconds}
+    waits["all-gather"] += step.after.gathers
+    waits["reduce-scatter"] += step.after.sums
+    return {**waits, **ends, "other": sum(idle.values()), "optimizer": step.after.rest, "step": step.seconds}
 
 
 def table_1(on: Cluster = LARGE, vits: tuple[str, ...] = ("22B",), llm: tuple[int, int] = GPT_175B) -> dict[str, Any]:
     """Way -> cause -> seconds, and how much of the encoder is in bubbles."""
-    shape, beside = model(vits, llm), Overlap(dp=True)
+    shape = model(vits, llm)
+    of_way = evaluators(shape, on)
     pp, vpp = 8, llm[0] // 8
     microbatches = on.samples // (on.gpus // (8 * pp)) // 2
     every = {name: replace(way, microbatches=microbatches) for name, way in ways(shape, on.gpus, 8, pp, vpp, 4).items()}
     found: dict[str, Any] = {}
-    for name, candidate, overlap in (
-        *((name, way, SEPARATE) for name, way in every.items()),
+    apart, ours = of_way["balanced"], of_way["filled"]
+    beside = Evaluator(shape, ours.cluster, ours.batches, overlap=Overlap(dp="block"))
+    for name, candidate, made in (
+        *((name, way, of_way[name]) for name, way in every.items()),
         *((f"{name}, dp beside", every[name], beside) for name in ("Megatron-LM", "balanced")),
+        ("filled, dp apart", every["filled"], apart),
     ):
-        made = evaluator(shape, on, overlap)
         step = made.step(made.place(candidate))
         found[name] = causes(made, step)
         if name == "filled":
             modules = step.placed.graph.filling
             alone = made.simulated(step.placed.without(modules), step.plan)
             found["pipeline alone"] = causes(made, alone)
-            work = work_on_rank(step.simulation, modules)
-            found["efficiency"] = Filling(modules, alone.seconds, step.seconds, work).efficiency
+            found["efficiency"] = Filling(modules, alone.seconds, step.seconds, work_of(step, modules)).efficiency
     return found
 
 
@@ -173,12 +173,12 @@ def held(shape: ModelShape, layouts: Layouts) -> float:
 def table_4(on: Cluster = SMALL, vit: str = "3B", llm: tuple[int, int] = GPT_11B) -> dict[str, tuple[float, str]]:
     """Way -> seconds of its best, and what that is."""
     shape = model((vit,), llm)
-    made, best = evaluator(shape, on), dict[str, tuple[float, str]]()
+    of_way, best = evaluators(shape, on), dict[str, tuple[float, str]]()
     for name, candidate in options(shape, on):
         layouts, count = candidate.layouts, candidate.microbatches
         said = ", ".join(f"{k} {v}" for k, v in layouts["llm"].resolved().degrees().items() if v > 1)
         pieces = f", {candidate.pieces['vision']} pieces" if candidate.pieces else ""
-        took = made.seconds(candidate)
+        took = of_way[name].seconds(candidate)
         best[name] = min(best.get(name, (float("inf"), "")), (took, f"{said}, {count} microbatches{pieces}"))
     return best
 
@@ -188,9 +188,9 @@ def table_6(on: Cluster = MANY, llm: tuple[int, int] = GPT_175B) -> dict[str, di
     found: dict[str, dict[str, float]] = {}
     for vits in TABLE_6:
         shape = model(vits, llm)
-        made, count = evaluator(shape, on), on.samples // (on.gpus // 64) // 2
+        of_way, count = evaluators(shape, on), on.samples // (on.gpus // 64) // 2
         every = ways(shape, on.gpus, 8, 8, llm[0] // 8, 4)
-        found[", ".join(vits)] = {n: made.seconds(replace(way, microbatches=count)) for n, way in every.items()}
+        found[", ".join(vits)] = {n: of_way[n].seconds(replace(way, microbatches=count)) for n, way in every.items()}
     return found
 
 

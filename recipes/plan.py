@@ -261,7 +261,7 @@ def reasons(answer: Answer, found: Explanation, tokens: float) -> list[str]:
         none = "one layout for all modules is as good: stay with it"
         lines.append(f"gain        {none if alike is best else f'{alike.seconds / best.seconds:.2f} times one layout'}")
     work = ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items())
-    lines.append(f"ranks       compute {work}; wait: {shares(found.bubbles)}; optimizer {found.after:.1%}")
+    lines.append(f"ranks       compute {work}; wait: {shares(found.bubbles)}; optimizer {found.optimizer:.1%}")
     lines.append(f"            of that waiting for collectives: {shares(found.collectives)}")
     lines.append(f"limit       {found.limit()}")
     moved = f"{size(found.within)} within nodes, {size(found.across)} between them"

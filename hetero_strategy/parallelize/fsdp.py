@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.storage import FP32, Storage
 
 
@@ -70,38 +71,48 @@ def accumulate(stage: nn.Module) -> None:
 
 
 def gather(stage: nn.Module) -> None:
-    """Gather all weights of an FSDP root and keep them over all microbatches; gradients add up locally meanwhile.
+    """Start to gather all weights of an FSDP root and keep them over all microbatches; gradients add up meanwhile.
 
-    A collective over the stage's data-parallel ranks. :func:`reduce` ends it, or :func:`release` without a backward.
+    A collective over the stage's data-parallel ranks. Each unit's first forward waits for its own weights, so that the
+    others travel beside it. :func:`reduce` ends it, or :func:`release` without a backward.
     """
-    root = _root_state(stage)
-    root._lazy_init()
-    parts = list(_parts(stage))
+    _root_state(stage)._lazy_init()
     _let_hooks_communicate(stage, False)
-    # All are issued before the first is waited for, so that they follow each other without gaps.
-    for handle in [part.unshard(async_op=True) for part in parts]:
-        if handle is not None:
-            handle.wait()
+    for part in _parts(stage):
+        part.unshard(async_op=True)
 
 
 @torch.no_grad()
 def reduce(stage: nn.Module) -> None:
-    """Sum the gradients of a gathered FSDP root over data-parallel ranks, each keeping its shard, and free the weights.
+    """Start to sum the gradients of a gathered FSDP root over data-parallel ranks, and free the weights.
 
-    A collective over the stage's data-parallel ranks; all of them call it, whether or not they had work.
+    A collective over the stage's data-parallel ranks; all of them call it, whether or not they had work. It runs on a
+    stream of its own beside what follows, until :func:`finish`, after which each rank has its shard of the sums.
     """
     root = _root_state(stage)
     _let_hooks_communicate(stage, True)
     groups = [group for state in root._state_ctx.all_states for group in _groups(state)]
+    device, beside = root._comm_ctx.device_handle, root._comm_ctx.reduce_scatter_stream
     for group in groups:
+        group.wait_for_unshard()  # what no forward needed
         for parameter in group.fsdp_params:
             whole = parameter.unsharded_param
-            missing = whole.grad is None and parameter.unsharded_accumulated_grad is None
-            if missing and whole.requires_grad:
+            gradients = [g for g in (whole.grad, parameter.unsharded_accumulated_grad) if g is not None]
+            if not gradients and whole.requires_grad:
                 whole.grad = torch.zeros_like(whole)
-    for group in reversed(groups):  # as a backward would
-        group.post_backward()
-    root._root_post_backward_final_callback()
+                gradients = [whole.grad]
+            if whole.device.type != "cpu":
+                for gradient in gradients:
+                    local(gradient).record_stream(beside)
+    beside.wait_stream(device.current_stream())
+    with device.stream(beside):
+        for group in reversed(groups):  # as a backward would
+            group.post_backward()
+
+
+def finish(stage: nn.Module) -> None:
+    """Wait, on the device, for the sums that :func:`reduce` started."""
+    _root_state(stage)._root_post_backward_final_callback()
 
 
 def release(stage: nn.Module) -> None:
@@ -114,6 +125,8 @@ def release(stage: nn.Module) -> None:
         return
     _let_hooks_communicate(stage, True)
     for part in _parts(stage):
+        for group in _groups(part._get_fsdp_state()):
+            group.wait_for_unshard()  # what no forward needed
         part.reshard()
 
 

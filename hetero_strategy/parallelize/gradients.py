@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import cast
@@ -21,8 +21,8 @@ BUCKET_BYTES = 32 * 2**20
 """Gradients are all-reduced in flat pieces of about this size."""
 
 
-def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup | None) -> None:
-    """Bring gradients to their parameters' placements and sum them over replicas.
+def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup | None) -> Callable[[], None]:
+    """Bring gradients to their parameters' placements and start to sum them over replicas.
 
     A missing gradient counts as zero, so that each rank of the group brings as many bytes.
 
@@ -30,6 +30,9 @@ def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup
         parameters: the trained parameters of one module.
         replicas: group of the ranks that hold equal copies and saw different data (``dp_replicate`` without FSDP);
             None where FSDP sums, or there is one replica.
+
+    Returns:
+        What waits, on the device, for the sums and puts them in place.
     """
     grads = []
     for p in parameters:
@@ -39,11 +42,17 @@ def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup
         if replicas is not None:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             grads.append(local(p.grad))
-    for bucket in _take_tensors(grads, BUCKET_BYTES):
-        flat = _flatten_dense_tensors(bucket)
-        dist.all_reduce(flat, group=replicas)
-        for grad, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
-            grad.copy_(summed)
+    buckets = list(_take_tensors(grads, BUCKET_BYTES))
+    flats = [_flatten_dense_tensors(bucket) for bucket in buckets]
+    works = [dist.all_reduce(flat, group=replicas, async_op=True) for flat in flats]
+
+    def finish() -> None:
+        for bucket, flat, work in zip(buckets, flats, works, strict=True):
+            work.wait()
+            for grad, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+                grad.copy_(summed)
+
+    return finish
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,10 +19,10 @@ from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.context import model_context
 from hetero_strategy.planner.layers import LayerCost, costs
-from hetero_strategy.planner.overlap import seconds_after, work_of_ranks
+from hetero_strategy.planner.overlap import After, seconds_after, work_of_ranks
 from hetero_strategy.planner.partition import split
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
-from hetero_strategy.planner.times import MIXED, SEPARATE, ModuleSeconds, Overlap, Precision, StageTimes, module_times
+from hetero_strategy.planner.times import MIXED, OURS, ModuleSeconds, Overlap, Precision, StageTimes, module_times
 from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.config import ScheduleConfig
@@ -87,13 +87,12 @@ class Step:
     plan: StepPlan
     schedule: Schedule
     simulation: Simulation
-    after: float
-    """Seconds that are in no action: the optimizer, the sum of replicated gradients, and what compute waits for of
-    collectives beside it, on the slowest rank; and what ranks wait for cores that they share."""
+    after: After
+    """Seconds that are in no action, on the slowest rank."""
 
     @property
     def seconds(self) -> float:
-        return self.simulation.time + self.after
+        return self.simulation.time + self.after.total
 
 
 class Evaluator:
@@ -114,7 +113,7 @@ class Evaluator:
         *,
         balance: BalanceConfig | None = None,
         precision: Precision = MIXED,
-        overlap: Overlap = SEPARATE,
+        overlap: Overlap = OURS,
         measured: Mapping[str, ModuleSeconds] = MappingProxyType({}),
     ) -> None:
         self.shape, self.cluster, self.batches = shape, cluster, tuple(batches)
@@ -225,7 +224,7 @@ class Evaluator:
         after = seconds_after(simulation, placed.times)
         if self.cluster.shares_cores:
             least = self.cluster.on_cores(work_of_ranks(simulation, placed.times, self.cluster.ranks))
-            after = max(after, least - simulation.time)
+            after = max(after, After(rest=least - simulation.time), key=lambda one: one.total)
         return Step(placed, plan, schedule, simulation, after)
 
     def _plan(self, placed: Placed, metadata: StepMetadata, microbatches: int) -> StepPlan:

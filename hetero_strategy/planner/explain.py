@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,9 +32,10 @@ class Explanation:
     bubbles: Mapping[str, float]
     """Cause -> share of all ranks' time; what is not computed."""
     collectives: Mapping[Collective, float]
-    """Collective -> share of all ranks' time that they wait for it in actions, which is part of ``shares``."""
-    after: float
-    """Share of the step that the optimizer and replicated gradients take after the last action."""
+    """Collective -> share of all ranks' time that they wait for it, in actions, where it is part of ``shares``, or
+    outside of them."""
+    optimizer: float
+    """Share of the step that the optimizer and gradients summed after it take."""
     busiest: SharedRanks
     within: float
     """Bytes that ranks receive from ranks of their node in a step."""
@@ -59,7 +60,10 @@ def explain(evaluator: Evaluator, step: Step) -> Explanation:
     for action, begin in simulation.start.items():
         ranks = graph.stages[action.node].grid.shape[1]
         shares[action.node.module] += float((simulation.end[action] - begin).sum()) * ranks / whole
-    scale = simulation.time / step.seconds
+    scale, after = simulation.time / step.seconds, step.after
+    waits = inside_actions(simulation, ExposedCollectives(evaluator, step))
+    waits["all-gather"] += after.gathers
+    waits["reduce-scatter"] += after.sums
     lanes: list[SharedRanks] = []
     for stages, ranks in graph.hosts.items():
         busy = simulation.busy[[simulation.places[rank] for rank in ranks]]
@@ -68,8 +72,8 @@ def explain(evaluator: Evaluator, step: Step) -> Explanation:
     return Explanation(
         shares,
         {cause: share * scale for cause, share in simulation.bubble_by_cause.items()},
-        {name: n / step.seconds for name, n in inside_actions(simulation, ExposedCollectives(evaluator, step)).items()},
-        1 - scale,
+        {name: seconds / step.seconds for name, seconds in waits.items()},
+        after.rest / step.seconds,
         max(lanes, key=lambda lane: lane.busy),
         within,
         across,
@@ -97,8 +101,22 @@ def unfilled(evaluator: Evaluator, step: Step) -> Unfilled | None:
     alone = evaluator.simulated(placed.without(modules), step.plan)
     one_after_other = evaluator.place(replace(placed.candidate, fill="none", pieces={}))
     turns = evaluator.step_of(one_after_other, step.plan.metadata, step.plan.microbatches)
-    filling = Filling(modules, alone.seconds, step.seconds, work_on_rank(step.simulation, modules))
+    filling = Filling(modules, alone.seconds, step.seconds, work_of(step, modules))
     return Unfilled(filling, explain(evaluator, alone), explain(evaluator, turns), turns.seconds)
+
+
+def work_of(step: Step, modules: Collection[str]) -> float:
+    """Seconds of a rank's work for some modules, on average over the ranks that have any: of its actions, and of their
+    collectives that run beside others.
+    """
+    stages = {n: stage for n, stage in step.placed.graph.stages.items() if n.module in modules}
+    ranks = frozenset().union(*(stage.ranks for stage in stages.values()))
+    beside = sum(
+        (times.gather + times.reduce) * len(stages[node].ranks)
+        for node, times in step.placed.times.items()
+        if node in stages and times.overlapped
+    )
+    return work_on_rank(step.simulation, modules) + beside / max(1, len(ranks))
 
 
 def _received(evaluator: Evaluator, step: Step) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
@@ -12,12 +13,27 @@ from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.simulator.result import Simulation
 
 
-def seconds_after(simulation: Simulation, times: Mapping[StageId, StageTimes]) -> float:
+class After(NamedTuple):
+    """Seconds by which a step is longer than its simulation."""
+
+    gathers: float = 0.0
+    """All-gathers of parameters for which first forwards wait."""
+    sums: float = 0.0
+    """Sums of gradients that end after the last action."""
+    rest: float = 0.0
+    """The optimizer, the sum of replicated gradients, and what ranks wait for cores that they share."""
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def seconds_after(simulation: Simulation, times: Mapping[StageId, StageTimes]) -> After:
     """Seconds by which a step is longer than its simulation.
 
     The collectives of a rank run one after the other. Gathers begin with the step, and parameters of a stage arrive in
-    pieces while its first forward runs: what is missing at its end delays the step. A sum of gradients begins with the
-    stage's last backward, and the optimizer follows all sums of the rank.
+    pieces while its first forward runs: what is missing at its end delays the step. A sum of gradients follows the
+    stage's last backward or begins with it, block by block, and the optimizer follows all sums of the rank.
     """
     stages = simulation.schedule.graph.stages
     ranks = np.zeros(int(simulation.ranks.max()) + 1)
@@ -26,16 +42,17 @@ def seconds_after(simulation: Simulation, times: Mapping[StageId, StageTimes]) -
         if times[stage].overlapped:
             gathered[stages[stage].grid] += times[stage].gather
             late = max(late, float((gathered[stages[stage].grid].max(axis=1) - simulation.end[action]).max()))
-    done, after = np.full_like(ranks, simulation.time), ranks.copy()
-    reduced = ranks.copy()
+    reduced, after = ranks.copy(), ranks.copy()
     for stage, action in _lasts(simulation).items():
         grid = stages[stage].grid
         if times[stage].overlapped:
-            begins = np.broadcast_to(simulation.start[action][:, None], grid.shape)
-            reduced[grid] = np.maximum(reduced[grid], begins) + times[stage].reduce
+            begins = (simulation.start if times[stage].by_block else simulation.end)[action]
+            reduced[grid] = np.maximum(reduced[grid], begins[:, None]) + times[stage].reduce
     for stage, each in times.items():
         after[stages[stage].grid] += each.after
-    return late + float((np.maximum(done, reduced) + after).max()) - simulation.time
+    rest = float(after.max())
+    ends = float((np.maximum(reduced, simulation.time) + after).max())
+    return After(late, ends - rest - simulation.time, rest)
 
 
 def work_of_ranks(

@@ -7,7 +7,7 @@ transfer starts (``schedule.compile``); nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -123,6 +123,8 @@ class Executor:
                 else:
                     step.run(action)
                 transport.start(action.starts)
+            for finish in step.sums_under_way:
+                finish()
             if train:
                 self.tied.settle({a.action.node.module for a in batch.program.actions if a.last})
         for stage_id, stage in self.stages.items():
@@ -197,6 +199,8 @@ class _Step:
         self.action: Action | None = None
         """What runs, or ran last."""
         self.live: dict[tuple[StageId, int], _Live] = {}
+        self.sums_under_way: list[Callable[[], None]] = []
+        """What waits for sums of gradients over data-parallel ranks that run beside the rest of the step."""
         self.sums = StepSums(
             executor.modules,
             batch.plan,
@@ -232,9 +236,7 @@ class _Step:
                 fsdp.gather(stage)
             case "REDUCE":
                 begin = recorder.now()
-                if isinstance(stage, FSDPModule) and self.graph.stages[action.node].sharded:
-                    fsdp.reduce(stage)
-                settle((p for p in stage.parameters() if p.requires_grad), self.executor.replicas[action.node])
+                self.sums_under_way.append(self._start_sums(action.node, stage))
         recorder.ran(action, begin)
 
     def _forward(self, step: RankAction, stage: Adapter, arrived: list[torch.Tensor]) -> None:
@@ -345,6 +347,19 @@ class _Step:
             if number is not None:
                 self.transport.give(number, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
         live.leaves = []
+
+    def _start_sums(self, node: StageId, stage: Adapter) -> Callable[[], None]:
+        """Start to sum gradients over data-parallel ranks; what it returns waits for that."""
+        replicas = self.executor.replicas[node]
+        if not (isinstance(stage, FSDPModule) and self.graph.stages[node].sharded):
+            return settle((p for p in stage.parameters() if p.requires_grad), replicas)
+        fsdp.reduce(stage)
+
+        def finish() -> None:
+            fsdp.finish(stage)
+            settle((p for p in stage.parameters() if p.requires_grad), replicas)()
+
+        return finish
 
     def _accumulate(self, stage: Adapter) -> None:
         """Gradients of half a backward, which FSDP's hooks do not see, are added up in the masters' dtype."""

@@ -19,14 +19,15 @@ def test_causes_and_compute_make_up_a_step_and_compute_is_the_same_in_all_ways()
     launches = computes["filled"] - computes["balanced"]
     assert 0 < launches < 0.1 * computes["filled"]
     for name, seconds in computes.items():
-        more = launches if name in ("filled", "in turns") else 0.0
+        more = launches if name in ("filled", "filled, dp apart", "in turns") else 0.0
         assert seconds == pytest.approx(computes["balanced"] + more), name
     took = {name: seconds["step"] for name, seconds in found.items()}
     assert took["pipeline alone"] < took["filled"] < took["in turns"]
-    # What lies in bubbles is what the step does not grow by, of the encoder's compute and its waits for collectives.
-    names = ("all-gather", "reduce-scatter", "tensor parallel")
-    work = sum(found["filled"][n] - found["pipeline alone"][n] for n in names) + computes["filled"] - alone
-    assert efficiency == pytest.approx(1 - (took["filled"] - took["pipeline alone"]) / work, abs=0.01)
+    # What lies in bubbles is what the step does not grow by, of the encoder's compute and its collectives.
+    wait = found["filled"]["tensor parallel"] - found["pipeline alone"]["tensor parallel"]
+    assert efficiency > 1 - (took["filled"] - took["pipeline alone"]) / (wait + computes["filled"] - alone)
+    for cause in ("all-gather", "reduce-scatter", "step"):
+        assert found["filled"][cause] < found["filled, dp apart"][cause]
     for name in ("Megatron-LM", "balanced"):
         beside = found[f"{name}, dp beside"]
         assert all(beside[n] < found[name][n] for n in ("all-gather", "reduce-scatter", "step"))

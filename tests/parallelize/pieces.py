@@ -173,13 +173,17 @@ def run(rank: int, world: int, piece: Piece) -> dict[str, Any]:
                 errors.append(_error(leaf.grad, mine(grads[key][number - 1])))
     for stage in stages.values():
         if layout.dp_shard > 1 and piece.mode == "once":
-            fsdp.release(stage) if piece.forget == "reduce" else fsdp.reduce(stage)
+            if piece.forget == "reduce":
+                fsdp.release(stage)
+            else:
+                fsdp.reduce(stage)
+                fsdp.finish(stage)
         replicas = None
         if layout.dp_replicate > 1 and layout.dp_shard == 1:
             mesh = registry.mesh("m")
             assert mesh is not None
             replicas = mesh.get_group("dp_replicate")
-        settle((p for p in stage.parameters() if p.requires_grad), replicas)
+        settle((p for p in stage.parameters() if p.requires_grad), replicas)()
     if piece.forget != "tied":
         tied.settle(["m"])
     found = {}

@@ -11,6 +11,7 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster, Device, NodePool
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
+from hetero_strategy.planner.explain import work_of
 from hetero_strategy.planner.overlap import seconds_after
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
 from hetero_strategy.planner.times import Overlap
@@ -52,27 +53,43 @@ def test_collectives_of_their_own_are_added_to_compute() -> None:
 
 
 def test_fast_collectives_beside_compute_take_no_time() -> None:
-    found = step(Overlap(dp=True), bandwidth=200.0)  # 20 s beside a forward of 40, 40 s beside a backward of 70
+    found = step(Overlap(dp="block"), bandwidth=200.0)  # 20 s beside a forward of 40, 40 s beside a backward of 70
     assert found.seconds == pytest.approx(4 * (FORWARD + BACKWARD) + ADAM)
 
 
 def test_of_slow_collectives_the_rest_is_waited_for() -> None:
-    found = step(Overlap(dp=True), bandwidth=50.0)  # 80 s beside a forward of 40, 160 s beside a backward of 70
+    found = step(Overlap(dp="block"), bandwidth=50.0)  # 80 s beside a forward of 40, 160 s beside a backward of 70
     assert found.seconds == pytest.approx((80 - FORWARD) + 4 * (FORWARD + BACKWARD) + (160 - BACKWARD) + ADAM)
+
+
+def test_sums_of_whole_stages_follow_their_last_backward() -> None:
+    found = step(Overlap(dp="stage"), bandwidth=50.0)  # 80 s beside a forward of 40, then 160 s after the last backward
+    assert found.seconds == pytest.approx((80 - FORWARD) + 4 * (FORWARD + BACKWARD) + 160 + ADAM)
+    assert work_of(found, ("llm",)) == pytest.approx(4 * (FORWARD + BACKWARD) + 80 + 160)
+    assert work_of(found, ()) == 0.0
+
+
+def test_sums_of_a_stage_run_beside_what_other_stages_do() -> None:
+    """Two stages, each with a sum of 80 s: the second's begins with the last backward of the first, of 30 s."""
+    found = step(Overlap(dp="stage"), bandwidth=50.0, pp=2)
+    assert found.after.total == pytest.approx((40 - 20) + 80 + ADAM / 2)
+    times = {s: replace(t, reduce=t.reduce if s.stage else 0.0, gather=0.0) for s, t in found.placed.times.items()}
+    rows = 0.4
+    assert seconds_after(found.simulation, times).total == pytest.approx(80 - 30 - rows + ADAM / 2)
 
 
 def test_later_stages_have_more_time_to_gather() -> None:
     """Two stages of half the model, each 40 s to gather: the first has a forward of 20, the second 40."""
-    found = step(Overlap(dp=True), bandwidth=50.0, pp=2)
+    found = step(Overlap(dp="block"), bandwidth=50.0, pp=2)
     reduce = 80.0 - 30.0  # beside the first stage's backward, which ends the step
-    assert found.after == pytest.approx((40 - 20) + reduce + ADAM / 2)
+    assert found.after.total == pytest.approx((40 - 20) + reduce + ADAM / 2)
 
 
 def test_the_latest_stage_delays_the_step() -> None:
-    found = step(Overlap(dp=True), bandwidth=50.0, pp=2)
+    found = step(Overlap(dp="block"), bandwidth=50.0, pp=2)
     times = {s: replace(t, reduce=0.0, after=0.0) for s, t in found.placed.times.items()}
-    alone = seconds_after(found.simulation, times)
+    alone = seconds_after(found.simulation, times).total
     first, second = sorted(times)
     later = {first: times[first], second: replace(times[second], gather=10 * times[second].gather)}
     assert alone == pytest.approx(20.0)
-    assert seconds_after(found.simulation, later) == pytest.approx(400 - 40 - 0.4)  # rows travel for 0.4 s
+    assert seconds_after(found.simulation, later).total == pytest.approx(400 - 40 - 0.4)  # rows travel for 0.4 s
