@@ -25,6 +25,7 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
+from hetero_strategy.planner.explain import work_of
 from hetero_strategy.planner.hardware import cluster
 from hetero_strategy.planner.shape import ModelShape, shape_of
 from hetero_strategy.simulator.bubbles import Filling, work_on_rank
@@ -75,7 +76,7 @@ class Filled:
     coarse: float
     fine: float
     encoder: float
-    """Of a rank's encoder work."""
+    """Of a rank's encoder work, its collectives included."""
     least: float
 
     def efficiency(self, step: float) -> float:
@@ -98,10 +99,11 @@ def measure(case: Case) -> Filled:
     step = evaluator.shown(evaluator.place(_candidate(layouts, case, schedule, "fine")))
     share = case.microbatches / max(a.microbatch + 1 for a in step.simulation.start)
     work = {name: share * work_on_rank(step.simulation, (name,)) for name in layouts}
+    beside = work_of(step, ("vision",)) - work_on_rank(step.simulation, ("vision",))
     text = replace(batch, items={})
     only = seconds(alone, text, {"llm": llm}, "none")
     found = [seconds(both, batch, layouts, fill) for fill in ("none", "coarse", "fine")]
-    return Filled(only, *found, work["vision"], max(only, sum(work.values())))
+    return Filled(only, *found, work["vision"] + beside, max(only, sum(work.values())))
 
 
 def _evaluator(shape: ModelShape, case: Case, batch: StepMetadata) -> Evaluator:
