@@ -76,6 +76,8 @@ class Executor:
     """Of this rank, by module."""
     parameters: dict[StageId, list[nn.Parameter]] = field(init=False)
     """This rank's parts, as they are while nothing is gathered."""
+    trained: dict[StageId, list[nn.Parameter]] = field(init=False)
+    """Those of them that train."""
     held: Held = field(init=False, default_factory=Held)
     """Rows of modules that run a step ahead."""
     running: _Step | None = field(init=False, default=None)
@@ -84,6 +86,7 @@ class Executor:
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.device, self.compiler)
         self.parameters = {stage_id: list(stage.parameters()) for stage_id, stage in self.stages.items()}
+        self.trained = {node: [p for p in own if p.requires_grad] for node, own in self.parameters.items()}
         names = self.compiler.graph.pipelines  # of modules, and of what they do ahead
         seats = {name: self.placement.coordinate(computing(name), self.rank) for name in names}
         self.coordinates = {name: seat for name, seat in seats.items() if seat is not None}
@@ -141,10 +144,10 @@ class Executor:
         """Sums over all ranks, and what these must agree on. A collective; nothing waits for the device."""
         agreed = sums.totals[-Agreement.SUMMANDS :]
         self.agreement.write(batch.plan, agreed)
-        dist.all_reduce(sums.totals)
+        if self.placement.world_size > 1:
+            for summed in (sums.totals, *sums.results.values()):
+                dist.all_reduce(summed)
         self.agreement.note(batch.plan, agreed)
-        for result in sums.results.values():
-            dist.all_reduce(result)
 
     def ready(self, batch: Batch, *, train: bool) -> Batch:
         """The batch with its program, which the loader made for the kind of step that it expected."""
@@ -350,14 +353,14 @@ class _Step:
 
     def _start_sums(self, node: StageId, stage: Adapter) -> Callable[[], None]:
         """Start to sum gradients over data-parallel ranks; what it returns waits for that."""
-        replicas = self.executor.replicas[node]
+        parts, replicas = self.executor.trained[node], self.executor.replicas[node]
         if not (isinstance(stage, FSDPModule) and self.graph.stages[node].sharded):
-            return settle((p for p in stage.parameters() if p.requires_grad), replicas)
+            return settle(parts, replicas)
         fsdp.reduce(stage)
 
         def finish() -> None:
             fsdp.finish(stage)
-            settle((p for p in stage.parameters() if p.requires_grad), replicas)()
+            settle(parts, replicas)()
 
         return finish
 
