@@ -2,13 +2,14 @@
 
 A folder holds segments. A segment is two files that one process writes: ``<name>.rows`` has rows of items end to end,
 ``<name>.index`` a record of fixed size for each item, which follows its rows. Nothing is locked, changed or removed, so
-several runs may share a folder on any file system. A record that is not whole is not there, and rows whose checksum
-does not hold are not there either: a process may be killed, and a disk may be full, at any time.
+several runs may share a folder on any file system, and a person may delete any of it. A record that is not whole is not
+there, and rows whose checksum does not hold are not there either: a process may be killed at any time.
 """
 
 from __future__ import annotations
 
 import os
+import time
 import uuid
 import zlib
 from collections.abc import Sequence
@@ -80,7 +81,7 @@ class RowStore:
         known, segment = np.concatenate(new), np.concatenate(segments)
         order = np.lexsort((known["key"][:, 1], known["key"][:, 0]))
         keys = known["key"][order]
-        once = order[np.append(True, (keys[1:] != keys[:-1]).any(axis=1))] if len(order) else order
+        once = order[np.append((keys[1:] != keys[:-1]).any(axis=1), True)] if len(order) else order  # the latest one
         self._known, self._segment = known[once], segment[once]
         self._first = self._known["key"][:, 0].copy()
 
@@ -94,25 +95,26 @@ class RowStore:
         at = np.searchsorted(self._first, keys[:, 0])
         hit = at < len(self._known)
         records = self._known[at[hit]]
-        same = (records["key"] == keys[hit]).all(axis=1) & (records["rows"] == rows[hit])
-        same &= (records["dtype"] == records["dtype"][:1]) & (records["width"] == records["width"][:1])
-        hit[hit] = same
-        records, segments = records[same], self._segment[at[hit]].tolist()
+        hit[hit] = (records["key"] == keys[hit]).all(axis=1) & (records["rows"] == rows[hit])
+        records = self._known[at[hit]]
+        alike = (records["dtype"] == records["dtype"][:1]) & (records["width"] == records["width"][:1])
+        hit[hit], records = alike, records[alike]
         if not len(records):
             return Found(hit, torch.zeros(0, 0))
         dtype, width = DTYPES[int(records["dtype"][0])], int(records["width"][0])
-        sizes = records["rows"].astype(np.int64) * width * dtype.itemsize
-        data, ends = np.empty(int(sizes.sum()), np.uint8), np.cumsum(sizes).tolist()
+        counts = records["rows"].astype(np.int64)
+        values = torch.empty((int(counts.sum()), width), dtype=dtype)
+        data, ends = values.reshape(-1).view(torch.uint8).numpy(), np.cumsum(counts * width * dtype.itemsize).tolist()
         whole = np.array(
             [
-                self._reads(self._names[segment], data[end - size : end], int(record["offset"]), int(record["sum"]))
-                for segment, record, size, end in zip(segments, records, sizes.tolist(), ends, strict=True)
+                self._reads(self._names[segment], data[begin:end], int(record["offset"]), int(record["sum"]))
+                for segment, record, begin, end in zip(self._segment[at[hit]], records, [0, *ends], ends, strict=False)
             ]
         )
         if not whole.all():
-            data = data[np.repeat(whole, sizes)]
+            values = values[torch.from_numpy(np.repeat(whole, counts))]
             hit[hit] = whole
-        return Found(hit, torch.from_numpy(data).view(dtype).reshape(-1, width) if len(data) else torch.zeros(0, 0))
+        return Found(hit, values)
 
     def _reads(self, segment: str, into: np.ndarray, offset: int, checksum: int) -> bool:
         """Whether bytes of an item's rows can be read, and are those that were written."""
@@ -127,7 +129,8 @@ class RowSegment:
     """Appends rows of items to a segment of its own, which exists from the first ones on."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._name, self._offset = folder, uuid.uuid4().hex, 0
+        self._folder, self._offset = folder, 0
+        self._name = f"{time.time_ns():020}-{uuid.uuid4().hex}"
         self._rows: FileIO | None = None
         self._index: FileIO | None = None
 
@@ -175,9 +178,12 @@ def _words(records: np.ndarray) -> np.ndarray:
 
 def _records(path: Path, first: int) -> np.ndarray:
     """Whole records from one on; what follows the last of them is not there yet, or never will be."""
-    with FileIO(path) as file:
-        file.seek(first * RECORD.itemsize)
-        data = file.readall()
+    try:
+        with FileIO(path) as file:
+            file.seek(first * RECORD.itemsize)
+            data = file.readall()
+    except OSError:  # somebody has removed it
+        data = b""
     return np.frombuffer(data, RECORD, len(data) // RECORD.itemsize)
 
 

@@ -124,6 +124,8 @@ class RowKeeper:
             if name not in self._names:
                 self._names.add(name)
                 new.append(number)
+        if not new:
+            return
         rows = torch.split(piece.rows, piece.lengths.tolist())
         try:
             self._segment.append(piece.keys[new], [rows[number] for number in new])

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
 
 from hetero_strategy.data.row_store import RECORD, RowSegment, RowStore
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.strategy import HeteroStrategy
 from tests.distributed.exact import NOTICED, differences, on, setting_of
-from tests.distributed.harness import Pool
+from tests.distributed.harness import Pool, WorkerError
+from tests.distributed.scenario import Job, build
+from tests.distributed.scenario import data as scenario_data
 from tests.distributed.stepping import Setting, Stepped, batches_on_rank, data, reference
 
 BATCHES = ((0, 1, 2, 3), (5, 6), (7, 2), (1,))
@@ -57,12 +69,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
     return {False: data(tmp_path_factory.mktemp("cache"))}
 
 
-def cached(placement: str, folders: dict[bool, str], folder: Path) -> Setting:
+def kept(folders: dict[bool, str], folder: Path, placement: str, **more: Any) -> Setting:
     """A setting whose frozen encoders have caches."""
     layouts, schedule, options = PLACEMENTS[placement]
-    setting = setting_of(folders, layouts, schedule, **{"batches": BATCHES, "microbatches": 2, **options})
-    named = {part.split(".")[0]: str(folder) for part in setting.freeze}
-    return replace(setting, cache=named)
+    setting = setting_of(folders, layouts, schedule, **{"batches": BATCHES, "microbatches": 2, **options, **more})
+    return replace(setting, cache={part.split(".")[0]: str(folder) for part in setting.freeze})
 
 
 def run(pool: Pool, setting: Setting) -> tuple[list[list[str]], list[list[Stepped]]]:
@@ -85,10 +96,10 @@ def counted(runs: list[list[Stepped]]) -> tuple[int, int]:
 def test_every_step_is_that_of_one_process_whatever_is_found(
     pool: Pool, folders: dict[bool, str], tmp_path: Path, placement: str
 ) -> None:
-    setting = cached(placement, folders, tmp_path)
+    setting = kept(folders, tmp_path, placement)
     differing, first = run(pool, setting)
     assert not any(differing), differing
-    assert counted(first)[0] == 0 or setting.prefetch or True
+    assert counted(first)[1]
     differing, later = run(pool, replace(setting, batches=LATER))
     assert not any(differing), differing
     found, missed = counted(later)
@@ -96,3 +107,168 @@ def test_every_step_is_that_of_one_process_whatever_is_found(
     differing, last = run(pool, replace(setting, batches=LATER))
     assert not any(differing), differing
     assert counted(last) == (found + missed, 0)
+
+
+def test_other_layouts_find_the_rows_and_changed_rows_would_be_noticed(
+    pool: Pool, folders: dict[bool, str], tmp_path: Path
+) -> None:
+    run(pool, kept(folders, tmp_path, "one rank"))
+    (folder,) = tmp_path.iterdir()
+    for placement in ("in turns with a pipeline", "a step ahead"):
+        differing, runs = run(pool, kept(folders, tmp_path, placement))
+        assert not any(differing), differing
+        assert counted(runs)[1] == 0
+    _, runs = run(pool, kept(folders, tmp_path, "the first of its pipeline's ranks", batches=BATCHES[:1]))
+    assert counted(runs)[0] == 0  # a part of the backbone makes other rows
+    (index,) = folder.glob("*.index")
+    records = np.frombuffer(index.read_bytes(), RECORD)
+    store = RowStore(folder)
+    store.refresh()
+    RowSegment(folder).append(records["key"], [-store.read(r["key"][None], r["rows"][None]).rows for r in records])
+    _, runs = run(pool, kept(folders, tmp_path, "one rank"))
+    for step, errors in enumerate(step.errors for step in runs[0]):
+        assert max(errors.values()) > NOTICED, f"step {step}"
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+STAGES = {"vision": on(0, 1, dp_shard=2), "audio": on(0, 1), "llm": on(0, 1, pp=2)}
+FROZEN = ("vision.backbone", "audio")
+STEPS = 20
+"""Two epochs of 120 samples, with validation in each."""
+
+
+@dataclass
+class Ran:
+    """What a rank saw of a run."""
+
+    losses: list[float] = field(default_factory=list)
+    validation: list[float] = field(default_factory=list)
+    counts: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+    """Items found and missed until the end of each epoch, by module."""
+    said: list[str] = field(default_factory=list)
+    skipped: int = 0
+
+
+class Watched(L.Callback):
+    """Notes what happens; saves a checkpoint in the first epoch; changes one frozen weight."""
+
+    def __init__(self, ran: Ran, save: str | None, change: str | None) -> None:
+        self.ran, self.save, self.change = ran, save, change
+
+    def _changed(self, trainer: L.Trainer, when: str) -> None:
+        if when == self.change:
+            weight = trainer.lightning_module.model.modules_by_name["vision"].backbone.model.post_layernorm.bias
+            with torch.no_grad():
+                (weight.to_local() if hasattr(weight, "to_local") else weight).flatten()[:1] += 0.25
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._changed(trainer, "before")
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == 4:
+            self._changed(trainer, "during")
+            if self.save:
+                trainer.save_checkpoint(self.save)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.ran.validation.append(float(trainer.callback_metrics["val/loss"]))
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        keepers = trainer.strategy.row_caches.keepers
+        self.ran.counts.append({name: (keeper.found, keeper.missed) for name, keeper in keepers.items()})
+
+
+def ran(rank: int, world: int, job: Job, save: str | None = None, change: str | None = None, **data: Any) -> Ran:
+    """A run with a loader worker on each rank."""
+    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    found, heard = Ran(), logging.Handler()
+    heard.emit = lambda record: found.said.append(record.getMessage())  # type: ignore[method-assign]
+    for name in ("hetero_strategy", "lightning.fabric.utilities.rank_zero", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).addHandler(heard)
+        logging.getLogger(name).setLevel(logging.INFO)
+    watched = Watched(found, save, change)
+    trainer, module, dm = build(replace(job, trainer={**job.trainer, "callbacks": [watched]}))
+    dm.num_workers = 1
+    for option, value in data.items():
+        setattr(dm, option, value)
+    trainer.fit(module, datamodule=dm, ckpt_path=job.resume)
+    found.losses, found.skipped = [float(x) for x in module.losses], dm._loaders["train"].skipped if dm._loaders else 0
+    return found
+
+
+def job_of(folder: Path, **strategy: Any) -> Job:
+    trainer = {"val_check_interval": 0.5, "max_epochs": 2, "default_root_dir": str(folder)}
+    return Job(
+        str(folder), STAGES, STEPS, precision="64-true", freeze=FROZEN, val="val.json", trainer=trainer,
+        strategy={"fill": "fine", **strategy}, capture=False,
+    )  # fmt: skip
+
+
+def close(ones: list[float], others: list[float]) -> bool:
+    return len(ones) == len(others) and bool(np.allclose(ones, others, rtol=1e-10, atol=0))
+
+
+def total(runs: list[Ran], epoch: int) -> tuple[int, int]:
+    """Items found and missed by all ranks in an epoch."""
+    until = [np.array([pair for run in runs for pair in run.counts[e].values()]).sum(0) for e in range(epoch + 1)]
+    found, missed = until[epoch] - (until[epoch - 1] if epoch else 0)
+    return int(found), int(missed)
+
+
+def items_of(folder: Path, *manifests: str) -> int:
+    samples = [s for m in manifests for s in json.loads((folder / m).read_text())]
+    count = lambda given: len(given) if isinstance(given, list) else given is not None  # noqa: E731
+    return sum(count(s.get(key)) for s in samples for key in ("image", "audio"))
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(scenario_data(tmp_path_factory.mktemp("digits")))
+
+
+@pytest.fixture(scope="module")
+def plain(pool: Pool, digits: Path) -> Ran:
+    """The run without a cache."""
+    return pool.run(2, ran, job_of(digits), timeout=180)[0]
+
+
+@pytest.mark.parametrize("ahead", [{}, {"prefetch": {"audio": 1}}], ids=["in its turn", "ahead"])
+def test_a_run_over_epochs_validations_and_a_resume(
+    pool: Pool, digits: Path, plain: Ran, tmp_path: Path, ahead: dict[str, Any]
+) -> None:
+    """What is computed is bit by bit that of a run without; what is read was computed beside other items."""
+    folder, path = tmp_path / "rows", str(tmp_path / "saved")
+    job = job_of(digits, cache={"vision": folder, "audio": folder}, **ahead)
+    first = pool.run(2, ran, job, path, timeout=180)
+    train, both = items_of(digits, "train.json"), items_of(digits, "train.json", "val.json")
+    for one in first:
+        assert len(one.losses) == STEPS and one.losses[:5] == plain.losses[:5]
+        assert close(one.losses, plain.losses) and close(one.validation, plain.validation)
+    validations = 2 * (both - train)
+    assert sum(total(first, 0)) == sum(total(first, 1)) == train + validations
+    assert total(first, 0)[0] == (both - train) and total(first, 1)[1] <= train // 10
+    assert sum(total(first, 1)) - total(first, 1)[1] >= 0.9 * train
+    assert [said for one in first for said in one.said if f"cache of 'vision' in {folder}" in said and "0 of" in said]
+    resumed = pool.run(2, ran, replace(job, resume=path), timeout=180)
+    for one in resumed:
+        assert close(one.losses, plain.losses[4:])
+        assert close(one.validation[-3:], plain.validation[-3:])
+    assert total(resumed, 0)[1] == total(resumed, 1)[1] == 0
+
+
+def test_a_changed_weight_is_a_miss_and_one_that_changes_meanwhile_ends_the_run(
+    pool: Pool, digits: Path, plain: Ran, tmp_path: Path
+) -> None:
+    job, folder = job_of(digits), tmp_path / "rows"
+    keeping = job_of(digits, cache={"vision": folder, "audio": folder})
+    pool.run(2, ran, keeping, timeout=180)
+    assert len(list(folder.iterdir())) == 2
+    changed = pool.run(2, ran, job, None, "before", timeout=180)[0]
+    assert not close(changed.losses, plain.losses)
+    runs = pool.run(2, ran, keeping, None, "before", timeout=180)
+    assert close(runs[0].losses, changed.losses) and close(runs[0].validation, changed.validation)
+    assert sum(run.counts[0]["audio"][1] for run in runs) == 0
+    assert sum(run.counts[0]["vision"][1] for run in runs) > 0 and len(list(folder.iterdir())) == 3
+    with pytest.raises(WorkerError, match="weights of 'vision' have changed since this fit began"):
+        pool.run(2, ran, keeping, None, "during", timeout=180)
