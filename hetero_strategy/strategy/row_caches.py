@@ -66,6 +66,11 @@ class RowCaches:
             keeper.close()
         self.keepers, self._digests = {}, {}
 
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """By module, items that this rank found and missed since the fit began, evaluations included."""
+        known = {name: (keeper.found, keeper.missed) for name, keeper in self.keepers.items()}
+        return dict.fromkeys(self.folders, (0, 0)) | known
+
     def attach(self, dataloader: object, executor: Executor, broadcast: Callable[[Any, int], Any]) -> None:
         """Let a loader read rows, and this rank's stages write them. A collective over the world.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -17,13 +18,16 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from hetero_strategy.data.row_store import RECORD, RowSegment, RowStore
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.monitor import ThroughputMonitor
 from hetero_strategy.strategy import HeteroStrategy
+from tests.distributed import scenario
 from tests.distributed.exact import NOTICED, differences, on, setting_of
 from tests.distributed.harness import Pool, WorkerError
-from tests.distributed.scenario import Job, build
+from tests.distributed.scenario import Job, Lit, build, datamodule
 from tests.distributed.scenario import data as scenario_data
 from tests.distributed.stepping import Setting, Stepped, batches_on_rank, data, reference
 
@@ -147,7 +151,21 @@ class Ran:
     counts: list[dict[str, tuple[int, int]]] = field(default_factory=list)
     """Items found and missed until the end of each epoch, by module."""
     said: list[str] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    """Of the images that were found, by window."""
     skipped: int = 0
+    """Samples, until the end of the last epoch."""
+
+
+class Shares(DummyLogger):
+    """Notes which share of items was found in each window."""
+
+    def __init__(self, ran: Ran) -> None:
+        super().__init__()
+        self.ran = ran
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.ran.shares += [value for name, value in metrics.items() if name == "throughput/vision/cached_share"]
 
 
 class Watched(L.Callback):
@@ -176,24 +194,44 @@ class Watched(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         keepers = trainer.strategy.row_caches.keepers
+        self.ran.skipped = trainer.train_dataloader.skipped
         self.ran.counts.append({name: (keeper.found, keeper.missed) for name, keeper in keepers.items()})
 
 
-def ran(rank: int, world: int, job: Job, save: str | None = None, change: str | None = None, **data: Any) -> Ran:
-    """A run with a loader worker on each rank."""
+def ran(
+    rank: int,
+    world: int,
+    job: Job,
+    save: str | None = None,
+    change: str | None = None,
+    options: dict[str, Any] | None = None,
+    largest: int | None = None,
+) -> Ran:
+    """A run with a loader worker on each rank.
+
+    Args:
+        rank, world: of this process.
+        job: what runs.
+        save: a checkpoint of the fourth step.
+        change: when a frozen weight changes, ``before`` or ``during`` the run.
+        options: of the data module.
+        largest: bytes that a file of this process may have.
+    """
+    if largest is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
     os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     found, heard = Ran(), logging.Handler()
     heard.emit = lambda record: found.said.append(record.getMessage())  # type: ignore[method-assign]
     for name in ("hetero_strategy", "lightning.fabric.utilities.rank_zero", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).addHandler(heard)
         logging.getLogger(name).setLevel(logging.INFO)
-    watched = Watched(found, save, change)
-    trainer, module, dm = build(replace(job, trainer={**job.trainer, "callbacks": [watched]}))
+    callbacks = [Watched(found, save, change), ThroughputMonitor(every_n_steps=5)]
+    trainer, module, dm = build(replace(job, trainer={**job.trainer, "callbacks": callbacks, "logger": Shares(found)}))
     dm.num_workers = 1
-    for option, value in data.items():
+    for option, value in (options or {}).items():
         setattr(dm, option, value)
     trainer.fit(module, datamodule=dm, ckpt_path=job.resume)
-    found.losses, found.skipped = [float(x) for x in module.losses], dm._loaders["train"].skipped if dm._loaders else 0
+    found.losses = [float(x) for x in module.losses]
     return found
 
 
@@ -240,7 +278,7 @@ def test_a_run_over_epochs_validations_and_a_resume(
     """What is computed is bit by bit that of a run without; what is read was computed beside other items."""
     folder, path = tmp_path / "rows", str(tmp_path / "saved")
     job = job_of(digits, cache={"vision": folder, "audio": folder}, **ahead)
-    first = pool.run(2, ran, job, path, timeout=180)
+    first: list[Ran] = pool.run(2, ran, job, path, timeout=180)
     train, both = items_of(digits, "train.json"), items_of(digits, "train.json", "val.json")
     for one in first:
         assert len(one.losses) == STEPS and one.losses[:5] == plain.losses[:5]
@@ -251,7 +289,10 @@ def test_a_run_over_epochs_validations_and_a_resume(
     assert sum(total(first, 1)) - total(first, 1)[1] >= 0.9 * train
     assert [said for one in first for said in one.said if f"cache of 'vision' in {folder}" in said and "0 of" in said]
     resumed = pool.run(2, ran, replace(job, resume=path), timeout=180)
+    assert len(plain.shares) == 0 and [one.shares for one in first] == [first[0].shares] * 2
+    assert first[0].shares[0] == 0 and len(first[0].shares) == 4 and min(first[0].shares[2:]) > 0.7
     for one in resumed:
+        assert set(one.shares) == {1.0}
         assert close(one.losses, plain.losses[4:])
         assert close(one.validation[-3:], plain.validation[-3:])
     assert total(resumed, 0)[1] == total(resumed, 1)[1] == 0
@@ -272,3 +313,144 @@ def test_a_changed_weight_is_a_miss_and_one_that_changes_meanwhile_ends_the_run(
     assert sum(run.counts[0]["vision"][1] for run in runs) > 0 and len(list(folder.iterdir())) == 3
     with pytest.raises(WorkerError, match="weights of 'vision' have changed since this fit began"):
         pool.run(2, ran, keeping, None, "during", timeout=180)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 96 KiB of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = shutil.which("mount")
+    made = mount and subprocess.run([mount, "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(place)], capture_output=True)
+    if not made or made.returncode:
+        pytest.skip("may not mount a file system")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def stored(folder: Path) -> int:
+    """Items in all caches of a folder."""
+    stores = [RowStore(path) for path in folder.iterdir()]
+    for store in stores:
+        store.refresh()
+    return sum(map(len, stores))
+
+
+def filled(pool: Pool, job: Job, plain: Ran, message: str, folder: Path, **more: Any) -> list[Ran]:
+    """A run whose rows do not all fit, which goes on and says so once on each rank and module."""
+    runs: list[Ran] = pool.run(2, ran, job, None, None, more.get("options"), more.get("largest"), timeout=180)
+    for one in runs:
+        assert close(one.losses, plain.losses) and close(one.validation, plain.validation)
+        said = [text for text in one.said if message in text]
+        assert 1 <= len(said) <= len(one.counts[0]) and "the other ones are computed from here on" in said[0]
+        assert not any("not written" in text for text in one.said)
+    assert stored(folder)
+    return runs
+
+
+def test_a_full_disk_ends_writing_and_nothing_else(pool: Pool, digits: Path, plain: Ran, small_disk: Path) -> None:
+    folder = small_disk / "rows"
+    job = job_of(digits, cache={"vision": folder, "audio": folder})
+    filled(pool, job, plain, "No space left on device", folder)
+    assert os.statvfs(small_disk).f_bavail == 0
+    there = stored(folder)
+    again = filled(pool, job, plain, "No space left on device", folder)  # full from the start
+    train = items_of(digits, "train.json")
+    assert stored(folder) == there and total(again, 0)[0] > 0 and total(again, 1)[1] > train / 10
+    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
+    runs: list[Ran] = pool.run(2, ran, job, timeout=180)
+    assert close(runs[0].losses, plain.losses) and total(runs, 1)[1] <= train / 10
+    assert stored(folder) == items_of(digits, "train.json", "val.json")
+
+
+def test_a_file_that_may_not_grow_ends_writing(pool: Pool, digits: Path, plain: Ran, tmp_path: Path) -> None:
+    """A quota; also where a file system cannot be mounted."""
+    job = job_of(digits, cache={"vision": tmp_path, "audio": tmp_path})
+    filled(pool, job, plain, "File too large", tmp_path, options={"num_workers": 0}, largest=50_000)
+
+
+def test_two_runs_at_once_share_a_folder(pool: Pool, digits: Path, plain: Ran, tmp_path: Path) -> None:
+    job = job_of(digits, cache={"vision": tmp_path, "audio": tmp_path})
+    with ThreadPoolExecutor() as threads:
+        both = [threads.submit(each.run, 2, ran, job, timeout=240) for each in (pool, Pool())]
+        runs: list[Ran] = [one for future in both for one in future.result()]
+    for one in runs:
+        assert close(one.losses, plain.losses) and close(one.validation, plain.validation)
+    for folder in tmp_path.iterdir():
+        assert len(list(folder.glob("*.index"))) >= 2  # each wrote files of its own
+    assert stored(tmp_path) == items_of(digits, "train.json", "val.json")
+    later: list[Ran] = pool.run(2, ran, job, timeout=180)
+    assert close(later[0].losses, plain.losses) and total(later, 0)[1] == total(later, 1)[1] == 0
+
+
+def test_what_could_not_be_read_is_not_kept_and_a_mended_file_is_read_again(
+    pool: Pool, digits: Path, plain: Ran, tmp_path: Path
+) -> None:
+    folder, skip = tmp_path / "data", {"on_error": "skip"}
+    shutil.copytree(digits, folder)
+    job = job_of(folder)
+    datamodule(job).prepare_data()
+    keeping = job_of(folder, cache={"vision": tmp_path / "rows", "audio": tmp_path / "rows"})
+    sample = next(s for s in json.loads((folder / "train.json").read_text()) if isinstance(s.get("image"), str))
+    image = folder / sample["image"]
+    whole = image.read_bytes()
+    image.write_bytes(whole[: len(whole) // 2])
+    damaged: list[Ran] = pool.run(2, ran, job, None, None, skip, timeout=180)
+    runs: list[Ran] = pool.run(2, ran, keeping, None, None, skip, timeout=180)
+    assert not close(damaged[0].losses, plain.losses)
+    for one, other in zip(damaged, runs, strict=True):
+        assert close(one.losses, other.losses) and one.skipped == other.skipped == 2
+    image.write_bytes(whole)
+    runs = pool.run(2, ran, keeping, timeout=180)
+    assert close(runs[0].losses, plain.losses) and 1 <= total(runs, 0)[1] <= 3  # it, and what it was with
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "trained": (
+        {"freeze": ("audio",)},
+        {},
+        r"'vision', whose backbone has parameters that train \(of \d+ in its first",
+    ),
+    "no such module": ({}, {"cache": {"image": "rows"}}, r"cache names 'image'; the modules are vision, audio, llm"),
+    "no encoder": ({}, {"cache": {"llm": "rows"}}, r"cache names 'llm', a \w+; only rows of an Encoder's backbone"),
+    "wide": ({"layouts": {**STAGES, "vision": on(0, 1, tp=2)}}, {}, r"'vision', which has tp=2 cp=1: ranks of an"),
+    "all to all": ({}, {"payload": "all_to_all"}, r"names 'vision', whose items are not looked for before they are"),
+    "dropout": ({}, {"dropout": 0.1}, r"names 'vision', but backbone\.\S+ has attention_dropout=0.1 in training mode"),
+    "before": ({}, {"before": True}, r"cache names 'vision', whose before= changes its inputs"),
+}
+
+
+def refused(rank: int, world: int, job: Job, options: dict[str, Any]) -> Ran:
+    """A run of a model with something in it that the cache cannot see."""
+
+    def made(job: Job, vocabulary: int) -> Any:
+        model = scenario.model_of(replace(job), vocabulary)
+        vision: Any = model.modules_by_name["vision"]
+        if "dropout" in options:
+            vision.backbone.model.encoder.layers[1].self_attn.attention_dropout = options["dropout"]
+        if "before" in options:
+            vision.before = lambda inputs: inputs
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lit, "configure_model", lambda self: setattr(self, "model", made(self.job, self.vocabulary)))
+        return ran(rank, world, job, None, None, {n: v for n, v in options.items() if n == "payload"})
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_kept_is_refused(pool: Pool, digits: Path, tmp_path: Path, case: str) -> None:
+    job, given, message = REFUSED[case]
+    names = given.get("cache", {"vision": "rows"})
+    made = replace(job_of(digits, cache={n: tmp_path / f for n, f in names.items()}), **job)
+    with pytest.raises(WorkerError, match=message) as error:
+        pool.run(2, refused, made, given, timeout=120)
+    assert error.value.error == "ConfigError"
+
+
+def test_a_folder_that_cannot_be_written_is_refused_when_the_strategy_is_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/rows")):
+        with pytest.raises(ConfigError, match=f"cache of 'vision' in {folder}: .*give another folder"):
+            HeteroStrategy(cache={"vision": folder})
