@@ -89,7 +89,7 @@ class RowStore:
         """Rows of items, of those that are there with as many rows as are expected.
 
         Args:
-            keys: uint64 ``[n, 2]``.
+            keys: uint64 ``[n, 2]``, hashes: of those that share their first word only one is looked for.
             rows: expected of each, int64 ``[n]``.
         """
         at = np.searchsorted(self._first, keys[:, 0])
