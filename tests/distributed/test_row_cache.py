@@ -33,7 +33,7 @@ from tests.distributed.stepping import Setting, Stepped, batches_on_rank, data, 
 
 BATCHES = ((0, 1, 2, 3), (5, 6), (3, 2), (1,))
 """Steps of unequal size, some with items of earlier ones."""
-LATER = ((2, 4, 5, 7, 1, 8), (8, 6), (3, 4, 1), (7, 2))
+LATER = ((2, 7, 4, 1, 5, 8), (8, 6), (3, 4, 1), (7, 2))
 """Of the next run: what is known and what is not take turns, with other items beside them."""
 BACKBONE = {"freeze": ("vision.backbone",)}
 PLACEMENTS: dict[str, tuple[dict[str, dict[str, Any]], str, dict[str, Any]]] = {
