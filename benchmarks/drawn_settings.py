@@ -31,7 +31,7 @@ RECOMPUTES = {"all": 3, "every 2": 1, "all but matmuls": 2, "whole": 1}
 
 PLAIN = ("balance", "tokens", "freeze", "recompute", "compile", "max_in_flight", "reshard_after_forward", "edges",
          "loss_weights", "kv_heads", "ranks_per_node", "tied", "dropout", "precision", "late", "lm",
-         "prefetch", "pieces", "fill", "schedule")  # fmt: skip
+         "cache", "prefetch", "pieces", "fill", "schedule")  # fmt: skip
 """Options that a smaller setting has as they are by default, in the order in which that is tried."""
 
 
@@ -147,7 +147,8 @@ class _Drawing:
         )
         drawn = self.filling(setting) if pipelined and self.often(0.5) else setting
         drawn = replace(drawn, prefetch=self.prefetch(drawn))
-        return replace(drawn, layouts={name: self.in_chunks(drawn, name) for name in modules})
+        drawn = replace(drawn, layouts={name: self.in_chunks(drawn, name) for name in modules})
+        return replace(drawn, cache=self.cache(drawn))
 
     def filling(self, setting: Setting) -> Setting:
         """The same with encoders in bubbles, where there are such, perhaps in pieces."""
@@ -174,6 +175,12 @@ class _Drawing:
         stages = {n: one.get("pp", 1) * setting.pieces.get(n, 1) for n, one in setting.layouts.items()}
         frozen = [n for n in stages if n in setting.freeze or (f"{n}.backbone" in setting.freeze and stages[n] > 1)]
         return {n: 1 for n in frozen if ITEM_MODULES.get(n) == "encoder" and self.often(0.6)}
+
+    def cache(self, setting: Setting) -> dict[str, str]:
+        """Frozen backbones whose rows are kept, those of all settings in one folder."""
+        frozen = [n for n in setting.modules if {n, f"{n}.backbone"} & {*setting.freeze} and not setting.dropout]
+        kept = [n for n in frozen if ITEM_MODULES.get(n) == "encoder" and setting.layouts[n].get("tp", 1) == 1]
+        return {name: f"{setting.folder}/rows" for name in kept if self.often(0.5)}
 
     def modules(self) -> list[str]:
         if self.draws:
@@ -334,7 +341,8 @@ def smaller(setting: Setting) -> Iterator[Setting]:
         yield replace(_plain(setting, "schedule"), schedule="zb_h1")
     for part in setting.freeze if len(setting.freeze) > 1 else ():
         left = {n: v for n, v in setting.prefetch.items() if n != part.split(".")[0]}
-        yield replace(setting, freeze=tuple(p for p in setting.freeze if p != part), prefetch=left)
+        kept = {n: v for n, v in setting.cache.items() if n != part.split(".")[0]}
+        yield replace(setting, freeze=tuple(p for p in setting.freeze if p != part), prefetch=left, cache=kept)
     for option in ("balance", "tokens", "recompute", "compile", "pieces"):
         given = getattr(setting, option) or {}
         for key in given if len(given) > 1 else ():
@@ -366,6 +374,7 @@ def _without(setting: Setting, module: str) -> Setting:
         edges=edges,
         freeze=tuple(part for part in setting.freeze if part.split(".")[0] != module),
         prefetch={n: v for n, v in setting.prefetch.items() if n != module},
+        cache={n: v for n, v in setting.cache.items() if n != module},
         recompute={n: v for n, v in setting.recompute.items() if n != module},
         pieces={n: v for n, v in setting.pieces.items() if n != module},
         compile={n: v for n, v in setting.compile.items() if n != module},

@@ -24,7 +24,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,10 @@ def photograph(rng: np.random.Generator, side: int) -> Image.Image:
     return Image.fromarray((pixels + 128).clip(0, 255).astype(np.uint8))
 
 
-def photographs(folder: Path) -> None:
+def photographs(folder: Path, sides: Collection[int] = tuple(IMAGES)) -> None:
     """Files and a manifest per resolution, written once."""
-    for side, count in IMAGES.items():
+    for side in sides:
+        count = IMAGES[side]
         place = folder / str(side)
         if (place / "manifest.json").is_file():
             continue

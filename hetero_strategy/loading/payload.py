@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch import Tensor
 from hetero_strategy import ragged
 from hetero_strategy.data.dataset_index import DatasetIndex
 from hetero_strategy.loading.item_reader import Reader
+
+if TYPE_CHECKING:
+    from hetero_strategy.loading.row_cache import RowCache
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class InstanceUnits:
     processor: Any
     """Of the module's media; None where it has none."""
     content: Content
+    cache: RowCache | None = None
+    """Of the rows of its frozen backbone; None: they are computed."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ class Content:
     """Module and numbers of some of its items in the step -> what is known of these."""
     values: Callable[[str, np.ndarray], list[np.ndarray]]
     """The same -> raw rows of each, float32 ``[R, feature]``; raises DataError where one cannot be read."""
+    failed: Mapping[int, str] = field(default_factory=dict)
+    """Data set index of every sample with an item that could not be read until now -> why not."""
     rows: Mapping[str, np.ndarray] | None = None
     """If the index is not measured, by module: rows of each item of the samples, also of those that were not read."""
 
@@ -88,4 +95,4 @@ def fetched(index: DatasetIndex, samples: np.ndarray, reader: Reader) -> Content
         found = items(module, units)
         return [reader(module, item, sizes) for item, sizes in zip(found.numbers.tolist(), found.sizes, strict=True)]
 
-    return Content(index, samples, items, values)
+    return Content(index, samples, items, values, reader.failed)

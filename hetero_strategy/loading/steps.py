@@ -24,6 +24,7 @@ from hetero_strategy.loading.batch import Batch, LoadTimes
 from hetero_strategy.loading.item_reader import OnError, Reader
 from hetero_strategy.loading.metadata import step_metadata
 from hetero_strategy.loading.payload import Content, InstanceUnits, fetched
+from hetero_strategy.loading.row_cache import RowCache
 from hetero_strategy.loading.worker_pool import Place
 from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.encoder import Encoder
@@ -161,6 +162,8 @@ class StepDataset(Dataset[Batch]):
         self.compute_dtype, self.compiler, self.prefetch = compute_dtype, compiler, frozenset(prefetch)
         self.on_error: OnError = "stop"
         """What an item that cannot be read does; the loader sets it."""
+        self.caches: dict[str, RowCache] = {}
+        """Of the rows of frozen encoders, by module; a strategy sets them."""
         if not len(self):
             raise ConfigError(
                 f"drop_last with global_batch_size {global_batch_size} leaves nothing of {len(index)} samples;"
@@ -212,6 +215,8 @@ class StepDataset(Dataset[Batch]):
         if self.prefetch:
             plan = with_next(plan, following, self.prefetch, held=follows)
         assert plan.digest  # made here, ahead of the step that needs it
+        for cache in self.caches.values():
+            cache.turn(epoch, step)
         planned = time.perf_counter()
         reader = Reader(self.index, self.processors, self.on_error)
         inputs = self.inputs(plan, fetched(self.index, plan.samples, reader))
@@ -259,6 +264,7 @@ class StepDataset(Dataset[Batch]):
                 seed=(self.seed, 0 if self.same_noise else plan.metadata.epoch),
                 processor=self.processors.get(module),
                 content=content,
+                cache=self.caches.get(module),
             )
         )
         return made if self.compute_dtype is None else made.narrowed(self.compute_dtype)

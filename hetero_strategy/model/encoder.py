@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from typing_extensions import override
 from hetero_strategy.errors import DataError
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, initialize_plain, linear_flops, previous_rows
 from hetero_strategy.model.hf_folder import HFWeights
-from hetero_strategy.model.inputs import EncoderInputs, Packing
+from hetero_strategy.model.inputs import CachedRows, EncoderInputs, Packing
 from hetero_strategy.model.kind import ModuleKind
 
 if TYPE_CHECKING:
@@ -88,10 +88,27 @@ class EncoderKind(ModuleKind):
         if not units.first:
             empty = torch.zeros(0, processor.feature)
             return EncoderInputs(empty, items.sizes, items.rows, Packing.of(units.inner_rows))
+        if units.cache is not None:
+            return units.cache.inputs(units, items)
         made: EncoderInputs = processor.collate(
             units.content.values(units.module, units.numbers), items.sizes, items.rows
         )
         return made
+
+
+class Keeper(Protocol):
+    """Takes the rows of a frozen backbone to where they are kept."""
+
+    always: bool
+    """Whether the backbone runs even where nothing was missed, as its weights are gathered when it runs."""
+
+    def __call__(self, computed: Tensor | None, cached: CachedRows) -> None:
+        """Take note of one microbatch.
+
+        Args:
+            computed: rows of the missed items, end to end; None where nothing was computed.
+            cached: what was found and what was missed.
+        """
 
 
 _PLAIN = Adapter()
@@ -113,6 +130,8 @@ class Encoder(Adapter):
     """
 
     kind = EncoderKind()
+    keeper: Keeper | None = None
+    """What takes the backbone's rows, where a strategy keeps them."""
 
     def __init__(
         self,
@@ -158,13 +177,26 @@ class Encoder(Adapter):
         if self.before is not None and self.first_stage:
             inputs = self.before(inputs)
         inner: Tensor
-        inner = self.backbone(inputs, hidden) if isinstance(self.backbone, Backbone) else self.backbone(inputs)
+        if inputs.cached is not None and self.first_stage:
+            inner = self._completed(inputs, inputs.cached)
+        else:
+            inner = self.backbone(inputs, hidden) if isinstance(self.backbone, Backbone) else self.backbone(inputs)
         if not self.last_stage:
             return inner
         projected: Tensor = self.projector(inner)
         if len(projected) != int(inputs.rows.sum()):
             raise DataError(self._miscounted(len(projected), inputs))
         return projected if self.after is None else self.after(projected, inputs)
+
+    def _completed(self, inputs: EncoderInputs, cached: CachedRows) -> Tensor:
+        """Rows of all items, of which the backbone computes those that were not found."""
+        missed = inputs if cached.missed is None else cached.missed
+        computed: Tensor | None = None
+        if len(missed.rows) or self.keeper is None or self.keeper.always:
+            computed = self.backbone(missed)
+        if self.keeper is not None:
+            self.keeper(computed, cached)
+        return cached.joined(computed)
 
     def _miscounted(self, count: int, inputs: EncoderInputs) -> str:
         items = [f"{tuple(size)} -> {rows}" for size, rows in zip(inputs.sizes.tolist(), inputs.rows, strict=True)]

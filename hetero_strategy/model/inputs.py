@@ -173,6 +173,8 @@ class EncoderInputs(ModuleInputs):
     """int64 ``[n]``, on the host: output rows of each item, which the edge carries."""
     packing: Packing
     """The rows that the backbone's transformer sees, packed."""
+    cached: CachedRows | None = None
+    """Where the backbone's rows are kept on disk: those of some items, whose values are not among ``values``."""
 
     @override
     def silenced(self, bad: np.ndarray) -> Self:
@@ -180,7 +182,41 @@ class EncoderInputs(ModuleInputs):
 
     @override
     def narrowed(self, dtype: torch.dtype) -> Self:
-        return replace(self, values=self.values.to(dtype)) if self.values.is_floating_point() else self
+        cached = None if self.cached is None else self.cached.narrowed(dtype)
+        values = self.values.to(dtype) if self.values.is_floating_point() else self.values
+        return replace(self, values=values, cached=cached)
+
+
+@dataclass(frozen=True, eq=False)
+class CachedRows:
+    """Rows of a frozen backbone that were read from disk for some of the items, and what else there is to compute."""
+
+    rows: torch.Tensor
+    """``[R, width]``, of the items that were found, end to end."""
+    found: int
+    """Number of these items."""
+    missed: EncoderInputs | None
+    """The other items; None where none was found: then they are all."""
+    order: torch.Tensor | None
+    """int64: where each row of all items lies among those of the missed and of the found ones, end to end in this
+    order; None where there are only such or only such."""
+    keys: np.ndarray
+    """uint64 ``[m, 2]``, on the host: of each missed item."""
+    lengths: np.ndarray
+    """int64 ``[m]``: rows of each of these."""
+    keep: np.ndarray
+    """bool ``[m]``: whether they are to be written; not those of files that could not be read."""
+
+    def narrowed(self, dtype: torch.dtype) -> CachedRows:
+        """Return the same with the payload of what was missed in this dtype."""
+        return self if self.missed is None else replace(self, missed=self.missed.narrowed(dtype))
+
+    def joined(self, computed: torch.Tensor | None) -> torch.Tensor:
+        """Return the rows of all items in their order, from those that were ``computed`` of the missed ones."""
+        if self.order is None:
+            return self.rows if computed is None or not len(self.keys) else computed
+        assert computed is not None
+        return torch.cat([computed, self.rows]).index_select(0, self.order)
 
 
 @dataclass(frozen=True, eq=False)

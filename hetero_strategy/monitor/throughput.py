@@ -80,6 +80,7 @@ class ThroughputMonitor(L.Callback):
     ``throughput/checkpoint_seconds``        part of it: writing and removing checkpoints, under HeteroStrategy
     ``throughput/between_seconds``           part of it: callbacks, loggers, Lightning's loop
     ``throughput/validation_seconds``        validation, per training step; not in step_seconds
+    ``throughput/<module>/cached_share``     share of the module's items whose rows were read, validation's included
     ``throughput/padding_share``             share of alignment rows in all rows, over all modules
     ``tflops/total``, ``tflops/<module>``    model FLOPs per second over all ranks, in 1e12
     ``mfu/total``, ``mfu/<module>``          model FLOPs over the peak of all ranks, or of the module's own ranks
@@ -124,6 +125,7 @@ class ThroughputMonitor(L.Callback):
         self._steps = self._tokens = 0
         self._spent = Spent()
         self._step = 0
+        self._cached = np.zeros((1, 2))
 
     # ---- hooks -----------------------------------------------------------------------------------------------------
 
@@ -218,6 +220,7 @@ class ThroughputMonitor(L.Callback):
             "throughput/checkpoint_seconds": checkpoint / window.steps,
             "throughput/between_seconds": between / window.steps,
             "throughput/validation_seconds": validation / window.steps,
+            **self._cached_shares(trainer),
             "throughput/padding_share": window.padding / max(rows + window.padding, 1),
             "tflops/total": sum(w.model for w in works.values()) / seconds / 1e12,
             **{f"tflops/{name}": w.model / seconds / 1e12 for name, w in works.items()},
@@ -232,6 +235,18 @@ class ThroughputMonitor(L.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=self._step)
         return metrics
+
+    def _cached_shares(self, trainer: L.Trainer) -> dict[str, float]:
+        """Of each module whose rows are kept on disk, over all ranks; a collective where there are such."""
+        caches = getattr(trainer.strategy, "row_caches", None)
+        counts = {} if caches is None else caches.counts()
+        if not counts:
+            return {}
+        now = np.array(list(counts.values()), np.float64)
+        new, self._cached = now - self._cached, now
+        found = np.reshape(over_ranks(trainer, new.ravel().tolist(), "mean"), (-1, 2))
+        shares = (found[:, 0] / np.maximum(found.sum(axis=1), 1e-9)).tolist()
+        return {f"throughput/{name}/cached_share": share for name, share in zip(counts, shares, strict=True)}
 
 
 def _wait_for_device(trainer: L.Trainer) -> None:

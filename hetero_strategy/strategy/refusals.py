@@ -55,3 +55,10 @@ def check_dataloader(dataloader: object) -> None:
             "HeteroStrategy: DataLoader(shuffle=True) draws from each process's own random numbers, but all ranks"
             " walk the same batches; use MultimodalDataModule, or give the DataLoader a seeded generator"
         )
+
+
+def without_inference_mode(trainer: Trainer) -> None:
+    """Let evaluations run without ``inference_mode``: FSDP2 cannot train after a forward under it."""
+    loops = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, *loops):
+        loop.inference_mode = False

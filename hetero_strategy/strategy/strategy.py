@@ -62,7 +62,8 @@ from hetero_strategy.strategy.launch import (
     stop_together,
 )
 from hetero_strategy.strategy.precision import check_trainable, seed_scale, stand_in, storage_of
-from hetero_strategy.strategy.refusals import check_callbacks, check_dataloader
+from hetero_strategy.strategy.refusals import check_callbacks, check_dataloader, without_inference_mode
+from hetero_strategy.strategy.row_caches import RowCaches
 
 
 class HeteroStrategy(WorldCollectives):
@@ -86,6 +87,7 @@ class HeteroStrategy(WorldCollectives):
             ``search`` (made shorter), ``coarse`` (around its work), ``decoupled`` (recomputed), ``none`` (``auto``).
         pieces: module that fills -> parts of about equal cost in which its forwards and backwards are cut to fit.
         prefetch: frozen encoder -> 1: in a step's bubbles it works for the next step, whose rows are held meanwhile.
+        cache: encoder with a frozen backbone -> folder: the backbone's rows are written once per item and then read.
         start_method: ``popen`` (re-runs the script per process), ``fork`` or ``spawn``. Ignored under torchrun, SLURM.
         process_group_backend: default: by device.
         timeout: of every collective; a number is minutes.
@@ -117,6 +119,7 @@ class HeteroStrategy(WorldCollectives):
         fill: str = "auto",
         pieces: Mapping[str, int] | None = None,
         prefetch: Mapping[str, int] | None = None,
+        cache: Mapping[str, str | Path] | None = None,
         start_method: str = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
@@ -136,6 +139,7 @@ class HeteroStrategy(WorldCollectives):
         self._timeout, self._step_timeout = minutes(timeout), None if step_timeout is None else minutes(step_timeout)
         self._async_checkpoint, self._verify, self._keep_fp32 = async_checkpoint, verify_checkpoints, keep_fp32
         self.num_nodes, self._prefix, self._stop = 1, "", Stop()
+        self.row_caches = RowCaches(cache)
         self._placement: Placement | None = None
         self._multimodal: MultimodalModel | None = None
         self._runner: StepRunner | None = None
@@ -255,13 +259,7 @@ class HeteroStrategy(WorldCollectives):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        for loop in (
-            trainer.fit_loop.epoch_loop.val_loop,
-            trainer.validate_loop,
-            trainer.test_loop,
-            trainer.predict_loop,
-        ):
-            loop.inference_mode = False  # FSDP2 cannot train after a forward under inference_mode
+        without_inference_mode(trainer)
         if self._multimodal is None or all(m is not self._multimodal for m in self.lightning_module.modules()):
             self._build(self.lightning_module)
         assert self._multimodal is not None and self._runner is not None
@@ -344,6 +342,7 @@ class HeteroStrategy(WorldCollectives):
 
     def process_dataloader(self, dataloader: object) -> object:
         check_dataloader(dataloader)
+        self.row_caches.attach(dataloader, self.executor, self.broadcast)
         return dataloader
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
@@ -417,6 +416,7 @@ class HeteroStrategy(WorldCollectives):
         if self._multimodal is not None and self._runner is not None:
             self._runner.garbage.stop()
             self._multimodal.detach()
+        self.row_caches.close()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -19,6 +19,7 @@ from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.datamodule import MultimodalDataModule
+from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.combine import StepSums
@@ -32,6 +33,7 @@ from hetero_strategy.schedule.check import check
 from hetero_strategy.schedule.compile import RankAction
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.assembly import ROW_ALIGNMENT, Assembled, assemble
+from hetero_strategy.strategy.row_caches import RowCaches
 from hetero_strategy.zoo import flow_decoder, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from recipes.digits import write_digits, write_digits_draw
 from tests.distributed.damage import damaged, late
@@ -78,6 +80,8 @@ class Setting:
     fill: str = "none"
     pieces: Mapping[str, int] = field(default_factory=dict)
     prefetch: Mapping[str, int] = field(default_factory=dict)
+    cache: Mapping[str, str] = field(default_factory=dict)
+    """Folders of rows of frozen encoders."""
     max_in_flight: Mapping[str, int] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
     """``encoder_microbatch_rows``."""
@@ -278,7 +282,7 @@ def fp64() -> AbstractContextManager[None]:
 
 def reference(setting: Setting, microbatches: int, *, train: bool = True, step: int = 0) -> Reference:
     """A step of one process, samples dealt in order."""
-    setting = replace(setting, balance=None, prefetch={})
+    setting = replace(setting, balance=None, prefetch={}, cache={})
     with made_in(setting.storage.master):
         model = _model(setting).to(setting.storage.compute).train(train)
         out = model(steps_of(setting, microbatches, RankView.whole(setting.modules))[step])
@@ -367,6 +371,8 @@ class Stepped:
     """Of the schedule: what every rank does, as this one has it."""
     evaluated: dict[str, float] = field(default_factory=dict)
     """Losses of the same batch without backwards, where it was run so."""
+    cached: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Items whose rows were found and not found until now, of each module that this rank keeps rows of."""
 
 
 @dataclass(frozen=True)
@@ -418,6 +424,13 @@ class OnRank:
         self.executor = self.made.executor
         modules = self.executor.modules
         self.owned = {f"{n}.{fqn}": p for n, m in modules.items() for fqn, p in m.named_parameters() if not p.is_meta}
+        self.caches = RowCaches(setting.cache)
+
+    def steps(self, setting: Setting, microbatches: int | None) -> StepDataset:
+        """Batches of this rank, which look for rows where the setting says so."""
+        steps = steps_of(setting, microbatches, self.share, self.made.context)
+        self.caches.attach(StepLoader(steps), self.executor, _from_rank)
+        return steps
 
     def step(
         self, expected: Reference, microbatches: int | None, setting: Setting, damage: str = "", number: int = 0
@@ -432,7 +445,7 @@ class OnRank:
             number: of the step in the setting's batches.
         """
         at: Any = (0, number, True) if number else 0
-        batch: Batch = steps_of(setting, microbatches, self.share, self.made.context)[at]
+        batch: Batch = self.steps(setting, microbatches)[at]
         with damaged(damage), late(setting.late, self.rank), counted() as peaks:
             outcome = self.executor.run(batch, train=True)
         schedule = self.executor.recorder.steps[-1].schedule
@@ -448,7 +461,8 @@ class OnRank:
         trains = {name: p.requires_grad for name, p in self.owned.items()}
         plan = self.executor.recorder.steps[-1].plan
         errors = expected.errors(gradients)
-        return Stepped(self._losses(outcome), errors, trains, dict(peaks), held, plan, schedule.lanes)
+        cached = {name: (keeper.found, keeper.missed) for name, keeper in self.caches.keepers.items()}
+        return Stepped(self._losses(outcome), errors, trains, dict(peaks), held, plan, schedule.lanes, cached=cached)
 
     def evaluate(self, setting: Setting) -> dict[str, float]:
         """Losses of the first batch, forwards alone."""
@@ -456,7 +470,7 @@ class OnRank:
         for module in modules:
             module.eval()
         alone = replace(setting, prefetch={})
-        batch: Batch = steps_of(alone, setting.microbatches, self.share, self.made.context)[0]
+        batch: Batch = self.steps(alone, setting.microbatches)[0]
         with torch.no_grad():
             outcome = self.executor.run(batch, train=False)
         for module in modules:
@@ -483,8 +497,15 @@ def batches_on_rank(
                 found[0].evaluated = made.evaluate(setting)
     except HeteroError as refusal:
         return str(refusal)
+    made.caches.close()
     dist.barrier()
     return found
+
+
+def _from_rank(value: Any, rank: int) -> Any:
+    boxed = [value]
+    dist.broadcast_object_list(boxed, rank)
+    return boxed[0]
 
 
 def _breaks(graph: StageGraph) -> dict[str, str]:

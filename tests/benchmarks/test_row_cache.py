@@ -1,0 +1,26 @@
+"""The benchmark of cached rows, with few pictures."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import loader, row_cache
+from tests.distributed.harness import Pool
+
+
+def measured(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        del os.environ[name]
+    loader.IMAGES[512] = 60
+    return row_cache.main(["--rounds", "1", "--folder", str(folder)])
+
+
+@pytest.mark.distributed
+def test_a_step_whose_rows_are_read_takes_less_of_the_processor(pool: Pool, tmp_path: Path) -> None:
+    (found,) = pool.run(1, measured, tmp_path, timeout=240, group=False)
+    _, processor, made = found["read"]
+    assert processor < found["without"][1] / 2 and made < found["without"][2] / 2
