@@ -162,9 +162,10 @@ def test_a_rank_that_raises_ends_the_job_however_it_was_started(start: Starter) 
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_ends_the_job_soon(start: Starter) -> None:
+@pytest.mark.parametrize("way", ["fork", pytest.param("popen", marks=pytest.mark.full)])
+def test_a_rank_that_hangs_ends_the_job_soon(start: Starter, way: str) -> None:
     """After the first step collectives have five seconds, not half an hour."""
-    run = start("--sleep", "1", "2", "--step-timeout", str(5 / 60))
+    run = start("--start", way, "--sleep", "1", "2", "--step-timeout", str(5 / 60))
     wait_for(run.folder / "asleep")
     began = time.monotonic()
     text = run.end(120)
