@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.strategy.launch import prepare_device
 from tests.distributed.scenario import Job, data, train
 from tests.distributed.scripts.train import STEPS
@@ -225,6 +227,11 @@ def wait_for(path: Path, seconds: float = 120) -> None:
     while not path.exists():
         assert time.monotonic() < end, f"{path.name} did not come"
         time.sleep(0.05)
+
+
+def test_another_start_method_is_refused() -> None:
+    with pytest.raises(ConfigError, match="start_method='threads'; use one of popen, "):
+        HeteroStrategy({"llm": {"ranks": [0]}}, start_method="threads")
 
 
 def test_memory_grows_in_segments_unless_the_person_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
