@@ -1,11 +1,14 @@
 # Every target sets itself up: a local .venv with the pinned dependencies, renewed when they change.
 # Options are passed with ARGS:  make train ARGS="experiment=digits"   make test ARGS="tests/layout -x"
+# Tests run in WORKERS processes, each of which takes over what another has left; WORKERS=0: in this one, as --pdb needs.
 
 VENV ?= .venv
 PYTHON ?=
 PIP_ARGS ?=
 ARGS ?=
+WORKERS ?= 2
 INSTALLED := $(VENV)/.installed
+SPREAD := --numprocesses $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-all test-perf lint format clean
@@ -19,10 +22,10 @@ train: $(INSTALLED)  ## train; hydra overrides in ARGS
 	$(VENV)/bin/python -m recipes.train $(ARGS)
 
 test: lint  ## lint, type check and the tests of minutes; pytest options in ARGS
-	$(VENV)/bin/python -m pytest -m "not full and not perf" $(ARGS)
+	$(VENV)/bin/python -m pytest $(SPREAD) -m "not full and not perf" $(ARGS)
 
 test-all: lint  ## the same and all other tests: every placement with every schedule
-	$(VENV)/bin/python -m pytest -m "not perf" $(ARGS)
+	$(VENV)/bin/python -m pytest $(SPREAD) -m "not perf" $(ARGS)
 
 test-perf: $(INSTALLED)  ## limits on durations, for a machine that has nothing else to do
 	$(VENV)/bin/python -m pytest -m perf $(ARGS)

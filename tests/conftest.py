@@ -68,6 +68,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_of_other_modules_is_looked_through() -> None:
+    """What tests of other modules have left stays too: a dry run collects garbage for every rank that it builds."""
+    pytest_collection_finish()
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> Iterator[None]:
     """Every test starts from the same torch random state, whichever tests ran before it."""

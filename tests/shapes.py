@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Container, Iterable
+from enum import Enum
+from functools import cache, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from inspect import isclass, isfunction
 from types import ModuleType
 from typing import Any, get_type_hints
 
+import numpy as np
 from beartype import BeartypeConf, beartype
 from jaxtyping import jaxtyped
 
@@ -62,12 +64,51 @@ def _states_a_shape(function: Callable[..., Any]) -> bool:
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a check of each call."""
-    typed = TYPED(function)
+    """The function with a check of each call. What it sees of most calls it has seen before: then it need not look."""
+    typed, passed, results = TYPED(function), set[Any](), list[Any]()
+
+    @TYPED
+    @wraps(function)
+    def same(*args: Any, **kwargs: Any) -> Any:
+        return results.pop()
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with EQUAL_NAMES:
-            return typed(*args, **kwargs)
+        given = _seen((*kwargs, *args, *kwargs.values()))
+        if given is None or given not in passed:
+            with EQUAL_NAMES:
+                result = typed(*args, **kwargs)
+        else:
+            result = function(*args, **kwargs)
+            if (given, _seen((result,))) in passed:
+                return result
+            results.append(result)
+            with EQUAL_NAMES:
+                same(*args, **kwargs)
+        if given is not None and (returned := _seen((result,))) is not None:
+            passed.update((given, (given, returned)))
+        return result
 
     return call
+
+
+def _seen(values: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """All that a check sees of values: types, shapes, texts; None where it looks into one."""
+    found: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is np.ndarray:
+            found.append((value.dtype, value.shape))
+        elif kind is str:
+            found.append(value)
+        elif _is_deep(kind):
+            return None
+        else:
+            found.append(kind)
+    return tuple(found)
+
+
+@cache
+def _is_deep(kind: type) -> bool:
+    """Whether a check looks into values of this type, or at which of them it is."""
+    return issubclass(kind, (Iterable, Container, Enum, type))

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.strategy.launch import prepare_device
 from tests.distributed.scenario import Job, data, train
 from tests.distributed.scripts.train import STEPS
@@ -162,9 +164,10 @@ def test_a_rank_that_raises_ends_the_job_however_it_was_started(start: Starter) 
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_ends_the_job_soon(start: Starter) -> None:
+@pytest.mark.parametrize("way", ["fork", pytest.param("popen", marks=pytest.mark.full)])
+def test_a_rank_that_hangs_ends_the_job_soon(start: Starter, way: str) -> None:
     """After the first step collectives have five seconds, not half an hour."""
-    run = start("--sleep", "1", "2", "--step-timeout", str(5 / 60))
+    run = start("--start", way, "--sleep", "1", "2", "--step-timeout", str(5 / 60))
     wait_for(run.folder / "asleep")
     began = time.monotonic()
     text = run.end(120)
@@ -224,6 +227,11 @@ def wait_for(path: Path, seconds: float = 120) -> None:
     while not path.exists():
         assert time.monotonic() < end, f"{path.name} did not come"
         time.sleep(0.05)
+
+
+def test_another_start_method_is_refused() -> None:
+    with pytest.raises(ConfigError, match="start_method='threads'; use one of popen, "):
+        HeteroStrategy({"llm": {"ranks": [0]}}, start_method="threads")
 
 
 def test_memory_grows_in_segments_unless_the_person_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,6 +206,11 @@ def run(rank: int, world: int, piece: Piece) -> dict[str, Any]:
         "owned": sorted(n for n, p in module.named_parameters() if not p.is_meta),
         "same": all(dict(module.named_parameters())[n] is p for s in stages.values() for n, p in _owned(s).items()),
     }
+
+
+def run_all(rank: int, world: int, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    """One after another."""
+    return [run(rank, world, piece) for piece in pieces]
 
 
 def _owned(stage: Adapter) -> dict[str, torch.nn.Parameter]:

@@ -16,14 +16,14 @@ from hetero_strategy.planner.memory import MemoryModel
 from hetero_strategy.planner.search import Answer, Planner, Ranked, is_homogeneous
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import compositions, degrees, partitions, places
-from tests.planner.models import batch, cluster, model, module
+from tests.planner.models import batch, cluster, few_simulations, model, module
 from tests.planner.test_memory import FP32, OF, TEXT
 
 PLAIN = BalanceConfig(reorder="none")
 
 
-def planner(shape: ModelShape, ranks: int, samples: int = 16, **options: float) -> Planner:
-    return Planner(shape, cluster(ranks, **options), [batch(samples)], balance=PLAIN)
+def planner(shape: ModelShape, ranks: int, samples: int = 16, simulations: int = 24, **options: float) -> Planner:
+    return Planner(shape, cluster(ranks, **options), [batch(samples)], balance=PLAIN, simulations=simulations)
 
 
 @pytest.mark.parametrize(
@@ -65,19 +65,21 @@ def test_proposals_are_ranked_much_as_simulation_ranks_them() -> None:
     assert np.median(np.abs(both[:, 0] / both[:, 1] - 1)) < 0.1
 
 
-def test_a_small_encoder_stays_with_the_language_model() -> None:
-    answer = planner(model((2, 64), (8, 512)), 4, samples=32).plan()
+@few_simulations
+def test_a_small_encoder_stays_with_the_language_model(simulations: int) -> None:
+    answer = planner(model((2, 64), (8, 512)), 4, 32, simulations).plan()
     assert is_homogeneous(answer.best.candidate)
     alike = answer.homogeneous()
     assert alike is not None
     assert answer.best.seconds <= 1.01 * min(r.seconds for r in answer.ranked)
 
 
-def test_the_best_is_never_slower_than_one_layout_for_all() -> None:
+@few_simulations
+def test_the_best_is_never_slower_than_one_layout_for_all(simulations: int) -> None:
     for seed in range(3):
         rng = np.random.default_rng(seed)
         encoder, llm = ((int(rng.integers(2, 6)), int(rng.choice([128, 256, 512]))) for _ in range(2))
-        answer = planner(model(encoder, llm, frozen=bool(seed % 2)), 4, 12).plan()
+        answer = planner(model(encoder, llm, frozen=bool(seed % 2)), 4, 12, simulations).plan()
         alike = answer.homogeneous()
         assert alike is not None
         assert answer.best.seconds <= alike.seconds
