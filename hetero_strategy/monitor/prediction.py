@@ -22,10 +22,9 @@ from scipy.stats import linregress
 from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.schedule.action import Action, Kind, Schedule, StageId
 from hetero_strategy.schedule.graph import PlannedCosts
-from hetero_strategy.simulator.account import Host
 from hetero_strategy.simulator.links import Links, same_ranks
 from hetero_strategy.simulator.profile import Profile, TimedForward, fit_line
-from hetero_strategy.simulator.result import Simulation
+from hetero_strategy.simulator.result import Host, Simulation
 from hetero_strategy.simulator.rows import Widths, rows_between
 from hetero_strategy.simulator.simulate import RowsSent, simulate
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from hetero_strategy.schedule.action import Action
 from hetero_strategy.simulator.bubbles import Filling
-from hetero_strategy.simulator.result import Cause, Simulation
+from hetero_strategy.simulator.result import Cause, Simulation, Wait
 
 
 class Event(NamedTuple):
@@ -42,14 +42,17 @@ class Timeline:
     """Cause -> its part of ``bubble``, where that is known."""
     filling: Filling | None = None
     """What filling bubbles does to the step, where modules do and where that is known."""
+    waits: tuple[Wait, ...] = ()
+    """When these ranks are idle, where it is known why."""
 
 
 def from_simulation(simulation: Simulation, most: int | None = None, filling: Filling | None = None) -> Timeline:
     """Make the timeline of a simulation, of at most ``most`` evenly chosen ranks (None: of all)."""
     ranks = evenly([int(r) for r in simulation.ranks], most)
-    events = (Event(rank, *event) for rank in ranks for event in simulation.of(rank))
+    events = tuple(Event(rank, *event) for rank in ranks for event in simulation.of(rank))
+    waits = tuple(wait for rank in ranks for wait in simulation.waits(rank))
     world, causes = len(simulation.ranks), simulation.bubble_by_cause
-    return Timeline("simulated", ranks, tuple(events), simulation.time, simulation.bubble, world, causes, filling)
+    return Timeline("simulated", ranks, events, simulation.time, simulation.bubble, world, causes, filling, waits)
 
 
 def from_measured(

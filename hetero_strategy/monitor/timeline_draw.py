@@ -17,6 +17,7 @@ from matplotlib.ticker import EngFormatter
 
 from hetero_strategy.monitor.timeline import Event, Timeline, evenly
 from hetero_strategy.schedule.action import Kind
+from hetero_strategy.simulator.result import Cause
 
 Colour = tuple[float, float, float]
 MODULES = ("#4477aa", "#e08b35", "#4f9d6b", "#aa6bb5", "#cc5a5a", "#4fa9b8", "#a38a3d", "#7a7f8c")
@@ -32,6 +33,15 @@ NAMES: dict[Kind, str] = {
     "UNSHARD": "all-gather",
     "REDUCE": "reduce",
 }
+WAITS: dict[Cause, str] = {
+    "warm-up": "#d7e3f4",
+    "host": "#d9d9d9",
+    "dependency": "#f7d6cf",
+    "boundary": "#fbe8b0",
+    "straggler": "#e4d3f0",
+    "cool-down": "#d8ecd6",
+}
+"""Colours of what idle ranks wait for."""
 INK, FAINT, IDLE, STRIPE = "#22252b", "#767b85", "#f4f4f6", "#dcdde2"
 MOST_RANKS = 64
 MOST_NUMBERS = 4000
@@ -62,6 +72,7 @@ def figure(*timelines: Timeline, title: str = "") -> Figure:
     for i, timeline in enumerate(shown):
         axes = picture.add_subplot(grid[i])
         _frame(axes, timeline, longest, height, last=i == len(shown) - 1)
+        _waits(axes, timeline)
         _boxes(axes, timeline, colours)
         _numbers(axes, timeline, colours, longest, height)
     kinds = {e.action.kind for t in shown for e in t.events}
@@ -77,11 +88,18 @@ def figure(*timelines: Timeline, title: str = "") -> Figure:
     for kind, label in NAMES.items():
         if kind in kinds:
             handles.append(Patch(facecolor=_shade(grey, kind), hatch=HATCHES.get(kind), edgecolor="white", label=label))
-    handles.append(Patch(facecolor=IDLE, hatch="////", edgecolor=STRIPE, label="idle"))
+    causes = {wait.cause for t in shown for wait in t.waits}
+    handles += [
+        Patch(facecolor=colour, hatch="////", edgecolor="white", linewidth=0, label=f"idle: {cause}")
+        for cause, colour in WAITS.items()
+        if cause in causes
+    ]
+    if any(not t.waits and t.bubble > 0 for t in shown):
+        handles.append(Patch(facecolor=IDLE, hatch="////", edgecolor=STRIPE, label="idle"))
     picture.legend(
         handles=handles,
         loc="outside lower center",
-        ncols=min(len(handles), 12),
+        ncols=min(len(handles), 10),
         frameon=False,
         labelcolor=INK,
         fontsize=9,
@@ -92,7 +110,8 @@ def figure(*timelines: Timeline, title: str = "") -> Figure:
 def _at_most(timeline: Timeline, most: int) -> Timeline:
     ranks = evenly(timeline.ranks, most)
     chosen = set(ranks)
-    return replace(timeline, ranks=ranks, events=tuple(e for e in timeline.events if e.rank in chosen))
+    events = tuple(event for event in timeline.events if event.rank in chosen)
+    return replace(timeline, ranks=ranks, events=events, waits=tuple(w for w in timeline.waits if w.rank in chosen))
 
 
 def _shade(colour: Colour, kind: Kind, turn: int = 0) -> Colour:
@@ -150,6 +169,22 @@ def _labels(timeline: Timeline) -> list[str]:
     return [f"{'  '.join(names[rank])}   rank {rank}" for rank in timeline.ranks]
 
 
+def _waits(axes: Axes, timeline: Timeline) -> None:
+    """Draw what idle ranks wait for, where that is known."""
+    row = {rank: i for i, rank in enumerate(timeline.ranks)}
+    boxes: dict[Cause, list[Sequence[tuple[float, float]]]] = defaultdict(list)
+    for rank, cause, start, end in timeline.waits:
+        boxes[cause].append(_box(row[rank], start, end))
+    for cause, same in boxes.items():
+        axes.add_collection(
+            PolyCollection(same, facecolors=[WAITS[cause]], edgecolors="white", linewidths=0, hatch="////", zorder=1.5)
+        )
+
+
+def _box(row: int, start: float, end: float) -> Sequence[tuple[float, float]]:
+    return ((start, row - 0.42), (end, row - 0.42), (end, row + 0.42), (start, row + 0.42))
+
+
 def _boxes(axes: Axes, timeline: Timeline, colours: dict[str, Colour]) -> None:
     """Draw one box per event, boxes of the same look together."""
     row = {rank: i for i, rank in enumerate(timeline.ranks)}
@@ -157,8 +192,7 @@ def _boxes(axes: Axes, timeline: Timeline, colours: dict[str, Colour]) -> None:
     looks: dict[tuple[Colour, Kind], list[Sequence[tuple[float, float]]]] = defaultdict(list)
     for rank, action, start, end in timeline.events:
         colour = _shade(colours[action.node.module], action.kind, turns[rank, action.node.module, action.node.stage])
-        top, bottom = row[rank] - 0.42, row[rank] + 0.42
-        looks[colour, action.kind].append(((start, top), (end, top), (end, bottom), (start, bottom)))
+        looks[colour, action.kind].append(_box(row[rank], start, end))
     line = 0.6 if len(timeline.events) < 2500 else 0.2
     for (colour, kind), boxes in looks.items():
         axes.add_collection(

@@ -47,6 +47,8 @@ def seconds_after(simulation: Simulation, times: Mapping[StageId, StageTimes]) -
         grid = stages[stage].grid
         if times[stage].overlapped:
             begins = (simulation.start if times[stage].by_block else simulation.end)[action]
+            if stage.cohort >= 0:  # all cohorts sum together, last of all
+                begins = np.full_like(begins, simulation.time)
             reduced[grid] = np.maximum(reduced[grid], begins[:, None]) + times[stage].reduce
     for stage, each in times.items():
         after[stages[stage].grid] += each.after

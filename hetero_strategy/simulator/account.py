@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-
 import numpy as np
 from jaxtyping import Float64
 
 from hetero_strategy.schedule.action import Action, Schedule
-from hetero_strategy.simulator.result import CAUSES, Cause, Simulation
+from hetero_strategy.simulator.result import CAUSES, Cause, Host, Simulation
 
 _WAITS: tuple[Cause, ...] = ("host", "dependency", "boundary", "straggler")
-
-
-@dataclass(frozen=True)
-class Host:
-    """Time that the main threads of ranks spend besides actions, in which they neither compute nor wait."""
-
-    begins: Mapping[int, float]
-    """Rank -> seconds from the step's start until it can begin its first action; other ranks: 0."""
-    after: Callable[[Action], float]
-    """Gives the seconds from the end of an action until its ranks can begin another."""
-    closing: float
-    """Seconds from the end of the last action of all ranks until the step is over."""
-
-
-NO_HOST = Host({}, lambda action: 0.0, 0.0)
 
 
 class Account:
@@ -48,6 +30,7 @@ class Account:
         self._idle["host"] += self.free
         self._warm = np.zeros(count, dtype=bool)
         self._cold_stages = set(stages)
+        self._reads: dict[Action, tuple[np.ndarray, np.ndarray]] = {}
 
     def run(
         self,
@@ -61,6 +44,7 @@ class Account:
         grid = self.grids[action.node]
         free = self.free[grid]
         if computed is not None and arrived is not None:
+            self._reads[action] = computed, arrived
             here = np.maximum(free, computed[:, None])
             self._idle["dependency"][grid] += here - free
             free = np.maximum(free, arrived[:, None])
@@ -94,4 +78,6 @@ class Account:
         rest = time - self._ended
         self._idle["cool-down"] += np.where(self._warm, rest, 0.0)
         self._idle["warm-up"] += np.where(self._warm, 0.0, rest)
-        return Simulation(self._schedule, start, end, time, self._ranks, self._busy, self._idle)
+        return Simulation(
+            self._schedule, start, end, time, self._ranks, self._busy, self._idle, self._reads, self._host
+        )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from hetero_strategy.schedule.action import Action, Schedule
+from hetero_strategy.schedule.action import Action, Schedule, StageId
 
 Cause = Literal["warm-up", "host", "dependency", "boundary", "straggler", "cool-down"]
 """Why a rank is idle.
@@ -21,6 +21,34 @@ computed and its rows are on the way. straggler: its rows have arrived, but anot
 ready. cool-down: it has run its last action.
 """
 CAUSES: tuple[Cause, ...] = get_args(Cause)
+
+
+_ARRIVAL: tuple[Cause, ...] = ("dependency", "boundary")
+"""What a rank waits for until rows are computed, and until they arrive."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """Time that the main threads of ranks spend besides actions, in which they neither compute nor wait."""
+
+    begins: Mapping[int, float]
+    """Rank -> seconds from the step's start until it can begin its first action; other ranks: 0."""
+    after: Callable[[Action], float]
+    """Gives the seconds from the end of an action until its ranks can begin another."""
+    closing: float
+    """Seconds from the end of the last action of all ranks until the step is over."""
+
+
+NO_HOST = Host({}, lambda action: 0.0, 0.0)
+
+
+class Wait(NamedTuple):
+    """A time in which a rank is idle; in seconds from the step's start."""
+
+    rank: int
+    cause: Cause
+    start: float
+    end: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +68,10 @@ class Simulation:
     """Seconds that each rank computes."""
     idle: Mapping[Cause, Float64[np.ndarray, "ranks"]]
     """Cause -> seconds that each rank is idle. With ``busy`` they add up to ``time``."""
+    reads: Mapping[Action, tuple[Float64[np.ndarray, "_instances"], Float64[np.ndarray, "_instances"]]]
+    """Action -> when what it reads of other stages was computed, and when it had arrived, on each instance."""
+    host: Host
+    """What it was simulated with."""
 
     @property
     def bubble(self) -> float:
@@ -58,7 +90,28 @@ class Simulation:
 
     def of(self, rank: int) -> list[tuple[Action, float, float]]:
         """(action, start, end) of everything that one rank runs, in that sequence."""
-        actions = self.schedule.of(rank)
+        of = self._instances(rank)
+        return [(a, float(self.start[a][of[a.node]]), float(self.end[a][of[a.node]])) for a in self.schedule.of(rank)]
+
+    def waits(self, rank: int) -> list[Wait]:
+        """When one rank is idle and why, in its sequence: what ``idle`` sums up."""
+        of, waits = self._instances(rank), list[Wait]()
+        ended, free, warm = 0.0, self.host.begins.get(rank, 0.0), False
+        for action, start, end in self.of(rank):
+            waits.append(Wait(rank, "host", ended, free))
+            if action in self.reads:
+                for cause, times in zip(_ARRIVAL, self.reads[action], strict=True):
+                    then = max(free, float(times[of[action.node]]))
+                    waits.append(Wait(rank, cause, free, then))
+                    free = then
+            waits.append(Wait(rank, "straggler", free, start))
+            if not warm and action.microbatch >= 0:
+                waits, warm = [wait._replace(cause="warm-up") for wait in waits], True
+            ended, free = end, end + self.host.after(action)
+        waits.append(Wait(rank, "cool-down" if warm else "warm-up", ended, self.time))
+        return [wait for wait in waits if wait.end > wait.start]
+
+    def _instances(self, rank: int) -> dict[StageId, int]:
+        """Stages of which a rank has actions -> its instance there."""
         stages = self.schedule.graph.stages
-        instance = {n: int(np.nonzero(stages[n].grid == rank)[0][0]) for n in {a.node for a in actions}}
-        return [(a, float(self.start[a][instance[a.node]]), float(self.end[a][instance[a.node]])) for a in actions]
+        return {n: int(np.nonzero(stages[n].grid == rank)[0][0]) for n in {a.node for a in self.schedule.of(rank)}}

@@ -14,9 +14,9 @@ import numpy as np
 from jaxtyping import Float64
 
 from hetero_strategy.schedule.action import Action, Schedule, StageId
-from hetero_strategy.simulator.account import NO_HOST, Account, Host
+from hetero_strategy.simulator.account import Account
 from hetero_strategy.simulator.links import Links, Network
-from hetero_strategy.simulator.result import Simulation
+from hetero_strategy.simulator.result import NO_HOST, Host, Simulation
 
 ActionCosts = Callable[[Action], float | Float64[np.ndarray, "instances"]]
 """Gives the seconds of an action: one number, or one for each instance of its stage."""

@@ -12,9 +12,8 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.monitor.prediction import Fitted, Ran, durations, links, predicted, together
 from hetero_strategy.monitor.timeline import from_measured
 from hetero_strategy.schedule.action import Action, StageId
-from hetero_strategy.simulator.account import Host
 from hetero_strategy.simulator.links import Links
-from hetero_strategy.simulator.result import Simulation
+from hetero_strategy.simulator.result import Host, Simulation
 from hetero_strategy.simulator.rows import rows_between
 from hetero_strategy.simulator.simulate import simulate
 

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from PIL import Image
 
 from hetero_strategy.monitor.timeline import Timeline, evenly, from_measured, from_simulation, write_trace
-from hetero_strategy.monitor.timeline_draw import draw, figure
+from hetero_strategy.monitor.timeline_draw import WAITS, draw, figure
 from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.simulator.bubbles import Filling
+from hetero_strategy.simulator.links import Links
 from hetero_strategy.simulator.result import Simulation
 from hetero_strategy.simulator.simulate import simulate
 from tests.simulator.schedules import chain, random_schedule
@@ -32,8 +34,14 @@ def measured(simulation: Simulation, shift: float = 0.0) -> Timeline:
     return from_measured(events, (shift, shift + simulation.time))
 
 
-def boxes(picture: Figure) -> int:
-    return sum(len(c.get_paths()) for axes in picture.axes for c in axes.collections if isinstance(c, PolyCollection))
+def drawn(picture: Figure, *, idle: bool) -> list[PolyCollection]:
+    found = [c for axes in picture.axes for c in axes.collections if isinstance(c, PolyCollection)]
+    waits = {to_rgba(colour) for colour in WAITS.values()}
+    return [c for c in found if (tuple(c.get_facecolor()[0]) in waits) == idle]
+
+
+def boxes(picture: Figure, *, idle: bool = False) -> int:
+    return sum(len(c.get_paths()) for c in drawn(picture, idle=idle))
 
 
 def test_from_simulation_has_every_action_of_every_rank() -> None:
@@ -122,6 +130,25 @@ def test_picture_has_a_box_per_event(seed: int) -> None:
     assert f"bubble {simulation.bubble:.1%}" in picture.axes[0].get_title(loc="right")
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_idle_times_have_the_colours_of_their_causes(seed: int) -> None:
+    simulation = simulate(random_schedule(seed), lambda action: COSTS[action.kind], Links(1e-3))
+    one = from_simulation(simulation)
+    picture = figure(one, measured(simulation))
+    assert boxes(picture, idle=True) == len(one.waits) > 0
+    causes = {cause for cause, part in simulation.bubble_by_cause.items() if part > 0}
+    for collection in drawn(picture, idle=True):
+        (cause,) = (n for n, colour in WAITS.items() if to_rgba(colour) == tuple(collection.get_facecolor()[0]))
+        extents = collection.get_datalim(picture.axes[0].transData)
+        own = [wait for wait in one.waits if wait.cause == cause]
+        assert extents.x0 == pytest.approx(min(wait.start for wait in own))
+        assert extents.x1 == pytest.approx(max(wait.end for wait in own))
+        causes.remove(cause)
+    assert not causes
+    labels = [text.get_text() for text in picture.legends[0].get_texts()]
+    assert "idle" in labels and sum(label.startswith("idle: ") for label in labels) == len(drawn(picture, idle=True))
+
+
 def test_picture_has_numbers_where_they_fit() -> None:
     numbers = [text.get_text() for text in figure(from_simulation(simulated())).axes[0].texts]
     assert sorted(numbers) == sorted(str(i) for i in range(8) for _ in range(8))
@@ -132,9 +159,7 @@ def test_kinds_and_modules_look_different() -> None:
     simulation = simulate(random_schedule(2), lambda action: COSTS[action.kind])
     kinds = {(e.action.node.module, e.action.kind) for e in from_simulation(simulation).events}
     looks = {
-        (tuple(c.get_facecolor()[0]), c.get_hatch())
-        for c in figure(from_simulation(simulation)).axes[0].collections
-        if isinstance(c, PolyCollection)
+        (tuple(c.get_facecolor()[0]), c.get_hatch()) for c in drawn(figure(from_simulation(simulation)), idle=False)
     }
     assert len(looks) >= len(kinds) > 6
 

@@ -17,9 +17,8 @@ from hetero_strategy.errors import ScheduleError
 from hetero_strategy.schedule.action import Action, Lane, Schedule, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
-from hetero_strategy.simulator.account import Host
 from hetero_strategy.simulator.links import Links
-from hetero_strategy.simulator.result import CAUSES, Simulation
+from hetero_strategy.simulator.result import CAUSES, Host, Simulation
 from hetero_strategy.simulator.simulate import simulate
 from tests.simulator.schedules import chain, graph_of, random_schedule, schedule_of, work_of
 
@@ -35,6 +34,13 @@ def assert_adds_up(simulation: Simulation) -> None:
     idle = sum(simulation.idle[cause] for cause in CAUSES)
     np.testing.assert_allclose(idle + simulation.busy, simulation.time, rtol=1e-12)
     assert all((simulation.idle[cause] >= 0).all() for cause in CAUSES)
+    for place, rank in enumerate(simulation.ranks.tolist()):
+        waits = simulation.waits(rank)
+        times = sorted((*((w.start, w.end) for w in waits), *((start, end) for _, start, end in simulation.of(rank))))
+        assert all(a[1] <= b[0] + 1e-12 for a, b in pairwise(times))
+        for cause in CAUSES:
+            total = sum(wait.end - wait.start for wait in waits if wait.cause == cause)
+            assert total == pytest.approx(simulation.idle[cause][place], abs=1e-9)
     assert sum(simulation.bubble_by_cause.values()) == pytest.approx(simulation.bubble, abs=1e-12)
 
 
