@@ -205,7 +205,6 @@ def _language_models(
         ways, rows = [], []
         for instances in dp:
             needed, one = estimates.least_ranks(name, instances), degree * instances
-            waits = estimates.synchronized_ranks(name, degree, instances)
             for count in microbatches[instances]:
                 given = estimates.fitting(name, Degrees(degree, 1, 1, instances), count)
                 if given is None:
@@ -214,6 +213,7 @@ def _language_models(
                 first = alone / (instances * count)
                 room = 1 - estimates.activations(name, given, count) / estimates.memory
                 if blocks > 1:
+                    waits = estimates.synchronized_ranks(name, degree, instances, count)
                     ways.append((instances, count, True, given.recomputed))
                     rows.append((count, 1, alone, first, waits, 2 * one, needed / room, room, one * blocks))
                 if estimates.bytes(name, given, count) <= estimates.memory:

@@ -76,7 +76,11 @@ def propose_chain(
         memory = [estimates.holds(*numbers, given) for numbers in zip(held, trained, strict=True)]
         if (memory + np.add.reduceat(kept, starts) * in_flight).max() > estimates.memory:
             continue
-        waits = max(estimates.synchronizes(*numbers, given) for numbers in zip(held, trained, strict=True))
+        share = sum(work.forward_share * work.total for work in works.values()) / sum(w.total for w in works.values())
+        forwards = share * through / given.pp * np.arange(1, given.pp + 1)
+        backwards = (1 - share) * through / given.pp * np.arange(given.pp)
+        stages = zip(held, trained, forwards, backwards, strict=True)
+        waits = max(estimates.waits(own, trains, given, f, b) for own, trains, f, b in stages)
         slowest = np.add.reduceat(blocks, starts).max() + microbatches * fixed / given.pp
         return float(slowest * later + through + waits), Chain(given, _stages(shape, counts))
     return None

@@ -162,15 +162,17 @@ class Estimates:
     def synchronized(self, module: str, degrees: Degrees, microbatches: int) -> float:
         """Seconds of a step in which parameters are gathered or gradients summed and nothing is computed.
 
-        Where parameters are gathered with every microbatch that runs beside its compute, but on cores that ranks share.
+        What is gathered once per step runs beside the first forward, and what is gathered and summed with every
+        microbatch beside its compute; neither does on cores that ranks share.
         """
+        share = self.work(module, degrees.tp, degrees.recomputed).forward_share
+        through = self.through(module, degrees, microbatches)
+        if degrees.once:
+            return self.waits(*self._numbers(module, degrees), degrees, share * through / degrees.pp, 0.0)
         gather, scatter, replicas = synchronization(
             *self._numbers(module, degrees), degrees, self.cluster, self._precision
         )
-        if degrees.once:
-            return gather + scatter + replicas
-        share = self.work(module, degrees.tp, degrees.recomputed).forward_share
-        hidden = 0.0 if self.cluster.shares_cores else self.through(module, degrees, microbatches)
+        hidden = 0.0 if self.cluster.shares_cores else through
         forward, backward = share * hidden, (1 - share) * hidden
         return microbatches * (max(0.0, gather - forward) + max(0.0, gather + scatter + replicas - backward))
 
@@ -186,9 +188,18 @@ class Estimates:
         whole = size.compute * parameters * copied + size.master * trained
         return shards + (whole if degrees.once else size.master * trained / degrees.dp_shard)
 
-    def synchronizes(self, parameters: float, trained: float, degrees: Degrees) -> float:
-        """Seconds of the collectives of so many parameters, each of them once."""
-        return sum(synchronization(parameters, trained, degrees, self.cluster, self._precision))
+    def waits(self, parameters: float, trained: float, degrees: Degrees, before: float, after: float) -> float:
+        """Seconds of a step in which so many parameters are gathered or their gradients summed, each once, and nothing
+        is computed.
+
+        Args:
+            before: seconds from the step's start until the first forward with them ends.
+            after: seconds from the end of their last backward to that of the step's.
+        """
+        gather, scatter, replicas = synchronization(parameters, trained, degrees, self.cluster, self._precision)
+        if self.cluster.shares_cores:
+            return gather + scatter + replicas
+        return max(0.0, gather - before) + max(0.0, scatter + replicas - after)
 
     def _numbers(self, module: str, degrees: Degrees) -> tuple[float, float]:
         """Parameters of a rank where stages are equal, its shards together, and those of them that train."""
@@ -233,9 +244,9 @@ class Estimates:
             held += instances * (size.compute * parameters + size.master * trained)
         return held / self.memory
 
-    def synchronized_ranks(self, module: str, tp: int, instances: int) -> float:
+    def synchronized_ranks(self, module: str, tp: int, instances: int, microbatches: int) -> float:
         """:meth:`synchronized` times ranks, of a pipelined module whose instances are all shards."""
-        return self.synchronized(module, Degrees(tp, 2, 1, instances), 1) * 2 * tp * instances
+        return self.synchronized(module, Degrees(tp, 2, 1, instances), microbatches) * 2 * tp * instances
 
 
 class _Sizes(NamedTuple):

@@ -429,7 +429,8 @@ class OnRank:
     def steps(self, setting: Setting, microbatches: int | None) -> StepDataset:
         """Batches of this rank, which look for rows where the setting says so."""
         steps = steps_of(setting, microbatches, self.share, self.made.context)
-        self.caches.attach(StepLoader(steps), self.executor, _from_rank)
+        if setting.cache:
+            self.caches.attach(StepLoader(steps), self.executor, _from_rank)
         return steps
 
     def step(
