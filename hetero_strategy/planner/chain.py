@@ -76,7 +76,8 @@ def propose_chain(
         memory = [estimates.holds(*numbers, given) for numbers in zip(held, trained, strict=True)]
         if (memory + np.add.reduceat(kept, starts) * in_flight).max() > estimates.memory:
             continue
-        share = sum(work.forward_share * work.total for work in works.values()) / sum(w.total for w in works.values())
+        seconds = sum(work.total for work in works.values())
+        share = sum(float(work.forward.sum()) for work in works.values()) / seconds if seconds else 0.0
         forwards = share * through / given.pp * np.arange(1, given.pp + 1)
         backwards = (1 - share) * through / given.pp * np.arange(given.pp)
         stages = zip(held, trained, forwards, backwards, strict=True)
