@@ -194,7 +194,7 @@ class Dispatch:
         def values(module: str, units: np.ndarray) -> list[np.ndarray]:
             return [pieces[module][unit] for unit in units.tolist()]
 
-        return Content(index, samples, items, values, rows={name: sizes.rows for name, sizes in measured.items()})
+        return Content(index, samples, items, values, {name: sizes.rows for name, sizes in measured.items()})
 
 
 def _taken(share: RankView, module: str, target: bool) -> int:

@@ -67,10 +67,10 @@ class Content:
     """Module and numbers of some of its items in the step -> what is known of these."""
     values: Callable[[str, np.ndarray], list[np.ndarray]]
     """The same -> raw rows of each, float32 ``[R, feature]``; raises DataError where one cannot be read."""
-    failed: Mapping[int, str] = field(default_factory=dict)
-    """Data set index of every sample with an item that could not be read until now -> why not."""
     rows: Mapping[str, np.ndarray] | None = None
     """If the index is not measured, by module: rows of each item of the samples, also of those that were not read."""
+    failed: Mapping[int, str] = field(default_factory=dict)
+    """Data set index of every sample with an item that could not be read until now -> why not."""
 
     def text(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(token ids int32 ``[T]``, whether each is to be predicted bool ``[T]``) of some samples of the step."""
@@ -95,4 +95,4 @@ def fetched(index: DatasetIndex, samples: np.ndarray, reader: Reader) -> Content
         found = items(module, units)
         return [reader(module, item, sizes) for item, sizes in zip(found.numbers.tolist(), found.sizes, strict=True)]
 
-    return Content(index, samples, items, values, reader.failed)
+    return Content(index, samples, items, values, failed=reader.failed)

@@ -24,6 +24,7 @@ from hetero_strategy.data.row_store import RECORD, RowSegment, RowStore
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.monitor import ThroughputMonitor
 from hetero_strategy.strategy import HeteroStrategy
+from tests.disks import small_disk_in
 from tests.distributed import scenario
 from tests.distributed.exact import NOTICED, differences, on, setting_of
 from tests.distributed.harness import Pool, WorkerError
@@ -318,16 +319,8 @@ def test_a_changed_weight_is_a_miss_and_one_that_changes_meanwhile_ends_the_run(
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 96 KiB of its own."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = shutil.which("mount")
-    made = mount and subprocess.run([mount, "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(place)], capture_output=True)
-    if not made or made.returncode:
-        pytest.skip("may not mount a file system")
-    try:
+    with small_disk_in(tmp_path, "96k") as place:
         yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def stored(folder: Path) -> int:

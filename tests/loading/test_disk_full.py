@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import re
 import resource
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from hetero_strategy.data.build_index import DatasetIndex, build_index
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import DataError
 from recipes.digits import write_digits
+from tests.disks import small_disk_in
 from tests.small_models import digit_processors
 
 MESSAGE = r"{folder}: cannot be written \(.+\); (\d+) bytes are needed and (\d+) are free; free some room.*cache_folder"
@@ -63,16 +63,8 @@ def test_a_file_that_may_not_grow(digits: Path, tmp_path: Path, limit: int) -> N
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 16 KiB of its own."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = shutil.which("mount")
-    made = mount and subprocess.run([mount, "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(place)], capture_output=True)
-    if not made or made.returncode:
-        pytest.skip("may not mount a file system")
-    try:
+    with small_disk_in(tmp_path, "16k") as place:
         yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def test_a_full_disk(digits: Path, tmp_path: Path, small_disk: Path) -> None:
