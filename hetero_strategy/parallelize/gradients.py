@@ -21,6 +21,7 @@ BUCKET_BYTES = 32 * 2**20
 """Gradients are all-reduced in flat pieces of about this size."""
 
 
+@torch.no_grad()
 def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup | None) -> Callable[[], None]:
     """Bring gradients to their parameters' placements and start to sum them over replicas.
 
@@ -32,7 +33,7 @@ def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup
             None where FSDP sums, or there is one replica.
 
     Returns:
-        What waits, on the device, for the sums and puts them in place.
+        What waits, on the device, for the sums.
     """
     grads = []
     for p in parameters:
@@ -42,15 +43,16 @@ def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup
         if replicas is not None:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             grads.append(local(p.grad))
-    buckets = list(_take_tensors(grads, BUCKET_BYTES))
-    flats = [_flatten_dense_tensors(bucket) for bucket in buckets]
-    works = [dist.all_reduce(flat, group=replicas, async_op=True) for flat in flats]
+    works = []
+    for bucket in _take_tensors(grads, BUCKET_BYTES):
+        flat = _flatten_dense_tensors(bucket)
+        for grad, part in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+            grad.set_(part)  # lives in the flat piece from now on: one bucket at a time is there twice
+        works.append(dist.all_reduce(flat, group=replicas, async_op=True))
 
     def finish() -> None:
-        for bucket, flat, work in zip(buckets, flats, works, strict=True):
+        for work in works:
             work.wait()
-            for grad, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
-                grad.copy_(summed)
 
     return finish
 
