@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ RECOMPUTES = {"all": 3, "every 2": 1, "all but matmuls": 2, "whole": 1}
 
 PLAIN = ("balance", "tokens", "freeze", "recompute", "compile", "max_in_flight", "reshard_after_forward", "edges",
          "loss_weights", "kv_heads", "ranks_per_node", "tied", "dropout", "precision", "late", "lm",
-         "cache", "prefetch", "pieces", "fill", "schedule")  # fmt: skip
+         "islands", "cache", "prefetch", "pieces", "fill", "schedule")  # fmt: skip
 """Options that a smaller setting has as they are by default, in the order in which that is tried."""
 
 
@@ -148,7 +149,9 @@ class _Drawing:
         drawn = self.filling(setting) if pipelined and self.often(0.5) else setting
         drawn = replace(drawn, prefetch=self.prefetch(drawn))
         drawn = replace(drawn, layouts={name: self.in_chunks(drawn, name) for name in modules})
-        return replace(drawn, cache=self.cache(drawn))
+        parts = gcd(*instances.values()) if balance is not None else 1
+        islands = self.rng.choice([n for n in range(1, parts + 1) if parts % n == 0])
+        return replace(drawn, cache=self.cache(drawn), islands=islands)
 
     def filling(self, setting: Setting) -> Setting:
         """The same with encoders in bubbles, where there are such, perhaps in pieces."""

@@ -41,6 +41,7 @@ PURE = (
     "errors.py",
     "ragged.py",
     "layout/spec.py",
+    "layout/islands.py",
     "layout/pipeline.py",
     "layout/placement.py",
     "layout/row_sharding.py",

@@ -29,7 +29,7 @@ class Meetings:
 
     @property
     def count(self) -> int:
-        """Number of pairs of different ranks; sets of one side have no rank in common."""
+        """Number of pairs of different ranks, counted in each set; sets of one side have no rank in common."""
         pairs = 0
         for one, other in zip(self.one, self.other, strict=True):
             both = len(np.intersect1d(one, other))
@@ -37,20 +37,24 @@ class Meetings:
         return pairs
 
 
-def first_hop(
-    source: Int64[np.ndarray, "instances ranks"],
-    target: Int64[np.ndarray, "target_instances target_ranks"],
-    *,
-    within: RowSharding | None,
+def within_module(
+    source: Int64[np.ndarray, "instances ranks"], target: Int64[np.ndarray, "instances ranks"], rows: RowSharding
 ) -> Meetings:
-    """Meetings of two stages, given by the global ranks of their instances.
+    """Meetings of two stages of one module, given by the global ranks of their instances.
 
-    Between stages of one module rows keep their instance and their part of it: ``within`` says how they lie on its
-    ranks. Between modules (None) any instance may send to any other: balancing decides that anew in every step.
+    Rows keep their instance and their part of it: ``rows`` says how they lie on its ranks.
     """
-    if within is None:
-        return Meetings(source.reshape(1, -1), target.reshape(1, -1))
-    return Meetings(within.rank_sets(source), within.rank_sets(target))
+    return Meetings(rows.rank_sets(source), rows.rank_sets(target))
+
+
+def between_modules(
+    source: Int64[np.ndarray, "islands ranks"], target: Int64[np.ndarray, "islands target_ranks"]
+) -> Meetings:
+    """Meetings of two stages of different modules, given by the global ranks in each island.
+
+    Any instance may send to any other of its island: balancing decides that anew in every step.
+    """
+    return Meetings(source, target)
 
 
 def second_hop(receiver: Int64[np.ndarray, "instances ranks"]) -> Meetings:

@@ -30,6 +30,8 @@ class ModelContext:
     """Takes the name of a search; gives what orders microbatches, or None where their order does not matter."""
     beside: Mapping[str, Beside] = field(default_factory=dict)
     """Modules whose instances need not keep step with each other -> what else their ranks do."""
+    islands: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Module -> number of the island of each instance, see :func:`~hetero_strategy.layout.islands.islands_of`."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ class BalanceConfig:
             rearrange="home" if self.rearrange == "none" else self.rearrange,  # type: ignore[arg-type]
             beside=context.beside,
             order=None if context.orderer is None else context.orderer(self.reorder),
+            islands=context.islands,
         )
 
     def _costs(self, instances: Mapping[str, int], context: ModelContext) -> dict[str, Cost]:

@@ -8,15 +8,15 @@ an edge is OrchMLLM's composed rearrangement, whatever was rearranged (section 6
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.plan.assign import assignments_of, members_of
 from hetero_strategy.plan.balance import Cost, balance, loads
 from hetero_strategy.plan.balance.greedy import deal as deal_to_least
 from hetero_strategy.plan.balance.greedy import descending, whole
@@ -24,7 +24,7 @@ from hetero_strategy.plan.nodes.near_home import balance_near_home
 from hetero_strategy.plan.nodes.placement_ilp import place_by_program
 from hetero_strategy.plan.nodes.propose import place_items
 from hetero_strategy.plan.nodes.slots import volumes
-from hetero_strategy.plan.packing import Packed, deal, pack, pieces, regroup
+from hetero_strategy.plan.packing import Packed, deal, level_islands, pack, pieces, regroup
 from hetero_strategy.plan.step_plan import Assignment, ModuleLoad, StepMetadata, StepPlan
 
 Assigner = Callable[[str, Int64[np.ndarray, "units"], int], Int64[np.ndarray, "units"]]
@@ -93,6 +93,9 @@ class ResolvedBalance:
     even over the step, not in each microbatch."""
     order: Orderer | None = None
     """Chooses the order of microbatches (DistTrain, section 5.2); None: they stay as packed."""
+    islands: Mapping[str, Int64[np.ndarray, "instances"]] = field(default_factory=dict)
+    """Module -> number of the island of each instance, equally many in each, which all units of a sample stay in;
+    empty: there is one."""
 
     def cost(self, module: str) -> Cost:
         """What a module costs."""
@@ -100,6 +103,13 @@ class ResolvedBalance:
 
     def policy_of(self, module: str) -> str:
         return self.policy.get(module, AS_SAMPLED)
+
+    def seats(self, module: str, instances: int) -> Int64[np.ndarray, "islands seats"]:
+        """Instances of a module in each island."""
+        own = self.islands.get(module)
+        if own is None:
+            return np.arange(instances)[None]
+        return np.argsort(own, kind="stable").reshape(int(own.max()) + 1, -1)
 
     def speeds_of(self, module: str) -> Float64[np.ndarray, "instances"] | None:
         speeds = self.speeds.get(module)
@@ -146,7 +156,7 @@ def plan_step(
     for module in sorted(instances, key=lambda name: name not in samplewise):  # encoders look where their samples are
         of_step = planner.of_units(module, packed.microbatch)
         group, groups, instance_of = planner.spread(module, of_step, budgets.get(module), packed)
-        assignments[module] = _assignments(
+        assignments[module] = assignments_of(
             group, groups, instance_of, of_step, *planner.rows(module), instances[module], multiple.get(module, 1)
         )
     costed = [name for name in balancing.policy if name in instances]
@@ -165,6 +175,8 @@ class _StepPlanner:
     assign: Assigner | None
     instance_of: dict[str, np.ndarray] = field(default_factory=dict)
     """Language model -> instance of each sample."""
+    island: np.ndarray | None = None
+    """Of each sample; None: there is one."""
 
     def rows(self, module: str) -> tuple[np.ndarray, np.ndarray]:
         """Rows of each unit that cross edges, and rows inside the module."""
@@ -192,20 +204,38 @@ class _StepPlanner:
             policy=None if b.policy_of(first) == AS_SAMPLED or self.assign else b.policy_of(first),
             speeds=b.speeds_of(first),
             budget=b.budget.get(first),
-            beside=None if microbatches == 1 else self._beside(),
+            beside=None if microbatches == 1 else self._beside().sum(axis=0),
         )
+        if (own := b.islands.get(first)) is not None:
+            packed = self._in_islands(packed, own)
         if b.order is None or packed.count < 2:
             return packed
         return packed.reordered(np.asarray(b.order(self._sizes(packed)), dtype=np.int64))
 
+    def _in_islands(self, packed: Packed, own: np.ndarray) -> Packed:
+        """Samples in the island of their instance; instances of a microbatch change places until islands are level.
+
+        Args:
+            own: island of each instance of the first language model.
+        """
+        first, b = self.samplewise[0], self.balancing
+        count = self.instances[first]
+        if self.assign is None and b.policy_of(first) != AS_SAMPLED and b.speeds_of(first) is None:
+            bin_of = packed.microbatch * count + packed.instance
+            work = [np.bincount(bin_of, weights=w, minlength=packed.count * count) for w in self._beside()]
+            place = level_islands(np.array(work).reshape(len(work), packed.count, count), b.seats(first, count))
+            packed = replace(packed, instance=place[packed.microbatch, packed.instance])
+        self.island = own[packed.instance]
+        return packed
+
     def _beside(self) -> np.ndarray:
-        """What each sample costs other modules per instance, float64 ``[S]``."""
-        total = np.zeros(len(self.metadata.samples))
-        for module, items in self.metadata.items.items():
-            if module in self.instances and len(items.sample):
-                alone = self.balancing.cost(module).alone(items.inner_rows) / self.instances[module]
-                total += np.bincount(items.sample, weights=alone, minlength=len(total))
-        return total
+        """What each sample costs other modules per instance, float64 ``[modules, S]``."""
+        known = [(n, t) for n, t in self.metadata.items.items() if n in self.instances and len(t.sample)]
+        costs = np.zeros((max(1, len(known)), len(self.metadata.samples)))
+        for total, (module, items) in zip(costs, known, strict=False):
+            alone = self.balancing.cost(module).alone(items.inner_rows) / self.instances[module]
+            total += np.bincount(items.sample, weights=alone, minlength=len(total))
+        return costs
 
     def _sizes(self, packed: Packed) -> UnitSizes:
         """Every module's work in each microbatch, that of items spread evenly, as it will be."""
@@ -265,19 +295,29 @@ class _StepPlanner:
             if self.balancing.policy_of(module) == AS_SAMPLED and self.assign is None:
                 sampled = self._sampled(module, packed.count)
             even = self._over_the_step(module)
-            for units in _members(group, groups):
+            for units, seats in self._apart(module, group, groups):
                 near = None if reader is None else reader[units]
-                stays = None if sampled is None else sampled[units]
+                stays = None if sampled is None else sampled[units] % len(seats)
                 try:
-                    spread = self._spread(module, units, stays, near) if even is None else even(units)
-                    instance_of[units] = spread
+                    spread = self._spread(module, units, seats, stays, near) if even is None else even(units, seats)
+                    instance_of[units] = seats[spread]
                 except ConfigError as error:
-                    raise ConfigError(f"'{module}', {self.instances[module]} instances: {error}") from None
+                    raise ConfigError(f"'{module}', {len(seats)} instances: {error}") from None
         if module in self.samplewise:
             self.instance_of[module] = instance_of
         return instance_of
 
-    def _over_the_step(self, module: str) -> Callable[[np.ndarray], np.ndarray] | None:
+    def _apart(self, module: str, group: np.ndarray, groups: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Units of each microbatch in each island, and the module's instances there."""
+        seats = self.balancing.seats(module, self.instances[module])
+        if self.island is None:
+            yield from ((units, seats[0]) for units in members_of(group, groups))
+            return
+        group = group * len(seats) + self.of_units(module, self.island)
+        for number, units in enumerate(members_of(group, groups * len(seats))):
+            yield units, seats[number % len(seats)]
+
+    def _over_the_step(self, module: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray] | None:
         """What gives the units of one microbatch after the other, longest first, to the instance whose ranks have least
         so far, of all that they do in the step; None where a module is balanced in each microbatch.
         """
@@ -291,14 +331,14 @@ class _StepPlanner:
         both = whole(np.append(others, b.cost(module).alone(inner_rows)), count)
         so_far, weights, limit = both[:count].copy(), both[count:], b.budget.get(module)
 
-        def even(units: np.ndarray) -> np.ndarray:
+        def even(units: np.ndarray, seats: np.ndarray) -> np.ndarray:
             falling = descending(inner_rows[units])
-            instance_of = np.empty_like(units)
-            instance_of[falling] = deal_to_least(weights[units[falling]], count, so_far)[0]
-            if limit is not None and np.bincount(instance_of, inner_rows[units]).max(initial=0) > limit:
-                instance_of = self._spread(module, units, None, None)
-            np.add.at(so_far, instance_of, weights[units])
-            return instance_of
+            seat_of = np.empty_like(units)
+            seat_of[falling] = deal_to_least(weights[units[falling]], len(seats), so_far[seats])[0]
+            if limit is not None and np.bincount(seat_of, inner_rows[units]).max(initial=0) > limit:
+                seat_of = self._spread(module, units, seats, None, None)
+            np.add.at(so_far, seats[seat_of], weights[units])
+            return seat_of
 
         return even
 
@@ -318,15 +358,21 @@ class _StepPlanner:
         return self.of_units(module, dealt)
 
     def _spread(
-        self, module: str, units: np.ndarray, sampled: np.ndarray | None, reader: np.ndarray | None
+        self,
+        module: str,
+        units: np.ndarray,
+        seats: np.ndarray,
+        sampled: np.ndarray | None,
+        reader: np.ndarray | None,
     ) -> np.ndarray:
-        """Choose the instance of each unit of one microbatch."""
-        b, count = self.balancing, self.instances[module]
+        """Choose which of some instances, ``seats``, computes each of some units of one microbatch."""
+        b, count = self.balancing, len(seats)
         rows, inner_rows = self.rows(module)
         lengths = inner_rows[units]
         if self.assign is not None:
             return np.asarray(self.assign(module, lengths, count), dtype=np.int64)
         policy, cost, speeds, limit = b.policy_of(module), b.cost(module), b.speeds_of(module), b.budget.get(module)
+        speeds = None if speeds is None else speeds[seats]
         if sampled is not None:
             most = loads(lengths, sampled, count, Cost()).max(initial=0.0)
             if limit is not None and most > limit:
@@ -334,17 +380,17 @@ class _StepPlanner:
             return sampled
         if reader is None:
             return balance(lengths, count, cost, policy=policy, speeds=speeds, limit=limit)
-        near = b.near[module]
+        near, slots = b.near[module], b.near[module].slots[seats]
         if policy == "auto" and b.rearrange == "home" and cost.padding == "none" and speeds is None:
-            instance_of = balance_near_home(cost.alone(lengths), near.homes[reader], near.slots)
+            instance_of = balance_near_home(cost.alone(lengths), near.homes[reader], slots)
             if limit is None or loads(lengths, instance_of, count, Cost()).max(initial=0.0) <= limit:
                 return instance_of
         batch = balance(lengths, count, cost, policy=policy, speeds=speeds, limit=limit)
         classes = None if speeds is None else np.unique(speeds, return_inverse=True)[1]
         if b.rearrange == "ilp":
             volume = volumes(rows[units], reader, batch, len(near.homes), count)
-            return place_by_program(volume, near.homes, near.slots, classes)[batch]
-        return place_items(rows[units], reader, batch, near.homes, near.slots, classes=classes)[batch]
+            return place_by_program(volume, near.homes, slots, classes)[batch]
+        return place_items(rows[units], reader, batch, near.homes, slots, classes=classes)[batch]
 
     def load(self, module: str, assignments: tuple[Assignment, ...], microbatches: int) -> ModuleLoad:
         """Costs of the module's instances as sampled and as planned."""
@@ -357,37 +403,3 @@ class _StepPlanner:
         speeds = self.balancing.speeds_of(module)
         pace = np.ones(count) if speeds is None else speeds
         return ModuleLoad(sampled / pace, planned / pace)
-
-
-def _members(group: np.ndarray, groups: int) -> list[np.ndarray]:
-    """Units of each group, ascending."""
-    if groups == 1:
-        return [np.arange(len(group))]
-    order, offsets = ragged.group_by(group, groups)
-    return np.split(order, offsets[1:-1])
-
-
-def _assignments(
-    group: np.ndarray,
-    groups: int,
-    instance_of: np.ndarray,
-    of_step: np.ndarray,
-    rows: np.ndarray,
-    inner_rows: np.ndarray,
-    instances: int,
-    multiple: int,
-) -> tuple[Assignment, ...]:
-    """Put together what every instance computes in each microbatch, from what was chosen for each unit."""
-    assignments = []
-    for members in _members(group, groups):
-        order, offsets = ragged.group_by(instance_of[members], instances)
-        units = members[order].astype(np.int64)
-        inside = inner_rows[units].astype(np.int64)
-        padding = np.zeros(instances, np.int64)
-        if multiple > 1:  # at least one alignment row per rank, so that no rank works on nothing
-            totals = np.diff(ragged.offsets(inside)[offsets])
-            padding = np.maximum(-(-totals // multiple), 1) * multiple - totals
-        steps = of_step[units]
-        first, last = (int(steps.min()), int(steps.max())) if len(units) else (0, 0)
-        assignments.append(Assignment(units, rows[units].astype(np.int64), inside, offsets, padding, first, last))
-    return tuple(assignments)

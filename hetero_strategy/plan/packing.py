@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 from jaxtyping import Float64, Int64
+from scipy.optimize import linear_sum_assignment
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
@@ -153,6 +154,35 @@ def levelled(beside: Float64[np.ndarray, "bins"], instances: int, microbatches: 
         number[bins] = poorest
         total[poorest] += beside[bins]
     return number
+
+
+def level_islands(
+    work: Float64[np.ndarray, "modules microbatches instances"], seats: Int64[np.ndarray, "islands seats"]
+) -> Int64[np.ndarray, "microbatches instances"]:
+    """Find places for what was packed for each instance, so that all islands have nearly equal work.
+
+    In each microbatch the next heaviest go to the islands, one to each, heavy ones to where there is little: such that
+    the products of what islands have and what they get, summed over modules, are least.
+
+    Args:
+        work: what other modules have to do for what each instance got.
+        seats: the instances in each island.
+
+    Returns:
+        The instance that gets it.
+    """
+    islands, rounds = seats.shape
+    place = np.empty(work.shape[1:], dtype=np.int64)
+    means = work.mean(axis=(1, 2), keepdims=True)
+    work = work / np.where(means > 0, means, 1.0)
+    for microbatch, own in enumerate(place):
+        each = work[:, microbatch]
+        so_far = np.zeros((islands, len(work)))
+        for seat, bins in enumerate(np.argsort(-each.sum(axis=0), kind="stable").reshape(rounds, islands)):
+            island, chosen = linear_sum_assignment(so_far @ each[:, bins])
+            own[bins[chosen]] = seats[island, seat]
+            so_far[island] += each[:, bins[chosen]].T
+    return place
 
 
 def regroup(

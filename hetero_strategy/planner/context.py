@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
+from hetero_strategy.layout.islands import islands_of
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.plan.balance import Cost
 from hetero_strategy.plan.config import ModelContext
@@ -53,7 +54,8 @@ def model_context(
         return made if made.needed else None
 
     beside = {module: _beside(module, graph, stage_costs, placement.layouts[module].grid()) for module in graph.filling}
-    return ModelContext({n: c for n, c in costs.items() if c.linear or c.quadratic}, near, orderer, beside)
+    islands = islands_of(placement.layouts, next(iter(language_models)), scheduling.islands) if language_models else {}
+    return ModelContext({n: c for n, c in costs.items() if c.linear or c.quadratic}, near, orderer, beside, islands)
 
 
 def _beside(module: str, graph: StageGraph, stage_costs: Mapping[StageId, StageCost], grid: np.ndarray) -> Beside:

@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from hetero_strategy.boundary.pairs import Meetings, first_hop, second_hop
+from hetero_strategy.boundary.pairs import Meetings, between_modules, second_hop, within_module
 from hetero_strategy.boundary.transport import Channel
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.layout.registry import rank_sets
@@ -93,8 +93,10 @@ def most_groups(made: Mapping[str, Sequence[tuple[int, ...]]]) -> dict[str, int]
 def meetings_of(graph: StageGraph, number: int) -> tuple[Meetings, Meetings, Meetings]:
     """Of an edge: its first hop, and the second hops of rows and of gradients."""
     source, target = (graph.stages[stage] for stage in graph.edges[number])
-    same = len({stage.module for stage in graph.edges[number]}) == 1
-    first = first_hop(source.grid, target.grid, within=source.row_sharding if same else None)
+    if len({stage.module for stage in graph.edges[number]}) == 1:
+        first = within_module(source.grid, target.grid, source.row_sharding)
+    else:
+        first = between_modules(source.of_islands, target.of_islands)
     return first, second_hop(target.grid), second_hop(source.grid)
 
 

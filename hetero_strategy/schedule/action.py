@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int64, Num
 
-from hetero_strategy.errors import ScheduleError
+from hetero_strategy.errors import ConfigError, ScheduleError
 from hetero_strategy.layout.pipeline import Pipeline
 from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
 
@@ -73,6 +73,8 @@ class Stage:
     """How an instance's rows lie on its ranks."""
     members: Int64[np.ndarray, "instances"] | None = None
     """Which of the module's instances these are; None: all of them."""
+    islands: Int64[np.ndarray, "instances"] | None = None
+    """Number of the island of each, outside of which nobody exchanges rows with it; None: there is one."""
 
     def own(self, values: Num[np.ndarray, "*more all"]) -> Num[np.ndarray, "*more instances"]:
         """Those of its instances, of values for all instances of the module."""
@@ -81,6 +83,23 @@ class Stage:
     @cached_property
     def ranks(self) -> frozenset[int]:
         return frozenset(int(r) for r in self.grid.flat)
+
+    @property
+    def of_islands(self) -> Int64[np.ndarray, "islands ranks_of_island"]:
+        """Global ranks in each island.
+
+        Raises:
+            ConfigError: islands have unequal numbers of these instances.
+        """
+        if self.islands is None:
+            return self.grid.reshape(1, -1)
+        shares = np.bincount(self.islands)
+        if (shares != shares[0]).any():
+            raise ConfigError(
+                f"HeteroStrategy: islands={len(shares)}, of which instances that act together have"
+                f" {', '.join(map(str, shares))}; use fewer islands, or lay instances of modules that share ranks alike"
+            )
+        return self.grid[np.argsort(self.islands, kind="stable")].reshape(len(shares), -1)
 
 
 @dataclass(frozen=True)

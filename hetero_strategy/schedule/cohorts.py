@@ -35,7 +35,8 @@ def in_cohorts(graph: StageGraph, apart: Collection[str]) -> StageGraph:
             continue
         nodes[stage_id] = tuple(stage_id._replace(cohort=k) for k in range(len(members)))
         for node, own in zip(nodes[stage_id], members, strict=True):
-            stages[node] = replace(stage, grid=stage.grid[own], members=own)
+            islands = None if stage.islands is None else stage.islands[own]
+            stages[node] = replace(stage, grid=stage.grid[own], members=own, islands=islands)
     edges: list[tuple[StageId, StageId]] = []
     for source, target in graph.edges:
         if source.module == target.module:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.islands import check_islands
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.schedule.action import Span, StageId, StepWork
 from hetero_strategy.schedule.build import make_schedule
@@ -26,6 +27,7 @@ class ScheduleConfig:
     fill: str = "auto"
     pieces: Mapping[str, int] = field(default_factory=dict)
     prefetch: Mapping[str, int] = field(default_factory=dict)
+    islands: int = 1
 
     def __post_init__(self) -> None:
         for name in ("max_in_flight", "pieces", "prefetch"):
@@ -90,8 +92,9 @@ class ScheduleConfig:
         """Refuse a schedule that these layouts cannot run, whatever the model is.
 
         Raises:
-            ScheduleError: naming module, field and fix.
+            ConfigError, ScheduleError: naming module, field and fix.
         """
+        check_islands(layouts, self.islands)
         trains = {StageId(n, s): True for n, layout in layouts.items() for s in range(layout.pipeline.stages)}
         alone = stage_graph(list(layouts), [], layouts, trains)
         once = StepWork({n: (Span(0, 0, 0),) for n in layouts}, {})

@@ -24,6 +24,7 @@ def stage_graph(
     whole: Collection[str] = (),
     row_shardings: Mapping[str, RowSharding] | None = None,
     apart: Collection[str] = (),
+    islands: Mapping[str, np.ndarray] | None = None,
 ) -> StageGraph:
     """All stages of all modules.
 
@@ -39,6 +40,7 @@ def stage_graph(
         whole: modules whose backward is never divided.
         row_shardings: of modules whose rows are not on every rank of an instance.
         apart: modules whose instances act on their own where they share ranks with different stages.
+        islands: see :func:`~hetero_strategy.layout.islands.islands_of`.
     """
     stages: dict[StageId, Stage] = {}
     between: list[tuple[StageId, StageId]] = []
@@ -52,7 +54,8 @@ def stage_graph(
             upstream = upstream or trains[node]
             grid = layout.stage_grid(number)
             sharding = (row_shardings or {}).get(module, REPLICATED)
-            stages[node] = Stage(grid, trains[node], upstream, node in gathered, module in whole, sharding)
+            own = (islands or {}).get(module)
+            stages[node] = Stage(grid, trains[node], upstream, node in gathered, module in whole, sharding, islands=own)
             if number:
                 between.append((StageId(module, number - 1), node))
     return in_cohorts(StageGraph(stages, tuple(between), {m: layouts[m].pipeline for m in modules}), apart)

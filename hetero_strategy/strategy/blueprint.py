@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.islands import islands_of
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.multimodal import MultimodalModel
@@ -97,6 +98,7 @@ def blueprint(
                 gathered.add(node)
         ranks = chosen[name].tp * chosen[name].cp
         costs |= {StageId(name, i): cost for i, cost in enumerate(_costs(module, split, again.get(name, 0.0), ranks))}
+    islands = islands_of(chosen, next(iter(model.language_models())), scheduling.islands)
     shardings = {name: module.row_sharding(chosen[name]) for name, module in modules.items()}
     whole = {*recompute, *compile}
     _check_ahead(model, scheduling.prefetch, trains)
@@ -111,6 +113,7 @@ def blueprint(
         whole,
         shardings | {other: shardings[name] for name, other in early.items()},
         {*filling, *early.values()},
+        islands | {other: islands[name] for name, other in early.items() if name in islands},
     )
     costs |= {node: costs[of] for node, of in once_more.items()}
     once = StepWork({n: (Span(0, 0, 0),) for n in modules}, dict.fromkeys(edges, ((0, 0),)))

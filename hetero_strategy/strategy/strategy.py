@@ -88,6 +88,7 @@ class HeteroStrategy(WorldCollectives):
         pieces: module that fills -> parts of about equal cost in which its forwards and backwards are cut to fit.
         prefetch: frozen encoder -> 1: in a step's bubbles it works for the next step, whose rows are held meanwhile.
         cache: encoder with a frozen backbone -> folder: the backbone's rows are written once per item and then read.
+        islands: parts of all modules' instances that exchange rows only within: bounds whom a rank meets.
         start_method: ``popen`` (re-runs the script per process), ``fork`` or ``spawn``. Ignored under torchrun, SLURM.
         process_group_backend: default: by device.
         timeout: of every collective; a number is minutes.
@@ -120,6 +121,7 @@ class HeteroStrategy(WorldCollectives):
         pieces: Mapping[str, int] | None = None,
         prefetch: Mapping[str, int] | None = None,
         cache: Mapping[str, str | Path] | None = None,
+        islands: int = 1,
         start_method: str = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
@@ -133,8 +135,8 @@ class HeteroStrategy(WorldCollectives):
             raise ConfigError(f"HeteroStrategy: start_method={start_method!r}; use one of {', '.join(START_METHODS)}")
         self._auto, self._layouts = layouts == "auto", given(layouts)
         self.recompute, self._compile = recomputes(recompute), compiles(compile)
-        bounds, pieces, prefetch = max_in_flight or {}, pieces or {}, prefetch or {}
-        self._scheduling = ScheduleConfig(schedule, bounds, reshard_after_forward, fill, pieces, prefetch)
+        bounds, ahead = max_in_flight or {}, prefetch or {}
+        self._scheduling = ScheduleConfig(schedule, bounds, reshard_after_forward, fill, pieces or {}, ahead, islands)
         self._start_method, self._process_group_backend = start_method, process_group_backend
         self._timeout, self._step_timeout = minutes(timeout), None if step_timeout is None else minutes(step_timeout)
         self._async_checkpoint, self._verify, self._keep_fp32 = async_checkpoint, verify_checkpoints, keep_fp32
@@ -366,9 +368,7 @@ class HeteroStrategy(WorldCollectives):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self.state.optimizer_tensors(getattr(optimizer, "_optimizer", optimizer))
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise ConfigError("HeteroStrategy: storage_options is not supported; a checkpoint is a local directory")
         assert self.lightning_module is not None

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_strategy.boundary.pairs import Meetings, first_hop, second_hop
+from hetero_strategy.boundary.pairs import Meetings, between_modules, second_hop, within_module
 from hetero_strategy.layout.row_sharding import RowSharding
 
 
@@ -26,7 +26,7 @@ def plain(meetings: Meetings) -> set[frozenset[int]]:
 
 @given(source=grids(), target=grids())
 def test_pairs_and_partners(source: np.ndarray, target: np.ndarray) -> None:
-    between = first_hop(source, target, within=None)
+    between = between_modules(source.reshape(1, -1), target.reshape(1, -1))
     assert plain(between) == {frozenset((a, b)) for a in source.flat for b in target.flat if a != b}
     for meetings in (between, second_hop(target)):
         expected = plain(meetings)
@@ -37,5 +37,5 @@ def test_pairs_and_partners(source: np.ndarray, target: np.ndarray) -> None:
 
 def test_stages_of_one_module_keep_their_instance() -> None:
     source, target = np.array([[0, 1], [2, 3]]), np.array([[4, 5], [6, 7]])
-    assert first_hop(source, target, within=RowSharding(2)).partners(1) == {5}
-    assert first_hop(source, target, within=RowSharding(1)).partners(1) == {4, 5}
+    assert within_module(source, target, RowSharding(2)).partners(1) == {5}
+    assert within_module(source, target, RowSharding(1)).partners(1) == {4, 5}

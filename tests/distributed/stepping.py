@@ -82,6 +82,8 @@ class Setting:
     prefetch: Mapping[str, int] = field(default_factory=dict)
     cache: Mapping[str, str] = field(default_factory=dict)
     """Folders of rows of frozen encoders."""
+    islands: int = 1
+    """Above 1 with ``balance``."""
     max_in_flight: Mapping[str, int] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
     """``encoder_microbatch_rows``."""
@@ -329,6 +331,7 @@ def assembled(
                 setting.fill,
                 setting.pieces,
                 setting.prefetch,
+                setting.islands,
             ),
             recompute=recomputes(setting.recompute),
             compile=setting.compile,

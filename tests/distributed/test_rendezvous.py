@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "mixed, tp2": {"vision": on(0, 1), "llm": on(1, 0, 2, 3, tp=2, pp=2)},
     "generator pp2 around the llm": {"vision": on(0), "llm": on(0, 1, pp=2), "draw": on(1, 2, pp=2)},
     "vision fills llm pp3": {"vision": on(0, 1, 2), "llm": on(0, 1, 2, pp=3)},
+    "two islands": {"vision": on(0, 1, 2, 3), "audio": on(0, 1, 2, 3), "llm": on(0, 1, 2, 3, pp=2)},
 }
 CASES = [
     *((layout, schedule) for layout in ("llm pp2", "mixed, tp2") for schedule in ("gpipe", "zb_h1", "sequential")),
@@ -74,6 +76,8 @@ OFTEN = {("mixed, tp2", "zb_h1"), ("llm pp2", "zbv"), *((layout, "1f1b") for lay
 )
 def test_no_step_hangs(pool: Pool, folders: dict[bool, str], layout: str, schedule: str) -> None:
     setting = setting_of(folders, LAYOUTS[layout], schedule, fill="fine" if "fills" in layout else "none")
+    if "islands" in layout:
+        setting = replace(setting, islands=2, balance={"policy": "auto"})
     wanted = expected(setting)
     ranks = pool.run(setting.world, held_up, setting, wanted, 0, timeout=170)
     for runs in zip(*ranks, strict=True):
