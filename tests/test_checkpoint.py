@@ -580,7 +580,7 @@ def loaded_number(path: Path) -> int:
     return int(number)
 
 
-@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("damaged", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_killed_at_any_file_operation_one_checkpoint_is_whole(tmp_path: Path, damaged: bool) -> None:
     path = tmp_path / "c"
     seen = []

@@ -44,6 +44,7 @@ def test_the_exchange_needs_no_lightning() -> None:
     assert "torch" in found and "lightning" not in found
 
 
+@pytest.mark.full
 def test_the_strategy_is_registered_by_any_name() -> None:
     code = "from hetero_strategy import MultimodalDataModule\n"
     code += "from lightning.pytorch.strategies import StrategyRegistry\nassert 'hetero' in StrategyRegistry"

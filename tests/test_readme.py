@@ -57,6 +57,7 @@ def on_rank(rank: int, world: int, folder: str) -> None:
     runpy.run_path("example.py", run_name="__main__")
 
 
+@pytest.mark.full
 def test_the_example_runs_as_printed(pool: Pool, example: Path) -> None:
     """On eight processes."""
     pool.run(8, on_rank, str(example), timeout=150, group=False)

@@ -50,6 +50,7 @@ def test_checks_of_kernels(pool: Any, tmp_path: Path) -> None:
     assert "CUDA" in json.loads((tmp_path / "gpu.json").read_text())["results"]["copies"]["skipped"]
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_checks_of_steps(pool: Any, tmp_path: Path) -> None:
     found = run(pool, "step,llm", tmp_path / "gpu.json")

@@ -19,6 +19,7 @@ def measured(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return row_cache.main(["--rounds", "1", "--folder", str(folder)])
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_step_whose_rows_are_read_takes_less_of_the_processor(pool: Pool, tmp_path: Path) -> None:
     (found,) = pool.run(1, measured, tmp_path, timeout=240, group=False)

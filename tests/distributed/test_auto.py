@@ -30,7 +30,13 @@ def train_with_cache(rank: int, world: int, job: Job, cache: str) -> Any:
     return train_on_rank(rank, world, job)
 
 
-@pytest.mark.parametrize("given", [{}, {"schedule": "gpipe", "recompute": ["llm"]}], ids=["all", "schedule is given"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({}, id="all"),
+        pytest.param({"schedule": "gpipe", "recompute": ["llm"]}, id="schedule is given", marks=pytest.mark.full),
+    ],
+)
 def test_what_is_planned_trains_as_one_process(pool: Pool, tmp_path: Path, given: dict[str, Any]) -> None:
     job = Job(str(data(tmp_path)), steps=2, precision="64-true")
     reference = train(job)
@@ -42,6 +48,7 @@ def test_what_is_planned_trains_as_one_process(pool: Pool, tmp_path: Path, given
     assert worst_loss(reference, results) < 1e-9
 
 
+@pytest.mark.full
 def test_on_cuda_the_memory_of_its_device_is_kept_to_and_none_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -164,7 +164,8 @@ def test_a_rank_that_raises_ends_the_job_however_it_was_started(start: Starter) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["fork", pytest.param("popen", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["fork", "popen"])
 def test_a_rank_that_hangs_ends_the_job_soon(start: Starter, way: str) -> None:
     """After the first step collectives have five seconds, not half an hour."""
     run = start("--start", way, "--sleep", "1", "2", "--step-timeout", str(5 / 60))

@@ -169,6 +169,7 @@ def test_stop_takes_the_job_down_with_its_own_message(pool: Pool, damaged: tuple
     assert f"sample 'train-{bad[0]:06d}'" in str(error.value) and "on_error='skip'" in str(error.value)
 
 
+@pytest.mark.full
 def test_killed_workers(pool: Pool, digits: Path) -> None:
     """Killed in the third of nine steps: in a busy process the worker may be some steps ahead."""
     job = Job(str(digits), steps=9, batch=8, precision="64-true", shuffle=False)

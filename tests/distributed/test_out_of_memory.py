@@ -65,7 +65,7 @@ def said(rank: int, world: int, job: Job, folder: str) -> None:
     os._exit(1)
 
 
-@pytest.mark.parametrize(("schedule", "held"), [("gpipe", [0, 1]), ("1f1b", [])])
+@pytest.mark.parametrize(("schedule", "held"), [("gpipe", [0, 1]), pytest.param("1f1b", [], marks=pytest.mark.full)])
 def test_a_rank_without_memory_says_what_holds_it(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str, held: list[int]
 ) -> None:

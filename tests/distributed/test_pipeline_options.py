@@ -219,10 +219,9 @@ def graphs(rank: int, world: int, setting: Setting, wanted: Reference) -> tuple[
     return run, counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.full  # tests/parallelize/test_compile.py has pieces of them
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "language model alone" else pytest.mark.full) for n in COMPILED]
-)
+@pytest.mark.parametrize("name", COMPILED)
 def test_compiled_blocks(pool: Pool, folders: dict[bool, str], name: str) -> None:
     """In a language model alone, rows come to the first block as an unfinished collective: without care for these torch
     2.13's backward fails before it.
@@ -268,7 +267,7 @@ DROPOUT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", DROPOUT)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if "stages" in n else ()) for n in DROPOUT])
 def test_the_same_random_numbers_wherever_a_module_lives(pool: Pool, folders: dict[bool, str], name: str) -> None:
     layouts, options, schedules = DROPOUT[name]
     layers = {f"{module}_layers": 4 for module in layouts}

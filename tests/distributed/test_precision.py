@@ -72,6 +72,7 @@ def test_other_precisions_are_as_in_one_process(pool: Pool, digits: Path) -> Non
     check_precision(both(pool, others, APART, 3))
 
 
+@pytest.mark.full
 def test_precision_is_as_in_one_process(pool: Pool, digits: Path) -> None:
     cases = precision(digits)
     runs = both(pool, {name: cases[name] for name in CHOSEN}, APART, 3)

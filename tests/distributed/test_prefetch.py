@@ -165,6 +165,7 @@ def followed(rank: int, world: int, job: Job, path: str) -> Result:
     return train_on_rank(rank, world, replace(job, trainer={**job.trainer, "callbacks": callbacks}))
 
 
+@pytest.mark.full
 def test_a_run_is_bit_by_bit_the_one_without_over_epochs_validations_and_a_resume(pool: Pool, tmp_path: Path) -> None:
     trainer = {"val_check_interval": 0.5, "max_epochs": 2, "default_root_dir": str(tmp_path)}
     job = Job(str(scenario_data(tmp_path)), STAGES, STEPS, freeze=("vision",), val="val.json", trainer=trainer)

@@ -66,6 +66,8 @@ PLACEMENTS: dict[str, tuple[dict[str, dict[str, Any]], str, dict[str, Any]]] = {
         {**BACKBONE, "recompute": {"vision": "whole"}},
     ),
 }
+OFTEN = ("one rank", "in turns with a pipeline", "a step ahead")
+"""In `make test`, which leaves runs of epochs to `make test-all`."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,9 @@ def counted(runs: list[list[Stepped]]) -> tuple[int, int]:
     return int(found), int(missed)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    "placement", [pytest.param(p, marks=() if p in OFTEN else pytest.mark.full) for p in PLACEMENTS]
+)
 def test_every_step_is_that_of_one_process_whatever_is_found(
     pool: Pool, folders: dict[bool, str], tmp_path: Path, placement: str
 ) -> None:
@@ -114,6 +118,7 @@ def test_every_step_is_that_of_one_process_whatever_is_found(
     assert counted(last) == (found + missed, 0)
 
 
+@pytest.mark.full
 def test_other_layouts_find_the_rows_and_changed_rows_would_be_noticed(
     pool: Pool, folders: dict[bool, str], tmp_path: Path
 ) -> None:
@@ -272,6 +277,7 @@ def plain(pool: Pool, digits: Path) -> Ran:
     return pool.run(2, ran, job_of(digits), timeout=180)[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ahead", [{}, {"prefetch": {"audio": 1}}], ids=["in its turn", "ahead"])
 def test_a_run_over_epochs_validations_and_a_resume(
     pool: Pool, digits: Path, plain: Ran, tmp_path: Path, ahead: dict[str, Any]
@@ -299,6 +305,7 @@ def test_a_run_over_epochs_validations_and_a_resume(
     assert total(resumed, 0)[1] == total(resumed, 1)[1] == 0
 
 
+@pytest.mark.full
 def test_a_changed_weight_is_a_miss_and_one_that_changes_meanwhile_ends_the_run(
     pool: Pool, digits: Path, plain: Ran, tmp_path: Path
 ) -> None:
@@ -343,6 +350,7 @@ def filled(pool: Pool, job: Job, plain: Ran, message: str, folder: Path, **more:
     return runs
 
 
+@pytest.mark.full
 def test_a_full_disk_ends_writing_and_nothing_else(pool: Pool, digits: Path, plain: Ran, small_disk: Path) -> None:
     folder = small_disk / "rows"
     job = job_of(digits, cache={"vision": folder, "audio": folder})
@@ -358,12 +366,14 @@ def test_a_full_disk_ends_writing_and_nothing_else(pool: Pool, digits: Path, pla
     assert stored(folder) == items_of(digits, "train.json", "val.json")
 
 
+@pytest.mark.full
 def test_a_file_that_may_not_grow_ends_writing(pool: Pool, digits: Path, plain: Ran, tmp_path: Path) -> None:
     """A quota; also where a file system cannot be mounted."""
     job = job_of(digits, cache={"vision": tmp_path, "audio": tmp_path})
     filled(pool, job, plain, "File too large", tmp_path, options={"num_workers": 0}, largest=50_000)
 
 
+@pytest.mark.full
 def test_two_runs_at_once_share_a_folder(pool: Pool, digits: Path, plain: Ran, tmp_path: Path) -> None:
     job = job_of(digits, cache={"vision": tmp_path, "audio": tmp_path})
     with ThreadPoolExecutor() as threads:
@@ -378,6 +388,7 @@ def test_two_runs_at_once_share_a_folder(pool: Pool, digits: Path, plain: Ran, t
     assert close(later[0].losses, plain.losses) and total(later, 0)[1] == total(later, 1)[1] == 0
 
 
+@pytest.mark.full
 def test_what_could_not_be_read_is_not_kept_and_a_mended_file_is_read_again(
     pool: Pool, digits: Path, plain: Ran, tmp_path: Path
 ) -> None:

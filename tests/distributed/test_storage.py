@@ -23,7 +23,7 @@ from tests.distributed.stepping import OnRank, Setting, data, made_in, reference
 KEPT = "llm.model.layers.0.attention.wo.weight"
 
 
-@pytest.mark.parametrize("layout", ["pp 4", "dp_shard 2"])
+@pytest.mark.parametrize("layout", ["pp 4", pytest.param("dp_shard 2", marks=pytest.mark.full)])
 def test_autograd_keeps_no_copy_of_a_weight(pool: Pool, layout: str) -> None:
     settings = {way: setting_of(layout, 64, storage) for way, storage in (("storage", MIXED), ("autocast", FP32))}
     ranks = {way: pool.run(one.world, step_on_rank, one, way == "autocast") for way, one in settings.items()}
@@ -89,7 +89,7 @@ def test_a_parameter_may_be_kept_in_fp32(pool: Pool, tmp_path: Path) -> None:
     {"vision": on(0), "llm": on(1, 2, tp=2)},
     {"vision": on(0, 1, 2), "llm": on(0, 1, 2, 3, dp_shard=2, dp_replicate=2)},
 ])  # fmt: skip
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.full)])
 def test_masters_of_more_digits_than_weights(pool: Pool, tmp_path: Path, layouts: Any, schedule: str) -> None:
     """fp64 masters and fp32 weights: gradients are those of fp32 to six digits, whatever gathers and halves do."""
     setting = Setting(data(tmp_path), layouts, schedule, freeze=("vision.backbone",), precision="32-mixed")

@@ -170,7 +170,7 @@ CASES = [
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_chunks_change_nothing(pool: Pool, world: int) -> None:
     for results in pool.run(world, compare, CASES):
         for case, (error, apart, *_) in zip(CASES, results, strict=True):

@@ -74,6 +74,7 @@ def test_a_small_encoder_stays_with_the_language_model(simulations: int) -> None
     assert answer.best.seconds <= 1.01 * min(r.seconds for r in answer.ranked)
 
 
+@pytest.mark.full
 @few_simulations
 def test_the_best_is_never_slower_than_one_layout_for_all(simulations: int) -> None:
     for seed in range(3):

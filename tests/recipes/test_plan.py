@@ -64,6 +64,7 @@ def test_bubbles_before_and_after_filling_are_said() -> None:
     assert "warm-up" in steps[0] and "cool-down" in steps[0]
 
 
+@pytest.mark.full
 def test_blocks_are_measured_once(pool: Pool, given: tuple[str, ...], tmp_path: Path) -> None:
     small = [o for o in SMALL if o.startswith(("model.", "data."))]
     options = [*given, *small, "cluster.ranks_per_node=2", "profile=true"]
@@ -76,6 +77,7 @@ def test_blocks_are_measured_once(pool: Pool, given: tuple[str, ...], tmp_path: 
     assert len(list((tmp_path / "hetero_strategy" / "profiles").iterdir())) == 1
 
 
+@pytest.mark.full
 def test_what_was_planned_is_in_the_file(pool: Pool, tmp_path: Path) -> None:
     """Statistics are planned for, though nothing trains on them."""
     more = ("model=vlm", "data=cornstarch_vision", "experiment=none", "trainer.precision=bf16-mixed")
@@ -88,6 +90,7 @@ def test_what_was_planned_is_in_the_file(pool: Pool, tmp_path: Path) -> None:
     assert "recipes.train" not in found.output
 
 
+@pytest.mark.full
 def test_what_one_more_node_of_each_kind_would_buy_is_said(pool: Pool, given: tuple[str, ...], tmp_path: Path) -> None:
     small = [o for o in SMALL if o.startswith(("model.", "data."))]
     pools = ("cluster=h200_h100", "cluster.pools.h200.ranks_per_node=1", "cluster.pools.h100.ranks_per_node=1")
