@@ -68,6 +68,8 @@ class Setting:
     freeze: tuple[str, ...] = ()
     prefetch: Mapping[str, int] = field(default_factory=dict)
     """Steps are such as have others of the same batch before and after them."""
+    islands: int = 1
+    """Above 1 with ``balance``."""
     storage: Storage = FP32
 
     @property
@@ -81,7 +83,11 @@ class Setting:
     @property
     def scheduling(self) -> ScheduleConfig:
         return ScheduleConfig(
-            self.schedule, reshard_after_forward=self.reshard_after_forward, fill=self.fill, prefetch=self.prefetch
+            self.schedule,
+            reshard_after_forward=self.reshard_after_forward,
+            fill=self.fill,
+            prefetch=self.prefetch,
+            islands=self.islands,
         )
 
     def model(self) -> MultimodalModel:

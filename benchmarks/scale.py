@@ -62,14 +62,23 @@ PER_RANK = (
 
 
 def setting(
-    world: int, pp: int = 8, tp: int = 8, *, encoder: tuple[int, int] = (1152, 27), llm: tuple[int, int] = (8192, 80)
+    world: int,
+    pp: int = 8,
+    tp: int = 8,
+    *,
+    encoder: tuple[int, int] = (1152, 27),
+    llm: tuple[int, int] = (8192, 80),
+    islands: int = 1,
 ) -> Setting:
     """The example in a world of so many ranks; widths and layers as given."""
     ranks = tuple(range(world))
     everywhere, instances = ModuleLayout(ranks, dp_replicate=world), world // (pp * tp)
     layouts = {"vision": everywhere, "audio": everywhere, "llm": ModuleLayout(ranks, pp=pp, tp=tp, dp_shard=instances)}
     samples = 2 * MICROBATCHES * instances
-    return Setting("scale", layouts, vision=encoder, audio=encoder, llm=llm, samples=samples, microbatches=MICROBATCHES)
+    return Setting(
+        "scale", layouts, vision=encoder, audio=encoder, llm=llm, samples=samples, microbatches=MICROBATCHES,
+        balance=None if islands == 1 else {"policy": "auto"}, islands=islands,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -162,8 +171,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Count, print, write; returns the figures."""
     parser = arguments(__doc__)
     parser.add_argument("--worlds", type=int, nargs="+", default=[1024, 10240], help="ranks (default 1024 10240)")
+    parser.add_argument("--islands", type=int, default=1, help="that exchange rows only within (default 1)")
     given = parser.parse_args(argv)
-    found = [measure(setting(world)) for world in given.worlds]
+    found = [measure(setting(world, islands=given.islands)) for world in given.worlds]
     rows = []
     for phase, what, number in PER_RANK:
         key = f"{what} {number}"
@@ -171,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         rows.append((phase, f"{what}, {number}", *(None if x is None else f"{x:,}" for pair in pairs for x in pair)))
     columns = [f"{who} of {world:,}" for world in given.worlds for who in ("a rank", "all")]
     report("scale", "what ranks make, read and send", ("phase", "what", *columns), rows)
-    write_json(given.json, "scale", "cpu", {"worlds": given.worlds}, found)
+    write_json(given.json, "scale", "cpu", {"worlds": given.worlds, "islands": given.islands}, found)
     return found
 
 

@@ -48,15 +48,17 @@ COSTS = {
 PER_NODE = 8
 
 
-def balancing(instances: int, rearrange: Literal["home", "permute", "none"]) -> ResolvedBalance:
+def balancing(instances: int, rearrange: Literal["home", "permute", "none"], islands: int = 1) -> ResolvedBalance:
     """Every module on every instance."""
     nodes = np.arange(instances) // PER_NODE
+    own = np.repeat(np.arange(islands), instances // islands)
     near = {} if rearrange == "none" else {name: Near(nodes, nodes, "llm") for name in ("vision", "audio")}
     return ResolvedBalance(
         policy=dict.fromkeys(MODULES, "auto"),
         costs=COSTS,
         near=near,
         rearrange="home" if rearrange == "none" else rearrange,
+        islands={} if islands == 1 else dict.fromkeys(MODULES, own),
     )
 
 
@@ -74,9 +76,10 @@ def measure(
     rearrange: Literal["home", "permute", "none"],
     microbatches: int,
     rounds: int,
+    islands: int = 1,
 ) -> dict[str, Any]:
     """Medians in ms, of processor time but for ``wall_ms``, and how balanced it is."""
-    chosen = balancing(instances, rearrange)
+    chosen = balancing(instances, rearrange, islands)
     count = dict.fromkeys(MODULES, instances)
     graph, costs = placed(instances)
     compiler = StepCompiler(graph, costs, ScheduleConfig("1f1b"))
@@ -93,6 +96,7 @@ def measure(
         "instances": instances,
         "samples": len(metadata.samples),
         "rearrange": rearrange,
+        "islands": islands,
         "microbatches": microbatches,
         "plan_ms": statistics.median(plans),
         "compile_ms": statistics.median(compiles),
@@ -120,6 +124,7 @@ def row(found: Mapping[str, Any]) -> tuple[Any, ...]:
     return (
         f"{found['instances']} x {found['samples'] // found['instances']}",
         found["rearrange"],
+        found["islands"],
         found["microbatches"],
         *(f"{found[key]:.1f}" for key in ("plan_ms", "compile_ms", "total_ms", "wall_ms")),
         f"{1e3 * found['total_ms'] / found['samples']:.2f}",
@@ -140,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = arguments(__doc__)
     parser.add_argument("--instances", type=int, nargs="+", default=[64, 512, 2560], help="default 64 512 2560")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2, 4, 8], help="default 1 2 4 8")
+    parser.add_argument("--islands", type=int, nargs="*", default=[], help="numbers of islands, besides one for all")
     parser.add_argument("--samples", type=int, default=60, help="per instance (default 60)")
     parser.add_argument("--rounds", type=int, default=7, help="of which the median is taken (default 7)")
     parser.add_argument("--growth", type=int, default=100, help="of the samples in the last rows (default 100)")
@@ -154,14 +160,16 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         for rearrange in ("none", "permute"):
             found.append(measure(metadata, instances, rearrange, 1, given.rounds))  # type: ignore[arg-type]
         for microbatches in given.microbatches:
-            found.append(measure(metadata, instances, "home", microbatches, given.rounds))
+            counts = [1, *(n for n in given.islands if instances % n == 0)]
+            found += [measure(metadata, instances, "home", microbatches, given.rounds, n) for n in counts]
     for times in sorted({1, max(1, given.growth // 10), given.growth}):
         metadata = make(8 * given.samples * times, 0).metadata()
         found.append(measure(metadata, 8, "none", 1, given.rounds))
     report(
         "step_plan",
         "a whole step plan, one thread, milliseconds of processor time",
-        ("instances x samples", "near", "microbatches", "plan", "compile", "total", "wall", "us/sample", "OrchMLLM",
+        ("instances x samples", "near", "islands", "microbatches", "plan", "compile", "total", "wall", "us/sample",
+         "OrchMLLM",
          *(f"{m} max/mean" for m in MODULES)),
         [row(x) for x in found],
         ["max/mean: as sampled, then as planned"],
