@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,27 @@ class Channel:
     width: int
     dtype: torch.dtype
     device: torch.device
+
+    @cached_property
+    def places(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Rank in the group of a hop by global rank, of both hops."""
+        return _places(self.group), _places(self.second)
+
+
+def _places(group: dist.ProcessGroup | None) -> dict[int, int]:
+    return {} if group is None else {rank: i for i, rank in enumerate(dist.get_process_group_ranks(group))}
+
+
+class _Message(dist.P2POp):
+    """One whose rank in the group is known: torch looks it up anew for each, which takes as long as sending it."""
+
+    def __new__(cls, *given: Any) -> _Message:
+        return object.__new__(cls)
+
+    def __init__(
+        self, op: Any, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int, place: int
+    ) -> None:
+        self.op, self.tensor, self.peer, self.group, self.tag, self.group_peer = op, tensor, peer, group, tag, place
 
 
 Arriving = tuple[dist.Work, Rows | None, torch.Tensor]
@@ -135,7 +158,11 @@ class Transport:
         for number in numbers:
             channel, transfer = self._transfers[number]
             hop = transfer.first if first else transfer.second
+            if not (hop.receives or hop.sends):
+                continue
             group, tag = (channel.group, 2 * channel.tag) if first else (channel.second, 2 * channel.tag + 1)
+            place_of = channel.places[not first]
+            assert group is not None
             if hop.receives:
                 out = self._out.get(number)
                 if out is None and transfer.is_complete:
@@ -146,10 +173,11 @@ class Transport:
                     else:
                         size = (rows.size, channel.width)
                         buffer, place = torch.empty(size, dtype=channel.dtype, device=channel.device), rows
-                    ops.append(dist.P2POp(dist.irecv, buffer, peer, group, tag))
+                    ops.append(_Message(dist.irecv, buffer, peer, group, tag, place_of[peer]))
                     owners.append((number, False, place))
             for peer, rows in hop.sends:
-                ops.append(dist.P2POp(dist.isend, self._pick(self._given[number], rows), peer, group, tag))
+                sent = self._pick(self._given[number], rows)
+                ops.append(_Message(dist.isend, sent, peer, group, tag, place_of[peer]))
                 owners.append((number, True, None))
             if first and hop.sends and not transfer.local[0].size:
                 del self._given[number]  # the messages hold what is left to send
