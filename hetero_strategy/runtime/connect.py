@@ -7,6 +7,7 @@ groups in one order.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -20,6 +21,10 @@ from hetero_strategy.layout.placement import Placement
 from hetero_strategy.layout.registry import rank_sets
 from hetero_strategy.schedule.action import StageGraph
 
+MANY = 512
+"""Partners of a rank from which it says how to have fewer: each is memory and connections of the backend."""
+log = logging.getLogger(__name__)
+
 
 def connect(graph: StageGraph, channels: Mapping[tuple[int, bool], Channel], rank: int) -> None:
     """Let this rank meet all it may ever exchange rows with; a collective over the world.
@@ -29,6 +34,7 @@ def connect(graph: StageGraph, channels: Mapping[tuple[int, bool], Channel], ran
         channels: of this rank, by number of the stage edge, and whether gradients travel.
         rank: global rank.
     """
+    partners: set[int] = set()
     for number in range(len(graph.edges)):
         if (number, False) not in channels:
             continue
@@ -36,7 +42,13 @@ def connect(graph: StageGraph, channels: Mapping[tuple[int, bool], Channel], ran
         ways = ((there.group, 2 * there.tag), (there.second, 2 * there.tag + 1), (back.second, 2 * back.tag + 1))
         for (group, tag), meetings in zip(ways, meetings_of(graph, number), strict=True):
             if group is not None:
-                _meet(group, tag, meetings, rank, there.device)
+                partners |= _meet(group, tag, meetings, rank, there.device)
+    if rank == 0 and len(partners) > MANY:
+        log.warning(
+            "rank 0 exchanges rows with %d others, since balancing may send them between any two instances;"
+            " HeteroStrategy(islands=...) bounds whom a rank meets",
+            len(partners),
+        )
 
 
 def connections(graph: StageGraph) -> int:
@@ -100,8 +112,8 @@ def meetings_of(graph: StageGraph, number: int) -> tuple[Meetings, Meetings, Mee
     return first, second_hop(target.grid), second_hop(source.grid)
 
 
-def _meet(group: dist.ProcessGroup, tag: int, meetings: Meetings, rank: int, device: torch.device) -> None:
-    """One message each way between this rank and each of its partners."""
+def _meet(group: dist.ProcessGroup, tag: int, meetings: Meetings, rank: int, device: torch.device) -> set[int]:
+    """One message each way between this rank and each of its partners, who are returned."""
     partners = meetings.partners(rank)
     for partner in rounds(meetings.ranks, rank):
         if partner not in partners:
@@ -112,6 +124,7 @@ def _meet(group: dist.ProcessGroup, tag: int, meetings: Meetings, rank: int, dev
         ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
+    return partners
 
 
 def rounds(ranks: Sequence[int], rank: int) -> Iterator[int]:

@@ -12,6 +12,7 @@ import pytest
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.step_plan import edge_blocks
+from hetero_strategy.runtime import connect
 from hetero_strategy.strategy import HeteroStrategy
 from tests.distributed.exact import on
 from tests.distributed.harness import Pool
@@ -37,11 +38,13 @@ class Crossings(L.Callback):
                 self.all, self.between = self.all + len(runs.rows), self.between + int((ends[0] != ends[1]).sum())
 
 
-def trained(rank: int, world: int, job: Job) -> tuple[list[float], int, int]:
-    crossings = Crossings()
+def trained(rank: int, world: int, job: Job) -> tuple[list[float], int, int, list[str]]:
+    crossings, said = Crossings(), []
+    connect.MANY = 2  # of the three others that rank 0 meets where there is one island
+    connect.log.addFilter(lambda record: said.append(record.getMessage()) or True)
     trainer, module, dm = build(replace(job, trainer={**job.trainer, "callbacks": [crossings]}))
     trainer.fit(module, datamodule=dm)
-    return [float(x) for x in module.losses], crossings.all, crossings.between
+    return [float(x) for x in module.losses], crossings.all, crossings.between, said
 
 
 def test_training_is_that_of_one_process(pool: Pool, tmp_path: Path) -> None:
@@ -49,7 +52,9 @@ def test_training_is_that_of_one_process(pool: Pool, tmp_path: Path) -> None:
     wanted = train(job).losses
     for islands in (1, 2):
         job = replace(job, layouts=LAYOUTS, strategy={"islands": islands})
-        for losses, runs, between in pool.run(4, trained, job, timeout=120):
+        ranks = pool.run(4, trained, job, timeout=120)
+        assert [len(said) for *_, said in ranks] == [islands == 1, 0, 0, 0]
+        for losses, runs, between, _ in ranks:
             assert losses == pytest.approx(wanted, rel=1e-10)
             assert runs > 20 and (between == 0) == (islands == 2)
 
