@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from hetero_strategy.strategy.blueprint import blueprint
 from hetero_strategy.strategy.dry_run import dry_run
 from tests.distributed.exact import NOTICED, differences, on, setting_of
 from tests.distributed.harness import Pool
-from tests.distributed.scenario import Job, Result, train_on_rank
+from tests.distributed.scenario import Job, Result, build, train_on_rank
 from tests.distributed.scenario import data as scenario_data
 from tests.distributed.stepping import (
     OnRank,
@@ -184,6 +185,28 @@ def test_a_run_is_bit_by_bit_the_one_without_over_epochs_validations_and_a_resum
         assert one.logged["val/loss"] == other.logged["val/loss"] == later.logged["val/loss"]
     measured = json.loads((tmp_path / "measured.json").read_text())["stages"]
     assert {"vision.0", "llm.1"} <= measured.keys() and not any("+1" in stage for stage in measured)
+
+
+def lived(rank: int, world: int, job: Job) -> tuple[list[float], list[float]]:
+    """Validations before and after a fit whose loaders are new in each epoch; losses, and those of the validations."""
+    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    trainer, module, dm = build(job)
+    seen = [trainer.validate(module, datamodule=dm, verbose=False)[0]["val/loss"]]
+    trainer.fit(module, datamodule=dm)
+    seen.append(float(trainer.callback_metrics["val/loss"]))
+    seen.append(trainer.validate(module, datamodule=dm, verbose=False)[0]["val/loss"])
+    return [float(x) for x in module.losses], seen
+
+
+@pytest.mark.full
+def test_validations_around_a_fit_with_new_loaders_in_each_epoch(pool: Pool, tmp_path: Path) -> None:
+    trainer = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1, "default_root_dir": str(tmp_path)}
+    folder = str(scenario_data(tmp_path))
+    job = Job(folder, STAGES, STEPS, freeze=("vision",), val="val.json", trainer=trainer, capture=False)
+    plain, early = (
+        pool.run(2, lived, replace(job, strategy={"fill": "fine", **given}), timeout=180) for given in ({}, AHEAD_ONLY)
+    )
+    assert plain == early and len(plain[0][0]) == STEPS and len(set(plain[0][1])) == 2
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
