@@ -8,7 +8,10 @@ it differs in that weights without a gradient count as zero, so that ranks whose
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,32 +85,69 @@ def gather(stage: nn.Module) -> None:
         part.unshard(async_op=True)
 
 
-@torch.no_grad()
+@contextmanager
+def reducing(stage: nn.Module) -> Iterator[None]:
+    """While the last backward of a gathered FSDP root runs: sums of a unit's gradients start once they are whole.
+
+    A collective over the stage's data-parallel ranks, all of which run this backward. Units are summed in one order,
+    whatever order the backwards of ranks with other rows end them in; :func:`reduce` sums what is left, in that order.
+    """
+    groups = _gathered(stage)
+    left, whole = deque(groups), set()
+
+    def ended(group: Any) -> None:
+        type(group).post_backward(group)  # adds up
+        whole.add(id(group))
+        while left and id(left[0]) in whole:
+            _reduce(stage, left.popleft())
+
+    for group in groups:
+        group.post_backward = partial(ended, group)
+        group._post_forward_indices.clear()  # nothing is to be gathered ahead, least of all what is freed already
+    try:
+        yield
+    finally:
+        for group in groups:
+            del group.post_backward
+
+
 def reduce(stage: nn.Module) -> None:
     """Start to sum the gradients of a gathered FSDP root over data-parallel ranks, and free the weights.
 
     A collective over the stage's data-parallel ranks; all of them call it, whether or not they had work. It runs on a
     stream of its own beside what follows, until :func:`finish`, after which each rank has its shard of the sums.
     """
-    root = _root_state(stage)
+    for group in _gathered(stage):
+        _reduce(stage, group)
     _let_hooks_communicate(stage, True)
-    groups = [group for state in root._state_ctx.all_states for group in _groups(state)]
-    device, beside = root._comm_ctx.device_handle, root._comm_ctx.reduce_scatter_stream
+
+
+def _gathered(stage: nn.Module) -> list[Any]:
+    """Units whose weights are whole, in the order in which a backward ends them."""
+    groups = [group for state in _root_state(stage)._state_ctx.all_states for group in _groups(state)]
     for group in groups:
         group.wait_for_unshard()  # what no forward needed
-        for parameter in group.fsdp_params:
-            whole = parameter.unsharded_param
-            gradients = [g for g in (whole.grad, parameter.unsharded_accumulated_grad) if g is not None]
-            if not gradients and whole.requires_grad:
-                whole.grad = torch.zeros_like(whole)
-                gradients = [whole.grad]
-            if whole.device.type != "cpu":
-                for gradient in gradients:
-                    local(gradient).record_stream(beside)
+    return [group for group in reversed(groups) if group.is_unsharded]
+
+
+@torch.no_grad()
+def _reduce(stage: nn.Module, group: Any) -> None:
+    """Start to sum a unit's gradients, and free its weights."""
+    context = _root_state(stage)._comm_ctx
+    device, beside = context.device_handle, context.reduce_scatter_stream
+    for parameter in group.fsdp_params:
+        whole = parameter.unsharded_param
+        gradients = [g for g in (whole.grad, parameter.unsharded_accumulated_grad) if g is not None]
+        if not gradients and whole.requires_grad:
+            whole.grad = torch.zeros_like(whole)
+            gradients = [whole.grad]
+        if whole.device.type != "cpu":
+            for gradient in gradients:
+                local(gradient).record_stream(beside)
+    group.reduce_grads = group.all_reduce_grads = group.reshard_after_backward = True
     beside.wait_stream(device.current_stream())
     with device.stream(beside):
-        for group in reversed(groups):  # as a backward would
-            group.post_backward()
+        type(group).post_backward(group)
 
 
 def finish(stage: nn.Module) -> None:

@@ -8,6 +8,7 @@ transfer starts (``schedule.compile``); nothing here waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -343,9 +344,14 @@ class _Step:
             live.later = backward.inputs_first(roots, [leaf for leaf in live.leaves if leaf.requires_grad], weights)
             self._accumulate(stage)
         else:
-            if isinstance(stage, FSDPModule) and not self.graph.stages[stage_id].sharded:
-                fsdp.per_microbatch(stage, step.last)
-            backward.whole(roots)
+            around: AbstractContextManager[None] = nullcontext()
+            if isinstance(stage, FSDPModule):
+                if not self.graph.stages[stage_id].sharded:
+                    fsdp.per_microbatch(stage, step.last)
+                elif step.last and stage_id.cohort < 0:  # else other instances may be at other work
+                    around = fsdp.reducing(stage)
+            with around:
+                backward.whole(roots)
         for number, leaf in zip(step.gives, live.leaves, strict=True):
             if number is not None:
                 self.transport.give(number, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)

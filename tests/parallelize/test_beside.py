@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.placement import place
 from hetero_strategy.layout.registry import GroupRegistry
+from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.gradients import settle
@@ -67,3 +72,73 @@ def test_weights_travel_until_the_first_forward_needs_them(pool: Pool) -> None:
 def test_gradients_of_replicas_travel_until_the_step_ends(pool: Pool) -> None:
     first, _ = pool.run(2, seconds, REPLICATED)
     assert first["start"] < LATE / 2 < LATE * 0.9 < first["finish"]
+
+
+def summed(rank: int, world: int, idle: bool) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """What happens in a last backward, in order, and gradients; with ``idle`` the second rank has no rows in it."""
+    layout = SHARDED.resolved()
+    registry = GroupRegistry(place({"m": layout}, world), [], "cpu")
+    module, mesh = MAKE["titan"](), registry.mesh("m")
+    assert mesh is not None
+    stage = parallelize("m", module.double(), layout, mesh, torch.device("cpu"), seed=3)[0]
+    names = {id(group): fqn for fqn, part in stage.named_modules() if hasattr(part, "_get_fsdp_state")
+             for group in fsdp._groups(part._get_fsdp_state())}  # fmt: skip
+    events: list[str] = []
+    original = fsdp._reduce
+
+    def noted(stage: torch.nn.Module, group: Any) -> None:
+        events.append(f"sum of {names[id(group)] or 'the rest'}")
+        original(stage, group)
+
+    fsdp._reduce = noted
+    try:
+        fsdp.gather(stage)
+        losses = [loss_of(stage(inputs_of("titan", rank), {}, None))]
+        for fqn, block in stage.blocks().items():
+
+            def begins(_: Any, __: Any, out: torch.Tensor, fqn: str = fqn) -> None:
+                out.register_hook(lambda _: events.append(f"backward of {fqn}"))
+
+            block.register_forward_hook(begins)
+        losses.append(loss_of(stage(inputs_of("titan", 2 + rank), {}, None)))
+        losses[0].backward()
+        assert not events
+        with fsdp.reducing(stage):
+            if not (idle and rank):
+                losses[1].backward()
+        during = len(events)
+        fsdp.reduce(stage)
+        assert during == (0 if idle and rank else len(events))
+        fsdp.finish(stage)
+    finally:
+        fsdp._reduce = original
+    assert all(isinstance(p.grad, DTensor) for p in stage.parameters())
+    return events, {fqn: p.grad.full_tensor() for fqn, p in stage.named_parameters()}  # type: ignore[union-attr]
+
+
+def alone(numbers: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Gradients of one process."""
+    module = MAKE["titan"]().double()
+    materialize(module, 3, name="m")
+    for number in numbers:
+        loss_of(module(inputs_of("titan", number), {}, None)).backward()
+    return {fqn: p.grad for fqn, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("idle", [False, True])
+def test_gradients_of_a_block_travel_while_the_last_backward_goes_on(pool: Pool, idle: bool) -> None:
+    """Also where a rank has nothing to do in it, which then sums in the same order."""
+    ranks = pool.run(2, summed, idle)
+    events = ranks[0][0]
+    blocks = [event.removeprefix("backward of ") for event in events if event.startswith("backward")]
+    assert len(blocks) > 1 and [e for e in events if e.startswith("sum")][-1] == "sum of the rest"
+    for last, before in pairwise(blocks):
+        assert events.index(f"sum of {last}") < events.index(f"backward of {before}")
+    sums = [[event for event in one if event.startswith("sum")] for one, _ in ranks]
+    assert sums[0] == sums[1]
+    wanted = alone((0, 1, 2) if idle else (0, 1, 2, 3))
+    for _, gradients in ranks:
+        assert gradients.keys() == wanted.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-10, atol=1e-12)
