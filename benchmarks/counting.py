@@ -22,12 +22,12 @@ def counted() -> Iterator[Callable[[], int]]:
     A broadcast counts ``nbytes`` for every other member, on its source: no algorithm moves fewer.
     """
     total = 0
-    p2p, broadcast = dist.P2POp, dist.broadcast
+    batch, broadcast = dist.batch_isend_irecv, dist.broadcast
 
-    def sending(op: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> dist.P2POp:
+    def sending(ops: list[dist.P2POp]) -> Any:
         nonlocal total
-        total += tensor.nbytes if op is dist.isend else 0
-        return p2p(op, tensor, *args, **kwargs)
+        total += sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
+        return batch(ops)
 
     def broadcasting(tensor: torch.Tensor, src: int, group: Any = None, **kwargs: Any) -> Any:
         nonlocal total
@@ -35,11 +35,11 @@ def counted() -> Iterator[Callable[[], int]]:
             total += tensor.nbytes * (dist.get_world_size(group) - 1)
         return broadcast(tensor, src, group, **kwargs)
 
-    dist.P2POp, dist.broadcast = sending, broadcasting  # type: ignore[misc,assignment]
+    dist.batch_isend_irecv, dist.broadcast = sending, broadcasting
     try:
         yield lambda: total
     finally:
-        dist.P2POp, dist.broadcast = p2p, broadcast  # type: ignore[misc]
+        dist.batch_isend_irecv, dist.broadcast = batch, broadcast
 
 
 class Operations(TorchDispatchMode):

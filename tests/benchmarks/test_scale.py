@@ -26,7 +26,7 @@ class Counted:
     def __init__(self, rank: int) -> None:
         self.found = Counter({"groups groups": 1})  # the world
         self.phase, self.rank = "connect", rank
-        self.real = {name: getattr(dist, name) for name in ("new_group", "P2POp", "all_reduce")}
+        self.real = {name: getattr(dist, name) for name in ("new_group", "batch_isend_irecv", "all_reduce")}
         self.real |= {name: getattr(dist, name) for name in ("all_gather_object", "broadcast_object_list")}
         self.real |= {name: getattr(dist, name) for name in ("all_gather_single", "reduce_scatter_single")}
 
@@ -34,14 +34,14 @@ class Counted:
         self.found["groups groups"] += ranks is None or self.rank in ranks
         return self.real["new_group"](ranks, **options)
 
-    def P2POp(self, op: Any, tensor: torch.Tensor, *rest: Any) -> Any:
-        sent = op is dist.isend
+    def batch_isend_irecv(self, ops: list[dist.P2POp]) -> Any:
+        sent = [op.tensor.nbytes for op in ops if op.op is dist.isend]
         if self.phase == "connect":
-            self.found["connect partners"] += sent
+            self.found["connect partners"] += len(sent)
         else:
-            self.found["rows messages"] += sent
-            self.found["rows bytes"] += sent * tensor.nbytes
-        return self.real["P2POp"](op, tensor, *rest)
+            self.found["rows messages"] += len(sent)
+            self.found["rows bytes"] += sum(sent)
+        return self.real["batch_isend_irecv"](ops)
 
     def all_reduce(self, tensor: torch.Tensor, *rest: Any, group: Any = None, **options: Any) -> Any:
         if self.phase == "step" and group is not None:
