@@ -30,9 +30,15 @@ def reported(pool: Pool, folder: Path, world: int, *overrides: str) -> tuple[dic
 
 
 def test_a_bad_layout_is_told_a_better_one(pool: Pool, tmp_path: Path, given: tuple[str, ...]) -> None:
-    found, output = reported(pool, tmp_path / "run", 2, *given, *SLOW)
-    file = tmp_path / "run" / "layout" / "better.yaml"
-    assert found["predicted_seconds"] > 1.1 * found["best_seconds"] and found["layout"] == str(file), found
+    for attempt in range(3):  # a busy machine makes steps longer than they are predicted, and then little is named
+        folder = tmp_path / f"run{attempt}"
+        found, output = reported(pool, folder, 2, *given, *SLOW)
+        file, predicted = folder / "layout" / "better.yaml", found["predicted_seconds"]
+        gain, off = predicted / found["best_seconds"], found["measured_seconds"] / predicted
+        assert file.exists() == (found["layout"] is not None) == (gain > max(1.1, off)), found
+        if file.exists():
+            break
+    assert found["layout"] == str(file), found
     assert yaml.safe_load(file.read_text())["strategy"]["schedule"] != "sequential"
     assert "times as fast: vision: ranks" in output and "strategy.schedule" not in found["command"]
     assert found["command"].endswith(f"layout={file}") and "data.module.microbatches" not in found["command"]
