@@ -138,7 +138,7 @@ def best(planner: Planner) -> dict[str, float] | None:
     answer = planner.plan()
     everything: list[Ranked] = []
     for proposal in proposals:
-        for candidate in (proposal.candidate, *planner.schedules(proposal.candidate)):
+        for candidate in (proposal.candidate, *planner.variants.schedules(proposal.candidate)):
             planner._simulate(candidate, proposal.seconds, everything)
     alike, least = answer.homogeneous(), min(r.seconds for r in everything)
     with patch.object(propose, "FEW", 0):

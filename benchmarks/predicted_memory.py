@@ -1,4 +1,4 @@
-"""Peak memory of every rank as the planner predicts it, beside that of real steps, over 20 layouts.
+"""Peak memory of every rank as the planner predicts it, beside that of real steps, over 23 layouts.
 
 Every layout runs on gloo processes: the model is made, two steps with AdamW, then one whose tensors are counted as
 operators make and free them (parameters, optimizer states, gathered weights, gradients, activations, rows on their way,
@@ -50,6 +50,7 @@ def _setting(name: str, llm: ModuleLayout, vision: ModuleLayout | None = None, *
 
 
 ALONE, ROW = Layout((0,)), (0, 1, 2, 3)
+AHEAD: dict[str, Any] = {"freeze": ("vision",), "prefetch": {"vision": 1}}
 SETTINGS = (
     _setting("text, 1 rank", ALONE),
     _setting("text, 1 rank, bf16", ALONE, storage=MIXED),
@@ -72,6 +73,7 @@ SETTINGS = (
     _setting("llm pp 2 x tp 2, bf16", Layout(ROW, pp=2, tp=2), Layout((0, 1)), storage=MIXED),
     _setting("encoder in the bubbles of pp 4, bf16", Layout(ROW, pp=4), Layout(ROW), fill="fine", storage=MIXED),
     _setting("decoupled from pp 4, bf16", Layout(ROW, pp=4), Layout(ROW), fill="decoupled", storage=MIXED),
+    _setting("frozen, ahead in the bubbles of pp 4, bf16", Layout(ROW, pp=4), Layout(ROW), storage=MIXED, **AHEAD),
     _setting("disjoint, encoder pp 2, llm pp 2, zb_h1", Layout((2, 3), pp=2), Layout((0, 1), pp=2), schedule="zb_h1"),
 )
 
@@ -92,6 +94,8 @@ def steps_on_rank(rank: int, world: int, setting: Setting) -> Measured:
         parameters = [owned.parameter for owned in made.owned.values() if owned.parameter.requires_grad]
         optimizer = torch.optim.AdamW(parameters)
         choose_kernels([optimizer], made.owned, lambda any_: any_)
+        if setting.prefetch:
+            made.executor.run(setting.batch(0, rank, first=True), train=True)
         for _ in range(3):
             optimizer.zero_grad(set_to_none=True)
             owned, counted.most = counted.now, counted.now
@@ -102,9 +106,11 @@ def steps_on_rank(rank: int, world: int, setting: Setting) -> Measured:
 
 
 @cache
-def known(llm: tuple[int, int], vision: tuple[int, int], names: tuple[str, ...], storage: Storage) -> Any:
+def known(
+    llm: tuple[int, int], vision: tuple[int, int], names: tuple[str, ...], freeze: tuple[str, ...], storage: Storage
+) -> Any:
     """What is known of a model: its shape, and its activations."""
-    model = Setting("", dict.fromkeys(names, ALONE), llm=llm, vision=vision).model()
+    model = Setting("", dict.fromkeys(names, ALONE), llm=llm, vision=vision, freeze=freeze).model()
     return shape_of(model), activations_of(model, storage.compute, buckets=True)
 
 
@@ -112,14 +118,18 @@ def predicted(setting: Setting) -> Memory:
     """Of the very step that :func:`steps_on_rank` runs."""
     shape: ModelShape
     activations: Mapping[str, Activations]
-    shape, activations = known(setting.llm, setting.vision, tuple(setting.layouts), setting.storage)
+    shape, activations = known(setting.llm, setting.vision, tuple(setting.layouts), setting.freeze, setting.storage)
     precision = Precision(setting.storage.compute.itemsize, setting.storage.master.itemsize)
     links = Links(1e-5, 1e9)
     cluster = Cluster((NodePool(Device("core", 1e10, 1e9, 1e10, 1.0, 1.0), 1, setting.world, links),), links)
     evaluator = Evaluator(shape, cluster, [setting.metadata(0)], precision=precision)
     layouts = setting.blueprint.layouts
     again, reshard = recomputes(setting.recompute), setting.reshard_after_forward
-    placed = evaluator.place(Candidate(layouts, setting.microbatches, setting.schedule, again, reshard, setting.fill))
+    placed = evaluator.place(
+        Candidate(
+            layouts, setting.microbatches, setting.schedule, again, reshard, setting.fill, prefetch=setting.prefetch
+        )
+    )
     plan, _, costs, schedule = planned(setting, 0)
     step = Step(placed, plan, schedule, simulate(schedule, costs.of_instances), 0.0)
     return MemoryModel(shape, activations, precision).of(step)

@@ -53,7 +53,7 @@ def check_configuration(cfg: DictConfig, *more: str) -> None:
     _only("data", cfg.data, ("sample", "global_batch", "microbatches") if "sample" in cfg.data else ("write", "module"))
     _only("checkpoint", cfg.checkpoint, ("every_n_steps", "monitor", "mode"))
     _only("monitor", cfg.monitor, ("every_n_steps", "peak_flops", "profile", "progress_bar"))
-    _only("report", cfg.report, ("examples", "judge"))
+    _only("report", cfg.report, ("examples", "judge", "plan_seconds"))
     for path, function in (("trainer", L.Trainer), ("optimizer", adamw_cosine), ("strategy", HeteroStrategy)):
         _fields(path, cfg[path], function)
     for path, node in _targets(cfg):

@@ -29,6 +29,8 @@ def write_layout(path: Path, placed: Placed, what: str, *, trains: bool) -> Path
         strategy["fill"] = candidate.fill
     if candidate.pieces:
         strategy["pieces"] = dict(candidate.pieces)
+    if candidate.prefetch:
+        strategy["prefetch"] = dict(candidate.prefetch)
     content: dict[str, Any] = {
         "layout": {name: _fields(x) for name, x in placed.scheduling.uncut(placed.placement.layouts).items()},
         "strategy": strategy,

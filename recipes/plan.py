@@ -34,8 +34,10 @@ from hetero_strategy.planner.memory import KINDS, MemoryModel
 from hetero_strategy.planner.search import Answer, Planner, Ranked
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
+from hetero_strategy.planner.variants import Allowed
 from hetero_strategy.profiling.activations import DTYPES, memory_model
 from hetero_strategy.profiling.cache import profile_on
+from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.dry_run import dry_run
 from recipes import build, cli
 from recipes.dry_run import report
@@ -80,6 +82,7 @@ def plan(cfg: DictConfig) -> None:
         precision=precision(cfg),
         simulations=int(cfg.simulations),
         measured=measured,
+        allowed=allowed(cfg),
     )
     memory = cache(lambda: memory_model(model.train(), shape, cluster, precision(cfg)))
     answer = search(planner, console, memory)
@@ -114,7 +117,8 @@ def as_it_ran(ran: Measured, cfg: DictConfig, answer: Answer, planner: Planner) 
     again = recomputes(cfg.strategy.recompute)
     count, said = answer.best.candidate.microbatches, cfg.strategy
     pieces = dict(said.pieces or {})
-    given = Candidate(ran.layouts, count, said.schedule, again, said.reshard_after_forward, said.fill, pieces)
+    early = dict(said.prefetch or {})
+    given = Candidate(ran.layouts, count, said.schedule, again, said.reshard_after_forward, said.fill, pieces, early)
     given = replace(given, layouts=given.scheduling.uncut(ran.layouts))
     try:
         took = planner.evaluator.seconds(given)
@@ -178,6 +182,14 @@ def sampled(cfg: DictConfig) -> tuple[list[StepMetadata], int | None, BalanceCon
     return data.sampled_batches(count), data.microbatches, data.balance
 
 
+def allowed(cfg: DictConfig) -> Allowed:
+    """What a run's other options leave to the plan, whose file says schedule, fill and layouts itself."""
+    said = cfg.strategy
+    payload = str(cfg.data.module.get("payload", "fetch")) if "module" in cfg.data else "fetch"
+    given = ScheduleConfig("auto", said.max_in_flight or {}, pieces=said.pieces or {}, prefetch=said.prefetch or {})
+    return Allowed.beside(given, said.recompute or (), payload)
+
+
 def precision(cfg: DictConfig) -> Precision:
     """Bytes of numbers in ``trainer.precision``.
 
@@ -236,8 +248,16 @@ def row(mark: str, ranked: Ranked, planner: Planner, tokens: float) -> list[str]
     again = ranked.candidate.recompute
     return [
         mark, seconds(ranked.seconds), f"{tokens / ranked.seconds:,.0f}", str(ranked.candidate.microbatches),
-        placed.scheduling.schedule, *(text + ("\nrecomputed" if m in again else "") for m, text in where.items()),
+        how_it_runs(placed), *(text + ("\nrecomputed" if m in again else "") for m, text in where.items()),
     ]  # fmt: skip
+
+
+def how_it_runs(placed: Placed) -> str:
+    """Schedule, and what of ``fill`` and ``prefetch`` a plan asks for."""
+    filled = [f"fill {placed.scheduling.fill}"] if placed.graph.filling and placed.scheduling.fills else []
+    ahead = [f"{name} ahead" for name in placed.scheduling.prefetch]
+    pieces = [f"{name} in {count} pieces" for name, count in placed.scheduling.pieces.items()]
+    return "\n".join([placed.scheduling.schedule, *filled, *ahead, *pieces])
 
 
 def modules(placed: Placed, planner: Planner) -> Table:

@@ -29,6 +29,8 @@ from hetero_strategy.monitor.throughput import Totals
 from hetero_strategy.parallelize.tied import tied_rank_sets
 from hetero_strategy.runtime.connect import connections, most_groups, process_groups
 from recipes import cli
+from recipes.better import better_layouts
+from recipes.better import lines as better_lines
 from recipes.drawings import Drawing, Judge, draw_grid, drawings_of
 from recipes.lit import LitMultimodal
 from recipes.terminal import GoesOn, blocks, draw_examples, loudness, picture
@@ -217,6 +219,7 @@ def write_report(
     *,
     checkpoint: str,
     split: str,
+    plan_seconds: float = 0.0,
 ) -> dict[str, Any]:
     """Write ``report.json`` and ``examples.png`` (the first rank does), and return the report."""
     found = [c.last for c in trainer.callbacks if isinstance(c, ThroughputMonitor) and c.last is not None]  # type: ignore[attr-defined]
@@ -228,6 +231,7 @@ def write_report(
         **throughput(totals),
         "timeline": last_steps(trainer),
         "balance": balance(trainer, totals),
+        "better": better_layouts(trainer, module, folder, plan_seconds),
         "resumed": next((c.first for c in trainer.callbacks if isinstance(c, GoesOn)), None),  # type: ignore[attr-defined]
         "resume": cli.command("recipes.train", resume=folder),
     }
@@ -366,6 +370,8 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("network", _network_line(report["groups"], report["connections"])))
     if timeline := report.get("timeline"):
         lines += _timeline_lines(timeline)
+    if report.get("better"):
+        lines += better_lines(report["better"])
     if report.get("balance"):
         lines += _balance_lines(report["balance"])
     best = f" ({chosen['metric']} {chosen['value']:.4f})" if (chosen := report.get("chosen_by")) else ""

@@ -57,7 +57,10 @@ def train(cfg: DictConfig) -> None:
 
     best, last = (callback.best_model_path for callback in trainer.checkpoint_callbacks)
     split = evaluate_checkpoint(trainer, module, data, best or None)
-    report = write_report(folder, trainer, module, placed, readback, checkpoint=best or last, split=split)
+    seconds = float(cfg.report.plan_seconds)
+    report = write_report(
+        folder, trainer, module, placed, readback, checkpoint=best or last, split=split, plan_seconds=seconds
+    )
     print_report(report, folder)
 
 

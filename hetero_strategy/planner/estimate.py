@@ -129,6 +129,8 @@ class Estimates:
             return 1.0
         if (module, tp, stages) not in self._splits:
             seconds = self.work(module, tp).seconds
+            if not seconds.any():  # all that was measured does not grow with rows
+                seconds = np.ones_like(seconds)
             ends = ragged.starts(np.asarray(split(seconds, stages)))
             self._splits[module, tp, stages] = float(np.add.reduceat(seconds, ends).max() / seconds.sum())
         return self._splits[module, tp, stages]

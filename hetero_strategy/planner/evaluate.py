@@ -13,6 +13,7 @@ from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute, decoupled
+from hetero_strategy.plan.ahead import ahead, with_next
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
@@ -22,7 +23,16 @@ from hetero_strategy.planner.layers import LayerCost, costs
 from hetero_strategy.planner.overlap import After, seconds_after, work_of_ranks
 from hetero_strategy.planner.partition import split
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
-from hetero_strategy.planner.times import MIXED, OURS, ModuleSeconds, Overlap, Precision, StageTimes, module_times
+from hetero_strategy.planner.times import (
+    MIXED,
+    NOTHING,
+    OURS,
+    ModuleSeconds,
+    Overlap,
+    Precision,
+    StageTimes,
+    module_times,
+)
 from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.config import ScheduleConfig
@@ -46,11 +56,12 @@ class Candidate:
     reshard_after_forward: str = "auto"
     fill: str = "auto"
     pieces: Mapping[str, int] = field(default_factory=dict)
+    prefetch: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def scheduling(self) -> ScheduleConfig:
         """How its steps are scheduled."""
-        return ScheduleConfig(self.schedule, {}, self.reshard_after_forward, self.fill, self.pieces)
+        return ScheduleConfig(self.schedule, {}, self.reshard_after_forward, self.fill, self.pieces, self.prefetch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +144,8 @@ class Evaluator:
         asked = place(candidate.layouts, self.cluster.ranks).layouts
         scheduling = candidate.scheduling.resolved(asked)
         filling = scheduling.filling({*self.shape.modules} - {*self.shape.samplewise}, asked, self.shape.edges)
-        asked = scheduling.in_pieces(filling, asked)
+        blocks = {name: module.blocks * module.has_blocks for name, module in self.shape.modules.items()}
+        asked = scheduling.most_ahead(scheduling.in_pieces(filling, asked), blocks)
         again = decoupled(candidate.recompute, scheduling.fill, filling)
         casts = self.precision.compute != self.precision.master
         layouts: dict[str, ModuleLayout] = {}
@@ -143,7 +155,7 @@ class Evaluator:
             share = again[name].share if name in again else 0.0
             layouts[name] = layout = self._with_split(module, asked[name], share, self._fed[name], self.lengths[name])
             casting = casts and bool(module.trained.any())
-            once = scheduling.gathered_once(layout, casts=casting, fills=name in filling)
+            once = scheduling.gathered_once(layout, casts=casting, fills=name in filling or name in scheduling.prefetch)
             stages = module_times(
                 module,
                 layout,
@@ -171,8 +183,12 @@ class Evaluator:
             again,
             shardings,
             filling,
+            scheduling.prefetch,
         )
         balanced = {s: StageCost(t.forward.per_row, t.forward.per_pair) for s, t in times.items()}
+        for name in scheduling.prefetch:  # in every step but an epoch's first and last one
+            times[StageId(ahead(name), 0)] = whole = times[StageId(name, 0)]
+            times[StageId(name, 0)] = replace(whole, forward=NOTHING, gather=0.0)
         times = {node: times[node.all_instances] for node in graph.stages}
         placed = Placement(layouts, self.cluster.ranks)
         return Placed(candidate, again, placed, scheduling, graph, MappingProxyType(times), MappingProxyType(balanced))
@@ -210,8 +226,9 @@ class Evaluator:
         return first_samples(batch, len(batch.samples) * most // count), most
 
     def step_of(self, placed: Placed, metadata: StepMetadata, microbatches: int) -> Step:
-        """Plan any batch, schedule it and simulate it."""
-        return self.simulated(placed, self._plan(placed, metadata, microbatches))
+        """Plan any batch, schedule it and simulate it: between two like it, where modules run ahead."""
+        plan, ahead_of_it = self._plan(placed, metadata, microbatches), placed.scheduling.prefetch
+        return self.simulated(placed, with_next(plan, plan, ahead_of_it, held=True) if ahead_of_it else plan)
 
     def simulated(self, placed: Placed, plan: StepPlan) -> Step:
         """Schedule a plan and simulate it; of its modules those that are placed."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hetero_strategy.plan.ahead import computing
 from hetero_strategy.planner.evaluate import Evaluator, Step
 from hetero_strategy.planner.exposed import ExposedCollectives
 from hetero_strategy.simulator.bubbles import Collective, Filling, inside_actions, work_on_rank
@@ -59,7 +60,7 @@ def explain(evaluator: Evaluator, step: Step) -> Explanation:
     shares = dict.fromkeys(evaluator.shape.modules, 0.0)
     for action, begin in simulation.start.items():
         ranks = graph.stages[action.node].grid.shape[1]
-        shares[action.node.module] += float((simulation.end[action] - begin).sum()) * ranks / whole
+        shares[computing(action.node.module)] += float((simulation.end[action] - begin).sum()) * ranks / whole
     scale, after = simulation.time / step.seconds, step.after
     waits = inside_actions(simulation, ExposedCollectives(evaluator, step))
     waits["all-gather"] += after.gathers
@@ -99,7 +100,7 @@ def unfilled(evaluator: Evaluator, step: Step) -> Unfilled | None:
     if not modules:
         return None
     alone = evaluator.simulated(placed.without(modules), step.plan)
-    one_after_other = evaluator.place(replace(placed.candidate, fill="none", pieces={}))
+    one_after_other = evaluator.place(replace(placed.candidate, fill="none", pieces={}, prefetch={}))
     turns = evaluator.step_of(one_after_other, step.plan.metadata, step.plan.microbatches)
     filling = Filling(modules, alone.seconds, step.seconds, work_of(step, modules))
     return Unfilled(filling, explain(evaluator, alone), explain(evaluator, turns), turns.seconds)

@@ -8,13 +8,14 @@ microbatches, and not a product of the largest of each.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
 from hetero_strategy import ragged
 from hetero_strategy.model.inputs import Packing
+from hetero_strategy.plan.ahead import computing
 from hetero_strategy.plan.step_plan import Assignment, StepPlan
 from hetero_strategy.planner.activations import FEATURES, Activations, features
 from hetero_strategy.planner.evaluate import Placed, Step
@@ -101,7 +102,10 @@ class MemoryModel:
             for kind, amount in (("masters", size.masters), ("optimizer", size.optimizer)):
                 changes.add(-1, stage_id, kind, np.full(len(stage.grid), amount))
             changes.add(-1, stage_id, "payload", self._payload(step.plan, stage_id, graph))
-        Walk(step, self._widths(placed), sizes, needs, self.allocator.holds_sent, changes).run()
+        early = self._rows_ahead(step)
+        for stage_id, made in early.items():  # as much of the step before is there throughout
+            changes.add(-1, stage_id, "rows", made.sum(axis=0))
+        Walk(step, self._widths(placed), sizes, needs, early, self.allocator.holds_sent, changes).run()
         bytes_, stages = changes.at_peak(ranks)
         bytes_[-1] = self.allocator.margin * bytes_.sum(axis=0) + self.allocator.communicator * communicators(placed)
         return Memory(step, bytes_, stages, changes)
@@ -121,20 +125,32 @@ class MemoryModel:
         return (fixed + most) * (1 + self.allocator.margin) + self.allocator.communicator * communicators(placed)
 
     def _sizes(self, placed: Placed, stage_id: StageId) -> StageBytes:
-        layout = placed.placement.layouts[stage_id.module]
-        once = placed.times[stage_id].once
-        return stage_bytes(
-            self.shape.modules[stage_id.module], layout, *_blocks(placed, stage_id), once, self.precision
-        )
+        name, times = computing(stage_id.module), placed.times[stage_id]
+        layout = placed.placement.layouts[name]
+        size = stage_bytes(self.shape.modules[name], layout, *_blocks(placed, stage_id), times.once, self.precision)
+        if name != stage_id.module:  # the weights are those of the stage that holds its rows
+            return replace(size, masters=0.0, optimizer=0.0)
+        return replace(size, gathered=0.0 * size.gathered) if _holds(placed, stage_id) else size
+
+    def _rows_ahead(self, step: Step) -> dict[StageId, Float64[np.ndarray, "microbatches instances"]]:
+        """Bytes on each rank of the rows that stages make for the next step."""
+        placed, made = step.placed, {}
+        for stage_id, stage in placed.graph.stages.items():
+            if (name := computing(stage_id.module)) != stage_id.module:
+                inside, module = placed.placement.layouts[name].pipeline.stages > 1, self.shape.modules[name]
+                width = self.precision.compute * (module.width if inside else module.edge_width)
+                rows = [stage.own(a.totals(inner=inside)) for a in step.plan.assignments[stage_id.module]]
+                made[stage_id] = np.stack(rows) * width / stage.row_sharding.parts
+        return made
 
     def _needs(self, step: Step, sizes: Mapping[StageId, StageBytes]) -> dict[StageId, StageNeeds]:
         placed, plan, found = step.placed, step.plan, {}
-        for name, shape in self.shape.modules.items():
-            assignments = plan.assignments[name]
+        for module in placed.graph.pipelines:
+            name, assignments = computing(module), plan.assignments[module]
             given = np.stack([self._given(a) for a in assignments])
-            labels = plan.metadata.labels if shape.samplewise else None
+            labels = plan.metadata.labels if self.shape.modules[name].samplewise else None
             how = placed.recompute.get(name)
-            for nodes in placed.graph.chains[name]:
+            for nodes in placed.graph.chains[module]:
                 stage = placed.graph.stages[nodes[0]]
                 own = slice(None) if stage.members is None else stage.members
                 for node in nodes:
@@ -162,9 +178,10 @@ class MemoryModel:
         totals = np.sum([a.totals(inner=True) for a in plan.assignments[stage_id.module]], axis=0)
         rows = graph.stages[stage_id].own(totals)
         earlier = [graph.stages[stage_id._replace(stage=i)].ranks for i in range(stage_id.stage)]
-        if any(ranks & graph.stages[stage_id].ranks for ranks in earlier):
+        if any(ranks & graph.stages[stage_id].ranks for ranks in earlier) or plan.holds(*stage_id[:2]):
             rows = 0 * rows
-        return np.asarray(rows * self.activations[stage_id.module].payload * self.allocator.batches, np.float64)
+        payload = self.activations[computing(stage_id.module)].payload
+        return np.asarray(rows * payload * self.allocator.batches, np.float64)
 
     def _widths(self, placed: Placed) -> dict[tuple[StageId, StageId], float]:
         """Bytes of a row on every edge."""
@@ -178,9 +195,14 @@ def communicators(placed: Placed) -> Int64[np.ndarray, "ranks"]:
     return np.bincount(ranks, minlength=placed.placement.world_size)
 
 
+def _holds(placed: Placed, stage_id: StageId) -> bool:
+    """Whether a stage has its rows from the step before and computes nothing."""
+    return stage_id.stage == 0 and stage_id.module in placed.scheduling.prefetch
+
+
 def _blocks(placed: Placed, stage_id: StageId) -> tuple[int, int]:
     """Its first block and the one after its last; a module without blocks counts as one."""
-    split = placed.placement.layouts[stage_id.module].split
+    split = placed.placement.layouts[computing(stage_id.module)].split
     assert split is not None
     counts = np.maximum(split, 1)
     end = int(counts[: stage_id.stage + 1].sum())

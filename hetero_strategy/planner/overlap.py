@@ -39,7 +39,7 @@ def seconds_after(simulation: Simulation, times: Mapping[StageId, StageTimes]) -
     ranks = np.zeros(int(simulation.ranks.max()) + 1)
     gathered, late = ranks.copy(), 0.0
     for stage, action in _firsts(simulation).items():
-        if times[stage].overlapped:
+        if times[stage].overlapped and times[stage].gather:
             gathered[stages[stage].grid] += times[stage].gather
             late = max(late, float((gathered[stages[stage].grid].max(axis=1) - simulation.end[action]).max()))
     reduced, after = ranks.copy(), ranks.copy()

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -23,11 +24,16 @@ from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.planner.propose import Proposal, Proposer
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
+from hetero_strategy.planner.variants import Allowed, Variants
 
 ROUNDS = 4
 """Times that the formula of activations is corrected."""
-SCHEDULES = 12
-"""Simulations of other schedules for the best."""
+VARIED = 12
+"""Simulations of other schedules for the best, of encoders a step ahead, and of what takes less memory, each."""
+LEANER = 3
+"""Proposals that are tried with less memory, each time that the best one needs too much."""
+WORTH_ROWS = 0.99
+"""Seconds with an encoder a step ahead, over those without, up to which it is worth the rows that are held."""
 LEAST_SHARE = 1 / 16
 """Of a simulation that a short step counts as."""
 Progress = Callable[[int, int, float], None]
@@ -88,6 +94,7 @@ class Planner:
         simulations: long steps that are simulated, at most, before schedules are tried on the best of them; of short
             ones more.
         measured: seconds of modules' blocks; others follow from FLOPs.
+        allowed: what else may be asked of the strategy.
     """
 
     def __init__(
@@ -101,6 +108,7 @@ class Planner:
         precision: Precision = MIXED,
         simulations: int = 24,
         measured: Mapping[str, ModuleSeconds] = MappingProxyType({}),
+        allowed: Allowed = Allowed(),  # noqa: B008
     ) -> None:
         unfed = {m for m, s in shape.modules.items() if not s.samplewise and any(m not in b.items for b in batches)}
         if unfed:
@@ -113,9 +121,12 @@ class Planner:
         if measured and len(cluster.pools) > 1:
             raise ConfigError(f"planner: blocks were measured on one kind of device, and the cluster is {cluster}")
         given: Any = {"precision": precision, "measured": measured}
-        self._with = partial(Planner, shape, batches=batches, microbatches=microbatches, balance=balance, **given)
+        self._with = partial(
+            Planner, shape, batches=batches, microbatches=microbatches, balance=balance, allowed=allowed, **given
+        )
         self.evaluator = Evaluator(shape, cluster, batches, balance=balance, **given)
         self.estimates = Estimates(shape, cluster, batches, **given)
+        self.variants = Variants(self.evaluator, allowed)
         self._simulations = simulations
         self.proposer = Proposer(shape, self.estimates, batches, microbatches)
 
@@ -131,7 +142,8 @@ class Planner:
         memory: Callable[[], MemoryModel] | None = None,
         seconds: float = float("inf"),
     ) -> Answer:
-        """Simulate the most promising proposals of every placement, then other schedules for the best of these.
+        """Simulate the most promising proposals of every placement, then other schedules for the best of these, and
+        frozen encoders a step ahead for the best of all.
 
         Args:
             memory: makes what predicts how much the best need; None: the formula's bound is all that is known.
@@ -140,28 +152,25 @@ class Planner:
         Raises:
             LayoutError: no candidate fits into memory.
         """
-        proposals, model = self.proposer.proposals(), None
+        proposals, lean, model = self.proposer.proposals(), list[tuple[Proposal, Candidate]](), None
         if proposals and memory is not None:
             model = memory()
-            proposals = self._that_fit(proposals, model)
-        if not proposals:
+            proposals, lean = self._that_fit(proposals, model)
+        if not proposals and not lean:
             raise LayoutError(self.why_not())
         chosen = promising(proposals, self._simulations)
         ranked: list[Ranked] = []
         end = time.monotonic() + seconds
+        for proposal, other in lean:
+            self._simulate(other, proposal.seconds, ranked)
         for i, proposal in enumerate(chosen):
             if ranked and time.monotonic() > end:
                 break
             self._simulate(proposal.candidate, proposal.seconds, ranked)
             if progress is not None:
                 progress(i + 1, len(chosen), min((r.seconds for r in ranked), default=0.0))
-        tried = 0.0
-        for best in sorted(ranked, key=lambda r: r.seconds):
-            if tried >= SCHEDULES or time.monotonic() > end:
-                break
-            for other in self.schedules(best.candidate):
-                self._simulate(other, best.estimate, ranked)
-                tried += best.share
+        self._vary(self.variants.schedules, ranked, end)
+        self._vary(self.variants.ahead, ranked, end, WORTH_ROWS)
         ranked.sort(key=lambda r: r.seconds)
         return Answer(tuple(ranked), len(proposals)) if model is None else self._fitting(ranked, len(proposals), model)
 
@@ -171,65 +180,79 @@ class Planner:
         pools = enumerate(self.evaluator.cluster.pools)
         return np.concatenate([np.full(pool.ranks, self.estimates.of([i]).memory) for i, pool in pools])
 
-    def _that_fit(self, proposals: list[Proposal], memory: MemoryModel) -> list[Proposal]:
-        """Let the formula's activations be as large as those of the best proposal are, until that fits."""
-        activations = KINDS.index("activations")
+    def _that_fit(
+        self, proposals: list[Proposal], memory: MemoryModel
+    ) -> tuple[list[Proposal], list[tuple[Proposal, Candidate]]]:
+        """Let the formula's activations be as large as those of the best proposal are, until that fits; also what fits
+        of the best that do not in ways that need less memory, which the formula does not know.
+        """
+        activations, lean = KINDS.index("activations"), list[tuple[Proposal, Candidate]]()
         for _ in range(ROUNDS):
             if not proposals:
                 break
             best = proposals[0]
-            found = memory.of(self.evaluator.shown(self.evaluator.place(best.candidate)))
+            found = self._needs(best.candidate, memory)
             rank = int((found.peak / self.room).argmax())
             here = [name for name, layout in best.candidate.layouts.items() if rank in layout.ranks]
             estimated = sum(self.estimates.activations(name, best.degrees[name], best.microbatches) for name in here)
             ratio = float(found.bytes[activations, rank]) / estimated
             if found.peak[rank] <= self.room[rank] or ratio <= 1.0:
                 break
+            ways = ((p, other) for p in proposals[:LEANER] for other in self.variants.leaner(p.candidate))
+            lean += [(p, other) for p, other in ways if (self._needs(other, memory).peak <= self.room).all()]
             self.estimates.kept *= ratio
             proposals = self.proposer.proposals()
-        return proposals
+        return proposals, lean
+
+    def _needs(self, candidate: Candidate, memory: MemoryModel) -> Memory:
+        return memory.of(self.evaluator.shown(self.evaluator.place(candidate)))
 
     def _fitting(self, ranked: list[Ranked], considered: int, memory: MemoryModel) -> Answer:
-        """Leave out what needs too much memory, up to the first that does not."""
-        room, too_large = self.room, list[Ranked]()
+        """Leave out what needs too much memory, up to the first that does not, and try what needs less in its place."""
+        room, too_large, tried = self.room, list[Ranked](), 0.0
         while ranked:
             best = Answer(tuple(ranked), considered).best
-            step = self.evaluator.shown(self.evaluator.place(best.candidate))
-            known = replace(best, memory=memory.of(step))
+            known = replace(best, memory=self._needs(best.candidate, memory))
             assert known.memory is not None
             if (known.memory.peak <= room).all():
                 kept = (known if r is best else r for r in ranked)
                 return Answer(tuple(kept), considered, tuple(too_large))
             ranked.remove(best)
             too_large.append(known)
+            for other in self.variants.leaner(best.candidate) if tried < VARIED else ():
+                if all(r.candidate != other for r in (*ranked, *too_large)):
+                    self._simulate(other, best.estimate, ranked)
+                    tried += best.share
+            ranked.sort(key=lambda r: r.seconds)
         need = min(float(r.memory.peak.max()) for r in too_large if r.memory is not None)
         raise LayoutError(
             f"planner: each of the {len(too_large)} candidates that were simulated needs {need / 2**30:.1f} GiB or more"
             f" on some rank, of {room.min() / 2**30:.1f}; give more ranks or microbatches, or simulate more candidates"
         )
 
-    def _simulate(self, candidate: Candidate, estimate: float, ranked: list[Ranked]) -> None:
+    def _vary(
+        self, ways: Callable[[Candidate], list[Candidate]], ranked: list[Ranked], end: float, worth: float = inf
+    ) -> None:
+        """Simulate the best in other ways.
+
+        Args:
+            worth: share of their seconds that others may take to be kept.
+        """
+        tried = 0.0
+        for best in sorted(ranked, key=lambda r: r.seconds):
+            if tried >= VARIED or time.monotonic() > end:
+                break
+            for other in ways(best.candidate):
+                self._simulate(other, best.estimate, ranked, worth * best.seconds)
+                tried += best.share
+
+    def _simulate(self, candidate: Candidate, estimate: float, ranked: list[Ranked], below: float = inf) -> None:
         try:
-            ranked.append(Ranked(candidate, self.evaluator.seconds(candidate), estimate))
+            seconds = self.evaluator.seconds(candidate)
         except (LayoutError, ScheduleError):  # such as fewer samples than microbatches, or stages than blocks
             return
-
-    def schedules(self, candidate: Candidate) -> list[Candidate]:
-        """The same layouts with other schedules, with virtual stages, and with modules that take turns."""
-        piped = [name for name, layout in candidate.layouts.items() if layout.pp > 1]
-        if not piped:
-            return []
-        found = [replace(candidate, schedule="zb_h1")]
-        for vpp, style, schedule in ((2, "loop", "interleaved_1f1b"), (4, "loop", "interleaved_1f1b"), (2, "v", "zbv")):
-            layouts = dict(candidate.layouts)
-            for name in piped:
-                if layouts[name].split is None and layouts[name].pp * vpp <= self.estimates.blocks(name):
-                    layouts[name] = replace(layouts[name], vpp=vpp, pp_style=style)  # type: ignore[arg-type]
-            if layouts != candidate.layouts:
-                found.append(replace(candidate, layouts=layouts, schedule=schedule))
-        if self.evaluator.place(candidate).graph.filling:
-            found.append(replace(candidate, fill="none"))
-        return found
+        if seconds <= below:
+            ranked.append(Ranked(candidate, seconds, estimate))
 
     def why_not(self) -> str:
         """Say why nothing fits, and what would."""

@@ -164,6 +164,8 @@ class Walk:
 
     Args:
         widths: bytes of a row on every edge.
+        early: of what works for the next step, bytes of the rows that it makes, ``[microbatches, instances]``; they
+            stay, as do those of the step before.
         holds_sent: sent rows stay until they are known to have arrived.
     """
 
@@ -173,10 +175,12 @@ class Walk:
         widths: Mapping[tuple[StageId, StageId], float],
         sizes: Mapping[StageId, StageBytes],
         needs: Mapping[StageId, StageNeeds],
+        early: Mapping[StageId, np.ndarray],
         holds_sent: bool,
         changes: Changes,
     ) -> None:
         self._schedule, self._sizes, self._needs, self._holds_sent = step.schedule, sizes, needs, holds_sent
+        self._early, self._plan = early, step.plan
         self._graph = step.placed.graph
         self._edges = _Edges(step.plan, self._graph, widths)
         self._changes = changes
@@ -224,6 +228,8 @@ class Walk:
     def _forward(self, place: int, action: Action) -> None:
         node, m, needs, size = action.node, action.microbatch, self._needs[action.node], self._sizes[action.node]
         trained = self._schedule.train and self._graph.stages[node].backward
+        if self._plan.holds(node.module, node.stage):
+            return
         if not size.once and node not in self._whole:
             self._whole.add(node)
             self._add(place + DURING, node, "gathered", float(size.gathered[-1]))
@@ -238,6 +244,8 @@ class Walk:
             self._add(place + BEFORE, node, "rows", new * ~rows.target_apart)
             if not trained:
                 self._add(place + AFTER, node, "rows", -new)
+        if node in self._early:
+            self._add(place + AFTER, node, "rows", self._early[node][m])
         self._give(place, node, m)
 
     def _give(self, place: int, node: StageId, m: int) -> None:

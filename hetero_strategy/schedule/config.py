@@ -86,7 +86,8 @@ class ScheduleConfig:
         chosen = replace(self, **{n: getattr(other, n) for n in names if getattr(self, n) == "auto"})
         if self.fill != "auto" or chosen._no_filling():
             return chosen
-        return replace(chosen, fill=other.fill, pieces=self.pieces or other.pieces)
+        pieces, prefetch = self.pieces or other.pieces, self.prefetch or other.prefetch
+        return replace(chosen, fill=other.fill, pieces=pieces, prefetch=prefetch)
 
     def check(self, layouts: Mapping[str, ModuleLayout]) -> None:
         """Refuse a schedule that these layouts cannot run, whatever the model is.
@@ -113,6 +114,19 @@ class ScheduleConfig:
                     f" fills bubbles, which are with fill={self.fill!r} {', '.join(sorted(filling)) or 'none'}"
                 )
         return {name: replace(layout, vpp=self.pieces.get(name, layout.vpp)) for name, layout in layouts.items()}
+
+    def most_ahead(self, layouts: Mapping[str, ModuleLayout], blocks: Mapping[str, int]) -> dict[str, ModuleLayout]:
+        """Layouts in which modules that run ahead in two stages have all blocks but the last in the first one.
+
+        Args:
+            blocks: of every module; 0: it is not cut.
+        """
+
+        def cut(name: str, layout: ModuleLayout) -> ModuleLayout:
+            in_two = layout.pipeline.stages == 2 and layout.pp == 1 and layout.split is None and blocks[name] > 1
+            return replace(layout, split=(blocks[name] - 1, 1)) if in_two and name in self.prefetch else layout
+
+        return {name: cut(name, layout) for name, layout in layouts.items()}
 
     def uncut(self, layouts: Mapping[str, ModuleLayout]) -> dict[str, ModuleLayout]:
         """Layouts as they were given, from those that :meth:`in_pieces` makes."""

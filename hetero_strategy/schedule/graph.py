@@ -10,6 +10,7 @@ from jaxtyping import Float64, Num
 
 from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.plan.ahead import ahead
 from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.schedule.action import Action, Kind, Span, Stage, StageGraph, StageId, StepWork
 from hetero_strategy.schedule.cohorts import in_cohorts
@@ -24,9 +25,10 @@ def stage_graph(
     whole: Collection[str] = (),
     row_shardings: Mapping[str, RowSharding] | None = None,
     apart: Collection[str] = (),
+    early: Collection[str] = (),
     islands: Mapping[str, np.ndarray] | None = None,
 ) -> StageGraph:
-    """All stages of all modules.
+    """All stages of all modules, and what some modules' first stages do for the next step.
 
     A frozen stage with something trainable upstream still carries gradients to it; one with nothing trainable upstream
     has no backward, and no gradients are sent to it.
@@ -40,8 +42,19 @@ def stage_graph(
         whole: modules whose backward is never divided.
         row_shardings: of modules whose rows are not on every rank of an instance.
         apart: modules whose instances act on their own where they share ranks with different stages.
+        early: modules whose first stage, with nothing trainable in it, also works for the next step.
         islands: see :func:`~hetero_strategy.layout.islands.islands_of`.
     """
+    once_more = {ahead(module): StageId(module, 0) for module in early}
+    if once_more:
+        layouts = {**layouts, **{name: layouts[of.module].first_stage() for name, of in once_more.items()}}
+        trains = {**trains, **{StageId(name, 0): False for name in once_more}}
+        gathered = {*gathered, *(StageId(name, 0) for name, of in once_more.items() if of in gathered)}
+        shared = row_shardings or {}
+        row_shardings = {**shared, **{n: shared.get(of.module, REPLICATED) for n, of in once_more.items()}}
+        known = islands or {}
+        islands = {**known, **{n: known[of.module] for n, of in once_more.items() if of.module in known}}
+        modules, apart = (*once_more, *modules), {*apart, *once_more}
     stages: dict[StageId, Stage] = {}
     between: list[tuple[StageId, StageId]] = []
     for module in modules:

@@ -20,9 +20,11 @@ from hetero_strategy.planner.hardware import this_cluster
 from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import ModuleSeconds, Precision
+from hetero_strategy.planner.variants import Allowed
 from hetero_strategy.profiling.activations import memory_model
 from hetero_strategy.profiling.cache import profile_on
 from hetero_strategy.profiling.device import fit_links, link_times
+from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.simulator.links import Links
 
 if TYPE_CHECKING:
@@ -49,11 +51,21 @@ def given(layouts: Mapping[str, Any] | str | None) -> dict[str, ModuleLayout] | 
 
 
 def choose(
-    strategy: HeteroStrategy, model: MultimodalModel, trainer: Trainer, storage: Storage, *, plan: bool
+    strategy: HeteroStrategy,
+    model: MultimodalModel,
+    trainer: Trainer,
+    storage: Storage,
+    scheduling: ScheduleConfig,
+    *,
+    plan: bool,
 ) -> Candidate:
     """Layouts that a person leaves to the strategy: those that the first rank plans, or all modules over all ranks.
 
     A collective.
+
+    Args:
+        scheduling: what a person asked for.
+        plan: whether the first rank plans.
     """
     if not plan:
         return Candidate(dict.fromkeys(model.modules_by_name, ModuleLayout(tuple(range(strategy.world_size)))))
@@ -61,19 +73,25 @@ def choose(
     if strategy.root_device.type == "cpu" and strategy.world_size > 1:
         links = fit_links(link_times(strategy.root_device))[0]
     found: Candidate = strategy.broadcast(
-        planned(strategy, model, trainer, storage, links) if strategy.is_global_zero else None
+        planned(strategy, model, trainer, storage, scheduling, links) if strategy.is_global_zero else None
     )
     return found
 
 
 def planned(
-    strategy: HeteroStrategy, model: MultimodalModel, trainer: Trainer, storage: Storage, links: Links | None = None
+    strategy: HeteroStrategy,
+    model: MultimodalModel,
+    trainer: Trainer,
+    storage: Storage,
+    asked: ScheduleConfig,
+    links: Links | None = None,
 ) -> Candidate:
     """Plan for the data and the devices of this run, and say what was chosen.
 
     Processors have no figures that are known beforehand: blocks are measured on the first rank's.
 
     Args:
+        asked: how steps are scheduled, as far as a person said it.
         links: between ranks, where they were measured.
 
     Raises:
@@ -103,16 +121,21 @@ def planned(
         balance=data.balance,
         precision=precision,
         measured=measured,
+        allowed=Allowed.beside(asked, strategy.recompute, data.payload),
     )
     known = strategy.root_device.type == "cuda"  # ranks on a CPU share what memory there is
     answer = planner.plan(memory=(lambda: memory_model(model, shape, cluster, precision)) if known else None)
     candidate = answer.best.candidate
-    chosen, schedule = place(candidate.layouts, cluster.ranks), planner.evaluator.place(candidate).scheduling.schedule
+    chosen, scheduling = place(candidate.layouts, cluster.ranks), planner.evaluator.place(candidate).scheduling
     lines = [f"{name}: ranks {ranks}, {degrees}" for name, ranks, degrees in chosen.table()]
+    if scheduling.fills:
+        lines.append(f"encoders fill bubbles: {scheduling.fill}")
+    if scheduling.prefetch:
+        lines.append(f"a step ahead: {', '.join(scheduling.prefetch)}")
     if (memory := answer.best.memory) is not None:
         lines.append(f"memory: {memory.peak.max() / 2**30:.3g} of {cluster.device.memory / 2**30:.3g} GiB predicted")
     rank_zero_info(
         f"layouts='auto': {answer.considered} candidates, {len(answer.ranked)} simulated; schedule"
-        f" {schedule}, {1e3 * answer.best.seconds:.3g} ms a step predicted\n  " + "\n  ".join(lines)
+        f" {scheduling.schedule}, {1e3 * answer.best.seconds:.3g} ms a step predicted\n  " + "\n  ".join(lines)
     )
     return candidate

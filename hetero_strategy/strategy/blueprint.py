@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from hetero_strategy.errors import ConfigError
@@ -81,7 +81,7 @@ def blueprint(
     _check_chunks(layouts, recompute, compile)
     again = {name: how.share for name, how in recompute.items()}
     layouts = scheduling.in_pieces(filling, layouts)
-    layouts |= {n: _most_first(modules[n], layouts[n]) for n in scheduling.prefetch if n in modules}
+    layouts = scheduling.most_ahead(layouts, {name: len(module.blocks()) for name, module in modules.items()})
     chosen = with_splits(modules, model.topological(), edges, layouts, again)
     trains: dict[StageId, bool] = {}
     gathered: set[StageId] = set()
@@ -102,30 +102,13 @@ def blueprint(
     shardings = {name: module.row_sharding(chosen[name]) for name, module in modules.items()}
     whole = {*recompute, *compile}
     _check_ahead(model, scheduling.prefetch, trains)
-    early = {name: ahead(name) for name in scheduling.prefetch}
-    once_more = {StageId(other, 0): StageId(name, 0) for name, other in early.items()}
     graph = stage_graph(
-        (*early.values(), *model.topological()),
-        edges,
-        chosen | {other: chosen[name].first_stage() for name, other in early.items()},
-        trains | dict.fromkeys(once_more, False),
-        gathered | {node for node, of in once_more.items() if of in gathered},
-        whole,
-        shardings | {other: shardings[name] for name, other in early.items()},
-        {*filling, *early.values()},
-        islands | {other: islands[name] for name, other in early.items() if name in islands},
+        model.topological(), edges, chosen, trains, gathered, whole, shardings, filling, scheduling.prefetch, islands
     )
-    costs |= {node: costs[of] for node, of in once_more.items()}
+    costs |= {StageId(ahead(name), 0): costs[StageId(name, 0)] for name in scheduling.prefetch}
     once = StepWork({n: (Span(0, 0, 0),) for n in modules}, dict.fromkeys(edges, ((0, 0),)))
     make_schedule(scheduling.schedule, graph, once, max_in_flight=scheduling.max_in_flight, fill=scheduling.fill)
     return Blueprint(chosen, graph, costs, recompute)
-
-
-def _most_first(module: Adapter, layout: ModuleLayout) -> ModuleLayout:
-    """In two stages, all blocks but the last in the first one, which runs ahead."""
-    blocks = len(module.blocks())
-    again = layout.pipeline.stages == 2 and layout.pp == 1 and layout.split is None and blocks > 1
-    return replace(layout, split=(blocks - 1, 1)) if again else layout
 
 
 def _check_blocks(option: str, named: Collection[str], modules: Mapping[str, Adapter]) -> None:

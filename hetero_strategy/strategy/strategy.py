@@ -280,7 +280,7 @@ class HeteroStrategy(WorldCollectives):
         self.model = self.precision_plugin.convert_module(module)
         storage = storage_of(self.precision_plugin, self._keep_fp32)
         if self._placement is None:
-            chosen = choose(self, self._multimodal, module.trainer, storage, plan=self._auto)
+            chosen = choose(self, self._multimodal, module.trainer, storage, self._scheduling, plan=self._auto)
             self.recompute = self.recompute or dict(chosen.recompute)
             self._scheduling = self._scheduling.instead_of_auto(chosen.scheduling)
             self._placement = place(chosen.layouts, self.world_size)

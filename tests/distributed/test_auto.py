@@ -18,6 +18,7 @@ from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.planner.hardware import DEVICES
 from hetero_strategy.planner.memory import CUDA
+from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.strategy.auto import planned
 from tests.distributed.harness import Pool
@@ -57,23 +58,23 @@ def test_on_cuda_the_memory_of_its_device_is_kept_to_and_none_is_taken(
     with models_without_values():
         model = model_of(job, vocabulary=8)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    strategy: Any = SimpleNamespace(root_device=torch.device("cuda", 0), num_nodes=1, num_processes=2)
+    strategy: Any = SimpleNamespace(root_device=torch.device("cuda", 0), num_nodes=1, num_processes=2, recompute={})
     trainer: Any = SimpleNamespace(datamodule=datamodule(job))
     storage, state = Storage(torch.bfloat16), torch.get_rng_state()
     caplog.set_level(logging.INFO)
-    planned(strategy, model, trainer, storage)
+    planned(strategy, model, trainer, storage, ScheduleConfig())
     assert re.search(r"memory: 0\.\d+ of 74\.5 GiB predicted", caplog.text)
     assert torch.equal(torch.get_rng_state(), state) and not torch.cuda.is_initialized()
     small = replace(DEVICES["h100"], memory=CUDA.communicator)  # less than communicators need, which only it knows of
     monkeypatch.setitem(DEVICES, "h100", small)  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match="candidates that were simulated needs"):
-        planned(strategy, model, trainer, storage)
+        planned(strategy, model, trainer, storage, ScheduleConfig())
 
 
 def test_without_batches_to_plan_for_it_says_what_to_do() -> None:
     anyone: Any = SimpleNamespace(datamodule=None)
     with pytest.raises(ConfigError, match="MultimodalDataModule; pass one to the Trainer"):
-        planned(anyone, anyone, anyone, anyone)
+        planned(anyone, anyone, anyone, anyone, anyone)
 
 
 def test_another_word_is_refused() -> None:

@@ -9,11 +9,13 @@ import pytest
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.from_run import Measured
 from hetero_strategy.planner.shape import ModelShape
-from hetero_strategy.planner.times import Line, Precision, StageTimes, module_times
+from hetero_strategy.planner.space import Degrees
+from hetero_strategy.planner.times import NOTHING, BlockSeconds, Line, Precision, StageTimes, module_times
 from hetero_strategy.schedule.action import StageId
-from tests.planner.models import cluster, model
+from tests.planner.models import batch, cluster, model
 
 CLUSTER, PRECISION = cluster(8), Precision(4, 4)
 PIPED = {"vision": ModuleLayout((0, 1), pp=2, split=(1, 3)), "llm": ModuleLayout((2, 3), pp=2, split=(5, 3))}
@@ -83,3 +85,11 @@ def test_what_cannot_be_used_says_why(tmp_path: Path) -> None:
         Measured.read(tmp_path / "measured.json")
     with pytest.raises(ConfigError, match="vision has 5 blocks in this one"):
         measured(model((4, 256), (8, 512)), PIPED).modules(model((5, 256), (8, 512)), CLUSTER, PRECISION)
+
+
+def test_blocks_whose_seconds_do_not_grow_with_rows_are_shared_evenly() -> None:
+    fixed = Line(1e-3, 0.0, 0.0)
+    blocks = {1: [BlockSeconds(fixed, fixed, NOTHING, fixed)] * 4}
+    made = Estimates(model((4, 256)), CLUSTER, [batch(8)], PRECISION, measured={"vision": blocks})
+    assert made.slowest_share("vision", 1, 2) == 0.5
+    assert made.busy("vision", Degrees(1, 2, 1, 1), 4) == pytest.approx(4 * 8e-3 / 2)

@@ -48,7 +48,7 @@ def test_no_candidate_is_faster(
     answer = made.plan()
     everything: list[float] = []
     for proposal in made.proposer.proposals():
-        for candidate in (proposal.candidate, *made.schedules(proposal.candidate)):
+        for candidate in (proposal.candidate, *made.variants.schedules(proposal.candidate)):
             ranked: list[Ranked] = []
             made._simulate(candidate, 0.0, ranked)
             everything += [r.seconds for r in ranked]

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 
 from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.planner.evaluate import Candidate
+from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.propose import Proposal
+from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.space import Degrees
+from recipes import build
 from recipes.layout_file import write_layout
-from tests.planner.models import model
+from tests.distributed.harness import Pool
+from tests.planner.models import cluster, model
 from tests.planner.test_chain import planner, proposed
+from tests.recipes.commands import SMALL, run_on_ranks
+from tests.recipes.test_conf import compose
 
 
 def test_a_pipeline_through_all_modules_is_written_whole(tmp_path: Path) -> None:
@@ -44,3 +52,36 @@ def test_an_encoder_in_bubbles_and_its_pieces_are_read_again(tmp_path: Path) -> 
     again = {name: ModuleLayout.from_config(name, fields) for name, fields in read["layout"].items()}
     assert again["vision"] == layouts["vision"].resolved("vision")
     assert made.evaluator.seconds(replace(candidate, layouts=again)) == made.evaluator.seconds(candidate)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"fill": "fine", "prefetch": {"vision": 1}},
+        {"fill": "fine", "prefetch": {"vision": 1}, "pieces": {"vision": 2}},
+        {"fill": "decoupled"},
+    ],
+    ids=["ahead", "ahead in pieces", "decoupled"],
+)
+def test_what_fills_bubbles_is_read_again_and_trains(
+    pool: Pool, tmp_path: Path, given: tuple[str, ...], asked: dict[str, Any]
+) -> None:
+    """The file alone says it to the recipe, where a frozen part is the model's."""
+    freeze = "vision.backbone" if "pieces" in asked else "vision" if "prefetch" in asked else ""
+    small = [o for o in SMALL if o.startswith(("model.", "data."))]
+    cfg = compose(*given, *small, f"model.freeze=[{freeze}]")
+    made = build.model_maker(cfg)()
+    evaluator = Evaluator(shape_of(made), cluster(2), build.datamodule(cfg, lambda: made).sampled_batches(1))
+    layouts = {name: ModuleLayout(range(2), dp_shard=2) for name in ("vision", "audio")}
+    candidate = Candidate({**layouts, "llm": ModuleLayout(range(2), pp=2)}, 2, **asked)
+    file = write_layout(tmp_path / "layout" / "planned.yaml", evaluator.place(candidate), "a test", trains=True)
+    read = yaml.safe_load(file.read_text())["strategy"]
+    assert read == {"schedule": "1f1b", **asked}
+    run = run_on_ranks(pool, 2, tmp_path / "run", *given, *SMALL, f"model.freeze=[{freeze}]", f"layout={file}")
+    assert "3 steps" in run.output
+    ran = json.loads((tmp_path / "run" / "measured.json").read_text())
+    again = {stage: set(times) for stage, times in ran["stages"].items()}
+    assert ("B" in again["vision.0"]) == ("prefetch" not in asked)
+    assert ran["recomputed"]["vision"] == float(asked["fill"] == "decoupled")
+    names = {e["name"] for e in json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]}
+    assert any("vision+1" in name for name in names) == ("prefetch" in asked)

@@ -1,0 +1,113 @@
+"""Other ways to run a candidate's layouts: with other schedules, a step ahead, and with less memory. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.planner.evaluate import Candidate, Evaluator, Placed
+from hetero_strategy.schedule.config import ScheduleConfig
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What the other options of a run leave to a plan."""
+
+    decoupled: bool = True
+    """``fill="decoupled"``, which says itself what is computed again and holds all microbatches."""
+    prefetch: bool = True
+    """``prefetch``, and ``pieces`` for it."""
+
+    @classmethod
+    def beside(cls, given: ScheduleConfig, recompute: Collection[str] | Mapping[str, object], payload: str) -> Allowed:
+        """What goes with options that a person gave.
+
+        Args:
+            payload: of the data module.
+        """
+        return cls(
+            decoupled=given.fill == "auto" and not recompute and not given.max_in_flight,
+            prefetch=given.fill == "auto" and not given.prefetch and not given.pieces and payload != "all_to_all",
+        )
+
+
+class Variants:
+    """Makes them for one model and cluster.
+
+    Args:
+        allowed: what may be asked of the strategy besides schedules.
+    """
+
+    def __init__(self, evaluator: Evaluator, allowed: Allowed) -> None:
+        self._evaluator, self._allowed = evaluator, allowed
+        modules, fed = evaluator.shape.modules, {target for _, target in evaluator.shape.edges}
+        self._blocks = {name: module.blocks if module.has_blocks else 1 for name, module in modules.items()}
+        self._first = {source for source, _ in evaluator.shape.edges} - fed
+        """Modules that feed others and that nothing feeds."""
+        self._frozen = {n for n in self._first if not modules[n].samplewise and not modules[n].trained[:1].any()}
+        """Those of them that begin with what does not train."""
+
+    def schedules(self, candidate: Candidate) -> list[Candidate]:
+        """With other schedules, with virtual stages, and with modules that take turns."""
+        piped = [name for name, layout in candidate.layouts.items() if layout.pp > 1]
+        if not piped:
+            return []
+        ways = [replace(candidate, schedule="zb_h1")]
+        for vpp, style, schedule in ((2, "loop", "interleaved_1f1b"), (4, "loop", "interleaved_1f1b"), (2, "v", "zbv")):
+            layouts = dict(candidate.layouts)
+            for name in piped:
+                if layouts[name].split is None and layouts[name].pp * vpp <= self._blocks[name]:
+                    layouts[name] = replace(layouts[name], vpp=vpp, pp_style=style)  # type: ignore[arg-type]
+            if layouts != candidate.layouts:
+                ways.append(replace(candidate, layouts=layouts, schedule=schedule))
+        if self._evaluator.place(candidate).graph.filling:
+            ways.append(replace(candidate, fill="none"))
+        return ways
+
+    def ahead(self, candidate: Candidate) -> list[Candidate]:
+        """With all encoders a step ahead whose first stage does not train; where only the last block does, in two
+        pieces. None of those that share ranks with what they feed and no pipeline: they have no bubbles.
+        """
+        if not self._frozen or not self._allowed.prefetch or candidate.prefetch:
+            return []
+        placed = self._evaluator.place(candidate)
+        may = {name for name in self._frozen if candidate.layouts[name].vpp == 1}
+        filling = self._filling(replace(candidate, prefetch=dict.fromkeys(may, 1)), placed)
+        late = {name for name in may & filling if self._trains_last(name, candidate)}
+        whole = {n for n in may if not self._trains(n, placed) and (n in filling or self._apart(n, candidate))}
+        if not late | whole:
+            return []
+        pieces = {**candidate.pieces, **dict.fromkeys(sorted(late), 2)}
+        return [replace(candidate, prefetch=dict.fromkeys(sorted(late | whole), 1), pieces=pieces)]
+
+    def leaner(self, candidate: Candidate) -> list[Candidate]:
+        """With less memory for the activations of what fills bubbles: computed again, or in turns with the pipeline."""
+        if candidate.fill != "fine":
+            return []
+        graph = self._evaluator.place(candidate).graph
+        if not any(stage.backward for node, stage in graph.stages.items() if node.cohort >= 0):
+            return []
+        rest: dict[str, Recompute] = {n: how for n, how in candidate.recompute.items() if n not in graph.filling}
+        ways = [replace(candidate, fill="decoupled", recompute=rest)] if self._allowed.decoupled else []
+        return ways if candidate.pieces.keys() - candidate.prefetch else [*ways, replace(candidate, fill="none")]
+
+    def _filling(self, candidate: Candidate, placed: Placed) -> frozenset[str]:
+        shape = self._evaluator.shape
+        layouts = {**placed.placement.layouts}
+        return candidate.scheduling.filling({*shape.modules} - {*shape.samplewise}, layouts, shape.edges)
+
+    def _trains(self, name: str, placed: Placed) -> bool:
+        """Whether anything trains in a module's first stage."""
+        return any(s.trains for n, s in placed.graph.stages.items() if (n.module, n.stage) == (name, 0))
+
+    def _trains_last(self, name: str, candidate: Candidate) -> bool:
+        """Whether only the last block of a module trains, which may be cut off."""
+        trained, layout = self._evaluator.shape.modules[name].trained, candidate.layouts[name]
+        free = layout.pp == 1 and layout.split is None and name not in candidate.pieces and self._blocks[name] > 1
+        return free and bool(trained[-1]) and not trained[:-1].any()
+
+    def _apart(self, name: str, candidate: Candidate) -> bool:
+        """Whether a module has ranks of its own, seen from those that it feeds."""
+        fed = (target for source, target in self._evaluator.shape.edges if source == name)
+        return all({*candidate.layouts[name].ranks}.isdisjoint(candidate.layouts[target].ranks) for target in fed)
