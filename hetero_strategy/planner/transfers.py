@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 
 from hetero_strategy.plan.step_plan import StepPlan, edge_runs
 from hetero_strategy.planner.evaluate import Step
@@ -34,22 +34,26 @@ class Changes:
         self._nodes = {node: i for i, node in enumerate(nodes)}
         self._graph = graph
         self._rows: list[np.ndarray] = []
+        self._alike = alike(graph)
+        self._here = {node: _some(stage.grid, self._alike) for node, stage in graph.stages.items()}
 
     def add(self, place: int, node: StageId, kind: str, amount: Float64[np.ndarray, "instances"]) -> None:
         """Change the bytes of a kind that a node's instances have on each of their ranks."""
-        grid = self._graph.stages[node].grid
-        instances = np.flatnonzero(amount)
-        if len(instances):
-            ranks = grid[instances]
-            made = np.empty((ranks.size, 5))
-            made[:, 0], made[:, 1] = ranks.ravel(), place
+        instances, ranks = self._here[node]
+        bytes_ = amount[instances]
+        (some,) = np.nonzero(bytes_)
+        if len(some):
+            made = np.empty((len(some), 5))
+            made[:, 0], made[:, 1] = ranks[some], place
             made[:, 2], made[:, 3] = self._nodes[node], self._kinds[kind]
-            made[:, 4] = np.repeat(amount[instances], ranks.shape[1])
+            made[:, 4] = bytes_[some]
             self._rows.append(made)
 
     @cached_property
     def _all(self) -> Float64[np.ndarray, "changes columns=5"]:
-        """Rank, place, node, kind and bytes of every change, by rank, then by place."""
+        """Rank, place, node, kind and bytes of every change, by rank, then by place; of ranks that are alike, the first
+        one's.
+        """
         every = np.concatenate(self._rows)
         found: np.ndarray = every[np.lexsort((every[:, 1], every[:, 0]))]
         return found
@@ -78,6 +82,7 @@ class Changes:
         index = tuple(there[:, i].astype(np.int64) for i in (2, 3, 0))
         table = np.zeros((len(self._nodes), len(self._kinds), world))
         np.add.at(table, index, there[:, 4])
+        table[..., : len(self._alike)] = table[..., self._alike]
         by_node = {node: table[i][:, self._graph.stages[node].grid.ravel()] for node, i in self._nodes.items()}
         return table.sum(axis=0), by_node
 
@@ -86,7 +91,7 @@ class Changes:
     ) -> tuple[Float64[np.ndarray, "times"], Float64[np.ndarray, "times"]]:
         """Seconds of the simulated step, ascending, and what is alive from each of them on."""
         ranks, places, alive = self._alive
-        mine = ranks == rank
+        mine = ranks == self._alike[rank]
         starts = simulation.schedule.starts
         seconds = []
         for place in places[mine].astype(int).tolist():
@@ -95,6 +100,24 @@ class Changes:
             ends = 0.0 if place < 0 else simulation.time
             seconds.append(float(times[starts[number]].max()) if 0 <= number < len(starts) else ends)
         return np.maximum.accumulate(np.array(seconds)), alive[mine]
+
+
+def alike(graph: StageGraph) -> Int64[np.ndarray, "ranks"]:
+    """For every rank, the first one that has the same instances of the same stages, and so does all that it does."""
+    world = 1 + max(int(stage.grid.max()) for stage in graph.stages.values())
+    instances = np.full((len(graph.stages), world), -1, np.int64)
+    for row, stage in zip(instances, graph.stages.values(), strict=True):
+        row[stage.grid] = np.arange(len(stage.grid))[:, None]
+    _, first, number = np.unique(instances, axis=1, return_index=True, return_inverse=True)
+    return np.asarray(first[number.ravel()])
+
+
+def _some(
+    grid: Int64[np.ndarray, "instances ranks"], first: Int64[np.ndarray, "_world"]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Instances and their ranks, pair by pair, without ranks that are like an earlier one."""
+    instance, place = np.nonzero(first[grid] == grid)
+    return instance, grid[instance, place]
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +150,7 @@ class _Edges:
             if s.module != t.module
         }
         self._known: dict[tuple[StageId, StageId, int, int], _Rows] = {}
+        self._shared: dict[tuple[StageId, StageId], np.ndarray] = {}
 
     def rows(self, source: StageId, target: StageId, p: int, t: int) -> _Rows:
         """Between microbatch ``p`` of the source and ``t`` of the target."""
@@ -135,15 +159,26 @@ class _Edges:
             self._known[key] = self._found(*key)
         return self._known[key]
 
+    def _here(self, source: StageId, target: StageId) -> np.ndarray:
+        """Whether instances share a rank, bool ``[sources, targets]``, or ``[instances]`` within a module."""
+        if (source, target) not in self._shared:
+            a, b = (self._graph.stages[node].grid for node in (source, target))
+            if source.module == target.module:
+                shared = (a[:, :, None] == b[:, None, :]).any(axis=(1, 2))
+            else:
+                shared = (a[:, None, :, None] == b[None, :, None, :]).any(axis=(2, 3))
+            self._shared[source, target] = shared
+        return self._shared[source, target]
+
     def _found(self, source: StageId, target: StageId, p: int, t: int) -> _Rows:
         width = self._widths[source, target]
         first, second = (self._graph.stages[node] for node in (source, target))
         shares = (first.row_sharding.parts, second.row_sharding.parts)
-        here = (first.grid[:, None, :, None] == second.grid[None, :, None, :]).any(axis=(2, 3))
+        here = self._here(source, target)
         if source.module == target.module:
             totals = first.own(self._plan.assignments[source.module][p].totals(inner=True)).astype(np.float64)
-            size, alike = width / shares[0] * totals, here.diagonal()
-            return _Rows(size, size, ~alike, ~alike, alike, alike)
+            size = width / shares[0] * totals
+            return _Rows(size, size, ~here, ~here, here, here)
         blocks = self._runs[source, target].between(p, t)
         rows = np.zeros(here.shape)
         np.add.at(rows, (blocks.source_instance, blocks.target_instance), blocks.rows)
