@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
 
 from hetero_strategy.planner.evaluate import Evaluator, Step
 from hetero_strategy.planner.exposed import ExposedCollectives

@@ -12,8 +12,8 @@ Grid = Int64[np.ndarray, "_instances _ranks"]
 """Global ranks of every instance of a stage."""
 Instances = Int64[np.ndarray, "*pairs"]
 Between = Callable[[Instances, Instances], tuple[Float64[np.ndarray, "*pairs"], Float64[np.ndarray, "*pairs"]]]
-"""Instances of a source and of a target, pair by pair -> seconds until the first byte arrives, and seconds per byte; both
-0 between the same ranks."""
+"""Instances of a source and of a target, pair by pair -> seconds until the first byte arrives, and seconds per byte;
+both 0 between the same ranks."""
 
 
 @dataclass(frozen=True)
