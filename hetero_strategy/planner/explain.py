@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-
 from hetero_strategy.planner.evaluate import Evaluator, Step
 from hetero_strategy.planner.exposed import ExposedCollectives
 from hetero_strategy.simulator.bubbles import Collective, Filling, inside_actions, work_on_rank

@@ -133,7 +133,7 @@ class _Transfers:
             own = np.arange(len(b) if direct else 0)
             nothing: np.ndarray | Sent = np.zeros(len(own))
             if self._rows is None and not direct:
-                nothing = Sent(*np.indices((len(a), len(b))).reshape(2, -1), np.zeros(len(a) * len(b)))
+                nothing = Sent(*np.divmod(np.arange(len(a) * len(b)), len(b)), np.zeros(len(a) * len(b)))
             last = self._last.setdefault((direct, a.shape, a.tobytes(), b.shape, b.tobytes()), np.zeros(len(b)))
             self._ways[source, target] = _Way(links, *links(own, own), nothing, last)
         return self._ways[source, target]
