@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +31,12 @@ SCHEDULES = 12
 """Simulations of other schedules for the best."""
 LEAST_SHARE = 1 / 16
 """Of a simulation that a short step counts as."""
+LONG = 1 / 2
+"""Share from which a step is long: it is only simulated where it may become the best."""
+BEHIND = 1.1
+"""Seconds over the best so far from which a long step is not looked at any longer."""
+RETRIED = 1.15
+"""Seconds over the best up to which other schedules of a long step are tried, which then has small bubbles."""
 Progress = Callable[[int, int, float], None]
 """(candidates simulated, candidates to simulate, seconds of the best so far)."""
 
@@ -44,6 +51,8 @@ class Ranked:
     """What the formula says."""
     memory: Memory | None = None
     """Of a step, where it was predicted."""
+    batches: tuple[float, ...] = ()
+    """Seconds of each batch; where the first fell far behind, of the others in proportion."""
 
     @property
     def share(self) -> float:
@@ -148,17 +157,24 @@ class Planner:
             raise LayoutError(self.why_not())
         chosen = promising(proposals, self._simulations)
         ranked: list[Ranked] = []
+        least: dict[object, float] = {}
         end = time.monotonic() + seconds
         for i, proposal in enumerate(chosen):
             if ranked and time.monotonic() > end:
                 break
-            self._simulate(proposal.candidate, proposal.seconds, ranked)
+            if not hopeless(proposal, least, ranked):
+                before = len(ranked)
+                self._simulate(proposal.candidate, proposal.seconds, ranked)
+                for kind in kinds(proposal) * (len(ranked) - before):
+                    least[kind] = min(least.get(kind, inf), ranked[-1].seconds / proposal.seconds)
             if progress is not None:
                 progress(i + 1, len(chosen), min((r.seconds for r in ranked), default=0.0))
         tried = 0.0
         for best in sorted(ranked, key=lambda r: r.seconds):
             if tried >= SCHEDULES or time.monotonic() > end:
                 break
+            if best.share > LONG and best.seconds > RETRIED * fastest(ranked):
+                continue
             for other in self.schedules(best.candidate):
                 self._simulate(other, best.estimate, ranked)
                 tried += best.share
@@ -209,8 +225,14 @@ class Planner:
         )
 
     def _simulate(self, candidate: Candidate, estimate: float, ranked: list[Ranked]) -> None:
+        alike = [r for r in ranked if is_homogeneous(r.candidate)] if is_homogeneous(candidate) else ranked
+        best = min(alike, key=lambda r: r.seconds, default=None)
+        enough = () if best is None else best.batches
         try:
-            ranked.append(Ranked(candidate, self.evaluator.seconds(candidate), estimate))
+            took = self.evaluator.of_batches(candidate, [BEHIND * one for one in enough])
+            others = enough[len(took) :]  # left out: as much slower as the first
+            took += [one * sum(took) / sum(enough[: len(took)]) for one in others]
+            ranked.append(Ranked(candidate, float(np.mean(took)), estimate, batches=tuple(took)))
         except (LayoutError, ScheduleError):  # such as fewer samples than microbatches, or stages than blocks
             return
 
@@ -244,6 +266,36 @@ class Planner:
         )
 
 
+def fastest(ranked: Sequence[Ranked]) -> float:
+    """Seconds of the fastest; infinite where there is none."""
+    return min((r.seconds for r in ranked), default=inf)
+
+
+def kinds(proposal: Proposal) -> list[object]:
+    """What several are simulated of, however promising others are."""
+    return ["chain"] if proposal.chain else [proposal.partition, *["homogeneous"] * proposal.homogeneous]
+
+
+def share_of(proposal: Proposal) -> float:
+    """As what share of a simulation it counts."""
+    stages = sum(degrees.pp for degrees in proposal.degrees.values())
+    return max(LEAST_SHARE, share(proposal.microbatches, stages))
+
+
+def hopeless(proposal: Proposal, least: Mapping[object, float], ranked: Sequence[Ranked]) -> bool:
+    """Whether a proposal with a long step would be far behind the best so far, even if its estimate were as much too
+    high as any of its kinds has been.
+
+    Args:
+        least: kind -> least of simulated over estimated seconds.
+    """
+    alike = [r for r in ranked if is_homogeneous(r.candidate)]
+    return share_of(proposal) > LONG and all(
+        proposal.seconds * least.get(kind, 0.0) > BEHIND * fastest(alike if kind == "homogeneous" else ranked)
+        for kind in kinds(proposal)
+    )
+
+
 def promising(proposals: Sequence[Proposal], simulations: int) -> list[Proposal]:
     """The best of all, of every partition, and of those with one layout for all modules."""
     each = max(2, simulations // 6)
@@ -251,10 +303,8 @@ def promising(proposals: Sequence[Proposal], simulations: int) -> list[Proposal]
     seen: Counter[object] = Counter()
     spent = 0.0
     for p in proposals:
-        kinds = ["chain"] if p.chain else [p.partition, *["homogeneous"] * p.homogeneous]
-        if spent < simulations or any(seen[kind] < each for kind in kinds):
+        if spent < simulations or any(seen[kind] < each for kind in kinds(p)):
             chosen.append(p)
-            seen.update(kinds)
-            stages = sum(degrees.pp for degrees in p.degrees.values())
-            spent += max(LEAST_SHARE, share(p.microbatches, stages))
+            seen.update(kinds(p))
+            spent += share_of(p)
     return chosen
