@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import inf
 from types import MappingProxyType
@@ -85,7 +85,9 @@ class Answer:
 
 def is_homogeneous(candidate: Candidate) -> bool:
     """Whether all modules have the same layout on the same ranks."""
-    return len({replace(layout, split=None) for layout in candidate.layouts.values()}) == 1
+    first, *others = candidate.layouts.values()
+    names = [field.name for field in fields(first) if field.name != "split"]
+    return all(getattr(first, name) == getattr(other, name) for other in others for name in names)
 
 
 class Planner:
