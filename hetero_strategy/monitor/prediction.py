@@ -26,7 +26,7 @@ from hetero_strategy.simulator.links import Links, same_ranks
 from hetero_strategy.simulator.profile import Profile, TimedForward, fit_line
 from hetero_strategy.simulator.result import Host, Simulation
 from hetero_strategy.simulator.rows import Widths, rows_between
-from hetero_strategy.simulator.simulate import RowsSent, simulate
+from hetero_strategy.simulator.simulate import RowsSent, pairs, simulate
 
 DRAWS = 15
 """Simulations of a step, of which the median one is taken."""
@@ -120,13 +120,11 @@ def starts(ran: Ran, rows: RowsSent) -> list[Start]:
             instance = int(np.nonzero((grid == rank).any(axis=1))[0][0])
             for source in dependencies.crossing(action):
                 theirs = stages[source.node].grid
-                sizes = np.asarray(rows(source, action))
-                if sizes.ndim < 2:
-                    sizes = np.diag(sizes)  # from instance i to instance i
-                column = sizes[:, instance]
-                away = ~same_ranks(theirs, grid[instance][None])[:, 0] & (column > 0)
-                size += float(column[away].sum())
-                sent = max(sent, *(ended[source, int(r)] for r in theirs[away].flat), -np.inf)
+                flow = pairs(rows(source, action))
+                away = (flow.target == instance) & (flow.bytes > 0)
+                away[away] = ~same_ranks(theirs, grid)(flow.source[away], flow.target[away])
+                size += float(flow.bytes[away].sum())
+                sent = max(sent, *(ended[source, int(r)] for r in theirs[flow.source[away]].flat), -np.inf)
             begun.append(Start(rank, before, free, sent, size, start))
             before, free = action, end
     return begun

@@ -198,13 +198,24 @@ class Evaluator:
         return self.step_of(placed, self.batches[batch], placed.candidate.microbatches)
 
     def seconds(self, candidate: Candidate) -> float:
-        """Mean seconds of a step over all batches.
+        """Mean seconds of a step over all batches."""
+        return float(np.mean(self.of_batches(candidate)))
+
+    def of_batches(self, candidate: Candidate, enough: Sequence[float] = ()) -> list[float]:
+        """Seconds of a step of each batch.
 
         Steps of many actions are extrapolated from two shorter ones of the same microbatches: once a pipeline is full,
-        each microbatch adds the same.
+        each microbatch adds the same, and not less than what the busiest rank does for it.
+
+        Args:
+            enough: seconds of each batch; once those so far are more, the others are left out. Empty: none are.
         """
-        placed = self.place(candidate)
-        return float(np.mean([self._seconds(placed, batch) for batch in self.batches]))
+        placed, took = self.place(candidate), list[float]()
+        for batch in self.batches:
+            took.append(self._seconds(placed, batch))
+            if enough and sum(took) > sum(enough[: len(took)]):
+                break
+        return took
 
     def shown(self, placed: Placed) -> Step:
         """A step of the first batch, or of its first samples where that has too many actions to look at."""
@@ -216,8 +227,9 @@ class Evaluator:
         count, most = placed.candidate.microbatches, few(len(placed.times))
         if count <= most:
             return self.step_of(placed, batch, count).seconds
-        short, long = (self.step_of(placed, *self._first(batch, count, n)).seconds for n in (most // 2, most))
-        return long + (count - most) * (long - short) / (most - most // 2)
+        short, long = (self.step_of(placed, *self._first(batch, count, n)) for n in (most // 2, most))
+        busy = float(long.simulation.busy.max() - short.simulation.busy.max())
+        return long.seconds + (count - most) * max(long.seconds - short.seconds, busy) / (most - most // 2)
 
     def _first(self, batch: StepMetadata, count: int, most: int) -> tuple[StepMetadata, int]:
         """The first microbatches of a batch that has ``count``, and how many they are."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from hetero_strategy.plan.ahead import computing
 from hetero_strategy.planner.evaluate import Evaluator, Step
 from hetero_strategy.planner.exposed import ExposedCollectives
 from hetero_strategy.simulator.bubbles import Collective, Filling, inside_actions, work_on_rank
 from hetero_strategy.simulator.rows import rows_between
+from hetero_strategy.simulator.simulate import pairs
 
 
 @dataclass(frozen=True)
@@ -131,12 +130,10 @@ def _received(evaluator: Evaluator, step: Step) -> tuple[float, float]:
         for source in step.schedule.dependencies.crossing(action):
             grids = [stages[a.node].grid for a in (source, action)]
             nodes = [evaluator.cluster.network.nodes_of(grid[:, 0]) for grid in grids]
-            size = np.asarray(rows(source, action))
-            if size.ndim < 2:
-                size = np.diag(size)
-            moved = size * grids[1].shape[1]
-            away = np.not_equal.outer(*nodes)
-            same = np.equal.outer(grids[0][:, 0], grids[1][:, 0])
+            flow = pairs(rows(source, action))
+            moved = flow.bytes * grids[1].shape[1]
+            away = nodes[0][flow.source] != nodes[1][flow.target]
+            same = grids[0][flow.source, 0] == grids[1][flow.target, 0]
             across += float(moved[away].sum())
             within += float(moved[~away & ~same].sum())
     return within, across

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import inf
 from types import MappingProxyType
@@ -36,6 +36,12 @@ WORTH_ROWS = 0.99
 """Seconds with an encoder a step ahead, over those without, up to which it is worth the rows that are held."""
 LEAST_SHARE = 1 / 16
 """Of a simulation that a short step counts as."""
+LONG = 1 / 2
+"""Share from which a step is long: it is only simulated where it may become the best."""
+BEHIND = 1.1
+"""Seconds over the best so far from which a long step is not looked at any longer."""
+RETRIED = 1.15
+"""Seconds over the best up to which other schedules of a long step are tried, which then has small bubbles."""
 Progress = Callable[[int, int, float], None]
 """(candidates simulated, candidates to simulate, seconds of the best so far)."""
 
@@ -50,6 +56,8 @@ class Ranked:
     """What the formula says."""
     memory: Memory | None = None
     """Of a step, where it was predicted."""
+    batches: tuple[float, ...] = ()
+    """Seconds of each batch; where the first fell far behind, of the others in proportion."""
 
     @property
     def share(self) -> float:
@@ -82,7 +90,9 @@ class Answer:
 
 def is_homogeneous(candidate: Candidate) -> bool:
     """Whether all modules have the same layout on the same ranks."""
-    return len({replace(layout, split=None) for layout in candidate.layouts.values()}) == 1
+    first, *others = candidate.layouts.values()
+    names = [field.name for field in fields(first) if field.name != "split"]
+    return all(getattr(first, name) == getattr(other, name) for other in others for name in names)
 
 
 class Planner:
@@ -160,13 +170,18 @@ class Planner:
             raise LayoutError(self.why_not())
         chosen = promising(proposals, self._simulations)
         ranked: list[Ranked] = []
+        least: dict[object, float] = {}
         end = time.monotonic() + seconds
         for proposal, other in lean:
             self._simulate(other, proposal.seconds, ranked)
         for i, proposal in enumerate(chosen):
             if ranked and time.monotonic() > end:
                 break
-            self._simulate(proposal.candidate, proposal.seconds, ranked)
+            if not hopeless(proposal, least, ranked):
+                before = len(ranked)
+                self._simulate(proposal.candidate, proposal.seconds, ranked)
+                for kind in kinds(proposal) * (len(ranked) - before):
+                    least[kind] = min(least.get(kind, inf), ranked[-1].seconds / proposal.seconds)
             if progress is not None:
                 progress(i + 1, len(chosen), min((r.seconds for r in ranked), default=0.0))
         self._vary(self.variants.schedules, ranked, end)
@@ -242,17 +257,24 @@ class Planner:
         for best in sorted(ranked, key=lambda r: r.seconds):
             if tried >= VARIED or time.monotonic() > end:
                 break
+            if best.share > LONG and best.seconds > RETRIED * fastest(ranked):
+                continue
             for other in ways(best.candidate):
                 self._simulate(other, best.estimate, ranked, worth * best.seconds)
                 tried += best.share
 
     def _simulate(self, candidate: Candidate, estimate: float, ranked: list[Ranked], below: float = inf) -> None:
+        alike = [r for r in ranked if is_homogeneous(r.candidate)] if is_homogeneous(candidate) else ranked
+        best = min(alike, key=lambda r: r.seconds, default=None)
+        enough = () if best is None else best.batches
         try:
-            seconds = self.evaluator.seconds(candidate)
+            took = self.evaluator.of_batches(candidate, [BEHIND * one for one in enough])
         except (LayoutError, ScheduleError):  # such as fewer samples than microbatches, or stages than blocks
             return
-        if seconds <= below:
-            ranked.append(Ranked(candidate, seconds, estimate))
+        others = enough[len(took) :]  # left out: as much slower as the first
+        took += [one * sum(took) / sum(enough[: len(took)]) for one in others]
+        if (seconds := float(np.mean(took))) <= below:
+            ranked.append(Ranked(candidate, seconds, estimate, batches=tuple(took)))
 
     def why_not(self) -> str:
         """Say why nothing fits, and what would."""
@@ -267,6 +289,36 @@ class Planner:
         )
 
 
+def fastest(ranked: Sequence[Ranked]) -> float:
+    """Seconds of the fastest; infinite where there is none."""
+    return min((r.seconds for r in ranked), default=inf)
+
+
+def kinds(proposal: Proposal) -> list[object]:
+    """What several are simulated of, however promising others are."""
+    return ["chain"] if proposal.chain else [proposal.partition, *["homogeneous"] * proposal.homogeneous]
+
+
+def share_of(proposal: Proposal) -> float:
+    """As what share of a simulation it counts."""
+    stages = sum(degrees.pp for degrees in proposal.degrees.values())
+    return max(LEAST_SHARE, share(proposal.microbatches, stages))
+
+
+def hopeless(proposal: Proposal, least: Mapping[object, float], ranked: Sequence[Ranked]) -> bool:
+    """Whether a proposal with a long step would be far behind the best so far, even if its estimate were as much too
+    high as any of its kinds has been.
+
+    Args:
+        least: kind -> least of simulated over estimated seconds.
+    """
+    alike = [r for r in ranked if is_homogeneous(r.candidate)]
+    return share_of(proposal) > LONG and all(
+        proposal.seconds * least.get(kind, 0.0) > BEHIND * fastest(alike if kind == "homogeneous" else ranked)
+        for kind in kinds(proposal)
+    )
+
+
 def promising(proposals: Sequence[Proposal], simulations: int) -> list[Proposal]:
     """The best of all, of every partition, and of those with one layout for all modules."""
     each = max(2, simulations // 6)
@@ -274,10 +326,8 @@ def promising(proposals: Sequence[Proposal], simulations: int) -> list[Proposal]
     seen: Counter[object] = Counter()
     spent = 0.0
     for p in proposals:
-        kinds = ["chain"] if p.chain else [p.partition, *["homogeneous"] * p.homogeneous]
-        if spent < simulations or any(seen[kind] < each for kind in kinds):
+        if spent < simulations or any(seen[kind] < each for kind in kinds(p)):
             chosen.append(p)
-            seen.update(kinds)
-            stages = sum(degrees.pp for degrees in p.degrees.values())
-            spent += max(LEAST_SHARE, share(p.microbatches, stages))
+            seen.update(kinds(p))
+            spent += share_of(p)
     return chosen

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 
+from hetero_strategy import ragged
 from hetero_strategy.plan.step_plan import StepPlan, edge_runs
 from hetero_strategy.planner.evaluate import Step
 from hetero_strategy.planner.stage_memory import StageBytes, StageNeeds
@@ -19,6 +22,16 @@ BEFORE, DURING, AFTER = range(3)
 """Places at an action: what it lets go first, what it needs while it runs, what is there once it has run."""
 ALWAYS = -1
 """The place before all actions."""
+
+
+class _Sorted(NamedTuple):
+    """Changes by rank, then by place, then as they were made."""
+
+    ranks: Int64[np.ndarray, "changes"]
+    places: Int64[np.ndarray, "changes"]
+    lines: Int64[np.ndarray, "changes"]
+    """Of the table of nodes and kinds."""
+    bytes: Float64[np.ndarray, "changes"]
 
 
 class Changes:
@@ -33,51 +46,56 @@ class Changes:
         self._kinds = {kind: i for i, kind in enumerate(kinds)}
         self._nodes = {node: i for i, node in enumerate(nodes)}
         self._graph = graph
-        self._rows: list[np.ndarray] = []
+        self._made: list[tuple[int, int, np.ndarray, np.ndarray]] = []
+        """Place, line of the table of nodes and kinds, ranks, and bytes on each."""
+        self._alike = alike(graph)
+        self._here = {node: _some(stage.grid, self._alike) for node, stage in graph.stages.items()}
 
     def add(self, place: int, node: StageId, kind: str, amount: Float64[np.ndarray, "instances"]) -> None:
         """Change the bytes of a kind that a node's instances have on each of their ranks."""
-        grid = self._graph.stages[node].grid
-        instances = np.flatnonzero(amount)
-        if len(instances):
-            ranks = grid[instances]
-            made = np.empty((ranks.size, 5))
-            made[:, 0], made[:, 1] = ranks.ravel(), place
-            made[:, 2], made[:, 3] = self._nodes[node], self._kinds[kind]
-            made[:, 4] = np.repeat(amount[instances], ranks.shape[1])
-            self._rows.append(made)
+        instances, ranks = self._here[node]
+        size = amount[instances]
+        (some,) = np.nonzero(size)
+        if len(some):
+            line = self._nodes[node] * len(self._kinds) + self._kinds[kind]
+            self._made.append((place, line, ranks[some], size[some]))
 
     @cached_property
-    def _all(self) -> Float64[np.ndarray, "changes columns=5"]:
-        """Rank, place, node, kind and bytes of every change, by rank, then by place."""
-        every = np.concatenate(self._rows)
-        found: np.ndarray = every[np.lexsort((every[:, 1], every[:, 0]))]
-        return found
+    def _all(self) -> _Sorted:
+        """All changes, of ranks that are alike those of the first one."""
+        made = sorted(self._made, key=itemgetter(0))
+        counts = [len(ranks) for _, _, ranks, _ in made]
+        ranks, sizes = (np.concatenate([one[i] for one in made]) for i in (2, 3))
+        order = ragged.argsort_small(ranks)
+        places, lines = (np.repeat([one[i] for one in made], counts)[order] for i in (0, 1))
+        return _Sorted(ranks[order], places, lines, sizes[order])
 
     @cached_property
     def _alive(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rank and place of every sum of changes, and what is alive from there on."""
         every = self._all
-        first = np.flatnonzero(np.any(np.diff(every[:, :2], axis=0, prepend=-9), axis=1))
-        ranks = every[first, 0].astype(np.int64)
-        sums = np.cumsum(np.add.reduceat(every[:, 4], first))
+        new = (np.diff(every.ranks, prepend=-1) != 0) | (np.diff(every.places, prepend=-9) != 0)
+        first = np.flatnonzero(new)
+        ranks = every.ranks[first]
+        sums = np.cumsum(np.add.reduceat(every.bytes, first))
         begin = np.flatnonzero(np.diff(ranks, prepend=-1))
         before = np.insert(sums, 0, 0.0)[begin]
-        return ranks, every[first, 1], sums - np.repeat(before, np.diff(np.append(begin, len(ranks))))
+        return ranks, every.places[first], sums - np.repeat(before, np.diff(np.append(begin, len(ranks))))
 
     def at_peak(self, world: int) -> tuple[np.ndarray, dict[StageId, np.ndarray]]:
         """Bytes by kind, ``[kinds, ranks]``, where most is alive on each rank; and the same of every node's ranks."""
         ranks, places, alive = self._alive
-        order = np.lexsort((places, -alive, ranks))
-        peak = np.full(world, -np.inf)
-        first = order[np.flatnonzero(np.diff(ranks[order], prepend=-1))]
-        peak[ranks[first]] = places[first]
+        begin = np.flatnonzero(np.diff(ranks, prepend=-1))
+        most = np.repeat(np.maximum.reduceat(alive, begin), np.diff(np.append(begin, len(ranks))))
+        highest = np.flatnonzero(alive == most)
+        peak = np.full(world, np.iinfo(np.int64).max)
+        np.minimum.at(peak, ranks[highest], places[highest])
         every = self._all
-        rank = every[:, 0].astype(np.int64)
-        there = every[every[:, 1] <= peak[rank]]
-        index = tuple(there[:, i].astype(np.int64) for i in (2, 3, 0))
-        table = np.zeros((len(self._nodes), len(self._kinds), world))
-        np.add.at(table, index, there[:, 4])
+        there = every.places <= peak[every.ranks]
+        cells = every.lines[there] * world + every.ranks[there]
+        shape = len(self._nodes), len(self._kinds), world
+        table = np.bincount(cells, every.bytes[there], int(np.prod(shape))).reshape(shape)
+        table[..., : len(self._alike)] = table[..., self._alike]
         by_node = {node: table[i][:, self._graph.stages[node].grid.ravel()] for node, i in self._nodes.items()}
         return table.sum(axis=0), by_node
 
@@ -86,15 +104,33 @@ class Changes:
     ) -> tuple[Float64[np.ndarray, "times"], Float64[np.ndarray, "times"]]:
         """Seconds of the simulated step, ascending, and what is alive from each of them on."""
         ranks, places, alive = self._alive
-        mine = ranks == rank
+        mine = ranks == self._alike[rank]
         starts = simulation.schedule.starts
         seconds = []
-        for place in places[mine].astype(int).tolist():
+        for place in places[mine].tolist():
             number, at = divmod(place, 3)
             times = simulation.end if at == AFTER else simulation.start
             ends = 0.0 if place < 0 else simulation.time
             seconds.append(float(times[starts[number]].max()) if 0 <= number < len(starts) else ends)
         return np.maximum.accumulate(np.array(seconds)), alive[mine]
+
+
+def alike(graph: StageGraph) -> Int64[np.ndarray, "ranks"]:
+    """For every rank, the first one that has the same instances of the same stages, and so does all that it does."""
+    world = 1 + max(int(stage.grid.max()) for stage in graph.stages.values())
+    instances = np.full((len(graph.stages), world), -1, np.int64)
+    for row, stage in zip(instances, graph.stages.values(), strict=True):
+        row[stage.grid] = np.arange(len(stage.grid))[:, None]
+    _, first, number = np.unique(instances, axis=1, return_index=True, return_inverse=True)
+    return np.asarray(first[number.ravel()])
+
+
+def _some(
+    grid: Int64[np.ndarray, "instances ranks"], first: Int64[np.ndarray, "_world"]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Instances and their ranks, pair by pair, without ranks that are like an earlier one."""
+    instance, place = np.nonzero(first[grid] == grid)
+    return instance, grid[instance, place]
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +163,7 @@ class _Edges:
             if s.module != t.module
         }
         self._known: dict[tuple[StageId, StageId, int, int], _Rows] = {}
+        self._shared: dict[tuple[StageId, StageId], np.ndarray] = {}
 
     def rows(self, source: StageId, target: StageId, p: int, t: int) -> _Rows:
         """Between microbatch ``p`` of the source and ``t`` of the target."""
@@ -135,15 +172,26 @@ class _Edges:
             self._known[key] = self._found(*key)
         return self._known[key]
 
+    def _here(self, source: StageId, target: StageId) -> np.ndarray:
+        """Whether instances share a rank, bool ``[sources, targets]``, or ``[instances]`` within a module."""
+        if (source, target) not in self._shared:
+            a, b = (self._graph.stages[node].grid for node in (source, target))
+            if source.module == target.module:
+                shared = (a[:, :, None] == b[:, None, :]).any(axis=(1, 2))
+            else:
+                shared = (a[:, None, :, None] == b[None, :, None, :]).any(axis=(2, 3))
+            self._shared[source, target] = shared
+        return self._shared[source, target]
+
     def _found(self, source: StageId, target: StageId, p: int, t: int) -> _Rows:
         width = self._widths[source, target]
         first, second = (self._graph.stages[node] for node in (source, target))
         shares = (first.row_sharding.parts, second.row_sharding.parts)
-        here = (first.grid[:, None, :, None] == second.grid[None, :, None, :]).any(axis=(2, 3))
+        here = self._here(source, target)
         if source.module == target.module:
             totals = first.own(self._plan.assignments[source.module][p].totals(inner=True)).astype(np.float64)
-            size, alike = width / shares[0] * totals, here.diagonal()
-            return _Rows(size, size, ~alike, ~alike, alike, alike)
+            size = width / shares[0] * totals
+            return _Rows(size, size, ~here, ~here, here, here)
         blocks = self._runs[source, target].between(p, t)
         rows = np.zeros(here.shape)
         np.add.at(rows, (blocks.source_instance, blocks.target_instance), blocks.rows)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-Grid = Int64[np.ndarray, "instances ranks"]
+Grid = Int64[np.ndarray, "_instances _ranks"]
 """Global ranks of every instance of a stage."""
-Between = Float64[np.ndarray, "source_instances target_instances"]
+Instances = Int64[np.ndarray, "*pairs"]
+Between = Callable[[Instances, Instances], tuple[Float64[np.ndarray, "*pairs"], Float64[np.ndarray, "*pairs"]]]
+"""Instances of a source and of a target, pair by pair -> seconds until the first byte arrives, and seconds per byte;
+both 0 between the same ranks."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,15 @@ class Links:
     latency: float = 0.0
     bandwidth: float = np.inf
 
-    def between(self, source: Grid, target: Grid) -> tuple[Between, Between]:
-        """Seconds until the first byte arrives, and seconds per byte; both 0 between the same ranks."""
-        away = ~same_ranks(source, target)
-        return self.latency * away, away / self.bandwidth
+    def between(self, source: Grid, target: Grid) -> Between:
+        """Links between the instances of two stages."""
+        same = same_ranks(source, target)
+
+        def of(first: Instances, second: Instances) -> tuple[np.ndarray, np.ndarray]:
+            away = ~same(first, second)
+            return self.latency * away, away / self.bandwidth
+
+        return of
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,21 +57,26 @@ class Network:
         """Number of the node that each rank is on."""
         return np.searchsorted(self.ends, ranks, side="right")
 
-    def between(self, source: Grid, target: Grid) -> tuple[Between, Between]:
+    def between(self, source: Grid, target: Grid) -> Between:
         """As :meth:`Links.between`; instances are on the nodes of their first ranks."""
-        nodes = [self.nodes_of(grid[:, 0]) for grid in (source, target)]
-        here, away = np.equal.outer(*nodes), ~same_ranks(source, target)
-        near = [self.within[node] for node in nodes[0]]
-        latency, bandwidth = (np.array(n)[:, None] for n in zip(*((n.latency, n.bandwidth) for n in near), strict=True))
-        far = self.across.between(source, target)
-        return np.where(here, latency * away, far[0]), np.where(here, away / bandwidth, far[1])
+        here, there = (self.nodes_of(grid[:, 0]) for grid in (source, target))
+        latency = np.array([self.within[node].latency for node in here])
+        bandwidth = np.array([self.within[node].bandwidth for node in here])
+        same, across = same_ranks(source, target), self.across.between(source, target)
+
+        def of(first: Instances, second: Instances) -> tuple[np.ndarray, np.ndarray]:
+            near, away = here[first] == there[second], ~same(first, second)
+            far = across(first, second)
+            return np.where(near, latency[first] * away, far[0]), np.where(near, away / bandwidth[first], far[1])
+
+        return of
 
 
-def same_ranks(
-    source: Int64[np.ndarray, "source_instances source_ranks"],
-    target: Int64[np.ndarray, "target_instances target_ranks"],
-) -> Bool[np.ndarray, "source_instances target_instances"]:
-    """Whether two instances have exactly the same global ranks, so that rows between them take no time."""
-    numbers: dict[bytes, int] = {}
-    keys = [[numbers.setdefault(np.sort(row).tobytes(), len(numbers)) for row in grid] for grid in (source, target)]
-    return np.equal.outer(*(np.array(k) for k in keys))
+def same_ranks(source: Grid, target: Grid) -> Callable[[Instances, Instances], Bool[np.ndarray, "*pairs"]]:
+    """Whether two instances, pair by pair, have exactly the same global ranks, so that rows between them take no
+    time.
+    """
+    first, second = np.sort(source, axis=1), np.sort(target, axis=1)
+    if first.shape[1] != second.shape[1]:
+        return lambda some, others: np.zeros(len(some), bool)
+    return lambda some, others: (first[some] == second[others]).all(axis=1)

@@ -9,25 +9,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 
 from hetero_strategy.schedule.action import Action, Schedule, StageId
 from hetero_strategy.simulator.account import Account
-from hetero_strategy.simulator.links import Links, Network
+from hetero_strategy.simulator.links import Between, Links, Network
 from hetero_strategy.simulator.result import NO_HOST, Host, Simulation
 
 ActionCosts = Callable[[Action], float | Float64[np.ndarray, "instances"]]
 """Gives the seconds of an action: one number, or one for each instance of its stage."""
-RowsSent = Callable[
-    [Action, Action], Float64[np.ndarray, "instances"] | Float64[np.ndarray, "source_instances target_instances"]
-]
+
+
+class Sent(NamedTuple):
+    """Rows between instances of two modules, pair by pair."""
+
+    source: Int64[np.ndarray, "pairs"]
+    """Instance that sends."""
+    target: Int64[np.ndarray, "pairs"]
+    """Instance that receives, and waits for it."""
+    bytes: Float64[np.ndarray, "pairs"]
+    """Into one of its ranks."""
+
+
+RowsSent = Callable[[Action, Action], Float64[np.ndarray, "instances"] | Sent]
 """(source action, reading action) -> bytes that one rank of the reading action's stage receives.
 
-Within a module rows go from instance i to instance i. Between modules a target instance waits only for those that send
-it more than 0.
+Within a module rows go from instance i to instance i, in all of them. Between modules an instance waits only for those
+that send it anything.
 """
+
+
+def pairs(rows: Float64[np.ndarray, "instances"] | Sent) -> Sent:
+    """The same pair by pair, within a module too."""
+    return rows if isinstance(rows, Sent) else Sent(np.arange(len(rows)), np.arange(len(rows)), rows)
 
 
 def simulate(
@@ -85,10 +102,13 @@ def simulate(
 class _Way:
     """Links from the instances of one stage to those of another."""
 
+    links: Between
     latency: np.ndarray
-    """Seconds, float64 ``[source instances, target instances]``, or ``[instances]`` within a module."""
+    """Within a module, from instance to instance: seconds, float64 ``[instances]``."""
     per_byte: np.ndarray
     """Seconds per byte, likewise."""
+    nothing: np.ndarray | Sent
+    """Where nobody says what is sent: 0 bytes, between modules from every instance to every other one."""
     last: np.ndarray
     """When the last transfer arrived, float64 ``[target instances]``; shared by stages on the same two grids."""
 
@@ -109,29 +129,39 @@ class _Transfers:
         if (source, target) not in self._ways:
             a, b = self._stages[source].grid, self._stages[target].grid
             direct = source.module == target.module
-            latency, per_byte = self._links.between(a, b)
-            if direct:
-                latency, per_byte = latency.diagonal(), per_byte.diagonal()
+            links = self._links.between(a, b)
+            own = np.arange(len(b) if direct else 0)
+            nothing: np.ndarray | Sent = np.zeros(len(own))
+            if self._rows is None and not direct:
+                nothing = Sent(*np.divmod(np.arange(len(a) * len(b)), len(b)), np.zeros(len(a) * len(b)))
             last = self._last.setdefault((direct, a.shape, a.tobytes(), b.shape, b.tobytes()), np.zeros(len(b)))
-            self._ways[source, target] = _Way(latency, per_byte, last)
+            self._ways[source, target] = _Way(links, *links(own, own), nothing, last)
         return self._ways[source, target]
 
     def send(self, source: Action, target: Action, end: np.ndarray) -> None:
         """Book the rows that ``target`` reads of ``source``, which ends at ``end``, float64 ``[instances]``."""
         way = self._way(source.node, target.node)
-        size = np.zeros_like(way.latency) if self._rows is None else np.asarray(self._rows(source, target), np.float64)
-        if size.shape != way.latency.shape:
-            raise ValueError(f"bytes from {source} to {target} must be {way.latency.shape}, got {size.shape}")
-        if size.ndim == 1:
+        size = way.nothing if self._rows is None else self._rows(source, target)
+        if isinstance(size, Sent):
+            computed, arrived = _across(way, size, end)
+        elif np.shape(size) == way.latency.shape:
             computed, arrived = end, np.maximum(way.last, end + way.latency) + size * way.per_byte
         else:
-            sends = np.full(size.shape, self._rows is None) | (size > 0)
-            computed = np.where(sends, end[:, None], 0.0).max(axis=0)
-            ready = np.where(sends, end[:, None] + way.latency, 0.0).max(axis=0)
-            arrived = np.maximum(way.last, ready) + (size * way.per_byte).sum(axis=0)
-            arrived = np.where(sends.any(axis=0), arrived, 0.0)
+            raise ValueError(f"bytes from {source} to {target} must be {way.latency.shape}, got {np.shape(size)}")
         np.maximum(way.last, arrived, out=way.last)
         before = self.inbox.get(target)
         if before is not None:
             computed, arrived = np.maximum(before[0], computed), np.maximum(before[1], arrived)
         self.inbox[target] = computed, arrived
+
+
+def _across(way: _Way, sent: Sent, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """When what instances receive of another module was computed and has arrived; 0 for those that receive nothing."""
+    latency, per_byte = way.links(sent.source, sent.target)
+    left = end[sent.source]
+    computed, ready = np.zeros((2, len(way.last)))
+    np.maximum.at(computed, sent.target, left)
+    np.maximum.at(ready, sent.target, left + latency)
+    wire = np.bincount(sent.target, sent.bytes * per_byte, len(way.last))
+    receives = np.bincount(sent.target, minlength=len(way.last)) > 0
+    return computed, np.where(receives, np.maximum(way.last, ready) + wire, 0.0)

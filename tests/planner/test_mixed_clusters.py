@@ -167,9 +167,10 @@ def test_what_is_asked_of_several_pools_is_of_the_slowest() -> None:
     assert fast.device.memory_bandwidth == DEVICES["h100"].memory_bandwidth
     assert on.pools_of(range(7, 9)) == (0, 1) and on.ranks_of((1, 2)) == range(8, 24)
     assert list(on.network.nodes_of(np.arange(24))) == [0] * 8 + [1] * 4 + [2] * 4 + [3] * 8
-    near, far = (on.network.between(np.array([[0], [8]]), np.array([[1 + 7 * i], [9]]))[1] for i in (0, 1))
-    assert near[0, 0] == 1 / cluster("h200", 1).within.bandwidth < near[1, 1] == 1 / on.within.bandwidth
-    assert far[0, 0] == 1 / on.across.bandwidth
+    links, both = (on.network.between(np.array([[0], [8]]), np.array([[1 + 7 * i], [9]])) for i in (0, 1)), np.arange(2)
+    near, far = (of(both, both)[1] for of in links)
+    assert near[0] == 1 / cluster("h200", 1).within.bandwidth < near[1] == 1 / on.within.bandwidth
+    assert far[0] == 1 / on.across.bandwidth
 
 
 def test_every_rank_has_the_memory_of_its_own_device() -> None:

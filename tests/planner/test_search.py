@@ -10,12 +10,13 @@ import pytest
 from hetero_strategy.errors import ConfigError, LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.plan.config import BalanceConfig
-from hetero_strategy.planner.evaluate import Candidate, Evaluator, first_samples
+from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step, first_samples
 from hetero_strategy.planner.explain import explain
 from hetero_strategy.planner.memory import MemoryModel
-from hetero_strategy.planner.search import Answer, Planner, Ranked, is_homogeneous
+from hetero_strategy.planner.propose import Proposal
+from hetero_strategy.planner.search import BEHIND, Answer, Planner, Ranked, hopeless, is_homogeneous
 from hetero_strategy.planner.shape import ModelShape
-from hetero_strategy.planner.space import compositions, degrees, partitions, places
+from hetero_strategy.planner.space import Degrees, compositions, degrees, partitions, places
 from tests.planner.models import batch, cluster, few_simulations, model, module
 from tests.planner.test_memory import FP32, OF, TEXT
 
@@ -102,6 +103,55 @@ def test_a_step_of_many_microbatches_is_extrapolated(monkeypatch: pytest.MonkeyP
     whole = evaluator.seconds(candidate)
     monkeypatch.setattr("hetero_strategy.planner.evaluate.MOST_FORWARDS", 48)
     assert evaluator.seconds(candidate) == pytest.approx(whole, rel=0.05)
+
+
+def test_an_extrapolated_step_takes_no_less_than_its_busiest_rank_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longer of two short steps is made to seem as short as the shorter one, as where its bubbles happen to be
+    smaller.
+    """
+    layouts = {"vision": ModuleLayout((0,)), "llm": ModuleLayout((1, 2), dp_shard=1, pp=2)}
+    evaluator = Evaluator(model(), cluster(3), [batch(256, rows=64)], balance=PLAIN)
+    candidate = Candidate(layouts, 64)
+    busy = float(evaluator.step(evaluator.place(candidate)).simulation.busy.max())
+    monkeypatch.setattr("hetero_strategy.planner.evaluate.MOST_FORWARDS", 48)
+    monkeypatch.setattr(Step, "seconds", 0.0)
+    assert evaluator.seconds(candidate) == pytest.approx(busy * 48 / 64, rel=0.05)  # of the 48 that follow
+
+
+def test_batches_are_left_out_after_those_that_take_too_long() -> None:
+    evaluator = Evaluator(model(), cluster(1), [batch(16, seed) for seed in range(3)], balance=PLAIN)
+    candidate = Candidate({name: ModuleLayout((0,)) for name in ("vision", "llm")})
+    every = evaluator.of_batches(candidate)
+    assert len(every) == 3 and evaluator.seconds(candidate) == pytest.approx(sum(every) / 3)
+    assert evaluator.of_batches(candidate, every) == every
+    assert evaluator.of_batches(candidate, [every[0], 0.9 * every[1], every[2]]) == every[:2]
+
+
+def test_what_fell_behind_on_the_first_batch_is_as_far_behind_on_all() -> None:
+    made = Planner(model(), cluster(2), [batch(16, 0), batch(24, 1)], balance=PLAIN)
+    fast, slow = (Candidate({n: ModuleLayout(r, dp_shard=len(r)) for n in ("vision", "llm")}) for r in ((0, 1), (0,)))
+    ranked: list[Ranked] = []
+    for candidate in (fast, slow):
+        made._simulate(candidate, 1.0, ranked)
+    first, second = ranked
+    assert first.batches == tuple(made.evaluator.of_batches(fast))
+    assert second.batches[0] == made.evaluator.of_batches(slow)[0] > BEHIND * first.batches[0]
+    assert second.seconds / first.seconds == pytest.approx(second.batches[0] / first.batches[0])
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "estimate", "left_out"), [(800, 2.3, True), (800, 2.1, False), (4, 2.3, False)]
+)
+def test_long_steps_are_left_out_where_their_estimates_would_have_to_be_worse_than_all_before(
+    microbatches: int, estimate: float, left_out: bool
+) -> None:
+    """Estimates of the kind were twice as high as what was simulated; the best took 1 s."""
+    partition = (("vision",), ("llm",))
+    way = {"vision": Degrees(1, 1, 1, 1), "llm": Degrees(1, 4, 1, 1)}
+    proposal = Proposal(estimate, partition, (range(1), range(1, 5)), way, microbatches)
+    ranked = [Ranked(proposal.candidate, 1.0, 2.0)]
+    assert hopeless(proposal, {partition: 0.5}, ranked) is left_out
+    assert not hopeless(proposal, {}, ranked)
 
 
 def test_the_first_samples_are_a_batch() -> None:

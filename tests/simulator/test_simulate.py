@@ -9,6 +9,7 @@ from functools import cache
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
 from hetero_strategy.simulator.links import Links
 from hetero_strategy.simulator.result import CAUSES, Host, Simulation
-from hetero_strategy.simulator.simulate import simulate
+from hetero_strategy.simulator.simulate import Sent, simulate
 from tests.simulator.schedules import chain, graph_of, random_schedule, schedule_of, work_of
 
 UNIFORM = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "UNSHARD": 0.0, "REDUCE": 0.0}
@@ -62,6 +63,12 @@ def test_causes_of_a_chain() -> None:
     assert not found.idle["boundary"].any() and not found.idle["straggler"].any()
 
 
+def sent(table: npt.ArrayLike) -> Sent:
+    """Bytes from every instance (row) to every other one, those that are more than 0."""
+    each = np.asarray(table)
+    return Sent(*np.nonzero(each), each[each > 0])
+
+
 def forwards(microbatches: int, grids: dict[StageId, np.ndarray]) -> Schedule:
     graph = graph_of(grids, (("vision", "llm"),) if V in grids else ())
     order = [Action("F", node, i) for i in range(microbatches) for node in grids]
@@ -97,7 +104,7 @@ def test_main_threads_take_time_before_between_and_after_actions() -> None:
 def test_bytes_of_several_senders_share_the_receivers_wire() -> None:
     """Two instances send 20 and 40 bytes at 10 per second; the first is done at 1 s, the second at 1 s too."""
     schedule = forwards(1, {V: np.array([[0], [1]]), L: np.array([[2]])})
-    found = simulate(schedule, uniform, Links(0.5, 10.0), rows=lambda source, target: np.array([[20.0], [40.0]]))
+    found = simulate(schedule, uniform, Links(0.5, 10.0), rows=lambda source, target: sent([[20.0], [40.0]]))
     assert found.start[Action("F", L, 0)].tolist() == [1 + 0.5 + 6]
 
 
@@ -116,9 +123,9 @@ def test_between_modules_all_instances_are_awaited_unless_rows_say_who_sends() -
 
     reads = Action("F", L, 0)
     assert simulate(schedule, costs).start[reads].tolist() == [5, 5]
-    pairs = simulate(schedule, costs, Links(0.5, 10.0), rows=lambda source, target: np.array([[20.0, 0], [0, 40.0]]))
+    pairs = simulate(schedule, costs, Links(0.5, 10.0), rows=lambda source, target: sent([[20.0, 0], [0, 40.0]]))
     assert pairs.start[reads].tolist() == [3.5, 9.5]
-    none = simulate(schedule, costs, Links(0.5), rows=lambda source, target: np.zeros((2, 2)))
+    none = simulate(schedule, costs, Links(0.5), rows=lambda source, target: sent(np.zeros((2, 2))))
     assert none.start[reads].tolist() == [0, 0]
 
 
@@ -193,9 +200,9 @@ def test_any_schedule_agrees_with_the_slow_simulator_and_adds_up(seed: int, late
         count = [len(schedule.graph.stages[a.node].grid) for a in (source, target)]
         return pairs[: count[0], : count[1]].astype(float)
 
-    def inner_or_rows(source: Action, target: Action) -> np.ndarray:
-        sent = rows(source, target)
-        return np.ones(len(sent)) if source.node.module == target.node.module else sent
+    def inner_or_rows(source: Action, target: Action) -> np.ndarray | Sent:
+        each = rows(source, target)
+        return np.ones(len(each)) if source.node.module == target.node.module else sent(each)
 
     found = simulate(schedule, costs, Links(latency), inner_or_rows)
     for (action, instance), end in slow(schedule, costs, latency, pairs).items():
