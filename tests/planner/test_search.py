@@ -45,6 +45,7 @@ def test_no_candidate_is_faster(
     options: dict[str, float],
 ) -> None:
     monkeypatch.setattr("hetero_strategy.planner.search.LEAST_SHARE", 1.0)  # as few are simulated as of long steps
+    monkeypatch.setattr("hetero_strategy.planner.search.LONG", 2.0)  # whose bubbles are smaller than these
     made = planner(model(encoder, llm), ranks, 8, **options)
     answer = made.plan()
     everything: list[float] = []

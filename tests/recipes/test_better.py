@@ -24,11 +24,12 @@ SLOW = ("layout=colocated", "layout.llm.pp=2", "layout.llm.dp_shard=1", "strateg
 
 def reported(pool: Pool, folder: Path, world: int, *overrides: str) -> tuple[dict[str, Any], str]:
     small = [o for o in SMALL if "llm.dim" not in o and "max_steps" not in o and "val_check" not in o]
-    steps = ("trainer.max_steps=10", "trainer.val_check_interval=10")
+    steps = ("trainer.max_steps=10", "trainer.val_check_interval=10", "report.plan_seconds=5")
     output = run_on_ranks(pool, world, folder, *small, *steps, *overrides).output
     return json.loads((folder / "report.json").read_text())["better"], " ".join(output.split())
 
 
+@pytest.mark.perf
 def test_a_bad_layout_is_told_a_better_one(pool: Pool, tmp_path: Path, given: tuple[str, ...]) -> None:
     for attempt in range(3):  # a busy machine makes steps longer than they are predicted, and then little is named
         folder = tmp_path / f"run{attempt}"
