@@ -60,7 +60,7 @@ LLAMA = {
     "8B": {"dim": 4096, "n_layers": 32, "ffn_dim_multiplier": 1.3, "multiple_of": 1024},
     "70B": {"dim": 8192, "n_layers": 80, "ffn_dim_multiplier": 1.3, "multiple_of": 4096},
 }
-BESIDE = Overlap(tp=True, dp="block")
+BESIDE = Overlap(tp=True, dp=True)
 
 
 @dataclass(frozen=True)

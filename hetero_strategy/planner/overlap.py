@@ -32,8 +32,9 @@ def seconds_after(simulation: Simulation, times: Mapping[StageId, StageTimes]) -
     """Seconds by which a step is longer than its simulation.
 
     The collectives of a rank run one after the other. Gathers begin with the step, and parameters of a stage arrive in
-    pieces while its first forward runs: what is missing at its end delays the step. A sum of gradients follows the
-    stage's last backward or begins with it, block by block, and the optimizer follows all sums of the rank.
+    pieces while its first forward runs: what is missing at its end delays the step. A sum of gradients begins with the
+    stage's last backward, block by block, or follows the last of its halves for the weights; cohorts sum together, last
+    of all. The optimizer follows all sums of the rank.
     """
     stages = simulation.schedule.graph.stages
     ranks = np.zeros(int(simulation.ranks.max()) + 1)
@@ -46,8 +47,8 @@ def seconds_after(simulation: Simulation, times: Mapping[StageId, StageTimes]) -
     for stage, action in _lasts(simulation).items():
         grid = stages[stage].grid
         if times[stage].overlapped:
-            begins = (simulation.start if times[stage].by_block else simulation.end)[action]
-            if stage.cohort >= 0:  # all cohorts sum together, last of all
+            begins = (simulation.start if action.kind == "B" else simulation.end)[action]
+            if stage.cohort >= 0:
                 begins = np.full_like(begins, simulation.time)
             reduced[grid] = np.maximum(reduced[grid], begins[:, None]) + times[stage].reduce
     for stage, each in times.items():

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, Num
@@ -89,8 +89,6 @@ class StageTimes:
     """After the step's last backward: the optimizer, and the sum of replicated gradients."""
     overlapped: bool = False
     """Whether what is once per step runs beside compute: UNSHARD and REDUCE take no time, see ``planner.overlap``."""
-    by_block: bool = False
-    """Whether such a sum begins with the last backward, block by block; otherwise it follows it."""
     beside: bool = True
     """Whether what is in every microbatch runs beside its compute, or takes the cores from it."""
     whole: Line | None = None
@@ -136,18 +134,17 @@ class Overlap:
     Args:
         tp: those of tensor parallelism, cut into as many pieces as there are ranks, of which one waits (Megatron-LM's
             ``--tp-comm-overlap``, PyTorch's async tensor parallelism).
-        dp: those once per step: ``apart``; a stage's gather beside forwards and its sum of gradients beside what
-            follows its last backward (``stage``, as here); or the sum already beside that backward, ``block`` by block
-            (Megatron-LM's ``--overlap-param-gather --overlap-grad-reduce``). What is gathered for every microbatch
-            (FSDP) always is beside its compute. On cores that ranks share nothing is.
+        dp: those once per step, block by block: gathers beside forwards, sums of gradients beside the last backward
+            and what follows (Megatron-LM's ``--overlap-param-gather --overlap-grad-reduce``). What is gathered for
+            every microbatch (FSDP) always is beside its compute. On cores that ranks share nothing is.
     """
 
     tp: bool = False
-    dp: Literal["apart", "stage", "block"] = "apart"
+    dp: bool = False
 
 
 SEPARATE = Overlap()
-OURS = Overlap(dp="stage")
+OURS = Overlap(dp=True)
 """What the runtime does."""
 
 
@@ -190,8 +187,7 @@ def module_times(
         f, i, w, *whole_backward = (_sum(lines[a:b]) for lines in blocks)
         collectives = gather, scatter + replicas, once, after + adam
         beside = not cluster.shares_cores
-        dp = overlap.dp if once and beside else "apart"
-        stages.append(StageTimes(f, i, w, *collectives, dp != "apart", dp == "block", beside, *whole_backward))
+        stages.append(StageTimes(f, i, w, *collectives, overlap.dp and once and beside, beside, *whole_backward))
     return stages
 
 

@@ -31,14 +31,16 @@ SHAPE = ModelShape(
 )  # fmt: skip
 
 
-def step(overlap: Overlap, bandwidth: float, pp: int = 1, microbatches: int = 4) -> Step:
+def step(overlap: Overlap, bandwidth: float, pp: int = 1, microbatches: int = 4, schedule: str = "1f1b") -> Step:
     device = Device("toy", flops=1.0, memory=1e9, memory_bandwidth=28000.0, matmul=1.0, attention=1.0)
     cluster = Cluster((NodePool(device, 1, 2 * pp, Links(0.0, bandwidth)),), Links())
     tokens = np.full(2 * microbatches, 10)
     batch = StepMetadata(0, 0, np.arange(len(tokens)), tokens, tokens - 1, {})
     evaluator = Evaluator(SHAPE, cluster, [batch], overlap=overlap)
     layout = ModuleLayout(2 * pp, dp_shard=2, pp=pp, split=(BLOCKS // pp,) * pp)
-    return evaluator.step(evaluator.place(Candidate({"llm": layout}, microbatches, reshard_after_forward="never")))
+    return evaluator.step(
+        evaluator.place(Candidate({"llm": layout}, microbatches, schedule, reshard_after_forward="never"))
+    )
 
 
 FORWARD, BACKWARD = 40.0, 70.0
@@ -53,40 +55,49 @@ def test_collectives_of_their_own_are_added_to_compute() -> None:
 
 
 def test_fast_collectives_beside_compute_take_no_time() -> None:
-    found = step(Overlap(dp="block"), bandwidth=200.0)  # 20 s beside a forward of 40, 40 s beside a backward of 70
+    found = step(Overlap(dp=True), bandwidth=200.0)  # 20 s beside a forward of 40, 40 s beside a backward of 70
     assert found.seconds == pytest.approx(4 * (FORWARD + BACKWARD) + ADAM)
 
 
 def test_of_slow_collectives_the_rest_is_waited_for() -> None:
-    found = step(Overlap(dp="block"), bandwidth=50.0)  # 80 s beside a forward of 40, 160 s beside a backward of 70
+    found = step(Overlap(dp=True), bandwidth=50.0)  # 80 s beside a forward of 40, 160 s beside a backward of 70
     assert found.seconds == pytest.approx((80 - FORWARD) + 4 * (FORWARD + BACKWARD) + (160 - BACKWARD) + ADAM)
 
 
-def test_sums_of_whole_stages_follow_their_last_backward() -> None:
-    found = step(Overlap(dp="stage"), bandwidth=50.0)  # 80 s beside a forward of 40, then 160 s after the last backward
-    assert found.seconds == pytest.approx((80 - FORWARD) + 4 * (FORWARD + BACKWARD) + 160 + ADAM)
+def test_what_travels_beside_compute_is_work_of_its_module() -> None:
+    found = step(Overlap(dp=True), bandwidth=50.0)
     assert work_of(found, ("llm",)) == pytest.approx(4 * (FORWARD + BACKWARD) + 80 + 160)
     assert work_of(found, ()) == 0.0
 
 
+def test_sums_follow_the_last_half_of_a_backward() -> None:
+    """Two stages, each with a sum of 80 s: what makes gradients of weights is in halves in the second one's last."""
+    found = step(Overlap(dp=True), bandwidth=50.0, pp=2, schedule="zb_h1")
+    simulation = found.simulation
+    lasts = {node: [a for a in simulation.end if a.node == node and a.kind == "W"] for node in found.placed.times}
+    ends = {node: max(float(simulation.end[a].max()) for a in actions) for node, actions in lasts.items() if actions}
+    assert ends
+    times = {s: replace(t, gather=0.0, after=0.0, reduce=80.0 * (s in ends)) for s, t in found.placed.times.items()}
+    assert seconds_after(simulation, times).total == pytest.approx(max(ends.values()) + 80 - simulation.time)
+
+
 def test_sums_of_a_stage_run_beside_what_other_stages_do() -> None:
-    """Two stages, each with a sum of 80 s: the second's begins with the last backward of the first, of 30 s."""
-    found = step(Overlap(dp="stage"), bandwidth=50.0, pp=2)
-    assert found.after.total == pytest.approx((40 - 20) + 80 + ADAM / 2)
+    """Two stages, each with a sum of 80 s: the second's begins with its last backward, before that of the first."""
+    found = step(Overlap(dp=True), bandwidth=50.0, pp=2)
     times = {s: replace(t, reduce=t.reduce if s.stage else 0.0, gather=0.0) for s, t in found.placed.times.items()}
     rows = 0.4
-    assert seconds_after(found.simulation, times).total == pytest.approx(80 - 30 - rows + ADAM / 2)
+    assert seconds_after(found.simulation, times).total == pytest.approx(max(80 - 40 - 30 - rows, 0.0) + ADAM / 2)
 
 
 def test_later_stages_have_more_time_to_gather() -> None:
     """Two stages of half the model, each 40 s to gather: the first has a forward of 20, the second 40."""
-    found = step(Overlap(dp="block"), bandwidth=50.0, pp=2)
+    found = step(Overlap(dp=True), bandwidth=50.0, pp=2)
     reduce = 80.0 - 30.0  # beside the first stage's backward, which ends the step
     assert found.after.total == pytest.approx((40 - 20) + reduce + ADAM / 2)
 
 
 def test_the_latest_stage_delays_the_step() -> None:
-    found = step(Overlap(dp="block"), bandwidth=50.0, pp=2)
+    found = step(Overlap(dp=True), bandwidth=50.0, pp=2)
     times = {s: replace(t, reduce=0.0, after=0.0) for s, t in found.placed.times.items()}
     alone = seconds_after(found.simulation, times).total
     first, second = sorted(times)

@@ -129,7 +129,7 @@ def test_gathers_of_every_microbatch_run_beside_its_compute() -> None:
 
 
 def test_what_overlaps_takes_no_action_and_fsdp_is_as_it_was() -> None:
-    (stage,) = times(shape(), 4, overlap=Overlap(dp="block"))
+    (stage,) = times(shape(), 4, overlap=Overlap(dp=True))
     none = np.zeros(4)
     assert not stage.seconds("UNSHARD", none, none).any()
     assert not stage.seconds("REDUCE", none, none).any()
