@@ -35,6 +35,7 @@ def test_the_package_itself_is_light() -> None:
     assert not loaded("import hetero_strategy") & {*HEAVY, *OPTIONAL}
 
 
+@pytest.mark.full
 def test_its_names_bring_in_nothing_optional() -> None:
     assert not loaded("from hetero_strategy import *\nassert HeteroStrategy") & set(OPTIONAL)
 

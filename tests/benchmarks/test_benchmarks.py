@@ -64,7 +64,9 @@ def test_more_than_the_bound_is_noticed() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("pair", ["dp4 -> tp2*dp2 sp", "2 + 2 ranks, dp2 -> tp2 sp"])
+@pytest.mark.parametrize(
+    "pair", [pytest.param("dp4 -> tp2*dp2 sp", marks=pytest.mark.full), "2 + 2 ranks, dp2 -> tp2 sp"]
+)
 def test_runs_count_what_was_planned(pool, pair: str, tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bytes.json"
     sizes = f"--assign round_robin --samples 8 --width 8 --run-width 8 --rounds 2 --json {file}"
@@ -140,6 +142,7 @@ def test_head_takes_less_than_whole_logits(capsys: pytest.CaptureFixture[str]) -
     assert "labelled" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_chunks_move_no_more_bytes(pool: Pool) -> None:
     given = ["--rounds", "3", "--sizes", "small", "--scale", "0.25", "--tp", "2", "--chunks", "1", "8"]

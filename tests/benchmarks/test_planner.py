@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks import planner
 
 
+@pytest.mark.full
 def test_small_problems(tmp_path: Path) -> None:
     found = planner.main(["--sizes", "--problems", "3", "--larger", "1", "--json", str(tmp_path / "found.json")])
     for name in ("best", "best_of_more_ranks"):

@@ -88,6 +88,7 @@ def test_the_best_is_never_slower_than_one_layout_for_all(simulations: int) -> N
         assert answer.best.seconds <= alike.seconds
 
 
+@pytest.mark.full
 def test_many_ranks_are_allocated_and_none_is_left() -> None:
     made = Planner(model((4, 512), (16, 1024)), cluster(96, 8), [batch(96)], balance=PLAIN, simulations=4)
     answer = made.plan()

@@ -17,6 +17,7 @@ def measured(rank: int, world: int) -> list[LinkTime]:
     return link_times(torch.device("cpu"))
 
 
+@pytest.mark.full
 def test_ranks_measure_all_collectives_and_agree(pool: Pool) -> None:
     first, second = pool.run(2, measured)
     assert first == second

@@ -57,11 +57,10 @@ def test_an_encoder_in_bubbles_and_its_pieces_are_read_again(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "asked",
     [
-        {"fill": "fine", "prefetch": {"vision": 1}},
-        {"fill": "fine", "prefetch": {"vision": 1}, "pieces": {"vision": 2}},
-        {"fill": "decoupled"},
+        pytest.param({"fill": "fine", "prefetch": {"vision": 1}}, id="ahead", marks=pytest.mark.full),
+        pytest.param({"fill": "fine", "prefetch": {"vision": 1}, "pieces": {"vision": 2}}, id="ahead in pieces"),
+        pytest.param({"fill": "decoupled"}, id="decoupled", marks=pytest.mark.full),
     ],
-    ids=["ahead", "ahead in pieces", "decoupled"],
 )
 def test_what_fills_bubbles_is_read_again_and_trains(
     pool: Pool, tmp_path: Path, given: tuple[str, ...], asked: dict[str, Any]
