@@ -36,7 +36,7 @@ def test_causes_and_compute_make_up_a_step_and_compute_is_the_same_in_all_ways()
 
 @pytest.mark.full
 def test_every_way_of_table_4_has_a_layout() -> None:
-    found = optimus_tables.table_4(vit="5B", llm=(80, 1024))
+    found = optimus_tables.table_4(vit="5B", llm=(40, 4096))  # of a smaller one sums of gradients are most of a step
     assert set(found) == {*optimus_tables.TABLE_4, "in turns"} - {"Alpa"}
     assert found["filled"][0] < found["in turns"][0]
 
