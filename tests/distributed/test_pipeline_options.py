@@ -12,6 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from hetero_strategy.boundary.transport import Transport
+from hetero_strategy.parallelize import fsdp
 from tests.distributed.exact import EXACT, NOTICED, compare, expected, on, setting_of
 from tests.distributed.harness import Pool
 from tests.distributed.stepping import (
@@ -200,6 +201,31 @@ def test_same_gradients(chosen: Callable[[str], list[list[Run]]], folders: dict[
     ranks = chosen(name)
     assert bool(ranks[0][0].damaged) == (name == alike(name)[0])
     check_gradients(settings_of(folders, name, CASES[name][2]), ranks)
+
+
+def summed_in_backward(rank: int, world: int, setting: Setting, wanted: Reference) -> list[bool]:
+    """Of every unit whose gradients are summed: whether a backward is at work then."""
+    within: list[bool] = []
+    original = fsdp._reduce
+
+    def noted(stage: torch.nn.Module, group: Any) -> None:
+        within.append(torch._C._current_graph_task_id() != -1)
+        original(stage, group)
+
+    fsdp._reduce = noted
+    try:
+        steps_on_rank(rank, world, setting, wanted, (4,))
+    finally:
+        fsdp._reduce = original
+    return within
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_blocks_are_summed_beside_the_last_backward(pool: Pool, folders: dict[bool, str], schedule: str) -> None:
+    """But for backwards in halves, as those of the second stage in zb_h1, of which the last is for the weights."""
+    setting = setting_of(folders, {"llm": on(0, 1, 2, 3, pp=2)}, schedule, reshard_after_forward="never")
+    ranks = pool.run(4, summed_in_backward, setting, expected(setting), timeout=120)
+    assert all(any(within) for within in ranks) if schedule == "1f1b" else not any(ranks[3])
 
 
 COMPILED = {
