@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -204,7 +205,7 @@ class _StepPlanner:
             policy=None if b.policy_of(first) == AS_SAMPLED or self.assign else b.policy_of(first),
             speeds=b.speeds_of(first),
             budget=b.budget.get(first),
-            beside=None if microbatches == 1 else self._beside().sum(axis=0),
+            beside=None if microbatches == 1 else self._beside.sum(axis=0),
         )
         if (own := b.islands.get(first)) is not None:
             packed = self._in_islands(packed, own)
@@ -222,12 +223,13 @@ class _StepPlanner:
         count = self.instances[first]
         if self.assign is None and b.policy_of(first) != AS_SAMPLED and b.speeds_of(first) is None:
             bin_of = packed.microbatch * count + packed.instance
-            work = [np.bincount(bin_of, weights=w, minlength=packed.count * count) for w in self._beside()]
+            work = [np.bincount(bin_of, weights=w, minlength=packed.count * count) for w in self._beside]
             place = level_islands(np.array(work).reshape(len(work), packed.count, count), b.seats(first, count))
             packed = replace(packed, instance=place[packed.microbatch, packed.instance])
         self.island = own[packed.instance]
         return packed
 
+    @cached_property
     def _beside(self) -> np.ndarray:
         """What each sample costs other modules per instance, float64 ``[modules, S]``."""
         known = [(n, t) for n, t in self.metadata.items.items() if n in self.instances and len(t.sample)]
