@@ -125,7 +125,8 @@ class Proposer:
             each = {name: _busy(e, name, way, microbatches) for name, way in fits.items()}
             busy.append(sum(each.values()) - self._filled(e, fits, each, microbatches, len(partition)))
             through += [e.through(name, way, microbatches) for name, way in fits.items()]
-        return Proposal(max(busy) + sum(through), partition, ranks, fitting, microbatches)
+        ways = {name: fitting[name] for name in self._shape.modules}
+        return Proposal(max(busy) + sum(through), partition, ranks, ways, microbatches)
 
     def _filled(
         self, e: Estimates, group: Mapping[str, Degrees], busy: Mapping[str, float], microbatches: int, groups: int

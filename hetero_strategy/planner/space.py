@@ -125,8 +125,9 @@ def one_after_another(ranks: Sequence[int], sizes: Sequence[int], order: Iterabl
 def place_groups(
     partition: Partition, ranks: Sequence[Sequence[int]], chosen: Mapping[str, Degrees]
 ) -> dict[str, ModuleLayout]:
-    """Put groups on their ranks."""
-    return {name: chosen[name].layout(given) for group, given in zip(partition, ranks, strict=True) for name in group}
+    """Put groups on their ranks; modules keep the order that they were chosen in."""
+    of = {name: given for group, given in zip(partition, ranks, strict=True) for name in group}
+    return {name: degrees.layout(of[name]) for name, degrees in chosen.items()}
 
 
 def places(cluster: Cluster, groups: int) -> Iterator[tuple[Sequence[int], ...]]:

@@ -211,6 +211,19 @@ def test_a_model_without_language_model_is_refused() -> None:
         planner(only, 4)
 
 
+def test_modules_are_named_in_the_order_of_the_model_however_they_share_ranks() -> None:
+    pair, ears = model(), module(4, 64, edge_width=512)
+    shape = ModelShape(
+        {"vision": pair.modules["vision"], "audio": ears, "llm": pair.modules["llm"]},
+        (("vision", "llm"), ("audio", "llm")),
+    )
+    sound = replace(batch(8), items=dict.fromkeys(("vision", "audio"), batch(8).items["vision"]))
+    made = Planner(shape, cluster(2), [sound], balance=PLAIN)
+    proposals = made.proposer.proposals()
+    assert (("vision", "llm"), ("audio",)) in {p.partition for p in proposals}
+    assert {tuple(p.candidate.layouts) for p in proposals} == {("vision", "audio", "llm")}
+
+
 def test_one_layout_for_all_is_preferred_where_it_is_as_good() -> None:
     alike = Candidate(dict.fromkeys(("vision", "llm"), ModuleLayout((0, 1))))
     other = replace(alike, layouts={"vision": ModuleLayout((0,)), "llm": ModuleLayout((1,))})
