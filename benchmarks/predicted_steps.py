@@ -41,7 +41,7 @@ from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import Precision
 from hetero_strategy.profiling.blocks import SECONDS, Profiled, profile
-from hetero_strategy.profiling.device import fit_links, link_times, with_optimizer
+from hetero_strategy.profiling.device import Communication, communication, with_optimizer
 from hetero_strategy.schedule.action import Action
 from hetero_strategy.simulator.links import Links
 from hetero_strategy.simulator.simulate import simulate
@@ -172,22 +172,22 @@ def profiled(setting: Setting, seconds: float) -> Profiled:
     return profile(setting.model(), [setting.metadata(0)], torch.device("cpu"), tp=(1, 2), seconds=seconds)
 
 
-def links_on_rank(rank: int, world: int) -> Links:
+def together_on_rank(rank: int, world: int) -> Communication:
     """Of gloo here."""
-    return fit_links(link_times(torch.device("cpu")))[0]
+    return communication(torch.device("cpu"))
 
 
-def evaluator(setting: Setting, found: Profiled, links: Links) -> Evaluator:
+def evaluator(setting: Setting, found: Profiled, together: Communication) -> Evaluator:
     """What predicts steps of a setting's model."""
     return Evaluator(
-        shape_of(setting.model()), _cluster(setting.world, links), [setting.metadata(0)],
+        shape_of(setting.model()), _cluster(setting.world, together), [setting.metadata(0)],
         balance=BalanceConfig(reorder="none"), precision=FP32, measured=found.modules,
     )  # fmt: skip
 
 
-def _cluster(ranks: int, links: Links) -> Cluster:
+def _cluster(ranks: int, together: Communication) -> Cluster:
     device = with_optimizer(DEVICES["cpu"], torch.device("cpu"))
-    return Cluster((NodePool(device, 1, ranks, links, os.cpu_count()),), links)
+    return together.on(Cluster((NodePool(device, 1, ranks, together.links, os.cpu_count()),), together.links))
 
 
 def predicted(setting: Setting, known: Evaluator) -> float:
@@ -196,11 +196,11 @@ def predicted(setting: Setting, known: Evaluator) -> float:
     return known.step(known.place(candidate)).seconds
 
 
-def choice(pool: Pool, sizes: Mapping[str, Any], found: Profiled, links: Links, seconds: float) -> Setting:
+def choice(pool: Pool, sizes: Mapping[str, Any], found: Profiled, together: Communication, seconds: float) -> Setting:
     """The planner's for two ranks."""
     some = Setting("", {"vision": _on(0), "llm": _on(1)}, **sizes)
     planner = Planner(
-        shape_of(some.model()), _cluster(2, links), [some.metadata(0)], microbatches=some.microbatches,
+        shape_of(some.model()), _cluster(2, together), [some.metadata(0)], microbatches=some.microbatches,
         balance=BalanceConfig(reorder="none"), precision=FP32, measured=found.modules,
     )  # fmt: skip
     best = planner.plan().best.candidate
@@ -220,10 +220,11 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[st
     pool = pool or Pool()
     settings = [one for one in SETTINGS if chosen.only in one.name]
     profiles = {one.llm: profiled(one, chosen.profile) for one in {s.llm: s for s in settings}.values()}
-    links = {world: pool.run(world, links_on_rank)[0] for world in sorted({s.world for s in settings})}
+    together = {world: pool.run(world, together_on_rank)[0] for world in sorted({s.world for s in settings})}
     rows, figures = [], {}
     for setting in settings:
-        known = [evaluator(setting, profiles[setting.llm], one) for one in (links[setting.world], Links())]
+        both = together[setting.world], together[setting.world]._replace(links=Links())
+        known = [evaluator(setting, profiles[setting.llm], one) for one in both]
         seconds, alone = (predicted(setting, one) for one in known)
         steps = pool.run(setting.world, steps_on_rank, setting, chosen.seconds, timeout=300)
         ran, own = measured(steps), replayed(setting, steps)
@@ -241,7 +242,7 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[st
         )
     found = summary(figures)
     notes = [f"{name}: {value:.3f}" for name, value in found.items()]
-    notes += [_chosen(pool, one, figures, profiles, links, chosen.seconds) for one in _models(settings)]
+    notes += [_chosen(pool, one, figures, profiles, together, chosen.seconds) for one in _models(settings)]
     columns = ("layout", "ranks", "predicted", "measured", "ratio", "lost", "alone")
     report("predicted_steps", "milliseconds of a step, predicted beside measured", columns, rows, notes)
     write_json(chosen.json, "predicted_steps", "cpu", vars(chosen) | {"json": None}, {"layouts": figures, **found})
@@ -274,11 +275,11 @@ def _chosen(
     like: Setting,
     figures: Mapping[str, Mapping[str, float]],
     profiles: Mapping[Any, Profiled],
-    links: Mapping[int, Links],
+    together: Mapping[int, Communication],
     seconds: float,
 ) -> str:
     """The planner's choice for two ranks beside the best that were measured."""
-    setting = choice(pool, LARGER if like.llm == LARGER["llm"] else DIGITS, profiles[like.llm], links[2], seconds)
+    setting = choice(pool, LARGER if like.llm == LARGER["llm"] else DIGITS, profiles[like.llm], together[2], seconds)
     ran = measured(pool.run(2, steps_on_rank, setting, seconds, timeout=300)).seconds
     two = [s for s in SETTINGS if s.llm == like.llm and s.world == 2 and s.name in figures]
     others = {s.name: figures[s.name]["measured"] for s in two}

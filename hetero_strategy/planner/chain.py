@@ -80,8 +80,8 @@ def propose_chain(
         share = sum(float(work.forward.sum()) for work in works.values()) / seconds if seconds else 0.0
         forwards = share * through / given.pp * np.arange(1, given.pp + 1)
         backwards = (1 - share) * through / given.pp * np.arange(given.pp)
-        stages = zip(held, trained, forwards, backwards, strict=True)
-        waits = max(estimates.waits(own, trains, given, f, b) for own, trains, f, b in stages)
+        stages = zip(held, trained, counts, forwards, backwards, strict=True)
+        waits = max(estimates.waits(own, trains, n, given, f, b) for own, trains, n, f, b in stages)
         slowest = np.add.reduceat(blocks, starts).max() + microbatches * fixed / given.pp
         return float(slowest * later + through + waits), Chain(given, _stages(shape, counts))
     return None

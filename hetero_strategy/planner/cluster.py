@@ -8,12 +8,38 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import ceil, gcd, log2
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
 
 from hetero_strategy.simulator.links import Links, Network
+
+
+class Copies(NamedTuple):
+    """What a rank itself works for a collective over shards: hooks of FSDP, and copies into and out of buffers."""
+
+    per_block: float = 0.0
+    """Seconds."""
+    per_byte: float = 0.0
+    """Seconds per byte of the whole, of which every rank has a part."""
+
+    def seconds(self, blocks: float, size: float) -> float:
+        """For parameters or gradients of so many blocks, of ``size`` bytes together."""
+        return self.per_block * blocks + self.per_byte * size
+
+
+NO_COPIES = Copies()
+
+
+class Sharding(NamedTuple):
+    """Of parameters over data-parallel ranks, beside the collectives. Measured on processors only."""
+
+    gather: Copies = NO_COPIES
+    scatter: Copies = NO_COPIES
+
+
+NO_SHARDING = Sharding()
 
 
 @dataclass(frozen=True)
@@ -28,6 +54,7 @@ class Device:
         attention: share of ``flops`` that attention reaches.
         launch: seconds of a block's forward that do not shrink with its rows: kernels begin and end.
         source: where the figures are from.
+        sharding: what it works for sharded parameters.
     """
 
     name: str
@@ -38,6 +65,7 @@ class Device:
     attention: float
     launch: float = 0.0
     source: str = ""
+    sharding: Sharding = NO_SHARDING
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,8 @@ class Estimates:
 
     def held(self, module: str, degrees: Degrees) -> float:
         """Bytes per rank of parameters, gradients and Adam's states; what a rank holds is not less."""
-        return self.holds(*self._numbers(module, degrees), degrees)
+        parameters, trained, _ = self._numbers(module, degrees)
+        return self.holds(parameters, trained, degrees)
 
     def holds(self, parameters: float, trained: float, degrees: Degrees) -> float:
         """Likewise of so many parameters of one tensor-parallel and pipeline rank, its shards together."""
@@ -190,24 +191,27 @@ class Estimates:
         whole = size.compute * parameters * copied + size.master * trained
         return shards + (whole if degrees.once else size.master * trained / degrees.dp_shard)
 
-    def waits(self, parameters: float, trained: float, degrees: Degrees, before: float, after: float) -> float:
+    def waits(
+        self, parameters: float, trained: float, blocks: float, degrees: Degrees, before: float, after: float
+    ) -> float:
         """Seconds of a step in which so many parameters are gathered or their gradients summed, each once, and nothing
         is computed.
 
         Args:
+            blocks: they are in.
             before: seconds from the step's start until the first forward with them ends.
             after: seconds from the end of their last backward to that of the step's.
         """
-        gather, scatter, replicas = synchronization(parameters, trained, degrees, self.cluster, self._precision)
+        gather, scatter, replicas = synchronization(parameters, trained, blocks, degrees, self.cluster, self._precision)
         if self.cluster.shares_cores:
             return gather + scatter + replicas
         return max(0.0, gather - before) + max(0.0, scatter + replicas - after)
 
-    def _numbers(self, module: str, degrees: Degrees) -> tuple[float, float]:
-        """Parameters of a rank where stages are equal, its shards together, and those of them that train."""
+    def _numbers(self, module: str, degrees: Degrees) -> tuple[float, float, float]:
+        """Parameters of a rank where stages are equal, its shards together, those of them that train, and blocks."""
         parts = degrees.tp * degrees.pp
         parameters, trained = self._totals[module]
-        return parameters / parts, trained / parts
+        return parameters / parts, trained / parts, self._shape.modules[module].blocks / degrees.pp
 
     def activations(self, module: str, degrees: Degrees, microbatches: int) -> float:
         """Bytes per rank that backward needs: one microbatch of all blocks, since a pipeline of n ranks holds n."""

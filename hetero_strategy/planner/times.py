@@ -179,7 +179,7 @@ def module_times(
     stages = []
     for a, b in pairwise(ends):
         held, trains = ((total[b] - total[a]) / layout.tp for total in (whole, trained))
-        gather, scatter, replicas = synchronization(held, trains, layout, cluster, precision)
+        gather, scatter, replicas = synchronization(held, trains, b - a, layout, cluster, precision)
         after = 0.0
         if layout.dp_shard == 1 and not once:  # such gradients are summed once, after the last backward
             after, replicas = replicas, 0.0
@@ -203,20 +203,30 @@ class Synchronization(NamedTuple):
 
 
 def synchronization(
-    parameters: float, trained: float, degrees: ModuleLayout | Degrees, cluster: Cluster, precision: Precision
+    parameters: float,
+    trained: float,
+    blocks: float,
+    degrees: ModuleLayout | Degrees,
+    cluster: Cluster,
+    precision: Precision,
 ) -> Synchronization:
-    """Seconds of each collective once.
+    """Seconds of all collectives of each kind once, and of the rank's own work for them.
 
     Args:
         parameters: of one tensor-parallel and pipeline rank, its shards together.
         trained: those of them that train.
+        blocks: they are in; each has collectives of its own.
     """
-    tp, shard, size = degrees.tp, degrees.dp_shard, precision.master * trained
-    return Synchronization(
-        cluster.collective(precision.compute * parameters, shard, tp),
-        cluster.collective(size, shard, tp),
-        2 * cluster.collective(size / shard, degrees.dp_replicate, tp * shard),
-    )
+    tp, shard, whole, size = degrees.tp, degrees.dp_shard, precision.compute * parameters, precision.master * trained
+    own = cluster.device.sharding
+    gather, scatter, replicas = blocks * cluster.collective(whole / blocks, shard, tp), 0.0, 0.0
+    if trained:
+        scatter = blocks * cluster.collective(size / blocks, shard, tp)
+        replicas = 2 * cluster.collective(size / shard, degrees.dp_replicate, tp * shard)
+    if shard > 1:
+        gather += own.gather.seconds(blocks, whole)
+        scatter += own.scatter.seconds(blocks, size) if trained else 0.0
+    return Synchronization(gather, scatter, replicas)
 
 
 def block_lines(

@@ -9,20 +9,24 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.fake import fake_world
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.times import BlockSeconds, Line
 from hetero_strategy.profiling.blocks import SECONDS, Fit, Profiled, Progress, profile
-from hetero_strategy.profiling.device import with_optimizer
+from hetero_strategy.profiling.device import sharding, with_optimizer
 
 
 def profile_on(
@@ -37,8 +41,9 @@ def profile_on(
 ) -> tuple[Profiled, Cluster]:
     """Seconds of all blocks on this machine's device, measured now or before, and the cluster with what it reaches.
 
-    That is the memory bandwidth of the optimizer and, of processors, how many cores the ranks of a node share. Blocks
-    run on one thread, whose time alone is counted there.
+    That is the memory bandwidth of the optimizer and, of processors, how many cores the ranks of a node share and what
+    sharding costs them, unless a process group exists, whose ranks measure that together. Blocks run on one thread,
+    whose time alone is counted there.
 
     Args:
         tp: of which those count that a node has ranks for; the rest as for :func:`profile`.
@@ -59,7 +64,11 @@ def profile_on(
     torch.set_num_threads(1)
     try:
         found = cached(measure, model, device, dtype, degrees)
-        cluster = cluster.changed(device=with_optimizer(cluster.device, device))
+        reached = with_optimizer(cluster.device, device)
+        if name == "cpu" and not dist.is_initialized():
+            with fake_world(0, 2):
+                reached = replace(reached, sharding=sharding(init_device_mesh("cpu", (2,))))
+        cluster = cluster.changed(device=reached)
     finally:
         torch.set_num_threads(threads)
     return found, cluster.changed(cores_per_node=os.cpu_count()) if name == "cpu" else cluster

@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float64
 from scipy.optimize import nnls
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from hetero_strategy.planner.cluster import Device
+from hetero_strategy.planner.cluster import Cluster, Copies, Device, Sharding
 from hetero_strategy.planner.times import ADAM_BYTES
 from hetero_strategy.simulator.links import Links
 
@@ -23,6 +26,8 @@ PARAMETERS, TENSORS = 2**20, 16
 SIZES = (2**12, 2**16, 2**20, 2**22)
 """Bytes of messages, of the whole over all ranks."""
 ROUNDS = 5
+BLOCKS, SHARDED = 4, (2**16, 2**23)
+"""Blocks that are sharded, and the bytes of each."""
 
 
 class LinkTime(NamedTuple):
@@ -45,6 +50,80 @@ def with_optimizer(device: Device, on: torch.device) -> Device:
     optimizer = torch.optim.AdamW(tensors, fused=True)
     seconds = min(clocked(on, optimizer.step) for _ in range(ROUNDS))
     return replace(device, memory_bandwidth=ADAM_BYTES * PARAMETERS / seconds)
+
+
+class Communication(NamedTuple):
+    """What all ranks of a node measure together."""
+
+    links: Links
+    sharding: Sharding
+
+    def on(self, cluster: Cluster) -> Cluster:
+        """The cluster with these figures."""
+        device = replace(cluster.device, sharding=self.sharding)
+        return replace(cluster.changed(within=self.links, device=device), across=self.links)
+
+
+def communication(device: torch.device) -> Communication:
+    """Measure links, and what sharding costs processors. A collective of all ranks."""
+    links, _ = fit_links(link_times(device))
+    on_gpus = device.type == "cuda"
+    return Communication(links, Sharding() if on_gpus else sharding(init_device_mesh("cpu", (dist.get_world_size(),))))
+
+
+class _Block(nn.Module):
+    """Takes little time but for what sharding adds."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(size // 4 // TENSORS) for _ in range(TENSORS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.stack([weight.sum() for weight in self.weights]).sum()
+
+
+def sharding(mesh: DeviceMesh) -> Sharding:
+    """What a processor core works to gather and to sum sharded parameters, whose ranks all call this.
+
+    Only the time of this thread counts: neither the collectives nor other ranks.
+
+    Args:
+        mesh: of one dimension, over which parameters are sharded.
+    """
+    gather, scatter = np.array([_added(mesh, size) for size in SHARDED]).T / BLOCKS
+    sizes = np.diff(SHARDED)
+    lines = []
+    for small, large in (gather, scatter):
+        slope = max(0.0, float((large - small) / sizes[0]))
+        lines.append(Copies(max(0.0, float(small) - slope * SHARDED[0]), slope))
+    return Sharding(*lines)
+
+
+def _added(mesh: DeviceMesh, size: int) -> tuple[float, float]:
+    """Seconds that sharding blocks of so many bytes adds to a forward, and how much more to a backward."""
+    forwards, backwards = [], []
+    for sharded in (False, True):
+        blocks = nn.Sequential(*(_Block(size) for _ in range(BLOCKS)))
+        for part in (*blocks, blocks) if sharded else ():
+            fully_shard(part, mesh=mesh)
+        rounds = [_passes(blocks) for _ in range(ROUNDS + 1)][1:]
+        forward, backward = np.min(rounds, axis=0)
+        forwards.append(forward)
+        backwards.append(backward)
+    forward, backward = forwards[1] - forwards[0], backwards[1] - backwards[0]
+    return max(0.0, forward), max(0.0, backward - forward)
+
+
+def _passes(blocks: nn.Module) -> tuple[float, float]:
+    """Seconds of a forward and of a backward."""
+    x, on = torch.zeros(1, requires_grad=True), torch.device("cpu")
+    begin = now(on)
+    out = blocks(x)
+    middle = now(on)
+    out.sum().backward()
+    end = now(on)
+    blocks.zero_grad()
+    return middle - begin, end - middle
 
 
 def clocked(device: torch.device, work: Callable[[], object]) -> float:

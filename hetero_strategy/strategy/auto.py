@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities import rank_zero_info
@@ -23,9 +22,8 @@ from hetero_strategy.planner.times import ModuleSeconds, Precision
 from hetero_strategy.planner.variants import Allowed
 from hetero_strategy.profiling.activations import memory_model
 from hetero_strategy.profiling.cache import profile_on
-from hetero_strategy.profiling.device import fit_links, link_times
+from hetero_strategy.profiling.device import Communication, communication
 from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.simulator.links import Links
 
 if TYPE_CHECKING:
     from hetero_strategy.strategy.strategy import HeteroStrategy
@@ -69,11 +67,11 @@ def choose(
     """
     if not plan:
         return Candidate(dict.fromkeys(model.modules_by_name, ModuleLayout(tuple(range(strategy.world_size)))))
-    links = None
+    together = None
     if strategy.root_device.type == "cpu" and strategy.world_size > 1:
-        links = fit_links(link_times(strategy.root_device))[0]
+        together = communication(strategy.root_device)
     found: Candidate = strategy.broadcast(
-        planned(strategy, model, trainer, storage, scheduling, links) if strategy.is_global_zero else None
+        planned(strategy, model, trainer, storage, scheduling, together) if strategy.is_global_zero else None
     )
     return found
 
@@ -84,7 +82,7 @@ def planned(
     trainer: Trainer,
     storage: Storage,
     asked: ScheduleConfig,
-    links: Links | None = None,
+    together: Communication | None = None,
 ) -> Candidate:
     """Plan for the data and the devices of this run, and say what was chosen.
 
@@ -92,7 +90,7 @@ def planned(
 
     Args:
         asked: how steps are scheduled, as far as a person said it.
-        links: between ranks, where they were measured.
+        together: what ranks measured, where they did.
 
     Raises:
         ConfigError: the trainer has no :class:`MultimodalDataModule`, or the device is not known.
@@ -111,8 +109,8 @@ def planned(
     if device.type == "cpu":
         profiled, cluster = profile_on(cluster, model, batches, storage.compute, seconds=SECONDS)
         measured = profiled.modules
-    if links is not None:
-        cluster = replace(cluster.changed(within=links), across=links)
+    if together is not None:
+        cluster = together.on(cluster)
     planner = Planner(
         shape,
         cluster,

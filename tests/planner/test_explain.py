@@ -27,9 +27,9 @@ PARAMETERS = BLOCKS * 12 * WIDTH**2
 LLM = StageId("llm", 0)
 
 
-def ring(size: float) -> float:
-    """Seconds of a collective of two ranks."""
-    return LATENCY + size / 2 / BANDWIDTH
+def ring(size: float, collectives: int = 1) -> float:
+    """Seconds of so many collectives of two ranks, of ``size`` bytes together."""
+    return collectives * LATENCY + size / 2 / BANDWIDTH
 
 
 def waits(candidate: Candidate, overlap: Overlap = SEPARATE) -> dict[Kind, dict[str, float]]:
@@ -63,8 +63,8 @@ def test_rows_of_tensor_parallel_ranks_are_waited_for_in_forward_backward_and_wh
 def test_parameters_and_gradients_are_waited_for_once() -> None:
     layouts = {"llm": ModuleLayout(2, dp_shard=2)}
     found = waits(Candidate(layouts, reshard_after_forward="never"))
-    assert found["UNSHARD"] == {"all-gather": pytest.approx(ring(2 * PARAMETERS))}
-    assert found["REDUCE"] == {"reduce-scatter": pytest.approx(ring(4 * PARAMETERS))}
+    assert found["UNSHARD"] == {"all-gather": pytest.approx(ring(2 * PARAMETERS, BLOCKS))}
+    assert found["REDUCE"] == {"reduce-scatter": pytest.approx(ring(4 * PARAMETERS, BLOCKS))}
     assert not any({**found["F"], **found["B"]}.values())
 
 
@@ -72,7 +72,7 @@ def test_or_in_every_microbatch_as_far_as_they_take_longer_than_compute() -> Non
     found = waits(Candidate({"llm": ModuleLayout(2, dp_shard=2)}, reshard_after_forward="always"))
     launch, matmul, attention = 1e-5, 1e12 * 0.5, 1e12 * 0.4
     forward = BLOCKS * (launch + ROWS * 24.0 * WIDTH**2 / matmul + ROWS**2 * 4.0 * WIDTH / attention)
-    gather, reduce = ring(2 * PARAMETERS), ring(4 * PARAMETERS)
+    gather, reduce = ring(2 * PARAMETERS, BLOCKS), ring(4 * PARAMETERS, BLOCKS)
     assert gather > forward
     assert found["F"]["all-gather"] == pytest.approx(gather - forward)
     assert found["F"]["reduce-scatter"] == found["F"]["tensor parallel"] == 0.0

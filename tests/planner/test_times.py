@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.planner.cluster import Cluster, Device, NodePool
+from hetero_strategy.planner.cluster import Cluster, Copies, Device, NodePool, Sharding
 from hetero_strategy.planner.shape import ModuleShape
 from hetero_strategy.planner.times import Line, Overlap, Precision, StageTimes, exposed, module_times
 from hetero_strategy.simulator.links import Links
@@ -100,14 +100,27 @@ def test_collectives_in_pieces_wait_for_one_of_them_at_least() -> None:
 
 
 def test_shards_are_gathered_and_gradients_reduced() -> None:
-    (stage,) = times(shape(), 4)  # dp_shard = 4 over two nodes; 16 parameters
-    hops, bandwidth = 2 * 1.0, 64.0
+    (stage,) = times(shape(), 4)  # dp_shard = 4 over two nodes; 16 parameters in two blocks
+    hops, bandwidth = 2 * 2 * 1.0, 64.0
     assert stage.gather == pytest.approx(hops + 16 * 2 * 3 / 4 / bandwidth)
     assert stage.reduce == pytest.approx(hops + 16 * 4 * 3 / 4 / bandwidth)
     assert stage.after == pytest.approx(16 / 4 * 28 / 100.0)
     none = np.zeros(4)
     assert stage.seconds("UNSHARD", none, none) == pytest.approx([stage.gather] * 4)
     assert stage.seconds("REDUCE", none, none) == pytest.approx([stage.reduce] * 4)
+
+
+def test_what_shards_cost_a_rank_itself_comes_on_top_for_every_block_and_byte() -> None:
+    device = replace(DEVICE, sharding=Sharding(Copies(0.25, 0.5), Copies(2.0, 0.125)))
+    on = CLUSTER.changed(device=device)
+    layout = ModuleLayout(4, split=(2,)).resolved()
+    (plain,), (stage,) = (module_times(shape(), layout, cluster, fed=True) for cluster in (CLUSTER, on))
+    assert stage.gather - plain.gather == pytest.approx(2 * 0.25 + 16 * 2 * 0.5)
+    assert stage.reduce - plain.reduce == pytest.approx(2 * 2.0 + 16 * 4 * 0.125)
+    (frozen,) = module_times(shape((False, False)), layout, on, fed=True)
+    assert (frozen.gather, frozen.reduce) == (stage.gather, 0.0)
+    whole = replace(layout, dp_shard=1, dp_replicate=4)
+    assert module_times(shape(), whole, on, fed=True) == module_times(shape(), whole, CLUSTER, fed=True)
 
 
 def test_replicas_sum_their_gradients_after_the_last_backward_or_in_reduce() -> None:
@@ -147,7 +160,7 @@ def test_stages_add_up_to_the_module() -> None:
 
 def test_bytes_follow_precision() -> None:
     (mixed,), (single,) = times(shape(), 4), times(shape(), 4, precision=Precision(4, 4))
-    assert single.gather - 2.0 == pytest.approx(2 * (mixed.gather - 2.0))
+    assert single.gather - 4.0 == pytest.approx(2 * (mixed.gather - 4.0))
     assert single.forward.per_row - 2 * MATMUL == pytest.approx(2 * (mixed.forward.per_row - 2 * MATMUL))
     assert single.reduce == mixed.reduce
 

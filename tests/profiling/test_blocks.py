@@ -117,5 +117,5 @@ def test_ranks_that_share_a_core_take_turns() -> None:
     own, two, one = (
         Evaluator(shape, whole.changed(cores_per_node=cores), [batch]).seconds(candidate) for cores in (None, 2, 1)
     )
-    assert own < two < 1.1 * own, "collectives are not beside compute"
+    assert own < two < 1.2 * own, "collectives are not beside compute"
     assert 1.5 * two < one < 2.01 * two

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
+from hetero_strategy.layout.fake import fake_world
 from hetero_strategy.planner.cluster import Cluster, NodePool
-from hetero_strategy.profiling.device import SIZES, LinkTime, fit_links, link_times, with_optimizer
+from hetero_strategy.profiling.device import SIZES, LinkTime, fit_links, link_times, sharding, with_optimizer
 from hetero_strategy.simulator.links import Links
 from tests.distributed.harness import Pool
 from tests.planner.models import DEVICE
@@ -38,6 +40,15 @@ def test_links_are_found_again_from_what_collectives_take() -> None:
     assert found.latency == pytest.approx(links.latency)
     assert found.bandwidth == pytest.approx(links.bandwidth)
     assert errors.max() < 1e-9
+
+
+def test_processors_work_for_shards() -> None:
+    with fake_world(0, 2):
+        found = sharding(init_device_mesh("cpu", (2,)))
+    assert 0 < found.gather.per_block < 1
+    assert 0 < found.gather.per_byte < 1e-6
+    assert found.gather.seconds(2, 100.0) == 2 * found.gather.per_block + 100.0 * found.gather.per_byte
+    assert 0 <= found.scatter.per_byte < 1e-6
 
 
 def test_an_optimizer_reaches_some_bandwidth() -> None:
