@@ -109,6 +109,8 @@ class Adapter(nn.Module):
     """Whether it holds what comes after the blocks; earlier pipeline stages do not and give rows instead."""
     compute_dtype: torch.dtype | None = None
     """What the strategy lets it compute in; None: its parameters' dtype is all there is."""
+    float8: str | None = None
+    """Recipe by which its blocks multiply in float8; None: they do not. See ``HeteroStrategy(float8=...)``."""
     random_numbers: RandomNumbers | None = None
     """The random numbers drawn inside this module; set by its :class:`MultimodalModel`."""
 

@@ -23,6 +23,7 @@ from hetero_strategy.model.chunked_linear import is_chunked
 from hetero_strategy.model.hf_folder import Selection
 from hetero_strategy.model.materialize import initial_units
 from hetero_strategy.parallelize.compile import apply_compile
+from hetero_strategy.parallelize.float8 import apply_float8
 from hetero_strategy.parallelize.fsdp import apply_fsdp
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.recompute import Recompute, apply_recompute
@@ -77,6 +78,8 @@ def parallelize(
     stages = cut(module, split, layout.pipeline.stages_of(pp_rank))
     for stage in stages.values():
         stage.compute_dtype = storage.compute
+        if module.float8 is not None:
+            apply_float8(stage, module.float8, layout.tp, kept)
         if layout.tp > 1:
             assert mesh is not None
             stage.tp_chunks = layout.tp_chunks

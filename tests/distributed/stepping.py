@@ -23,6 +23,7 @@ from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.combine import StepSums
+from hetero_strategy.parallelize.float8 import apply_float8
 from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
@@ -76,6 +77,7 @@ class Setting:
     freeze: tuple[str, ...] = ()
     recompute: Mapping[str, str] = field(default_factory=dict)
     compile: Mapping[str, str] = field(default_factory=dict)
+    float8: Mapping[str, str] = field(default_factory=dict)
     reshard_after_forward: str = "auto"
     fill: str = "none"
     pieces: Mapping[str, int] = field(default_factory=dict)
@@ -132,7 +134,8 @@ class Setting:
         layers = (self.vision_layers, self.audio_layers, self.llm_layers, self.draw_layers)
         weights = tuple(self.loss_weights.items())
         model = (self.modules, self.lm, self.tied, self.kv_heads, self.freeze, layers, self.edges, weights)
-        return (self.folder, *model, tuple(sorted(self.dropout.items())), self.batches, self.precision)
+        others = (tuple(sorted(options.items())) for options in (self.dropout, self.float8))
+        return (self.folder, *model, *others, self.batches, self.precision)
 
 
 def data(folder: Path, *, draws: bool = False) -> str:
@@ -287,6 +290,8 @@ def reference(setting: Setting, microbatches: int, *, train: bool = True, step: 
     setting = replace(setting, balance=None, prefetch={}, cache={})
     with made_in(setting.storage.master):
         model = _model(setting).to(setting.storage.compute).train(train)
+        for name, recipe in setting.float8.items():
+            apply_float8(model.modules_by_name[name], recipe, 1)
         out = model(steps_of(setting, microbatches, RankView.whole(setting.modules))[step])
         if train and out.loss.requires_grad:
             out.loss.backward()
@@ -309,6 +314,8 @@ def empty_model(setting: Setting, *, train: bool = True) -> MultimodalModel:
 
 def _model(setting: Setting) -> MultimodalModel:
     model = model_of(setting, data_of(setting.folder, "draw" in setting.modules).tokenizer.vocab_size)
+    for name, recipe in setting.float8.items():
+        model.modules_by_name[name].float8 = recipe
     return model.double() if setting.storage.master == torch.float64 else model
 
 

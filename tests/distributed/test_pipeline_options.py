@@ -40,6 +40,8 @@ FROZEN = {
     "llm": ("llm",),
     "all but the projector": ("vision.backbone", "llm"),
 }
+FLOAT8 = "rowwise_with_gw_hp, emulated"
+"""Scales of its weights' gradients, which are of all rows of a microbatch, would depend on the microbatches."""
 GROUPED, SPLIT = {"vision": 1000, "audio": 1000}, {"vision": 8, "audio": 8}
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
@@ -110,6 +112,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...], tuple[st
         ("zb_h1",),
         ("1f1b",),
     ),
+    "float8": (SHARDED, {"float8": dict.fromkeys(("vision", "llm"), FLOAT8)}, ("zb_h1",), ("1f1b", "zbv")),
     "vision tp2 pp2": (
         {"vision": on(0, 1, 2, 3, pp=2, tp=2), "llm": on(0, 1)},
         {"llm_layers": 1, "vision_layers": 2},
