@@ -110,7 +110,8 @@ def meetings_of(graph: StageGraph, number: int) -> tuple[Meetings, Meetings, Mee
         first = within_module(source.grid, target.grid, source.row_sharding)
     else:
         first = between_modules(source.of_islands, target.of_islands)
-    return first, *(second_hop(stage.row_sharding.rank_sets(stage.grid)) for stage in (target, source))
+    rows, gradients = (second_hop(stage.row_sharding.rank_sets(stage.grid)) for stage in (target, source))
+    return first, rows, gradients
 
 
 def _meet(group: dist.ProcessGroup, tag: int, meetings: Meetings, rank: int, device: torch.device) -> set[int]:
