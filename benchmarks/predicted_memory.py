@@ -2,7 +2,8 @@
 
 Every layout runs on gloo processes: the model is made, two steps with AdamW, then one whose tensors are counted as
 operators make and free them (parameters, optimizer states, gathered weights, gradients, activations, rows on their way,
-and what operators need for a moment), and the batch's own. The prediction knows the layouts, the step's plan and its
+and what operators need for a moment), and the batch's own, or with --copies what is
+copied of it, microbatch by microbatch, as for a GPU. The prediction knows the layouts, the step's plan and its
 schedule; what blocks keep it measured on fake tensors.
 
   predicted, measured   MB of the rank where the two differ most
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,17 +26,19 @@ import torch
 from benchmarks.common import arguments, report, write_json
 from benchmarks.pipelines import Setting, assembled, planned
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.model.inputs import ModuleInputs
 from hetero_strategy.parallelize.optimizer import choose_kernels
 from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.planner.activations import Activations
 from hetero_strategy.planner.cluster import Cluster, Device, NodePool
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
-from hetero_strategy.planner.memory import Memory, MemoryModel
+from hetero_strategy.planner.memory import CPU, Memory, MemoryModel
 from hetero_strategy.planner.shape import ModelShape, shape_of
 from hetero_strategy.planner.times import Precision
 from hetero_strategy.profiling.activations import activations_of
 from hetero_strategy.profiling.allocations import Allocations
+from hetero_strategy.runtime.payload import Moving
 from hetero_strategy.simulator.links import Links
 from hetero_strategy.simulator.simulate import simulate
 from tests.distributed.harness import Pool
@@ -78,6 +82,16 @@ SETTINGS = (
 )
 
 
+class Cloned:
+    """Stands for copies to a device."""
+
+    def start(self, inputs: ModuleInputs) -> Moving:
+        return Moving(inputs.each(torch.Tensor.clone))
+
+    def finish(self, moving: Moving) -> ModuleInputs:
+        return moving.inputs
+
+
 class Measured(NamedTuple):
     """Bytes on one rank."""
 
@@ -86,11 +100,13 @@ class Measured(NamedTuple):
     """Parameters and optimizer states, between steps."""
 
 
-def steps_on_rank(rank: int, world: int, setting: Setting) -> Measured:
-    """The most of a step after two others, which make what is made once."""
+def steps_on_rank(rank: int, world: int, setting: Setting, copies: bool = False) -> Measured:
+    """The most of a step after two others, which make what is made once; inputs are copied, or are there."""
     batch = setting.batch(0, rank)
     with Allocations() as counted:
         made = assembled(setting, rank)
+        if copies:
+            made.executor.copies = Cloned()
         parameters = [owned.parameter for owned in made.owned.values() if owned.parameter.requires_grad]
         optimizer = torch.optim.AdamW(parameters)
         choose_kernels([optimizer], made.owned, lambda any_: any_)
@@ -101,7 +117,7 @@ def steps_on_rank(rank: int, world: int, setting: Setting) -> Measured:
             owned, counted.most = counted.now, counted.now
             made.executor.run(batch, train=True)
             optimizer.step()
-    payload = sum(tensor.nbytes for tensor in batch.tensors())
+    payload = 0 if copies else sum(tensor.nbytes for tensor in batch.tensors())
     return Measured(counted.most + payload, owned)
 
 
@@ -114,7 +130,7 @@ def known(
     return shape_of(model), activations_of(model, storage.compute, buckets=True)
 
 
-def predicted(setting: Setting) -> Memory:
+def predicted(setting: Setting, copies: bool = False) -> Memory:
     """Of the very step that :func:`steps_on_rank` runs."""
     shape: ModelShape
     activations: Mapping[str, Activations]
@@ -132,19 +148,22 @@ def predicted(setting: Setting) -> Memory:
     )
     plan, _, costs, schedule = planned(setting, 0)
     step = Step(placed, plan, schedule, simulate(schedule, costs.of_instances), 0.0)
-    return MemoryModel(shape, activations, precision).of(step)
+    return MemoryModel(shape, activations, precision, replace(CPU, copies=copies)).of(step)
 
 
 def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[str, Any]:
     """Print the table; returns predicted and measured bytes of every rank by layout."""
     parser = arguments(__doc__)
     parser.add_argument("--only", default="", help="layouts whose name contains this")
+    parser.add_argument("--copies", action="store_true", help="inputs are copied one microbatch ahead")
     chosen = parser.parse_args(argv)
     begin, pool = time.perf_counter(), pool or Pool()
     rows, figures, ratios, of_step = [], {}, [], []
     for setting in (one for one in SETTINGS if chosen.only in one.name):
-        memory = predicted(setting)
-        measured = np.array(pool.run(setting.world, steps_on_rank, setting, timeout=300), dtype=np.float64)
+        memory = predicted(setting, chosen.copies)
+        measured = np.array(
+            pool.run(setting.world, steps_on_rank, setting, chosen.copies, timeout=300), dtype=np.float64
+        )
         ratio = memory.peak / measured[:, 0]
         steps = (memory.peak - memory.bytes[:2].sum(axis=0)) / (measured[:, 0] - measured[:, 1])
         worst = int(np.abs(ratio - 1).argmax())

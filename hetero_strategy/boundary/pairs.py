@@ -17,6 +17,10 @@ class Meetings:
     one: Int64[np.ndarray, "sets ranks"]
     other: Int64[np.ndarray, "sets other_ranks"]
 
+    def __bool__(self) -> bool:
+        """Whether any two different ranks meet."""
+        return self.one.shape[1] > 1 or self.other.shape[1] > 1 or bool((self.one != self.other).any())
+
     @property
     def ranks(self) -> list[int]:
         """All of them, ascending."""
@@ -57,6 +61,6 @@ def between_modules(
     return Meetings(source, target)
 
 
-def second_hop(receiver: Int64[np.ndarray, "instances ranks"]) -> Meetings:
-    """Meetings among the replicas of each instance that receives, from its global ranks."""
-    return Meetings(receiver, receiver)
+def second_hop(receivers: Int64[np.ndarray, "sets replicas"]) -> Meetings:
+    """Meetings among the ranks that get the same rows, from the global ranks of each such set."""
+    return Meetings(receivers, receivers)

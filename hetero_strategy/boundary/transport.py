@@ -78,7 +78,7 @@ class Transport:
 
     def __init__(self, transfers: Sequence[tuple[Channel, Transfer[Rows]]], index: torch.Tensor) -> None:
         self._transfers = transfers
-        self._index = index
+        self.index = index
         self._given: dict[int, torch.Tensor] = {}
         self._out: dict[int, torch.Tensor] = {}
         self._arriving: dict[int, list[Arriving]] = {}
@@ -207,12 +207,12 @@ class Transport:
         """Rows by number: a view where they are consecutive."""
         if take.at < 0:
             return rows if take.size == rows.shape[0] else rows.narrow(0, take.first, take.size)
-        return rows.index_select(0, self._index.narrow(0, take.at, take.size))
+        return rows.index_select(0, self.index.narrow(0, take.at, take.size))
 
     def _place(self, out: torch.Tensor, place: Rows, values: torch.Tensor, adds: bool) -> None:
         if place.at < 0:
             part = out.narrow(0, place.first, place.size)
             part.add_(values) if adds else part.copy_(values)
             return
-        index = self._index.narrow(0, place.at, place.size)
+        index = self.index.narrow(0, place.at, place.size)
         out.index_add_(0, index, values) if adds else out.index_copy_(0, index, values)

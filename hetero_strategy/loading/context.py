@@ -32,8 +32,6 @@ class TrainingContext:
     """Makes the program of each step; None: the strategy runs none."""
     group: dist.ProcessGroup | None = None
     """All ranks, on the host, for the one thread per rank that loads data."""
-    device: torch.device | None = None
-    """Where batches are computed."""
     compute_dtype: torch.dtype | None = None
     """What modules compute in, where that is less than fp32."""
 
@@ -44,4 +42,4 @@ class TrainingContext:
         context = getattr(strategy, "context", None)
         if isinstance(context, TrainingContext):
             return context
-        return TrainingContext(device=None if strategy is None else strategy.root_device)
+        return TrainingContext()

@@ -295,7 +295,6 @@ class MultimodalDataModule(L.LightningDataModule):
             max_skipped=self.max_skipped,
             finish=finish,
             background=self._ahead,
-            device=context.device,
         )
         return self._loaders[split]
 

@@ -2,8 +2,10 @@
 
 DistTrain's asynchronous loader (sections 5 and 7.3.2) decodes on CPU nodes while GPUs train. Here:
 
-    workers (processes, or Ray actors)  ->  finish, in one background thread  ->  copy to the device  ->  training
-    up to prefetch_factor steps each        up to prefetch_factor batches         one batch
+    workers (processes, or Ray actors)  ->  finish, in one background thread  ->  training
+    up to prefetch_factor steps each        up to prefetch_factor batches
+
+Batches stay on the host; training brings what a microbatch needs to the device just before it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, get_args
 
@@ -23,7 +25,6 @@ from hetero_strategy.errors import CheckpointError, ConfigError, DataError
 from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.ahead import Ahead, finished
 from hetero_strategy.loading.batch import Batch
-from hetero_strategy.loading.device import Mover
 from hetero_strategy.loading.item_reader import OnError
 from hetero_strategy.loading.process_pool import ProcessPool
 from hetero_strategy.loading.ray_pool import RayPool
@@ -43,8 +44,8 @@ class StepLoader:
     the epoch. The process's random state is not touched.
 
     Never more than ``num_workers * prefetch_factor`` steps are made and ``prefetch_factor`` batches finished before
-    they are asked for, and one more is on its way to the device. Without ``finish``, CUDA
-    and Ray there is no thread and nothing to finish; without workers besides, nothing is made ahead.
+    they are asked for. Without ``finish``, CUDA and Ray there is no thread and nothing to finish; without workers
+    besides, nothing is made ahead.
 
     Args:
         steps: makes the batch of (epoch, step), or what ``finish`` makes a batch of. Its ``on_error`` is set.
@@ -59,7 +60,6 @@ class StepLoader:
         finish: applied in order to what the workers made, in the background thread; the last one gives a
             :class:`Batch`. May hold collectives.
         background: the thread, shared by all loaders of a data module; default: one of the loader's own.
-        device: where batches are to be; they are copied ahead if it is a CUDA device.
         max_skipped: with ``skip``, more samples in one epoch end the run; default: 1% of the samples, at least 10.
 
     Raises:
@@ -78,7 +78,6 @@ class StepLoader:
         on_error: OnError = "stop",
         finish: Sequence[Callable[[Any], Any]] = (),
         background: Ahead | None = None,
-        device: torch.device | None = None,
         max_skipped: int | None = None,
     ) -> None:
         _check(num_workers, prefetch_factor, engine, on_error, max_skipped)
@@ -105,10 +104,8 @@ class StepLoader:
         self._line: PooledSteps | None = None
         self._finish = _with_agreement(finish) if on_error == "skip" else tuple(finish)
         self._pin = pin_memory and torch.cuda.is_available()
-        self._mover = Mover(device) if device is not None and device.type == "cuda" else None
-        self._copying = Ahead("copying")
         self._own_background = background is None
-        threaded = bool(self._finish) or self._pin or self._mover is not None or engine == "ray"
+        threaded = bool(self._finish) or self._pin or engine == "ray"
         self._background = (background or Ahead()) if threaded else None
         self.batch_sampler = None  # Lightning reads it wherever it finds a sampler
         self.sampler: Sampler[int] = _ShuffledEpochs(self) if steps.shuffle else _OrderedEpochs(self)
@@ -150,7 +147,6 @@ class StepLoader:
         if not finished(background.submit(self._stop, always=True)):  # after an epoch that was left early
             log.warning("the loading thread does not end: it waits for another rank; it is left behind")
             self._stop()
-        self._copying.close()
         if self._own_background:
             background.close()
 
@@ -193,7 +189,7 @@ class StepLoader:
 
     def _handed(self, given: Iterator[Any], count: int, background: Ahead) -> Iterator[Batch]:
         """Finished batches of what is given, made in the background; errors at the step they belong to."""
-        finish, pin, mover = self._finish, self._pin, self._mover  # tasks do not keep the loader alive
+        finish, pin = self._finish, self._pin  # tasks do not keep the loader alive
         failed = dropped = False
 
         def step() -> Batch | None:
@@ -214,23 +210,13 @@ class StepLoader:
                 raise
 
         try:
-            futures = _submitted(background, step, count, self.prefetch_factor)
-            yield from (future.result() for future in futures) if mover is None else self._moved(futures, mover)
+            for future in _submitted(background, step, count, self.prefetch_factor):
+                yield future.result()
         except Exception:
             background.forgive()
             raise
         finally:
             dropped = True  # the epoch was left early, or it failed; what is submitted runs, as it does on other ranks
-
-    def _moved(self, futures: Iterable[Future[Any]], mover: Mover) -> Iterator[Batch]:
-        """Batches on the device, the next one on its way."""
-        moving: deque[Future[Any]] = deque()
-        for future in futures:
-            moving.append(self._copying.submit(lambda future=future: mover.start(future.result())))  # type: ignore[misc]
-            if len(moving) == 2:
-                yield mover.take(moving.popleft().result())
-        while moving:
-            yield mover.take(moving.popleft().result())
 
     def _stop(self) -> None:
         pool, self._pool, self._line = self._pool, None, None

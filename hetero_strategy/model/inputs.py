@@ -49,13 +49,17 @@ RawRows = ImagePatches | MelFrames | TargetPatches
 class Movable:
     """A dataclass whose tensors are moved together; arrays stay on the host."""
 
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Return a copy in which each tensor is what ``change`` makes of it."""
+        return _moved(self, change)
+
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Self:
         """Return a copy with its tensors on ``device``."""
-        return _moved(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
         """Return a copy in page-locked memory, from which copies to a device overlap with compute."""
-        return _moved(self, torch.Tensor.pin_memory)
+        return self.each(torch.Tensor.pin_memory)
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,10 +293,14 @@ class Ragged:
 
 def host_index(index: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     """Copy an index to the device of ``like``, without waiting for the device."""
-    tensor = torch.from_numpy(np.ascontiguousarray(index, dtype=np.int64))
-    if like.device.type == "cuda":
-        return tensor.pin_memory().to(like.device, non_blocking=True)
-    return tensor.to(like.device)
+    return without_waiting(torch.from_numpy(np.ascontiguousarray(index, dtype=np.int64)), like.device)
+
+
+def without_waiting(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor of the host to a device behind what is under way there, without waiting for it."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def tensors_of(data: Any) -> list[torch.Tensor]:
@@ -325,14 +333,18 @@ def _similar(lengths: np.ndarray) -> list[np.ndarray]:
 
 def _moved(data: _Data, move: Callable[[torch.Tensor], Any]) -> _Data:
     """Copy a dataclass with ``move`` applied to every tensor in it."""
+    fields = {name: _value(value, move) for name, value in vars(data).items()}
+    return replace(data, **fields)  # type: ignore[type-var]
 
-    def moved(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return move(value)
-        if isinstance(value, dict):
-            return {key: moved(entry) for key, entry in value.items()}
-        if isinstance(value, tuple):
-            return tuple(moved(entry) for entry in value)
-        return _moved(value, move) if hasattr(value, "__dataclass_fields__") else value
 
-    return replace(data, **{name: moved(value) for name, value in vars(data).items()})  # type: ignore[type-var]
+def _value(value: Any, move: Callable[[torch.Tensor], Any]) -> Any:
+    """The same for what a field holds. No inner function: one that calls itself would keep tensors until garbage is
+    collected.
+    """
+    if isinstance(value, torch.Tensor):
+        return move(value)
+    if isinstance(value, dict):
+        return {key: _value(entry, move) for key, entry in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_value(entry, move) for entry in value)
+    return _moved(value, move) if hasattr(value, "__dataclass_fields__") else value

@@ -7,8 +7,10 @@ microbatches, and not a product of the largest of each.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -16,20 +18,21 @@ from jaxtyping import Float64, Int64
 from hetero_strategy import ragged
 from hetero_strategy.model.inputs import Packing
 from hetero_strategy.plan.ahead import computing
-from hetero_strategy.plan.step_plan import Assignment, StepPlan
+from hetero_strategy.plan.step_plan import Assignment
 from hetero_strategy.planner.activations import FEATURES, Activations, features
 from hetero_strategy.planner.evaluate import Placed, Step
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.stage_memory import StageBytes, StageNeeds, stage_bytes, stage_needs
 from hetero_strategy.planner.times import MIXED, Precision
-from hetero_strategy.planner.transfers import Changes, Walk
+from hetero_strategy.planner.transfers import AFTER, ALWAYS, DURING, Changes, Walk
 from hetero_strategy.runtime.connect import process_groups
-from hetero_strategy.schedule.action import StageGraph, StageId
+from hetero_strategy.runtime.payload import AHEAD
+from hetero_strategy.schedule.action import StageId
 
 KINDS = ("masters", "optimizer", "gathered", "gradients", "activations", "rows", "moment", "payload", "reserved")
 """What bytes are for. rows: at the edges of stages, from their arrival or making until nobody needs them. moment: what
-an action needs while it runs, besides what it keeps. payload: batches on the device. reserved: communicators, and what
-the allocator cannot use."""
+an action needs while it runs, besides what it keeps. payload: what modules take besides rows. reserved: communicators,
+and what the allocator cannot use."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ class Allocator:
     """Share of all tensors' bytes that fragmentation takes."""
     communicator: int = 0
     """Bytes of a process group on each of its ranks."""
-    batches: int = 1
-    """Global batches whose payload is on the device."""
+    copies: bool = False
+    """Payload comes to the device microbatch by microbatch, else all of a step's is there: the device is the host."""
     holds_sent: bool = True
     """Sent rows stay until they are known to have arrived, as gloo does not say when they have left."""
     buckets: bool = True
@@ -50,7 +53,7 @@ class Allocator:
 
 CPU = Allocator()
 """gloo, and a count of the tensors alone."""
-CUDA = Allocator(margin=0.05, communicator=128 * 2**20, batches=2, holds_sent=False, buckets=False)
+CUDA = Allocator(margin=0.05, communicator=128 * 2**20, copies=True, holds_sent=False, buckets=False)
 """NCCL, whose buffers are 4 MiB (``NCCL_BUFFSIZE``) for each direction of 16 channels; the margin is an assumption."""
 
 
@@ -101,7 +104,7 @@ class MemoryModel:
             size = sizes[stage_id]
             for kind, amount in (("masters", size.masters), ("optimizer", size.optimizer)):
                 changes.add(-1, stage_id, kind, np.full(len(stage.grid), amount))
-            changes.add(-1, stage_id, "payload", self._payload(step.plan, stage_id, graph))
+        self._payload(step, changes)
         early = self._rows_ahead(step)
         for stage_id, made in early.items():  # as much of the step before is there throughout
             changes.add(-1, stage_id, "rows", made.sum(axis=0))
@@ -173,19 +176,50 @@ class MemoryModel:
         given[:, 0] = assignment.totals(inner=True)
         return given
 
-    def _payload(self, plan: StepPlan, stage_id: StageId, graph: StageGraph) -> Float64[np.ndarray, "instances"]:
-        """Of all microbatches; a rank with several stages of a module has it once."""
-        totals = np.sum([a.totals(inner=True) for a in plan.assignments[stage_id.module]], axis=0)
-        rows = graph.stages[stage_id].own(totals)
-        earlier = [graph.stages[stage_id._replace(stage=i)].ranks for i in range(stage_id.stage)]
-        if any(ranks & graph.stages[stage_id].ranks for ranks in earlier) or plan.holds(*stage_id[:2]):
-            rows = 0 * rows
-        payload = self.activations[computing(stage_id.module)].payload
-        return np.asarray(rows * payload * self.allocator.batches, np.float64)
+    def _payload(self, step: Step, changes: Changes) -> None:
+        """Note what modules take besides rows, on the first stage of theirs that a rank has. Where it is copied, it is
+        there from the turn of what is computed before it on, when its copy begins, until its backward, which may need
+        it.
+        """
+        graph, turns = step.placed.graph, _turns(step)
+        for node, own in turns.items():
+            stage, payload = graph.stages[node], self.activations[computing(node.module)].payload
+            totals = np.array([stage.own(a.totals(inner=True)) for a in step.plan.assignments[node.module]])
+            sizes = totals * float(payload)
+            if not self.allocator.copies:
+                changes.add(ALWAYS, node, "payload", sizes.sum(axis=0))
+                continue
+            begin = sorted(
+                first for n, its in turns.items() if stage.ranks <= graph.stages[n].ranks for first, *_ in its
+            )
+            for first, last, m in own:
+                number = bisect_left(begin, first) - AHEAD
+                changes.add(3 * begin[number] + DURING if number >= 0 else ALWAYS, node, "payload", sizes[m])
+                changes.add(3 * last + AFTER, node, "payload", -sizes[m])
 
     def _widths(self, placed: Placed) -> dict[tuple[StageId, StageId], float]:
         """Bytes of a row on every edge."""
         return {edge: self.precision.compute * self.shape.width(*edge) for edge in placed.graph.edges}
+
+
+def _turns(step: Step) -> dict[StageId, list[tuple[int, int, int]]]:
+    """Of the first stage of every module that ranks have: numbers of the first and the last action on them that
+    computes with each microbatch's inputs, and the microbatch.
+    """
+    graph, spans = step.placed.graph, dict[tuple[StageId, int], tuple[int, int]]()
+    for n, (_, node, microbatch) in enumerate(step.schedule.starts):
+        spans[node, microbatch] = spans.get((node, microbatch), (n, n))[0], n
+    turns = {}
+    for nodes in chain.from_iterable(graph.chains.values()):
+        for node in nodes:
+            here = [other for other in nodes if graph.stages[other].ranks & graph.stages[node].ranks]
+            if here[0] == node and not step.plan.holds(node.module, node.stage):
+                used = [
+                    [spans[other, m] for other in here if (other, m) in spans]
+                    for m in range(len(step.plan.assignments[node.module]))
+                ]
+                turns[node] = [(min(some)[0], max(last for _, last in some), m) for m, some in enumerate(used) if some]
+    return turns
 
 
 def communicators(placed: Placed) -> Int64[np.ndarray, "ranks"]:

@@ -59,14 +59,15 @@ def connections(graph: StageGraph) -> int:
 def channel_sets(graph: StageGraph, number: int) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
     """Ranks between which an edge's rows travel: in its first hop, and in the second hops of rows and of gradients.
 
-    Edges between cohorts of the same two stages share them. A hop that there is not, where a stage has no replicas, has
-    no ranks.
+    Edges between cohorts of the same two stages share them. A hop in which no two ranks meet has no ranks: rows that
+    stay where they are, and the second one of a stage whose ranks have no row in common.
     """
-    alike = [edge for edge, first in zip(graph.edges, graph.firsts, strict=True) if first == graph.firsts[number]]
-    ends = [[graph.stages[edge[side]] for edge in alike] for side in (0, 1)]
-    source, target = (frozenset().union(*(stage.ranks for stage in stages)) for stages in ends)
-    has, needs = (stages[0].grid.shape[1] > 1 for stages in ends)
-    return source | target, target if needs else frozenset(), source if has else frozenset()
+    alike = [n for n, first in enumerate(graph.firsts) if first == graph.firsts[number]]
+    first, rows, gradients = (
+        frozenset(rank for meetings in hop if meetings for rank in meetings.ranks)
+        for hop in zip(*(meetings_of(graph, n) for n in alike), strict=True)
+    )
+    return first, rows, gradients
 
 
 def process_groups(
@@ -109,7 +110,8 @@ def meetings_of(graph: StageGraph, number: int) -> tuple[Meetings, Meetings, Mee
         first = within_module(source.grid, target.grid, source.row_sharding)
     else:
         first = between_modules(source.of_islands, target.of_islands)
-    return first, second_hop(target.grid), second_hop(source.grid)
+    rows, gradients = (second_hop(stage.row_sharding.rank_sets(stage.grid)) for stage in (target, source))
+    return first, rows, gradients
 
 
 def _meet(group: dist.ProcessGroup, tag: int, meetings: Meetings, rank: int, device: torch.device) -> set[int]:

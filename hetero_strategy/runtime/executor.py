@@ -24,7 +24,7 @@ from hetero_strategy.layout.placement import Coordinate, Placement
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.combine import StepSums
-from hetero_strategy.model.inputs import ModuleInputs
+from hetero_strategy.model.inputs import ModuleInputs, without_waiting
 from hetero_strategy.model.kind import check_output
 from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.parallelize import fsdp
@@ -34,6 +34,7 @@ from hetero_strategy.plan.ahead import computing
 from hetero_strategy.runtime import backward
 from hetero_strategy.runtime.agreement import Agreement
 from hetero_strategy.runtime.held import Held
+from hetero_strategy.runtime.payload import Copies, InPlace, Payload, ToCuda
 from hetero_strategy.runtime.recorder import Recorder
 from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.schedule.compile import RankAction, StepCompiler, StepProgram
@@ -81,11 +82,14 @@ class Executor:
     """Those of them that train."""
     held: Held = field(init=False, default_factory=Held)
     """Rows of modules that run a step ahead."""
+    copies: Copies = field(init=False)
+    """Bring inputs to the device."""
     running: _Step | None = field(init=False, default=None)
     """The step in progress, or the one that failed."""
 
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.device, self.compiler)
+        self.copies = ToCuda(self.device) if self.device.type == "cuda" else InPlace()
         self.parameters = {stage_id: list(stage.parameters()) for stage_id, stage in self.stages.items()}
         self.trained = {node: [p for p in own if p.requires_grad] for node, own in self.parameters.items()}
         names = self.compiler.graph.pipelines  # of modules, and of what they do ahead
@@ -98,7 +102,7 @@ class Executor:
         A collective over the world: every rank calls it with the same plan.
 
         Args:
-            batch: as this rank's loader made it.
+            batch: as this rank's loader made it; what it holds goes to the device microbatch by microbatch.
             train: with backward.
             factors: what multiplies a module's loss before backward, a number or a scalar tensor, or None where the
                 loss is not used; 1 for modules that are not named.
@@ -115,7 +119,7 @@ class Executor:
         self.held.turn(batch.plan, train=train)
         assert batch.program is not None and batch.index is not None
         transfers = [(self.channels[t.edge, t.backward], t.transfer) for t in batch.program.transfers]
-        transport = Transport(transfers, batch.index)
+        transport = Transport(transfers, without_waiting(batch.index, self.device))
         step = self.running = _Step(self, batch, batch.program, transport, factors or {}, call)
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         with random_state_kept(self.device), self.recorder.step(batch.plan, train=train):
@@ -154,7 +158,7 @@ class Executor:
         """The batch with its program, which the loader made for the kind of step that it expected."""
         if batch.program is not None and batch.program.train == train:
             return batch
-        return batch.with_program(self.compiler.of(self.rank, train)(batch.plan)).to(self.device)
+        return batch.with_program(self.compiler.of(self.rank, train)(batch.plan))
 
 
 class _Output(NamedTuple):
@@ -200,6 +204,9 @@ class _Step:
         self.executor, self.batch, self.program, self.transport = executor, batch, program, transport
         self.factors, self.call = factors, call
         self.graph = executor.compiler.graph
+        forwards = [a.action for a in program.actions if a.action.kind == "F"]
+        uses = [(a.node.module, a.microbatch) for a in forwards if not batch.plan.holds(a.node.module, a.node.stage)]
+        self.payload = Payload(batch.inputs, uses, executor.copies)
         self.action: Action | None = None
         """What runs, or ran last."""
         self.live: dict[tuple[StageId, int], _Live] = {}
@@ -300,12 +307,11 @@ class _Step:
 
     def _inputs(self, step: RankAction) -> ModuleInputs:
         """What the module takes besides rows, with the slots of this rank."""
-        inputs = self.batch.inputs[step.action.node.module][step.action.microbatch]
-        assert inputs is not None and self.batch.index is not None, f"{step.action} has no inputs"
+        inputs = self.payload.take((step.action.node.module, step.action.microbatch))
         if step.action.node.stage or not step.sources:
             return inputs
         slots: dict[Hashable, torch.Tensor] = {
-            (source.node, source.microbatch): self.batch.index.narrow(0, filled.at, filled.size)
+            (source.node, source.microbatch): self.transport.index.narrow(0, filled.at, filled.size)
             for source, filled in zip(step.sources, step.slots, strict=True)
             if filled is not None
         }

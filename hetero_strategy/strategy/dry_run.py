@@ -264,7 +264,7 @@ def _built(
     ]
     groups = [ranks for ranks in made.registry.created[1:] if rank in ranks]
     channels = {
-        (edge, place)
+        (executor.compiler.graph.firsts[edge], place)
         for (edge, back), channel in executor.channels.items()
         for place, group in ((-1, channel.group), (back, channel.second))
         if group is not None

@@ -172,7 +172,7 @@ class HeteroStrategy(WorldCollectives):
     @property
     def context(self) -> TrainingContext:
         """What the data module has to know; model and groups from ``setup`` on."""
-        context = TrainingContext(self._placement, placed_later=self._placement is None, device=self.root_device)
+        context = TrainingContext(self._placement, placed_later=self._placement is None)
         if self._assembled is None or self._multimodal is None or self._placement is None:
             return context
         made = self._assembled
@@ -333,9 +333,9 @@ class HeteroStrategy(WorldCollectives):
     def model_to_device(self) -> None: ...
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """A :class:`Batch` holds only what this rank computes, so all of it moves."""
+        """A :class:`Batch` stays on the host: each microbatch's part goes to the device just before it is computed."""
         if isinstance(batch, Batch):
-            return batch.to(device or self.root_device)
+            return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def process_dataloader(self, dataloader: object) -> object:

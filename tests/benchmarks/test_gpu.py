@@ -15,8 +15,8 @@ import torch
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import attention, copies, job, step, table
 from benchmarks.gpu.table import Line
+from benchmarks.predicted_memory import Cloned
 from hetero_strategy.checkpoint import Checkpointer
-from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model.attention import packed_attention
 from hetero_strategy.model.inputs import Packing
 
@@ -118,26 +118,9 @@ def test_flops_count_what_the_encoder_sees() -> None:
     assert step.Work.of(size, batches, alone=False).flops == pytest.approx(expected / len(batches))
 
 
-class _Moved:
-    """Stands for the Mover, which needs CUDA streams."""
-
-    def __init__(self) -> None:
-        self.started = self.taken = 0
-
-    def start(self, batch: Batch) -> Batch:
-        self.started += 1
-        return batch.to("cpu")
-
-    def take(self, moving: Batch) -> Batch:
-        self.taken += 1
-        return moving
-
-
-def test_copies_with_another_mover() -> None:
-    mover = _Moved()
-    lines = {line.what: line for line in copies.measure(CPU, "tiny", mover)}
-    assert mover.started == mover.taken > 4
-    assert lines["step whose batch arrives"].ratio and lines["copies hidden"].goal == "50 %"
+def test_copies_without_a_device() -> None:
+    lines = {line.what: line for line in copies.measure(CPU, "tiny", Cloned())}
+    assert lines["step whose inputs arrive"].ratio and lines["copies hidden"].goal == "50 %"
 
 
 def test_a_tensor_that_changes_on_its_way_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

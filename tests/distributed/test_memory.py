@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.predicted_memory import SETTINGS, predicted, steps_on_rank
+from benchmarks.pipelines import Setting
+from benchmarks.predicted_memory import ALONE, SETTINGS, predicted, steps_on_rank
 from tests.distributed.harness import Pool
 
 NAMES = ("recompute all but matmuls, bf16", "colocated, dp_shard 2, bf16", "llm pp 2, gpipe, bf16",
@@ -23,3 +24,16 @@ def test_peaks_are_predicted(pool: Pool, name: str) -> None:
     np.testing.assert_allclose(predicted(setting).peak, peaks, rtol=WITHIN)
     other = {"recompute": {}} if setting.recompute else {"recompute": {"llm": "all"}}
     assert (np.abs(predicted(replace(setting, **other)).peak / peaks - 1) > WITHIN).any(), "nothing would be noticed"
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_copies_of_inputs_are_predicted(pool: Pool, trains: bool) -> None:
+    """Of pictures that are most of what a step needs: microbatch by microbatch, and whole."""
+    sizes = {"vision": (16, 1), "llm": (16, 1), "cells": (5, 8), "samples": 32, "microbatches": 8, "schedule": "gpipe"}
+    setting = Setting("", {"vision": ALONE, "llm": ALONE}, freeze=() if trains else ("vision",), **sizes)  # type: ignore[arg-type]
+    (copied,), (whole,) = (pool.run(1, steps_on_rank, setting, copies) for copies in (True, False))
+    found = [predicted(setting, copies).peak[0] for copies in (True, False)]
+    print(np.array(found) / (copied.peak, whole.peak))
+    np.testing.assert_allclose(found, (copied.peak, whole.peak), rtol=WITHIN)
+    if not trains:
+        assert copied.peak < 0.6 * whole.peak

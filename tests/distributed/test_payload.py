@@ -1,0 +1,117 @@
+"""How many microbatches' inputs are where they are computed with, in real steps that copy them as for a device."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from itertools import chain
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from benchmarks.pipelines import Setting, assembled
+from benchmarks.predicted_memory import AHEAD as WORKS_AHEAD
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.model.inputs import ModuleInputs, tensors_of
+from hetero_strategy.parallelize.gradients import local
+from hetero_strategy.runtime.payload import AHEAD, Moving
+from tests.distributed.harness import Pool
+
+ROW = (0, 1, 2, 3)
+SIZES = {"vision": (32, 2), "llm": (32, 4), "freeze": ("vision",), "microbatches": 6}
+SETTINGS = {
+    "colocated": Setting("", {"vision": ModuleLayout((0, 1)), "llm": ModuleLayout((0, 1))}, **SIZES),
+    "two chunks": Setting(
+        "", {"vision": ModuleLayout((0, 1)), "llm": ModuleLayout((0, 1), pp=2, vpp=2)}, "interleaved_1f1b", **SIZES
+    ),
+    "a step ahead": Setting(
+        "", {"vision": ModuleLayout(ROW), "llm": ModuleLayout(ROW, pp=4)}, **SIZES | WORKS_AHEAD
+    ),
+}  # fmt: skip
+
+
+class Counted:
+    """Copies inputs, and counts the microbatches of which any copy is alive."""
+
+    def __init__(self) -> None:
+        self.copied: dict[str, list[set[int]]] = defaultdict(list)
+        """By kind of inputs: of every microbatch, which of its tensors are alive."""
+        self.most: dict[str, int] = defaultdict(int)
+
+    def alive(self, kind: str) -> int:
+        return sum(map(bool, self.copied[kind]))
+
+    def start(self, inputs: ModuleInputs) -> Moving:
+        moved, kind, alive = inputs.each(torch.Tensor.clone), type(inputs).__name__, set[int]()
+        self.copied[kind].append(alive)
+        for tensor in tensors_of(moved):
+            if tensor.numel():
+                alive.add(key := tensor.untyped_storage()._cdata)
+                weakref.finalize(tensor.untyped_storage(), alive.discard, key)
+        self.most[kind] = max(self.most[kind], self.alive(kind))
+        self.most["all"] = max(self.most["all"], sum(map(self.alive, self.copied)))
+        return Moving(moved)
+
+    def finish(self, moving: Moving) -> ModuleInputs:
+        return moving.inputs
+
+
+class Seen(NamedTuple):
+    most: dict[str, int]
+    """Microbatches whose copies are alive at once, by kind of inputs."""
+    copied: int
+    after: int
+    """Alive after the step."""
+    equal: bool
+    """Gradients are those of a step that copies nothing, bit by bit."""
+
+
+def steps_on_rank(rank: int, world: int, setting: Setting, damage: bool) -> dict[bool, Seen]:
+    """By whether the step trains."""
+    made = assembled(setting, rank)
+    owned = [p for one in made.owned.values() if (p := one.parameter).requires_grad]
+    batch = setting.batch(0, rank)
+    forgotten: list[ModuleInputs] = []
+
+    def run(train: bool) -> list[torch.Tensor]:
+        for p in owned:
+            p.grad = None
+        if setting.prefetch:
+            made.executor.run(setting.batch(0, rank, first=True), train=True)
+        for p in owned:
+            p.grad = None
+        made.executor.run(batch, train=train)
+        return [local(p.grad).clone() for p in owned if p.grad is not None]
+
+    plain = {train: run(train) for train in (False, True)}
+    seen = {}
+    for train in (False, True):
+        counted = made.executor.copies = Counted()
+        if damage:
+            counted.finish = lambda moving: forgotten.append(moving.inputs) or moving.inputs  # type: ignore[assignment, func-returns-value]
+        gradients = run(train)
+        copied = chain.from_iterable(counted.copied.values())
+        after = sum(map(counted.alive, counted.copied))
+        equal = len(gradients) == len(plain[train]) and all(map(torch.equal, gradients, plain[train]))
+        seen[train] = Seen(dict(counted.most), len(list(copied)), after, equal)
+    return seen
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_device_has_the_inputs_of_this_microbatch_and_of_the_next(pool: Pool, name: str) -> None:
+    setting = SETTINGS[name]
+    for seen in pool.run(setting.world, steps_on_rank, setting, False, timeout=120):
+        for train, (most, copied, after, equal) in seen.items():
+            assert equal and not after
+            # Two steps where one works ahead: the first one's pictures, and the next one's and text in both.
+            assert copied == setting.microbatches * (5 if setting.prefetch else 2)
+            assert most["EncoderInputs"] <= 1 + AHEAD  # as it is frozen, backward needs none of them
+            if name == "colocated" and not train:  # else backward does, or one chunk's wait for the other's turn
+                assert most["all"] == 1 + AHEAD
+
+
+def test_inputs_that_somebody_holds_are_noticed(pool: Pool) -> None:
+    setting = SETTINGS["colocated"]
+    for seen in pool.run(setting.world, steps_on_rank, setting, True, timeout=120):
+        assert all(one.most["all"] > 1 + AHEAD and one.after for one in seen.values())

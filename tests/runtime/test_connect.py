@@ -1,0 +1,74 @@
+"""Groups for rows: one wherever a step may have a message, and none where it never has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.pipelines import Setting, planned
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.runtime.connect import channel_sets, meetings_of, process_groups
+from hetero_strategy.schedule.compile import compile_step
+
+LLM, EIGHT = ModuleLayout(range(8), pp=4, tp=2), {"llm": (128, 8), "vision": (128, 2), "samples": 24}
+SETTINGS = {
+    "sequence parallel": ({"vision": ModuleLayout(range(8)), "llm": LLM}, {}),
+    "instances in cohorts": ({"vision": ModuleLayout(range(8)), "llm": LLM}, {"fill": "fine"}),
+    "disjoint": ({"vision": ModuleLayout((6, 7)), "llm": ModuleLayout(range(4), pp=2, tp=2)}, {}),
+    "replicas": ({"vision": ModuleLayout(range(8), tp=2), "llm": ModuleLayout(range(8), pp=2)}, {}),
+    "two chunks": (
+        {"vision": ModuleLayout((0, 1)), "llm": ModuleLayout((0, 1), pp=2, vpp=2)},
+        {"schedule": "interleaved_1f1b"},
+    ),
+    "one rank": ({"vision": ModuleLayout((0,)), "llm": ModuleLayout((0,))}, {}),
+}
+
+
+def setting_of(name: str) -> Setting:
+    layouts, options = SETTINGS[name]
+    given: dict[str, Any] = {"fill": "none", **EIGHT, **options}
+    return Setting(name, layouts, **given)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_hop_has_a_group_if_and_only_if_it_has_messages(name: str) -> None:
+    setting = setting_of(name)
+    graph = setting.blueprint.graph
+    used: set[tuple[int, int]] = set()
+    for seed in range(2):
+        plan, _, _, schedule = planned(setting, seed)
+        for rank in range(setting.world):
+            for transfer in compile_step(plan, schedule, rank).transfers:
+                for hop, messages in enumerate((transfer.transfer.first, transfer.transfer.second)):
+                    if messages.sends or messages.receives:
+                        sets = channel_sets(graph, transfer.edge)
+                        place = hop and 1 + transfer.backward
+                        peers = [peer for peer, _ in (*messages.sends, *messages.receives)]
+                        assert {rank, *peers} <= sets[place]
+                        used.add((graph.firsts[transfer.edge], place))
+    number = range(len(graph.edges))
+    assert used == {(graph.firsts[n], place) for n in number for place in range(3) if channel_sets(graph, n)[place]}
+
+
+def test_how_many_groups_a_rank_of_a_sequence_parallel_pipeline_is_in() -> None:
+    """One for each neighbouring stage; those of the first stage and of the encoder's, one more between them."""
+    setting = setting_of("sequence parallel")
+    graph, placement = setting.blueprint.graph, setting.placement
+    edges = process_groups(placement, graph, (), "cuda")["edges"]
+    counted = Counter(rank for ranks in edges for rank in ranks)
+    of_stage = {
+        rank: node.stage for node, stage in graph.stages.items() if node.module == "llm" for rank in stage.ranks
+    }
+    assert [counted[rank] for rank in range(8)] == [1 + (1 if of_stage[rank] in (0, 3) else 2) for rank in range(8)]
+
+
+def test_whether_ranks_meet() -> None:
+    for name in SETTINGS:
+        graph = setting_of(name).blueprint.graph
+        for number in range(len(graph.edges)):
+            for meetings in meetings_of(graph, number):
+                assert bool(meetings) == (meetings.count > 0)
+                assert np.unique(meetings.one[0]).size == meetings.one.shape[1]

@@ -1,0 +1,53 @@
+"""Inputs on their way to a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_strategy.model.inputs import EncoderInputs, Packing
+from hetero_strategy.runtime.payload import AHEAD, InPlace, Payload, ToCuda
+
+FEATURES = 1 << 12
+
+
+def pictures(rows: int, number: int) -> EncoderInputs:
+    values = torch.full((rows, FEATURES), float(number))
+    return EncoderInputs(values, np.array([[1, rows]]), np.array([rows]), Packing.of(np.array([rows])))
+
+
+def test_on_the_host_they_are_what_was_loaded() -> None:
+    made = tuple(pictures(2, number) for number in range(3))
+    uses = [("vision", 2), ("vision", 0), ("vision", 2)]
+    payload = Payload({"vision": made}, uses, InPlace())
+    assert all(payload.take(use) is made[use[1]] for use in uses)
+    with pytest.raises(KeyError):
+        payload.take(uses[-1])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_host_that_runs_ahead_takes_no_more_memory(pinned: bool) -> None:
+    """The device is kept busy while all microbatches are asked for; each is read when it is time, and is right."""
+    device, rows, count = torch.device("cuda", 0), 1 << 10, 12
+    made = [pictures(rows, number) for number in range(count)]
+    if pinned:
+        made = [one.pin_memory() for one in made]
+    sums = torch.zeros(count, device=device)
+    copies = ToCuda(device)
+    copies.finish(copies.start(made[0]))
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        uses = [("vision", number) for number in range(count)]
+        payload = Payload({"vision": tuple(made)}, uses, copies)
+        for number, use in enumerate(uses):
+            torch.cuda._sleep(10_000_000)
+            sums[number].copy_(payload.take(use).values.mean())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated(device) - before < (1.5 + AHEAD) * 4 * rows * FEATURES
+    assert sums.tolist() == [float(number) for number in range(count)]
