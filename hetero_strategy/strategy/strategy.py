@@ -40,6 +40,7 @@ from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.compile import compiles
 from hetero_strategy.parallelize.gradients import Owned
+from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.optimizer import choose_kernels
 from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.runtime.agreement import Stop
@@ -77,6 +78,7 @@ class HeteroStrategy(WorldCollectives):
         layouts: module name -> :class:`ModuleLayout` or its fields; ``auto``: the planner chooses, also recompute and
             schedule if not given. None (``strategy="hetero"``): every module sharded over all ranks.
         recompute: modules that compute activations again in backward; by module: all, every 2, all but matmuls, whole.
+        offload: modules whose blocks keep activations in host memory until backward; by module: all, every 2.
         compile: modules whose blocks torch compiles one by one, for any number of rows; or by module: the backend.
         schedule: in which order a step's work runs: ``1f1b``, ``gpipe``, ``interleaved_1f1b`` (modules with vpp > 1),
             ``zb_h1``, ``zbv`` (vpp=2, pp_style="v"), ``sequential``; or ``auto``: what the layouts are made for.
@@ -113,6 +115,7 @@ class HeteroStrategy(WorldCollectives):
         layouts: Mapping[str, ModuleLayout | Mapping[str, Any]] | Literal["auto"] | None = None,
         *,
         recompute: Sequence[str] | Mapping[str, str] | None = None,
+        offload: Sequence[str] | Mapping[str, str] | None = None,
         compile: Sequence[str] | Mapping[str, str] | None = None,
         schedule: str = "auto",
         max_in_flight: Mapping[str, int] | None = None,
@@ -134,7 +137,7 @@ class HeteroStrategy(WorldCollectives):
         if start_method not in START_METHODS:
             raise ConfigError(f"HeteroStrategy: start_method={start_method!r}; use one of {', '.join(START_METHODS)}")
         self._auto, self._layouts = layouts == "auto", given(layouts)
-        self.recompute, self._compile = recomputes(recompute), compiles(compile)
+        self.recompute, self.offload, self._compile = recomputes(recompute), offloads(offload), compiles(compile)
         bounds, ahead = max_in_flight or {}, prefetch or {}
         self._scheduling = ScheduleConfig(schedule, bounds, reshard_after_forward, fill, pieces or {}, ahead, islands)
         self._start_method, self._process_group_backend = start_method, process_group_backend
@@ -285,19 +288,10 @@ class HeteroStrategy(WorldCollectives):
             self._scheduling = self._scheduling.instead_of_auto(chosen.scheduling)
             self._placement = place(chosen.layouts, self.world_size)
         self._assembled = assembled = assemble(
-            self._prefix,
-            self._multimodal,
-            self._placement,
-            self.global_rank,
-            self.root_device,
-            ranks_per_node=self.num_processes,
-            storage=storage,
-            scheduling=self._scheduling,
-            recompute=self.recompute,
-            compile=self._compile,
-            timeout=self._timeout,
-            async_checkpoint=self._async_checkpoint,
-        )
+            self._prefix, self._multimodal, self._placement, self.global_rank, self.root_device,
+            ranks_per_node=self.num_processes, storage=storage, scheduling=self._scheduling, recompute=self.recompute,
+            offload=self.offload, compile=self._compile, timeout=self._timeout, async_checkpoint=self._async_checkpoint,
+        )  # fmt: skip
         self._owned, self.recompute, model = assembled.owned, dict(assembled.recompute), self._multimodal
         self._runner = StepRunner(
             assembled.executor,
