@@ -30,8 +30,8 @@ PARTS = {
 RECOMPUTES = {"all": 3, "every 2": 1, "all but matmuls": 2, "whole": 1}
 
 
-PLAIN = ("balance", "tokens", "freeze", "recompute", "compile", "max_in_flight", "reshard_after_forward", "edges",
-         "loss_weights", "kv_heads", "ranks_per_node", "tied", "dropout", "precision", "late", "lm",
+PLAIN = ("balance", "tokens", "freeze", "offload", "recompute", "compile", "max_in_flight", "reshard_after_forward",
+         "edges", "loss_weights", "kv_heads", "ranks_per_node", "tied", "dropout", "precision", "late", "lm",
          "islands", "cache", "prefetch", "pieces", "fill", "schedule")  # fmt: skip
 """Options that a smaller setting has as they are by default, in the order in which that is tried."""
 
@@ -151,7 +151,8 @@ class _Drawing:
         drawn = replace(drawn, layouts={name: self.in_chunks(drawn, name) for name in modules})
         parts = gcd(*instances.values()) if balance is not None else 1
         islands = self.rng.choice([n for n in range(1, parts + 1) if parts % n == 0])
-        return replace(drawn, cache=self.cache(drawn), islands=islands)
+        drawn = replace(drawn, cache=self.cache(drawn), islands=islands)
+        return replace(drawn, offload=self.offload(drawn))
 
     def filling(self, setting: Setting) -> Setting:
         """The same with encoders in bubbles, where there are such, perhaps in pieces."""
@@ -178,6 +179,16 @@ class _Drawing:
         stages = {n: one.get("pp", 1) * setting.pieces.get(n, 1) for n, one in setting.layouts.items()}
         frozen = [n for n in stages if n in setting.freeze or (f"{n}.backbone" in setting.freeze and stages[n] > 1)]
         return {n: 1 for n in frozen if ITEM_MODULES.get(n) == "encoder" and self.often(0.6)}
+
+    def offload(self, setting: Setting) -> dict[str, str]:
+        """Modules whose activations are in host memory, where they may be."""
+        found = {}
+        for name in setting.modules:
+            again, whole = setting.recompute.get(name), setting.fill == "decoupled" and name in ITEM_MODULES
+            compiled = again and name in setting.compile and setting.layouts[name].get("tp", 1) != 1
+            if again not in ("whole", "all but matmuls") and not whole and not compiled and self.often(0.2):
+                found[name] = self.one_of({"all": 2, "every 2": 1})
+        return found
 
     def cache(self, setting: Setting) -> dict[str, str]:
         """Frozen backbones whose rows are kept, those of all settings in one folder."""
@@ -346,7 +357,7 @@ def smaller(setting: Setting) -> Iterator[Setting]:
         left = {n: v for n, v in setting.prefetch.items() if n != part.split(".")[0]}
         kept = {n: v for n, v in setting.cache.items() if n != part.split(".")[0]}
         yield replace(setting, freeze=tuple(p for p in setting.freeze if p != part), prefetch=left, cache=kept)
-    for option in ("balance", "tokens", "recompute", "compile", "pieces"):
+    for option in ("balance", "tokens", "offload", "recompute", "compile", "pieces"):
         given = getattr(setting, option) or {}
         for key in given if len(given) > 1 else ():
             yield replace(setting, **{option: {k: v for k, v in given.items() if k != key}})
@@ -379,6 +390,7 @@ def _without(setting: Setting, module: str) -> Setting:
         prefetch={n: v for n, v in setting.prefetch.items() if n != module},
         cache={n: v for n, v in setting.cache.items() if n != module},
         recompute={n: v for n, v in setting.recompute.items() if n != module},
+        offload={n: v for n, v in setting.offload.items() if n != module},
         pieces={n: v for n, v in setting.pieces.items() if n != module},
         compile={n: v for n, v in setting.compile.items() if n != module},
         loss_weights={n: v for n, v in setting.loss_weights.items() if n != module},

@@ -17,6 +17,7 @@ from hetero_strategy.layout import ModuleLayout, Placement, place
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, ModuleInputs, Packing, SequenceInputs
+from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.plan.ahead import computing, with_next
@@ -63,6 +64,7 @@ class Setting:
     balance: Mapping[str, Any] | None = None
     """None: all units are dealt in order."""
     recompute: Mapping[str, str] = field(default_factory=dict)
+    offload: Mapping[str, str] = field(default_factory=dict)
     reshard_after_forward: str = "auto"
     fill: str = "auto"
     freeze: tuple[str, ...] = ()
@@ -116,7 +118,14 @@ class Setting:
     @cached_property
     def blueprint(self) -> Blueprint:
         again = recomputes(self.recompute)
-        return blueprint(self.model(), self.placement.layouts, self.scheduling, again, storage=self.storage)
+        return blueprint(
+            self.model(),
+            self.placement.layouts,
+            self.scheduling,
+            again,
+            storage=self.storage,
+            offload=offloads(self.offload),
+        )
 
     def metadata(self, seed: int) -> StepMetadata:
         """Of a ragged global batch, the same on every rank."""
@@ -229,7 +238,7 @@ def assembled(setting: Setting, rank: int) -> Assembled:
     """The model on its ranks."""
     return assemble(
         "model", setting.model(), setting.placement, rank, torch.device("cpu"), storage=setting.storage,
-        scheduling=setting.scheduling, recompute=recomputes(setting.recompute),
+        scheduling=setting.scheduling, recompute=recomputes(setting.recompute), offload=offloads(setting.offload),
     )  # fmt: skip
 
 

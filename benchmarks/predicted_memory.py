@@ -1,4 +1,4 @@
-"""Peak memory of every rank as the planner predicts it, beside that of real steps, over 23 layouts.
+"""Peak memory of every rank as the planner predicts it, beside that of real steps, over 26 layouts.
 
 Every layout runs on gloo processes: the model is made, two steps with AdamW, then one whose tensors are counted as
 operators make and free them (parameters, optimizer states, gathered weights, gradients, activations, rows on their way,
@@ -27,6 +27,7 @@ from benchmarks.common import arguments, report, write_json
 from benchmarks.pipelines import Setting, assembled, planned
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model.inputs import ModuleInputs
+from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.optimizer import choose_kernels
 from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import Storage
@@ -55,6 +56,7 @@ def _setting(name: str, llm: ModuleLayout, vision: ModuleLayout | None = None, *
 
 ALONE, ROW = Layout((0,)), (0, 1, 2, 3)
 AHEAD: dict[str, Any] = {"freeze": ("vision",), "prefetch": {"vision": 1}}
+AWAY: dict[str, Any] = {"recompute": {"llm": "all"}, "offload": {"llm": "all"}}
 SETTINGS = (
     _setting("text, 1 rank", ALONE),
     _setting("text, 1 rank, bf16", ALONE, storage=MIXED),
@@ -62,6 +64,9 @@ SETTINGS = (
     _setting("colocated, 1 rank, recompute all", ALONE, ALONE, recompute={"llm": "all", "vision": "all"}),
     _setting("recompute every 2", ALONE, ALONE, recompute={"llm": "every 2"}),
     _setting("recompute all but matmuls, bf16", ALONE, ALONE, recompute={"llm": "all but matmuls"}, storage=MIXED),
+    _setting("offload all", ALONE, ALONE, offload={"llm": "all", "vision": "all"}),
+    _setting("offload every 2, bf16", ALONE, ALONE, offload={"llm": "every 2"}, storage=MIXED),
+    _setting("recompute and offload all, gpipe", Layout((0, 1), pp=2), ALONE, schedule="gpipe", **AWAY),
     _setting("colocated, dp_shard 2", Layout((0, 1)), Layout((0, 1))),
     _setting("colocated, dp_shard 2, bf16", Layout((0, 1)), Layout((0, 1)), storage=MIXED),
     _setting("dp_shard 2, never reshard", Layout((0, 1)), Layout((0, 1)), reshard_after_forward="never"),
@@ -141,9 +146,17 @@ def predicted(setting: Setting, copies: bool = False) -> Memory:
     evaluator = Evaluator(shape, cluster, [setting.metadata(0)], precision=precision)
     layouts = setting.blueprint.layouts
     again, reshard = recomputes(setting.recompute), setting.reshard_after_forward
+    away = offloads(setting.offload)
     placed = evaluator.place(
         Candidate(
-            layouts, setting.microbatches, setting.schedule, again, reshard, setting.fill, prefetch=setting.prefetch
+            layouts,
+            setting.microbatches,
+            setting.schedule,
+            again,
+            reshard,
+            setting.fill,
+            prefetch=setting.prefetch,
+            offload=away,
         )
     )
     plan, _, costs, schedule = planned(setting, 0)

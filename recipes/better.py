@@ -148,6 +148,7 @@ def as_it_ran(strategy: HeteroStrategy, ran: MeasuredAndSimulated) -> Candidate:
         config.fill,
         config.pieces,
         config.prefetch,
+        strategy.offload,
     )
 
 
@@ -176,7 +177,7 @@ def _planner(
         balance=data.balance,
         precision=precision,
         measured=ran.stages.modules(shape, cluster, precision),
-        allowed=Allowed.beside(bounds, (), data.payload),
+        allowed=Allowed.beside(bounds, strategy.offload, data.payload),
     )
     return planner, None if on_processors else lambda: memory_model(model.train(), shape, cluster, precision)
 

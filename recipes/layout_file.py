@@ -14,7 +14,7 @@ from hetero_strategy.planner.evaluate import Placed
 
 
 def write_layout(path: Path, placed: Placed, what: str, *, trains: bool) -> Path:
-    """Write layouts, schedule, recompute, when weights are freed and, for data that trains, how many microbatches.
+    """Write layouts, schedule, recompute, offload, when weights are freed and, for data that trains, the microbatches.
 
     Args:
         what: the first line says it.
@@ -23,6 +23,8 @@ def write_layout(path: Path, placed: Placed, what: str, *, trains: bool) -> Path
     strategy: dict[str, Any] = {"schedule": placed.scheduling.schedule}
     if candidate.recompute:
         strategy["recompute"] = {name: str(how) for name, how in candidate.recompute.items()}
+    if candidate.offload:
+        strategy["offload"] = {name: str(how) for name, how in candidate.offload.items()}
     if candidate.reshard_after_forward != "auto":
         strategy["reshard_after_forward"] = candidate.reshard_after_forward
     if placed.graph.filling:

@@ -22,6 +22,7 @@ from hetero_strategy.layout.placement import place
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.monitor.timeline import from_simulation
 from hetero_strategy.monitor.timeline_draw import draw
+from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.plan.config import BalanceConfig
@@ -30,7 +31,7 @@ from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.evaluate import Candidate, Placed, Step
 from hetero_strategy.planner.explain import Explanation, Unfilled, explain, unfilled
 from hetero_strategy.planner.from_run import Measured
-from hetero_strategy.planner.memory import KINDS, MemoryModel
+from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.planner.search import Answer, Planner, Ranked
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
@@ -101,6 +102,7 @@ def plan(cfg: DictConfig) -> None:
         console.print(line, soft_wrap=True)
     for line in one_more_node(planner, answer, tokens, memory, console, float(cfg.one_more_node)):
         console.print(line, soft_wrap=True)
+    console.print(kept(answer.best.memory))
     file = write_layout(folder / "layout" / "planned.yaml", placed, said(answer, planner), trains="module" in cfg.data)
     timeline = from_simulation(step.simulation, MOST_RANKS, before and before.filling)
     draw(folder / "timeline.png", timeline, title=said(answer, planner))
@@ -119,6 +121,7 @@ def as_it_ran(ran: Measured, cfg: DictConfig, answer: Answer, planner: Planner) 
     pieces = dict(said.pieces or {})
     early = dict(said.prefetch or {})
     given = Candidate(ran.layouts, count, said.schedule, again, said.reshard_after_forward, said.fill, pieces, early)
+    given = replace(given, offload=offloads(said.offload))
     given = replace(given, layouts=given.scheduling.uncut(ran.layouts))
     try:
         took = planner.evaluator.seconds(given)
@@ -156,6 +159,7 @@ def build_all(model: MultimodalModel, step: Step, planner: Planner, console: Con
             microbatches=step.plan.microbatches,
             scheduling=placed.scheduling,
             recompute=placed.candidate.recompute,
+            offload=placed.candidate.offload,
             storage=Storage(compute, master),
             memory=cluster.memory,
             progress=lambda what: status.update(f"dry run: {what}"),
@@ -187,7 +191,7 @@ def allowed(cfg: DictConfig) -> Allowed:
     said = cfg.strategy
     payload = str(cfg.data.module.get("payload", "fetch")) if "module" in cfg.data else "fetch"
     given = ScheduleConfig("auto", said.max_in_flight or {}, pieces=said.pieces or {}, prefetch=said.prefetch or {})
-    return Allowed.beside(given, said.recompute or (), payload)
+    return Allowed.beside(given, said.recompute or said.offload or (), payload)
 
 
 def precision(cfg: DictConfig) -> Precision:
@@ -316,6 +320,18 @@ def needs(answer: Answer, cluster: Cluster) -> list[str]:
     whole = f"{size(memory.peak[rank])} of {size(cluster.memory[rank])}"
     left = f"; {len(answer.too_large)} faster candidates need too much" if answer.too_large else ""
     return [f"memory      {whole} on rank {rank}: {parts}{left}"]
+
+
+def kept(memory: Memory) -> Table:
+    """What every stage keeps from forward until backward."""
+    table = Table(title="activations that stages keep, predicted", title_justify="left")
+    for column in ("stage", "a microbatch", "in flight", "together", "recomputed", "in host memory"):
+        table.add_column(column)
+    for one in memory.kept():
+        host = f"{one.offload}: {size(one.host)} a microbatch" if one.offload else ""
+        sizes = size(one.device), str(one.in_flight), size(one.device * one.in_flight)
+        table.add_row(str(one.stage), *sizes, one.recompute, host)
+    return table
 
 
 def one_more_node(

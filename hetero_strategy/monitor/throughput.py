@@ -19,6 +19,7 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.monitor.flops import Part, device_peak_flops, utilization, work
 from hetero_strategy.monitor.measure import Spent, Watch, over_ranks, waited
+from hetero_strategy.parallelize.offload import host_memory
 from hetero_strategy.plan.ahead import computing
 from hetero_strategy.planner.layers import fed_by_trainable
 
@@ -86,6 +87,7 @@ class ThroughputMonitor(L.Callback):
     ``mfu/total``, ``mfu/<module>``          model FLOPs over the peak of all ranks, or of the module's own ranks
     ``hfu/total``, ``hfu/<module>``          the same with what recompute repeats; MFU and HFU need a known peak
     ``memory/max_allocated_gib``             peak of the fullest rank (``memory/max_rss_gib`` on CPU)
+    ``memory/max_offloaded_gib``             most activations in host memory on any rank, where there is ``offload``
     ======================================== ====================================================================
 
     Modules that share ranks share their peak: their MFUs add up to the ranks' MFU. Each time is that of the rank
@@ -203,8 +205,9 @@ class ThroughputMonitor(L.Callback):
 
         # A collective, equal on all ranks.
         memory_name, memory = _memory(trainer.strategy.root_device)
-        own = [spent.training, spent.data, spent.checkpoint, spent.between, spent.validation, memory]
-        seconds, data, checkpoint, between, validation, memory = over_ranks(trainer, own, "max")
+        away = _offloaded(trainer)
+        own = [spent.training, spent.data, spent.checkpoint, spent.between, spent.validation, memory, away or 0.0]
+        seconds, data, checkpoint, between, validation, memory, most_away = over_ranks(trainer, own, "max")
         parts = {name: _parts(adapter, name, window, trainer.strategy) for name, adapter in modules.items()}
         trainable = {name: _trainable(adapter) for name, adapter in modules.items()}
         fed = fed_by_trainable(trainable, edges)
@@ -225,6 +228,7 @@ class ThroughputMonitor(L.Callback):
             "tflops/total": sum(w.model for w in works.values()) / seconds / 1e12,
             **{f"tflops/{name}": w.model / seconds / 1e12 for name, w in works.items()},
             memory_name: memory,
+            **({} if away is None else {"memory/max_offloaded_gib": most_away}),
         }
         if self._peak is not None:
             for kind, part in (("mfu", "model"), ("hfu", "hardware")):
@@ -289,6 +293,15 @@ def _holds(part: str, blocks: tuple[str, ...]) -> bool:
 
 def _trainable(module: torch.nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _offloaded(trainer: L.Trainer) -> float | None:
+    """Most activations that were in host memory on this rank, in GiB; None where no module's may be."""
+    strategy: Any = trainer.strategy
+    if not getattr(strategy, "offload", {}):
+        return None
+    found = {id(host): host.most for host in map(host_memory, strategy.executor.stages.values()) if host is not None}
+    return sum(found.values()) / GIB
 
 
 def _memory(device: torch.device) -> tuple[str, float]:

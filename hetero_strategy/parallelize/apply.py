@@ -1,4 +1,4 @@
-"""How one module is put on its mesh, from outside: stages, tensor parallel, recompute, compile, FSDP2, then its values.
+"""How one module is put on its mesh, from outside: stages, tensor parallel, recompute, compile, offload, FSDP2, values.
 
 The module is built on the meta device and what this rank does not own stays there. Of the rest only this rank's shards
 are ever allocated: initial values are made one block at a time and each rank keeps its part, so the weights are the
@@ -26,6 +26,7 @@ from hetero_strategy.parallelize.compile import apply_compile
 from hetero_strategy.parallelize.float8 import apply_float8
 from hetero_strategy.parallelize.fsdp import apply_fsdp
 from hetero_strategy.parallelize.gradients import local
+from hetero_strategy.parallelize.offload import HostMemory, Offload, apply_offload
 from hetero_strategy.parallelize.recompute import Recompute, apply_recompute
 from hetero_strategy.parallelize.stages import adopt, cut, owned_tensors, ties_kept
 from hetero_strategy.parallelize.storage import FP32, Storage
@@ -41,6 +42,7 @@ def parallelize(
     *,
     seed: int,
     recompute: Recompute | None = None,
+    offload: Offload | None = None,
     compile: str | None = None,
     split: Sequence[int] = (),
     pp_rank: int = 0,
@@ -56,6 +58,7 @@ def parallelize(
             above 1; not read for one rank without mixed precision.
         device: of its tensors; on meta they have no values.
         recompute: what runs again in backward instead of keeping its activations.
+        offload: whose activations are in host memory between forward and backward.
         compile: backend that compiles its blocks; None: none does.
         split: blocks of each stage; not read without a pipeline.
         pp_rank: this rank's pipeline coordinate.
@@ -75,7 +78,7 @@ def parallelize(
     traits = storage.store_frozen(name, module, traits)
     kept, blocks = storage.kept(name, module), list(module.blocks())
     assert layout.pipeline.stages in (1, len(split)), f"split {split} of {layout.pipeline.stages} stages"
-    stages = cut(module, split, layout.pipeline.stages_of(pp_rank))
+    stages, host = cut(module, split, layout.pipeline.stages_of(pp_rank)), HostMemory(device)
     for stage in stages.values():
         stage.compute_dtype = storage.compute
         if module.float8 is not None:
@@ -100,6 +103,9 @@ def parallelize(
             apply_recompute([stage] if recompute.whole else parts, recompute)
         if compile is not None and not compile_first:
             apply_compile(stage.blocks().values(), compile)
+        if offload is not None:
+            away = offload.chosen(blocks)
+            apply_offload(stage, [block for fqn, block in stage.blocks().items() if fqn in away], host)
         if layout.dp_shard > 1 or storage.casts(stage.parameters()):
             assert mesh is not None
             axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)

@@ -65,11 +65,16 @@ def recomputes(given: Iterable[str] | Mapping[str, Any] | None) -> dict[str, Rec
     return {name: _recompute(name, way) for name, way in said.items()}
 
 
+def every(way: Any) -> int | None:
+    """Every how many blocks are meant by ``all`` and ``every 2``; None: something else is said."""
+    number = re.fullmatch(r"every ([1-9]\d*)", str(way))
+    return int(number[1]) if number else 1 if way == "all" else None
+
+
 def _recompute(name: str, way: Any) -> Recompute:
-    every = re.fullmatch(r"every ([1-9]\d*)", str(way))
-    if every:
-        return Recompute(int(every[1]))
-    if way not in ("all", "all but matmuls", "whole"):
+    if (number := every(way)) is not None:
+        return Recompute(number)
+    if way not in ("all but matmuls", "whole"):
         raise ConfigError(f"HeteroStrategy: recompute of '{name}' is {way!r}; use one of: {WAYS}")
     return Recompute(keeps_matmuls=way == "all but matmuls", whole=way == "whole")
 

@@ -68,6 +68,10 @@ class BlockBytes:
     """The same in its backward, with the gradient of its input, without that of its output."""
     halves: Float64[np.ndarray, "blocks features"]
     """Between the two halves of its backward."""
+    stays: Float64[np.ndarray, "kinds blocks features"] | None = None
+    """Of :attr:`kept` what stays on the device where the rest is in host memory; None: that is not known."""
+    stays_later: float = 0.0
+    """The same of :attr:`later`."""
 
     def on(self, tp: int, parts: int) -> BlockBytes:
         """On one of ``tp`` ranks, of which each has one of ``parts`` parts of the rows between columns."""
@@ -75,7 +79,9 @@ class BlockBytes:
         kept = self.kept * left[:, None, None]
         before, after = (x.sum(axis=(0, 2)) for x in (self.kept, kept))
         less = np.divide(after, before, out=np.full(len(before), 1 / parts), where=before > 0)[:, None]
-        return BlockBytes(kept, self.later / parts, self.forward * less, self.backward * less, self.halves * less)
+        stays = None if self.stays is None else self.stays * left[:, None, None]
+        peaks = self.forward * less, self.backward * less, self.halves * less
+        return BlockBytes(kept, self.later / parts, *peaks, stays, self.stays_later / parts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ import numpy as np
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.parallelize.offload import Offload
 from hetero_strategy.parallelize.recompute import Recompute, decoupled
 from hetero_strategy.plan.ahead import ahead, with_next
 from hetero_strategy.plan.config import BalanceConfig
@@ -57,6 +58,7 @@ class Candidate:
     fill: str = "auto"
     pieces: Mapping[str, int] = field(default_factory=dict)
     prefetch: Mapping[str, int] = field(default_factory=dict)
+    offload: Mapping[str, Offload] = field(default_factory=dict)
 
     @property
     def scheduling(self) -> ScheduleConfig:
@@ -180,7 +182,7 @@ class Evaluator:
             layouts,
             trains,
             once_gathered,
-            again,
+            {*again, *candidate.offload},
             shardings,
             filling,
             scheduling.prefetch,

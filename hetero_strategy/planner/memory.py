@@ -57,6 +57,23 @@ CUDA = Allocator(margin=0.05, communicator=128 * 2**20, copies=True, holds_sent=
 """NCCL, whose buffers are 4 MiB (``NCCL_BUFFSIZE``) for each direction of 16 channels; the margin is an assumption."""
 
 
+@dataclass(frozen=True)
+class KeptByStage:
+    """Activations of one stage, of the microbatch and the instance that have most."""
+
+    stage: StageId
+    in_flight: int
+    """Most microbatches that have them at a time."""
+    device: float
+    """Bytes on each of the instance's ranks for each microbatch."""
+    host: float
+    """The same in host memory."""
+    recompute: str
+    """What runs again, as a person says it; empty: nothing."""
+    offload: str
+    """Which blocks are in host memory; empty: none."""
+
+
 @dataclass(frozen=True, eq=False)
 class Memory:
     """Memory of a step on every rank, at the moment when most is needed there."""
@@ -67,6 +84,19 @@ class Memory:
     stages: Mapping[StageId, Float64[np.ndarray, "kinds _ranks"]]
     """The part of each stage, on its ranks in the order of its grid."""
     changes: Changes = field(repr=False)
+    needs: Mapping[StageId, StageNeeds] = field(repr=False)
+
+    def kept(self) -> list[KeptByStage]:
+        """What every stage keeps from forward until backward, of those that have one."""
+        candidate, found = self.step.placed, []
+        for stage_id, count in self.step.schedule.in_flight.items():
+            if count:
+                name, needs = computing(stage_id.module), self.needs[stage_id]
+                most = np.unravel_index((needs.kept + needs.host).argmax(), needs.kept.shape)
+                again, away = candidate.recompute.get(name), candidate.candidate.offload.get(name)
+                sizes = float(needs.kept[most]), float(needs.host[most])
+                found.append(KeptByStage(stage_id, count, *sizes, str(again or ""), str(away or "")))
+        return found
 
     @property
     def peak(self) -> Float64[np.ndarray, "ranks"]:
@@ -111,7 +141,7 @@ class MemoryModel:
         Walk(step, self._widths(placed), sizes, needs, early, self.allocator.holds_sent, changes).run()
         bytes_, stages = changes.at_peak(ranks)
         bytes_[-1] = self.allocator.margin * bytes_.sum(axis=0) + self.allocator.communicator * communicators(placed)
-        return Memory(step, bytes_, stages, changes)
+        return Memory(step, bytes_, stages, changes, needs)
 
     def least(self, placed: Placed) -> Float64[np.ndarray, "ranks"]:
         """Bytes that every rank needs whatever the batch: parameters, optimizer states, gradients, and of one stage
@@ -163,7 +193,7 @@ class MemoryModel:
                         labelled = labelled[:, own]
                     found[node] = stage_needs(
                         self.activations[name], placed.placement.layouts[name], stage.row_sharding.parts, how,
-                        sizes[node], _blocks(placed, node), given[:, own], labelled,
+                        sizes[node], _blocks(placed, node), given[:, own], labelled, placed.candidate.offload.get(name),
                     )  # fmt: skip
         return found
 

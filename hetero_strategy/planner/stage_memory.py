@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ from jaxtyping import Float64, Num
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize.gradients import BUCKET_BYTES
+from hetero_strategy.parallelize.offload import Offload
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.planner.activations import Activations, BlockBytes
 from hetero_strategy.planner.shape import ModuleShape
@@ -140,6 +142,8 @@ class StageNeeds:
     """Most in the first backward of a step, with its activations and new gradients."""
     again: Float64[np.ndarray, "microbatches instances"]
     """The same in a later one."""
+    host: Float64[np.ndarray, "microbatches instances"]
+    """In host memory from forward until backward, of each rank."""
 
 
 def stage_needs(
@@ -151,6 +155,7 @@ def stage_needs(
     blocks: tuple[int, int],
     given: Float64[np.ndarray, "microbatches instances features"],
     labelled: Num[np.ndarray, "microbatches instances"] | None,
+    offload: Offload | None = None,
 ) -> StageNeeds:
     """Activations of the stage of some blocks.
 
@@ -159,6 +164,8 @@ def stage_needs(
         blocks: its first block and the one after its last.
         given: features of what each instance has in each microbatch.
         labelled: rows with a label, where the stage has a head.
+        offload: which blocks are in host memory; one of them is on its way there in a forward, and one back, besides
+            the block that computes.
     """
     first, last = blocks
     ways = {way: made.on(layout.tp, parts) for way, made in activations.blocks.items()}
@@ -176,27 +183,47 @@ def stage_needs(
     more = np.stack([way.later * rows for way in chosen]) * (backward > 0)
     more[0] = 0.0
     kept, halves = kept + more, halves + more
+    moved, near = _moved(chosen, first, offload, given, kept * (backward > 0))
+    kept = kept - moved
     gradient = activations.row / parts * rows
     backward = backward + gradient * np.append(np.ones(last - first - 1), float(labelled is not None))[:, None, None]
-    before = np.cumsum(kept, axis=0) - kept
+    before = np.cumsum(kept, axis=0) - kept + near[:-1]
     beside = [x[:, None, None] for x in (sizes.beside_forward(), *map(sizes.beside_backward, (True, False)))]
     most = [
         (before + own + extra).max(axis=0) for own, extra in zip((forward, backward, backward), beside, strict=True)
     ]
     most[1:] = [np.maximum(m, sizes.end_of_backward(first)) for m, first in zip(most[1:], (True, False), strict=True)]
-    under = kept.sum(axis=0)
+    stays = kept.sum(axis=0)
+    under = stays + near[-1]
     if at_once:  # forward keeps nothing, and backward begins with a forward that keeps all
         most[0] = (forward + beside[0]).max(axis=0)
-    total = [np.zeros_like(under) if at_once else under, halves.sum(axis=0), *most]
+    total = [np.zeros_like(stays) if at_once else stays, halves.sum(axis=0), *most]
     if labelled is not None and activations.head is not None:
-        head, below = activations.head, total[0]
+        head, below = activations.head, total[0] + near[-1]
         of = [line.of(labelled, head.chunk) for line in (head.kept, head.forward, head.backward)]
         whole = activations.row * rows * (parts > 1)
         total[0] = total[0] + of[0] * (not at_once)
         total[1] = total[1] + of[0]
         total[2] = np.maximum(most[0], below + of[1] / layout.tp + whole + gradient)
         total[3:] = [np.maximum(m, under + of[2] / layout.tp + whole) for m in most[1:]]
+    total.append(moved.sum(axis=0))
     return StageNeeds(*total)
+
+
+def _moved(
+    chosen: Sequence[BlockBytes], first: int, offload: Offload | None, given: np.ndarray, kept: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of each block that are in host memory, ``[blocks, microbatches, instances]``; and those of the nearest such
+    block before each block, and before what comes after them.
+    """
+    moved, near = np.zeros_like(kept), np.zeros((len(kept) + 1, *kept.shape[1:]))
+    for i, way in enumerate(chosen if offload is not None else ()):
+        assert offload is not None and way.stays is not None
+        near[i + 1] = near[i]
+        if (first + i) % offload.every == 0:
+            stays = given @ way.stays[:, i + first].sum(axis=0) + (i > 0) * way.stays_later * given[:, :, 0]
+            near[i + 1] = moved[i] = np.maximum(kept[i] - stays, 0.0)
+    return moved, near
 
 
 def _row(way: BlockBytes, name: str, block: int) -> Float64[np.ndarray, "features"]:

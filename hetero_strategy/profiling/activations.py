@@ -38,6 +38,7 @@ from hetero_strategy.model.inputs import (
     tensors_of,
 )
 from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.parallelize.offload import HostMemory, _Block, apply_offload
 from hetero_strategy.parallelize.recompute import Recompute, apply_recompute
 from hetero_strategy.planner.activations import FEATURES, Activations, BlockBytes, Head, HeadBytes, features
 from hetero_strategy.planner.cluster import Cluster
@@ -114,8 +115,8 @@ class _Module:
             for way, found in blocks.items():
                 found.append(self._block(stage, flows, way))
             flows = flows or any(p.requires_grad for p in stage.parameters())
-        later = {way: self._later(fqns, way) if flows and len(fqns) > 1 else 0.0 for way in blocks}
-        made = {way: _block_bytes(np.stack(found), later[way]) for way, found in blocks.items()}
+        later = {way: self._later(fqns, way) if flows and len(fqns) > 1 else (0.0, 0.0) for way in blocks}
+        made = {way: _block_bytes(np.stack(found), *later[way]) for way, found in blocks.items()}
         payload = sum(t.nbytes for t in tensors_of(known)) / known.packing.rows
         return Activations(made, self.row, self._head(fqns), payload)
 
@@ -125,8 +126,8 @@ class _Module:
         """
         blocks = max(1, len(self.module.blocks()))
         flows = self.fed or any(p.requires_grad for p in self.module.parameters())
-        quantities = np.zeros((blocks, 6, len(FEATURES)))
-        quantities[:, :, 0] = np.array([24 * flows, 10 * flows, 0, 34, 42 * flows, 60 * flows]) / 2 * self.row
+        quantities = np.zeros((blocks, 9, len(FEATURES)))
+        quantities[:, :6, 0] = np.array([24 * flows, 10 * flows, 0, 34, 42 * flows, 60 * flows]) / 2 * self.row
         again = quantities.copy()
         again[:, :3] = 0
         made = {way: _block_bytes(again if way == "all" else quantities, way == "all" and self.row) for way in WAYS}
@@ -154,14 +155,16 @@ class _Module:
             self.known[key] = found
         return self.known[key]
 
-    def _later(self, fqns: Sequence[str], way: str) -> float:
+    def _later(self, fqns: Sequence[str], way: str) -> tuple[float, float]:
         """How many bytes a row more a block keeps that is not the first of a stage: its input, where it needs it, less
-        what it has in common with those before it, such as tables of positions.
+        what it has in common with those before it, such as tables of positions; and of that what stays on the device
+        where blocks are in host memory.
         """
         stages = [self._stage(part, first=False, last=False) for part in (fqns[:1], fqns[:2])]
         found = [self._quantities(stage, self.packings[0], True, way) for stage in stages]
-        one, two = (sum(quantities[:3]) / given[0] for given, quantities in found)
-        return two - 2 * one
+        one, two = (np.array([sum(x[:3]), sum(x[6:])]) / given[0] for given, x in found)
+        all_, stays = two - 2 * one
+        return float(all_), float(stays)
 
     def _quantities(
         self, stage: Adapter, lengths: np.ndarray, flows: bool, way: str
@@ -180,17 +183,19 @@ class _Module:
             if how is not None:
                 for block in stage.blocks().values():
                     apply_recompute([block], how)
-                    undo.callback(block.__dict__.pop, "forward")
+                    undo.callback(block.__dict__.pop, "forward", None)
             stage.compute_dtype = self.dtype
             counted = undo.enter_context(_Counted(self.module, stage))
 
             def work(weights: list[Tensor]) -> list[float]:
                 run = partial(stage, inputs, rows, hidden)
                 found = _whole(run, counted, bool(weights) or flows)
-                return [
-                    *found,
-                    _halves(run, counted, leaves, weights) if flows and weights and how is None else found[-1],
-                ]
+                split = flows and weights and how is None
+                found.append(_halves(run, counted, leaves, weights) if split else found[-1])
+                apply_offload(stage, stage.blocks().values(), _Nowhere(torch.device("cpu")))
+                for block in stage.blocks().values():
+                    undo.callback(block.__dict__.pop, "forward", None)
+                return found + (_stays(run, counted) if weights or flows else [0.0] * 3)
 
             return features(inputs.packing), _Fake(stage, self.dtype).do(work)
 
@@ -250,6 +255,24 @@ def _whole(run: Callable[[], Any], counted: _Counted, trains: bool) -> list[floa
     counted.reset()
     backward.whole([(root.edge, g) for root, g in zip(roots, gradients, strict=True)])
     return [*kept, forward, counted.most - start - own]
+
+
+def _stays(run: Callable[[], Any], counted: _Counted) -> list[float]:
+    """What is kept on the device, by kind, where blocks have the rest in host memory."""
+    counted.reset()
+    roots = _roots(run())
+    found = counted.by_kind()
+    roots.clear()
+    return found
+
+
+class _Nowhere(HostMemory):
+    """Lets go what leaves: it is the memory of no other device."""
+
+    @override
+    def _leave(self, block: _Block) -> None:
+        for memory in block.alive():
+            memory.tensor = torch.empty(0)
 
 
 def _halves(run: Callable[[], Any], counted: _Counted, leaves: Sequence[Tensor], weights: list[Any]) -> float:
@@ -334,10 +357,12 @@ def _keys(values: Any) -> set[int]:
     return {x.untyped_storage()._cdata for x in tree_leaves(values) if isinstance(x, Tensor)}
 
 
-def _block_bytes(quantities: Float64[np.ndarray, "blocks quantities features"], later: float) -> BlockBytes:
+def _block_bytes(
+    quantities: Float64[np.ndarray, "blocks quantities features"], later: float, stays_later: float = 0.0
+) -> BlockBytes:
     """Of quantities in the order of the fields."""
-    kept = quantities[:, :3].swapaxes(0, 1)
-    return BlockBytes(kept, later, quantities[:, 3], quantities[:, 4], quantities[:, 5])
+    kept, stays = (quantities[:, part].swapaxes(0, 1) for part in (slice(3), slice(6, 9)))
+    return BlockBytes(kept, later, quantities[:, 3], quantities[:, 4], quantities[:, 5], stays, stays_later)
 
 
 def _fitted(

@@ -29,6 +29,7 @@ from hetero_strategy.model.kind import check_output
 from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.gradients import settle
+from hetero_strategy.parallelize.offload import host_memory
 from hetero_strategy.parallelize.tied import Tied
 from hetero_strategy.plan.ahead import computing
 from hetero_strategy.runtime import backward
@@ -187,6 +188,8 @@ class _Live:
     rows: _Output | None = None
     loss: _Output | None = None
     later: backward.WeightsLater | None = None
+    come_back: Callable[[], None] | None = None
+    """Starts to copy what is in host memory back."""
 
 
 class _Step:
@@ -277,6 +280,8 @@ class _Step:
         live = _Live(arrived, seed)
         with torch.set_grad_enabled(differentiable):
             out = stage(inputs, rows, hidden)
+        if differentiable and (host := host_memory(stage)) is not None:
+            live.come_back = None if host.latest is None else host.latest.start
         if stage.last_stage:
             check_output(stage, out)
         made: torch.Tensor | None = out if isinstance(out, torch.Tensor) else out.hidden
@@ -345,6 +350,8 @@ class _Step:
             gradient = live.rows.filled(0.0, device) if gradient is None else gradient
             roots.append((live.rows.edge, gradient.to(live.rows.dtype)))
         live.rows = live.loss = None
+        if roots and live.come_back is not None:
+            live.come_back()
         if step.action.kind == "I":
             weights = [p for p in stage.parameters() if p.requires_grad]
             live.later = backward.inputs_first(roots, [leaf for leaf in live.leaves if leaf.requires_grad], weights)

@@ -22,6 +22,7 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.gradients import Owned, owned_parameters
+from hetero_strategy.parallelize.offload import Offload
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
@@ -113,6 +114,7 @@ def assemble(
     scheduling: ScheduleConfig,
     recompute: Mapping[str, Recompute] = MappingProxyType({}),
     compile: Mapping[str, str] = MappingProxyType({}),
+    offload: Mapping[str, Offload] = MappingProxyType({}),
     timeout: timedelta | None = None,
     async_checkpoint: bool = False,
     plan: Blueprint | None = None,
@@ -128,13 +130,14 @@ def assemble(
         storage: dtypes of parameters, and of rows between stages.
         recompute: of modules that compute activations again in backward.
         compile: backend of modules whose blocks are compiled.
+        offload: of modules whose activations are in host memory between forward and backward.
         plan: what :func:`blueprint` makes of the same; None: it is made here.
 
     Raises:
         see :func:`blueprint`.
     """
     scheduling = scheduling.resolved(placement.layouts)
-    plan = plan or blueprint(model, placement.layouts, scheduling, recompute, compile, storage)
+    plan = plan or blueprint(model, placement.layouts, scheduling, recompute, compile, storage, offload)
     connected = torch.device("cpu") if device.type == "meta" else device  # no backend sends what is on meta
     modules, layouts, graph = model.modules_by_name, plan.layouts, plan.graph
     registry = GroupRegistry(placement, tied_rank_sets(modules, layouts), connected.type, timeout)
@@ -144,7 +147,7 @@ def assemble(
     ]
     channels = _channels(registry, graph, rows, rank, connected)
     connect(graph, channels, rank)
-    stages = _own_stages(model, layouts, registry, placement, rank, device, plan.recompute, compile, storage)
+    stages = _own_stages(model, layouts, registry, placement, rank, device, plan.recompute, compile, offload, storage)
     mine = {
         graph.node_of(StageId(name, number), rank): stage
         for name, made in stages.items()
@@ -215,6 +218,7 @@ def _own_stages(
     device: torch.device,
     recompute: Mapping[str, Recompute],
     compile: Mapping[str, str],
+    offload: Mapping[str, Offload],
     storage: Storage,
 ) -> dict[str, dict[int, Adapter]]:
     """Module -> this rank's stages of it, parallelised; modules of other ranks go to the meta device."""
@@ -233,6 +237,7 @@ def _own_stages(
             seed=model.seed,
             recompute=recompute.get(name),
             compile=compile.get(name),
+            offload=offload.get(name),
             split=layout.split or (),
             pp_rank=where.pp,
             storage=storage,

@@ -119,7 +119,7 @@ def planned(
         balance=data.balance,
         precision=precision,
         measured=measured,
-        allowed=Allowed.beside(asked, strategy.recompute, data.payload),
+        allowed=Allowed.beside(asked, {**strategy.recompute, **strategy.offload}, data.payload),
     )
     known = strategy.root_device.type == "cuda"  # ranks on a CPU share what memory there is
     answer = planner.plan(memory=(lambda: memory_model(model, shape, cluster, precision)) if known else None)

@@ -12,6 +12,7 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.apply import check_all
+from hetero_strategy.parallelize.offload import Offload, check_offload
 from hetero_strategy.parallelize.recompute import Recompute, decoupled
 from hetero_strategy.parallelize.stages import cut
 from hetero_strategy.parallelize.storage import FP32, Storage
@@ -43,6 +44,7 @@ def blueprint(
     recompute: Mapping[str, Recompute] = MappingProxyType({}),
     compile: Mapping[str, str] = MappingProxyType({}),
     storage: Storage = FP32,
+    offload: Mapping[str, Offload] = MappingProxyType({}),
 ) -> Blueprint:
     """Cut the modules into stages and check that the order can run them. Pure; call it on the meta device.
 
@@ -51,17 +53,20 @@ def blueprint(
         recompute: of modules that compute activations again in backward.
         compile: backend of modules whose blocks are compiled.
         storage: dtypes of parameters.
+        offload: of modules whose activations are in host memory between forward and backward.
 
     Raises:
         LayoutError: layouts that do not fit the modules.
         ScheduleError: an order that does not fit the layouts.
-        ConfigError: ``recompute`` or ``compile`` cannot be applied to a module; or see :meth:`Storage.check`.
+        ConfigError: ``recompute``, ``compile`` or ``offload`` cannot be applied to a module, or see
+            :meth:`Storage.check`.
     """
     modules, scheduling = model.modules_by_name, scheduling.resolved(layouts)
     check_all(modules, dict(layouts))
     storage.check(modules)
     _check_blocks("recompute", recompute, modules)
     _check_blocks("compile", compile, modules)
+    _check_blocks("offload", offload, modules)
     for name in compile:
         if layouts[name].tp == 1:
             continue
@@ -79,6 +84,7 @@ def blueprint(
     filling = scheduling.filling({*modules} - {*model.language_models()}, layouts, edges)
     recompute = decoupled(recompute, scheduling.fill, filling)
     _check_chunks(layouts, recompute, compile)
+    check_offload(offload, recompute, compile, {name: layout.tp for name, layout in layouts.items()})
     again = {name: how.share for name, how in recompute.items()}
     layouts = scheduling.in_pieces(filling, layouts)
     layouts = scheduling.most_ahead(layouts, {name: len(module.blocks()) for name, module in modules.items()})
@@ -100,7 +106,7 @@ def blueprint(
         costs |= {StageId(name, i): cost for i, cost in enumerate(_costs(module, split, again.get(name, 0.0), ranks))}
     islands = islands_of(chosen, next(iter(model.language_models())), scheduling.islands)
     shardings = {name: module.row_sharding(chosen[name]) for name, module in modules.items()}
-    whole = {*recompute, *compile}
+    whole = {*recompute, *compile, *offload}
     _check_ahead(model, scheduling.prefetch, trains)
     graph = stage_graph(
         model.topological(), edges, chosen, trains, gathered, whole, shardings, filling, scheduling.prefetch, islands

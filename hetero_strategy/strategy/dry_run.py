@@ -28,6 +28,7 @@ from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.monitor.traffic import Traffic
 from hetero_strategy.parallelize.fsdp import whole_bytes
 from hetero_strategy.parallelize.gradients import local
+from hetero_strategy.parallelize.offload import Offload
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.plan.ahead import computing, with_next
@@ -123,6 +124,7 @@ def dry_run(
     scheduling: ScheduleConfig | None = None,
     recompute: Mapping[str, Recompute] = MappingProxyType({}),
     compile: Mapping[str, str] = MappingProxyType({}),
+    offload: Mapping[str, Offload] = MappingProxyType({}),
     storage: Storage = FP32,
     memory: Float64[np.ndarray, "ranks"] | float | None = None,
     progress: Callable[[str], None] | None = None,
@@ -136,7 +138,7 @@ def dry_run(
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; default: all on one.
         microbatches, microbatch_rows: see :func:`hetero_strategy.plan.orchestrator.plan_step`.
         balance: how work is spread; default: as the strategy does by default.
-        scheduling, recompute, compile, storage: see :func:`hetero_strategy.strategy.assembly.assemble`.
+        scheduling, recompute, compile, offload, storage: see :func:`hetero_strategy.strategy.assembly.assemble`.
         memory: bytes of a device, or of every rank's; a rank that needs more is a fault.
         progress: is told what is done next.
 
@@ -149,7 +151,7 @@ def dry_run(
     placement, tell = place(layouts, world_size), progress or (lambda _: None)
     scheduling = (scheduling or ScheduleConfig()).resolved(placement.layouts)
     tell("stages")
-    plan = blueprint(model, placement.layouts, scheduling, recompute, compile, storage)
+    plan = blueprint(model, placement.layouts, scheduling, recompute, compile, storage, offload)
     placement = Placement(plan.layouts, world_size)
     faults: list[Fault] = []
     steps = []
@@ -184,7 +186,7 @@ def dry_run(
         with _noted(faults, "build", rank), fake_world(rank, world_size):
             made = assemble(
                 "model", _copied(model), placement, rank, META, ranks_per_node=ranks_per_node, storage=storage,
-                scheduling=scheduling, recompute=recompute, compile=compile, plan=plan,
+                scheduling=scheduling, recompute=recompute, compile=compile, offload=offload, plan=plan,
             )  # fmt: skip
             rank_sets[rank] = made.registry.created
             faults += _program_faults(rank, steps, plan.graph)

@@ -41,6 +41,7 @@ from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.compile import compiles
 from hetero_strategy.parallelize.float8 import float8s, use_float8
 from hetero_strategy.parallelize.gradients import Owned
+from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.optimizer import choose_kernels
 from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.runtime.agreement import Stop
@@ -78,6 +79,7 @@ class HeteroStrategy(WorldCollectives):
         layouts: module name -> :class:`ModuleLayout` or its fields; ``auto``: the planner chooses, also recompute and
             schedule if not given. None (``strategy="hetero"``): every module sharded over all ranks.
         recompute: modules that compute activations again in backward; by module: all, every 2, all but matmuls, whole.
+        offload: modules whose blocks keep activations in host memory until backward; by module: all, every 2.
         compile: modules whose blocks torch compiles one by one, for any number of rows; or by module: the backend.
         float8: modules whose blocks multiply in float8 (torchao); or by module: the recipe.
         schedule: in which order a step's work runs: ``1f1b``, ``gpipe``, ``interleaved_1f1b`` (modules with vpp > 1),
@@ -115,6 +117,7 @@ class HeteroStrategy(WorldCollectives):
         layouts: Mapping[str, ModuleLayout | Mapping[str, Any]] | Literal["auto"] | None = None,
         *,
         recompute: Sequence[str] | Mapping[str, str] | None = None,
+        offload: Sequence[str] | Mapping[str, str] | None = None,
         compile: Sequence[str] | Mapping[str, str] | None = None,
         float8: Sequence[str] | Mapping[str, str] | None = None,
         schedule: str = "auto",
@@ -137,7 +140,8 @@ class HeteroStrategy(WorldCollectives):
         if start_method not in START_METHODS:
             raise ConfigError(f"HeteroStrategy: start_method={start_method!r}; use one of {', '.join(START_METHODS)}")
         self._auto, self._layouts = layouts == "auto", given(layouts)
-        self.recompute, self._compile, self._float8 = recomputes(recompute), compiles(compile), float8s(float8)
+        self.recompute, self.offload = recomputes(recompute), offloads(offload)
+        self._compile, self._float8 = compiles(compile), float8s(float8)
         bounds, ahead = max_in_flight or {}, prefetch or {}
         self._scheduling = ScheduleConfig(schedule, bounds, reshard_after_forward, fill, pieces or {}, ahead, islands)
         self._start_method, self._process_group_backend = start_method, process_group_backend
@@ -292,7 +296,7 @@ class HeteroStrategy(WorldCollectives):
         self._assembled = assembled = assemble(
             self._prefix, self._multimodal, self._placement, self.global_rank, self.root_device,
             ranks_per_node=self.num_processes, storage=storage, scheduling=self._scheduling, recompute=self.recompute,
-            compile=self._compile, timeout=self._timeout, async_checkpoint=self._async_checkpoint,
+            offload=self.offload, compile=self._compile, timeout=self._timeout, async_checkpoint=self._async_checkpoint,
         )  # fmt: skip
         self._owned, self.recompute, model = assembled.owned, dict(assembled.recompute), self._multimodal
         self._runner = StepRunner(

@@ -65,7 +65,7 @@ def test_draws_are_their_numbers_and_cover_everything(data: dict[bool, Data]) ->
     for field in ("dp_replicate", "dp_shard", "tp", "tp_chunks", "pp", "vpp", "split", "pp_style"):
         assert sum(field in layout for layout in layouts) > 10
     assert any(-1 in layout.values() for layout in layouts) and {s.world for s in drawn} >= {1, 2, 3, 4, 6, 8}
-    for option in ("freeze", "recompute", "max_in_flight", "tokens", "balance"):
+    for option in ("freeze", "recompute", "offload", "max_in_flight", "tokens", "balance"):
         assert sum(bool(getattr(s, option)) for s in drawn) > 30
     keys = set().union(*(s.balance or {} for s in drawn))
     assert keys == {"policy", "costs", "speeds", "budget", "rearrange", "reorder"}

@@ -24,6 +24,7 @@ from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.combine import StepSums
 from hetero_strategy.parallelize.float8 import apply_float8
+from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
@@ -76,6 +77,7 @@ class Setting:
     draw_layers: int = 2
     freeze: tuple[str, ...] = ()
     recompute: Mapping[str, str] = field(default_factory=dict)
+    offload: Mapping[str, str] = field(default_factory=dict)
     compile: Mapping[str, str] = field(default_factory=dict)
     float8: Mapping[str, str] = field(default_factory=dict)
     reshard_after_forward: str = "auto"
@@ -341,6 +343,7 @@ def assembled(
                 setting.islands,
             ),
             recompute=recomputes(setting.recompute),
+            offload=offloads(setting.offload),
             compile=setting.compile,
             ranks_per_node=setting.ranks_per_node,
         )

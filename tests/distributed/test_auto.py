@@ -58,7 +58,9 @@ def test_on_cuda_the_memory_of_its_device_is_kept_to_and_none_is_taken(
     with models_without_values():
         model = model_of(job, vocabulary=8)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    strategy: Any = SimpleNamespace(root_device=torch.device("cuda", 0), num_nodes=1, num_processes=2, recompute={})
+    strategy: Any = SimpleNamespace(
+        root_device=torch.device("cuda", 0), num_nodes=1, num_processes=2, recompute={}, offload={}
+    )
     trainer: Any = SimpleNamespace(datamodule=datamodule(job))
     storage, state = Storage(torch.bfloat16), torch.get_rng_state()
     caplog.set_level(logging.INFO)

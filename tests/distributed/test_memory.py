@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from benchmarks.pipelines import Setting
 from benchmarks.predicted_memory import ALONE, SETTINGS, predicted, steps_on_rank
 from tests.distributed.harness import Pool
 
-NAMES = ("recompute all but matmuls, bf16", "colocated, dp_shard 2, bf16", "llm pp 2, gpipe, bf16",
+NAMES = ("offload all", "offload every 2, bf16", "recompute all but matmuls, bf16", "colocated, dp_shard 2, bf16",
+         "llm pp 2, gpipe, bf16",
          "encoder in the bubbles of pp 4, bf16", "decoupled from pp 4, bf16")  # fmt: skip
 WITHIN = 0.05
 
@@ -22,7 +24,8 @@ def test_peaks_are_predicted(pool: Pool, name: str) -> None:
     (setting,) = (one for one in SETTINGS if one.name == name)
     peaks = np.array([rank.peak for rank in pool.run(setting.world, steps_on_rank, setting, timeout=300)])
     np.testing.assert_allclose(predicted(setting).peak, peaks, rtol=WITHIN)
-    other = {"recompute": {}} if setting.recompute else {"recompute": {"llm": "all"}}
+    other: dict[str, Any] = {"recompute": {}} if setting.recompute else {"recompute": {"llm": "all"}}
+    other = {"offload": {}} if setting.offload else other
     assert (np.abs(predicted(replace(setting, **other)).peak / peaks - 1) > WITHIN).any(), "nothing would be noticed"
 
 

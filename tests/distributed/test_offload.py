@@ -1,0 +1,95 @@
+"""Activations in host memory on several ranks: gradients of one process in fp64, bit by bit those of nothing moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from hetero_strategy.parallelize.offload import host_memory
+from tests.distributed.exact import compare, expected, on, setting_of
+from tests.distributed.harness import Pool
+from tests.distributed.stepping import OnRank, Reference, Run, Setting, Stepped, data
+
+EVERYWHERE = {"vision": "all", "llm": "every 2"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "an encoder before stages of 1f1b": ({"vision": on(0), "llm": on(0, 1, pp=2)}, {}),
+    "recomputed": (
+        {"vision": on(0, 1, pp=2), "llm": on(0, 1, pp=2)},
+        {"recompute": {"vision": "all", "llm": "every 2"}},
+    ),
+    "tensor parallel": (
+        {"vision": on(0, 1, tp=2), "llm": on(0, 1, 2, 3, pp=2, tp=2, tp_chunks=2)},
+        {"recompute": {"llm": "every 2"}},
+    ),
+    "sharded": ({"vision": on(0, 1), "llm": on(0, 1, 2, 3, pp=2)}, {}),
+    "sharded, gathered always, frozen backbone": (
+        {"vision": on(0, 1, 2, 3), "llm": on(0, 1, 2, 3, pp=2)},
+        {"reshard_after_forward": "always", "freeze": ("vision.backbone",)},
+    ),
+    "replicated rows, tied": ({"vision": on(0), "llm": on(0, 1, tp=2)}, {"lm": "hf_llama", "tied": True}),
+    "encoder in bubbles": ({"vision": on(0, 1), "llm": on(0, 1, pp=2)}, {"fill": "fine"}),
+    "compiled": (
+        {"vision": on(0, 1), "llm": on(0, 1, tp=2)},
+        {"compile": {"llm": "aot_eager", "vision": "aot_eager"}, "recompute": {"vision": "every 2"}, "llm_layers": 3},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """A reference that keeps what it is asked to compare."""
+
+    reference: Reference
+    gradients: list[dict[str, torch.Tensor]]
+
+    def errors(self, gradients: dict[str, torch.Tensor]) -> dict[str, float]:
+        local = {n: g.to_local() if isinstance(g, DTensor) else g for n, g in gradients.items()}
+        self.gradients.append({name: gradient.clone() for name, gradient in local.items()})
+        return self.reference.errors(gradients)
+
+
+def moved_on_rank(
+    rank: int, world: int, setting: Setting, wanted: Reference, others: tuple[str, ...]
+) -> tuple[list[Run], bool, int]:
+    """Steps with the setting's offload, first in its own schedule; whether that gives the bits of nothing moved; and
+    the most bytes that were on the host.
+    """
+    made: list[list[Stepped]] = []
+    noted: list[list[dict[str, torch.Tensor]]] = []
+    most = 0
+    for one in (setting, replace(setting, offload={}), *(replace(setting, schedule=other) for other in others)):
+        torch._dynamo.reset()
+        here, note = OnRank(rank, world, one), _Noted(wanted, [])
+        made.append([here.step(note, number, one) for number in (2, 5)])  # type: ignore[arg-type]
+        noted.append(note.gradients)
+        hosts = [host for host in map(host_memory, here.executor.stages.values()) if host is not None]
+        assert not any(host.bytes for host in hosts), "nothing stays there after a step"
+        most += sum(host.most for host in hosts) if one is setting else 0
+    same = all(
+        a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+        for a, b in zip(noted[0], noted[1], strict=True)
+    )
+    return [Run(steps, {}) for steps in made], same, most
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
+    return {False: data(tmp_path_factory.mktemp("offload"))}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_gradients(pool: Pool, folders: dict[bool, str], name: str) -> None:
+    layouts, options = CASES[name]
+    layers = {"llm_layers": 4, "vision_layers": 3} | options
+    setting = setting_of(folders, layouts, "1f1b", **{"offload": EVERYWHERE, **layers})
+    wanted = expected(setting)
+    others = ("zb_h1", "gpipe") if "stages" in name else ()
+    runs, same, most = zip(*pool.run(setting.world, moved_on_rank, setting, wanted, others, timeout=300), strict=True)
+    for each in zip(*runs, strict=True):
+        compare(wanted, each)
+    assert all(same)
+    assert any(most), "nothing was moved"

@@ -1,0 +1,171 @@
+"""Activations in host memory: the same gradients bit by bit, less on the device, and no weight among what moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.parallelize import offload as offload_room
+from hetero_strategy.parallelize.apply import parallelize
+from hetero_strategy.parallelize.offload import HostMemory, Offload, _Block, check_offload, host_memory, offloads
+from hetero_strategy.parallelize.recompute import Recompute, recomputes
+from hetero_strategy.profiling.allocations import Allocations
+from hetero_strategy.zoo import titan_llama
+from tests.model.helpers import TITAN, tokens
+
+LENGTHS = [40, 24]
+
+
+def made(offload: str | None, recompute: str | None = None, compile: str | None = None) -> Adapter:
+    module = titan_llama(**TITAN | {"n_layers": 4})
+    layout = ModuleLayout.from_config("llm", {"ranks": [0]}).resolved()
+    again = recomputes({"llm": recompute})["llm"] if recompute else None
+    away = offloads({"llm": offload})["llm"] if offload else None
+    parallelize(
+        "llm", module, layout, None, torch.device("cpu"), seed=1, recompute=again, offload=away, compile=compile
+    )
+    return module
+
+
+def gradients(module: Adapter) -> dict[str, Tensor]:
+    for _ in range(2):
+        module(tokens(LENGTHS)).loss_sum.backward()
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("compile", [None, "aot_eager"])
+@pytest.mark.parametrize("recompute", [None, "all", "every 2"])
+@pytest.mark.parametrize("offload", ["all", "every 2"])
+def test_gradients_are_the_same_bit_by_bit(offload: str, recompute: str | None, compile: str | None) -> None:
+    module = made(offload, recompute, compile)
+    wanted, found = gradients(made(None, recompute, compile)), gradients(module)
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    host = host_memory(module)
+    assert host is not None and host.most > 0 and host.bytes == 0, "what was on the host has not gone"
+    torch._dynamo.reset()
+
+
+def kept(offload: str | None, recompute: str | None = None) -> tuple[int, int]:
+    """Bytes that a forward keeps on the device and on the host, made in the last of two."""
+    module = made(offload, recompute)
+    inputs = tokens(LENGTHS)
+    module(inputs).loss_sum.backward()
+    with Allocations() as counted:
+        loss = module(inputs).loss_sum
+    host = host_memory(module)
+    found = counted.now, 0 if host is None else host.bytes
+    loss.backward()
+    return found
+
+
+def test_what_is_on_the_host_is_not_on_the_device() -> None:
+    for recompute in (None, "all"):
+        whole, _ = kept(None, recompute)
+        for offload in ("all", "every 2"):
+            device, host = kept(offload, recompute)
+            assert host > 0
+            assert device + host == whole
+    device, host = kept("all")
+    assert host > 0.8 * (device + host), "most of what blocks keep moves"
+    assert kept("every 2")[1] == pytest.approx(host / 2, rel=0.05)
+
+
+def test_no_weight_nor_what_is_shared_ever_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storages that leave are those of no parameter, of no buffer, and each leaves once per forward."""
+    monkeypatch.setattr(offload_room, "SMALLEST", 0)  # weights of this model are small
+    module = made("all")
+    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    left: list[int] = []
+    leave = HostMemory._leave
+
+    def noted(host: HostMemory, block: _Block) -> None:
+        left.extend(memory.tensor.untyped_storage().data_ptr() for memory in block.alive())
+        leave(host, block)
+
+    saved: set[int] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        made_without = made(None)
+        made_without(tokens(LENGTHS))
+    assert saved & {p.data_ptr() for p in made_without.parameters()}, "autograd does save weights"
+    monkeypatch.setattr(HostMemory, "_leave", noted)
+    loss = module(tokens(LENGTHS)).loss_sum
+    assert left and not own.intersection(left)
+    loss.backward()
+
+
+def test_blocks_come_back_one_ahead_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = made("all")
+    order: list[Any] = []
+    come, leave, reach = HostMemory.come, HostMemory._leave, _Block.reach
+    blocks: list[_Block] = []
+
+    def left(host: HostMemory, block: _Block) -> None:
+        blocks.append(block)
+        leave(host, block)
+
+    def reached(block: _Block) -> None:
+        if not block._here:
+            order.append(("runs", blocks.index(block)))
+        reach(block)
+
+    def comes(host: HostMemory, block: _Block) -> None:
+        order.append(("comes", blocks.index(block)))
+        come(host, block)
+
+    monkeypatch.setattr(HostMemory, "_leave", left)
+    monkeypatch.setattr(HostMemory, "come", comes)
+    monkeypatch.setattr(_Block, "reach", reached)
+    loss = module(tokens(LENGTHS)).loss_sum
+    host = host_memory(module)
+    assert host is not None and host.latest is not None
+    host.latest.start()
+    loss.backward()
+    expected = [("comes", 3)]
+    for number in (3, 2, 1):
+        expected += [("runs", number), ("comes", number - 1)]
+    assert order == [*expected, ("runs", 0)]
+
+
+def test_nothing_moves_without_a_backward() -> None:
+    module = made("all")
+    with torch.no_grad():
+        module(tokens(LENGTHS))
+    host = host_memory(module)
+    assert host is not None and host.most == 0
+
+
+@pytest.mark.parametrize("way", ["every 0", "whole", "all but matmuls", 2, True])
+def test_other_ways_are_refused(way: Any) -> None:
+    with pytest.raises(ConfigError, match=r"offload of 'llm' is .*; use one of: all, every 2"):
+        offloads({"llm": way})
+
+
+def test_names_alone_mean_all() -> None:
+    assert offloads(["llm"]) == {"llm": Offload()} and offloads(None) == {}
+    assert [str(how) for how in offloads({"a": "all", "b": "every 3"}).values()] == ["all", "every 3"]
+
+
+@pytest.mark.parametrize("how", [Recompute(whole=True), Recompute(keeps_matmuls=True)], ids=str)
+def test_what_cannot_move_is_refused(how: Recompute) -> None:
+    with pytest.raises(ConfigError, match=f"offload names 'llm', whose recompute is '{how}'"):
+        check_offload(["llm"], {"llm": how}, (), {"llm": 1})
+    check_offload(["llm"], {"vision": how, "llm": Recompute(2)}, ["llm"], {"llm": 1})
+
+
+def test_compiled_tensor_parallel_blocks_are_not_recomputed_from_the_host() -> None:
+    """A block that runs again would be given a tensor that torch compiles other code for."""
+    with pytest.raises(ConfigError, match=r"'all' and with compile and tp=2 .*leave 'llm' out of recompute or compile"):
+        check_offload(["llm"], {"llm": Recompute()}, ["llm"], {"llm": 2})
+    check_offload(["llm"], {}, ["llm"], {"llm": 2})
