@@ -127,6 +127,7 @@ def allocate(
     *,
     most_instances: Mapping[str, int],
     within: float = 1.05,
+    most: int | None = None,
 ) -> list[Allocation]:
     """Solve the problem for all choices that can be within a factor of the best of their partition and pools.
 
@@ -138,6 +139,7 @@ def allocate(
         dp: instances of the language model to try.
         microbatches: for each of these, the numbers to try.
         most_instances: module -> most instances that can all have work.
+        most: allocations of a partition that are wanted, the best; None: all within the factor.
     """
     require("cvxpy", "planner", "planner: ranks are allocated by convex programs")
     laid: dict[range, list[_LanguageModel]] = {}
@@ -160,13 +162,13 @@ def allocate(
                 for n in product(*(fits[m] for m in others))
             )  # fmt: skip
         queues += map(_Queue, problems.values())
-    while drawn := [(queue, *problem) for queue in queues for problem in queue.next(within)]:
+    while drawn := [(queue, *problem) for queue in queues for problem in queue.next(within, most)]:
         for shared in dict.fromkeys(problem.limits for _, problem, _ in drawn):
             mine = [(queue, problem, way) for queue, problem, way in drawn if problem.limits == shared]
             solved = _solve([(problem, way) for _, problem, way in mine], estimates.cluster.ranks)
             for (queue, _, _), allocation in zip(mine, solved, strict=True):
                 queue.found.append(allocation)
-    return [a for queue in queues for a in queue.best(within)]
+    return [a for queue in queues for a in queue.best(within)[:most]]
 
 
 class _Queue:
@@ -183,11 +185,14 @@ class _Queue:
         self._first = np.concatenate([[0], np.cumsum([len(b) for b in bounds])])
         self._done = 0
 
-    def next(self, within: float) -> list[tuple[_Problems, int]]:
-        """Some that may be within a factor of the best found."""
-        best = min((a.seconds for a in self.found), default=np.inf)
+    def next(self, within: float, most: int | None) -> list[tuple[_Problems, int]]:
+        """Some that may be within a factor of the best found, and among so many of the best."""
+        found = sorted(a.seconds for a in self.found)
+        limit = found[0] * within if found else np.inf
+        if most is not None and len(found) >= most:
+            limit = min(limit, found[most - 1])
         numbers = self._order[self._done : self._done + CHUNK]
-        numbers = numbers[self._every[numbers] <= best * within]
+        numbers = numbers[self._every[numbers] <= limit]
         self._done += len(numbers)
         return [(self._problems[self._owner[n]], int(n - self._first[self._owner[n]])) for n in numbers]
 

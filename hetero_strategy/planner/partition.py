@@ -6,11 +6,13 @@ result is exact to (layers + stages) x 2^-30 of the sum.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int64
+from numpy.lib.stride_tricks import sliding_window_view
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import LayoutError
@@ -42,39 +44,55 @@ def split(costs: Sequence[float] | Float[np.ndarray, "layers"], stages: int) -> 
     if not work.any():
         work = np.ones_like(work)
     ends = ragged.offsets(np.rint(work / work.sum() * _PARTS)).astype(np.int64)
-    layer = np.arange(len(ends))
-    # Cost of a stage by its first layer and the layer after its last, int64 [layers + 1, layers + 1].
-    table = np.where(layer[None, :] > layer[:, None], ends[None, :] - ends[:, None], _NEVER)
     largest = _largest(ends.tolist(), stages) + len(work) + stages  # rounding must not tell equal stages apart
-    squares = np.where(table <= largest, np.minimum(table, 2 * _PARTS) ** 2, _NEVER)
-    return _least_sum(squares, stages)
+    return _least_sum(ends, stages, largest)
 
 
 def _largest(ends: list[int], stages: int) -> int:
-    """The least that the largest stage can cost, by bisection.
+    """The least that the largest stage can cost: by bisection between costs that stages can have.
 
     Args:
         ends: cost of all layers before each, and of all.
     """
-
-    def enough(most: int) -> bool:
-        end = 0
+    total = ends[-1]
+    most = low = max(-(-total // stages), max(b - a for a, b in pairwise(ends)))
+    high = total
+    while low < high:
+        end, largest, least_more = 0, 0, total
         for _ in range(stages):
-            end = bisect_right(ends, ends[end] + most) - 1
-        return end == len(ends) - 1
+            begin, end = end, bisect_right(ends, ends[end] + most) - 1
+            largest = max(largest, ends[end] - ends[begin])
+            if end == len(ends) - 1:
+                high = largest
+                break
+            least_more = min(least_more, ends[end + 1] - ends[begin])
+        else:
+            low = least_more
+        most = (low + high) // 2
+    return low
 
-    return bisect_left(range(ends[-1]), True, key=enough)
 
+def _least_sum(ends: Int64[np.ndarray, "layers+1"], stages: int, largest: int) -> tuple[int, ...]:
+    """Layers of each stage such that the squares of their costs sum to least.
 
-def _least_sum(table: np.ndarray, stages: int) -> tuple[int, ...]:
-    """Layers of each stage such that their costs sum to least."""
-    best, choices = np.full(len(table), _NEVER), []
-    best[0] = 0
+    Args:
+        ends: cost of all layers before each, and of all.
+        largest: what no stage costs more than.
+    """
+    layer = np.arange(len(ends))
+    width = int((layer - np.searchsorted(ends, ends - largest)).max())
+    # Of a stage by the layer after its last, and by its first, up to so many layers before that: [layers + 1, width].
+    first = layer[:, None] - width + np.arange(width)
+    costs = ends[:, None] - ends[np.maximum(first, 0)]
+    squares = np.where((first >= 0) & (costs <= largest), np.minimum(costs, 2 * _PARTS) ** 2, _NEVER)
+    best, choices = np.full(width + len(ends), _NEVER), []
+    best[width] = 0
+    before = sliding_window_view(best, width)[:-1]
     for _ in range(stages):
-        reached = np.minimum(best[:, None] + table, _NEVER)
-        choices.append(np.argmin(reached, axis=0))
-        best = reached.min(axis=0)
-    end, counts = len(best) - 1, []
+        reached = before + squares
+        choices.append(first[layer, chosen := reached.argmin(axis=1)])
+        best[width:] = np.minimum(reached[layer, chosen], _NEVER)
+    end, counts = len(ends) - 1, []
     for choice in reversed(choices):
         counts.append(end - int(choice[end]))
         end = int(choice[end])

@@ -246,10 +246,17 @@ def block_lines(
     matmul, attention = device.flops * device.matmul * tp, device.flops * device.attention * tp
     moved = np.broadcast_to(shape.moved, shape.blocks) * precision.compute / device.memory_bandwidth / tp
     collectives = tp_collectives(shape, tp, cluster, precision)
-    forward, again, weight = [], [], []
-    for linear, quadratic, rest, share in zip(shape.per_row, shape.per_pair, moved, shape.trained_share, strict=True):
-        products = Line(device.launch, float(linear) / matmul, 0.0)
-        pairs, between = Line(0.0, 0.0, float(quadratic) / attention), Line(0.0, float(rest), 0.0)
+    forward, again, weight = list[Line](), list[Line](), list[Line]()
+    known = dict[tuple[float | bool, ...], tuple[Line, Line, Line]]()
+    for block in zip(*(n.tolist() for n in (shape.per_row, shape.per_pair, moved, shape.trained_share)), strict=True):
+        linear, quadratic, rest, share = block
+        if (*block, fed) in known:  # most blocks are alike
+            for lines, line in zip((forward, again, weight), known[*block, fed], strict=True):
+                lines.append(line)
+            fed = fed or share > 0
+            continue
+        products = Line(device.launch, linear / matmul, 0.0)
+        pairs, between = Line(0.0, 0.0, quadratic / attention), Line(0.0, rest, 0.0)
         waited = exposed(collectives.per_row, products.per_row, tp) if overlap.tp else collectives.per_row
         moving = products.plus(collectives._replace(per_row=waited))
         inside = pairs.plus(pairs, ATTENTION_BACKWARD - 1).plus(between, MOVED_BACKWARD)
@@ -257,9 +264,10 @@ def block_lines(
         repeated = recomputed if fed or trains else 0.0
         forward.append(step)
         again.append(moving.plus(inside).plus(step, repeated) if fed else NOTHING)
-        own = Line(products.fixed, products.per_row * float(share), 0.0) if trains else NOTHING
+        own = Line(products.fixed, products.per_row * share, 0.0) if trains else NOTHING
         weight.append(own if fed or not trains else own.plus(inside).plus(step, repeated))
-        fed = fed or bool(trains)
+        known[*block, fed] = forward[-1], again[-1], weight[-1]
+        fed = fed or trains
     return forward, again, weight
 
 

@@ -83,3 +83,14 @@ def test_every_sum_of_ranks_keeps_to_what_there_is() -> None:
     assert found
     for one in found:
         assert sum(one.ranks) <= RANKS * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_the_best_few_are_those_of_all(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocation, "CHUNK", 2)
+    partitioned = list(partitions(["vision", "llm"]))
+    given = (estimates(), partitioned, "llm", TP, DP, COUNTS)
+    everything, few = (allocate(*given, most_instances=UNITS, within=np.inf, most=n) for n in (None, most))
+    for partition in partitioned:
+        whole, part = ([a.seconds for a in found if a.choice.partition == partition] for found in (everything, few))
+        assert part == pytest.approx(whole[:most], rel=1e-6)
