@@ -16,7 +16,7 @@ from jaxtyping import Float64
 from hetero_strategy.simulator.links import Links, Network
 
 
-class Copies(NamedTuple):
+class OwnWork(NamedTuple):
     """What a rank itself works for a collective over shards: hooks of FSDP, and copies into and out of buffers."""
 
     per_block: float = 0.0
@@ -29,14 +29,14 @@ class Copies(NamedTuple):
         return self.per_block * blocks + self.per_byte * size
 
 
-NO_COPIES = Copies()
+NO_WORK = OwnWork()
 
 
 class Sharding(NamedTuple):
     """Of parameters over data-parallel ranks, beside the collectives. Measured on processors only."""
 
-    gather: Copies = NO_COPIES
-    scatter: Copies = NO_COPIES
+    gather: OwnWork = NO_WORK
+    scatter: OwnWork = NO_WORK
 
 
 NO_SHARDING = Sharding()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hetero_strategy.planner.cluster import Cluster, Copies, Device, Sharding
+from hetero_strategy.planner.cluster import Cluster, OwnWork, Device, Sharding
 from hetero_strategy.planner.times import ADAM_BYTES
 from hetero_strategy.simulator.links import Links
 
@@ -95,7 +95,7 @@ def sharding(mesh: DeviceMesh) -> Sharding:
     lines = []
     for small, large in (gather, scatter):
         slope = max(0.0, float((large - small) / sizes[0]))
-        lines.append(Copies(max(0.0, float(small) - slope * SHARDED[0]), slope))
+        lines.append(OwnWork(max(0.0, float(small) - slope * SHARDED[0]), slope))
     return Sharding(*lines)
 
 

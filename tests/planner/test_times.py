@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.planner.cluster import Cluster, Copies, Device, NodePool, Sharding
+from hetero_strategy.planner.cluster import Cluster, OwnWork, Device, NodePool, Sharding
 from hetero_strategy.planner.shape import ModuleShape
 from hetero_strategy.planner.times import Line, Overlap, Precision, StageTimes, exposed, module_times
 from hetero_strategy.simulator.links import Links
@@ -111,7 +111,7 @@ def test_shards_are_gathered_and_gradients_reduced() -> None:
 
 
 def test_what_shards_cost_a_rank_itself_comes_on_top_for_every_block_and_byte() -> None:
-    device = replace(DEVICE, sharding=Sharding(Copies(0.25, 0.5), Copies(2.0, 0.125)))
+    device = replace(DEVICE, sharding=Sharding(OwnWork(0.25, 0.5), OwnWork(2.0, 0.125)))
     on = CLUSTER.changed(device=device)
     layout = ModuleLayout(4, split=(2,)).resolved()
     (plain,), (stage,) = (module_times(shape(), layout, cluster, fed=True) for cluster in (CLUSTER, on))
