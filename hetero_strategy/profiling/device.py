@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hetero_strategy.planner.cluster import Cluster, OwnWork, Device, Sharding
+from hetero_strategy.planner.cluster import Cluster, Device, OwnWork, Sharding
 from hetero_strategy.planner.times import ADAM_BYTES
 from hetero_strategy.simulator.links import Links
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.planner.cluster import Cluster, OwnWork, Device, NodePool, Sharding
+from hetero_strategy.planner.cluster import Cluster, Device, NodePool, OwnWork, Sharding
 from hetero_strategy.planner.shape import ModuleShape
 from hetero_strategy.planner.times import Line, Overlap, Precision, StageTimes, exposed, module_times
 from hetero_strategy.simulator.links import Links
