@@ -14,7 +14,7 @@ from benchmarks.measuring import seconds_in_turns
 from benchmarks.training import batch_of
 from hetero_strategy.model.inputs import EncoderInputs, ModuleInputs
 from hetero_strategy.plan.orchestrator import plan_step
-from hetero_strategy.runtime.payload import Copies, InPlace, Payload, ToCuda
+from hetero_strategy.runtime.payload import Copies, Payload, ToCuda
 
 SIZES = {"full": (24, 96, 4096, 8, 9), "tiny": (2, 2, 16, 2, 1)}
 """Pictures of a microbatch, output rows on a side of one, width of a product of matrices, microbatches, turns."""
@@ -59,7 +59,7 @@ def measure(device: torch.device, size: str, copies: Copies) -> Iterator[Line]:
             compute(given.take(use), repeats)
 
     ways: dict[str, Callable[[], None]] = {
-        "in place": lambda: step(Payload(there.inputs, uses, InPlace())),
+        "in place": lambda: step(Payload(there.inputs, uses, None)),
         "arriving": lambda: step(Payload(batch.inputs, uses, copies)),
     }
     taken = seconds_in_turns(ways, device, rounds, warm_up=3.0 if size == "full" else 0.0)

@@ -35,7 +35,7 @@ from hetero_strategy.plan.ahead import computing
 from hetero_strategy.runtime import backward
 from hetero_strategy.runtime.agreement import Agreement
 from hetero_strategy.runtime.held import Held
-from hetero_strategy.runtime.payload import Copies, InPlace, Payload, ToCuda
+from hetero_strategy.runtime.payload import Copies, Payload, ToCuda
 from hetero_strategy.runtime.recorder import Recorder
 from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.schedule.compile import RankAction, StepCompiler, StepProgram
@@ -83,14 +83,14 @@ class Executor:
     """Those of them that train."""
     held: Held = field(init=False, default_factory=Held)
     """Rows of modules that run a step ahead."""
-    copies: Copies = field(init=False)
-    """Bring inputs to the device."""
+    copies: Copies | None = field(init=False)
+    """Bring inputs to the device; None where it is the host."""
     running: _Step | None = field(init=False, default=None)
     """The step in progress, or the one that failed."""
 
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.device, self.compiler)
-        self.copies = ToCuda(self.device) if self.device.type == "cuda" else InPlace()
+        self.copies = ToCuda(self.device) if self.device.type == "cuda" else None
         self.parameters = {stage_id: list(stage.parameters()) for stage_id, stage in self.stages.items()}
         self.trained = {node: [p for p in own if p.requires_grad] for node, own in self.parameters.items()}
         names = self.compiler.graph.pipelines  # of modules, and of what they do ahead
@@ -207,8 +207,8 @@ class _Step:
         self.executor, self.batch, self.program, self.transport = executor, batch, program, transport
         self.factors, self.call = factors, call
         self.graph = executor.compiler.graph
-        forwards = [a.action for a in program.actions if a.action.kind == "F"]
-        uses = [(a.node.module, a.microbatch) for a in forwards if not batch.plan.holds(a.node.module, a.node.stage)]
+        forwards = (a.action for a in program.actions if a.action.kind == "F")
+        uses = ((a.node.module, a.microbatch) for a in forwards if not batch.plan.holds(a.node.module, a.node.stage))
         self.payload = Payload(batch.inputs, uses, executor.copies)
         self.action: Action | None = None
         """What runs, or ran last."""

@@ -41,18 +41,6 @@ class Copies(Protocol):
         ...
 
 
-class InPlace:
-    """Where host and device are one, nothing is copied."""
-
-    def start(self, inputs: ModuleInputs) -> Moving:
-        """See :class:`Copies`."""
-        return Moving(inputs)
-
-    def finish(self, moving: Moving) -> ModuleInputs:
-        """See :class:`Copies`."""
-        return moving.inputs
-
-
 class ToCuda:
     """Copies inputs to a CUDA device on a stream of their own.
 
@@ -95,14 +83,14 @@ class Payload:
     Args:
         inputs: by module and microbatch, on the host.
         uses: the microbatch of every forward that takes inputs, in the order of the rank's program.
-        copies: how they get to the device.
+        copies: how they get to the device; None: host and device are one, and nothing is copied.
     """
 
     def __init__(
-        self, inputs: Mapping[str, tuple[ModuleInputs | None, ...]], uses: Iterable[Microbatch], copies: Copies
+        self, inputs: Mapping[str, tuple[ModuleInputs | None, ...]], uses: Iterable[Microbatch], copies: Copies | None
     ) -> None:
         self._inputs, self._copies = inputs, copies
-        self._left = Counter(uses)
+        self._left = Counter(uses if copies is not None else ())
         self._coming = iter(list(self._left))
         self._moving: dict[Microbatch, Moving] = {}
         self._there: dict[Microbatch, ModuleInputs] = {}
@@ -110,18 +98,19 @@ class Payload:
             self._start_next()
 
     def take(self, microbatch: Microbatch) -> ModuleInputs:
-        """Give the inputs that a forward takes; after the last one that does, nothing here holds them."""
+        """Give the inputs that a forward takes; after the last one that does, nothing here holds their copy."""
+        if self._copies is None:
+            inputs = self._inputs[microbatch[0]][microbatch[1]]
+            assert inputs is not None, f"microbatch {microbatch[1]} of {microbatch[0]} has no inputs"
+            return inputs
         if microbatch in self._moving:
             self._start_next()
             self._there[microbatch] = self._copies.finish(self._moving.pop(microbatch))
-        inputs = self._there[microbatch]
         self._left[microbatch] -= 1
-        if not self._left[microbatch]:
-            del self._there[microbatch]
-        return inputs
+        return self._there[microbatch] if self._left[microbatch] else self._there.pop(microbatch)
 
     def _start_next(self) -> None:
         for module, number in islice(self._coming, 1):
             inputs = self._inputs[module][number]
-            assert inputs is not None, f"microbatch {number} of {module} has no inputs"
+            assert inputs is not None and self._copies is not None, f"microbatch {number} of {module} has no inputs"
             self._moving[module, number] = self._copies.start(inputs)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hetero_strategy.model.inputs import EncoderInputs, Packing
-from hetero_strategy.runtime.payload import AHEAD, InPlace, Payload, ToCuda
+from hetero_strategy.runtime.payload import AHEAD, Payload, ToCuda
 
 FEATURES = 1 << 12
 
@@ -20,10 +20,10 @@ def pictures(rows: int, number: int) -> EncoderInputs:
 def test_on_the_host_they_are_what_was_loaded() -> None:
     made = tuple(pictures(2, number) for number in range(3))
     uses = [("vision", 2), ("vision", 0), ("vision", 2)]
-    payload = Payload({"vision": made}, uses, InPlace())
+    payload = Payload({"vision": (*made, None)}, uses, None)
     assert all(payload.take(use) is made[use[1]] for use in uses)
-    with pytest.raises(KeyError):
-        payload.take(uses[-1])
+    with pytest.raises(AssertionError, match="microbatch 3 of vision has no inputs"):
+        payload.take(("vision", 3))
 
 
 @pytest.mark.cuda
