@@ -27,12 +27,14 @@ PARTS = {
     "hf": ("model.model.embed_tokens", "model.lm_head", "model.model.layers.0", "model.model.norm"),
 }
 """What may be frozen of a module, or of a kind of language model."""
+FLOAT8 = "rowwise_with_gw_hp, emulated"
+"""Whose rounding does not depend on the microbatch, nor, without tensor parallelism, on the layout."""
 RECOMPUTES = {"all": 3, "every 2": 1, "all but matmuls": 2, "whole": 1}
 
 
-PLAIN = ("balance", "tokens", "freeze", "offload", "recompute", "compile", "max_in_flight", "reshard_after_forward",
-         "edges", "loss_weights", "kv_heads", "ranks_per_node", "tied", "dropout", "precision", "late", "lm",
-         "islands", "cache", "prefetch", "pieces", "fill", "schedule")  # fmt: skip
+PLAIN = ("balance", "tokens", "freeze", "float8", "offload", "recompute", "compile", "max_in_flight",
+         "reshard_after_forward", "edges", "loss_weights", "kv_heads", "ranks_per_node", "tied", "dropout",
+         "precision", "late", "lm", "islands", "cache", "prefetch", "pieces", "fill", "schedule")  # fmt: skip
 """Options that a smaller setting has as they are by default, in the order in which that is tried."""
 
 
@@ -146,6 +148,8 @@ class _Drawing:
             batches=batches,
             microbatches=None if auto else rng.randint(1, min(6, largest)),
         )
+        if setting.precision == "64-true" and self.often(0.1):  # elsewhere what is rounded otherwise rounds otherwise
+            setting = replace(setting, float8={n: FLOAT8 for n in modules if layouts[n]["tp"] == 1})
         drawn = self.filling(setting) if pipelined and self.often(0.5) else setting
         drawn = replace(drawn, prefetch=self.prefetch(drawn))
         drawn = replace(drawn, layouts={name: self.in_chunks(drawn, name) for name in modules})
@@ -357,7 +361,7 @@ def smaller(setting: Setting) -> Iterator[Setting]:
         left = {n: v for n, v in setting.prefetch.items() if n != part.split(".")[0]}
         kept = {n: v for n, v in setting.cache.items() if n != part.split(".")[0]}
         yield replace(setting, freeze=tuple(p for p in setting.freeze if p != part), prefetch=left, cache=kept)
-    for option in ("balance", "tokens", "offload", "recompute", "compile", "pieces"):
+    for option in ("balance", "tokens", "float8", "offload", "recompute", "compile", "pieces"):
         given = getattr(setting, option) or {}
         for key in given if len(given) > 1 else ():
             yield replace(setting, **{option: {k: v for k, v in given.items() if k != key}})
@@ -391,6 +395,7 @@ def _without(setting: Setting, module: str) -> Setting:
         cache={n: v for n, v in setting.cache.items() if n != module},
         recompute={n: v for n, v in setting.recompute.items() if n != module},
         offload={n: v for n, v in setting.offload.items() if n != module},
+        float8={n: v for n, v in setting.float8.items() if n != module},
         pieces={n: v for n, v in setting.pieces.items() if n != module},
         compile={n: v for n, v in setting.compile.items() if n != module},
         loss_weights={n: v for n, v in setting.loss_weights.items() if n != module},

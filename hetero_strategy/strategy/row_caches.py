@@ -168,11 +168,12 @@ def _tensors(backbone: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def _digest(stage: Encoder, *, hashes: bool) -> str | None:
-    """A hash of what a stage's backbone computes: its structure, weights and dtype, whatever its layout.
+    """A hash of what a stage's backbone computes: its structure, weights and dtypes, whatever its layout.
 
     A collective over the stage's ranks: each sharded tensor is gathered, one after the other.
     """
-    hashed = hashlib.blake2b(repr((stage.compute_dtype, list(_structure(stage)))).encode(), digest_size=16)
+    dtypes = stage.compute_dtype, stage.float8
+    hashed = hashlib.blake2b(repr((*dtypes, list(_structure(stage)))).encode(), digest_size=16)
     for name, tensor in sorted(_tensors(stage.backbone).items()):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if hashes:

@@ -16,12 +16,14 @@ from hetero_strategy.parallelize import float8
 from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.float8 import apply_float8, float8s, use_float8
 from hetero_strategy.parallelize.storage import Storage
+from hetero_strategy.strategy.row_caches import _digest
 from hetero_strategy.zoo import titan_llama
 from tests.distributed.exact import on
 from tests.distributed.harness import Pool
 from tests.distributed.scenario import Job, train
 from tests.distributed.scenario import data as scenario_data
 from tests.model.helpers import TITAN, tokens
+from tests.small_models import reader
 
 CPU = torch.device("cpu")
 CLASS = "Float8LinearOfAnyRows"
@@ -109,6 +111,18 @@ def test_without_torchao_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPa
     layouts = {"llm": ModuleLayout.from_config("llm", {"ranks": [0]}).resolved()}
     with pytest.raises(ConfigError, match=r"needs torchao; pip install 'hetero-strategy\[float8\]'"):
         use_float8({"llm": "rowwise"}, {"llm": titan_llama(**TITAN)}, layouts, torch.bfloat16, CPU)
+
+
+def test_rows_that_were_kept_on_disk_are_not_taken_for_rounded_ones() -> None:
+    seen = set()
+    for recipe in (None, *WAYS, None):
+        with torch.device("meta"):
+            vision = reader().modules_by_name["vision"]
+        vision.float8 = recipe
+        layout = ModuleLayout.from_config("vision", {"ranks": [0]}).resolved()
+        parallelize("vision", vision, layout, None, CPU, seed=1)
+        seen.add(_digest(vision, hashes=True))
+    assert len(seen) == 3
 
 
 def trained(rank: int, world: int, job: Job) -> list[float]:
