@@ -81,7 +81,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
     return {False: data(tmp_path_factory.mktemp("offload"))}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n == "compiled")) for n in CASES])
 def test_same_gradients(pool: Pool, folders: dict[bool, str], name: str) -> None:
     layouts, options = CASES[name]
     layers = {"llm_layers": 4, "vision_layers": 3} | options

@@ -129,6 +129,7 @@ def trained(rank: int, world: int, job: Job) -> list[float]:
     return train(job).losses
 
 
+@pytest.mark.full  # a piece of it is in tests/distributed/test_pipeline_options.py
 def test_a_run_in_float8_ends_near_one_without(pool: Pool, tmp_path: Path) -> None:
     """With tensor parallelism too, where a row's scale is that of each rank's part."""
     folder = str(scenario_data(tmp_path))

@@ -39,9 +39,16 @@ def gradients(module: Adapter) -> dict[str, Tensor]:
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("compile", [None, "aot_eager"])
-@pytest.mark.parametrize("recompute", [None, "all", "every 2"])
-@pytest.mark.parametrize("offload", ["all", "every 2"])
+WAYS = [(offload, again) for offload in ("all", "every 2") for again in (None, "all", "every 2")]
+
+
+@pytest.mark.parametrize(
+    ("offload", "recompute", "compile"),
+    [
+        *((*way, None) for way in WAYS),
+        *(pytest.param(*w, "aot_eager", marks=[pytest.mark.full] * (w != ("all", "every 2"))) for w in WAYS),
+    ],
+)
 def test_gradients_are_the_same_bit_by_bit(offload: str, recompute: str | None, compile: str | None) -> None:
     module = made(offload, recompute, compile)
     wanted, found = gradients(made(None, recompute, compile)), gradients(module)
