@@ -144,8 +144,9 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[Any]:
             deadline = min(deadline, time.monotonic() + GRACE)
     if not failures:
         return [rank.result for rank in ranks]
-    first, error, text = failures[0]
-    others = sorted(number for number, *_ in failures[1:])
+    # A rank that died is why others lost their connections, whoever is heard first.
+    cause = first, error, text = next((one for one in failures if one[2].startswith("died")), failures[0])
+    others = sorted(one[0] for one in failures if one is not cause)
     also = f"\nranks {others} failed too, {sorted(pending)} were still at work" if others or pending else ""
     raise WorkerError(f"rank {first} of {len(ranks)} {text}{also}", first, error)
 
