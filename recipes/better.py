@@ -6,7 +6,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,7 @@ def _planner(
     if on_processors:
         cluster = cluster.changed(cores_per_node=os.cpu_count())
     if links is not None:
-        cluster = replace(cluster.changed(within=links), across=links)
+        cluster = cluster.linked(links)
     bounds = ScheduleConfig(max_in_flight=strategy.executor.compiler.config.max_in_flight)
     planner = Planner(
         shape,

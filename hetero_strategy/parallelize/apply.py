@@ -78,7 +78,8 @@ def parallelize(
     traits = storage.store_frozen(name, module, traits)
     kept, blocks = storage.kept(name, module), list(module.blocks())
     assert layout.pipeline.stages in (1, len(split)), f"split {split} of {layout.pipeline.stages} stages"
-    stages, host = cut(module, split, layout.pipeline.stages_of(pp_rank)), HostMemory(device)
+    stages = cut(module, split, layout.pipeline.stages_of(pp_rank))
+    host = None if offload is None else HostMemory(device)
     for stage in stages.values():
         stage.compute_dtype = storage.compute
         if module.float8 is not None:
@@ -103,7 +104,7 @@ def parallelize(
             apply_recompute([stage] if recompute.whole else parts, recompute)
         if compile is not None and not compile_first:
             apply_compile(stage.blocks().values(), compile)
-        if offload is not None:
+        if offload is not None and host is not None:
             away = offload.chosen(blocks)
             apply_offload(stage, [block for fqn, block in stage.blocks().items() if fqn in away], host)
         if layout.dp_shard > 1 or storage.casts(stage.parameters()):

@@ -68,7 +68,7 @@ def use_float8(
             raise ConfigError(f"{refusal}: its layout has tp_chunks={layouts[name].tp_chunks}; set tp_chunks=1")
         tp = layouts[name].tp
         parts = (part for block in modules[name].blocks().values() for part in block.modules())
-        if not any(_fits(part, "", tp, ()) for part in parts):
+        if not any(_fits(part, tp) for part in parts):
             raise ConfigError(
                 f"{refusal}: none of its blocks has a linear map whose sizes, over tp={tp}, are multiples of"
                 f" {MULTIPLE}; leave '{name}' out"
@@ -103,7 +103,7 @@ def apply_float8(stage: Adapter, recipe: str, tp: int, kept: Collection[nn.Modul
     inside = {id(part) for layer in kept for part in layer.modules()}
     replaced = partial(_linear().from_float, config=config)
     for block in stage.blocks().values():
-        swap_linear_layers(block, replaced, module_filter_fn=partial(_fits, tp=tp, inside=inside))
+        swap_linear_layers(block, replaced, module_filter_fn=lambda part, _: id(part) not in inside and _fits(part, tp))
 
 
 @cache
@@ -121,8 +121,8 @@ def _linear() -> Any:
     return Float8LinearOfAnyRows
 
 
-def _fits(part: nn.Module, fqn: str, tp: int, inside: Collection[int]) -> bool:
+def _fits(part: nn.Module, tp: int) -> bool:
     """Whether a layer is a linear map that may multiply in float8, also where tensor parallelism cuts either side."""
-    if type(part) is not nn.Linear or id(part) in inside:
+    if type(part) is not nn.Linear:
         return False
     return part.in_features % (MULTIPLE * tp) == 0 and part.out_features % (MULTIPLE * tp) == 0

@@ -9,7 +9,7 @@ freed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.parallelize.recompute import Recompute, every
+from hetero_strategy.parallelize.recompute import Recompute, SomeBlocks, every
 
 SMALLEST = 4096
 """Bytes below which a copy takes longer to start than the memory is worth."""
@@ -31,19 +31,8 @@ WAYS = "all, every 2 (or another number)"
 
 
 @dataclass(frozen=True)
-class Offload:
+class Offload(SomeBlocks):
     """Which blocks of a module have their activations in host memory."""
-
-    every: int = 1
-    """Every so many blocks one has, the first of them."""
-
-    def __str__(self) -> str:
-        """As a person says it."""
-        return "all" if self.every == 1 else f"every {self.every}"
-
-    def chosen(self, blocks: Sequence[str]) -> Collection[str]:
-        """Those of a module's blocks, by FQN."""
-        return blocks[:: self.every]
 
 
 def offloads(given: Iterable[str] | Mapping[str, Any] | None) -> dict[str, Offload]:
@@ -98,7 +87,7 @@ class HostMemory:
     """
 
     device: torch.device
-    latest: _Block | None = None
+    latest: SavedBlock | None = None
     """The last block of a stage's last forward."""
     bytes: int = 0
     """On the host now."""
@@ -119,15 +108,15 @@ class HostMemory:
             stays: tensors that are not moved, nor what shares memory with them.
             first: no block of its stage came before it.
         """
-        block = _Block(self, None if first else self.latest, {_key(_plain(tensor)[0]) for tensor in stays})
+        block = SavedBlock(self, None if first else self.latest, {_key(_plain(tensor)[0]) for tensor in stays})
         with saved_tensors_hooks(block.pack, _unpack):
             yield
         block.close()
         self.let_go()
-        self._leave(block)
+        self.leave(block)
         self.latest = block
 
-    def come(self, block: _Block) -> None:
+    def come(self, block: SavedBlock) -> None:
         """Start to copy back what is still needed of a block."""
         self.let_go()
         found = block.alive()
@@ -143,7 +132,8 @@ class HostMemory:
             torch.cuda.current_stream(self.device).wait_event(self._left)
         self._leaving, self._left = [], None
 
-    def _leave(self, block: _Block) -> None:
+    def leave(self, block: SavedBlock) -> None:
+        """Start to copy what a block saved to the host."""
         found = block.alive()
         made = [self._made(m.size) for m in found]
         with self._aside(0) as event:
@@ -184,11 +174,11 @@ class HostMemory:
 
 
 @dataclass(eq=False)
-class _Block:
+class SavedBlock:
     """What one block saved in one forward. Its memories are the autograd graph's alone, and go with it."""
 
     host: HostMemory
-    before: _Block | None
+    before: SavedBlock | None
     """The one before it in its stage, whose backward comes after."""
     stays: set[int]
     event: torch.cuda.Event | None = None
@@ -238,7 +228,7 @@ class _Block:
 class _Memory:
     """Memory that saved tensors of one block share."""
 
-    block: _Block
+    block: SavedBlock
     tensor: Tensor
     """Any tensor in it, or from when it has left on all its bytes."""
 

@@ -29,11 +29,25 @@ if VARLEN:
 
 
 @dataclass(frozen=True)
-class Recompute:
-    """What of a module runs again in backward."""
+class SomeBlocks:
+    """Which of a module's blocks an option is for."""
 
     every: int = 1
-    """Every so many blocks one does, the first of them; the others keep their activations."""
+    """Of so many blocks it is for one, the first of them."""
+
+    def __str__(self) -> str:
+        """As a person says it."""
+        return "all" if self.every == 1 else f"every {self.every}"
+
+    def chosen(self, blocks: Sequence[str]) -> Collection[str]:
+        """Those of a module's blocks, by FQN."""
+        return blocks[:: self.every]
+
+
+@dataclass(frozen=True)
+class Recompute(SomeBlocks):
+    """What of a module runs again in backward; the other blocks keep their activations."""
+
     keeps_matmuls: bool = False
     """Results of matrix products and of attention are kept; only what is cheap runs again."""
     whole: bool = False
@@ -48,11 +62,7 @@ class Recompute:
         """As a person says it."""
         if self.whole or self.keeps_matmuls:
             return "whole" if self.whole else "all but matmuls"
-        return "all" if self.every == 1 else f"every {self.every}"
-
-    def chosen(self, blocks: Sequence[str]) -> Collection[str]:
-        """Those of a module's blocks, by FQN, that do not keep their activations."""
-        return blocks[:: self.every]
+        return super().__str__()
 
 
 def recomputes(given: Iterable[str] | Mapping[str, Any] | None) -> dict[str, Recompute]:

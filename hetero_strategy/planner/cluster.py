@@ -172,6 +172,10 @@ class Cluster:
         """With other fields of all pools."""
         return replace(self, pools=tuple(replace(pool, **fields) for pool in self.pools))
 
+    def linked(self, links: Links) -> Cluster:
+        """With the same links between all ranks."""
+        return replace(self.changed(within=links), across=links)
+
     def of(self, pools: Iterable[int]) -> Cluster:
         """Some of its pools."""
         return Cluster(tuple(self.pools[i] for i in pools), self.across)

@@ -24,7 +24,7 @@ class ExposedCollectives:
 
     def __init__(self, evaluator: Evaluator, step: Step) -> None:
         links = Links()
-        cluster = replace(evaluator.cluster.changed(within=links), across=links)
+        cluster = evaluator.cluster.linked(links)
         free = Evaluator(
             evaluator.shape,
             cluster,

@@ -38,7 +38,7 @@ from hetero_strategy.model.inputs import (
     tensors_of,
 )
 from hetero_strategy.model.multimodal import MultimodalModel
-from hetero_strategy.parallelize.offload import HostMemory, _Block, apply_offload
+from hetero_strategy.parallelize.offload import HostMemory, SavedBlock, apply_offload
 from hetero_strategy.parallelize.recompute import Recompute, apply_recompute
 from hetero_strategy.planner.activations import FEATURES, Activations, BlockBytes, Head, HeadBytes, features
 from hetero_strategy.planner.cluster import Cluster
@@ -270,7 +270,7 @@ class _Nowhere(HostMemory):
     """Lets go what leaves: it is the memory of no other device."""
 
     @override
-    def _leave(self, block: _Block) -> None:
+    def leave(self, block: SavedBlock) -> None:
         for memory in block.alive():
             memory.tensor = torch.empty(0)
 

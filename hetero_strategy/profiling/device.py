@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hetero_strategy.planner.cluster import Cluster, Device, OwnWork, Sharding
+from hetero_strategy.planner.cluster import NO_SHARDING, Cluster, Device, OwnWork, Sharding
 from hetero_strategy.planner.times import ADAM_BYTES
 from hetero_strategy.simulator.links import Links
 
@@ -60,15 +60,15 @@ class Communication(NamedTuple):
 
     def on(self, cluster: Cluster) -> Cluster:
         """The cluster with these figures."""
-        device = replace(cluster.device, sharding=self.sharding)
-        return replace(cluster.changed(within=self.links, device=device), across=self.links)
+        return cluster.linked(self.links).changed(device=replace(cluster.device, sharding=self.sharding))
 
 
 def communication(device: torch.device) -> Communication:
     """Measure links, and what sharding costs processors. A collective of all ranks."""
     links, _ = fit_links(link_times(device))
-    on_gpus = device.type == "cuda"
-    return Communication(links, Sharding() if on_gpus else sharding(init_device_mesh("cpu", (dist.get_world_size(),))))
+    if device.type == "cuda":
+        return Communication(links, NO_SHARDING)
+    return Communication(links, sharding(init_device_mesh("cpu", (dist.get_world_size(),))))
 
 
 class _Block(nn.Module):

@@ -13,7 +13,7 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.parallelize import offload as offload_room
 from hetero_strategy.parallelize.apply import parallelize
-from hetero_strategy.parallelize.offload import HostMemory, Offload, _Block, check_offload, host_memory, offloads
+from hetero_strategy.parallelize.offload import HostMemory, Offload, SavedBlock, check_offload, host_memory, offloads
 from hetero_strategy.parallelize.recompute import Recompute, recomputes
 from hetero_strategy.profiling.allocations import Allocations
 from hetero_strategy.zoo import titan_llama
@@ -90,9 +90,9 @@ def test_no_weight_nor_what_is_shared_ever_leaves(monkeypatch: pytest.MonkeyPatc
     module = made("all")
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     left: list[int] = []
-    leave = HostMemory._leave
+    leave = HostMemory.leave
 
-    def noted(host: HostMemory, block: _Block) -> None:
+    def noted(host: HostMemory, block: SavedBlock) -> None:
         left.extend(memory.tensor.untyped_storage().data_ptr() for memory in block.alive())
         leave(host, block)
 
@@ -106,7 +106,7 @@ def test_no_weight_nor_what_is_shared_ever_leaves(monkeypatch: pytest.MonkeyPatc
         made_without = made(None)
         made_without(tokens(LENGTHS))
     assert saved & {p.data_ptr() for p in made_without.parameters()}, "autograd does save weights"
-    monkeypatch.setattr(HostMemory, "_leave", noted)
+    monkeypatch.setattr(HostMemory, "leave", noted)
     loss = module(tokens(LENGTHS)).loss_sum
     assert left and not own.intersection(left)
     loss.backward()
@@ -115,25 +115,25 @@ def test_no_weight_nor_what_is_shared_ever_leaves(monkeypatch: pytest.MonkeyPatc
 def test_blocks_come_back_one_ahead_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     module = made("all")
     order: list[Any] = []
-    come, leave, reach = HostMemory.come, HostMemory._leave, _Block.reach
-    blocks: list[_Block] = []
+    come, leave, reach = HostMemory.come, HostMemory.leave, SavedBlock.reach
+    blocks: list[SavedBlock] = []
 
-    def left(host: HostMemory, block: _Block) -> None:
+    def left(host: HostMemory, block: SavedBlock) -> None:
         blocks.append(block)
         leave(host, block)
 
-    def reached(block: _Block) -> None:
+    def reached(block: SavedBlock) -> None:
         if not block._here:
             order.append(("runs", blocks.index(block)))
         reach(block)
 
-    def comes(host: HostMemory, block: _Block) -> None:
+    def comes(host: HostMemory, block: SavedBlock) -> None:
         order.append(("comes", blocks.index(block)))
         come(host, block)
 
-    monkeypatch.setattr(HostMemory, "_leave", left)
+    monkeypatch.setattr(HostMemory, "leave", left)
     monkeypatch.setattr(HostMemory, "come", comes)
-    monkeypatch.setattr(_Block, "reach", reached)
+    monkeypatch.setattr(SavedBlock, "reach", reached)
     loss = module(tokens(LENGTHS)).loss_sum
     host = host_memory(module)
     assert host is not None and host.latest is not None
