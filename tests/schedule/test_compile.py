@@ -140,6 +140,9 @@ def test_no_step_holds_up_hosts_for_ever(schedule: str, data: st.DataObject) -> 
         assert len(set(started)) == len(started), "a transfer starts twice"
         moving = {n for n, t in enumerate(program.transfers) if t.transfer.first.sends or t.transfer.first.receives}
         assert set(started) == moving
+        backward = [(k, one.action.node) for k, one in enumerate(program.actions) if one.action.kind in ("B", "W")]
+        final = {node: k for k, node in backward}  # of each stage the last is what stays
+        assert [k for k, one in enumerate(program.actions) if one.last] == sorted(final.values())
 
 
 def ahead(program: StepProgram, actions: int) -> StepProgram:
