@@ -14,7 +14,7 @@ from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step, first_s
 from hetero_strategy.planner.explain import explain
 from hetero_strategy.planner.memory import MemoryModel
 from hetero_strategy.planner.propose import Proposal
-from hetero_strategy.planner.search import BEHIND, Answer, Planner, Ranked, hopeless, is_homogeneous
+from hetero_strategy.planner.search import BEHIND, Answer, Planner, Ranked, hopeless, is_homogeneous, promising
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import Degrees, compositions, degrees, partitions, places
 from tests.planner.models import batch, cluster, few_simulations, model, module
@@ -222,6 +222,15 @@ def test_modules_are_named_in_the_order_of_the_model_however_they_share_ranks() 
     proposals = made.proposer.proposals()
     assert (("vision", "llm"), ("audio",)) in {p.partition for p in proposals}
     assert {tuple(p.candidate.layouts) for p in proposals} == {("vision", "audio", "llm")}
+
+
+def test_some_of_every_kind_are_simulated_however_they_are_estimated() -> None:
+    made = planner(model((4, 512), (8, 512)), 4)
+    last = sorted(made.proposer.proposals(), key=lambda p: (p.homogeneous, p.seconds))  # one layout for all: the worst
+    chosen = promising(last, 1)
+    assert sum(p.homogeneous for p in chosen) == 2
+    assert {p.partition for p in chosen} == {p.partition for p in last}
+    assert any(p.chain for p in chosen) == any(p.chain for p in last)
 
 
 def test_one_layout_for_all_is_preferred_where_it_is_as_good() -> None:
