@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.inputs import Movable, tensors_of
+from hetero_strategy.parallelize.per_module import per_module
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 """Of ``torch.compile``; the last two show what is wrong where the first fails."""
@@ -23,7 +24,7 @@ def compiles(given: Iterable[str] | Mapping[str, str] | None) -> dict[str, str]:
     Raises:
         ConfigError: another backend.
     """
-    said = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given or (), BACKENDS[0])
+    said = per_module("compile", given, BACKENDS[0])
     for name, backend in said.items():
         if backend not in BACKENDS:
             raise ConfigError(f"HeteroStrategy: compile of '{name}' is {backend!r}; use one of {', '.join(BACKENDS)}")

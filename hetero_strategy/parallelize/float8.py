@@ -18,6 +18,7 @@ from typing_extensions import override
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.parallelize.per_module import per_module
 
 RECIPES = ("rowwise", "rowwise_with_gw_hp")
 """Of torchao; the second multiplies gradients of weights in the compute dtype."""
@@ -35,7 +36,7 @@ def float8s(given: Iterable[str] | Mapping[str, str] | None) -> dict[str, str]:
     Raises:
         ConfigError: another recipe.
     """
-    said = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given or (), RECIPES[0])
+    said = per_module("float8", given, RECIPES[0])
     for name, recipe in said.items():
         if recipe.removesuffix(EMULATED) not in RECIPES:
             known = ", ".join((*RECIPES, *(repr(one + EMULATED) for one in RECIPES)))

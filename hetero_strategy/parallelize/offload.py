@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.parallelize.per_module import per_module
 from hetero_strategy.parallelize.recompute import Recompute, SomeBlocks, every
 
 SMALLEST = 4096
@@ -41,7 +42,7 @@ def offloads(given: Iterable[str] | Mapping[str, Any] | None) -> dict[str, Offlo
     Raises:
         ConfigError: another value.
     """
-    said = given if isinstance(given, Mapping) else dict.fromkeys(given or (), "all")
+    said = per_module("offload", given, "all")
     for name, way in said.items():
         if every(way) is None:
             raise ConfigError(f"HeteroStrategy: offload of '{name}' is {way!r}; use one of: {WAYS}")

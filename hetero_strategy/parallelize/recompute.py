@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.attention import VARLEN
+from hetero_strategy.parallelize.per_module import per_module
 
 WAYS = "all, every 2 (or another number), all but matmuls, whole"
 _ATEN = torch.ops.aten
@@ -71,7 +72,7 @@ def recomputes(given: Iterable[str] | Mapping[str, Any] | None) -> dict[str, Rec
     Raises:
         ConfigError: another value.
     """
-    said = given if isinstance(given, Mapping) else dict.fromkeys(given or (), "all")
+    said = per_module("recompute", given, "all")
     return {name: _recompute(name, way) for name, way in said.items()}
 
 

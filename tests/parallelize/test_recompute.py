@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.inputs import SequenceInputs
 from hetero_strategy.parallelize.apply import parallelize
+from hetero_strategy.parallelize.compile import compiles
+from hetero_strategy.parallelize.float8 import float8s
+from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.recompute import Recompute, decoupled, recomputes
 from hetero_strategy.zoo import titan_llama
 from tests.model.helpers import TITAN, tokens
@@ -73,6 +77,14 @@ def test_what_is_kept_does_not_run_again() -> None:
 def test_other_ways_are_refused(way: Any) -> None:
     with pytest.raises(ConfigError, match=r"recompute of 'llm' is .*; use one of: all, every 2"):
         recomputes({"llm": way})
+
+
+@pytest.mark.parametrize(("read", "option"), [(recomputes, "recompute"), (offloads, "offload"), (compiles, "compile"),
+                                              (float8s, "float8")])  # fmt: skip
+def test_the_letters_of_a_name_are_no_names(read: Callable[[Any], dict[str, Any]], option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{option}='llm' is one string; .* such as {option}=\['llm'\], or"):
+        read("llm")
+    assert [*read(["llm", "vision"])] == ["llm", "vision"] and not read(None)
 
 
 def test_decoupled_modules_run_again_as_a_whole_and_nothing_else_of_them_is_asked_for() -> None:

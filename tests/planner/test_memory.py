@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.common import ragged_step
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
+from hetero_strategy.parallelize.offload import Offload
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.activations import Activations, BlockBytes, Head, HeadBytes, features
@@ -76,6 +78,7 @@ def memory(
     shape: ModelShape = TEXT,
     precision: Precision = FP32,
     allocator: Allocator = FLASH,
+    of: Mapping[str, Activations] | None = None,
 ) -> tuple[Memory, np.ndarray]:
     """Of a step, and the least that it can be."""
     world = max(r for layout in candidate.layouts.values() for r in layout.ranks) + 1
@@ -83,7 +86,7 @@ def memory(
     cluster = Cluster((NodePool(Device("any", 1e9, 1e9, 1e9, 1.0, 1.0), 1, world, links),), links)
     evaluator = Evaluator(shape, cluster, [metadata], precision=precision)
     placed = evaluator.place(candidate)
-    model = MemoryModel(shape, OF, precision, allocator)
+    model = MemoryModel(shape, of or OF, precision, allocator)
     step: Step = evaluator.step(placed)
     return model.of(step), model.least(placed)
 
@@ -111,6 +114,15 @@ def test_stages_hold_as_many_microbatches_as_their_schedule() -> None:
     for schedule, in_flight in (("gpipe", (6, 6)), ("1f1b", (2, 1))):
         found, _ = memory(Candidate({"llm": ModuleLayout((0, 1), pp=2)}, 6, schedule), equal(6, 10))
         assert of_kind(found, "activations") == [n * kept for n in in_flight]
+
+
+def test_every_other_block_in_host_memory_is_counted_from_the_first_of_the_module() -> None:
+    blocks = OF["llm"].blocks["kept"]
+    of = {"llm": replace(OF["llm"], blocks={"kept": replace(blocks, stays=blocks.kept / 4)})}
+    candidate = Candidate({"llm": ModuleLayout((0, 1), pp=2, split=(1, 3))}, 2, offload={"llm": Offload(2)})
+    found, _ = memory(candidate, equal(6, 10), of=of)
+    each = 30 * (INSIDE + BETWEEN + WHOLE)  # of a microbatch in a block
+    assert [(one.host, one.device) for one in found.kept()] == [(0.75 * each, 0.25 * each), (0.75 * each, 2.25 * each)]
 
 
 def test_what_stays_after_a_step() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 
-from hetero_strategy.model.inputs import EncoderInputs, Packing
-from hetero_strategy.runtime.payload import AHEAD, Payload, ToCuda
+from hetero_strategy.model.inputs import EncoderInputs, ModuleInputs, Packing
+from hetero_strategy.runtime.payload import AHEAD, Moving, Payload, ToCuda
 
 FEATURES = 1 << 12
 
@@ -24,6 +26,38 @@ def test_on_the_host_they_are_what_was_loaded() -> None:
     assert all(payload.take(use) is made[use[1]] for use in uses)
     with pytest.raises(AssertionError, match="microbatch 3 of vision has no inputs"):
         payload.take(("vision", 3))
+
+
+class Cloned:
+    """Copies within the host; knows which of them are alive."""
+
+    def __init__(self) -> None:
+        self.alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def start(self, inputs: ModuleInputs) -> Moving:
+        def clone(tensor: torch.Tensor) -> torch.Tensor:
+            made = tensor.clone()
+            if made.numel() >= FEATURES:
+                self.alive.add(made)
+            return made
+
+        return Moving(inputs.each(clone))
+
+    def finish(self, moving: Moving) -> ModuleInputs:
+        return moving.inputs
+
+
+def test_copies_are_made_one_microbatch_ahead_and_let_go_after_their_last_forward() -> None:
+    made, copies = [pictures(2, number) for number in range(5)], Cloned()
+    uses = [("vision", number) for number in (3, 0, 3, 1, 4, 2)]  # 3 is the first of two forwards and has to stay
+    payload = Payload({"vision": tuple(made)}, uses, copies)
+    assert len(copies.alive) == AHEAD
+    for use, alive in zip(uses, (2, 3, 2, 2, 2, 1), strict=True):
+        inputs = payload.take(use)
+        assert inputs is not made[use[1]] and torch.equal(inputs.values, made[use[1]].values)
+        assert len(copies.alive) == alive, use
+        del inputs
+    assert not copies.alive
 
 
 @pytest.mark.cuda

@@ -1,0 +1,26 @@
+"""Options that are said of some modules: by their names, or with what is meant of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hetero_strategy.errors import ConfigError
+
+
+def per_module(option: str, given: Iterable[str] | Mapping[str, Any] | None, usual: str) -> dict[str, Any]:
+    """What is meant of each module that an option names.
+
+    Args:
+        given: nothing, module names, or module name -> what is meant.
+        usual: what is meant of a module that is only named.
+
+    Raises:
+        ConfigError: a string, whose letters would be taken for names.
+    """
+    if isinstance(given, str):
+        raise ConfigError(
+            f"HeteroStrategy: {option}={given!r} is one string; give a list of modules, such as {option}=['llm'], or"
+            f" what is meant of each, such as {option}={{'llm': {usual!r}}}"
+        )
+    return dict(given) if isinstance(given, Mapping) else dict.fromkeys(given or (), usual)
