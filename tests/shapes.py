@@ -65,7 +65,8 @@ def _states_a_shape(function: Callable[..., Any]) -> bool:
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with a check of each call. What it sees of most calls it has seen before: then it need not look."""
-    typed, passed, results = TYPED(function), set[Any](), list[Any]()
+    typed, results = TYPED(function), list[Any]()
+    passed: dict[Any, set[Any]] = {}
 
     @TYPED
     @wraps(function)
@@ -74,37 +75,44 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = _seen((*kwargs, *args, *kwargs.values()))
-        if given is None or given not in passed:
+        given = _seen((*kwargs, *args, *kwargs.values()) if kwargs else args)
+        before = passed.get(given)
+        if before is None:
             with EQUAL_NAMES:
                 result = typed(*args, **kwargs)
+            returned = _seen((result,))
         else:
             result = function(*args, **kwargs)
-            if (given, _seen((result,))) in passed:
+            returned = _seen((result,))
+            if returned in before:
                 return result
             results.append(result)
             with EQUAL_NAMES:
                 same(*args, **kwargs)
-        if given is not None and (returned := _seen((result,))) is not None:
-            passed.update((given, (given, returned)))
+        if given is not None and returned is not None:
+            passed.setdefault(given, set()).add(returned)
         return result
 
     return call
 
 
 def _seen(values: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """All that a check sees of values: types, shapes, texts; None where it looks into one."""
+    """All that a check sees of values: types, shapes, texts, and the same of what is in tuples; None where it looks
+    into another value.
+    """
     found: list[Any] = []
     for value in values:
         kind = type(value)
         if kind is np.ndarray:
             found.append((value.dtype, value.shape))
-        elif kind is str:
+        elif kind is str or kind is type:
             found.append(value)
-        elif _is_deep(kind):
-            return None
-        else:
+        elif not _is_deep(kind):
             found.append(kind)
+        elif issubclass(kind, tuple) and len(value) <= 8 and (inside := _seen(value)) is not None:
+            found.append((kind, inside))
+        else:
+            return None
     return tuple(found)
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from beartype.roar import BeartypeCallHintViolation
+from jaxtyping import Int64
 
 from hetero_strategy.layout.row_sharding import Pieces
 from hetero_strategy.plan.balance import Cost, loads
 from hetero_strategy.plan.step_plan import EdgeBlocks
+from tests.shapes import checked
 
 PACKAGE = Path(__file__).parent.parent / "hetero_strategy"
 ROOMS = (
@@ -152,13 +154,20 @@ def test_no_two_public_classes_share_a_name() -> None:
     assert not [name for name, count in names.items() if count > 1]
 
 
+def _first(pair: tuple[Int64[np.ndarray, "n"], Int64[np.ndarray, "n"]]) -> Int64[np.ndarray, "n"]:
+    return pair[0]
+
+
 @pytest.mark.parametrize("wrong", [np.ones(3), np.ones((3, 1), np.int64), np.ones(2, np.int64)], ids=str)
 def test_a_wrong_dtype_rank_or_size_of_an_array_is_noticed(wrong: np.ndarray) -> None:
     """In tests, where ``tests/shapes.py`` checks what is stated."""
     right = np.ones(3, np.int64)
     assert loads(right, right, 2, Cost()).tolist() == [0, 3]
     EdgeBlocks(*[right] * 5), Pieces(*[right] * 5)
+    first = checked(_first)
+    assert first((right, right)) is right
     for call in (
+        lambda: first((right, wrong)),
         lambda: loads(right, wrong, 2, Cost()),  # a function, a dataclass and a named tuple
         lambda: EdgeBlocks(right, right, right, right, wrong),
         lambda: Pieces(right, right, right, right, wrong),

@@ -12,7 +12,7 @@ from hetero_strategy.schedule.compile import StepCompiler, StepProgram
 from hetero_strategy.strategy import assembly
 from tests.distributed.exact import compare, expected, on, setting_of
 from tests.distributed.harness import Pool, WorkerError
-from tests.distributed.rendezvous import KINDS, unforgiving
+from tests.distributed.rendezvous import KINDS, PATIENCE, unforgiving
 from tests.distributed.stepping import Reference, Run, Setting, data, steps_on_rank
 from tests.schedule.test_compile import ahead
 
@@ -48,13 +48,17 @@ def start_early(actions: int) -> None:
     StepCompiler._program = moved  # type: ignore[method-assign]
 
 
+SOON = 2.0
+"""Seconds after which a step that has to hang is said to."""
+
+
 def held_up(rank: int, world: int, setting: Setting, wanted: Reference, early: int) -> list[Run]:
     """Steps with each kind of message, from the connect phase on; ``early`` starts receives so many actions ahead."""
     if early:
         start_early(early)
     runs = []
     for kind in KINDS:
-        with unforgiving(kind):
+        with unforgiving(kind, SOON if early else PATIENCE):
             runs.append(steps_on_rank(rank, world, setting, wanted, (1, 4)))
     return runs
 
@@ -63,7 +67,7 @@ def unconnected(rank: int, world: int, setting: Setting, wanted: Reference) -> R
     """First messages hold up hosts, there is no connect phase, and receives start two actions ahead."""
     start_early(2)
     assembly.connect = lambda *given: None  # type: ignore[assignment]
-    with unforgiving("first message"):
+    with unforgiving("first message", SOON):
         return steps_on_rank(rank, world, setting, wanted, (1, 4))
 
 
