@@ -154,7 +154,10 @@ def test_no_two_public_classes_share_a_name() -> None:
     assert not [name for name, count in names.items() if count > 1]
 
 
-def _first(pair: tuple[Int64[np.ndarray, "n"], Int64[np.ndarray, "n"]]) -> Int64[np.ndarray, "n"]:
+ALIKE = Int64[np.ndarray, "n"]
+
+
+def _first(pair: tuple[ALIKE, ALIKE]) -> ALIKE:
     return pair[0]
 
 
