@@ -147,7 +147,8 @@ class Estimates:
         """Seconds in which a rank of the slowest stage computes, on the busiest instance."""
         work = self.work(module, degrees.tp, degrees.recomputed)
         share = self.slowest_share(module, degrees.tp, degrees.pp)
-        total = work.total / degrees.dp * self.unevenness(module, degrees.dp, microbatches)
+        uneven = self.unevenness(module, degrees.dp, microbatches) if degrees.dp > 1 else 1.0
+        total = work.total / degrees.dp * uneven
         return total * share + microbatches * work.fixed / degrees.pp
 
     def unevenness(self, module: str, instances: int, microbatches: int) -> float:

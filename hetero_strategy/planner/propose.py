@@ -30,6 +30,8 @@ from hetero_strategy.planner.space import (
 
 FEW = 16
 """Ranks up to which everything is tried."""
+FEW_COUNTS = 8
+"""Numbers of microbatches up to which each is tried on few ranks."""
 PER_INSTANCE = (1, 2, 4, 8, 16)
 """Samples of an instance in a microbatch that are tried, besides all of them."""
 WORTH = 1.25
@@ -108,7 +110,8 @@ class Proposer:
         if self._asked is not None:
             return [self._asked]
         each = max(1, self._samples // instances)
-        return sorted({max(1, each // n) for n in PER_INSTANCE} | {1})
+        few = range(1, 1 + min(FEW_COUNTS, self._samples)) if self._ranks <= FEW else ()
+        return sorted({max(1, each // n) for n in PER_INSTANCE} | {1, *few})
 
     def propose(
         self, partition: Partition, ranks: tuple[Sequence[int], ...], chosen: Mapping[str, Degrees], microbatches: int
@@ -142,14 +145,17 @@ class Proposer:
         return min(bubbles, sum(busy[name] for name in others if group[name].tp <= pipeline.tp * pipeline.dp))
 
     def _recomputed(self, e: Estimates, group: dict[str, Degrees], microbatches: int) -> dict[str, Degrees] | None:
-        """Recompute modules that share ranks until they fit, those that keep most first; None: not even all do."""
-        waiting = sorted(group, key=lambda name: e.activations(name, group[name], microbatches))
-        while sum(e.bytes(name, given, microbatches) for name, given in group.items()) > e.memory:
-            if not waiting:
-                return None
-            name = waiting.pop()
-            group[name] = group[name]._replace(recomputed=self._shape.modules[name].has_blocks)
-        return group
+        """Recompute those modules that share ranks until they fit for which it takes least; None: not even all do."""
+        may = [name for name in group if self._shape.modules[name].has_blocks]
+        ways = [group]
+        for name in may:
+            ways += [{**way, name: group[name]._replace(recomputed=True)} for way in ways]
+        fits = [w for w in ways if sum(e.bytes(name, given, microbatches) for name, given in w.items()) <= e.memory]
+
+        def through(way: Mapping[str, Degrees]) -> float:
+            return sum(e.through(name, given, microbatches) for name, given in way.items())
+
+        return min(fits, key=through, default=None)
 
     def _all(self) -> Iterator[Proposal]:
         of = cache(self._degrees)
@@ -173,7 +179,7 @@ class Proposer:
         counts = {d: self.counts(d) for d in dp}
         allocations = allocate(
             self._estimates, self._partitions, self._language_model, tp, dp, counts,
-            most_instances=self._units,
+            most_instances=self._units, most=KEPT if len(self._cluster.pools) == 1 else None,
         )  # fmt: skip
         taken: Counter[tuple[Partition, Where]] = Counter()
         seen = set()

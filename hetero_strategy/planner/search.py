@@ -185,6 +185,8 @@ class Planner:
             if progress is not None:
                 progress(i + 1, len(chosen), min((r.seconds for r in ranked), default=0.0))
         self._vary(self.variants.schedules, ranked, end)
+        self._vary(self.variants.cuts, ranked, end, most=VARIED / 4)
+        self._vary(self.variants.fills, ranked, end, most=VARIED / 4)
         self._vary(self.variants.ahead, ranked, end, WORTH_ROWS)
         ranked.sort(key=lambda r: r.seconds)
         return Answer(tuple(ranked), len(proposals)) if model is None else self._fitting(ranked, len(proposals), model)
@@ -246,16 +248,22 @@ class Planner:
         )
 
     def _vary(
-        self, ways: Callable[[Candidate], list[Candidate]], ranked: list[Ranked], end: float, worth: float = inf
+        self,
+        ways: Callable[[Candidate], list[Candidate]],
+        ranked: list[Ranked],
+        end: float,
+        worth: float = inf,
+        most: float = VARIED,
     ) -> None:
         """Simulate the best in other ways.
 
         Args:
             worth: share of their seconds that others may take to be kept.
+            most: long steps that are simulated, at most.
         """
         tried = 0.0
         for best in sorted(ranked, key=lambda r: r.seconds):
-            if tried >= VARIED or time.monotonic() > end:
+            if tried >= most or time.monotonic() > end:
                 break
             if best.share > LONG and best.seconds > RETRIED * fastest(ranked):
                 continue

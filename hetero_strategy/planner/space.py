@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain, combinations, permutations
+from math import ceil
 from typing import NamedTuple
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.shape import ModuleShape
 
+IDLE = 1 / 4
+"""Share of the ranks that may stay idle where everything is tried: fewer may have more divisors."""
 Partition = tuple[tuple[str, ...], ...]
 """Groups of modules. Modules of a group share all ranks of the group; groups have none in common."""
 
@@ -131,7 +134,8 @@ def place_groups(
 
 
 def places(cluster: Cluster, groups: int) -> Iterator[tuple[Sequence[int], ...]]:
-    """All ways to deal out ranks to groups, each of which has neighbours; of an odd number one may stay idle.
+    """All ways to deal out ranks to groups, each of which has neighbours; up to a quarter of them may stay idle, or
+    on several pools one of an odd number.
 
     Those of one pool in the order of the groups; those of several pools in any order, so that any group may have any
     of them, and where it is better no group has the ranks of a slow one.
@@ -141,7 +145,8 @@ def places(cluster: Cluster, groups: int) -> Iterator[tuple[Sequence[int], ...]]
         ranks: Sequence[int] = cluster.ranks_of(used)
         if len(ranks) > sum(cluster.pools[i].ranks for i in used):
             ranks = tuple(rank for i in used for rank in cluster.ranks_of([i]))
-        for count in {len(ranks), max(1, len(ranks) // 2 * 2)}:
+        fewest = ceil(len(ranks) * (1 - IDLE)) if len(numbers) == 1 else max(1, len(ranks) // 2 * 2)
+        for count in range(len(ranks), fewest - 1, -1):
             for sizes in compositions(count, groups):
                 for order in permutations(range(groups)) if len(used) > 1 else [range(groups)]:
                     yield one_after_another(ranks, sizes, order)

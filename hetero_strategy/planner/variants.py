@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Placed
 from hetero_strategy.schedule.config import ScheduleConfig
@@ -49,11 +50,13 @@ class Variants:
         """Those of them that begin with what does not train."""
 
     def schedules(self, candidate: Candidate) -> list[Candidate]:
-        """With other schedules, with virtual stages, and with modules that take turns."""
+        """With other schedules, and with virtual stages."""
         piped = [name for name, layout in candidate.layouts.items() if layout.pp > 1]
         if not piped:
             return []
         ways = [replace(candidate, schedule="zb_h1")]
+        if candidate.microbatches <= max(layout.pp for layout in candidate.layouts.values()):  # 1F1B holds all, too
+            ways.append(replace(candidate, schedule="gpipe"))
         for vpp, style, schedule in ((2, "loop", "interleaved_1f1b"), (4, "loop", "interleaved_1f1b"), (2, "v", "zbv")):
             layouts = dict(candidate.layouts)
             for name in piped:
@@ -61,9 +64,29 @@ class Variants:
                     layouts[name] = replace(layouts[name], vpp=vpp, pp_style=style)  # type: ignore[arg-type]
             if layouts != candidate.layouts:
                 ways.append(replace(candidate, layouts=layouts, schedule=schedule))
-        if self._evaluator.place(candidate).graph.filling:
-            ways.append(replace(candidate, fill="none"))
         return ways
+
+    def cuts(self, candidate: Candidate) -> list[Candidate]:
+        """Where stages are given: with one block more in a stage, and one less in its neighbour of the same module."""
+        ways = []
+        for name, layout in candidate.layouts.items():
+            for border in range(len(layout.split or ()) - 1):
+                for more in (1, -1):
+                    split = [*(layout.split or ())]
+                    split[border] += more
+                    split[border + 1] -= more
+                    if min(split) > 0:
+                        moved = replace(layout, split=tuple(split))
+                        ways.append(replace(candidate, layouts={**candidate.layouts, name: moved}))
+        return ways
+
+    def fills(self, candidate: Candidate) -> list[Candidate]:
+        """With encoders that fill bubbles otherwise: wherever ranks idle, around the pipeline alone, or not at all."""
+        ways = [replace(candidate, fill=fill) for fill in ("fine", "coarse", "none")]
+        if candidate.pieces or not self._filling(ways[0], candidate.layouts):
+            return []
+        same = {"auto": "none"}.get(candidate.fill, candidate.fill)
+        return [way for way in ways if way.fill != same]
 
     def ahead(self, candidate: Candidate) -> list[Candidate]:
         """With all encoders a step ahead whose first stage does not train; where only the last block does, in two
@@ -73,7 +96,7 @@ class Variants:
             return []
         placed = self._evaluator.place(candidate)
         may = {name for name in self._frozen if candidate.layouts[name].vpp == 1}
-        filling = self._filling(replace(candidate, prefetch=dict.fromkeys(may, 1)), placed)
+        filling = self._filling(replace(candidate, prefetch=dict.fromkeys(may, 1)), placed.placement.layouts)
         late = {name for name in may & filling if self._trains_last(name, candidate)}
         whole = {n for n in may if not self._trains(n, placed) and (n in filling or self._apart(n, candidate))}
         if not late | whole:
@@ -92,9 +115,8 @@ class Variants:
         ways = [replace(candidate, fill="decoupled", recompute=rest)] if self._allowed.decoupled else []
         return ways if candidate.pieces.keys() - candidate.prefetch else [*ways, replace(candidate, fill="none")]
 
-    def _filling(self, candidate: Candidate, placed: Placed) -> frozenset[str]:
+    def _filling(self, candidate: Candidate, layouts: Mapping[str, ModuleLayout]) -> frozenset[str]:
         shape = self._evaluator.shape
-        layouts = {**placed.placement.layouts}
         return candidate.scheduling.filling({*shape.modules} - {*shape.samplewise}, layouts, shape.edges)
 
     def _trains(self, name: str, placed: Placed) -> bool:
