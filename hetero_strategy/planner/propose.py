@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain, product
 from math import ceil, floor, inf, lcm
@@ -22,6 +22,7 @@ from hetero_strategy.planner.space import (
     Partition,
     degrees,
     divisors,
+    idle_places,
     partitions,
     place_groups,
     places,
@@ -35,7 +36,8 @@ FEW_COUNTS = 8
 PER_INSTANCE = (1, 2, 4, 8, 16)
 """Samples of an instance in a microbatch that are tried, besides all of them."""
 WORTH = 1.25
-"""Estimated seconds over the best of other proposals up to which one pipeline through all modules is proposed."""
+"""Estimated seconds over the best of other proposals up to which one pipeline through all modules is proposed, and, on
+few ranks, layouts that leave some idle and other numbers of microbatches."""
 KEPT = 12
 """Allocations of each partition that are turned into layouts, times the square of pools, at whose borders fewer of them
 can be rounded well."""
@@ -110,8 +112,12 @@ class Proposer:
         if self._asked is not None:
             return [self._asked]
         each = max(1, self._samples // instances)
-        few = range(1, 1 + min(FEW_COUNTS, self._samples)) if self._ranks <= FEW else ()
-        return sorted({max(1, each // n) for n in PER_INSTANCE} | {1, *few})
+        return sorted({max(1, each // n) for n in PER_INSTANCE} | {1})
+
+    def _few_counts(self) -> set[int]:
+        """Numbers of microbatches that are tried besides, on few ranks."""
+        few = self._ranks <= FEW and self._asked is None
+        return {*range(1, 1 + min(FEW_COUNTS, self._samples))} if few else set()
 
     def propose(
         self, partition: Partition, ranks: tuple[Sequence[int], ...], chosen: Mapping[str, Degrees], microbatches: int
@@ -146,29 +152,60 @@ class Proposer:
 
     def _recomputed(self, e: Estimates, group: dict[str, Degrees], microbatches: int) -> dict[str, Degrees] | None:
         """Recompute those modules that share ranks until they fit for which it takes least; None: not even all do."""
-        may = [name for name in group if self._shape.modules[name].has_blocks]
-        ways = [group]
-        for name in may:
-            ways += [{**way, name: group[name]._replace(recomputed=True)} for way in ways]
-        fits = [w for w in ways if sum(e.bytes(name, given, microbatches) for name, given in w.items()) <= e.memory]
+
+        def fits(way: Mapping[str, Degrees]) -> bool:
+            return sum(e.bytes(name, given, microbatches) for name, given in way.items()) <= e.memory
 
         def through(way: Mapping[str, Degrees]) -> float:
             return sum(e.through(name, given, microbatches) for name, given in way.items())
 
-        return min(fits, key=through, default=None)
+        if fits(group):
+            return group
+        ways = [group]
+        for name in group:
+            if self._shape.modules[name].has_blocks:
+                ways += [{**way, name: group[name]._replace(recomputed=True)} for way in ways]
+        return min(filter(fits, ways[1:]), key=through, default=None)
 
-    def _all(self) -> Iterator[Proposal]:
-        of = cache(self._degrees)
-        for partition in self._partitions:
-            for ranks in places(self._cluster, len(partition)):
-                sizes = [(len(given), self._cluster.on(given).ranks_per_node) for given in ranks]
-                ways = [of(name, *n) for group, n in zip(partition, sizes, strict=True) for name in group]
-                names = [name for group in partition for name in group]
-                for way in product(*ways):
-                    chosen = dict(zip(names, way, strict=True))
-                    for count in self.counts(chosen[self._language_model].dp):
-                        if (made := self.propose(partition, ranks, chosen, count)) is not None:
-                            yield made
+    def _all(self) -> list[Proposal]:
+        """Every layout on all ranks; then, where it may be worth it, those that leave some idle, and every small number
+        of microbatches.
+        """
+        cluster, of = self._cluster, cache(self._degrees)
+        tried = [made for p in self._partitions for ranks in places(cluster, len(p)) for made in self._on(p, ranks, of)]
+        worth = WORTH * min((p.seconds for p in tried), default=inf)
+        if len(cluster.pools) == 1:
+            for partition in self._partitions:
+                for ranks in idle_places(cluster, len(partition)):
+                    if self._least(partition, ranks) < worth:
+                        tried += self._on(partition, ranks, of)
+        few, known = self._few_counts(), {_way(p): p for p in tried if p.seconds < worth}
+        for (partition, ranks, ways), p in known.items():
+            for count in few - {*self.counts(p.degrees[self._language_model].dp)}:
+                if (made := self.propose(partition, ranks, dict(ways), count)) is not None:
+                    tried.append(made)
+        return tried
+
+    def _on(
+        self, partition: Partition, ranks: tuple[Sequence[int], ...], of: Callable[[str, int, int], list[Degrees]]
+    ) -> Iterator[Proposal]:
+        """Every layout of groups on their ranks."""
+        sizes = [(len(given), self._cluster.on(given).ranks_per_node) for given in ranks]
+        ways = [of(name, *n) for group, n in zip(partition, sizes, strict=True) for name in group]
+        names = [name for group in partition for name in group]
+        for way in product(*ways):
+            chosen = dict(zip(names, way, strict=True))
+            for count in self.counts(chosen[self._language_model].dp):
+                if (made := self.propose(partition, ranks, chosen, count)) is not None:
+                    yield made
+
+    def _least(self, partition: Partition, ranks: tuple[Sequence[int], ...]) -> float:
+        """Seconds that a rank of the busiest group computes at least, on average."""
+        return max(
+            sum(min(tp * self._estimates.work(name, tp).total for tp in self._shape.modules[name].tp) for name in group)
+            / len(given)
+            for group, given in zip(partition, ranks, strict=True)
+        )
 
     def _degrees(self, name: str, ranks: int, ranks_per_node: int) -> list[Degrees]:
         return degrees(self._shape.modules[name], ranks, ranks_per_node, self._units[name])
@@ -214,7 +251,7 @@ class Proposer:
         for (pools,) in all_wheres(1, len(self._cluster.pools)):
             ranks, e = self._cluster.ranks_of(pools), self._estimates.of(pools)
             for way in chain_degrees(self._shape, len(ranks), e.cluster.ranks_per_node, units):
-                for count in self.counts(way.dp):
+                for count in {*self.counts(way.dp), *self._few_counts()}:
                     if (made := propose_chain(e, self._shape, way, count, below)) is not None:
                         seconds, pipeline = made
                         again = pipeline.degrees.recomputed
@@ -274,6 +311,11 @@ class Proposer:
             if left < 0:
                 return None
         return tuple(sizes)
+
+
+def _way(p: Proposal) -> tuple[Partition, tuple[Sequence[int], ...], tuple[tuple[str, Degrees], ...]]:
+    """What is laid out where, before anything is recomputed."""
+    return p.partition, p.ranks, tuple((name, way._replace(recomputed=False)) for name, way in p.degrees.items())
 
 
 def _busy(e: Estimates, name: str, given: Degrees, microbatches: int) -> float:

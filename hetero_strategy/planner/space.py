@@ -13,7 +13,7 @@ from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.shape import ModuleShape
 
 IDLE = 1 / 4
-"""Share of the ranks that may stay idle where everything is tried: fewer may have more divisors."""
+"""Share of the ranks of one pool that may stay idle where everything is tried: fewer may have more divisors."""
 Partition = tuple[tuple[str, ...], ...]
 """Groups of modules. Modules of a group share all ranks of the group; groups have none in common."""
 
@@ -134,8 +134,7 @@ def place_groups(
 
 
 def places(cluster: Cluster, groups: int) -> Iterator[tuple[Sequence[int], ...]]:
-    """All ways to deal out ranks to groups, each of which has neighbours; up to a quarter of them may stay idle, or
-    on several pools one of an odd number.
+    """All ways to deal out ranks to groups, each of which has neighbours; of an odd number one may stay idle.
 
     Those of one pool in the order of the groups; those of several pools in any order, so that any group may have any
     of them, and where it is better no group has the ranks of a slow one.
@@ -145,8 +144,16 @@ def places(cluster: Cluster, groups: int) -> Iterator[tuple[Sequence[int], ...]]
         ranks: Sequence[int] = cluster.ranks_of(used)
         if len(ranks) > sum(cluster.pools[i].ranks for i in used):
             ranks = tuple(rank for i in used for rank in cluster.ranks_of([i]))
-        fewest = ceil(len(ranks) * (1 - IDLE)) if len(numbers) == 1 else max(1, len(ranks) // 2 * 2)
-        for count in range(len(ranks), fewest - 1, -1):
+        for count in {len(ranks), max(1, len(ranks) // 2 * 2)}:
             for sizes in compositions(count, groups):
                 for order in permutations(range(groups)) if len(used) > 1 else [range(groups)]:
                     yield one_after_another(ranks, sizes, order)
+
+
+def idle_places(cluster: Cluster, groups: int) -> Iterator[tuple[Sequence[int], ...]]:
+    """The ways to deal out the ranks of one pool that leave up to a quarter of them idle, without those of
+    :func:`places`.
+    """
+    for count in range(ceil(cluster.ranks * (1 - IDLE)), cluster.ranks // 2 * 2):
+        for sizes in compositions(count, groups):
+            yield one_after_another(range(cluster.ranks), sizes, range(groups))

@@ -17,7 +17,7 @@ from hetero_strategy.planner.memory import MemoryModel
 from hetero_strategy.planner.propose import Proposal
 from hetero_strategy.planner.search import BEHIND, Answer, Planner, Ranked, hopeless, is_homogeneous, promising
 from hetero_strategy.planner.shape import ModelShape
-from hetero_strategy.planner.space import Degrees, compositions, degrees, partitions, places
+from hetero_strategy.planner.space import Degrees, compositions, degrees, idle_places, partitions, places
 from tests.planner.models import batch, cluster, few_simulations, model, module
 from tests.planner.test_memory import FP32, OF, TEXT
 
@@ -63,7 +63,7 @@ def test_no_candidate_is_faster(
 def test_proposals_are_ranked_much_as_simulation_ranks_them() -> None:
     made = planner(model((4, 512), (8, 512)), 4)
     even = [p for p in made.proposer.proposals() if 16 % (p.microbatches * p.degrees["llm"].dp) == 0]
-    proposals = even[::12]  # uneven microbatches are estimated less well
+    proposals = even[::12]  # those whose microbatches are uneven are ranked less well: 0.74 with them
     both = np.array([(p.seconds, made.evaluator.seconds(p.candidate)) for p in proposals])
     ranks = both.argsort(axis=0).argsort(axis=0)
     assert np.corrcoef(ranks.T)[0, 1] > 0.9
@@ -189,10 +189,17 @@ def test_partitions_and_compositions() -> None:
     assert max(w.pp for w in ways) == 4
 
 
-@pytest.mark.parametrize(("ranks", "used"), [(1, {1}), (3, {3}), (4, {3, 4}), (8, {6, 7, 8})])
-def test_a_quarter_of_the_ranks_may_stay_idle(ranks: int, used: set[int]) -> None:
+@pytest.mark.parametrize(("ranks", "used"), [(1, {1}), (4, {4}), (5, {4, 5})])
+def test_of_an_odd_number_of_ranks_one_may_stay_idle(ranks: int, used: set[int]) -> None:
     assert {len(given) for (given,) in places(cluster(ranks), 1)} == used
     assert {sum(map(len, given)) for given in places(cluster(ranks), 2)} == used - {1}
+
+
+@pytest.mark.parametrize(("ranks", "used"), [(1, set()), (3, set()), (4, {3}), (8, {6, 7}), (9, {7})])
+def test_up_to_a_quarter_of_the_ranks_may_stay_idle(ranks: int, used: set[int]) -> None:
+    """Besides those of an odd number."""
+    assert {len(given) for (given,) in idle_places(cluster(ranks), 1)} == used
+    assert {sum(map(len, given)) for given in idle_places(cluster(ranks), 2)} == used
 
 
 def test_what_cannot_fit_says_what_would() -> None:
