@@ -152,8 +152,8 @@ class Planner:
         memory: Callable[[], MemoryModel] | None = None,
         seconds: float = float("inf"),
     ) -> Answer:
-        """Simulate the most promising proposals of every placement, then other schedules for the best of these, and
-        frozen encoders a step ahead for the best of all.
+        """Simulate the most promising proposals of every placement, then the best of these with other schedules, cuts
+        and ways to fill bubbles, and the best of all with frozen encoders a step ahead.
 
         Args:
             memory: makes what predicts how much the best need; None: the formula's bound is all that is known.
