@@ -3,9 +3,10 @@ from __future__ import annotations
 import gc
 import os
 
-# Before torch is imported: one thread per process, nothing reaches for the network, and a look for CUDA devices leaves
-# processes that may fork.
+# Before torch is imported: one thread per process, profiles are kept beside the tests and not at home, nothing reaches
+# for the network, and a look for CUDA devices leaves processes that may fork.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("XDG_CACHE_HOME", os.path.join(os.path.dirname(__file__), os.pardir, ".cache"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("MPLBACKEND", "Agg")

@@ -71,8 +71,8 @@ class Backbone(Adapter):
     @override
     def forward(self, inputs: EncoderInputs, hidden: Tensor | None = None) -> Tensor:
         """Run what this stage holds, from the inputs' values or from the previous stage's rows."""
-        rows = self.embed(inputs) if self.first_stage else previous_rows(hidden)
-        rows = self.transform(rows, inputs)
+        # No name holds what the first block takes: where nothing trains, it goes when that block has run.
+        rows = self.transform(self.embed(inputs) if self.first_stage else previous_rows(hidden), inputs)
         return self.finish(rows, inputs) if self.last_stage else rows
 
 

@@ -78,6 +78,8 @@ class MultimodalModel(nn.Module):
         self.loss_weights = _checked_weights(self.with_loss(), loss_weights or {})
         self.seed = seed
         self._runner: Callable[..., ModelOutput] | None = None
+        if isinstance(freeze, str):
+            raise ModelError(f"freeze={freeze!r} is one string; give a list, [{freeze!r}]")
         for part in freeze:
             _part(self, part).requires_grad_(False)
         for name, adapter in self.modules_by_name.items():

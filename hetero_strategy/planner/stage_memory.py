@@ -186,6 +186,7 @@ def stage_needs(
     moved, near = _moved(chosen, first, offload, given, kept * (backward > 0))
     kept = kept - moved
     gradient = activations.row / parts * rows
+    forward[1:] += gradient * (backward[1:] == 0)  # what a block takes, where none before it keeps that for backward
     backward = backward + gradient * np.append(np.ones(last - first - 1), float(labelled is not None))[:, None, None]
     before = np.cumsum(kept, axis=0) - kept + near[:-1]
     beside = [x[:, None, None] for x in (sizes.beside_forward(), *map(sizes.beside_backward, (True, False)))]

@@ -41,15 +41,12 @@ from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.offload import HostMemory, SavedBlock, apply_offload
 from hetero_strategy.parallelize.recompute import Recompute, apply_recompute
 from hetero_strategy.planner.activations import FEATURES, Activations, BlockBytes, Head, HeadBytes, features
-from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.layers import fed_by_trainable
-from hetero_strategy.planner.memory import CPU, CUDA, MemoryModel
-from hetero_strategy.planner.shape import ModelShape
-from hetero_strategy.planner.times import Precision
 from hetero_strategy.profiling.allocations import Allocations
 from hetero_strategy.runtime import backward
 
-WAYS = {"kept": None, "all": Recompute(), "all but matmuls": Recompute(keeps_matmuls=True)}
+MATMULS = "all but matmuls"
+WAYS = {"kept": None, "all": Recompute(), MATMULS: Recompute(keeps_matmuls=True)}
 """What a block may run again in backward."""
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 """By bytes of a number."""
@@ -78,18 +75,6 @@ def trainable(model: MultimodalModel) -> tuple[dict[str, bool], list[tuple[str, 
         name: any(p.requires_grad for p in model.modules_by_name[name].parameters()) for name in model.topological()
     }
     return trains, [(edge.source, edge.target) for edge in model.edges]
-
-
-def memory_model(model: MultimodalModel, shape: ModelShape, cluster: Cluster, precision: Precision) -> MemoryModel:
-    """Measure what predicts the memory of steps on a cluster's devices, none of which is needed here.
-
-    Args:
-        model: as for :func:`activations_of`.
-    """
-    on_cpu = cluster.device.name == "cpu"
-    dtype, buckets = DTYPES[precision.compute], on_cpu or precision.compute > 2
-    activations = activations_of(model, dtype, buckets=buckets, ways=("kept", "all"))
-    return MemoryModel(shape, activations, precision, CPU if on_cpu else CUDA)
 
 
 class _Module:

@@ -1,32 +1,45 @@
-"""Profiles of this machine, kept on disk by what they are of: what was measured before is not measured again."""
+"""What was measured of models, kept on disk by what it is of: what was measured before is not measured again."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
+import sys
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import hetero_strategy
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.fake import fake_world
 from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.step_plan import StepMetadata
+from hetero_strategy.planner.activations import Activations, BlockBytes, Head, HeadBytes
 from hetero_strategy.planner.cluster import Cluster
-from hetero_strategy.planner.times import BlockSeconds, Line
+from hetero_strategy.planner.memory import CPU, CUDA, MemoryModel
+from hetero_strategy.planner.shape import ModelShape
+from hetero_strategy.planner.times import BlockSeconds, Line, Precision
+from hetero_strategy.profiling.activations import DTYPES, MATMULS, WAYS, activations_of
 from hetero_strategy.profiling.blocks import SECONDS, Fit, Profiled, Progress, profile
 from hetero_strategy.profiling.device import sharding, with_optimizer
+
+_log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 def profile_on(
@@ -63,7 +76,7 @@ def profile_on(
     measure = partial(profile, model, batches, device, dtype, tp=degrees, seconds=seconds, progress=progress)
     torch.set_num_threads(1)
     try:
-        found = cached(measure, model, device, dtype, degrees)
+        found = cached(measure, seconds_of(model, device, dtype, degrees), _profiled)
         reached = with_optimizer(cluster.device, device)
         if name == "cpu" and not dist.is_initialized():
             with fake_world(0, 2):
@@ -74,28 +87,53 @@ def profile_on(
     return found, cluster.changed(cores_per_node=os.cpu_count()) if name == "cpu" else cluster
 
 
-def cached(
-    make: Callable[[], Profiled],
+def memory_model(
     model: MultimodalModel,
-    device: torch.device,
-    dtype: torch.dtype,
-    tp: Collection[int],
-) -> Profiled:
-    """What was measured of this model on such a device before; else what ``make`` measures now, which is kept.
+    shape: ModelShape,
+    cluster: Cluster,
+    precision: Precision,
+    recompute: Mapping[str, Recompute] = MappingProxyType({}),
+) -> MemoryModel:
+    """What predicts the memory of steps on a cluster's devices, none of which is needed here.
 
-    The file is in ``$XDG_CACHE_HOME/hetero_strategy/profiles`` (default ``~/.cache``). A damaged one is made again.
+    Args:
+        model: as for :func:`activations_of`, which measures it now unless it did before.
+        recompute: that steps may have besides of all of a block.
     """
-    file = folder() / f"{digest(model, device, dtype, tp)}.json"
+    on_cpu = cluster.device.name == "cpu"
+    dtype, buckets = DTYPES[precision.compute], on_cpu or precision.compute > 2
+    keeps = any(how.keeps_matmuls for how in recompute.values())
+    ways = [way for way in WAYS if keeps or way != MATMULS]
+    of = {**structure(model), "activations": ways, "dtype": str(dtype), "buckets": buckets}
+    activations = cached(lambda: activations_of(model, dtype, buckets=buckets, ways=ways), of, _activations)
+    return MemoryModel(shape, activations, precision, CPU if on_cpu else CUDA)
+
+
+def cached(make: Callable[[], Result], of: Mapping[str, Any], read: Callable[[Any], Result]) -> Result:
+    """What was measured before of the same things; else what ``make`` measures now, which is kept.
+
+    The file is in ``$XDG_CACHE_HOME/hetero_strategy/profiles`` (default ``~/.cache``). A damaged one is made again, and
+    where none can be written a line in the log says so.
+
+    Args:
+        of: all that the measurement depends on, in values that JSON knows.
+        read: makes of JSON's values again what ``make`` returns: dataclasses, whose fields are there by name, named
+            tuples, as lists, and arrays, as lists of lists.
+    """
+    file = folder() / f"{digest(of)}.json"
     try:
-        return _read(json.loads(file.read_text()))
+        return read(json.loads(file.read_text()))
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    found = make()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
-        json.dump({"modules": found.modules, "fits": found.fits}, part)
-    os.replace(part.name, file)
-    return found
+    measured = make()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
+            json.dump(measured, part, default=_plain)
+        os.replace(part.name, file)
+    except OSError as error:
+        _log.warning("what was measured is not kept: %s; set XDG_CACHE_HOME to a folder that can be written to", error)
+    return measured
 
 
 def folder() -> Path:
@@ -103,8 +141,25 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetero_strategy" / "profiles"
 
 
-def digest(model: MultimodalModel, device: torch.device, dtype: torch.dtype, tp: Collection[int]) -> str:
-    """Of all that seconds depend on: modules, the dtype and degrees, versions, and the device with its threads."""
+def digest(of: Mapping[str, Any]) -> str:
+    """Name of what was measured of these things."""
+    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def seconds_of(model: MultimodalModel, device: torch.device, dtype: torch.dtype, tp: Collection[int]) -> dict[str, Any]:
+    """All that seconds depend on: the model, the dtype and degrees, and the device with its threads."""
+    cuda = device.type == "cuda"
+    return {
+        **structure(model),
+        "dtype": str(dtype),
+        "tp": sorted({1, *tp}),
+        "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} {_processor()}",
+        "threads": None if cuda else torch.get_num_threads(),
+    }
+
+
+def structure(model: MultimodalModel) -> dict[str, Any]:
+    """Modules with their sizes, and the code that runs them: that of their classes and all of this package."""
     modules = {
         name: {
             "parts": [[fqn, *_part(part)] for fqn, part in module.named_modules()],
@@ -112,17 +167,27 @@ def digest(model: MultimodalModel, device: torch.device, dtype: torch.dtype, tp:
         }
         for name, module in model.modules_by_name.items()
     }
-    cuda = device.type == "cuda"
-    known: dict[str, Any] = {
+    homes = (sys.modules.get(type(part).__module__) for part in model.modules())
+    files = {file for home in homes if (file := getattr(home, "__file__", None)) and Path(file).exists()}
+    return {
         "modules": modules,
         "edges": [[edge.source, edge.target] for edge in model.edges],
-        "dtype": str(dtype),
-        "tp": sorted({1, *tp}),
-        "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} {_processor()}",
-        "threads": None if cuda else torch.get_num_threads(),
+        "code": [_package(), *(_content(file) for file in sorted(files))],
         "versions": [torch.__version__, importlib.metadata.version("hetero-strategy")],
     }
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@cache
+def _package() -> str:
+    """Of the files of this package."""
+    files = sorted(map(str, Path(str(hetero_strategy.__file__)).parent.rglob("*.py")))
+    return hashlib.sha256("".join(map(_content, files)).encode()).hexdigest()
+
+
+@cache
+def _content(file: str) -> str:
+    """Of a file as it was when it was first asked for: so it was imported."""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def _part(part: nn.Module) -> tuple[str, dict[str, Any]]:
@@ -140,7 +205,12 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _read(data: Any) -> Profiled:
+def _plain(value: Any) -> Any:
+    """Of an array or a dataclass what JSON knows."""
+    return value.tolist() if isinstance(value, np.ndarray) else vars(value)
+
+
+def _profiled(data: Any) -> Profiled:
     modules = {
         name: {
             int(tp): [BlockSeconds(*(Line(*line) for line in block)) for block in blocks] for tp, blocks in of.items()
@@ -148,3 +218,15 @@ def _read(data: Any) -> Profiled:
         for name, of in data["modules"].items()
     }
     return Profiled(modules, {name: Fit(*fit) for name, fit in data["fits"].items()})
+
+
+def _activations(data: Any) -> dict[str, Activations]:
+    for of in data.values():
+        of["blocks"] = {way: BlockBytes(**_each(np.array, of)) for way, of in of["blocks"].items()}
+        of["head"] = of["head"] and Head(**_each(lambda line: HeadBytes(*line), of["head"]))
+    return {name: Activations(**of) for name, of in data.items()}
+
+
+def _each(make: Callable[[list[Any]], Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of which lists are made something else."""
+    return {key: make(value) if isinstance(value, list) else value for key, value in fields.items()}

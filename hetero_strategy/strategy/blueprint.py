@@ -13,6 +13,7 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.parallelize.offload import Offload, check_offload
+from hetero_strategy.parallelize.per_module import check_blocks
 from hetero_strategy.parallelize.recompute import Recompute, decoupled
 from hetero_strategy.parallelize.stages import cut
 from hetero_strategy.parallelize.storage import FP32, Storage
@@ -64,9 +65,9 @@ def blueprint(
     modules, scheduling = model.modules_by_name, scheduling.resolved(layouts)
     check_all(modules, dict(layouts))
     storage.check(modules)
-    _check_blocks("recompute", recompute, modules)
-    _check_blocks("compile", compile, modules)
-    _check_blocks("offload", offload, modules)
+    blocks = {name: bool(module.blocks()) for name, module in modules.items()}
+    for option, named in (("recompute", recompute), ("compile", compile), ("offload", offload)):
+        check_blocks(option, named, blocks)
     for name in compile:
         if layouts[name].tp == 1:
             continue
@@ -115,14 +116,6 @@ def blueprint(
     once = StepWork({n: (Span(0, 0, 0),) for n in modules}, dict.fromkeys(edges, ((0, 0),)))
     make_schedule(scheduling.schedule, graph, once, max_in_flight=scheduling.max_in_flight, fill=scheduling.fill)
     return Blueprint(chosen, graph, costs, recompute)
-
-
-def _check_blocks(option: str, named: Collection[str], modules: Mapping[str, Adapter]) -> None:
-    if unknown := sorted(set(named) - set(modules)):
-        raise ConfigError(f"HeteroStrategy: {option} names {unknown}; the modules are {', '.join(modules)}")
-    for name in named:
-        if not modules[name].blocks():
-            raise ConfigError(f"HeteroStrategy: {option} names '{name}', which has no blocks; leave it out")
 
 
 def _check_ahead(model: MultimodalModel, prefetch: Collection[str], trains: Mapping[StageId, bool]) -> None:

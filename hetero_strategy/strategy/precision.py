@@ -88,6 +88,17 @@ def stand_in(plugin: Precision) -> Precision:
     return made
 
 
+def kept(keep_fp32: Sequence[str] | None) -> tuple[str, ...]:
+    """Names of parameters, with wildcards, as a person lists them.
+
+    Raises:
+        ConfigError: a string, whose letters would be taken for names.
+    """
+    if isinstance(keep_fp32, str):
+        raise ConfigError(f"HeteroStrategy: keep_fp32={keep_fp32!r} is one string; give a list, [{keep_fp32!r}]")
+    return tuple(keep_fp32 or ())
+
+
 def storage_of(plugin: Precision, keep_fp32: Sequence[str] = ()) -> Storage:
     """In which dtypes the model's parameters are kept and compute."""
     compute = master = torch.float32

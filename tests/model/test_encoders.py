@@ -9,6 +9,7 @@ from transformers import Siglip2VisionConfig, Siglip2VisionModel, WhisperConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from hetero_strategy.errors import DataError, ModelError
+from hetero_strategy.profiling.allocations import Allocations
 from hetero_strategy.zoo import siglip2_encoder, whisper_encoder
 from hetero_strategy.zoo.siglip2 import merge_order
 from hetero_strategy.zoo.whisper import clip_spans
@@ -45,6 +46,22 @@ def test_siglip2_equals_transformers_on_padded_images():
     # The comparison sees a position: swap two grids of equal size.
     swapped = images([(3, 2), *GRIDS[1:]])
     assert not torch.allclose(encoder.backbone(swapped), out, atol=1e-3)
+
+
+@pytest.mark.parametrize("made", ["siglip2", "whisper"])
+def test_what_nothing_needs_any_more_is_freed_between_blocks(made):
+    """Without gradients only the rows between two blocks are there, not those that the first one took."""
+    if made == "siglip2":
+        backbone, inputs = ready(siglip2_encoder(out_width=8, **VIT)).backbone, images([(16, 16)] * 2)
+    else:
+        backbone, inputs = ready(whisper_encoder(out_width=8, **WHISPER)).backbone, clips([24] * 20)
+    _, second = backbone.blocks().values()
+    seen = []
+    with Allocations() as counted, torch.no_grad():
+        second.register_forward_pre_hook(lambda block, given: seen.append((counted.now, given[0].nbytes)))
+        backbone(inputs)
+    ((alive, rows),) = seen
+    assert rows <= alive < 1.5 * rows
 
 
 def test_siglip2_every_parameter_has_a_gradient_and_items_are_independent():

@@ -163,6 +163,8 @@ def test_freezing_modules_and_parts():
     assert any(name.startswith("vision.projector.") for name, p in model.named_parameters() if p.requires_grad)
     with pytest.raises(ModelError, match=r"freeze='vison' is no part"):
         model_of(freeze=["vison"])
+    with pytest.raises(ModelError, match=r"freeze='vision' is one string; give a list, \['vision'\]"):
+        model_of(freeze="vision")
 
 
 def test_two_consumers_of_one_encoder():

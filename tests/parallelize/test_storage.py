@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
@@ -9,6 +11,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from hetero_strategy.errors import ConfigError, HeteroError
 from hetero_strategy.model import Adapter, MultimodalModel
 from hetero_strategy.parallelize.storage import Storage
+from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.strategy.precision import check_trainable, storage_of
 from hetero_strategy.zoo import hf_llama, siglip2_encoder
 from tests.model.helpers import LLAMA, VIT
@@ -45,6 +48,13 @@ class Bare(Adapter):
 def test_refused(storage: Storage, tied: bool, says: str) -> None:
     with pytest.raises(HeteroError, match=says.replace("*", r"\*").replace(".", r"\.")):
         storage.check({**model(tied).modules_by_name, "bare": Bare()})
+
+
+@pytest.mark.parametrize("given", [["llm.*.q_proj.weight"], ("llm.norm",), None])
+def test_names_of_parameters_are_a_list(given: Sequence[str] | None) -> None:
+    assert HeteroStrategy(keep_fp32=given)._keep_fp32 == tuple(given or ())
+    with pytest.raises(ConfigError, match=r"keep_fp32='llm.norm' is one string; give a list, \['llm.norm'\]"):
+        HeteroStrategy(keep_fp32="llm.norm")
 
 
 def test_kept_layers_are_those_of_the_named_parameters() -> None:

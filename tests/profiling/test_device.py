@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from hetero_strategy.layout.fake import fake_world
-from hetero_strategy.planner.cluster import Cluster, NodePool
-from hetero_strategy.profiling.device import SIZES, LinkTime, fit_links, link_times, sharding, with_optimizer
+from hetero_strategy.planner.cluster import NO_SHARDING, Cluster, NodePool
+from hetero_strategy.profiling.device import (
+    SIZES,
+    Communication,
+    LinkTime,
+    communication,
+    fit_links,
+    link_times,
+    sharding,
+    with_optimizer,
+)
 from hetero_strategy.simulator.links import Links
 from tests.distributed.harness import Pool
 from tests.planner.models import DEVICE
@@ -49,6 +60,22 @@ def test_processors_work_for_shards() -> None:
     assert 0 < found.gather.per_byte < 1e-6
     assert found.gather.seconds(2, 100.0) == 2 * found.gather.per_block + 100.0 * found.gather.per_byte
     assert 0 <= found.scatter.per_byte < 1e-6
+
+
+def together(rank: int, world: int) -> Communication:
+    return communication(torch.device("cpu"))
+
+
+def test_what_ranks_measure_together_is_the_cluster_that_is_planned_for(pool: Pool) -> None:
+    """Their links, and what each works for shards."""
+    unknown = Cluster((NodePool(DEVICE, 1, 2, Links(1.0, 1.0)),), Links(1.0, 1.0))
+    assert unknown.device.sharding == NO_SHARDING
+    for found in pool.run(2, together):
+        cluster = found.on(unknown)
+        work = cluster.device.sharding.gather
+        assert 0 < work.per_block < 1 and 0 < work.per_byte < 1e-6
+        assert cluster.device == replace(DEVICE, sharding=found.sharding)
+        assert cluster.collective(2**20, 2) == pytest.approx(found.links.latency + 2**19 / found.links.bandwidth)
 
 
 def test_an_optimizer_reaches_some_bandwidth() -> None:

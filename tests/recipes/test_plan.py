@@ -26,7 +26,8 @@ def planned(folder: Path, *overrides: str) -> Ended:
 
 def test_a_plan_is_printed_checked_drawn_and_trained(pool: Pool, given: tuple[str, ...], tmp_path: Path) -> None:
     small = [o for o in SMALL if o.startswith(("model.", "data."))]
-    found = planned(tmp_path / "plan", *given, *small, "cluster.ranks_per_node=2", "dry_run=true")
+    kept = ("strategy.recompute={llm: every 2}", "strategy.offload=[llm]")
+    found = planned(tmp_path / "plan", *given, *small, *kept, "cluster.ranks_per_node=2", "dry_run=true")
     assert found.code == 0, found.output
     for words in (
         "candidates fit on 2 x cpu",
@@ -39,6 +40,7 @@ def test_a_plan_is_printed_checked_drawn_and_trained(pool: Pool, given: tuple[st
     ):
         assert words in found.output, found.output
     file = tmp_path / "plan" / "layout" / "planned.yaml"
+    assert {"recompute: {llm: every 2}", "offload: {llm: all}"} <= {x.strip() for x in file.read_text().splitlines()}
     assert (tmp_path / "plan" / "timeline.png").stat().st_size > 10_000
     assert f"recipes.train layout={file}" in found.output.replace("\n", "")
     ended = run_on_ranks(pool, 2, tmp_path / "run", *given, *SMALL, f"layout={file}", "trainer.max_steps=2")
@@ -74,7 +76,7 @@ def test_blocks_are_measured_once(pool: Pool, given: tuple[str, ...], tmp_path: 
     lines = [[n for n in one.output.splitlines() if n.startswith("profile ")] for one in (first, again)]
     assert lines[0] == lines[1]
     assert all(f"{name} " in lines[0][0] for name in ("vision", "audio", "llm"))
-    assert len(list((tmp_path / "hetero_strategy" / "profiles").iterdir())) == 1
+    assert len(list((tmp_path / "hetero_strategy" / "profiles").iterdir())) == 2  # of seconds and of activations
 
 
 @pytest.mark.full
