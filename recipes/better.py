@@ -19,6 +19,7 @@ from hetero_strategy.errors import ConfigError, LayoutError
 from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.monitor.timeline_monitor import MeasuredAndSimulated, TimelineMonitor
 from hetero_strategy.planner.evaluate import Candidate
+from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.hardware import this_cluster
 from hetero_strategy.planner.memory import MemoryModel
 from hetero_strategy.planner.propose import FEW
@@ -26,7 +27,7 @@ from hetero_strategy.planner.search import Planner, Ranked
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import Precision
 from hetero_strategy.planner.variants import Allowed
-from hetero_strategy.profiling.activations import memory_model
+from hetero_strategy.profiling.cache import memory_model
 from hetero_strategy.profiling.device import fit_links, link_times
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.simulator.links import Links
@@ -177,7 +178,7 @@ def _planner(
         balance=data.balance,
         precision=precision,
         measured=ran.stages.modules(shape, cluster, precision),
-        allowed=Allowed.beside(bounds, strategy.offload, data.payload),
+        allowed=Allowed.beside(bounds, Given(offload=strategy.offload, compile=strategy.compile), data.payload),
     )
     return planner, None if on_processors else lambda: memory_model(model.train(), shape, cluster, precision)
 

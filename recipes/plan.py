@@ -22,6 +22,7 @@ from hetero_strategy.layout.placement import place
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.monitor.timeline import from_simulation
 from hetero_strategy.monitor.timeline_draw import draw
+from hetero_strategy.parallelize.compile import compiles
 from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import Storage
@@ -31,13 +32,14 @@ from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.evaluate import Candidate, Placed, Step
 from hetero_strategy.planner.explain import Explanation, Unfilled, explain, unfilled
 from hetero_strategy.planner.from_run import Measured
+from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.planner.search import Answer, Planner, Ranked
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
 from hetero_strategy.planner.variants import Allowed
-from hetero_strategy.profiling.activations import DTYPES, memory_model
-from hetero_strategy.profiling.cache import profile_on
+from hetero_strategy.profiling.activations import DTYPES
+from hetero_strategy.profiling.cache import memory_model, profile_on
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.dry_run import dry_run
 from recipes import build, cli
@@ -85,7 +87,8 @@ def plan(cfg: DictConfig) -> None:
         measured=measured,
         allowed=allowed(cfg),
     )
-    memory = cache(lambda: memory_model(model.train(), shape, cluster, precision(cfg)))
+    again = planner.estimates.given.recompute
+    memory = cache(lambda: memory_model(model.train(), shape, cluster, precision(cfg), again))
     answer = search(planner, console, memory)
     evaluator = planner.evaluator
     assert answer.best.memory is not None
@@ -116,12 +119,11 @@ def plan(cfg: DictConfig) -> None:
 
 def as_it_ran(ran: Measured, cfg: DictConfig, answer: Answer, planner: Planner) -> str:
     """What the run's own layouts would take on the cluster that was planned for."""
-    again = recomputes(cfg.strategy.recompute)
-    count, said = answer.best.candidate.microbatches, cfg.strategy
+    count, said, asked = answer.best.candidate.microbatches, cfg.strategy, planner.estimates.given
     pieces = dict(said.pieces or {})
     early = dict(said.prefetch or {})
-    given = Candidate(ran.layouts, count, said.schedule, again, said.reshard_after_forward, said.fill, pieces, early)
-    given = replace(given, offload=offloads(said.offload))
+    options = said.schedule, asked.recompute, said.reshard_after_forward, said.fill, pieces, early, asked.offload
+    given = Candidate(ran.layouts, count, *options)
     given = replace(given, layouts=given.scheduling.uncut(ran.layouts))
     try:
         took = planner.evaluator.seconds(given)
@@ -187,11 +189,12 @@ def sampled(cfg: DictConfig) -> tuple[list[StepMetadata], int | None, BalanceCon
 
 
 def allowed(cfg: DictConfig) -> Allowed:
-    """What a run's other options leave to the plan, whose file says schedule, fill and layouts itself."""
+    """What a run's other options leave to the plan, whose file says schedule, fill and layouts itself, and keeps to."""
     said = cfg.strategy
     payload = str(cfg.data.module.get("payload", "fetch")) if "module" in cfg.data else "fetch"
-    given = ScheduleConfig("auto", said.max_in_flight or {}, pieces=said.pieces or {}, prefetch=said.prefetch or {})
-    return Allowed.beside(given, said.recompute or said.offload or (), payload)
+    asked = ScheduleConfig("auto", said.max_in_flight or {}, pieces=said.pieces or {}, prefetch=said.prefetch or {})
+    given = Given(recomputes(said.recompute), offloads(said.offload), compiles(said.compile))
+    return Allowed.beside(asked, given, payload)
 
 
 def precision(cfg: DictConfig) -> Precision:

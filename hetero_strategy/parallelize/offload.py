@@ -63,19 +63,24 @@ def check_offload(
             tensor parallel.
     """
     for name in offload:
-        how = recompute.get(name)
-        if how is not None and (how.whole or how.keeps_matmuls):
-            why = "keeps nothing in its blocks" if how.whole else "keeps what torch does not let go"
-            fix = f"set recompute of '{name}' to 'all' or 'every 2'"
-        elif how is not None and name in compile and tp[name] > 1:
-            why = f"with compile and tp={tp[name]} compares compiled code with that of other tensors"
-            fix = f"leave '{name}' out of recompute or compile"
-        else:
-            continue
-        raise ConfigError(
-            f"HeteroStrategy: offload names '{name}', whose recompute is '{how}' and {why}; {fix}, or leave '{name}'"
-            " out of offload"
-        )
+        if (why := refusal(name, recompute.get(name), name in compile, tp[name])) is not None:
+            raise ConfigError(why)
+
+
+def refusal(name: str, how: Recompute | None, compiled: bool, tp: int) -> str | None:
+    """Why a module's blocks cannot be offloaded beside what else is done with them; None: they can."""
+    if how is not None and (how.whole or how.keeps_matmuls):
+        why = "keeps nothing in its blocks" if how.whole else "keeps what torch does not let go"
+        fix = f"set recompute of '{name}' to 'all' or 'every 2'"
+    elif how is not None and compiled and tp > 1:
+        why = f"with compile and tp={tp} compares compiled code with that of other tensors"
+        fix = f"leave '{name}' out of recompute or compile"
+    else:
+        return None
+    return (
+        f"HeteroStrategy: offload names '{name}', whose recompute is '{how}' and {why}; {fix}, or leave '{name}' out of"
+        " offload"
+    )
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from hetero_strategy.errors import ConfigError
@@ -24,3 +24,20 @@ def per_module(option: str, given: Iterable[str] | Mapping[str, Any] | None, usu
             f" what is meant of each, such as {option}={{'llm': {usual!r}}}"
         )
     return dict(given) if isinstance(given, Mapping) else dict.fromkeys(given or (), usual)
+
+
+def check_blocks(option: str, named: Collection[str], blocks: Mapping[str, bool]) -> None:
+    """Refuse what is said of modules' blocks where there are none.
+
+    Args:
+        named: modules that an option names.
+        blocks: every module -> whether it has blocks.
+
+    Raises:
+        ConfigError: a module that there is not, or that has no blocks.
+    """
+    if unknown := sorted({*named} - {*blocks}):
+        raise ConfigError(f"HeteroStrategy: {option} names {unknown}; the modules are {', '.join(blocks)}")
+    for name in named:
+        if not blocks[name]:
+            raise ConfigError(f"HeteroStrategy: {option} names '{name}', which has no blocks; leave it out")

@@ -57,6 +57,8 @@ def propose_chain(
     later = (microbatches - 1) / microbatches
     for again in (False, True):
         given = degrees._replace(recomputed=again)
+        if not all(estimates.given.allows(n, given.tp, again and m.has_blocks) for n, m in shape.modules.items()):
+            continue
         works = {name: estimates.work(name, given.tp, again and m.has_blocks) for name, m in shape.modules.items()}
         uneven = {name: estimates.unevenness(name, given.dp, microbatches) / given.dp for name in works}
         blocks = np.concatenate([work.seconds * uneven[name] for name, work in works.items()])

@@ -16,6 +16,7 @@ from hetero_strategy import ragged
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster
+from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.partition import split
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
 from hetero_strategy.planner.space import Degrees
@@ -57,6 +58,7 @@ class Estimates:
     Args:
         batches: global batches of which the mean counts.
         measured: seconds of modules' blocks; others follow from FLOPs.
+        given: options of blocks that a person gave.
     """
 
     def __init__(
@@ -66,8 +68,9 @@ class Estimates:
         batches: Sequence[StepMetadata],
         precision: Precision,
         measured: Mapping[str, ModuleSeconds] = MappingProxyType({}),
+        given: Given = Given(),  # noqa: B008
     ) -> None:
-        self.cluster = cluster
+        self.cluster, self.given = cluster, given
         self._shape, self._batches, self._precision, self._measured = shape, batches, precision, measured
         self.memory = MEMORY_SHARE * cluster.device.memory
         """Bytes of a device that a plan may use."""
@@ -86,7 +89,8 @@ class Estimates:
         if len(self.cluster.pools) == 1:
             return self
         if (key := tuple(pools)) not in self._parts:
-            self._parts[key] = Estimates(self._shape, self.cluster.of(key), self._batches, self._precision)
+            made = Estimates(self._shape, self.cluster.of(key), self._batches, self._precision, given=self.given)
+            self._parts[key] = made
         self._parts[key].kept = self.kept
         return self._parts[key]
 
@@ -111,7 +115,7 @@ class Estimates:
                 layout,
                 self.cluster,
                 fed=self._fed[module],
-                recomputed=float(recomputed),
+                recomputed=0.0 if (how := self.given.recomputed(module, recomputed)) is None else how.share,
                 precision=self._precision,
                 measured=self._measured.get(module),
             )
@@ -215,11 +219,15 @@ class Estimates:
         return parameters / parts, trained / parts, self._shape.modules[module].blocks / degrees.pp
 
     def activations(self, module: str, degrees: Degrees, microbatches: int) -> float:
-        """Bytes per rank that backward needs: one microbatch of all blocks, since a pipeline of n ranks holds n."""
+        """Bytes per rank that backward needs: one microbatch of all blocks, since a pipeline of n ranks holds n; of its
+        own blocks where they run again as a whole.
+        """
         shape = self._shape.modules[module]
         rows = self._sizes[module].rows / (degrees.dp * microbatches)
-        saved = self.kept * shape.saved(degrees.recomputed and shape.has_blocks)
-        return saved * rows * self._precision.compute / degrees.tp
+        how = self.given.recomputed(module, degrees.recomputed and shape.has_blocks)
+        parts = degrees.tp * (degrees.pp if how is not None and how.whole else 1)
+        saved = self.kept * shape.saved(how, self.given.offload.get(module))
+        return saved * rows * self._precision.compute / parts
 
     def bytes(self, module: str, degrees: Degrees, microbatches: int) -> float:
         """:meth:`held` and :meth:`activations`."""
@@ -228,7 +236,8 @@ class Estimates:
     def fitting(self, module: str, degrees: Degrees, microbatches: int) -> Degrees | None:
         """These degrees, recomputed if the activations would not fit otherwise; None: they do not even then."""
         for given in (degrees, degrees._replace(recomputed=True)):
-            if self.activations(module, given, microbatches) < self.memory:
+            allowed = self.given.allows(module, given.tp, given.recomputed)
+            if allowed and self.activations(module, given, microbatches) < self.memory:
                 return given
         return None
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import chain, product
 from math import ceil, floor, inf, lcm
 from typing import NamedTuple
 
-from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.allocate import Allocation, allocate
 from hetero_strategy.planner.areas import Where, all_wheres, settle, together
 from hetero_strategy.planner.chain import Chain, chain_degrees, propose_chain
 from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.evaluate import Candidate
+from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import (
     Degrees,
@@ -54,6 +55,8 @@ class Proposal(NamedTuple):
     microbatches: int
     chain: Chain | None = None
     """One pipeline through all modules; ``degrees`` are those of the whole then."""
+    given: Given = Given()
+    """Options of blocks that a person gave."""
 
     @property
     def homogeneous(self) -> bool:
@@ -62,13 +65,13 @@ class Proposal(NamedTuple):
 
     @property
     def candidate(self) -> Candidate:
-        recompute = {name: Recompute() for name, d in self.degrees.items() if d.recomputed}
+        again = {name: self.given.recomputed(name, d.recomputed) for name, d in self.degrees.items()}
+        recompute = {name: how for name, how in again.items() if how is not None}
+        made = Candidate({}, self.microbatches, recompute=recompute, offload=self.given.offload)
         if self.chain is not None:
-            layouts = self.chain.layouts(*self.ranks)
-            return Candidate(layouts, self.microbatches, recompute=recompute, reshard_after_forward="never")
+            return replace(made, layouts=self.chain.layouts(*self.ranks), reshard_after_forward="never")
         layouts = place_groups(self.partition, self.ranks, self.degrees)
-        fill = "auto" if self.homogeneous else "fine"
-        return Candidate(layouts, self.microbatches, recompute=recompute, fill=fill)
+        return replace(made, layouts=layouts, fill="auto" if self.homogeneous else "fine")
 
 
 def _alike(degrees: Mapping[str, Degrees]) -> bool:
@@ -135,7 +138,8 @@ class Proposer:
             busy.append(sum(each.values()) - self._filled(e, fits, each, microbatches, len(partition)))
             through += [e.through(name, way, microbatches) for name, way in fits.items()]
         ways = {name: fitting[name] for name in self._shape.modules}
-        return Proposal(max(busy) + sum(through), partition, ranks, ways, microbatches)
+        seconds = max(busy) + sum(through)
+        return Proposal(seconds, partition, ranks, ways, microbatches, given=self._estimates.given)
 
     def _filled(
         self, e: Estimates, group: Mapping[str, Degrees], busy: Mapping[str, float], microbatches: int, groups: int
@@ -151,10 +155,13 @@ class Proposer:
         return min(bubbles, sum(busy[name] for name in others if group[name].tp <= pipeline.tp * pipeline.dp))
 
     def _recomputed(self, e: Estimates, group: dict[str, Degrees], microbatches: int) -> dict[str, Degrees] | None:
-        """Recompute those modules that share ranks until they fit for which it takes least; None: not even all do."""
+        """Recompute those modules that share ranks until they fit for which it takes least; None: not even all do, or a
+        run would refuse it.
+        """
 
         def fits(way: Mapping[str, Degrees]) -> bool:
-            return sum(e.bytes(name, given, microbatches) for name, given in way.items()) <= e.memory
+            allowed = all(e.given.allows(name, given.tp, given.recomputed) for name, given in way.items())
+            return allowed and sum(e.bytes(name, given, microbatches) for name, given in way.items()) <= e.memory
 
         def through(way: Mapping[str, Degrees]) -> float:
             return sum(e.through(name, given, microbatches) for name, given in way.items())
@@ -211,7 +218,8 @@ class Proposer:
         return degrees(self._shape.modules[name], ranks, ranks_per_node, self._units[name])
 
     def _allocated(self) -> Iterator[Proposal]:
-        tp = {name: module.tp for name, module in self._shape.modules.items()}
+        allows = self._estimates.given.allows
+        tp = {name: [t for t in m.tp if allows(name, t, False)] for name, m in self._shape.modules.items()}
         dp = [d for d in divisors(self._samples) if d <= self._ranks]
         counts = {d: self.counts(d) for d in dp}
         allocations = allocate(
@@ -257,7 +265,7 @@ class Proposer:
                         again = pipeline.degrees.recomputed
                         chosen = {name: pipeline.degrees._replace(recomputed=again and m.has_blocks)
                                   for name, m in modules.items()}  # fmt: skip
-                        yield Proposal(seconds, (tuple(modules),), (ranks,), chosen, count, pipeline)
+                        yield Proposal(seconds, (tuple(modules),), (ranks,), chosen, count, pipeline, e.given)
 
     def _rounded(self, allocation: Allocation) -> Iterator[tuple[tuple[range, ...], dict[str, Degrees]]]:
         """Layouts next to an allocation: the language model's pipeline ranks rounded down and up."""

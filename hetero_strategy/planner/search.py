@@ -130,12 +130,13 @@ class Planner:
             raise ConfigError("planner: the model has no language model, whose samples make microbatches; give layouts")
         if measured and len(cluster.pools) > 1:
             raise ConfigError(f"planner: blocks were measured on one kind of device, and the cluster is {cluster}")
+        allowed.given.check(shape)
         given: Any = {"precision": precision, "measured": measured}
         self._with = partial(
             Planner, shape, batches=batches, microbatches=microbatches, balance=balance, allowed=allowed, **given
         )
         self.evaluator = Evaluator(shape, cluster, batches, balance=balance, **given)
-        self.estimates = Estimates(shape, cluster, batches, **given)
+        self.estimates = Estimates(shape, cluster, batches, given=allowed.given, **given)
         self.variants = Variants(self.evaluator, allowed)
         self._simulations = simulations
         self.proposer = Proposer(shape, self.estimates, batches, microbatches)
@@ -244,7 +245,8 @@ class Planner:
         need = min(float(r.memory.peak.max()) for r in too_large if r.memory is not None)
         raise LayoutError(
             f"planner: each of the {len(too_large)} candidates that were simulated needs {need / 2**30:.1f} GiB or more"
-            f" on some rank, of {room.min() / 2**30:.1f}; give more ranks or microbatches, or simulate more candidates"
+            f" on some rank, of {room.min() / 2**30:.1f}{self.estimates.given}; give more ranks or microbatches, or"
+            " simulate more candidates"
         )
 
     def _vary(
@@ -292,8 +294,8 @@ class Planner:
         each = " or ".join(f"{estimates.of([i]).memory / 2**30:.0f}" for i in range(len(cluster.pools)))
         return (
             f"planner: no layout of {names} fits on {cluster} with {each} GiB each: parameters and optimizer states"
-            f" alone need {needed:.1f}, activations of a microbatch come on top; give more ranks, more microbatches or"
-            " devices with more memory"
+            f" alone need {needed:.1f}, activations of a microbatch come on top{estimates.given}; give more"
+            " ranks, more microbatches or devices with more memory"
         )
 
 

@@ -13,6 +13,8 @@ from torch import nn
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.parallelize.offload import Offload
+from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.planner.layers import fed_by_trainable
 from hetero_strategy.schedule.action import StageId
 
@@ -67,13 +69,18 @@ class ModuleShape:
     def blocks(self) -> int:
         return len(self.per_row)
 
-    def saved(self, recomputed: bool = False) -> float:
-        """Numbers per row that autograd keeps for the backward of all blocks.
+    def saved(self, recompute: Recompute | None = None, offload: Offload | None = None) -> float:
+        """Numbers per row that autograd keeps on the device for the backward of all blocks.
 
         17 times the width in a block with flash attention (Korthikanti et al., arXiv:2205.05198, section 4.1: 34 bytes
-        where numbers have 2), the block's input alone where it is recomputed.
+        where numbers have 2), the block's input alone where it is recomputed, with what matmuls and attention make of
+        it (3 + 1 + 1 + 4 + 1) where that is kept. Of blocks in host memory one is on its way.
         """
-        return (1.0 if recomputed else 17.0) * self.width * self.blocks
+        kept, number = np.full(self.blocks, 17.0), np.arange(self.blocks)
+        if recompute is not None and not recompute.whole:
+            kept[number % recompute.every == 0] = 11.0 if recompute.keeps_matmuls else 1.0
+        away = number % offload.every == 0 if offload is not None else np.zeros(self.blocks, bool)
+        return float(kept[~away].sum() + kept[away].max(initial=0.0)) * self.width
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Placed
+from hetero_strategy.planner.given import Given
 from hetero_strategy.schedule.config import ScheduleConfig
 
 
@@ -19,17 +20,21 @@ class Allowed:
     """``fill="decoupled"``, which says itself what is computed again and holds all microbatches."""
     prefetch: bool = True
     """``prefetch``, and ``pieces`` for it."""
+    given: Given = field(default_factory=Given)
+    """What every candidate has."""
 
     @classmethod
-    def beside(cls, given: ScheduleConfig, recompute: Collection[str] | Mapping[str, object], payload: str) -> Allowed:
+    def beside(cls, asked: ScheduleConfig, given: Given, payload: str) -> Allowed:
         """What goes with options that a person gave.
 
         Args:
             payload: of the data module.
         """
+        free = asked.fill == "auto"
         return cls(
-            decoupled=given.fill == "auto" and not recompute and not given.max_in_flight,
-            prefetch=given.fill == "auto" and not given.prefetch and not given.pieces and payload != "all_to_all",
+            decoupled=free and not given.recompute and not given.offload and not asked.max_in_flight,
+            prefetch=free and not asked.prefetch and not asked.pieces and payload != "all_to_all",
+            given=given,
         )
 
 

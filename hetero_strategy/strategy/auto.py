@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities import rank_zero_info
@@ -15,13 +16,13 @@ from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.planner.evaluate import Candidate
+from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.hardware import this_cluster
 from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import ModuleSeconds, Precision
 from hetero_strategy.planner.variants import Allowed
-from hetero_strategy.profiling.activations import memory_model
-from hetero_strategy.profiling.cache import profile_on
+from hetero_strategy.profiling.cache import memory_model, profile_on
 from hetero_strategy.profiling.device import Communication, communication
 from hetero_strategy.schedule.config import ScheduleConfig
 
@@ -105,6 +106,7 @@ def planned(
     shape, precision = shape_of(model), Precision(storage.compute.itemsize, storage.master.itemsize)
     device, batches = strategy.root_device, data.sampled_batches(BATCHES)
     cluster = this_cluster(device, strategy.num_nodes, strategy.num_processes)
+    options = Given(strategy.recompute, strategy.offload, strategy.compile)
     measured: Mapping[str, ModuleSeconds] = {}
     if device.type == "cpu":
         profiled, cluster = profile_on(cluster, model, batches, storage.compute, seconds=SECONDS)
@@ -119,10 +121,11 @@ def planned(
         balance=data.balance,
         precision=precision,
         measured=measured,
-        allowed=Allowed.beside(asked, {**strategy.recompute, **strategy.offload}, data.payload),
+        allowed=Allowed.beside(asked, options, data.payload),
     )
     known = strategy.root_device.type == "cuda"  # ranks on a CPU share what memory there is
-    answer = planner.plan(memory=(lambda: memory_model(model, shape, cluster, precision)) if known else None)
+    memory = partial(memory_model, model, shape, cluster, precision, options.recompute)
+    answer = planner.plan(memory=memory if known else None)
     candidate = answer.best.candidate
     chosen, scheduling = place(candidate.layouts, cluster.ranks), planner.evaluator.place(candidate).scheduling
     lines = [f"{name}: ranks {ranks}, {degrees}" for name, ranks, degrees in chosen.table()]
@@ -130,8 +133,9 @@ def planned(
         lines.append(f"encoders fill bubbles: {scheduling.fill}")
     if scheduling.prefetch:
         lines.append(f"a step ahead: {', '.join(scheduling.prefetch)}")
-    if (memory := answer.best.memory) is not None:
-        lines.append(f"memory: {memory.peak.max() / 2**30:.3g} of {cluster.device.memory / 2**30:.3g} GiB predicted")
+    if (needed := answer.best.memory) is not None:
+        of = f"{needed.peak.max() / 2**30:.3g} of {cluster.device.memory / 2**30:.3g} GiB"
+        lines.append(f"memory: {of} predicted{options}")
     rank_zero_info(
         f"layouts='auto': {answer.considered} candidates, {len(answer.ranked)} simulated; schedule"
         f" {scheduling.schedule}, {1e3 * answer.best.seconds:.3g} ms a step predicted\n  " + "\n  ".join(lines)

@@ -63,7 +63,7 @@ from hetero_strategy.strategy.launch import (
     prepare_device,
     stop_together,
 )
-from hetero_strategy.strategy.precision import check_trainable, seed_scale, stand_in, storage_of
+from hetero_strategy.strategy.precision import check_trainable, kept, seed_scale, stand_in, storage_of
 from hetero_strategy.strategy.refusals import check_callbacks, check_dataloader, without_inference_mode
 from hetero_strategy.strategy.row_caches import RowCaches
 
@@ -134,19 +134,19 @@ class HeteroStrategy(WorldCollectives):
         step_timeout: timedelta | float | None = None,
         async_checkpoint: bool = False,
         verify_checkpoints: bool = True,
-        keep_fp32: Sequence[str] = (),
+        keep_fp32: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         if start_method not in START_METHODS:
             raise ConfigError(f"HeteroStrategy: start_method={start_method!r}; use one of {', '.join(START_METHODS)}")
         self._auto, self._layouts = layouts == "auto", given(layouts)
         self.recompute, self.offload = recomputes(recompute), offloads(offload)
-        self._compile, self._float8 = compiles(compile), float8s(float8)
+        self.compile, self._float8 = compiles(compile), float8s(float8)
         bounds, ahead = max_in_flight or {}, prefetch or {}
         self._scheduling = ScheduleConfig(schedule, bounds, reshard_after_forward, fill, pieces or {}, ahead, islands)
         self._start_method, self._process_group_backend = start_method, process_group_backend
         self._timeout, self._step_timeout = minutes(timeout), None if step_timeout is None else minutes(step_timeout)
-        self._async_checkpoint, self._verify, self._keep_fp32 = async_checkpoint, verify_checkpoints, keep_fp32
+        self._async_checkpoint, self._verify, self._keep_fp32 = async_checkpoint, verify_checkpoints, kept(keep_fp32)
         self.num_nodes, self._prefix, self._stop = 1, "", Stop()
         self.row_caches = RowCaches(cache)
         self._placement: Placement | None = None
@@ -296,7 +296,7 @@ class HeteroStrategy(WorldCollectives):
         self._assembled = assembled = assemble(
             self._prefix, self._multimodal, self._placement, self.global_rank, self.root_device,
             ranks_per_node=self.num_processes, storage=storage, scheduling=self._scheduling, recompute=self.recompute,
-            offload=self.offload, compile=self._compile, timeout=self._timeout, async_checkpoint=self._async_checkpoint,
+            offload=self.offload, compile=self.compile, timeout=self._timeout, async_checkpoint=self._async_checkpoint,
         )  # fmt: skip
         self._owned, self.recompute, model = assembled.owned, dict(assembled.recompute), self._multimodal
         self._runner = StepRunner(

@@ -15,6 +15,7 @@ import torch
 
 from hetero_strategy.errors import ConfigError, LayoutError
 from hetero_strategy.model.adapter import models_without_values
+from hetero_strategy.parallelize.offload import Offload
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.planner.hardware import DEVICES
 from hetero_strategy.planner.memory import CUDA
@@ -35,7 +36,9 @@ def train_with_cache(rank: int, world: int, job: Job, cache: str) -> Any:
     "given",
     [
         pytest.param({}, id="all"),
-        pytest.param({"schedule": "gpipe", "recompute": ["llm"]}, id="schedule is given", marks=pytest.mark.full),
+        pytest.param(
+            {"schedule": "gpipe", "recompute": ["llm"], "offload": {"llm": "all"}}, id="options", marks=pytest.mark.full
+        ),
     ],
 )
 def test_what_is_planned_trains_as_one_process(pool: Pool, tmp_path: Path, given: dict[str, Any]) -> None:
@@ -59,17 +62,20 @@ def test_on_cuda_the_memory_of_its_device_is_kept_to_and_none_is_taken(
         model = model_of(job, vocabulary=8)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     strategy: Any = SimpleNamespace(
-        root_device=torch.device("cuda", 0), num_nodes=1, num_processes=2, recompute={}, offload={}
+        root_device=torch.device("cuda", 0), num_nodes=1, num_processes=2, recompute={}, offload={}, compile={}
     )
     trainer: Any = SimpleNamespace(datamodule=datamodule(job))
     storage, state = Storage(torch.bfloat16), torch.get_rng_state()
     caplog.set_level(logging.INFO)
     planned(strategy, model, trainer, storage, ScheduleConfig())
-    assert re.search(r"memory: 0\.\d+ of 74\.5 GiB predicted", caplog.text)
+    assert re.search(r"memory: 0\.\d+ of 74\.5 GiB predicted\n", f"{caplog.text}\n")
+    strategy.offload = {"llm": Offload()}
+    planned(strategy, model, trainer, storage, ScheduleConfig())
+    assert "GiB predicted, with offload={'llm': 'all'}" in caplog.text
     assert torch.equal(torch.get_rng_state(), state) and not torch.cuda.is_initialized()
     small = replace(DEVICES["h100"], memory=CUDA.communicator)  # less than communicators need, which only it knows of
     monkeypatch.setitem(DEVICES, "h100", small)  # type: ignore[arg-type]
-    with pytest.raises(LayoutError, match="candidates that were simulated needs"):
+    with pytest.raises(LayoutError, match=r"candidates that were simulated needs .*, with offload"):
         planned(strategy, model, trainer, storage, ScheduleConfig())
 
 

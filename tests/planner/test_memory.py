@@ -172,6 +172,18 @@ def test_a_stage_recomputed_whole_keeps_nothing_until_a_backward_that_needs_what
     assert 10 * PEAK <= whole.forward < plain.forward
 
 
+def test_frozen_blocks_need_their_rows_which_none_keeps() -> None:
+    """The first block's came from another stage, or it makes them itself."""
+    layout, none = ModuleLayout((0,)).resolved("llm"), np.zeros((4, 4))
+    frozen = BlockBytes(np.zeros((3, 4, 4)), 0.0, bytes_of(4).forward, none, none)
+    of, rows = Activations({"kept": frozen}, 4.0 * WIDTH, None, 0.0), np.array([[[10.0, 0, 0, 0]]])
+    for blocks, between in (((1, 2), 0), ((1, 3), 4 * WIDTH)):
+        sizes = stage_bytes(TEXT.modules["llm"], layout, *blocks, True, FP32)
+        assert stage_needs(of, layout, 1, None, sizes, blocks, rows, None).forward == 10 * (PEAK + between)
+    trains = stage_needs(activations(4), layout, 1, None, sizes, (1, 3), rows, None)
+    assert trains.forward == 10 * (INSIDE + BETWEEN + WHOLE + PEAK)  # kept, its input with it
+
+
 def test_tensor_parallelism_divides_what_is_inside_its_columns() -> None:
     alone, _ = memory(Candidate({"llm": ModuleLayout((0,))}, 2), equal(6, 10))
     split, _ = memory(Candidate({"llm": ModuleLayout((0, 1), tp=2)}, 2), equal(6, 10))

@@ -10,11 +10,13 @@ import pytest
 from benchmarks.pipelines import Setting
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.parallelize.offload import Offload
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.ahead import ahead
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.explain import explain, unfilled
+from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.memory import KINDS, MemoryModel
 from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import ModelShape, shape_of
@@ -166,17 +168,19 @@ def test_what_fills_and_trains_may_keep_less() -> None:
 
 def test_what_a_person_gave_is_not_contradicted() -> None:
     none = ScheduleConfig()
-    assert Allowed.beside(none, {}, "fetch") == Allowed(decoupled=True, prefetch=True)
-    assert Allowed.beside(none, {}, "all_to_all") == Allowed(decoupled=True, prefetch=False)
-    assert Allowed.beside(none, {"vision": Recompute(2)}, "fetch") == Allowed(decoupled=False, prefetch=True)
+    nothing = Given()
+    assert Allowed.beside(none, nothing, "fetch") == Allowed(decoupled=True, prefetch=True)
+    assert Allowed.beside(none, nothing, "all_to_all") == Allowed(decoupled=True, prefetch=False)
+    for given in (Given(recompute={"vision": Recompute(2)}), Given(offload={"llm": Offload()})):
+        assert Allowed.beside(none, given, "fetch") == Allowed(decoupled=False, prefetch=True, given=given)
     bound = ScheduleConfig(max_in_flight={"vision": 1})
-    assert Allowed.beside(bound, {}, "fetch") == Allowed(decoupled=False, prefetch=True)
-    for given in (ScheduleConfig(fill="fine"), ScheduleConfig(prefetch={"vision": 1})):
-        assert not Allowed.beside(given, {}, "fetch").prefetch
+    assert Allowed.beside(bound, nothing, "fetch") == Allowed(decoupled=False, prefetch=True)
+    for asked in (ScheduleConfig(fill="fine"), ScheduleConfig(prefetch={"vision": 1})):
+        assert not Allowed.beside(asked, nothing, "fetch").prefetch
     planned = Candidate(PIPED, fill="fine", prefetch={"vision": 1}, pieces={"vision": 2}).scheduling
     assert none.instead_of_auto(planned) == planned
-    for given in (ScheduleConfig(fill="none"), ScheduleConfig(reshard_after_forward="always")):
-        assert not given.instead_of_auto(planned).prefetch
+    for asked in (ScheduleConfig(fill="none"), ScheduleConfig(reshard_after_forward="always")):
+        assert not asked.instead_of_auto(planned).prefetch
 
 
 @pytest.mark.parametrize("freeze", [(), ("vision",), ("vision.backbone",)], ids=str)

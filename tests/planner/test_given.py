@@ -1,0 +1,152 @@
+"""What a person says of blocks beside ``layouts="auto"`` is in every candidate: its memory, its time, its refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.pipelines import Setting
+from hetero_strategy.errors import ConfigError, LayoutError
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.parallelize.offload import Offload, check_offload
+from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.planner.estimate import MEMORY_SHARE
+from hetero_strategy.planner.evaluate import Candidate
+from hetero_strategy.planner.given import Given
+from hetero_strategy.planner.memory import MemoryModel
+from hetero_strategy.planner.search import Planner
+from hetero_strategy.planner.shape import ModelShape, shape_of
+from hetero_strategy.planner.times import Precision
+from hetero_strategy.planner.variants import Allowed
+from hetero_strategy.profiling.activations import activations_of
+from hetero_strategy.profiling.cache import memory_model
+from tests.planner.models import batch, cluster, model, module
+
+PLAIN = BalanceConfig(reorder="none")
+FP32 = Precision(4, 4)
+TEXT = Setting("", {"llm": ModuleLayout((0,))}, llm=(64, 6), samples=8, text=(64, 128))
+AWAY = {"llm": Offload()}
+EVERY_OTHER = {"llm": Recompute(2)}
+
+
+@cache
+def memory() -> MemoryModel:
+    """Of blocks that run here, on tensors without values."""
+    made = TEXT.model()
+    return MemoryModel(shape_of(made), activations_of(made, torch.float32, buckets=True, ways=("kept", "all")), FP32)
+
+
+def planner(given: Given, room: float = 4e9) -> Planner:
+    made = Planner(
+        memory().shape, cluster(2), [TEXT.metadata(0)], microbatches=1, balance=PLAIN, precision=FP32, simulations=2,
+        allowed=Allowed(given=given),
+    )  # fmt: skip
+    made.estimates.memory = room
+    return made
+
+
+def peak(made: Planner, candidate: Candidate) -> float:
+    return float(memory().of(made.evaluator.shown(made.evaluator.place(candidate))).peak.max())
+
+
+@pytest.mark.parametrize("recompute", [{}, EVERY_OTHER], ids=["recompute is the plan's", "recompute is given"])
+def test_a_plan_that_fits_with_offload_alone_is_found_and_refused_without(recompute: dict[str, Recompute]) -> None:
+    """Memory is what the least candidate needs, and a little more; without offload more would have to run again."""
+    plain, away = Given(recompute), Given(recompute, AWAY)
+    found = planner(away).proposer.proposals()
+    room = 1.01 * min(peak(planner(away), p.candidate) for p in found)
+    best = planner(away, room).plan(memory=memory).best
+    by_hand = Candidate(best.candidate.layouts, 1, best.candidate.schedule, recompute, offload=AWAY)
+    assert best.memory is not None and best.memory.peak.max() == peak(planner(plain), by_hand) <= room
+    assert best.seconds == planner(plain).evaluator.seconds(by_hand)
+    assert all(one.host > 0 and one.offload == "all" for one in best.memory.kept())
+    if recompute:
+        with pytest.raises(LayoutError, match=r"needs .*, with recompute={'llm': 'every 2'}; give more"):
+            planner(plain, room).plan(memory=memory)
+    else:  # recomputed instead
+        assert planner(plain, room).plan(memory=memory).best.candidate.recompute == {"llm": Recompute()}
+
+
+def test_one_layout_for_all_and_pipelines_through_all_have_what_is_given_too() -> None:
+    given = Given({"vision": Recompute(2), "llm": Recompute(3)}, {"llm": Offload(2)})
+    made = Planner(
+        model(), cluster(4), [batch(8)], microbatches=4, balance=PLAIN, simulations=1, allowed=Allowed(given=given)
+    )
+    proposals = made.proposer.proposals()
+    assert any(p.chain for p in proposals) and any(p.homogeneous for p in proposals)
+    answer = made.plan()
+    for candidate in [p.candidate for p in proposals] + [r.candidate for r in answer.ranked]:
+        assert (candidate.recompute, candidate.offload) == (given.recompute, given.offload)
+    alike = answer.homogeneous()
+    assert alike is not None and alike.seconds == made.evaluator.seconds(alike.candidate)
+
+
+def test_what_does_not_fit_says_with_what() -> None:
+    with pytest.raises(LayoutError, match=r"come on top, with offload={'llm': 'all'}; give more ranks"):
+        planner(Given(offload=AWAY), 1e5).plan()
+
+
+@pytest.mark.parametrize(
+    "recompute", [{}, {"vision": Recompute(), "llm": Recompute()}], ids=["recompute is the plan's", "given"]
+)
+@pytest.mark.parametrize("ranks", [4, 24, pytest.param(0, id="pools")])
+def test_nothing_is_proposed_that_offload_does_not_go_with(ranks: int, recompute: dict[str, Recompute]) -> None:
+    """Blocks that are compiled, recomputed and tensor parallel, and whole forwards that run again."""
+    away = {"vision": Offload(), "llm": Offload()}
+    shape = ModelShape(
+        {"vision": module(4, 256, edge_width=512), "llm": module(8, 512, samplewise=True)}, (("vision", "llm"),)
+    )
+
+    def proposed(given: Given) -> list[Candidate]:
+        memory = (5e7 if ranks == 24 else 1.4e8) / MEMORY_SHARE
+        on = cluster(ranks or 4, 4, memory=memory)
+        if not ranks:
+            on = replace(on, pools=on.pools * 2)
+        made = Planner(shape, on, [batch(48, images=8, text=512)], balance=PLAIN, allowed=Allowed(given=given))
+        return [p.candidate for p in made.proposer.proposals()]
+
+    def refused(candidate: Candidate) -> bool:
+        return any(candidate.layouts[name].tp > 1 for name in candidate.recompute)
+
+    plain, compiled = (proposed(Given(recompute, away, compile)) for compile in ((), ("vision", "llm")))
+    assert any(map(refused, plain)) and compiled and not any(map(refused, compiled))
+    for candidate in compiled:
+        tp = {name: layout.tp for name, layout in candidate.layouts.items()}
+        check_offload(candidate.offload, candidate.recompute, ("vision", "llm"), tp)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (Given({"llm": Recompute(whole=True)}, AWAY), "offload names 'llm', whose recompute is 'whole'"),
+        (Given(offload={"lm": Offload()}), r"offload names \['lm'\]; the modules are vision, llm"),
+        (Given({"lm": Recompute()}), r"recompute names \['lm'\]; the modules are vision, llm"),
+    ],
+)
+def test_what_no_layout_can_run_is_refused_before_planning(given: Given, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        Planner(model(), cluster(2), [batch(8)], allowed=Allowed(given=given))
+
+
+def test_kept_matmuls_are_measured_where_they_are_asked_for() -> None:
+    made = TEXT.model()
+    around: Any = (made, shape_of(made), cluster(2), FP32)
+    again = {"llm": Recompute(keeps_matmuls=True)}
+    best = planner(Given(again)).plan(memory=lambda: memory_model(*around, again)).best
+    assert best.memory is not None and best.candidate.recompute == again
+
+
+def test_numbers_of_a_row_that_blocks_keep() -> None:
+    blocks = module(8, 10)
+    ways: list[tuple[Recompute | None, Offload | None]] = [
+        (None, None), (Recompute(), None), (Recompute(3), None), (Recompute(keeps_matmuls=True), None),
+        (Recompute(whole=True), None), (None, Offload()), (None, Offload(2)), (Recompute(2), Offload(3)),
+    ]  # fmt: skip
+    found = np.array([blocks.saved(*way) for way in ways]) / 10
+    assert found.tolist() == [8 * 17, 8, 3 + 5 * 17, 8 * 11, 8 * 17, 17, 4 * 17 + 17, 2 + 3 * 17 + 17]
