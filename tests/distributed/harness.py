@@ -14,10 +14,12 @@ Every call gets fresh processes, forked from one process that has paid for the i
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import sys
 import tempfile
@@ -58,7 +60,9 @@ class _Rank:
     result: Any = None
 
     def output(self) -> str:
-        text = self.log.read_text(errors="replace")[-6000:].strip() if self.log.exists() else ""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        # What a dying interpreter lists last is long and would push what it died of out of the end that is shown.
+        text = "\n".join(line for line in lines if not line.startswith("Extension modules:"))[-6000:].strip()
         return f"--- output of rank {self.number} ---\n{text}\n" if text else ""
 
 
@@ -160,9 +164,12 @@ def _hang(pending: dict[int, _Rank], timeout: float) -> tuple[int, str, str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """Of those that no system hands out by itself, so that no listener of another world takes it before rank 0 does."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def _work(
