@@ -65,7 +65,7 @@ class ModuleLayout:
     def __post_init__(self) -> None:
         argument: Iterable[int] | int = self.ranks
         ranks = range(argument) if isinstance(argument, int) else argument
-        object.__setattr__(self, "ranks", tuple(sorted(int(r) for r in ranks)))
+        object.__setattr__(self, "ranks", tuple(sorted(map(int, ranks))))
         if self.split is not None:
             object.__setattr__(self, "split", tuple(int(n) for n in self.split))
 

@@ -73,18 +73,17 @@ def _beside(module: str, graph: StageGraph, stage_costs: Mapping[StageId, StageC
     whole: dict[str, float] = {}
     for node, cost in stage_costs.items():
         whole[node.module] = whole.get(node.module, 0.0) + (cost.per_row or cost.per_pair)
-    on_ranks: dict[str, dict[int, float]] = {}
+    on_ranks: dict[str, np.ndarray] = {}
+    size = 1 + max(int(stage.grid.max(initial=0)) for stage in graph.stages.values())
     for node, stage in graph.stages.items():
         if node.cohort < 0 and whole[node.module]:
             cost = stage_costs[node.all_instances]
-            for rank in stage.ranks:
-                busy = on_ranks.setdefault(node.module, {})
-                busy[rank] = busy.get(rank, 0.0) + passes(node) * (cost.per_row or cost.per_pair) / whole[node.module]
+            busy = on_ranks.setdefault(node.module, np.zeros(size))
+            busy[stage.grid] += passes(node) * (cost.per_row or cost.per_pair) / whole[node.module]
     chain = graph.chains[module][0]
     instances = sum(len(graph.stages[nodes[0]].grid) for nodes in graph.chains[module])
-    ranks = np.concatenate([part.reshape(instances, -1) for part in grid], axis=1).tolist()
-    own = passes(chain[0])
-    return {n: np.array([max(busy.get(r, 0.0) for r in row) for row in ranks]) / own for n, busy in on_ranks.items()}
+    ranks = np.concatenate([part.reshape(instances, -1) for part in grid], axis=1)
+    return {name: busy[ranks].max(axis=1) / passes(chain[0]) for name, busy in on_ranks.items()}
 
 
 def _near(

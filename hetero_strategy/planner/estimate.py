@@ -79,6 +79,12 @@ class Estimates:
         self._fed = shape.fed_by_trainable()
         self._sizes = {name: _sizes(shape.modules[name], name, batches) for name in shape.modules}
         self._totals = {n: (float(m.parameters.sum()), float(m.trained.sum())) for n, m in shape.modules.items()}
+        self._saved = {
+            (name, again): module.saved(given.recomputed(name, again and module.has_blocks), given.offload.get(name))
+            for name, module in shape.modules.items()
+            for again in (False, True)
+        }
+        """By module, and whether a plan lets it run again: numbers per row that blocks keep."""
         self._work: dict[tuple[str, int, bool], Work] = {}
         self._splits: dict[tuple[str, int, int], float] = {}
         self._cuts: dict[tuple[int, int, bool], tuple[int, ...]] = {}
@@ -226,7 +232,7 @@ class Estimates:
         rows = self._sizes[module].rows / (degrees.dp * microbatches)
         how = self.given.recomputed(module, degrees.recomputed and shape.has_blocks)
         parts = degrees.tp * (degrees.pp if how is not None and how.whole else 1)
-        saved = self.kept * shape.saved(how, self.given.offload.get(module))
+        saved = self.kept * self._saved[module, degrees.recomputed]
         return saved * rows * self._precision.compute / parts
 
     def bytes(self, module: str, degrees: Degrees, microbatches: int) -> float:

@@ -335,9 +335,15 @@ class ActionSeconds:
         self._sizes = {
             (name, i): sizes_of(plan, name, i) for name, parts in plan.assignments.items() for i in range(len(parts))
         }
+        self._known: dict[Action, np.ndarray] = {}
 
     def __call__(self, action: Action) -> np.ndarray:
         """Of every instance."""
+        if action not in self._known:  # asked for by the schedule, and again by its simulation
+            self._known[action] = self._seconds(action)
+        return self._known[action]
+
+    def _seconds(self, action: Action) -> np.ndarray:
         times = self._times[action.node]
         if action.microbatch < 0:
             count = np.zeros(len(self._stages[action.node].grid))

@@ -41,7 +41,8 @@ LONG = 1 / 2
 BEHIND = 1.1
 """Seconds over the best so far from which a long step is not looked at any longer."""
 RETRIED = 1.15
-"""Seconds over the best up to which other schedules of a long step are tried, which then has small bubbles."""
+"""Seconds over the best up to which other ways to fill bubbles are tried, and other schedules of a long step, which
+then has small bubbles."""
 Progress = Callable[[int, int, float], None]
 """(candidates simulated, candidates to simulate, seconds of the best so far)."""
 
@@ -186,8 +187,8 @@ class Planner:
             if progress is not None:
                 progress(i + 1, len(chosen), min((r.seconds for r in ranked), default=0.0))
         self._vary(self.variants.schedules, ranked, end)
-        self._vary(self.variants.cuts, ranked, end, most=VARIED / 4)
-        self._vary(self.variants.fills, ranked, end, most=VARIED / 4)
+        self._vary(self.variants.cuts, ranked, end, most=VARIED / 4, behind=lambda one: most_cut(one.candidate))
+        self._vary(self.variants.fills, ranked, end, most=VARIED / 4, behind=lambda one: RETRIED)
         self._vary(self.variants.ahead, ranked, end, WORTH_ROWS)
         ranked.sort(key=lambda r: r.seconds)
         return Answer(tuple(ranked), len(proposals)) if model is None else self._fitting(ranked, len(proposals), model)
@@ -256,18 +257,20 @@ class Planner:
         end: float,
         worth: float = inf,
         most: float = VARIED,
+        behind: Callable[[Ranked], float] = lambda one: RETRIED if one.share > LONG else inf,
     ) -> None:
         """Simulate the best in other ways.
 
         Args:
             worth: share of their seconds that others may take to be kept.
             most: long steps that are simulated, at most.
+            behind: seconds over the best so far up to which other ways of a candidate are tried.
         """
         tried = 0.0
         for best in sorted(ranked, key=lambda r: r.seconds):
             if tried >= most or time.monotonic() > end:
                 break
-            if best.share > LONG and best.seconds > RETRIED * fastest(ranked):
+            if best.seconds > behind(best) * fastest(ranked):
                 continue
             for other in ways(best.candidate):
                 self._simulate(other, best.estimate, ranked, worth * best.seconds)
@@ -302,6 +305,12 @@ class Planner:
 def fastest(ranked: Sequence[Ranked]) -> float:
     """Seconds of the fastest; infinite where there is none."""
     return min((r.seconds for r in ranked), default=inf)
+
+
+def most_cut(candidate: Candidate) -> float:
+    """Seconds with given stages, over those with one block less in the largest of them, at most."""
+    largest = max((max(layout.split) for layout in candidate.layouts.values() if layout.split), default=inf)
+    return largest / (largest - 1) if 1 < largest < inf else 1.0
 
 
 def kinds(proposal: Proposal) -> list[object]:

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int64, Num
 
+from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError, ScheduleError
 from hetero_strategy.layout.pipeline import Pipeline
 from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
@@ -82,7 +83,7 @@ class Stage:
 
     @cached_property
     def ranks(self) -> frozenset[int]:
-        return frozenset(int(r) for r in self.grid.flat)
+        return frozenset(self.grid.ravel().tolist())
 
     @property
     def of_islands(self) -> Int64[np.ndarray, "islands ranks_of_island"]:
@@ -125,14 +126,16 @@ class StageGraph:
     @cached_property
     def hosts(self) -> dict[tuple[StageId, ...], tuple[int, ...]]:
         """Sets of nodes that share ranks -> the ranks that host exactly those."""
-        hosted: dict[int, list[StageId]] = {}
-        for node, stage in self.stages.items():
-            for rank in sorted(stage.ranks):
-                hosted.setdefault(rank, []).append(node)
-        found: dict[tuple[StageId, ...], list[int]] = {}
-        for rank in sorted(hosted):
-            found.setdefault(tuple(hosted[rank]), []).append(rank)
-        return {nodes: tuple(ranks) for nodes, ranks in found.items()}
+        nodes, grids = tuple(self.stages), [stage.grid.ravel() for stage in self.stages.values()]
+        ranks, place = np.unique(np.concatenate(grids), return_inverse=True)
+        on = np.zeros((len(ranks), len(nodes)), dtype=bool)
+        on[place, np.repeat(np.arange(len(nodes)), [grid.size for grid in grids])] = True
+        _, first, number = np.unique(np.packbits(on, axis=1), axis=0, return_index=True, return_inverse=True)
+        order, bounds = ragged.group_by(number.ravel(), len(first))
+        return {
+            tuple(nodes[i] for i in np.flatnonzero(on[first[k]])): tuple(ranks[order[bounds[k] : bounds[k + 1]]].tolist())
+            for k in np.argsort(first).tolist()
+        }
 
     @cached_property
     def chains(self) -> dict[str, tuple[tuple[StageId, ...], ...]]:

@@ -48,10 +48,11 @@ def in_cohorts(graph: StageGraph, apart: Collection[str]) -> StageGraph:
 
 def _cohorts(graph: StageGraph, module: str) -> list[np.ndarray]:
     """Instances of a module, those together whose ranks host the same stages."""
-    hosted = {rank: number for number, ranks in enumerate(graph.hosts.values()) for rank in ranks}
-    grids = [graph.stages[stage_id].grid for stage_id in graph.nodes_of(module)]
+    hosted = np.zeros(1 + max(max(ranks) for ranks in graph.hosts.values()), dtype=np.int64)
+    for number, ranks in enumerate(graph.hosts.values()):
+        hosted[list(ranks)] = number
+    grids = [hosted[graph.stages[stage_id].grid].tolist() for stage_id in graph.nodes_of(module)]
     found: dict[tuple[frozenset[int], ...], list[int]] = {}
-    for instance in range(len(grids[0])):
-        seats = tuple(frozenset(hosted[int(rank)] for rank in grid[instance]) for grid in grids)
-        found.setdefault(seats, []).append(instance)
+    for instance, rows in enumerate(zip(*grids, strict=True)):
+        found.setdefault(tuple(map(frozenset, rows)), []).append(instance)
     return [np.array(members) for members in found.values()]

@@ -22,8 +22,10 @@ class Account:
         self.grids = {stage_id: np.searchsorted(self._ranks, stage.grid) for stage_id, stage in stages.items()}
         """Stage -> indices of its ranks in the arrays here, int64 ``[instances, ranks per instance]``."""
         count = len(self._ranks)
-        self.free = np.array([host.begins.get(int(rank), 0.0) for rank in self._ranks])
+        self.free = np.zeros(count)
         """When each rank can begin what comes next."""
+        for rank, begin in host.begins.items():
+            self.free[self._ranks == rank] = begin
         self._ended = self.free.copy()
         self._busy = np.zeros(count)
         self._idle = {cause: np.zeros(count) for cause in CAUSES}
