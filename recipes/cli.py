@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import functools
+import logging
 import os
 import re
 import shlex
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -46,6 +48,7 @@ def start(task: Callable[[], None], outputs: str = "outputs") -> None:
     """Run a hydra main so that all ranks share a run folder, below ``outputs``, and none outlives the first."""
     die_with_script()  # before the slow imports: rank 0 may be killed while this process is still starting
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hydra raises what it would print, and cuts no traceback short
+    hush()
     try:
         from recipes import jobs
 
@@ -69,6 +72,13 @@ def start(task: Callable[[], None], outputs: str = "outputs") -> None:
         if not str(error).startswith("Config group override"):
             raise
         fail(ConfigError("a group of conf/ was set to null; choose one of its files, such as experiment=none"))
+
+
+def hush() -> None:
+    """Leave out what libraries say of themselves in every process, and no person can act on."""
+    for name in ("torchao", "torch.utils._pytree"):  # kernels that this Python cannot load, a deprecated call
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*", module="lightning.*")
 
 
 def one_message(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:

@@ -175,6 +175,7 @@ def test_killed_and_resumed_is_the_same_run(tmp_path: Path, whole: tuple[Path, E
     (command,) = re.findall(r"^resume +(.+)$", output, re.M)
     resumed = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "torchao" not in resumed.stderr  # nor what other libraries say of themselves
     report = json.loads((folder / "report.json").read_text())
     epoch, place = divmod(step, 6)
     order = np.random.Generator(np.random.PCG64([0, epoch])).permutation(48)
