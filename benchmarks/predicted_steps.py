@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[st
     together = {world: pool.run(world, together_on_rank)[0] for world in sorted({s.world for s in settings})}
     rows, figures = [], {}
     for setting in settings:
-        both = together[setting.world], together[setting.world]._replace(links=Links())
+        both = together[setting.world], Communication(Links(), {}, {}, together[setting.world].sharding)
         known = [evaluator(setting, profiles[setting.llm], one) for one in both]
         seconds, alone = (predicted(setting, one) for one in known)
         steps = pool.run(setting.world, steps_on_rank, setting, chosen.seconds, timeout=300)

@@ -28,9 +28,8 @@ from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import Precision
 from hetero_strategy.planner.variants import Allowed
 from hetero_strategy.profiling.cache import memory_model
-from hetero_strategy.profiling.device import fit_links, link_times
+from hetero_strategy.profiling.device import Communication, communication
 from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.simulator.links import Links
 from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.strategy.precision import storage_of
 from recipes import cli
@@ -79,9 +78,9 @@ def better_layouts(trainer: L.Trainer, module: LitMultimodal, folder: Path, budg
     """
     if not budget:
         return None
-    device, links = trainer.strategy.root_device, None
+    device, together = trainer.strategy.root_device, None
     if device.type == "cpu" and 1 < trainer.world_size <= FEW:
-        links = fit_links(link_times(device))[0]
+        together = communication(device, shards=False)
     if not trainer.is_global_zero:
         return None
     ran = [c.last for c in trainer.callbacks if isinstance(c, TimelineMonitor) and c.last is not None]  # type: ignore[attr-defined]
@@ -90,7 +89,7 @@ def better_layouts(trainer: L.Trainer, module: LitMultimodal, folder: Path, budg
     if trainer.world_size > FEW:
         return {"why_not": f"there are more than {FEW} ranks, for which planning takes longer"}
     try:
-        return _compared(trainer, module, ran[0], links, folder / "layout" / "better.yaml", budget)
+        return _compared(trainer, module, ran[0], together, folder / "layout" / "better.yaml", budget)
     except (ConfigError, LayoutError) as error:
         return {"why_not": str(error)}
 
@@ -99,12 +98,12 @@ def _compared(
     trainer: L.Trainer,
     module: LitMultimodal,
     ran: MeasuredAndSimulated,
-    links: Links | None,
+    together: Communication | None,
     file: Path,
     budget: float,
 ) -> dict[str, Any]:
     begin = time.monotonic()
-    planner, memory = _planner(trainer, module, ran, links)
+    planner, memory = _planner(trainer, module, ran, together)
     current = planner.evaluator.seconds(as_it_ran(trainer.strategy, ran))  # type: ignore[arg-type]
     answer = planner.plan(seconds=budget)
     if current > WORTH * answer.best.seconds and memory is not None:  # a winner has to fit, which takes longer to know
@@ -154,7 +153,7 @@ def as_it_ran(strategy: HeteroStrategy, ran: MeasuredAndSimulated) -> Candidate:
 
 
 def _planner(
-    trainer: L.Trainer, module: LitMultimodal, ran: MeasuredAndSimulated, links: Links | None
+    trainer: L.Trainer, module: LitMultimodal, ran: MeasuredAndSimulated, together: Communication | None
 ) -> tuple[Planner, Callable[[], MemoryModel] | None]:
     """For the run's model, data and devices, with what its stages took; and what predicts a device's memory."""
     strategy, data = trainer.strategy, trainer.datamodule  # type: ignore[attr-defined]
@@ -167,8 +166,8 @@ def _planner(
     on_processors = strategy.root_device.type == "cpu"
     if on_processors:
         cluster = cluster.changed(cores_per_node=os.cpu_count())
-    if links is not None:
-        cluster = cluster.linked(links)
+    if together is not None:
+        cluster = together.on(cluster)
     bounds = ScheduleConfig(max_in_flight=strategy.executor.compiler.config.max_in_flight)
     planner = Planner(
         shape,

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from math import ceil, gcd, log2
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
 
 from hetero_strategy.simulator.links import Links, Network
+
+CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce"]
 
 
 class OwnWork(NamedTuple):
@@ -76,6 +78,8 @@ class NodePool:
         within: links of one rank to others of its node.
         cores_per_node: processor cores that the ranks of a node share, where there may be fewer of them than ranks: a
             step then takes at least the work of all ranks of a node over its cores; None: each rank has its own device.
+        collectives: links that rings of a node reach, by kind, where they were measured; others reach ``within``.
+        processor: the same in seconds that a rank's processor works for them, whose links are no device of their own.
     """
 
     device: Device
@@ -83,6 +87,8 @@ class NodePool:
     ranks_per_node: int
     within: Links
     cores_per_node: int | None = None
+    collectives: Mapping[CollectiveKind, Links] = field(default_factory=dict)
+    processor: Mapping[CollectiveKind, Links] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -129,8 +135,7 @@ class Cluster:
     @cached_property
     def within(self) -> Links:
         """Links of one rank to others of its node."""
-        links = [pool.within for pool in self.pools]
-        return Links(max(link.latency for link in links), min(link.bandwidth for link in links))
+        return _slowest([pool.within for pool in self.pools])
 
     @cached_property
     def network(self) -> Network:
@@ -143,6 +148,10 @@ class Cluster:
     def shares_cores(self) -> bool:
         """Whether ranks and their communication share processor cores."""
         return any(pool.cores_per_node for pool in self.pools)
+
+    def worked_for(self) -> Cluster:
+        """The same with collectives that take what processors work for them, where that was measured."""
+        return replace(self, pools=tuple(replace(p, collectives={**p.collectives, **p.processor}) for p in self.pools))
 
     def on_cores(self, work: Float64[np.ndarray, "ranks"]) -> float:
         """Seconds that the ranks of a node need at least for so many seconds of work each, where they share cores."""
@@ -184,8 +193,9 @@ class Cluster:
         """The pools in which some ranks lie."""
         return self if len(self.pools) == 1 else self.of(self.pools_of(ranks))
 
-    def collective(self, size: float, ranks: int, stride: int = 1) -> float:
-        """Seconds of an all-gather or a reduce-scatter by rings, while neighbouring groups do the same.
+    def collective(self, size: float, ranks: int, stride: int = 1, kind: CollectiveKind = "all-gather") -> float:
+        """Seconds of an all-gather, a reduce-scatter or half of an all-reduce by rings, while neighbouring groups do
+        the same.
 
         A ring that crosses nodes uses the links of all its members there, so each rank brings its own.
 
@@ -196,10 +206,14 @@ class Cluster:
         if ranks == 1:
             return 0.0
         on_node = min(ranks, max(1, self.ranks_per_node // stride))
-        link = self.within if on_node == ranks else self.across
-        bandwidth = self.within.bandwidth
+        within = _slowest([pool.collectives.get(kind, pool.within) for pool in self.pools])
+        link, bandwidth = within, within.bandwidth
         if on_node < ranks:
-            bandwidth = self.across.bandwidth * on_node
+            link, bandwidth = self.across, self.across.bandwidth * on_node
             if on_node > 1:
-                bandwidth = min(bandwidth, self.within.bandwidth)
+                bandwidth = min(bandwidth, within.bandwidth)
         return link.latency * ceil(log2(ranks)) + size * (ranks - 1) / ranks / bandwidth
+
+
+def _slowest(links: Sequence[Links]) -> Links:
+    return Links(max(link.latency for link in links), min(link.bandwidth for link in links))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float64
 
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.row_sharding import RowSharding
@@ -254,9 +256,22 @@ class Evaluator:
         simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=placed.together)
         after = seconds_after(simulation, placed.times)
         if self.cluster.shares_cores:
-            least = self.cluster.on_cores(work_of_ranks(simulation, placed.times, self.cluster.ranks))
+            least = self.cluster.on_cores(self._work(placed, plan, schedule))
             after = max(after, After(rest=least - simulation.time), key=lambda one: one.total)
         return Step(placed, plan, schedule, simulation, after)
+
+    def _work(self, placed: Placed, plan: StepPlan, schedule: Schedule) -> Float64[np.ndarray, "ranks"]:
+        """Seconds in which each rank needs a processor: its actions, collectives as far as it works for them, and what
+        follows the last of them.
+        """
+        times = self._working.place(placed.candidate).times
+        return work_of_ranks(schedule, ActionSeconds(plan, replace(placed, times=times)), times, self.cluster.ranks)
+
+    @cached_property
+    def _working(self) -> Evaluator:
+        """With the work for collectives in place of what they take."""
+        given: Any = {"precision": self.precision, "overlap": self.overlap, "measured": self.measured}
+        return Evaluator(self.shape, self.cluster.worked_for(), self.batches, balance=self._balance, **given)
 
     def _plan(self, placed: Placed, metadata: StepMetadata, microbatches: int) -> StepPlan:
         instances = placed.placement.instances()

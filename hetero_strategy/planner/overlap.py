@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import Float64
 
 from hetero_strategy.planner.times import StageTimes
-from hetero_strategy.schedule.action import Action, StageId
+from hetero_strategy.schedule.action import Action, Schedule, StageId
 from hetero_strategy.simulator.result import Simulation
+from hetero_strategy.simulator.simulate import ActionCosts
 
 
 class After(NamedTuple):
@@ -59,13 +60,14 @@ def seconds_after(simulation: Simulation, times: Mapping[StageId, StageTimes]) -
 
 
 def work_of_ranks(
-    simulation: Simulation, times: Mapping[StageId, StageTimes], ranks: int
+    schedule: Schedule, seconds: ActionCosts, times: Mapping[StageId, StageTimes], ranks: int
 ) -> Float64[np.ndarray, "ranks"]:
-    """Seconds in which each rank needs a processor: its actions, and what follows the last of them."""
-    work = np.zeros(ranks)
-    work[simulation.ranks] = simulation.busy
+    """Seconds of each rank's actions, and of what follows the last of them."""
+    work, stages = np.zeros(ranks), schedule.graph.stages
+    for action in schedule.starts:
+        work[stages[action.node].grid] += np.reshape(seconds(action), (-1, 1))
     for stage, each in times.items():
-        work[simulation.schedule.graph.stages[stage].grid] += each.after
+        work[stages[stage].grid] += each.after
     return work
 
 

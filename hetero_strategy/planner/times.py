@@ -13,7 +13,7 @@ from jaxtyping import Float64, Num
 
 from hetero_strategy import ragged
 from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.planner.cluster import Cluster
+from hetero_strategy.planner.cluster import Cluster, CollectiveKind
 from hetero_strategy.planner.shape import ModuleShape
 from hetero_strategy.planner.space import Degrees
 from hetero_strategy.schedule.action import Kind
@@ -221,8 +221,8 @@ def synchronization(
     own = cluster.device.sharding
     gather, scatter, replicas = blocks * cluster.collective(whole / blocks, shard, tp), 0.0, 0.0
     if trained:
-        scatter = blocks * cluster.collective(size / blocks, shard, tp)
-        replicas = 2 * cluster.collective(size / shard, degrees.dp_replicate, tp * shard)
+        scatter = blocks * cluster.collective(size / blocks, shard, tp, "reduce-scatter")
+        replicas = 2 * cluster.collective(size / shard, degrees.dp_replicate, tp * shard, "all-reduce")
     if shard > 1:
         gather += own.gather.seconds(blocks, whole)
         scatter += own.scatter.seconds(blocks, size) if trained else 0.0
@@ -304,9 +304,12 @@ def _measured_blocks(
 
 def tp_collectives(shape: ModuleShape, tp: int, cluster: Cluster, precision: Precision) -> Line:
     """Seconds of a block's collectives of tensor parallelism, in its forward or in its backward."""
-    waits = cluster.collective(0.0, tp)
-    per_row = cluster.collective(precision.compute * shape.width, tp) - waits
-    return Line(TP_COLLECTIVES * waits, TP_COLLECTIVES * per_row, 0.0)
+    cut = shape.row_parts[tp] > 1
+    kinds: tuple[CollectiveKind, ...] = ("all-gather", "reduce-scatter") if cut else ("all-reduce",)
+    sizes = (0.0, precision.compute * shape.width)
+    waits, seconds = (sum(cluster.collective(size, tp, kind=kind) for kind in kinds) for size in sizes)
+    times = TP_COLLECTIVES / len(kinds)
+    return Line(times * waits, times * (seconds - waits), 0.0)
 
 
 def exposed(collectives: float, products: float, ranks: int) -> float:

@@ -40,8 +40,9 @@ MOST_ROWS = 16384
 """Of a packing."""
 PARTS = (1 / 3, 1)
 """Rows of packings, of the most."""
-ROUNDS = 5
-"""Times that every packing is run, in turns, after one to warm up; the fastest counts, as others ran disturbed."""
+ROUNDS = (2, 5)
+"""Times that every packing is run, in turns, after one to warm up, at least and at most; the fastest counts, as others
+ran disturbed. Where seconds are few, packings as large as microbatches tell more than more rounds of small ones."""
 SECONDS = 2.0
 """Of measuring a kind of block, about: it limits the rows of packings."""
 Progress = Callable[[int, int, str], None]
@@ -199,24 +200,26 @@ class _Block:
 
     def measured(self, budget: float) -> tuple[BlockSeconds, Float64[np.ndarray, "points"]]:
         """Lines, and how far each measured point is from them."""
-        packed = list(packings(self.lengths, self._affordable(budget)))
+        most, count = self._affordable(budget)
+        packed = list(packings(self.lengths, most))
         runs = [self._run(lengths) for lengths in packed]
-        rounds = [[self._seconds(run) for run in runs] for _ in range(ROUNDS + 1)][1:]
+        rounds = [[self._seconds(run) for run in runs] for _ in range(1 + count)][1:]
         seconds = np.array(rounds).min(axis=0)
         given = np.array([[1.0, n.sum(), (n * n).sum()] for n in map(np.float64, packed)])
         lines, errors = zip(*(fit(given, own) for own in seconds.T), strict=True)
         return BlockSeconds(*lines), np.stack(errors)[[line != NOTHING for line in lines]].ravel()
 
-    def _affordable(self, budget: float) -> float:
-        """Rows of the largest packing."""
+    def _affordable(self, budget: float) -> tuple[float, int]:
+        """Rows of the largest packing, and rounds."""
         rows = min(256.0, float(self.lengths.sum()))
         probe = self._run(np.resize(self.lengths, max(1, round(rows / self.lengths.mean()))))
         for _ in range(2):
             begin = now(self.device)
             self._seconds(probe)
             spent = now(self.device) - begin
-        packed = 3 * sum(PARTS) * (ROUNDS + 1)
-        return min(float(MOST_ROWS), float(self.lengths.sum()), budget / packed * probe.inputs.packing.rows / spent)
+        affordable = budget / (3 * sum(PARTS)) * probe.inputs.packing.rows / spent  # in a single round
+        most = min(float(MOST_ROWS), float(self.lengths.sum()), affordable / (1 + ROUNDS[0]))
+        return most, max(ROUNDS[0], min(int(affordable / most) - 1, ROUNDS[1]))
 
     def _run(self, lengths: Int64[np.ndarray, "units"]) -> _Run:
         inputs = inputs_of(self.module, lengths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, log2
 from typing import NamedTuple
@@ -17,12 +17,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hetero_strategy.planner.cluster import NO_SHARDING, Cluster, Device, OwnWork, Sharding
+from hetero_strategy.planner.cluster import NO_SHARDING, Cluster, CollectiveKind, Device, OwnWork, Sharding
 from hetero_strategy.planner.times import ADAM_BYTES
 from hetero_strategy.simulator.links import Links
 
 PARAMETERS, TENSORS = 2**20, 16
 """That an optimizer steps on, and in how many tensors they are."""
+COLLECTIVES: tuple[CollectiveKind, ...] = ("all-gather", "reduce-scatter", "all-reduce")
+MESSAGE = "message"
 SIZES = (2**12, 2**16, 2**20, 2**22)
 """Bytes of messages, of the whole over all ranks."""
 ROUNDS = 5
@@ -40,6 +42,8 @@ class LinkTime(NamedTuple):
     """Latencies in it, by the formula of ``Cluster.collective``."""
     received: float
     """Bytes that a rank receives."""
+    processor: float = 0.0
+    """Seconds that a rank's process works for it, the threads of its backend included, on average."""
 
 
 def with_optimizer(device: Device, on: torch.device) -> Device:
@@ -56,19 +60,32 @@ class Communication(NamedTuple):
     """What all ranks of a node measure together."""
 
     links: Links
-    sharding: Sharding
+    """Of messages."""
+    collectives: Mapping[CollectiveKind, Links]
+    processor: Mapping[CollectiveKind, Links]
+    """See :class:`NodePool`."""
+    sharding: Sharding = NO_SHARDING
 
     def on(self, cluster: Cluster) -> Cluster:
         """The cluster with these figures."""
-        return cluster.linked(self.links).changed(device=replace(cluster.device, sharding=self.sharding))
+        device = replace(cluster.device, sharding=self.sharding)
+        return cluster.linked(self.links).changed(device=device, collectives=self.collectives, processor=self.processor)
 
 
-def communication(device: torch.device) -> Communication:
-    """Measure links, and what sharding costs processors. A collective of all ranks."""
-    links, _ = fit_links(link_times(device))
-    if device.type == "cuda":
-        return Communication(links, NO_SHARDING)
-    return Communication(links, sharding(init_device_mesh("cpu", (dist.get_world_size(),))))
+def communication(device: torch.device, *, shards: bool = True) -> Communication:
+    """Measure links and, where ``shards``, what sharding costs processors. A collective of all ranks."""
+    reached = fit_communication(link_times(device))
+    if device.type == "cuda" or not shards:
+        return reached
+    return reached._replace(sharding=sharding(init_device_mesh("cpu", (dist.get_world_size(),))))
+
+
+def fit_communication(times: Sequence[LinkTime]) -> Communication:
+    """Links of every kind of collective, and of messages."""
+    own = {kind: [time for time in times if time.kind == kind] for kind in (*COLLECTIVES, MESSAGE)}
+    worked = {kind: [time._replace(seconds=time.processor) for time in own[kind]] for kind in COLLECTIVES}
+    collectives, processor = ({kind: fit_links(of[kind])[0] for kind in COLLECTIVES} for of in (own, worked))
+    return Communication(fit_links(own[MESSAGE])[0], collectives, processor)
 
 
 class _Block(nn.Module):
@@ -155,10 +172,11 @@ def _times(size: int, device: torch.device, group: dist.ProcessGroup | None) -> 
         "all-gather": (lambda: dist.all_gather_into_tensor(whole, part, group=group), hops, received),
         "reduce-scatter": (lambda: dist.reduce_scatter_tensor(part, whole, group=group), hops, received),
         "all-reduce": (lambda: dist.all_reduce(whole, group=group), 2 * hops, 2 * received),
-        "message": (lambda: _pass_on(whole, group), 1.0, whole.nbytes),
+        MESSAGE: (lambda: _pass_on(whole, group), 1.0, whole.nbytes),
     }
     for kind, (work, latencies, own) in works.items():
-        yield LinkTime(kind, whole.nbytes, _slowest(device, work, group), latencies, own)
+        seconds, processor = _least(device, work, group)
+        yield LinkTime(kind, whole.nbytes, seconds, latencies, own, processor)
 
 
 def _pass_on(rows: torch.Tensor, group: dist.ProcessGroup | None) -> None:
@@ -171,19 +189,20 @@ def _pass_on(rows: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         request.wait()
 
 
-def _slowest(device: torch.device, work: Callable[[], object], group: dist.ProcessGroup | None) -> float:
-    """Seconds of the fastest round, on the slowest rank of each."""
-    rounds = torch.zeros(ROUNDS, device=device)
+def _least(device: torch.device, work: Callable[[], object], group: dist.ProcessGroup | None) -> tuple[float, float]:
+    """Seconds of the fastest round, on the slowest rank of each; and the least that a process works, on average."""
+    rounds, worked = torch.zeros(2, ROUNDS, device=device)
     for number in range(-1, ROUNDS):
         dist.barrier(group)
-        begin = time.perf_counter()
+        begin, busy = time.perf_counter(), time.process_time()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if number >= 0:
-            rounds[number] = time.perf_counter() - begin
+            rounds[number], worked[number] = time.perf_counter() - begin, time.process_time() - busy
     dist.all_reduce(rounds, dist.ReduceOp.MAX, group=group)
-    return float(rounds.min())
+    dist.all_reduce(worked, group=group)
+    return float(rounds.min()), float(worked.min()) / dist.get_world_size(group)
 
 
 def fit_links(times: Sequence[LinkTime]) -> tuple[Links, Float64[np.ndarray, "times"]]:

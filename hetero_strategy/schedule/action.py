@@ -132,10 +132,8 @@ class StageGraph:
         on[place, np.repeat(np.arange(len(nodes)), [grid.size for grid in grids])] = True
         _, first, number = np.unique(np.packbits(on, axis=1), axis=0, return_index=True, return_inverse=True)
         order, bounds = ragged.group_by(number.ravel(), len(first))
-        return {
-            tuple(nodes[i] for i in np.flatnonzero(on[first[k]])): tuple(ranks[order[bounds[k] : bounds[k + 1]]].tolist())
-            for k in np.argsort(first).tolist()
-        }
+        hosted = {k: tuple(nodes[i] for i in np.flatnonzero(on[first[k]])) for k in np.argsort(first).tolist()}
+        return {own: tuple(ranks[order[bounds[k] : bounds[k + 1]]].tolist()) for k, own in hosted.items()}
 
     @cached_property
     def chains(self) -> dict[str, tuple[tuple[StageId, ...], ...]]:

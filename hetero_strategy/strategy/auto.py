@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 BATCHES = 2
 """Global batches of the data on which candidates are simulated."""
-SECONDS = 0.3
+SECONDS = 0.6
 """Of measuring a kind of block, of which a model has three for each module or fewer."""
 
 

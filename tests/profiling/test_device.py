@@ -16,6 +16,7 @@ from hetero_strategy.profiling.device import (
     Communication,
     LinkTime,
     communication,
+    fit_communication,
     fit_links,
     link_times,
     sharding,
@@ -36,9 +37,13 @@ def test_ranks_measure_all_collectives_and_agree(pool: Pool) -> None:
     assert first == second
     assert len(first) == 4 * len(SIZES)
     assert all(time.seconds > 0 for time in first)
-    links, errors = fit_links(first)
-    assert 0 < links.latency < 1
-    assert np.median(errors) < 1
+    assert all(0 < time.processor < 10 * time.seconds for time in first)
+    found = fit_communication(first)
+    for links in (found.links, *found.collectives.values(), *found.processor.values()):
+        assert 0 <= links.latency < 1 and links.bandwidth > 1e6
+    for kind in found.collectives:
+        _, errors = fit_links([time for time in first if time.kind == kind])
+        assert np.median(errors) < 1
 
 
 def test_links_are_found_again_from_what_collectives_take() -> None:
@@ -51,6 +56,24 @@ def test_links_are_found_again_from_what_collectives_take() -> None:
     assert found.latency == pytest.approx(links.latency)
     assert found.bandwidth == pytest.approx(links.bandwidth)
     assert errors.max() < 1e-9
+
+
+def test_every_kind_of_collective_has_links_of_its_own() -> None:
+    """And processors work for it as long as they were measured to, beside which messages count for nothing."""
+    ranks, of = 4, {"all-gather": Links(2e-4, 3e8), "reduce-scatter": Links(4e-4, 1e8), "all-reduce": Links(1e-4, 2e8)}
+    times = [LinkTime("message", size, 1e-3 + size / 1e9, 1, size) for size in SIZES]
+    for kind, links in of.items():
+        both = 2 if kind == "all-reduce" else 1
+        for size in SIZES:
+            seconds = both * (2 * links.latency + 0.75 * size / links.bandwidth)
+            times.append(LinkTime(kind, size, seconds, 2 * both, 0.75 * size * both, seconds / 4))
+    found = fit_communication(times)
+    cluster = found.on(Cluster((NodePool(DEVICE, 1, ranks, Links(1.0, 1.0)),), Links(1.0, 1.0)))
+    assert (cluster.within.latency, cluster.within.bandwidth) == (pytest.approx(1e-3), pytest.approx(1e9))
+    for kind, links in of.items():
+        expected = 2 * links.latency + 0.75e6 / links.bandwidth
+        assert cluster.collective(1e6, ranks, kind=kind) == pytest.approx(expected)
+        assert cluster.worked_for().collective(1e6, ranks, kind=kind) == pytest.approx(expected / 4)
 
 
 def test_processors_work_for_shards() -> None:
@@ -75,7 +98,8 @@ def test_what_ranks_measure_together_is_the_cluster_that_is_planned_for(pool: Po
         work = cluster.device.sharding.gather
         assert 0 < work.per_block < 1 and 0 < work.per_byte < 1e-6
         assert cluster.device == replace(DEVICE, sharding=found.sharding)
-        assert cluster.collective(2**20, 2) == pytest.approx(found.links.latency + 2**19 / found.links.bandwidth)
+        links = found.collectives["all-gather"]
+        assert cluster.collective(2**20, 2) == pytest.approx(links.latency + 2**19 / links.bandwidth)
 
 
 def test_an_optimizer_reaches_some_bandwidth() -> None:
