@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.storage import FP32, Storage
+from hetero_strategy.parallelize.take_part import take_part
 
 
 def apply_fsdp(module: Adapter, mesh: DeviceMesh, storage: Storage = FP32, kept: Sequence[nn.Module] = ()) -> None:
@@ -49,6 +50,9 @@ def apply_fsdp(module: Adapter, mesh: DeviceMesh, storage: Storage = FP32, kept:
     for part in _parts(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
+    if mesh.size() > 1:
+        units: dict[str, Any] = {n: p for n, p in module.named_modules() if isinstance(p, FSDPModule) and n}
+        take_part(module, units, gathers_each_time)
 
 
 def per_microbatch(stage: nn.Module, is_last: bool) -> None:
@@ -62,6 +66,27 @@ def per_microbatch(stage: nn.Module, is_last: bool) -> None:
     """
     assert isinstance(stage, FSDPModule)
     stage.set_is_last_backward(is_last)
+    for state in _root_state(stage)._state_ctx.all_states:
+        for group in _groups(state):
+            group.post_backward = partial(_reduce_all, group)
+
+
+def _reduce_all(group: Any) -> None:
+    """Reduce a unit's gradients, of which those that are missing count as zero: all ranks sum the same parameters."""
+    for parameter in group.fsdp_params:
+        if hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.requires_grad:
+            _add_missing(parameter)
+    type(group).post_backward(group)
+
+
+def _add_missing(parameter: Any) -> list[torch.Tensor]:
+    """The gradients of a parameter of FSDP, zeros where there were none."""
+    whole = parameter.unsharded_param
+    gradients = [g for g in (whole.grad, parameter.unsharded_accumulated_grad) if g is not None]
+    if not gradients and whole.requires_grad:
+        whole.grad = torch.zeros_like(whole)
+        gradients = [whole.grad]
+    return gradients
 
 
 def accumulate(stage: nn.Module) -> None:
@@ -136,12 +161,8 @@ def _reduce(stage: nn.Module, group: Any) -> None:
     context = _root_state(stage)._comm_ctx
     device, beside = context.device_handle, context.reduce_scatter_stream
     for parameter in group.fsdp_params:
-        whole = parameter.unsharded_param
-        gradients = [g for g in (whole.grad, parameter.unsharded_accumulated_grad) if g is not None]
-        if not gradients and whole.requires_grad:
-            whole.grad = torch.zeros_like(whole)
-            gradients = [whole.grad]
-        if whole.device.type != "cpu":
+        gradients = _add_missing(parameter)
+        if parameter.unsharded_param.device.type != "cpu":
             for gradient in gradients:
                 local(gradient).record_stream(beside)
     group.reduce_grads = group.all_reduce_grads = group.reshard_after_backward = True
@@ -168,6 +189,11 @@ def release(stage: nn.Module) -> None:
         for group in _groups(part._get_fsdp_state()):
             group.wait_for_unshard()  # what no forward needed
         part.reshard()
+
+
+def gathers_each_time(stage: nn.Module) -> bool:
+    """Whether the coming forward of an FSDP root gathers weights, and its backward reduces gradients."""
+    return all(group.reduce_grads for group in _groups(_root_state(stage)))
 
 
 def whole_bytes(stage: nn.Module, *, once: bool) -> int:

@@ -25,14 +25,18 @@ class Flat(nn.Module):
         self.second = nn.Linear(16, 24)
 
     def forward(self, inputs: EncoderInputs) -> torch.Tensor:
-        rows = []
-        at = 0
-        for height, width in inputs.sizes:  # 2 x 2 patches of 64 values are a row
-            image = inputs.values[at : at + height * width].reshape(height // 2, 2, width // 2, 2, 64)
-            rows.append(image.permute(0, 2, 1, 3, 4).reshape(-1, 256))
-            at += height * width
-        joined = torch.cat(rows) if rows else inputs.values.new_zeros(0, 256)
-        return self.second(torch.tanh(self.first(joined.to(self.first.weight.dtype))))
+        return self.second(torch.tanh(self.first(merged(inputs).to(self.first.weight.dtype))))
+
+
+def merged(inputs: EncoderInputs) -> torch.Tensor:
+    """Rows of 2 x 2 patches of 64 values each."""
+    rows = []
+    at = 0
+    for height, width in inputs.sizes:
+        image = inputs.values[at : at + height * width].reshape(height // 2, 2, width // 2, 2, 64)
+        rows.append(image.permute(0, 2, 1, 3, 4).reshape(-1, 256))
+        at += height * width
+    return torch.cat(rows) if rows else inputs.values.new_zeros(0, 256)
 
 
 class WithReady(Lit):
