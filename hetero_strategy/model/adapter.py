@@ -72,6 +72,8 @@ class Adapter(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if cls.block_list == "blocks":
+            raise ModelError(f"{cls.__name__}: blocks is a method; name the list of blocks otherwise, such as layers")
         if "__init__" in cls.__dict__:
             cls.__init__ = _on_meta(cls.__init__)  # type: ignore[method-assign]
 

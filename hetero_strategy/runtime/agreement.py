@@ -134,5 +134,6 @@ def different(plan: StepPlan) -> DataError:
     """What is said then."""
     return DataError(
         f"ranks made different plans for step {plan.metadata.step} of epoch {plan.metadata.epoch}: all of them"
-        " must have the same data files, options and versions of this library and numpy; compare the nodes"
+        " must have the same data files, options and versions of this library and numpy, and schedules and balance"
+        " policies of one's own must not draw random numbers; compare the nodes"
     )

@@ -15,7 +15,7 @@ from hetero_strategy.schedule.action import Action, Lane, Schedule, StageGraph, 
 from hetero_strategy.schedule.action_index import ActionIndex, Costs
 from hetero_strategy.schedule.fill import attempts, backwards_last, forwards_first
 from hetero_strategy.schedule.merge import Merge
-from hetero_strategy.schedule.module_programs import listed, module_programs, most
+from hetero_strategy.schedule.module_programs import in_a_circle, listed, module_programs, most
 from hetero_strategy.schedule.policies import SchedulePolicy, schedule_policy, schedules
 from hetero_strategy.schedule.shorten import shortened
 from hetero_strategy.schedule.warmup import Link, links
@@ -169,6 +169,11 @@ def _pipelined(
         if merge.run() is not None:
             merges.append(merge)
     if not merges:
+        if module := in_a_circle(graph, made):
+            raise ScheduleError(
+                f"schedule {policy.name!r}: the lists of {module}'s ranks wait for each other: what one of them has"
+                " first needs what another has later; give forwards and backwards of all ranks in orders that fit"
+            )
         raise ScheduleError(
             f"{policy.name}: microbatches of neighbouring modules wait for each other in a circle; "
             f"feeds must pair them in ascending order"

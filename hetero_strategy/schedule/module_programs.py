@@ -12,7 +12,7 @@ from hetero_strategy.schedule import programs
 from hetero_strategy.schedule.action import StageGraph, StageId, StepWork
 from hetero_strategy.schedule.action_index import ActionIndex
 from hetero_strategy.schedule.policies import ModuleSteps, SchedulePolicy
-from hetero_strategy.schedule.programs import BACKWARD, FORWARD, RankProgram
+from hetero_strategy.schedule.programs import BACKWARD, FORWARD, WEIGHT, RankProgram
 from hetero_strategy.schedule.warmup import Link, caps, needs, tight
 
 SLACK = 1
@@ -92,7 +92,7 @@ def module_programs(
                     found += [LaneProgram(nodes, _kept(numbers, nodes, way), True) for way in (forward, backward)]
             continue
         made = policy.programs(ModuleSteps(module, pipeline, must, should, limit, depth[module]))
-        _check(policy.name, module, pipeline, count, made)
+        _check(policy, module, pipeline, count, made)
         leads[module] = programs.leads_of(made[pipeline.rank_of(0)], 0)
         found += [
             LaneProgram(nodes, _kept(numbers, nodes, program)) for nodes in graph.chains[module] for program in made
@@ -112,28 +112,43 @@ def _kept(numbers: ActionIndex, nodes: Sequence[StageId], program: RankProgram) 
     )
 
 
-def _check(name: str, module: str, pipeline: Pipeline, count: int, made: Sequence[RankProgram]) -> None:
+def _check(policy: SchedulePolicy, module: str, pipeline: Pipeline, count: int, made: Sequence[RankProgram]) -> None:
     """Refuse a policy's lists in which a forward or a backward is missing, comes twice or comes too early."""
-    if len(made) != pipeline.pp:
-        raise ScheduleError(f"schedule {name!r} gave {len(made)} lists for {module}, which has {pipeline.pp} ranks")
+    if made is None or len(made) != pipeline.pp:
+        lists = "no lists" if made is None else f"{len(made)} lists"
+        raise ScheduleError(f"schedule {policy.name!r} gave {lists} for {module}, which has {pipeline.pp} ranks")
+    kinds = {FORWARD: "forward", BACKWARD: "backward"} | ({WEIGHT: "weight gradient"} if policy.splits_backward else {})
     for rank, program in enumerate(made):
         stages = pipeline.stages_of(rank)
+        where = f"schedule {policy.name!r}, {module}, rank {rank}"
         seen: set[programs.Op] = set()
         for op in program:
+            if not isinstance(op, tuple) or len(op) != 3 or op[0] not in kinds:
+                allowed = ", ".join(f"{kind}: {name}" for kind, name in kinds.items())
+                raise ScheduleError(f"{where}: {op!r} is no (kind, stage, microbatch) with a kind of {allowed}")
             kind, stage, place = op
-            early = kind != FORWARD and (kind - 1, stage, place) not in seen
-            if op in seen or early or stage not in stages or not 0 <= place < count:
-                raise ScheduleError(
-                    f"schedule {name!r}, {module}, rank {rank}: {op} (kind, stage, microbatch) comes twice, before what"
-                    f" it needs, or is none of stages {list(stages)} and {count} microbatches"
-                )
+            fault = ""
+            if stage not in stages or not 0 <= place < count:
+                fault = f"is none of stages {list(stages)} and {count} microbatches"
+            elif op in seen:
+                fault = "comes twice"
+            elif kind != FORWARD and (kind - 1, stage, place) not in seen:
+                fault = f"comes before the {kinds[kind - 1]} that it needs"
+            if fault:
+                raise ScheduleError(f"{where}: the {kinds[kind]} of microbatch {place} in stage {stage} {fault}")
             seen.add(op)
         whole = {(kind, stage, place) for kind in (FORWARD, BACKWARD) for stage in stages for place in range(count)}
-        for _, stage, place in sorted(whole - seen)[:1]:
-            raise ScheduleError(
-                f"schedule {name!r}, {module}, rank {rank}: stage {stage} has no forward or no backward of microbatch"
-                f" {place}"
-            )
+        for kind, stage, place in sorted(whole - seen)[:1]:
+            raise ScheduleError(f"{where}: stage {stage} has no {kinds[kind]} of microbatch {place}")
+
+
+def in_a_circle(graph: StageGraph, made: Sequence[LaneProgram]) -> str | None:
+    """The module whose own lists wait for each other, if there is one."""
+    for module, pipeline in graph.pipelines.items():
+        lists = [one.program for one in made if one.at.module == module and not one.fills]
+        if len(lists) == pipeline.pp > 1 and programs.duration(pipeline, lists) is None:
+            return module
+    return None
 
 
 def _demand(

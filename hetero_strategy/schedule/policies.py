@@ -69,8 +69,10 @@ def register_schedule(policy: SchedulePolicy) -> None:
     """Make a schedule known by its name, in every process that uses it.
 
     Raises:
-        ScheduleError: the name is taken by another one.
+        ScheduleError: the name is taken by another one, or it is no policy.
     """
+    if not isinstance(policy, SchedulePolicy):
+        raise ScheduleError(f"register_schedule takes a SchedulePolicy(name, programs), got a {type(policy).__name__}")
     if _policies.setdefault(policy.name, policy) != policy:
         raise ScheduleError(f"schedule {policy.name!r} is known already; choose another name")
 

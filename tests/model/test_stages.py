@@ -201,3 +201,10 @@ def test_what_cannot_be_cut_is_refused() -> None:
     stage = titan_llama(**TITAN).stage(["model.layers.1"], first=False, last=True)
     with pytest.raises(ValueError, match="previous stage's rows"):
         stage(tokens([2]))
+
+
+def test_a_list_of_blocks_has_another_name_than_the_method() -> None:
+    with pytest.raises(ModelError, match="Named: blocks is a method"):
+
+        class Named(Adapter):
+            block_list = "blocks"

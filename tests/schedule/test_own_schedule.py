@@ -49,10 +49,13 @@ def test_names_are_taken_once() -> None:
     ("lists", "message"),
     [
         ((((0, 0, 0), (1, 0, 0)),), "gave 1 lists for llm, which has 2 ranks"),
-        ((((0, 0, 0), (1, 0, 0)), ((0, 1, 0),)), "rank 1: stage 1 has no forward or no backward of microbatch 0"),
-        ((((1, 0, 0), (0, 0, 0)), ()), r"rank 0: \(1, 0, 0\) .* comes twice, before what it needs"),
-        ((((0, 0, 0), (0, 0, 0)), ()), r"rank 0: \(0, 0, 0\) .* comes twice"),
-        ((((0, 1, 0),), ()), r"rank 0: \(0, 1, 0\) .* none of stages \[0\]"),
+        (None, "gave no lists for llm, which has 2 ranks"),
+        ((((0, 0, 0), (1, 0, 0)), ((0, 1, 0),)), "rank 1: stage 1 has no backward of microbatch 0"),
+        ((((1, 0, 0), (0, 0, 0)), ()), "rank 0: the backward of microbatch 0 in stage 0 comes before the forward"),
+        ((((0, 0, 0), (0, 0, 0)), ()), "rank 0: the forward of microbatch 0 in stage 0 comes twice"),
+        ((((0, 1, 0),), ()), r"rank 0: the forward of microbatch 0 in stage 1 is none of stages \[0\]"),
+        ((((0, 0, 0), (1, 0, 0), (2, 0, 0)), ()), r"rank 0: \(2, 0, 0\) is no .* 0: forward, 1: backward"),
+        ((((0, 0, 0), "backward"), ()), "rank 0: 'backward' is no"),
     ],
 )
 def test_lists_that_are_not_whole_are_refused(
@@ -61,3 +64,16 @@ def test_lists_that_are_not_whole_are_refused(
     monkeypatch.setitem(policies._policies, "broken", SchedulePolicy("broken", lambda steps: lists))
     with pytest.raises(ScheduleError, match=f"schedule 'broken'.* {message}"):
         make_schedule("broken", chain(2), work(1))
+
+
+def test_lists_of_ranks_that_wait_for_each_other_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank wants a gradient before its second forward, the other one all forwards first."""
+    dead = (((0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1)), ((0, 1, 0), (0, 1, 1), (1, 1, 0), (1, 1, 1)))
+    monkeypatch.setitem(policies._policies, "dead", SchedulePolicy("dead", lambda steps: dead))
+    with pytest.raises(ScheduleError, match="schedule 'dead': the lists of llm's ranks wait for each other"):
+        make_schedule("dead", chain(2), work(2))
+
+
+def test_what_is_registered_is_a_policy() -> None:
+    with pytest.raises(ScheduleError, match=r"takes a SchedulePolicy\(name, programs\), got a function"):
+        register_schedule(eager)  # type: ignore[arg-type]

@@ -92,11 +92,11 @@ def _assigned(lengths: np.ndarray, bins: int, cost: Cost, policy: str, speeds: n
     order = descending(lengths)
     bin_of = np.empty(len(lengths), dtype=np.int64)
     given = np.asarray(assign(lengths[order], bins, cost, speeds))
-    whole_numbers = given.shape == order.shape and given.dtype.kind in "iu"
+    whole_numbers = given.shape == order.shape and (given.dtype.kind in "iu" or not given.size)
     if not whole_numbers or np.any((given < 0) | (given >= bins)):
         raise ConfigError(
-            f"balance: policy {policy!r} gave {given.dtype} {list(given.shape)} for {len(order)} items and {bins} bins;"
-            f" it has to give the bin of each item, integers from 0 to {bins - 1}"
+            f"balance: policy {policy!r} gave {given.dtype} {list(given.shape)} for {len(order)} units and {bins} bins;"
+            f" it has to give the bin of each unit, integers from 0 to {bins - 1}"
         )
     bin_of[order] = given
     return bin_of

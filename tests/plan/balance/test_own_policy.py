@@ -53,5 +53,10 @@ def test_names_are_taken_once() -> None:
 @pytest.mark.parametrize("given", [[0.0, 1.0, 0.5], [0, 1, 3], [0, -1, 1], [0, 1]], ids=str)
 def test_what_is_no_bin_of_each_item_is_refused(given: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, "snake", lambda *_: np.array(given))
-    with pytest.raises(ConfigError, match=r"policy 'snake' gave .* for 3 items and 3 bins; .* integers from 0 to 2"):
+    with pytest.raises(ConfigError, match=r"policy 'snake' gave .* for 3 units and 3 bins; .* integers from 0 to 2"):
         balance(np.array([4, 5, 6]), 3, Cost(), policy="snake")
+
+
+def test_where_there_is_no_unit_any_empty_answer_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "snake", lambda *_: [])
+    assert balance(np.zeros(0, np.int64), 3, Cost(), policy="snake").tolist() == []
