@@ -36,6 +36,9 @@ FEW_COUNTS = 8
 """Numbers of microbatches up to which each is tried on few ranks."""
 PER_INSTANCE = (1, 2, 4, 8, 16)
 """Samples of an instance in a microbatch that are tried, besides all of them."""
+CHAINED = 6
+"""Ranks up to which a pipeline through all modules is tried on fewer: messages, which estimates do not count, may take
+most of a step there."""
 WORTH = 1.25
 """Estimated seconds over the best of other proposals up to which one pipeline through all modules is proposed, and, on
 few ranks, layouts that leave some idle and other numbers of microbatches."""
@@ -252,12 +255,15 @@ class Proposer:
                         yield made
 
     def _chained(self, below: float) -> Iterator[Proposal]:
-        """One pipeline through all modules, on all ranks of neighbouring pools, if it may take less than so many
-        seconds.
+        """One pipeline through all modules, on all ranks of neighbouring pools, or on few of few ranks, if it may take
+        less than so many seconds.
         """
         modules, units = self._shape.modules, min(self._units.values())
-        for (pools,) in all_wheres(1, len(self._cluster.pools)):
-            ranks, e = self._cluster.ranks_of(pools), self._estimates.of(pools)
+        wheres = [(self._cluster.ranks_of(pools), pools) for (pools,) in all_wheres(1, len(self._cluster.pools))]
+        if len(self._cluster.pools) == 1 and self._ranks <= CHAINED:
+            wheres += [(range(n), range(1)) for n in range(2, self._ranks)]
+        for ranks, pools in wheres:
+            e = self._estimates.of(pools)
             for way in chain_degrees(self._shape, len(ranks), e.cluster.ranks_per_node, units):
                 for count in {*self.counts(way.dp), *self._few_counts()}:
                     if (made := propose_chain(e, self._shape, way, count, below)) is not None:

@@ -36,6 +36,8 @@ WORTH_ROWS = 0.99
 """Seconds with an encoder a step ahead, over those without, up to which it is worth the rows that are held."""
 LEAST_SHARE = 1 / 16
 """Of a simulation that a short step counts as."""
+CUTS = 2
+"""Blocks that may move between stages of what is simulated, one after the other."""
 LONG = 1 / 2
 """Share from which a step is long: it is only simulated where it may become the best."""
 BEHIND = 1.1
@@ -187,7 +189,8 @@ class Planner:
             if progress is not None:
                 progress(i + 1, len(chosen), min((r.seconds for r in ranked), default=0.0))
         self._vary(self.variants.schedules, ranked, end)
-        self._vary(self.variants.cuts, ranked, end, most=VARIED / 4, behind=lambda one: most_cut(one.candidate))
+        for _ in range(CUTS):
+            self._vary(self.variants.cuts, ranked, end, most=VARIED / 4, behind=lambda one: most_cut(one.candidate))
         self._vary(self.variants.fills, ranked, end, most=VARIED / 4, behind=lambda one: RETRIED)
         self._vary(self.variants.ahead, ranked, end, WORTH_ROWS)
         ranked.sort(key=lambda r: r.seconds)
@@ -266,15 +269,17 @@ class Planner:
             most: long steps that are simulated, at most.
             behind: seconds over the best so far up to which other ways of a candidate are tried.
         """
-        tried = 0.0
+        tried, known = 0.0, [r.candidate for r in ranked]
         for best in sorted(ranked, key=lambda r: r.seconds):
             if tried >= most or time.monotonic() > end:
                 break
             if best.seconds > behind(best) * fastest(ranked):
                 continue
             for other in ways(best.candidate):
-                self._simulate(other, best.estimate, ranked, worth * best.seconds)
-                tried += best.share
+                if other not in known:
+                    self._simulate(other, best.estimate, ranked, worth * best.seconds)
+                    tried += best.share
+                    known.append(other)
 
     def _simulate(self, candidate: Candidate, estimate: float, ranked: list[Ranked], below: float = inf) -> None:
         alike = [r for r in ranked if is_homogeneous(r.candidate)] if is_homogeneous(candidate) else ranked
@@ -315,7 +320,9 @@ def most_cut(candidate: Candidate) -> float:
 
 def kinds(proposal: Proposal) -> list[object]:
     """What several are simulated of, however promising others are."""
-    return ["chain"] if proposal.chain else [proposal.partition, *["homogeneous"] * proposal.homogeneous]
+    if proposal.chain:
+        return [("chain", len(proposal.ranks[0]))]
+    return [proposal.partition, *["homogeneous"] * proposal.homogeneous]
 
 
 def share_of(proposal: Proposal) -> float:
