@@ -34,7 +34,8 @@ RECOMPUTES = {"all": 3, "every 2": 1, "all but matmuls": 2, "whole": 1}
 
 PLAIN = ("balance", "tokens", "freeze", "float8", "offload", "recompute", "compile", "max_in_flight",
          "reshard_after_forward", "edges", "loss_weights", "kv_heads", "ranks_per_node", "tied", "dropout",
-         "precision", "late", "lm", "islands", "cache", "prefetch", "pieces", "fill", "schedule")  # fmt: skip
+         "precision", "late", "lm", "islands", "per_item", "cache", "prefetch", "pieces", "fill",
+         "schedule")  # fmt: skip
 """Options that a smaller setting has as they are by default, in the order in which that is tried."""
 
 
@@ -156,7 +157,9 @@ class _Drawing:
         parts = gcd(*instances.values()) if balance is not None else 1
         islands = self.rng.choice([n for n in range(1, parts + 1) if parts % n == 0])
         drawn = replace(drawn, cache=self.cache(drawn), islands=islands)
-        return replace(drawn, offload=self.offload(drawn))
+        drawn = replace(drawn, offload=self.offload(drawn))
+        encoders = [name for name in modules if ITEM_MODULES.get(name) == "encoder"]
+        return replace(drawn, per_item=tuple(name for name in encoders if self.often(0.25)))
 
     def filling(self, setting: Setting) -> Setting:
         """The same with encoders in bubbles, where there are such, perhaps in pieces."""
@@ -391,6 +394,7 @@ def _without(setting: Setting, module: str) -> Setting:
         layouts={n: v for n, v in setting.layouts.items() if n != module},
         edges=edges,
         freeze=tuple(part for part in setting.freeze if part.split(".")[0] != module),
+        per_item=tuple(name for name in setting.per_item if name != module),
         prefetch={n: v for n, v in setting.prefetch.items() if n != module},
         cache={n: v for n, v in setting.cache.items() if n != module},
         recompute={n: v for n, v in setting.recompute.items() if n != module},

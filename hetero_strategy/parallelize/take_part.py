@@ -39,7 +39,6 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
     def join(stage: Adapter, given: Any, made: Any) -> Any:
         without_rows = [rows for rows in ran.values() if rows is not None]
         missing = [fqn for fqn in units if fqn not in ran]
-        ran.clear()
         if not torch.is_grad_enabled() or not applies(stage):
             return None
         if missing:
@@ -60,6 +59,7 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
 
     for fqn, unit in units.items():
         unit.register_forward_hook(partial(note, fqn))
+    stage.register_forward_pre_hook(lambda *_: ran.clear())  # also of what ran again in a backward
     stage.register_forward_hook(join, prepend=True)  # before FSDP's own
 
 

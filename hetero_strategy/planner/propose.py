@@ -266,7 +266,8 @@ class Proposer:
             e = self._estimates.of(pools)
             for way in chain_degrees(self._shape, len(ranks), e.cluster.ranks_per_node, units):
                 for count in {*self.counts(way.dp), *self._few_counts()}:
-                    if (made := propose_chain(e, self._shape, way, count, below)) is not None:
+                    worth = below if len(ranks) == self._ranks or self._ranks > CHAINED else inf
+                    if (made := propose_chain(e, self._shape, way, count, worth)) is not None:
                         seconds, pipeline = made
                         again = pipeline.degrees.recomputed
                         chosen = {name: pipeline.degrees._replace(recomputed=again and m.has_blocks)

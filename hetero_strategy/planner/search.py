@@ -190,7 +190,13 @@ class Planner:
                 progress(i + 1, len(chosen), min((r.seconds for r in ranked), default=0.0))
         self._vary(self.variants.schedules, ranked, end)
         for _ in range(CUTS):
-            self._vary(self.variants.cuts, ranked, end, most=VARIED / 4, behind=lambda one: most_cut(one.candidate))
+            self._vary(
+                self.variants.cuts,
+                ranked,
+                end,
+                most=VARIED / 4,
+                behind=lambda one: self.variants.most_cut(one.candidate),
+            )
         self._vary(self.variants.fills, ranked, end, most=VARIED / 4, behind=lambda one: RETRIED)
         self._vary(self.variants.ahead, ranked, end, WORTH_ROWS)
         ranked.sort(key=lambda r: r.seconds)
@@ -310,12 +316,6 @@ class Planner:
 def fastest(ranked: Sequence[Ranked]) -> float:
     """Seconds of the fastest; infinite where there is none."""
     return min((r.seconds for r in ranked), default=inf)
-
-
-def most_cut(candidate: Candidate) -> float:
-    """Seconds with given stages, over those with one block less in the largest of them, at most."""
-    largest = max((max(layout.split) for layout in candidate.layouts.values() if layout.split), default=inf)
-    return largest / (largest - 1) if 1 < largest < inf else 1.0
 
 
 def kinds(proposal: Proposal) -> list[object]:

@@ -9,6 +9,7 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Placed
 from hetero_strategy.planner.given import Given
+from hetero_strategy.planner.propose import FEW
 from hetero_strategy.schedule.config import ScheduleConfig
 
 
@@ -72,18 +73,34 @@ class Variants:
         return ways
 
     def cuts(self, candidate: Candidate) -> list[Candidate]:
-        """Where stages are given: with one block more in a stage, and one less in its neighbour of the same module."""
+        """With one block more in a stage, and one less in its neighbour of the same module: where stages are given, and
+        on few ranks all of modules without virtual stages.
+        """
         ways = []
-        for name, layout in candidate.layouts.items():
-            for border in range(len(layout.split or ()) - 1):
+        for name, stages in self._cut(candidate).items():
+            for border in range(len(stages) - 1):
                 for more in (1, -1):
-                    split = [*(layout.split or ())]
+                    split = [*stages]
                     split[border] += more
                     split[border + 1] -= more
                     if min(split) > 0:
-                        moved = replace(layout, split=tuple(split))
+                        moved = replace(candidate.layouts[name], split=tuple(split))
                         ways.append(replace(candidate, layouts={**candidate.layouts, name: moved}))
         return ways
+
+    def most_cut(self, candidate: Candidate) -> float:
+        """Seconds as it is, over those with one block less in its largest stage, at most."""
+        largest = max((max(stages) for stages in self._cut(candidate).values()), default=1)
+        return largest / (largest - 1) if largest > 1 else 1.0
+
+    def _cut(self, candidate: Candidate) -> dict[str, tuple[int, ...]]:
+        """Blocks of the stages that may be cut otherwise."""
+        found = {name: layout.split for name, layout in candidate.layouts.items() if layout.split is not None}
+        if self._evaluator.cluster.ranks <= FEW:
+            open_ = {n for n, x in candidate.layouts.items() if x.pp > 1 and x.vpp == 1 and n not in candidate.pieces}
+            placed = self._evaluator.place(candidate).placement.layouts if open_ - found.keys() else {}
+            found |= {name: placed[name].split or () for name in open_ - found.keys()}
+        return found
 
     def fills(self, candidate: Candidate) -> list[Candidate]:
         """With encoders that fill bubbles otherwise: wherever ranks idle, around the pipeline alone, or not at all."""

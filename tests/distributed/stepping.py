@@ -23,6 +23,7 @@ from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.combine import StepSums
+from hetero_strategy.model.inputs import EncoderInputs
 from hetero_strategy.parallelize.float8 import apply_float8
 from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.recompute import recomputes
@@ -86,6 +87,8 @@ class Setting:
     prefetch: Mapping[str, int] = field(default_factory=dict)
     cache: Mapping[str, str] = field(default_factory=dict)
     """Folders of rows of frozen encoders."""
+    per_item: tuple[str, ...] = ()
+    """Encoders whose rows are put together item by item: without items nothing follows from their parameters."""
     islands: int = 1
     """Above 1 with ``balance``."""
     max_in_flight: Mapping[str, int] = field(default_factory=dict)
@@ -177,7 +180,14 @@ def model_of(setting: Setting, vocabulary: int) -> MultimodalModel:
                 num_attention_heads=4, num_key_value_heads=setting.kv_heads, head_dim=8, max_position_embeddings=512,
                 tie_word_embeddings=setting.tied, **attention,
             )  # fmt: skip
+    for name in setting.per_item:
+        modules[name].after = item_by_item
     return MultimodalModel(modules, setting.flows(), freeze=setting.freeze, loss_weights=setting.loss_weights, seed=11)
+
+
+def item_by_item(rows: torch.Tensor, inputs: EncoderInputs) -> torch.Tensor:
+    """The same rows, as a person may write it."""
+    return torch.cat([rows.new_zeros(0, rows.shape[1]), *rows.split(inputs.rows.tolist())])
 
 
 @lru_cache(maxsize=4)
