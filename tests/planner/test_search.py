@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.planner import problem
 from hetero_strategy.errors import ConfigError, LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.plan.config import BalanceConfig
@@ -26,6 +28,21 @@ PLAIN = BalanceConfig(reorder="none")
 
 def planner(shape: ModelShape, ranks: int, samples: int = 16, simulations: int = 24, **options: float) -> Planner:
     return Planner(shape, cluster(ranks, **options), [batch(samples)], balance=PLAIN, simulations=simulations)
+
+
+def apart(seed: int) -> dict[str, ModuleLayout]:
+    """What is best of two small problems: stages cut otherwise than by the formula, and a pipeline on 2 of 3 ranks."""
+    if seed == 3:
+        return {"vision": ModuleLayout((0, 1), pp=2, split=(2, 3)), "llm": ModuleLayout((2, 3), pp=2, split=(1, 2))}
+    return {"vision": ModuleLayout((0,), split=(3,)), "llm": ModuleLayout((0, 1), pp=2, split=(2, 5))}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("seed", "more"), [(3, {}), (25, {"prefetch": {"vision": 1}, "fill": "fine"})])
+def test_cuts_that_no_formula_names_are_found_on_few_ranks(seed: int, more: dict[str, Any]) -> None:
+    made, _ = problem(seed)
+    best = Candidate(apart(seed), {3: 3, 25: 7}[seed], "zb_h1", **more)
+    assert made.plan().best.seconds <= made.evaluator.seconds(best) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
