@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from hetero_strategy.checkpoint.all_or_none import AllOrNone
@@ -198,6 +199,9 @@ class TrainingState:
                     value = torch.zeros_like(p, dtype=entry.dtype)
                 else:
                     value = torch.zeros(entry.shape, dtype=entry.dtype, device=beside)
+                    if isinstance(p, DTensor) and value.dim():  # as what follows from a sharded gradient
+                        whole = [Replicate()] * p.device_mesh.ndim
+                        value = DTensor.from_local(value.to(p.device), p.device_mesh, whole, run_check=False)
                 state.setdefault(p, {})[key] = value.detach()
         return state
 

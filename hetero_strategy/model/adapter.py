@@ -125,6 +125,10 @@ class Adapter(nn.Module):
         held = self.get_submodule(self.block_list)._modules
         return {f"{self.block_list}.{key}": block for key, block in held.items() if block is not None}
 
+    def around_blocks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the FQNs of the parts that run before the blocks, and of those that run after them."""
+        return self.before_blocks, self.after_blocks
+
     def prune(self, blocks: Collection[str], *, before: bool, after: bool) -> None:
         """Remove these blocks (by FQN) and what comes ``before`` or ``after`` all blocks; all other names stay."""
         if not self.block_list:
@@ -138,7 +142,9 @@ class Adapter(nn.Module):
                 container._modules[key] = None  # deleting it would renumber the blocks after it
         for fqn in (*self.before_blocks * before, *self.after_blocks * after):
             owner, _, key = fqn.rpartition(".")
-            self.get_submodule(owner)._modules[key] = None
+            held = self.get_submodule(owner)
+            kinds = (held._parameters, held._buffers)  # a bare parameter may be such a part, too
+            next((kind for kind in kinds if key in kind), held._modules)[key] = None
 
     def stage(self, blocks: Collection[str], *, first: bool, last: bool) -> Adapter:
         """Return a module that runs a part of this one: some blocks and, at the ends, what lies around them.

@@ -218,6 +218,11 @@ class Encoder(Adapter):
         return {f"backbone.{fqn}": block for fqn, block in self._adapter.blocks().items()}
 
     @override
+    def around_blocks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        before, after = (tuple(f"backbone.{fqn}" for fqn in part) for part in self._adapter.around_blocks())
+        return before, (*after, "projector")
+
+    @override
     def prune(self, blocks: Collection[str], *, before: bool, after: bool) -> None:
         backbone = self._sized()
         backbone.prune([fqn.removeprefix("backbone.") for fqn in blocks], before=before, after=after)

@@ -165,6 +165,11 @@ def _stage_faults(module: Adapter, layout: ModuleLayout) -> list[str]:
         faults.append(
             f"split={list(layout.split)} sums to {sum(layout.split)}, but {kind} has {blocks} blocks; give all of them"
         )
+    if pipeline.stages > 1 and (loose := _in_no_stage(module)):
+        faults.append(
+            f"pp={layout.pp}, but '{loose[0]}' of {kind} is in no block, and neither before nor after all blocks, so"
+            " every stage would train a copy of its own; name it, or what holds it, in before_blocks or after_blocks"
+        )
     turns = pipeline.stages > 1 and pipeline.rank_of(0) == pipeline.rank_of(pipeline.stages - 1)
     if turns and layout.dp > 1 and module.tied_weight() is not None:
         faults.append(
@@ -173,6 +178,13 @@ def _stage_faults(module: Adapter, layout: ModuleLayout) -> list[str]:
             " or tie_word_embeddings=false"
         )
     return faults
+
+
+def _in_no_stage(module: Adapter) -> list[str]:
+    """Parameters of which nothing says which stage has them."""
+    parts = (*module.blocks(), *(fqn for around in module.around_blocks() for fqn in around))
+    known = tuple(f"{fqn}." for fqn in parts)
+    return [fqn for fqn, _ in module.named_parameters(remove_duplicate=False) if not f"{fqn}.".startswith(known)]
 
 
 def check_all(modules: dict[str, Adapter], layouts: dict[str, ModuleLayout]) -> None:

@@ -193,7 +193,7 @@ def release(stage: nn.Module) -> None:
 
 def gathers_each_time(stage: nn.Module) -> bool:
     """Whether the coming forward of an FSDP root gathers weights, and its backward reduces gradients."""
-    return all(group.reduce_grads for group in _groups(_root_state(stage)))
+    return all(group.reduce_grads for part in _parts(stage) for group in _groups(part._get_fsdp_state()))
 
 
 def whole_bytes(stage: nn.Module, *, once: bool) -> int:

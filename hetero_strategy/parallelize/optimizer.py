@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class _Shards:
         step = optimizer.step
 
         @functools.wraps(step)
-        def on_shards(closure: Callable[[], Any] | None = None) -> Any:
+        def on_shards(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             def outside() -> Any:
                 assert closure is not None
                 self._leave()
@@ -85,7 +86,7 @@ class _Shards:
             finally:
                 self._leave()
 
-        optimizer.step = on_shards  # type: ignore[method-assign]
+        optimizer.step = MethodType(on_shards, optimizer)  # type: ignore[method-assign] # schedulers wrap a method
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["fused" if isinstance(optimizer, FUSED) else "foreach"] = True

@@ -1,8 +1,8 @@
-"""Every unit of a sharded stage takes part in every microbatch, whatever rows a rank has.
+"""Every unit of a sharded stage takes part in every microbatch, in one order, whatever rows a rank has.
 
-Where weights are gathered and gradients summed with each microbatch, a rank whose graph leaves a unit out would leave
-its collectives to the others. Backbones do so where there are no rows: ``torch.cat([x.new_zeros(0, n), *per_item])``
-has no gradient without items.
+Where weights are gathered and gradients summed with each microbatch, FSDP's hooks follow the autograd graph: a rank
+whose graph leaves a unit out, or reaches it by another way, would meet others in the wrong collective. Backbones have
+such graphs where there are no rows: ``torch.cat([x.new_zeros(0, n), *per_item])`` follows from nothing without items.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.adapter import Adapter
@@ -21,7 +22,7 @@ from hetero_strategy.model.kind import LossOutput
 
 
 def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[[nn.Module], bool]) -> None:
-    """Let what a stage makes of no rows follow from all of its units, which get a gradient of no rows.
+    """Let what a stage makes follow from all of its units, and what units take of no rows from what lies before them.
 
     A unit that did not run is refused: the ranks that gather its weights would wait for ever.
 
@@ -30,18 +31,27 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
         units: below it, by FQN.
         applies: tells whether the stage's coming forward gathers weights and its backward sums gradients.
     """
-    ran: dict[str, Tensor | None] = {}
+    ran: dict[str, list[Tensor]] = {}
+    """Unit -> what it made of no rows."""
+    trained = {fqn: any(p.requires_grad for p in unit.parameters()) for fqn, unit in units.items()}
+    begun = not stage.first_stage or _trains_before(stage, units)
+
+    def follow(unit: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Rows of items require a gradient where something before the unit trains, so no rows do, too."""
+        rows = given[0] if given else None
+        if not isinstance(rows, Tensor) or rows.numel() or rows.requires_grad or not rows.is_floating_point():
+            return None
+        if not torch.is_grad_enabled() or not applies(stage) or not (begun or any(trained[fqn] for fqn in ran)):
+            return None
+        return (rows.detach().requires_grad_(), *given[1:])
 
     def note(fqn: str, unit: nn.Module, given: Any, made: Any) -> None:
-        rows = made[0] if isinstance(made, tuple) else made
-        ran[fqn] = rows if isinstance(rows, Tensor) and rows.requires_grad and not rows.numel() else None
+        ran[fqn] = [x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad and not x.numel()]
 
     def join(stage: Adapter, given: Any, made: Any) -> Any:
-        without_rows = [rows for rows in ran.values() if rows is not None]
-        missing = [fqn for fqn in units if fqn not in ran]
         if not torch.is_grad_enabled() or not applies(stage):
             return None
-        if missing:
+        if missing := [fqn for fqn in units if fqn not in ran]:
             raise ModelError(
                 f"module '{stage.name}': {missing[0]} did not run in a microbatch ({len(missing)} of {len(units)} parts"
                 " that are gathered apart), so the ranks that share its weights would wait for this one; run all blocks"
@@ -50,17 +60,27 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
         rows = made.loss_sum if isinstance(made, LossOutput) else made
         if not isinstance(rows, Tensor):
             return None
+        others = [x for found in ran.values() for x in found]
         if not rows.requires_grad:  # FSDP sees the end of a forward by its output
-            without_rows += [p for p in stage.parameters() if p.requires_grad][:1]
-        if not without_rows:
-            return None
-        joined = _Joined.apply(rows, *without_rows)
+            others += [p for p in stage.parameters() if p.requires_grad][:1]
+        joined = _Joined.apply(
+            rows, *others
+        )  # on all ranks: a tensor of its own, whose hooks run before the last block's
         return replace(made, loss_sum=joined) if isinstance(made, LossOutput) else joined
 
     for fqn, unit in units.items():
+        unit.register_forward_pre_hook(follow, prepend=True)
         unit.register_forward_hook(partial(note, fqn))
     stage.register_forward_pre_hook(lambda *_: ran.clear())  # also of what ran again in a backward
     stage.register_forward_hook(join, prepend=True)  # before FSDP's own
+
+
+def _trains_before(stage: Adapter, units: Mapping[str, nn.Module]) -> bool:
+    """Whether anything trains in a stage that is in no unit, and not after all blocks."""
+    inside = {id(p) for unit in units.values() for p in unit.parameters()}
+    after = tuple(f"{fqn}." for fqn in stage.around_blocks()[1])
+    own = ((fqn, p) for fqn, p in stage.named_parameters() if id(p) not in inside and not f"{fqn}.".startswith(after))
+    return any(p.requires_grad for _, p in own)
 
 
 class _Joined(torch.autograd.Function):
@@ -70,7 +90,7 @@ class _Joined(torch.autograd.Function):
     def forward(ctx, rows: Tensor, *others: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(*(other for other in others if not other.numel()))
         ctx.others = len(others)
-        return rows.clone()
+        return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]

@@ -40,7 +40,7 @@ from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.compile import compiles
 from hetero_strategy.parallelize.float8 import float8s, use_float8
-from hetero_strategy.parallelize.gradients import Owned
+from hetero_strategy.parallelize.gradients import Owned, global_norm
 from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.optimizer import choose_kernels
 from hetero_strategy.parallelize.recompute import recomputes
@@ -283,7 +283,7 @@ class HeteroStrategy(WorldCollectives):
         self.setup_precision_plugin()
 
     def _build(self, module: LightningModule) -> None:
-        self._prefix, self._multimodal = find_model(module, self._any)
+        self._prefix, self._multimodal = find_model(module, partial(self.reduce_boolean_decision, all=False))
         self.model = self.precision_plugin.convert_module(module)
         storage = storage_of(self.precision_plugin, self._keep_fp32)
         if self._placement is None:
@@ -317,13 +317,13 @@ class HeteroStrategy(WorldCollectives):
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
-        choose_kernels(self.optimizers, self._owned, self._any)
+        choose_kernels(self.optimizers, self._owned, partial(self.reduce_boolean_decision, all=False))
 
-    def _any(self, decision: bool) -> bool:
-        return self.reduce_boolean_decision(decision, all=False)
+    def grad_norm(self) -> torch.Tensor:
+        """Return the norm of all modules' gradients, the same on every rank; all of them call it."""
+        return global_norm(list(self._owned.values()), self.root_device)
 
     def owned_by(self, optimizer: Optimizer) -> list[Owned]:
-        """Parameters of an optimizer that this rank owns."""
         return [self._owned[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in self._owned]
 
     def _about_to_zero_gradients(self) -> bool:

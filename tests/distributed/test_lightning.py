@@ -104,6 +104,17 @@ class OwnZero(Watched):
             optimizer.zero_grad()
 
 
+class ByHand(Probe):
+    """Clips by the norm of all gradients, as a person may."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        own = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = getattr(self.trainer.strategy, "grad_norm", lambda: torch.nn.utils.get_total_norm(own))()
+        for gradient in own:
+            gradient.mul_(0.1 / norm)
+        self.log("norm", norm)
+
+
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data(tmp_path_factory.mktemp("lightning") / "digits")
@@ -115,6 +126,7 @@ def optimization(folder: Path) -> dict[str, Case]:
     return {
         "clip by norm": Case(job, trainer={"gradient_clip_val": 0.1}),
         "clip by value": Case(job, trainer={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
+        "clip by hand": Case(job, lit=ByHand, optimizer="adamw"),
         "accumulate": Case(
             replace(job, steps=-1),
             trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "limit_train_batches": 5, "max_epochs": 2},

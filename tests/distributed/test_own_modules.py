@@ -64,6 +64,56 @@ class Cut(Backbone):
         return torch.cat([rows.new_zeros(0, 24), *rows.split(inputs.rows.tolist())])
 
 
+class CutBefore(Cut):
+    """Its rows are joined before the blocks: without items these take rows that follow from nothing."""
+
+    def embed(self, inputs: EncoderInputs) -> torch.Tensor:
+        rows = super().embed(inputs)
+        return torch.cat([rows.new_zeros(0, 24), *rows.split(inputs.rows.tolist())])
+
+    def finish(self, rows: torch.Tensor, inputs: EncoderInputs) -> torch.Tensor:
+        return rows
+
+
+class Bare(CutBefore):
+    """What its last block makes is what the encoder gives: there is no projector."""
+
+    width = hidden_width = WIDTH
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(256, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def embed(self, inputs: EncoderInputs) -> torch.Tensor:
+        return self.first(merged(inputs).to(self.first.weight.dtype))
+
+    def transform(self, rows: torch.Tensor, inputs: EncoderInputs) -> torch.Tensor:
+        for block in self.blocks().values():
+            rows = block(rows)
+        return torch.cat([rows.new_zeros(0, WIDTH)]) if not len(rows) else rows
+
+
+class Loose(Cut):
+    """A parameter that is in no block, and neither before nor after all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(24))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+
+    def finish(self, rows: torch.Tensor, inputs: EncoderInputs) -> torch.Tensor:
+        return super().finish(rows * self.gain, inputs)
+
+
+class Named(Loose):
+    """The same where it is said to come after them."""
+
+    after_blocks = ("gain",)
+
+
 class Skipping(Cut):
     """Blocks run only where there is something for them to do."""
 
@@ -100,7 +150,8 @@ class Own(Lit):
             super().configure_model()
             assert self.model is not None
             modules: dict[str, Any] = dict(self.model.modules_by_name)
-            modules["vision"] = Encoder(self.kind, Projector(24, WIDTH))
+            bare = self.kind is Bare
+            modules["vision"] = Encoder(self.kind, nn.Identity() if bare else Projector(24, WIDTH), width=WIDTH)
             self.model = MultimodalModel(modules, seed=11)
 
 
@@ -125,32 +176,35 @@ def on_rank(
     return found, messages
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "replicated": {"dp_replicate": 2, "dp_shard": 1},
-    "sharded": {"dp_shard": 2},
-    "sharded once a step": {"dp_shard": 2, "once": True},
+REPLICATED, SHARDED = {"ranks": [0, 1], "dp_replicate": 2, "dp_shard": 1}, {"ranks": [0, 1], "dp_shard": 2}
+PIPELINE, AUDIO = {"ranks": [0, 1], "pp": 2}, {"ranks": [0]}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "replicated": (REPLICATED, REPLICATED, "auto"),
+    "sharded": (SHARDED, SHARDED, "auto"),
+    "sharded once a step": (SHARDED, SHARDED, "never"),
+    "before a pipeline": (SHARDED, {"ranks": [2, 3], "pp": 2}, "auto"),
 }
+"""Of encoders and the language model, and ``reshard_after_forward``."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_own_backbones(pool: Pool, tmp_path: Path, layout: str) -> None:
     """Two samples a microbatch: some instance often has no picture, and of some parameters no gradient."""
-    job = Job(str(data(tmp_path)), steps=3, batch=4, microbatches=2, precision="64-true")
-    degrees = dict(LAYOUTS[layout])
-    if degrees.pop("once", False):
-        job = replace(job, strategy={"reshard_after_forward": "never"})
-    both = {"ranks": [0, 1], **degrees}
-    kinds = [Early, Branches, Cut]
-    job_on = job.on(vision=both, audio=both, llm=both)
-    ranks = pool.run(2, on_rank, job_on, kinds, [Counting], group=False, timeout=120)
+    encoders, llm, reshard = LAYOUTS[layout]
+    plain = Job(str(data(tmp_path)), steps=3, batch=8, microbatches=4, precision="64-true")
+    job = replace(plain, strategy={"reshard_after_forward": reshard}).on(vision=encoders, audio=AUDIO, llm=llm)
+    kinds = [Early, Branches, Cut, CutBefore, Bare]
+    world = 1 + max(max(one["ranks"]) for one in (encoders, llm))
+    refused = [Counting] if llm == encoders == SHARDED or "dp_replicate" in llm else []
+    ranks = pool.run(world, on_rank, job, kinds, refused, group=False, timeout=150)
     for number, kind in enumerate(kinds):
-        expected = fit(replace(job, strategy={}), kind)
+        expected = fit(plain, kind)
         worst, where = worst_gradient(expected, [found[number] for found, _ in ranks])
         assert worst < 1e-10, (kind, where)
         for found, _ in ranks:
             assert found[number].losses == pytest.approx(expected.losses, rel=1e-10)
-    for _, (message,) in ranks:
-        assert "buffer 'vision.backbone.seen'" in message and "evaluation mode" in message
+    for _, messages in ranks:
+        assert all("buffer 'vision.backbone.seen'" in one and "evaluation mode" in one for one in messages)
 
 
 def test_blocks_that_do_not_run_where_their_weights_are_gathered_are_refused(pool: Pool, tmp_path: Path) -> None:
@@ -172,3 +226,13 @@ def test_batch_statistics_are_refused_unless_they_are_frozen() -> None:
     assert fault.startswith("module 'vision': backbone.norm is a BatchNorm1d in training mode") and "GroupNorm" in fault
     module.get_submodule("backbone.norm").eval()
     assert not check("vision", module, layout)
+
+
+def test_a_parameter_that_no_stage_has_is_refused_in_a_pipeline() -> None:
+    module, layout = Encoder(Loose, Projector(24, WIDTH)), ModuleLayout.from_config("vision", PIPELINE)
+    (fault,) = check("vision", module, layout.resolved("vision"))
+    assert "'backbone.gain' of Encoder is in no block" in fault and "after_blocks" in fault
+    named = Named()
+    assert not check("vision", Encoder(named, Projector(24, WIDTH)), layout.resolved("vision"))
+    first, last = (named.stage([f"layers.{i}"], first=i == 0, last=i == 2) for i in (0, 2))
+    assert first.gain is None and last.gain is named.gain and last.first is None

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hetero_strategy.parallelize.gradients import local
-from hetero_strategy.parallelize.optimizer import ELEMENTWISE, choose_kernels
+from hetero_strategy.parallelize.optimizer import ELEMENTWISE, _Shards, choose_kernels
 from tests.distributed.harness import Pool
 
 STEPS = 3
@@ -80,3 +80,16 @@ def test_every_elementwise_optimizer_steps_on_shards(pool: Pool) -> None:
         for kind, (apart, holds) in found.items():
             assert apart < 1e-8, kind  # ASGD keeps its rate in fp32
             assert holds, kind
+
+
+def test_a_scheduler_may_be_made_after_an_optimizer_steps_on_shards() -> None:
+    """As LearningRateFinder does."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = optim.SGD([parameter], lr=1.0)
+    _Shards(optimizer)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for _ in range(2):
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+        scheduler.step()
+    assert parameter.tolist() == [-0.5, -0.5]

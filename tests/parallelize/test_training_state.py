@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.layout import ModuleLayout, place
@@ -29,7 +29,27 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _state(rank: int, world: int, kind: str, config: dict[str, Any], seed: int) -> tuple[Adapter, TrainingState, Any]:
+class Factored(torch.optim.Optimizer):
+    """Its state is a row of a matrix, as Adafactor's is: of another shape than the parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None and p.dim() == 2:
+                row = p.grad.square().mean(dim=0)
+                if isinstance(row, DTensor):
+                    row = row.redistribute(placements=[Replicate()] * row.device_mesh.ndim)
+                state = self.state[p]
+                state["row"] = state["row"].add_(row) if "row" in state else row
+                p.sub_(0.1 * p.grad * torch.rsqrt(state["row"] + 1))
+
+
+def _state(
+    rank: int, world: int, kind: str, config: dict[str, Any], seed: int, factored: bool = False
+) -> tuple[Adapter, TrainingState, Any]:
     layout = ModuleLayout.from_config("m", config).resolved()
     module = MAKE[kind]()
     placement = place({"m": layout}, world)
@@ -39,8 +59,12 @@ def _state(rank: int, world: int, kind: str, config: dict[str, Any], seed: int) 
         split = layout.split or even_split(len(module.blocks()), layout.pipeline.stages)
         device = torch.device("cpu")
         parallelize("m", module, layout, registry.mesh("m"), device, seed=seed, split=split, pp_rank=where.pp)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=False)
+    optimizer = _optimizer(module, factored)
     return module, TrainingState("model", {"m": module}, group=registry.background), optimizer
+
+
+def _optimizer(module: Adapter, factored: bool) -> torch.optim.Optimizer:
+    return Factored(module.parameters()) if factored else torch.optim.AdamW(module.parameters(), lr=0.1, foreach=False)
 
 
 def _train(module: Adapter, optimizer: torch.optim.Optimizer) -> None:
@@ -50,8 +74,8 @@ def _train(module: Adapter, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def save(rank: int, world: int, kind: str, config: dict[str, Any], path: str) -> list[str]:
-    module, state, optimizer = _state(rank, world, kind, config, seed=3)
+def save(rank: int, world: int, kind: str, config: dict[str, Any], path: str, factored: bool = False) -> list[str]:
+    module, state, optimizer = _state(rank, world, kind, config, 3, factored)
     _train(module, optimizer)
     tensors = state.model_tensors()
     state.save({"state_dict": tensors, "optimizer_states": [state.optimizer_tensors(optimizer)]}, Path(path))
@@ -61,6 +85,13 @@ def save(rank: int, world: int, kind: str, config: dict[str, Any], path: str) ->
 def load(rank: int, world: int, kind: str, config: dict[str, Any], path: str) -> dict[str, np.ndarray]:
     module, state, optimizer = _state(rank, world, kind, config, seed=8)
     state.load(Path(path), [optimizer])
+    return _everything(module, optimizer)
+
+
+def go_on(rank: int, world: int, config: dict[str, Any], path: str) -> dict[str, np.ndarray]:
+    module, state, optimizer = _state(rank, world, "titan", config, 8, factored=True)
+    state.load(Path(path), [optimizer])
+    _train(module, optimizer)
     return _everything(module, optimizer)
 
 
@@ -105,3 +136,18 @@ def test_checkpoints_move_between_pipelines(pool: Pool, tmp_path: Path, kind: st
         for name, value in found.items():
             assert np.array_equal(value, expected[name]), name
     assert set().union(*results) == expected.keys()
+
+
+@pytest.mark.distributed
+def test_states_of_another_shape_than_their_parameter_go_on(pool: Pool, tmp_path: Path) -> None:
+    module = MAKE["titan"]()
+    materialize(module, 3, name="m")
+    optimizer = _optimizer(module, factored=True)
+    _train(module, optimizer)
+    _train(module, optimizer)
+    expected = _everything(module, optimizer)
+    path = str(tmp_path / "checkpoint.ckpt")
+    pool.run(3, save, "titan", LAYOUTS["dp3"], path, True)
+    for found in pool.run(4, go_on, LAYOUTS["pp2 dp2"], path):
+        for name, value in found.items():
+            assert np.allclose(value, expected[name], rtol=1e-5, atol=1e-6), name
