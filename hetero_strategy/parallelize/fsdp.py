@@ -52,7 +52,8 @@ def apply_fsdp(module: Adapter, mesh: DeviceMesh, storage: Storage = FP32, kept:
         part.set_force_sum_reduction_for_comms(True)
     if mesh.size() > 1:
         units: dict[str, Any] = {n: p for n, p in module.named_modules() if isinstance(p, FSDPModule) and n}
-        take_part(module, units, gathers_each_time)
+        groups = [group for part in _parts(module) for group in _groups(part._get_fsdp_state())]
+        take_part(module, units, lambda: all(group.reduce_grads for group in groups))
 
 
 def per_microbatch(stage: nn.Module, is_last: bool) -> None:
@@ -68,7 +69,8 @@ def per_microbatch(stage: nn.Module, is_last: bool) -> None:
     stage.set_is_last_backward(is_last)
     for state in _root_state(stage)._state_ctx.all_states:
         for group in _groups(state):
-            group.post_backward = partial(_reduce_all, group)
+            if "post_backward" not in vars(group):
+                group.post_backward = partial(_reduce_all, group)
 
 
 def _reduce_all(group: Any) -> None:
@@ -189,11 +191,6 @@ def release(stage: nn.Module) -> None:
         for group in _groups(part._get_fsdp_state()):
             group.wait_for_unshard()  # what no forward needed
         part.reshard()
-
-
-def gathers_each_time(stage: nn.Module) -> bool:
-    """Whether the coming forward of an FSDP root gathers weights, and its backward reduces gradients."""
-    return all(group.reduce_grads for part in _parts(stage) for group in _groups(part._get_fsdp_state()))
 
 
 def whole_bytes(stage: nn.Module, *, once: bool) -> int:

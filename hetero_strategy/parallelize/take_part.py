@@ -21,7 +21,7 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.kind import LossOutput
 
 
-def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[[nn.Module], bool]) -> None:
+def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[[], bool]) -> None:
     """Let what a stage makes follow from all of its units, and what units take of no rows from what lies before them.
 
     A unit that did not run is refused: the ranks that gather its weights would wait for ever.
@@ -41,7 +41,7 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
         rows = given[0] if given else None
         if not isinstance(rows, Tensor) or rows.numel() or rows.requires_grad or not rows.is_floating_point():
             return None
-        if not torch.is_grad_enabled() or not applies(stage) or not (begun or any(trained[fqn] for fqn in ran)):
+        if not torch.is_grad_enabled() or not applies() or not (begun or any(trained[fqn] for fqn in ran)):
             return None
         return (rows.detach().requires_grad_(), *given[1:])
 
@@ -49,7 +49,7 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
         ran[fqn] = [x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad and not x.numel()]
 
     def join(stage: Adapter, given: Any, made: Any) -> Any:
-        if not torch.is_grad_enabled() or not applies(stage):
+        if not torch.is_grad_enabled() or not applies():
             return None
         if missing := [fqn for fqn in units if fqn not in ran]:
             raise ModelError(
@@ -63,9 +63,8 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
         others = [x for found in ran.values() for x in found]
         if not rows.requires_grad:  # FSDP sees the end of a forward by its output
             others += [p for p in stage.parameters() if p.requires_grad][:1]
-        joined = _Joined.apply(
-            rows, *others
-        )  # on all ranks: a tensor of its own, whose hooks run before the last block's
+        # On all ranks a tensor of its own, whose hooks come first in backward, also where a block makes the output.
+        joined = _Joined.apply(rows, *others)
         return replace(made, loss_sum=joined) if isinstance(made, LossOutput) else joined
 
     for fqn, unit in units.items():

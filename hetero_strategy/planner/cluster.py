@@ -182,8 +182,8 @@ class Cluster:
         return replace(self, pools=tuple(replace(pool, **fields) for pool in self.pools))
 
     def linked(self, links: Links) -> Cluster:
-        """With the same links between all ranks."""
-        return replace(self.changed(within=links), across=links)
+        """With the same links between all ranks, for whatever travels."""
+        return replace(self.changed(within=links, collectives={}, processor={}), across=links)
 
     def of(self, pools: Iterable[int]) -> Cluster:
         """Some of its pools."""

@@ -255,18 +255,17 @@ class Proposer:
                         yield made
 
     def _chained(self, below: float) -> Iterator[Proposal]:
-        """One pipeline through all modules, on all ranks of neighbouring pools, or on few of few ranks, if it may take
-        less than so many seconds.
+        """One pipeline through all modules, on all ranks of neighbouring pools, if it may take less than so many
+        seconds, or on some of few ranks.
         """
         modules, units = self._shape.modules, min(self._units.values())
-        wheres = [(self._cluster.ranks_of(pools), pools) for (pools,) in all_wheres(1, len(self._cluster.pools))]
+        wheres = [(self._cluster.ranks_of(p), p, below) for (p,) in all_wheres(1, len(self._cluster.pools))]
         if len(self._cluster.pools) == 1 and self._ranks <= CHAINED:
-            wheres += [(range(n), range(1)) for n in range(2, self._ranks)]
-        for ranks, pools in wheres:
+            wheres += [(range(n), range(1), inf) for n in range(2, self._ranks)]
+        for ranks, pools, worth in wheres:
             e = self._estimates.of(pools)
             for way in chain_degrees(self._shape, len(ranks), e.cluster.ranks_per_node, units):
                 for count in {*self.counts(way.dp), *self._few_counts()}:
-                    worth = below if len(ranks) == self._ranks or self._ranks > CHAINED else inf
                     if (made := propose_chain(e, self._shape, way, count, worth)) is not None:
                         seconds, pipeline = made
                         again = pipeline.degrees.recomputed

@@ -74,6 +74,7 @@ def test_every_kind_of_collective_has_links_of_its_own() -> None:
         expected = 2 * links.latency + 0.75e6 / links.bandwidth
         assert cluster.collective(1e6, ranks, kind=kind) == pytest.approx(expected)
         assert cluster.worked_for().collective(1e6, ranks, kind=kind) == pytest.approx(expected / 4)
+        assert cluster.linked(Links()).collective(1e6, ranks, kind=kind) == 0.0
 
 
 def test_processors_work_for_shards() -> None:
