@@ -135,7 +135,8 @@ def of_line(text: str, data: Mapping[bool, Data]) -> Setting:
         data: without and with drawings.
     """
     given = json.loads(text)
-    given["freeze"] = tuple(given.get("freeze", ()))
+    for option in ("freeze", "per_item"):
+        given[option] = tuple(given.get(option, ()))
     if given.get("edges") is not None:
         given["edges"] = tuple((source, target) for source, target in given["edges"])
     if "batches" in given:
