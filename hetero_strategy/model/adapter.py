@@ -142,9 +142,7 @@ class Adapter(nn.Module):
                 container._modules[key] = None  # deleting it would renumber the blocks after it
         for fqn in (*self.before_blocks * before, *self.after_blocks * after):
             owner, _, key = fqn.rpartition(".")
-            held = self.get_submodule(owner)
-            kinds = (held._parameters, held._buffers)  # a bare parameter may be such a part, too
-            next((kind for kind in kinds if key in kind), held._modules)[key] = None
+            setattr(self.get_submodule(owner), key, None)  # a module, or a bare parameter or buffer
 
     def stage(self, blocks: Collection[str], *, first: bool, last: bool) -> Adapter:
         """Return a module that runs a part of this one: some blocks and, at the ends, what lies around them.

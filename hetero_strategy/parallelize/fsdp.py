@@ -76,7 +76,7 @@ def per_microbatch(stage: nn.Module, is_last: bool) -> None:
 def _reduce_all(group: Any) -> None:
     """Reduce a unit's gradients, of which those that are missing count as zero: all ranks sum the same parameters."""
     for parameter in group.fsdp_params:
-        if hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.requires_grad:
+        if hasattr(parameter, "_unsharded_param"):
             _add_missing(parameter)
     type(group).post_backward(group)
 
