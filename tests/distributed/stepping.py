@@ -328,7 +328,25 @@ def _model(setting: Setting) -> MultimodalModel:
     model = model_of(setting, data_of(setting.folder, "draw" in setting.modules).tokenizer.vocab_size)
     for name, recipe in setting.float8.items():
         model.modules_by_name[name].float8 = recipe
+    if setting.float8:
+        _emulate_in_full()
     return model.double() if setting.storage.master == torch.float64 else model
+
+
+@lru_cache(1)
+def _emulate_in_full() -> None:
+    """Let emulated float8 multiply in the dtype of its model.
+
+    torchao always emulates in fp32, whose sums depend in their last bits on how many rows are multiplied at once, which
+    is not the same on one process.
+    """
+    from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
+
+    def multiply(_: Any, factors: Sequence[Any], kwargs: Any = None) -> torch.Tensor:
+        left, right = (factor.to_original_precision() for factor in factors)
+        return torch.mm(left, right)
+
+    FLOAT8_OPS_TABLE[torch.ops.aten.mm.default] = multiply
 
 
 def assembled(
