@@ -34,8 +34,8 @@ def seconds_after(simulation: Simulation, times: Mapping[StageId, StageTimes]) -
 
     The collectives of a rank run one after the other. Gathers begin with the step, and parameters of a stage arrive in
     pieces while its first forward runs: what is missing at its end delays the step. A sum of gradients begins with the
-    stage's last backward, block by block, or follows the last of its halves for the weights; cohorts sum together, last
-    of all. The optimizer follows all sums of the rank.
+    stage's last backward, block by block, or follows the last of its halves for the weights; that of cohorts begins
+    when all of them have come to it. The optimizer follows all sums of the rank.
     """
     stages = simulation.schedule.graph.stages
     ranks = np.zeros(int(simulation.ranks.max()) + 1)
@@ -50,7 +50,8 @@ def seconds_after(simulation: Simulation, times: Mapping[StageId, StageTimes]) -
         if times[stage].overlapped:
             begins = (simulation.start if action.kind == "B" else simulation.end)[action]
             if stage.cohort >= 0:
-                begins = np.full_like(begins, simulation.time)
+                together = (Action("REDUCE", other) for other in stages if other.all_instances == stage.all_instances)
+                begins = np.full_like(begins, max(float(simulation.start[sums].max()) for sums in together))
             reduced[grid] = np.maximum(reduced[grid], begins[:, None]) + times[stage].reduce
     for stage, each in times.items():
         after[stages[stage].grid] += each.after

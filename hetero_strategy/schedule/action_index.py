@@ -42,7 +42,7 @@ class ActionIndex:
         stages = [graph.stages[n] for n in self.nodes]
         self.backward = [train and s.backward for s in stages]
         self.trains = [back and s.trains for back, s in zip(self.backward, stages, strict=True)]
-        joint = [n.cohort >= 0 for n in self.nodes]  # cohorts gather before all else and reduce after it
+        joint = [n.cohort >= 0 for n in self.nodes]  # cohorts gather and reduce together
         self.gathers = [s.sharded and not j for s, j in zip(stages, joint, strict=True)]
         self.reduces = [t and not j for t, j in zip(self.trains, joint, strict=True)]
         sends = {
@@ -54,8 +54,8 @@ class ActionIndex:
         closing = 3 * self.units + len(stages)
         self.opening = [3 * self.units + i for i, s in enumerate(stages) if s.sharded and joint[i]]
         """Numbers of what all ranks do first."""
-        self.closing = [closing + i for i in range(len(stages)) if self.trains[i] and joint[i]]
-        """Numbers of what all ranks do last."""
+        self.joint_sums = [closing + i for i in range(len(stages)) if self.trains[i] and joint[i]]
+        """Numbers of the REDUCE of cohorts, which those of a stage do together."""
         self.durations = self._durations() if costs is None else [0.0 if a is None else costs(a) for a in self.actions]
 
     def _link(self, graph: StageGraph, work: StepWork) -> None:

@@ -62,7 +62,9 @@ def make_schedule(
         starts = _sequential(numbers, graph, work)
     else:
         starts = _pipelined(policy, graph, work, numbers, groups, bounds, fill)
-    starts = [*numbers.opening, *starts, *numbers.closing]
+    if numbers.joint_sums:
+        starts = _with_sums(numbers, _empty_ones_early(numbers, starts))
+    starts = [*numbers.opening, *starts]
     return _schedule(name, graph, work, train, numbers, groups, starts, bounds)
 
 
@@ -181,6 +183,36 @@ def _pipelined(
     if fill == "search":
         return shortened(numbers, [merge.order for merge in merges], lanes, bounds)
     return min(merges, key=lambda merge: merge.now).order
+
+
+def _empty_ones_early(numbers: ActionIndex, starts: Sequence[int]) -> list[int]:
+    """An order of starts in which backwards of cohorts that take no time, since there is nothing in their microbatch,
+    come as soon as they may: sums of gradients need not wait for them.
+    """
+    backwards, place = range(numbers.units, 2 * numbers.units), {a: float(k) for k, a in enumerate(starts)}
+    needs: dict[int, list[int]] = {a: [a - numbers.units] for a in backwards}
+    for a in backwards:
+        for later in numbers.after[a]:
+            needs[later].append(a)
+    before: dict[int, int] = {}  # the backward of its node that started last
+    for a in (a for a in starts if a in backwards):
+        node = numbers.node_of[a]
+        if not numbers.durations[a] and numbers.nodes[node].cohort >= 0:
+            place[a] = max(place[b] for b in (*needs[a], before.get(node, a - numbers.units)))
+        before[node] = a
+    return sorted(starts, key=place.__getitem__)
+
+
+def _with_sums(numbers: ActionIndex, starts: Sequence[int]) -> list[int]:
+    """An order of starts with the REDUCE of cohorts: after the last backward of all that sum together, so that it waits
+    for nothing but that one, and travels beside what follows.
+    """
+    backwards = range(numbers.units, 3 * numbers.units)
+    last = {numbers.nodes[numbers.node_of[a]].all_instances: place for place, a in enumerate(starts) if a in backwards}
+    due: dict[int, list[int]] = {}
+    for number in numbers.joint_sums:
+        due.setdefault(last[numbers.nodes[numbers.node_of[number]].all_instances], []).append(number)
+    return [number for place, a in enumerate(starts) for number in (a, *due.get(place, ()))]
 
 
 def _hold_back(

@@ -19,8 +19,9 @@ def check(schedule: Schedule) -> None:
 
     Proves: lanes hold the ranks that have work, each once; every action is once on every lane that hosts its node and
     on no other; on every rank what is needed comes before what needs it, UNSHARD before all forwards of its node and
-    REDUCE after all its backwards, those of cohorts, which all of them run together, before and after all else; with
-    actions that block until all their ranks come and their rows are there, all lists come to their end; rows of an edge
+    REDUCE after all its backwards; UNSHARD of cohorts, which all of them run together, comes before all else; with
+    actions that block until all their ranks come and their rows are there, and a REDUCE that blocks until all cohorts
+    of its stage come, all lists come to their end, in one order of those; rows of an edge
     are awaited in the order in which they are sent; no node holds more microbatches than ``in_flight`` says; ``starts``
     is one order of all actions that every list keeps to and in which what is needed comes first. Transfers start in
     that order on every rank (``schedule.compile``), so no rank's host ever waits for what another one does later, even
@@ -35,7 +36,7 @@ def check(schedule: Schedule) -> None:
     needs = {action: schedule.dependencies.before(action) for action in homes}
     for lane in schedule.lanes:
         _check_order(schedule, lane, needs)
-        _check_joint(schedule, lane)
+        _check_opening(schedule, lane)
     _check_runs(schedule, homes, needs)
     _check_edges(schedule, homes)
     _check_starts(schedule, homes, needs)
@@ -151,25 +152,27 @@ def _check_order(schedule: Schedule, lane: Lane, needs: dict[Action, tuple[Actio
             raise ScheduleError(f"rank {rank} runs {node} REDUCE before {action} has added to its gradients")
 
 
-def _check_joint(schedule: Schedule, lane: Lane) -> None:
-    """All cohorts of a stage gather and reduce together: first and last, in one order on all ranks."""
-    cohorts = [node for node in schedule.graph.stages if node.cohort >= 0]
+def _check_opening(schedule: Schedule, lane: Lane) -> None:
+    """All cohorts of a stage gather together, in one order on all ranks."""
     listed = set(lane.actions)
-    first, last = ([a for n in cohorts if (a := Action(kind, n)) in listed] for kind in ("UNSHARD", "REDUCE"))
-    found = [*lane.actions[: len(first)], *lane.actions[len(lane.actions) - len(last) :]]
-    for due, action in zip([*first, *last], found, strict=True):
+    gathers = (Action("UNSHARD", node) for node in schedule.graph.stages if node.cohort >= 0)
+    for due, action in zip((a for a in gathers if a in listed), lane.actions, strict=False):
         if due != action:
             raise ScheduleError(
-                f"rank {lane.ranks[0]} runs {action} where it should run {due}: cohorts gather before all else and"
-                " reduce after it, in the order of the stages"
+                f"rank {lane.ranks[0]} runs {action} where it should run {due}: cohorts gather before all else, in the"
+                " order of the stages"
             )
 
 
 def _check_runs(
     schedule: Schedule, homes: dict[Action, tuple[int, ...]], needs: dict[Action, tuple[Action, ...]]
 ) -> None:
-    """Run all lists abstractly."""
-    lists = [lane.actions for lane in schedule.lanes]
+    """Run all lists abstractly; cohorts of a stage reduce in one action, on the lanes of all of them."""
+    together = _together(schedule, homes)
+    homes = {**homes, **{joint: tuple(dict.fromkeys(k for a in of for k in homes[a])) for joint, of in together.items()}}
+    joint_of = {action: joint for joint, of in together.items() for action in of}
+    needs = {a: before for a, before in needs.items() if joint_of.get(a, a) == a}
+    lists = [[joint_of.get(a, a) for a in lane.actions] for lane in schedule.lanes]
     frees: dict[Action, list[Action]] = {}
     waits: dict[Action, int] = {}
     for action, before in needs.items():
@@ -195,21 +198,28 @@ def _check_runs(
                 coming += homes[action]
                 ready += frees.get(action, ())
     if left:
-        raise ScheduleError(_deadlock(schedule, heads, homes, waits, needs))
+        raise ScheduleError(_deadlock(schedule, lists, heads, homes, waits, needs))
+
+
+def _together(schedule: Schedule, homes: dict[Action, tuple[int, ...]]) -> dict[Action, list[Action]]:
+    """REDUCE of the first cohort of each stage -> that of all its cohorts."""
+    found: dict[StageId, list[Action]] = {}
+    for node in schedule.graph.stages:
+        action = Action("REDUCE", node)
+        if node.cohort >= 0 and action in homes:
+            found.setdefault(node.all_instances, []).append(action)
+    return {of[0]: of for of in found.values()}
 
 
 def _deadlock(
     schedule: Schedule,
+    lists: list[list[Action]],
     heads: list[int],
     homes: dict[Action, tuple[int, ...]],
     waits: dict[Action, int],
     needs: dict[Action, tuple[Action, ...]],
 ) -> str:
-    at = {
-        i: lane.actions[h]
-        for i, (lane, h) in enumerate(zip(schedule.lanes, heads, strict=True))
-        if h < len(lane.actions)
-    }
+    at = {i: actions[h] for i, (actions, h) in enumerate(zip(lists, heads, strict=True)) if h < len(actions)}
     rank = {i: lane.ranks[0] for i, lane in enumerate(schedule.lanes)}
     for i, action in at.items():
         for other in homes[action]:

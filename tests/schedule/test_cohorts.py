@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -19,8 +20,10 @@ from tests.schedule.cases import damaged, makespan, work
 EDGES = [("vision", "llm")]
 
 
-def stages(vision: ModuleLayout, llm: ModuleLayout, apart: Sequence[str] = ("vision",)) -> StageGraph:
-    placed = {"vision": vision.resolved("vision"), "llm": llm.resolved("llm")}
+def stages(
+    vision: ModuleLayout, llm: ModuleLayout, apart: Sequence[str] = ("vision",), pieces: int = 1
+) -> StageGraph:
+    placed = {"vision": replace(vision.resolved("vision"), vpp=pieces), "llm": llm.resolved("llm")}
     trains = {StageId(name, s): True for name, layout in placed.items() for s in range(layout.pipeline.stages)}
     return stage_graph(list(placed), EDGES, placed, trains, gathered=trains, apart=apart)
 
@@ -101,14 +104,36 @@ def moved(schedule: Schedule, action: Action, to: int) -> Schedule:
     return damaged(schedule, schedule.lane_of[0], actions)
 
 
-def test_cohorts_gather_first_and_reduce_last() -> None:
+def test_cohorts_gather_first_and_reduce_in_one_order() -> None:
     """Whoever comes to it waits for all ranks of the module."""
-    graph = stages(ModuleLayout(range(2), dp_shard=2), ModuleLayout(range(2), pp=2))
+    graph = stages(ModuleLayout(range(2), dp_shard=2), ModuleLayout(range(2), pp=2), pieces=2)
     schedule = make_schedule("1f1b", graph, work(4, "vision", "llm", edges=EDGES))
-    llm, last = StageId("llm", 0), len(schedule.of(0)) - 1
-    for action, to in ((Action("UNSHARD", llm), 0), (Action("REDUCE", llm), last)):
-        with pytest.raises(ScheduleError, match="cohorts gather before all else and reduce after it"):
-            check(moved(schedule, action, to))
+    check(schedule)
+    with pytest.raises(ScheduleError, match="cohorts gather before all else"):
+        check(moved(schedule, Action("UNSHARD", StageId("llm", 0)), 0))
+    with pytest.raises(ScheduleError, match="waits in vision.0@0 REDUCE for rank 1, which waits in vision.1@0 REDUCE"):
+        check(moved(schedule, Action("REDUCE", StageId("vision", 1, 0)), len(schedule.of(0)) - 1))
+
+
+def test_sums_of_pieces_travel_beside_the_last_backwards() -> None:
+    """The REDUCE of a piece comes as soon as all cohorts have its gradients, not when the last piece is done, though a
+    rank may have nothing in the last microbatches.
+    """
+    layouts = ModuleLayout(range(4), dp_shard=4), ModuleLayout(range(4), pp=4)
+    steps = work(8, "vision", "llm", edges=EDGES)
+
+    def cost(action: Action) -> float:
+        own = action.node.module == "llm" or action.microbatch % 4 == action.node.cohort
+        return costs(0.2)(action) if own else 0.0
+
+    for fill in ("fine", "coarse", "search"):
+        schedule = make_schedule("1f1b", stages(*layouts, pieces=3), steps, cost, fill=fill)
+        check(schedule)
+        place = {action: k for k, action in enumerate(schedule.starts)}
+        last = max(k for a, k in place.items() if a.kind == "B" and a.node.module == "vision" and cost(a))
+        for cohort in range(4):
+            of_last, of_middle, of_first = (place[Action("REDUCE", StageId("vision", s, cohort))] for s in (2, 1, 0))
+            assert of_last < of_middle < last < of_first
 
 
 def test_a_plan_brings_no_filling_that_other_options_refuse() -> None:
