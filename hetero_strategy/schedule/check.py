@@ -169,7 +169,7 @@ def _check_runs(
 ) -> None:
     """Run all lists abstractly; cohorts of a stage reduce in one action, on the lanes of all of them."""
     together = _together(schedule, homes)
-    homes = {**homes, **{joint: tuple(dict.fromkeys(k for a in of for k in homes[a])) for joint, of in together.items()}}
+    homes = homes | {joint: tuple(dict.fromkeys(k for a in of for k in homes[a])) for joint, of in together.items()}
     joint_of = {action: joint for joint, of in together.items() for action in of}
     needs = {a: before for a, before in needs.items() if joint_of.get(a, a) == a}
     lists = [[joint_of.get(a, a) for a in lane.actions] for lane in schedule.lanes]
