@@ -282,7 +282,7 @@ class GeneratorInputs(ModuleInputs):
         return self.packing.lengths[: len(self.rows)] - self.rows
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: Lightning moves what predict_step returns to the host field by field
 class Ragged:
     """Runs of values end to end: run ``i`` is ``values[offsets[i]:offsets[i + 1]]``."""
 

@@ -339,8 +339,8 @@ class Logging(Probe):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test/loss", self.model(batch).loss, sync_dist=True)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> list[int]:
-        return self.model(batch).predictions.values.tolist()
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(batch).predictions
 
 
 def live(case: Case, folder: str) -> dict[str, Any]:
@@ -395,7 +395,7 @@ def live(case: Case, folder: str) -> dict[str, Any]:
     told["files"] = sorted(os.listdir(f"{folder}/kept"))
     told["revalidated"] = trainer.validate(lit, dm)
     told["tested"] = trainer.test(lit, dm, ckpt_path="best")
-    told["predicted"] = trainer.predict(lit, dm, ckpt_path="last")
+    told["predicted"] = [runs.values.tolist() for runs in trainer.predict(lit, dm, ckpt_path="last") or ()]
     told["summary"] = [ModelSummary(max_depth=2)._summary(trainer, lit).total_parameters]
     trainer.early_stopping_callback.wait_count = -2  # type: ignore[union-attr]
     trainer.should_stop = False
