@@ -76,7 +76,7 @@ def _beside(module: str, graph: StageGraph, stage_costs: Mapping[StageId, StageC
     on_ranks: dict[str, np.ndarray] = {}
     size = 1 + max(int(stage.grid.max(initial=0)) for stage in graph.stages.values())
     for node, stage in graph.stages.items():
-        if node.cohort < 0 and whole[node.module]:
+        if node.module not in graph.filling and whole[node.module]:
             cost = stage_costs[node.all_instances]
             busy = on_ranks.setdefault(node.module, np.zeros(size))
             busy[stage.grid] += passes(node) * (cost.per_row or cost.per_pair) / whole[node.module]

@@ -147,7 +147,8 @@ class Evaluator:
         """
         asked = place(candidate.layouts, self.cluster.ranks).layouts
         scheduling = candidate.scheduling.resolved(asked)
-        filling = scheduling.filling({*self.shape.modules} - {*self.shape.samplewise}, asked, self.shape.edges)
+        others = {*self.shape.modules} - {*self.shape.samplewise}
+        filling, apart = (ask(others, asked, self.shape.edges) for ask in (scheduling.filling, scheduling.apart))
         blocks = {name: module.blocks * module.has_blocks for name, module in self.shape.modules.items()}
         asked = scheduling.most_ahead(scheduling.in_pieces(filling, asked), blocks)
         again = decoupled(candidate.recompute, scheduling.fill, filling)
@@ -159,7 +160,7 @@ class Evaluator:
             share = again[name].share if name in again else 0.0
             layouts[name] = layout = self._with_split(module, asked[name], share, self._fed[name], self.lengths[name])
             casting = casts and bool(module.trained.any())
-            once = scheduling.gathered_once(layout, casts=casting, fills=name in filling or name in scheduling.prefetch)
+            once = scheduling.gathered_once(layout, casts=casting, apart=name in {*apart, *scheduling.prefetch})
             stages = module_times(
                 module,
                 layout,
@@ -186,7 +187,7 @@ class Evaluator:
             once_gathered,
             {*again, *candidate.offload},
             shardings,
-            filling,
+            apart,
             scheduling.prefetch,
         )
         balanced = {s: StageCost(t.forward.per_row, t.forward.per_pair) for s, t in times.items()}

@@ -103,10 +103,16 @@ class Variants:
         return found
 
     def fills(self, candidate: Candidate) -> list[Candidate]:
-        """With encoders that fill bubbles otherwise: wherever ranks idle, around the pipeline alone, or not at all."""
+        """With encoders that fill bubbles otherwise: wherever ranks idle, around the pipeline alone, or not at all; and
+        generators that go with the first of these.
+        """
         ways = [replace(candidate, fill=fill) for fill in ("fine", "coarse", "none")]
-        if candidate.pieces or not self._filling(ways[0], candidate.layouts):
+        shape = self._evaluator.shape
+        others = {*shape.modules} - {*shape.samplewise}
+        if candidate.pieces or not ways[0].scheduling.apart(others, candidate.layouts, shape.edges):
             return []
+        if not self._filling(ways[0], candidate.layouts):
+            del ways[1]
         same = {"auto": "none"}.get(candidate.fill, candidate.fill)
         return [way for way in ways if way.fill != same]
 
@@ -131,7 +137,7 @@ class Variants:
         if candidate.fill != "fine":
             return []
         graph = self._evaluator.place(candidate).graph
-        if not any(stage.backward for node, stage in graph.stages.items() if node.cohort >= 0):
+        if not any(stage.backward for node, stage in graph.stages.items() if node.module in graph.filling):
             return []
         rest: dict[str, Recompute] = {n: how for n, how in candidate.recompute.items() if n not in graph.filling}
         ways = [replace(candidate, fill="decoupled", recompute=rest)] if self._allowed.decoupled else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -151,9 +151,16 @@ class StageGraph:
         return tuple(first.setdefault(pair, number) for number, pair in enumerate(pairs))
 
     @cached_property
-    def filling(self) -> tuple[str, ...]:
-        """Modules that fill bubbles: those with cohorts."""
+    def apart(self) -> tuple[str, ...]:
+        """Modules whose instances act on their own: those with cohorts."""
         return tuple(dict.fromkeys(node.module for node in self.stages if node.cohort >= 0))
+
+    @cached_property
+    def filling(self) -> tuple[str, ...]:
+        """Those of them that fill bubbles: all but what ends a pipeline, which waits for them."""
+        between = [(s.module, t.module) for s, t in self.edges if s.module != t.module]
+        ends = {target for _, target in between} - {source for source, _ in between}
+        return tuple(module for module in self.apart if module not in ends)
 
     def without(self, modules: Collection[str]) -> StageGraph:
         """The graph without some modules."""
@@ -189,6 +196,13 @@ class StepWork:
     """By module: those in which it has any work, ascending."""
     feeds: Mapping[tuple[str, str], tuple[tuple[int, int], ...]]
     """By module edge: (source microbatch, target microbatch) pairs between which rows flow."""
+    idle: Mapping[StageId, frozenset[int]] = field(default_factory=dict)
+    """Nodes of cohorts -> microbatches of their module in which they have nothing, and therefore no action."""
+
+    def of(self, node: StageId) -> tuple[Span, ...]:
+        """The microbatches that a node works at."""
+        idle = self.idle.get(node, frozenset())
+        return tuple(span for span in self.microbatches.get(node.module, ()) if span.number not in idle)
 
 
 @dataclass(frozen=True)
@@ -247,7 +261,7 @@ class Dependencies:
     def __init__(self, graph: StageGraph, work: StepWork, split: frozenset[StageId]) -> None:
         self._graph = graph
         self._split = split
-        self._active = {m: {s.number for s in spans} for m, spans in work.microbatches.items()}
+        self._idle = work.idle
         self._sources: dict[tuple[str, str], dict[int, list[int]]] = {}
         self._targets: dict[tuple[str, str], dict[int, list[int]]] = {}
         for edge, pairs in work.feeds.items():
@@ -263,7 +277,7 @@ class Dependencies:
                 found.append(Action("F", source, microbatch))
             else:
                 numbers = self._sources.get((source.module, node.module), {}).get(microbatch, ())
-                found += [Action("F", source, p) for p in numbers]
+                found += [Action("F", source, p) for p in numbers if p not in self._idle.get(source, ())]
         return tuple(found)
 
     def readers(self, node: StageId, microbatch: int) -> tuple[tuple[StageId, int], ...]:
@@ -274,7 +288,7 @@ class Dependencies:
                 found.append((target, microbatch))
             else:
                 numbers = self._targets.get((node.module, target.module), {}).get(microbatch, ())
-                found += [(target, t) for t in numbers]
+                found += [(target, t) for t in numbers if t not in self._idle.get(target, ())]
         return tuple(found)
 
     def gradients_from(self, node: StageId, microbatch: int) -> tuple[Action, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from itertools import accumulate
 
-from hetero_strategy.schedule.action import Action, Kind, Stage, StageGraph, StepWork
+from hetero_strategy.schedule.action import Action, Kind, Span, Stage, StageGraph, StepWork
 
 Costs = Callable[[Action], float]
 """Duration of an action, in any unit."""
@@ -31,13 +31,14 @@ class ActionIndex:
     def __init__(self, graph: StageGraph, work: StepWork, *, train: bool, splits: bool, costs: Costs | None) -> None:
         self.nodes = [n for n in graph.stages if work.microbatches.get(n.module)]
         self.index = {n: i for i, n in enumerate(self.nodes)}
-        self.counts = [len(work.microbatches[n.module]) for n in self.nodes]
+        spans = [work.of(n) for n in self.nodes]
+        self.counts = list(map(len, spans))
         self.first = [0, *accumulate(self.counts)]
         self.units = self.first[-1]
         of_units = [i for i, count in enumerate(self.counts) for _ in range(count)]
         self.node_of = [*of_units * 3, *range(len(self.nodes)), *range(len(self.nodes))]
         """For each action the index of its node."""
-        self.needed = [span.first for n in self.nodes for span in work.microbatches[n.module]]
+        self.needed = [span.first for own in spans for span in own]
         """For each unit the first of the step's microbatches that its rows are for."""
         stages = [graph.stages[n] for n in self.nodes]
         self.backward = [train and s.backward for s in stages]
@@ -49,8 +50,8 @@ class ActionIndex:
             self.index[t] for s, t in graph.edges if t in self.index and s in self.index and graph.stages[s].backward
         }
         self.split = [splits and self.trains[i] and i in sends and not s.whole for i, s in enumerate(stages)]
-        self._link(graph, work)
-        self.actions = self._actions(work, stages)
+        self._link(graph, work, spans)
+        self.actions = self._actions(stages, spans)
         closing = 3 * self.units + len(stages)
         self.opening = [3 * self.units + i for i, s in enumerate(stages) if s.sharded and joint[i]]
         """Numbers of what all ranks do first."""
@@ -58,12 +59,12 @@ class ActionIndex:
         """Numbers of the REDUCE of cohorts, which those of a stage do together."""
         self.durations = self._durations() if costs is None else [0.0 if a is None else costs(a) for a in self.actions]
 
-    def _link(self, graph: StageGraph, work: StepWork) -> None:
+    def _link(self, graph: StageGraph, work: StepWork, spans: Sequence[Sequence[Span]]) -> None:
         """What every action sets free in other nodes, and for how many such actions each waits."""
         units = self.units
         after: list[list[int]] = [[] for _ in range(2 * units)]
         waits = [0] * (3 * units)
-        places = {m: {s.number: i for i, s in enumerate(spans)} for m, spans in work.microbatches.items()}
+        places = [{span.number: i for i, span in enumerate(own)} for own in spans]
         for source, target in graph.edges:
             if source not in self.index or target not in self.index:
                 continue
@@ -72,9 +73,9 @@ class ActionIndex:
             if source.module == target.module:
                 pairs = [(a + i, b + i) for i in range(self.counts[s])]
             else:
-                from_, to = places[source.module], places[target.module]
+                from_, to = places[s], places[t]
                 feeds = work.feeds.get((source.module, target.module), ())
-                pairs = [(a + from_[p], b + to[q]) for p, q in feeds]
+                pairs = [(a + from_[p], b + to[q]) for p, q in feeds if p in from_ and q in to]
             for u, v in pairs:
                 after[u].append(v)
                 waits[v] += 1
@@ -114,17 +115,16 @@ class ActionIndex:
                 held[i] -= 1
         return most
 
-    def _actions(self, work: StepWork, stages: Sequence[Stage]) -> list[Action | None]:
+    def _actions(self, stages: Sequence[Stage], spans: Sequence[Sequence[Span]]) -> list[Action | None]:
         kinds: tuple[Kind, ...] = ("F", "B", "W")
         found: list[Action | None] = []
         for kind in kinds:
-            for i, node in enumerate(self.nodes):
-                spans = work.microbatches[node.module]
+            for i, (node, own) in enumerate(zip(self.nodes, spans, strict=True)):
                 if kind == "F" or (kind == "B" and self.backward[i]) or self.split[i]:
                     name: Kind = "I" if kind == "B" and self.split[i] else kind
-                    found += [Action(name, node, s.number) for s in spans]
+                    found += [Action(name, node, span.number) for span in own]
                 else:
-                    found += [None] * len(spans)
+                    found += [None] * len(own)
         found += [Action("UNSHARD", n) if s.sharded else None for n, s in zip(self.nodes, stages, strict=True)]
         found += [Action("REDUCE", n) if trains else None for n, trains in zip(self.nodes, self.trains, strict=True)]
         return found

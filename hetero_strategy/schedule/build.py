@@ -62,9 +62,7 @@ def make_schedule(
         starts = _sequential(numbers, graph, work)
     else:
         starts = _pipelined(policy, graph, work, numbers, groups, bounds, fill)
-    if numbers.joint_sums:
-        starts = _with_sums(numbers, _empty_ones_early(numbers, starts))
-    starts = [*numbers.opening, *starts]
+    starts = [*numbers.opening, *_with_sums(numbers, starts)]
     return _schedule(name, graph, work, train, numbers, groups, starts, bounds)
 
 
@@ -112,7 +110,7 @@ def _sequential(numbers: ActionIndex, graph: StageGraph, work: StepWork) -> list
     last of them.
     """
     units = numbers.units
-    when = [span.first for n in numbers.nodes for span in work.microbatches[n.module]] * 2
+    when = numbers.needed * 2
     for i, count in enumerate(numbers.counts):
         latest = 0
         for u in range(numbers.first[i], numbers.first[i] + count):
@@ -121,7 +119,7 @@ def _sequential(numbers: ActionIndex, graph: StageGraph, work: StepWork) -> list
                 when[v] = max(when[v], latest)
     for i in reversed(range(len(numbers.counts))):
         latest = 0
-        for u, span in enumerate(work.microbatches[numbers.nodes[i].module], numbers.first[i]):
+        for u, span in enumerate(work.of(numbers.nodes[i]), numbers.first[i]):
             when[u + units] = latest = max(latest, when[u + units], when[u], span.last)
             for v in numbers.after[u + units]:
                 when[v] = max(when[v], latest)
@@ -161,7 +159,7 @@ def _pipelined(
     on, fills = [lanes[numbers.index[one.at]] for one in made], [one.fills for one in made]
     caps = most(numbers, made, bounds)
     merges: list[Merge] = []
-    for lead, last, patience in attempts(fill, numbers, bounds, compress(on, fills)):
+    for lead, last, patience in attempts(fill, numbers, bounds, graph.filling, compress(on, fills)):
         tried = held.fork() if any(fills) else held
         if lead:
             forwards_first(tried, lists, on, fills, lead)
@@ -183,24 +181,6 @@ def _pipelined(
     if fill == "search":
         return shortened(numbers, [merge.order for merge in merges], lanes, bounds)
     return min(merges, key=lambda merge: merge.now).order
-
-
-def _empty_ones_early(numbers: ActionIndex, starts: Sequence[int]) -> list[int]:
-    """An order of starts in which backwards of cohorts that take no time, since there is nothing in their microbatch,
-    come as soon as they may: sums of gradients need not wait for them.
-    """
-    backwards, place = range(numbers.units, 2 * numbers.units), {a: float(k) for k, a in enumerate(starts)}
-    needs: dict[int, list[int]] = {a: [a - numbers.units] for a in backwards}
-    for a in backwards:
-        for later in numbers.after[a]:
-            needs[later].append(a)
-    before: dict[int, int] = {}  # the backward of its node that started last
-    for a in (a for a in starts if a in backwards):
-        node = numbers.node_of[a]
-        if not numbers.durations[a] and numbers.nodes[node].cohort >= 0:
-            place[a] = max(place[b] for b in (*needs[a], before.get(node, a - numbers.units)))
-        before[node] = a
-    return sorted(starts, key=place.__getitem__)
 
 
 def _with_sums(numbers: ActionIndex, starts: Sequence[int]) -> list[int]:
@@ -229,7 +209,8 @@ def _hold_back(
         virtual = graph.pipelines[node.module].vpp > 1
         if numbers.backward[i] or virtual or node.cohort >= 0 or shared.isdisjoint(lanes[i]):
             continue
-        nearest = min((numbers.index[t] for t in graph.outgoing[node] if t in numbers.index), default=None)
+        fed = (t for t in graph.outgoing[node] if t in numbers.index and t.cohort < 0)
+        nearest = min((numbers.index[t] for t in fed), default=None)
         if nearest is None:
             continue
         target = numbers.nodes[nearest].module

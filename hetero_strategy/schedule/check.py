@@ -45,9 +45,9 @@ def check(schedule: Schedule) -> None:
 def expected(schedule: Schedule, node: StageId) -> list[Action]:
     """All actions that a node has in the step of a schedule."""
     stage = schedule.graph.stages[node]
-    spans = schedule.work.microbatches.get(node.module, ())
-    if not spans:
+    if not schedule.work.microbatches.get(node.module):
         return []
+    spans = schedule.work.of(node)
     kinds: list[Kind] = ["F"]
     if schedule.train and stage.backward:
         kinds += ["I", "W"] if node in schedule.split else ["B"]

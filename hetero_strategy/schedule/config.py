@@ -155,14 +155,31 @@ class ScheduleConfig:
             and any(layouts[t].pp > 1 and {*layouts[t].ranks} & {*layouts[module].ranks} for t in reached[module])
         )
 
-    def gathered_once(self, layout: ModuleLayout, *, casts: bool, fills: bool = False) -> bool:
+    def apart(
+        self, modules: Collection[str], layouts: Mapping[str, ModuleLayout], edges: Sequence[tuple[str, str]]
+    ) -> frozenset[str]:
+        """Modules whose instances act on their own: those that fill, and with ``fine`` and ``search`` those that end a
+        pipeline that they share ranks with. Each instance of these computes its share of a microbatch when its ranks
+        come to it, and not when all of them do.
+
+        Args: see :meth:`filling`.
+        """
+        own, ends = self.filling(modules, layouts, edges), {*modules} - {source for source, _ in edges}
+        if self.fill in ("fine", "search"):
+            for source, target in edges:
+                piped = layouts[source].pp > 1 and {*layouts[source].ranks} & {*layouts[target].ranks}
+                if target in ends and piped and layouts[target].pp == layouts[target].vpp == 1:
+                    own |= {target}
+        return own
+
+    def gathered_once(self, layout: ModuleLayout, *, casts: bool, apart: bool = False) -> bool:
         """Whether a stage's parameters are gathered at the start of a step and stay whole over it.
 
         Args:
-            fills: its instances may act on their own.
+            apart: its instances may act on their own.
             casts: they compute in another dtype than they are kept in; where nothing shards them, gathering is that.
         """
         if layout.dp_shard == 1:
             return casts and self.reshard_after_forward != "always"
-        piped = layout.pp > 1 or self.splits_backward or fills
+        piped = layout.pp > 1 or self.splits_backward or apart
         return self.reshard_after_forward == "never" or (self.reshard_after_forward == "auto" and piped)

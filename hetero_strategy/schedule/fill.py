@@ -8,7 +8,7 @@ a rank that idles takes what it may run next, see ``schedule.merge``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -31,20 +31,26 @@ class Attempt(NamedTuple):
 
 
 def attempts(
-    fill: str, numbers: ActionIndex, bounds: Mapping[str, int], filling: Iterable[tuple[int, ...]]
+    fill: str,
+    numbers: ActionIndex,
+    bounds: Mapping[str, int],
+    modules: Collection[str],
+    filling: Iterable[tuple[int, ...]],
 ) -> list[Attempt]:
     """What to try, of which the shortest is taken.
 
     Args:
+        modules: that fill.
         filling: lanes of each program that fills. Where they need several, these hardly ever idle at once later.
 
     Raises:
         ScheduleError: ``coarse`` holds more microbatches than the bounds allow.
     """
     lines = list(zip(numbers.nodes, numbers.counts, numbers.backward, strict=True))
-    too_many = [n.module for n, count, back in lines if n.cohort >= 0 and back and bounds.get(n.module, count) < count]
-    if not any(node.cohort >= 0 for node in numbers.nodes):
+    own = [(n.module, count, back) for n, count, back in lines if n.module in modules]
+    if not own:
         return [Attempt()]
+    too_many = [module for module, count, back in own if back and bounds.get(module, count) < count]
     around_only = fill in ("coarse", "decoupled")
     if around_only and too_many:
         raise ScheduleError(

@@ -85,7 +85,13 @@ def work_of(plan: StepPlan, graph: StageGraph) -> StepWork:
         if module in plan.assignments
     }
     edges = dict.fromkeys((s.module, t.module) for s, t in graph.edges if s.module != t.module)
-    return StepWork(spans, {edge: tuple(plan.feeds(*edge)) for edge in edges})
+    idle: dict[StageId, frozenset[int]] = {}
+    for module in {*graph.apart} & {*spans}:
+        units = np.array([np.diff(one.offsets) for one in plan.assignments[module]])  # [microbatches, instances]
+        for nodes in graph.chains[module]:
+            nothing = ~graph.stages[nodes[0]].own(units).any(axis=1)
+            idle |= dict.fromkeys(nodes, frozenset(np.flatnonzero(nothing).tolist()))
+    return StepWork(spans, {edge: tuple(plan.feeds(*edge)) for edge in edges}, idle)
 
 
 @dataclass(frozen=True)

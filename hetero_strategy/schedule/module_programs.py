@@ -46,7 +46,8 @@ def module_programs(
 ) -> list[LaneProgram]:
     """Programs of every pipeline rank of every module with work.
 
-    Cohorts have one of forwards and one of backwards, each of which goes on whenever it may.
+    Cohorts have one of forwards and one of backwards, which fill: each goes on whenever it may. Where nobody reads
+    their rows they have one in which backwards follow forwards, and the pipeline waits for it: it fills nothing.
 
     Args:
         policy: of the schedule; it orders modules that are trained.
@@ -68,7 +69,7 @@ def module_programs(
         count = len(spans)
         if module not in back:
             found += [
-                LaneProgram(nodes, programs.forwards(pipeline, r, count), nodes[0].cohort >= 0)
+                LaneProgram(nodes, programs.forwards(pipeline, r, len(work.of(nodes[0]))), module in graph.filling)
                 for nodes in graph.chains[module]
                 for r in range(pipeline.pp)
             ]
@@ -84,12 +85,11 @@ def module_programs(
         assert policy.programs is not None
         if graph.chains[module][0][0].cohort >= 0:
             leads[module] = must
+            fills = module in graph.filling
             for nodes in graph.chains[module]:
                 for r in range(pipeline.pp):
-                    stages = pipeline.stages_of(r)
-                    forward = tuple((FORWARD, s, j) for j in range(count) for s in stages)
-                    backward = tuple((BACKWARD, s, j) for j in range(count) for s in reversed(stages))
-                    found += [LaneProgram(nodes, _kept(numbers, nodes, way), True) for way in (forward, backward)]
+                    ways = _ways(pipeline.stages_of(r), len(work.of(nodes[0])), fills)
+                    found += [LaneProgram(nodes, _kept(numbers, nodes, way), fills) for way in ways]
             continue
         made = policy.programs(ModuleSteps(module, pipeline, must, should, limit, depth[module]))
         _check(policy, module, pipeline, count, made)
@@ -98,6 +98,13 @@ def module_programs(
             LaneProgram(nodes, _kept(numbers, nodes, program)) for nodes in graph.chains[module] for program in made
         ]
     return [one for one in found if one.program]
+
+
+def _ways(stages: Sequence[int], count: int, fills: bool) -> list[RankProgram]:
+    """Programs of a cohort's rank: of forwards and of backwards, or of both."""
+    forward, backward = [(FORWARD, s) for s in stages], [(BACKWARD, s) for s in reversed(stages)]
+    ways = [forward, backward] if fills else [forward + backward]
+    return [tuple((kind, s, j) for j in range(count) for kind, s in way) for way in ways]
 
 
 def _kept(numbers: ActionIndex, nodes: Sequence[StageId], program: RankProgram) -> RankProgram:

@@ -82,7 +82,8 @@ def blueprint(
                 " 'all' or 'every 2'"
             )
     edges = [(e.source, e.target) for e in model.edges]
-    filling = scheduling.filling({*modules} - {*model.language_models()}, layouts, edges)
+    others = {*modules} - {*model.language_models()}
+    filling, apart = scheduling.filling(others, layouts, edges), scheduling.apart(others, layouts, edges)
     recompute = decoupled(recompute, scheduling.fill, filling)
     _check_chunks(layouts, recompute, compile)
     check_offload(offload, recompute, compile, {name: layout.tp for name, layout in layouts.items()})
@@ -100,8 +101,7 @@ def blueprint(
             node = StageId(name, number)
             trains[node] = any(p.requires_grad for p in stage.parameters())
             casts = storage.casts(stage.parameters())
-            apart = name in filling or name in scheduling.prefetch
-            if scheduling.gathered_once(chosen[name], casts=casts, fills=apart):
+            if scheduling.gathered_once(chosen[name], casts=casts, apart=name in {*apart, *scheduling.prefetch}):
                 gathered.add(node)
         ranks = chosen[name].tp * chosen[name].cp
         costs |= {StageId(name, i): cost for i, cost in enumerate(_costs(module, split, again.get(name, 0.0), ranks))}
@@ -110,7 +110,7 @@ def blueprint(
     whole = {*recompute, *compile, *offload}
     _check_ahead(model, scheduling.prefetch, trains)
     graph = stage_graph(
-        model.topological(), edges, chosen, trains, gathered, whole, shardings, filling, scheduling.prefetch, islands
+        model.topological(), edges, chosen, trains, gathered, whole, shardings, apart, scheduling.prefetch, islands
     )
     costs |= {StageId(ahead(name), 0): costs[StageId(name, 0)] for name in scheduling.prefetch}
     once = StepWork({n: (Span(0, 0, 0),) for n in modules}, dict.fromkeys(edges, ((0, 0),)))

@@ -174,7 +174,10 @@ def cases(draw: st.DrawFn, schedule: str, most: int = 9) -> tuple[StageGraph, St
         microbatches[name], feeds[name, "llm"] = tuple(spans), tuple(fed)
     modules["llm"] = draw(drawn(world, draw(st.integers(1, 4)), vpp, "v" if schedule == "zbv" else "loop"))
     if draw(st.booleans()):
-        modules["draw"] = draw(drawn(world, draw(st.integers(1, 2))))
+        pp = draw(st.integers(1, 2))
+        if pp == 1 and draw(st.booleans()):
+            apart.append("draw")
+        modules["draw"] = draw(drawn(world, pp, even="draw" in apart))
         edges.append(("llm", "draw"))
         spans, fed = draw(units(count, step))
         microbatches["draw"], feeds["llm", "draw"] = tuple(spans), tuple((t, s) for s, t in fed)
@@ -187,4 +190,20 @@ def cases(draw: st.DrawFn, schedule: str, most: int = 9) -> tuple[StageGraph, St
                 if v.first <= d.last and d.first <= v.last
             ]
             feeds["vision", "draw"] = tuple(pairs)
-    return in_cohorts(graph(modules, edges), apart), StepWork(microbatches, feeds)
+    cohorts = in_cohorts(graph(modules, edges), apart)
+    return cohorts, StepWork(microbatches, feeds, draw(idling(cohorts, microbatches)))
+
+
+@st.composite
+def idling(
+    draw: st.DrawFn, cohorts: StageGraph, microbatches: Mapping[str, Sequence[Span]]
+) -> dict[StageId, frozenset[int]]:
+    """Cohorts that have nothing in some microbatches, in each of which another one has something."""
+    idle: dict[StageId, set[int]] = {node: set() for node in cohorts.stages if node.cohort >= 0}
+    for module in cohorts.apart:
+        chains = cohorts.chains[module]
+        for number in (span.number for span in microbatches[module] if draw(st.booleans())):
+            busy = draw(st.sets(st.integers(0, len(chains) - 1), min_size=1))
+            for node in (node for k, chain in enumerate(chains) if k not in busy for node in chain):
+                idle[node].add(number)
+    return {node: frozenset(numbers) for node, numbers in idle.items()}

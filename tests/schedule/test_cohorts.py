@@ -10,7 +10,7 @@ import pytest
 
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
+from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId, StepWork
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
 from hetero_strategy.schedule.config import ScheduleConfig
@@ -34,6 +34,13 @@ def costs(ratio: float) -> Callable[[Action], float]:
         return kinds.get(action.kind, 0.0) * (1.0 if action.node.module == "llm" else ratio)
 
     return cost
+
+
+def in_turn(graph: StageGraph, steps: StepWork) -> StepWork:
+    """Each microbatch of the encoder is that of one cohort."""
+    nodes, numbers = [n for n in graph.stages if n.cohort >= 0], [s.number for s in steps.microbatches["vision"]]
+    count = len(graph.chains["vision"])
+    return replace(steps, idle={n: frozenset(k for k in numbers if k % count != n.cohort) for n in nodes})
 
 
 def members(graph: StageGraph) -> list[list[int]]:
@@ -114,24 +121,52 @@ def test_cohorts_gather_first_and_reduce_in_one_order() -> None:
 
 
 def test_sums_of_pieces_travel_beside_the_last_backwards() -> None:
-    """The REDUCE of a piece comes as soon as all cohorts have its gradients, not when the last piece is done, though a
-    rank may have nothing in the last microbatches.
-    """
-    layouts = ModuleLayout(range(4), dp_shard=4), ModuleLayout(range(4), pp=4)
-    steps = work(8, "vision", "llm", edges=EDGES)
-
-    def cost(action: Action) -> float:
-        own = action.node.module == "llm" or action.microbatch % 4 == action.node.cohort
-        return costs(0.2)(action) if own else 0.0
-
+    """The REDUCE of a piece comes as soon as all cohorts have its gradients, not when the last piece is done."""
+    graph = stages(ModuleLayout(range(4), dp_shard=4), ModuleLayout(range(4), pp=4), pieces=3)
+    steps = in_turn(graph, work(8, "vision", "llm", edges=EDGES))
     for fill in ("fine", "coarse", "search"):
-        schedule = make_schedule("1f1b", stages(*layouts, pieces=3), steps, cost, fill=fill)
+        schedule = make_schedule("1f1b", graph, steps, costs(0.8), fill=fill)
         check(schedule)
         place = {action: k for k, action in enumerate(schedule.starts)}
-        last = max(k for a, k in place.items() if a.kind == "B" and a.node.module == "vision" and cost(a))
+        last = max(k for a, k in place.items() if a.kind == "B" and a.node.module == "vision")
         for cohort in range(4):
             of_last, of_middle, of_first = (place[Action("REDUCE", StageId("vision", s, cohort))] for s in (2, 1, 0))
             assert of_last < of_middle < last < of_first
+
+
+def test_cohorts_work_at_their_own_microbatches_alone() -> None:
+    graph = stages(ModuleLayout(range(4), dp_shard=4), ModuleLayout(range(4), pp=4))
+    schedule = make_schedule("1f1b", graph, in_turn(graph, work(8, "vision", "llm", edges=EDGES)))
+    check(schedule)
+    for rank in range(4):
+        own = {a.microbatch for a in schedule.of(rank) if a.node.module == "vision" and a.microbatch >= 0}
+        assert own == {rank, rank + 4}
+    foreign = Action("F", StageId("vision", 0, 0), 1)
+    with pytest.raises(ScheduleError, match=r"rank 0: vision\.0@0 F1 is not part of this step"):
+        check(moved(schedule, foreign, 1))
+
+
+@pytest.mark.parametrize(("name", "most"), [("1f1b", 0.83), ("zb_h1", 1.02), ("gpipe", 1.0)])
+def test_the_pipeline_does_not_wait_until_all_ranks_draw(name: str, most: float) -> None:
+    """A generator on the ranks of the pipeline that feeds it: each of its instances draws its share of a microbatch
+    when its rank comes to it, right before its backward, and the pipeline holds no more microbatches for it.
+    """
+    ranks, edges = range(4), [("llm", "draw")]
+    placed = {
+        "llm": ModuleLayout(ranks, pp=4).resolved("llm"),
+        "draw": ModuleLayout(ranks, dp_shard=4).resolved("draw"),
+    }
+    nodes = {StageId(module, s): True for module, layout in placed.items() for s in range(layout.pipeline.stages)}
+    steps, taken, held = work(16, "llm", "draw", edges=edges), [], []
+    for apart in ((), ("draw",)):
+        graph = stage_graph(list(placed), edges, placed, nodes, gathered=nodes, apart=apart)
+        schedule = make_schedule(name, graph, steps, costs(0.3))
+        check(schedule)
+        taken.append(makespan(schedule, costs(0.3)))
+        held.append(max(count for node, count in schedule.in_flight.items() if node.module == "llm"))
+        assert graph.apart == apart and not graph.filling
+    assert taken[1] <= most * taken[0]
+    assert held[1] <= held[0]
 
 
 def test_a_plan_brings_no_filling_that_other_options_refuse() -> None:
