@@ -511,6 +511,19 @@ def test_a_damaged_index_is_told_though_an_older_one_is_there(tmp_path: Path) ->
         ck.load(blank(), tmp_path / "c")
 
 
+def test_a_link_gives_way_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    """``ModelCheckpoint(save_last="link")`` leaves one, where a later run saves."""
+    ck.Checkpointer().save(owned(), {}, tmp_path / "best")
+    os.symlink("best", tmp_path / "last")
+    for _ in range(2):
+        ck.Checkpointer().save(owned(2), {}, tmp_path / "last")
+    assert sorted(os.listdir(tmp_path)) == ["best", "last"] and not (tmp_path / "last").is_symlink()
+    for name, wanted in (("best", owned()), ("last", owned(2))):
+        into = blank()
+        ck.load(into, tmp_path / name)
+        assert same(into, wanted)
+
+
 def test_incomplete_folder_falls_back_to_the_old_one(tmp_path: Path) -> None:
     ck.Checkpointer().save(owned(), {}, tmp_path / "c")
     os.rename(tmp_path / "c", tmp_path / "c.old")

@@ -302,7 +302,9 @@ def delete_leftovers(path: Path) -> None:
 
 def _delete(folder: Path) -> None:
     # Killed on the way it leaves a folder that lacks a file of its index, which read_index refuses.
-    if folder.is_dir():
+    if folder.is_symlink():  # ModelCheckpoint(save_last="link"), or a person's: what it leads to is another checkpoint
+        folder.unlink()
+    elif folder.is_dir():
         shutil.rmtree(folder)
 
 

@@ -151,6 +151,11 @@ class TrainingState:
                 " was saved from, or set strict_loading=False in the LightningModule"
             )
         groups = loaded.metadata.pop("param_groups", [])
+        if optimizers and not groups:
+            raise CheckpointError(
+                f"{path} holds the model alone (save_weights_only) and no optimizer to go on with; save whole"
+                " checkpoints, or begin with its weights: trainer.validate(..., ckpt_path=...), then trainer.fit(...)"
+            )
         loaded.metadata.pop(EXPORT_KEY, None)
         for i, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
             saved = groups[i] if i < len(groups) else []
@@ -159,6 +164,7 @@ class TrainingState:
                     f"{path}: optimizer {i} has {len(optimizer.param_groups)} parameter groups, the checkpoint"
                     f" {len(saved)}; resume with the same configure_optimizers"
                 )
+            optimizer.state.clear()  # as Optimizer.load_state_dict: what is loaded takes the place of what was
             optimizer.state.update(state)
             for group, options in zip(optimizer.param_groups, saved, strict=True):
                 group.update({key: value for key, value in options.items() if key not in KERNELS})

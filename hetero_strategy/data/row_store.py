@@ -100,7 +100,7 @@ class RowStore:
         alike = (records["dtype"] == records["dtype"][:1]) & (records["width"] == records["width"][:1])
         hit[hit], records = alike, records[alike]
         if not len(records):
-            return Found(hit, torch.zeros(0, 0))
+            return Found(hit, torch.zeros(0, 0, dtype=torch.float32))
         dtype, width = DTYPES[int(records["dtype"][0])], int(records["width"][0])
         counts = records["rows"].astype(np.int64)
         values = torch.empty((int(counts.sum()), width), dtype=dtype)

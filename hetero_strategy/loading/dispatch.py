@@ -169,7 +169,7 @@ class Dispatch:
             return found
         empty = items.values[:0]
         outgoing = torch.from_numpy(np.concatenate([empty, *(own[unit] for unit in who.sent.tolist())]))
-        incoming = torch.empty(int(length[who.received].sum()), outgoing.shape[1])
+        incoming = torch.empty(int(length[who.received].sum()), outgoing.shape[1], dtype=outgoing.dtype)
         rows_to, rows_from = (
             np.bincount(ranks, length[units], self._world).astype(np.int64).tolist()
             for ranks, units in ((who.to, who.sent), (who.source, who.received))

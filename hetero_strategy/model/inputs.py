@@ -129,7 +129,7 @@ class Packing(Movable):
             positions=torch.from_numpy(rows - starts[sequence]),
             sequence=torch.from_numpy(sequence),
             offsets=torch.from_numpy(np.append(starts, len(rows)).astype(np.int32)),
-            extent=torch.empty(int(lengths.max(initial=0)), 0),
+            extent=torch.empty(int(lengths.max(initial=0)), 0, dtype=torch.float32),
             buckets=tuple(buckets),
             gather=None if unmoved else torch.from_numpy(gather),
             restore=None if unmoved else torch.from_numpy(restore),

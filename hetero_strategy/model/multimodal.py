@@ -75,7 +75,8 @@ class MultimodalModel(nn.Module):
             module.name = name  # type: ignore[assignment]
             self.add_module(name, module)
         self.edges = _checked_edges(self.modules_by_name, edges)
-        self.loss_weights = _checked_weights(self.with_loss(), loss_weights or {})
+        self._loss_weights: dict[str, float] = {}
+        self.loss_weights = loss_weights or {}
         self.seed = seed
         self._runner: Callable[..., ModelOutput] | None = None
         if isinstance(freeze, str):
@@ -89,6 +90,17 @@ class MultimodalModel(nn.Module):
         self._calls = 0
         if not made_without_values():
             materialize(self, seed)
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Factor of the loss of each module that has one."""
+        return self._loss_weights
+
+    @loss_weights.setter
+    def loss_weights(self, weights: Mapping[str, float]) -> None:
+        checked = _checked_weights(self.with_loss(), weights)
+        self._loss_weights.clear()  # the one object that whoever runs steps holds, too
+        self._loss_weights.update(checked)
 
     def topological(self) -> tuple[str, ...]:
         """Return all module names, every source before its targets.
@@ -138,7 +150,9 @@ class MultimodalModel(nn.Module):
         exact = dtype if dtype == torch.float64 else torch.float32
         step = StepSums(self.modules_by_name, batch.plan, evaluation=not self.training, device=device, dtype=exact)
         edge_rows: dict[Hashable, Tensor] = {}
-        losses = {name: torch.zeros((), device=device) for name in self.with_loss()}
+        # Even where a module has nothing to do or nothing trains below it, its loss has a (zero) gradient.
+        with_gradient = self.training and torch.is_grad_enabled()
+        losses = {n: torch.zeros((), device=device, requires_grad=with_gradient) for n in self.with_loss()}
         logits: list[Tensor] = []
         for name in self.topological():
             module = self.modules_by_name[name]

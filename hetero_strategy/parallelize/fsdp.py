@@ -174,7 +174,7 @@ def _reduce(stage: nn.Module, group: Any) -> None:
 
 
 def finish(stage: nn.Module) -> None:
-    """Wait, on the device, for the sums that :func:`reduce` started."""
+    """Wait, on the device, for the sums that :func:`reduce` started, or end a backward in which no hook of FSDP ran."""
     _root_state(stage)._root_post_backward_final_callback()
 
 

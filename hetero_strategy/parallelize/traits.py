@@ -58,7 +58,8 @@ def check_traits(module: str, before: Mapping[str, Traits], parameters: Mapping[
             if value != now[trait]:
                 raise ModelError(
                     f"module '{module}': {trait} of parameter '{name}' was {value} and is {now[trait]} once it is"
-                    " parallelised; set it in another way, such as MultimodalModel(freeze=...), or in on_fit_start"
+                    " parallelised; set it in another way, such as MultimodalModel(freeze=...), or change gradients in"
+                    " on_after_backward"
                 )
 
 

@@ -363,8 +363,11 @@ class _Step:
                     fsdp.per_microbatch(stage, step.last)
                 elif step.last and stage_id.cohort < 0:  # else other instances may be at other work
                     around = fsdp.reducing(stage)
+            silent = not roots
             with around:
                 backward.whole(roots)
+            if silent and isinstance(stage, FSDPModule) and not self.graph.stages[stage_id].sharded:
+                fsdp.finish(stage)  # no hook of a backward does, and the next step would compute with these weights
         for number, leaf in zip(step.gives, live.leaves, strict=True):
             if number is not None:
                 self.transport.give(number, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)

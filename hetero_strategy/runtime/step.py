@@ -51,7 +51,7 @@ class StepRunner:
     ) -> None:
         self.executor = executor
         self._all = [p for module in executor.modules.values() for p in module.parameters()]
-        self._trainable = sum(p.requires_grad for p in self._all)
+        self._trainable = [p.requires_grad for p in self._all]
         self._parameters = [p for p in parameters if p.requires_grad]
         self._seed_scale = seed_scale
         self._training = training
@@ -105,11 +105,13 @@ class StepRunner:
         return outcome, _total_and_shares(self._shares(outcome))
 
     def _train(self, batch: Batch, call: int) -> tuple[StepSums, Sequence[torch.Tensor]]:
-        if sum(p.requires_grad for p in self._all) != self._trainable:  # seen on every rank, whoever owns it
+        if [p.requires_grad for p in self._all] != self._trainable:  # seen on every rank, whoever owns it
             raise ConfigError(
                 "requires_grad of a parameter was changed after the model was placed; say what trains with"
                 " MultimodalModel(freeze=...)"
             )
+        if self._watched:
+            _refuse_hooks(self.executor.modules)
         self.garbage.step()
         buffers = self._buffers() if self._watched else {}
         # The scale may change before backward is called; what was used is kept.
@@ -263,6 +265,20 @@ class _Losses(torch.autograd.Function):
 
 def _total_and_shares(shares: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (shares.sum(), *(share.clone() for share in shares))
+
+
+def _refuse_hooks(modules: Mapping[str, nn.Module]) -> None:
+    """Refuse what would change gradients of one microbatch or one rank, or nothing; W&B's hooks only read them."""
+    for module, name, parameter in ((m, *named) for m, own in modules.items() for named in own.named_parameters()):
+        for hook in (
+            *(parameter._backward_hooks or {}).values(),
+            *(parameter._post_accumulate_grad_hooks or {}).values(),
+        ):
+            if not (getattr(hook, "__module__", None) or "").startswith("wandb"):
+                raise ConfigError(
+                    f"parameter '{name}' of module '{module}' has a hook for its gradient, which sees microbatches and"
+                    " ranks apart, or nothing; change p.grad in on_after_backward or on_before_optimizer_step"
+                )
 
 
 def _upstream(executor: Executor) -> dict[str, set[str]]:

@@ -198,6 +198,8 @@ def stop_together(trainer: Trainer, stop: Stop) -> None:
     """
     connector = trainer._signal_connector
     stop.asked = stop.agreed = stop.requeue = stop.requeue_agreed = False
+    # A checkpoint has no gradients, so no run ends between batches whose gradients are added up.
+    stop.may = lambda: not trainer.training or not trainer.fit_loop.epoch_loop._should_accumulate()
     stop.tell = lambda: setattr(connector, "received_sigterm", True)
 
     def told(signum: Any, frame: Any) -> None:
@@ -210,7 +212,7 @@ def stop_together(trainer: Trainer, stop: Stop) -> None:
         stop.requeue = True
 
     def between_batches() -> None:
-        if stop.requeue_agreed:
+        if stop.requeue_agreed and stop.may():
             stop.requeue = stop.requeue_agreed = False
             type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, cast(Any, None))
 

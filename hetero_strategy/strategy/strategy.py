@@ -331,6 +331,8 @@ class HeteroStrategy(WorldCollectives):
         module = self.lightning_module
         if module is None or not module.automatic_optimization or is_overridden("optimizer_zero_grad", module):
             return False
+        if module._current_fx_name != "training_step":  # a hook runs the model beside the step: gradients are in use
+            return False
         trainer = module.trainer
         return trainer.training and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 

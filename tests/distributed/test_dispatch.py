@@ -106,7 +106,9 @@ def batches_on_rank(
         for step in range(len(fetch)):
             seen.sent.append(0)
             seen.received.append(0)
-            wanted, found = fetch[step], dispatch(sampled[step])
+            wanted = fetch[step]
+            with stepping.fp64():  # a loading thread runs while the main thread makes tensors of 64-true
+                found = dispatch(sampled[step])
             seen.differences += [f"{samples} {step} {path}" for path in differences(wanted, found)]
     return seen
 

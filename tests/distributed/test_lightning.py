@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
     ModelSummary,
@@ -115,6 +116,26 @@ class ByHand(Probe):
         self.log("norm", norm)
 
 
+class LookingBack(Probe):
+    """Runs the model once more after each batch, in the middle of windows of accumulation, too."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        self.log("after", self.model(args[1]).loss.detach())
+
+
+class Reweighted(Probe):
+    """Gives its model other weights of losses after the first step."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        self.model.loss_weights = {"llm": 0.5}
+
+
+class Finding(Probe):
+    lr = 3e-3
+
+
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data(tmp_path_factory.mktemp("lightning") / "digits")
@@ -129,6 +150,7 @@ def optimization(folder: Path) -> dict[str, Case]:
         "clip by hand": Case(job, lit=ByHand, optimizer="adamw"),
         "accumulate": Case(
             replace(job, steps=-1),
+            lit=LookingBack,
             trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "limit_train_batches": 5, "max_epochs": 2},
         ),
         "accumulation scheduler": Case(
@@ -140,6 +162,13 @@ def optimization(folder: Path) -> dict[str, Case]:
             },
         ),
         "loss factor": Case(replace(job, loss_factor=3.0)),
+        "other weights": Case(job, lit=Reweighted),
+        "rate finder": Case(
+            job,
+            lit=Finding,
+            optimizer="adamw",
+            trainer={"callbacks": [LearningRateFinder(1e-3, 1e-2, num_training_steps=2, update_attr=False)]},
+        ),
         "plateau": Case(
             val, optimizer="sgd plateau", trainer={"limit_train_batches": 1, "limit_val_batches": 1, "max_epochs": 4}
         ),
@@ -495,6 +524,22 @@ class Unfreezing(Probe):
             self.model.vision.requires_grad_(False)
 
 
+class Swapping(Probe):
+    """The same with as many that train as before."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            for module, trains in ((self.model.vision, False), (self.model.audio, True)):
+                next(module.parameters()).requires_grad_(trains)
+
+
+class Hooked(Probe):
+    """Changes gradients where they are made."""
+
+    def on_fit_start(self) -> None:
+        next(self.model.llm.parameters()).register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+
 class Listed(Probe):
     """Its own DataLoader over the steps of the data module."""
 
@@ -545,6 +590,8 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
     attempt("in init", replace(case, lit=InInit))
     attempt("outside", replace(case, lit=Outside))
     attempt("unfreezing", replace(case, lit=Unfreezing))
+    attempt("swapping", replace(case, lit=Swapping, job=replace(job, freeze=("audio",))))
+    attempt("hooked", replace(case, lit=Hooked))
     attempt("lists", replace(case, lit=Lists), lambda t, lit, dm: t.fit(lit))
     attempt("shuffled", replace(case, lit=Shuffled), lambda t, lit, dm: t.fit(lit))
     attempt("storage", case, lambda t, lit, dm: (t.fit(lit, dm), t.save_checkpoint("/x", storage_options=object())))
@@ -570,6 +617,18 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
         trainer.fit(lit, dm, ckpt_path=plain)
         assert trainer.global_step == 2 and not lit.losses and float(lit.count) == 7.0
 
+    def from_weights(trainer: L.Trainer, lit: Probe, dm: Any) -> None:
+        trainer.fit(lit, dm)
+        trainer.save_checkpoint(f"{plain}.weights", weights_only=True)
+        trainer, other, dm = ranked(case)
+        trainer.validate(other, dm, ckpt_path=f"{plain}.weights", verbose=False)
+        trained, begun = whole(lit), whole(other)
+        assert all(torch.equal(value, trained[name]) for name, value in begun.items())
+        trainer.fit(other, dm)
+        trainer, other, dm = ranked(case)
+        trainer.fit(other, dm, ckpt_path=f"{plain}.weights")
+
+    attempt("weights", case, from_weights)
     attempt("saved", case, lambda t, lit, dm: (t.fit(lit, dm), t.save_checkpoint(plain)))
     attempt("lacking", replace(case, lit=Counting), resumed)
     attempt("lenient", replace(case, lit=Lenient), resumed)
@@ -595,6 +654,9 @@ def test_what_cannot_be_done_is_said(pool: Pool, digits: Path) -> None:
         "outside": "parameter 'temperature' of Outside lies outside",
         "another trainer": "has values already",
         "unfreezing": "requires_grad of a parameter was changed",
+        "swapping": "requires_grad of a parameter was changed",
+        "hooked": "of module 'llm' has a hook for its gradient",
+        "weights": "plain.ckpt.weights holds the model alone",
         "lists": "got a Tensor",
         "shuffled": "DataLoader(shuffle=True)",
         "storage": "storage_options",

@@ -33,6 +33,8 @@ from tests.distributed.stepping import (
 Call = Callable[[], ModelOutput]
 
 LAYOUTS = {"vision": on(0), "llm": on(0, 1, pp=2), "draw": on(1)}
+SHARDED = {"vision": on(0), "llm": on(0, 1, dp_shard=2), "draw": on(0, 1, dp_shard=2)}
+"""Weights are gathered with every microbatch."""
 DROPOUT = {"attention_dropout": 0.3}
 """A step that is run once more draws the same random numbers."""
 
@@ -131,6 +133,41 @@ def on_rank(rank: int, world: int, setting: Setting) -> tuple[dict[str, Any], di
         (out.losses["llm"] + 7 * out.losses["draw"]).backward()
     raised.append(str(changed.value))
     return found, counts, raised
+
+
+def stepped(model: MultimodalModel, batch: Batch) -> list[dict[str, float]]:
+    """Losses of four batches, of which every other one leaves out the drawings; a step after every second one."""
+    optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.device.type != "meta"], 0.1), []
+    for number in range(4):
+        model._called = ()
+        out = model(batch)
+        (out.losses["llm"] if number % 2 else out.loss).backward()
+        losses.append({name: float(loss.detach()) for name, loss in out.losses.items()})
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def stepped_on_rank(rank: int, world: int, setting: Setting) -> list[dict[str, float]]:
+    model = empty_model(setting)
+    made = assembled(setting, rank, world, model=model)
+    owned = [o.parameter for o in made.owned.values()]
+    model.attach(StepRunner(made.executor, owned, lambda: None, lambda: True, lambda: False))
+    batch = steps_of(setting, 2, share_of(placed(setting, world), setting, rank))[0]
+    return stepped(model, batch)
+
+
+def test_weights_of_a_module_whose_loss_is_left_out_are_those_of_the_next_step(pool: Pool, tmp_path: Path) -> None:
+    setting = Setting(data(tmp_path, draws=True), SHARDED, lm="hf_llama")
+    with fp64():
+        model = model_of(setting, data_of(setting.folder, True).tokenizer.vocab_size).double()
+        batch: Any = steps_of(setting, 2, RankView.whole(setting.modules))[0]
+        expected = stepped(model, batch)
+    assert expected[2]["draw"] != pytest.approx(expected[0]["draw"], rel=NOTICED)
+    for losses in pool.run(2, stepped_on_rank, setting):
+        for found, wanted in zip(losses, expected, strict=True):
+            assert found == pytest.approx(wanted, rel=EXACT)
 
 
 def test_losses_in_any_expression(pool: Pool, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Tell(L.Callback):
 
 
 def told(rank: int, world: int, job: Job, whom: int, folder: str) -> tuple[bool, int, int]:
-    """Whether a rank ended as one that was told, after how many steps, and broadcasts in them."""
+    """Whether a rank ended as one that was told, after how many steps of the optimizer, and broadcasts in them."""
     tell, sent, broadcast = Tell(rank == whom), list[int](), dist.broadcast
 
     def counted(*given: Any, **options: Any) -> Any:
@@ -48,7 +48,7 @@ def told(rank: int, world: int, job: Job, whom: int, folder: str) -> tuple[bool,
         return broadcast(*given, **options)
 
     callbacks = [ModelCheckpoint(folder, "last", save_on_exception=True, every_n_epochs=1000), tell]
-    job = replace(job, trainer={"callbacks": callbacks, "enable_checkpointing": True})
+    job = replace(job, trainer={**job.trainer, "callbacks": callbacks, "enable_checkpointing": True})
     with patch.object(dist, "broadcast", counted):
         try:
             train_on_rank(rank, world, job)
@@ -66,6 +66,17 @@ def test_all_ranks_end_after_the_same_step(pool: Pool, tmp_path: Path, world: in
     assert describe(saved).step == TOLD_AT + 1
     whole, rest = (pool.run(world, train_on_rank, j, group=False)[0].losses for j in (job, replace(job, resume=saved)))
     assert len(whole) == STEPS and rest == whole[TOLD_AT + 1 :]
+
+
+@pytest.mark.distributed
+def test_no_rank_ends_in_the_middle_of_a_window_of_accumulation(pool: Pool, tmp_path: Path) -> None:
+    """A checkpoint has no gradients."""
+    windows = {"accumulate_grad_batches": 4}
+    job = Job(str(data(tmp_path / "data")), LAYOUTS, steps=2, capture=False, trainer=windows)
+    assert pool.run(2, told, job, 1, str(tmp_path), group=False) == [(True, 1, 0)] * 2
+    saved = str(tmp_path / "last.ckpt")
+    whole, rest = (pool.run(2, train_on_rank, j, group=False)[0].losses for j in (job, replace(job, resume=saved)))
+    assert len(whole) == 8 and rest == whole[4:]
 
 
 class Requeue(Tell):

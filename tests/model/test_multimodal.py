@@ -355,6 +355,8 @@ def test_a_batch_without_drawings(drawings):
     data = Batch(plan, {"vision": (None,), "llm": (inputs,), "draw": (None,)})
     out = model(data)
     assert out.losses["draw"] == 0 and plan.normalizer("draw") == 1
+    out.losses["draw"].backward()  # of nothing, which is no error
+    assert all(p.grad is None for p in model.parameters())
     assert model.eval()(data).drawn is None
 
 
