@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -14,13 +15,14 @@ import hydra
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from hetero_strategy.data.build_index import DatasetIndex
 from hetero_strategy.data.manifest import MEDIA_FIELDS
 from hetero_strategy.data.media import Media
 from hetero_strategy.data.tokenizer import ChatTokenizer
-from hetero_strategy.errors import ConfigError, DataError
+from hetero_strategy.errors import ConfigError, DataError, HeteroError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.loading.datamodule import MultimodalDataModule
@@ -36,13 +38,54 @@ FIELDS = (
     *("seed", "resume", "optimizer", "strategy", "checkpoint", "monitor", "report"),
     *("model", "data", "layout", "trainer", "logger"),
 )
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true")
+
+
+def _number(value: Any, least: float = 0.0) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < math.inf
+
+
+def _whole(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and _number(value, least)
+
+
+VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "seed": (f"a whole number from 0 to {2**32 - 1}", lambda v: _whole(v) and v < 2**32),
+    "optimizer.lr": ("a number of at least 0, such as 2e-3", _number),
+    "optimizer.betas": (
+        "two numbers of at least 0 and below 1, such as [0.9, 0.95]",
+        lambda v: isinstance(v, ListConfig) and len(v) == 2 and all(_number(beta) and beta < 1 for beta in v),
+    ),
+    "optimizer.weight_decay": ("a number of at least 0", _number),
+    "optimizer.warmup_steps": ("a number of steps, at least 0", _number),
+    "optimizer.final_lr": ("a share of lr, at least 0, such as 0.02", _number),
+    "checkpoint.every_n_steps": ("a whole number of steps, at least 1", lambda v: _whole(v, 1)),
+    "checkpoint.mode": ("max (the more the better) or min", lambda v: v in ("max", "min")),
+    "monitor.every_n_steps": ("a whole number of steps, at least 1", lambda v: _whole(v, 1)),
+    "report.examples": ("a whole number of samples, at least 0", _whole),
+    "report.plan_seconds": ("a number of seconds, at least 0", _number),
+    "trainer.num_nodes": ("a whole number of nodes, at least 1", lambda v: _whole(v, 1)),
+    "trainer.precision": (
+        f"one of {', '.join(PRECISIONS)}",
+        lambda v: v is None or str(v) in (*PRECISIONS, "32", "16", "bf16", "64"),
+    ),
+    "trainer.max_steps": ("a whole number of steps, or -1: no limit", lambda v: _whole(v, -1)),
+    "trainer.max_epochs": ("a whole number of epochs, or -1: no limit", lambda v: v is None or _whole(v, -1)),
+    "trainer.accumulate_grad_batches": ("a whole number of batches, at least 1", lambda v: _whole(v, 1)),
+    "trainer.gradient_clip_val": ("a norm of at least 0, or null: none", lambda v: v is None or _number(v)),
+    "trainer.val_check_interval": (
+        "a whole number of batches, at least 1",
+        lambda v: not isinstance(v, int | float) or v > 0,  # a time in words is Lightning's to read
+    ),
+}
+"""Field -> what it may be, in words and as a predicate."""
 
 
 def check_configuration(cfg: DictConfig, *more: str) -> None:
-    """Refuse fields that nothing reads.
+    """Refuse fields that nothing reads, and values that cannot be.
 
     Raises:
-        ConfigError: naming the field, and what was probably meant.
+        ConfigError: naming the field, and what was probably meant or what it may be.
     """
     _only("", cfg, (*FIELDS, *more))
     if "sample" in cfg.data and "cluster" not in more:
@@ -56,6 +99,12 @@ def check_configuration(cfg: DictConfig, *more: str) -> None:
     _only("report", cfg.report, ("examples", "judge", "plan_seconds"))
     for path, function in (("trainer", L.Trainer), ("optimizer", adamw_cosine), ("strategy", HeteroStrategy)):
         _fields(path, cfg[path], function)
+    for path, (allowed, can_be) in VALUES.items():
+        value = OmegaConf.select(cfg, path, default=VALUES)  # which stands for none
+        if value is VALUES or (isinstance(value, DictConfig) and "_target_" in value):
+            continue
+        if not can_be(value):
+            raise ConfigError(f"{path}={'null' if value is None else value}; give {allowed}")
     for path, node in _targets(cfg):
         target = node["_target_"]
         try:
@@ -183,6 +232,20 @@ def check_model(make: Callable[[], MultimodalModel], data: MultimodalDataModule,
                 _check_items(index, name, modules[name], data.processors[name])
 
 
+def check_monitor(cfg: DictConfig, data: MultimodalDataModule) -> None:
+    """Refuse to choose the best checkpoint by what is not logged.
+
+    Raises:
+        ConfigError: with the names that are.
+    """
+    losses = [name for name, kind in data.kinds.items() if kind.has_loss]
+    shares = [f"loss_{name}" for name in losses if len(losses) > 1]
+    names = [f"val/{name}" for name in ("loss", "exact_match", *shares)]
+    names += [*(f"train/{name}" for name in ("loss", "accuracy", *shares)), "tokens/s"]
+    if cfg.checkpoint.monitor not in (None, *names):
+        raise ConfigError(f"checkpoint.monitor={cfg.checkpoint.monitor}; give one of {', '.join(names)}")
+
+
 def _check_items(index: DatasetIndex, name: str, module: Adapter, processor: Media) -> None:
     """Refuse items that the data and the model see as other rows.
 
@@ -215,11 +278,20 @@ def _check_items(index: DatasetIndex, name: str, module: Adapter, processor: Med
 
 
 def trainer(cfg: DictConfig, placed: Placement, **more: Any) -> L.Trainer:
-    """A Trainer; ``devices`` follow from the placement."""
+    """A Trainer; ``devices`` follow from the placement.
+
+    Raises:
+        ConfigError: what Lightning refuses.
+    """
     nodes = int(cfg.trainer.num_nodes)
     options = OmegaConf.merge(cfg.trainer, {"devices": placed.world_size // nodes})
     assert isinstance(options, DictConfig)
-    return call("trainer", options, L.Trainer, **more)
+    try:
+        return call("trainer", options, L.Trainer, **more)
+    except HeteroError:
+        raise
+    except (MisconfigurationException, ValueError) as error:
+        raise ConfigError(f"trainer: {error}") from error
 
 
 def _targets(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:

@@ -34,6 +34,7 @@ def train(cfg: DictConfig) -> None:
     make_model = build.model_maker(cfg)
     data = build.datamodule(cfg, make_model)
     build.check_model(make_model, data, placed)
+    build.check_monitor(cfg, data)
     if resume:
         cli.save_configuration(cfg, folder)
 

@@ -23,7 +23,7 @@ from hetero_strategy.loading.item_reader import OnError
 from hetero_strategy.loading.loader import Engine, StepLoader
 from hetero_strategy.loading.metadata import step_metadata
 from hetero_strategy.loading.read_where_sampled import SampledDataset
-from hetero_strategy.loading.steps import RankView, StepDataset, epoch_order
+from hetero_strategy.loading.steps import RankView, StepDataset, check_counts, epoch_order
 from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.plan.config import BalanceConfig
@@ -143,10 +143,11 @@ class MultimodalDataModule(L.LightningDataModule):
         self.global_batch_size = global_batch_size
         self.eval_batch_size = global_batch_size if eval_batch_size is None else eval_batch_size
         self.microbatches = self._count("microbatches", microbatches)
+        asked = None if eval_microbatches is None else self._count("eval_microbatches", eval_microbatches)
+        check_counts(self.global_batch_size, self.microbatches)
+        check_counts(self.eval_batch_size, asked, "eval_batch_size", "eval_microbatches")
         fewest = None if self.microbatches is None else min(self.microbatches, self.eval_batch_size)
-        self.eval_microbatches = (
-            fewest if eval_microbatches is None else self._count("eval_microbatches", eval_microbatches)
-        )
+        self.eval_microbatches = fewest if eval_microbatches is None else asked
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.num_workers, self.prefetch_factor, self.pin_memory = num_workers, prefetch_factor, pin_memory
         self.engine, self.on_error, self.max_skipped = engine, on_error, max_skipped

@@ -103,6 +103,27 @@ def kinds_of(
     return kinds | dict.fromkeys(language_models, CausalLM.kind) | dict(others or {})
 
 
+def check_counts(size: int, count: int | None, sizes: str = "global_batch_size", counts: str = "microbatches") -> None:
+    """Refuse a global batch, or a number of its microbatches (None: found in every step), that cannot be.
+
+    Args:
+        size: samples of a global batch.
+        count: microbatches of it.
+        sizes, counts: what a person calls the two.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    for name, value in ((sizes, size), (counts, 1 if count is None else count)):
+        if not isinstance(value, int | np.integer) or value < 1:
+            raise ConfigError(f"{name} is {value}; use at least 1")
+    if count is not None and count > size:
+        raise ConfigError(
+            f"{counts} is {count} but {sizes} is {size}: some microbatches would always be empty; use at most {size}"
+            " microbatches"
+        )
+
+
 class StepDataset(Dataset[Batch]):
     """Map-style data set over the steps of an epoch; an item is one global batch as this rank sees it.
 
@@ -145,14 +166,7 @@ class StepDataset(Dataset[Batch]):
         compiler: Callable[[StepPlan], StepProgram] | None = None,
         prefetch: Collection[str] = (),
     ) -> None:
-        for name, value in (("global_batch_size", global_batch_size), ("microbatches", microbatches)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; use at least 1")
-        if microbatches is not None and microbatches > global_batch_size:
-            raise ConfigError(
-                f"microbatches is {microbatches} but global_batch_size is {global_batch_size}: some microbatches would"
-                f" always be empty; use at most {global_batch_size} microbatches"
-            )
+        check_counts(global_batch_size, microbatches)
         self.index, self.processors, self.edges, self.share = index, dict(processors), edges, share
         self.kinds = kinds_of(processors, language_models, kinds)
         self.language_models, self.balancing, self.window = language_models, balancing, window

@@ -123,9 +123,19 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
         return _WorkerOutput(best, None, trainer.state, results, self.get_extra_results(trainer))
 
 
-def minutes(given: timedelta | float) -> timedelta:
-    """A time as a person says it."""
-    return given if isinstance(given, timedelta) else timedelta(minutes=given)
+def minutes(option: str, given: timedelta | float) -> timedelta:
+    """A time as a person says it.
+
+    Raises:
+        ConfigError: it is none, or not above 0.
+    """
+    try:
+        found = given if isinstance(given, timedelta) else timedelta(minutes=given)
+    except (TypeError, ValueError, OverflowError):
+        found = timedelta()
+    if found <= timedelta():
+        raise ConfigError(f"HeteroStrategy: {option}={given}; give a number of minutes above 0, such as 30")
+    return found
 
 
 def prepare_device(device: torch.device) -> None:

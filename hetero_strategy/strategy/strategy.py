@@ -145,7 +145,8 @@ class HeteroStrategy(WorldCollectives):
         bounds, ahead = max_in_flight or {}, prefetch or {}
         self._scheduling = ScheduleConfig(schedule, bounds, reshard_after_forward, fill, pieces or {}, ahead, islands)
         self._start_method, self._process_group_backend = start_method, process_group_backend
-        self._timeout, self._step_timeout = minutes(timeout), None if step_timeout is None else minutes(step_timeout)
+        self._timeout = minutes("timeout", timeout)
+        self._step_timeout = None if step_timeout is None else minutes("step_timeout", step_timeout)
         self._async_checkpoint, self._verify, self._keep_fp32 = async_checkpoint, verify_checkpoints, kept(keep_fp32)
         self.num_nodes, self._prefix, self._stop = 1, "", Stop()
         self.row_caches = RowCaches(cache)

@@ -97,6 +97,111 @@ def test_a_misspelt_field_is_named(field: str, hint: str) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("seed=abc", "seed=abc; give a whole number from 0 to"),
+        ("seed=null", "seed=null; give a whole number"),
+        ("seed=-1", "seed=-1; give a whole number"),
+        ("optimizer.lr=fast", "optimizer.lr=fast; give a number"),
+        ("optimizer.lr=null", "optimizer.lr=null; give a number"),
+        ("optimizer.lr=nan", "optimizer.lr=nan; give a number"),
+        ("optimizer.lr=true", "optimizer.lr=True; give a number"),
+        ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]; give two numbers"),
+        ("optimizer.betas=[0.9,1.0]", "optimizer.betas=[0.9, 1.0]; give two numbers"),
+        ("optimizer.betas=0.9", "optimizer.betas=0.9; give two numbers"),
+        ("optimizer.weight_decay=-1", "optimizer.weight_decay=-1; give a number"),
+        ("optimizer.warmup_steps=-3", "optimizer.warmup_steps=-3; give a number of steps, at least 0"),
+        ("optimizer.final_lr=null", "optimizer.final_lr=null; give a share of lr"),
+        ("checkpoint.every_n_steps=0", "checkpoint.every_n_steps=0; give a whole number of steps, at least 1"),
+        ("checkpoint.mode=up", "checkpoint.mode=up; give max (the more the better) or min"),
+        ("monitor.every_n_steps=few", "monitor.every_n_steps=few; give a whole number of steps"),
+        ("report.examples=-1", "report.examples=-1; give a whole number of samples, at least 0"),
+        ("report.plan_seconds=-1", "report.plan_seconds=-1; give a number of seconds"),
+        ("trainer.num_nodes=0", "trainer.num_nodes=0; give a whole number of nodes"),
+        ("trainer.precision=fp7", "trainer.precision=fp7; give one of 32-true, bf16-mixed"),
+        ("trainer.max_steps=abc", "trainer.max_steps=abc; give a whole number of steps, or -1: no limit"),
+        ("trainer.max_epochs=-2", "trainer.max_epochs=-2; give a whole number of epochs"),
+        ("trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0; give a whole number of batches"),
+        ("trainer.gradient_clip_val=abc", "trainer.gradient_clip_val=abc; give a norm"),
+        ("trainer.val_check_interval=0", "trainer.val_check_interval=0; give a whole number of batches, at least 1"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build.check_configuration(compose(override))
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("trainer.max_steps=-1", "trainer.max_epochs=null", "trainer.gradient_clip_val=null"),
+        *("trainer.precision=32", "trainer.precision=bf16-true", "trainer.precision=null"),
+        *("trainer.val_check_interval=0.5", "trainer.val_check_interval='00:01:00:00'"),
+        *("optimizer.lr=0", "optimizer.warmup_steps=0", "optimizer.lr=${optimizer.final_lr}", "report.examples=0"),
+        *("report.examples={_target_:builtins.len,obj:[]}", "checkpoint.monitor=null"),
+        *("~trainer.precision", "~optimizer.betas"),
+    ],
+)
+def test_values_that_can_be_pass(override: str) -> None:
+    build.check_configuration(compose(override))
+
+
+@pytest.mark.parametrize("config", ["config", "evaluate", "plan"])
+@pytest.mark.parametrize("experiment", sorted(path.stem for path in Path(cli.CONF, "experiment").glob("*.yaml")))
+def test_every_experiment_passes(config: str, experiment: str) -> None:
+    with hydra.initialize_config_dir(cli.CONF, version_base=None):
+        cfg = hydra.compose(config, overrides=[f"experiment={experiment}"])
+    build.check_configuration(cfg, *(set(cfg) - set(build.FIELDS)))
+
+
+@pytest.mark.parametrize("option", ["timeout", "step_timeout"])
+@pytest.mark.parametrize("given", [-1, 0, float("nan"), float("inf"), "soon", timedelta(0)])
+def test_time_limits_that_cannot_be(option: str, given: object) -> None:
+    with pytest.raises(ConfigError, match=f"HeteroStrategy: {option}=.*; give a number of minutes above 0"):
+        HeteroStrategy(**{option: given})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.module.global_batch_size=0", "global_batch_size is 0; use at least 1"),
+        ("data.module.global_batch_size=null", "global_batch_size is None; use at least 1"),
+        ("data.module.eval_batch_size=many", "eval_batch_size is many; use at least 1"),
+        ("data.module.microbatches=0", "microbatches is 0; use at least 1"),
+        ("data.module.microbatches=100", "microbatches is 100 but global_batch_size is 32: .* use at most 32"),
+        ("data.module.eval_microbatches=101", "eval_microbatches is 101 but eval_batch_size is 100: .* at most 100"),
+    ],
+)
+def test_batches_that_cannot_be(small: Path, override: str, message: str) -> None:
+    cfg = compose(*data_at(small), override)
+    with pytest.raises(InstantiationException, match=message):
+        build.datamodule(cfg, build.model_maker(cfg))
+
+
+def test_the_best_checkpoint_is_chosen_by_what_is_logged(small: Path, small_drawings: Path) -> None:
+    cfg = compose(*data_at(small))
+    data = build.datamodule(cfg, build.model_maker(cfg))
+    for monitor in ("val/exact_match", "train/loss", None):
+        cfg.checkpoint.monitor = monitor
+        build.check_monitor(cfg, data)
+    for monitor in ("val/nothing", "val/loss_llm"):
+        cfg.checkpoint.monitor = monitor
+        with pytest.raises(ConfigError, match=f"checkpoint.monitor={monitor}; give one of val/loss, val/exact_match,"):
+            build.check_monitor(cfg, data)
+    build.check_monitor(*drawing(small_drawings, "checkpoint.monitor=val/loss_draw"))
+
+
+@pytest.mark.parametrize(
+    "override", ["trainer.accelerator=abacus", "trainer.limit_val_batches=-3", "trainer.val_check_interval=0.5"]
+)
+def test_what_lightning_refuses_is_one_message(override: str) -> None:
+    cfg = compose(override)
+    with pytest.raises(ConfigError, match="^trainer: .*" + override.split("=")[0].split(".")[1]):
+        build.trainer(cfg, build.placement(compose("layout=single")), logger=False)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
         ("layout.llm.ranks=[0,0,1,2]", "ranks repeats [0]"),
         ("layout.llm.dp_replicate=4", "dp_replicate 4 x tp 2 = 8 but ranks has 4"),
         ("+layout.llm.tpp=2", "unknown field tpp"),

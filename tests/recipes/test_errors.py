@@ -51,6 +51,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
     "misspelt field": (("trainer.max_stepz=3",), "trainer: no field 'max_stepz'; did you mean max_steps?"),
+    "value": (
+        ("layout=single", "checkpoint.monitor=val/nothing"),
+        "checkpoint.monitor=val/nothing; give one of val/loss,",
+    ),
     "rows": (("+data.module.processors.audio.stack=2",), "processors.audio: stack is 2, but the module has 4"),
 }
 

@@ -111,7 +111,7 @@ def test_what_one_more_node_of_each_kind_would_buy_is_said(pool: Pool, given: tu
         (("cluster.nodes=0",), "cluster: nodes=0 must be positive"),
         (("model=mllm_72b", "data=laion", "experiment=none"), "no layout of vision, llm, draw fits on 4 x cpu"),
         (("model=mllm_9b", "data=cornstarch_vision", "experiment=none"), "the data has no items of draw"),
-        (("trainer.precision=8",), "trainer.precision=8: plans are made for bf16-mixed"),
+        (("trainer.precision=bf16-true",), "trainer.precision=bf16-true: plans are made for bf16-mixed"),
         (("clusters=h100",), "clusters"),
         (("cluster=h100", "profile=true"), "cluster's own device, h100, and this machine has none"),
     ],
