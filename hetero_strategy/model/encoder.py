@@ -86,7 +86,7 @@ class EncoderKind(ModuleKind):
     def inputs(self, units: InstanceUnits) -> EncoderInputs:
         items, processor = units.content.items(units.module, units.numbers), units.processor
         if not units.first:
-            empty = torch.zeros(0, processor.feature)
+            empty = torch.zeros(0, processor.feature, dtype=torch.float32)
             return EncoderInputs(empty, items.sizes, items.rows, Packing.of(units.inner_rows))
         if units.cache is not None:
             return units.cache.inputs(units, items)
