@@ -164,6 +164,16 @@ class TrainingState:
                     f"{path}: optimizer {i} has {len(optimizer.param_groups)} parameter groups, the checkpoint"
                     f" {len(saved)}; resume with the same configure_optimizers"
                 )
+            for group, options in zip(optimizer.param_groups, saved, strict=True):
+                lacks = optimizer.defaults.keys() - options.keys()
+                has = {key for key in options.keys() - group.keys() if not key.endswith(("_lr", "_momentum"))}
+                if lacks and has:  # versions of torch add options, and schedulers leave some
+                    raise CheckpointError(
+                        f"{path} was saved with another optimizer than {type(optimizer).__name__} (with"
+                        f" {', '.join(sorted(has))}, without {', '.join(sorted(lacks))}); resume with the same"
+                        " configure_optimizers, or begin with its weights: trainer.validate(..., ckpt_path=...), then"
+                        " trainer.fit(...)"
+                    )
             optimizer.state.clear()  # as Optimizer.load_state_dict: what is loaded takes the place of what was
             optimizer.state.update(state)
             for group, options in zip(optimizer.param_groups, saved, strict=True):

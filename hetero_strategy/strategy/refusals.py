@@ -41,6 +41,11 @@ def check_callbacks(trainer: Trainer) -> None:
             "Lightning's ThroughputMonitor multiplies by the number of processes, but one batch here spans all of"
             " them; use hetero_strategy.monitor.ThroughputMonitor"
         )
+    for name in (type(logger).__name__ for logger in trainer.loggers if getattr(logger, "_log_model", False)):
+        rank_zero_warn(
+            f"{name}(log_model=...) uploads files, but checkpoints here are folders of files of all ranks: none is"
+            " uploaded; leave it out, and upload the folder or an export of it yourself"
+        )
 
 
 def check_dataloader(dataloader: object) -> None:
