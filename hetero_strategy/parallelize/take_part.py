@@ -32,8 +32,9 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
         applies: tells whether the stage's coming forward gathers weights and its backward sums gradients.
     """
     ran: dict[str, list[Tensor]] = {}
-    """Unit -> what it made of no rows."""
+    """Unit -> what it made of no rows, or of rows that stand for none (``at_least_one_row``)."""
     trained = {fqn: any(p.requires_grad for p in unit.parameters()) for fqn, unit in units.items()}
+    empty = False
     begun = not stage.first_stage or _trains_before(stage, units)
 
     def follow(unit: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -45,8 +46,15 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
             return None
         return (rows.detach().requires_grad_(), *given[1:])
 
+    def begin(stage: nn.Module, given: tuple[Any, ...]) -> None:
+        nonlocal empty
+        packing = getattr(given[0], "packing", None)
+        empty = packing is not None and not packing.rows
+        ran.clear()  # also of what ran again in a backward
+
     def note(fqn: str, unit: nn.Module, given: Any, made: Any) -> None:
-        ran[fqn] = [x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad and not x.numel()]
+        leaves = (x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad)
+        ran[fqn] = [x for x in leaves if empty or not x.numel()]
 
     def join(stage: Adapter, given: Any, made: Any) -> Any:
         if not torch.is_grad_enabled() or not applies():
@@ -61,16 +69,16 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
         if not isinstance(rows, Tensor):
             return None
         others = [x for found in ran.values() for x in found]
-        if not rows.requires_grad:  # FSDP sees the end of a forward by its output
-            others += [p for p in stage.parameters() if p.requires_grad][:1]
+        # FSDP sees the end of a forward by its output, so that follows from something that trains.
+        more = [] if rows.requires_grad else [p for p in stage.parameters() if p.requires_grad][:1]
         # On all ranks a tensor of its own, whose hooks come first in backward, also where a block makes the output.
-        joined = _Joined.apply(rows, *others)
+        joined = _Joined.apply(rows, len(others), *others, *more)
         return replace(made, loss_sum=joined) if isinstance(made, LossOutput) else joined
 
     for fqn, unit in units.items():
         unit.register_forward_pre_hook(follow, prepend=True)
         unit.register_forward_hook(partial(note, fqn))
-    stage.register_forward_pre_hook(lambda *_: ran.clear())  # also of what ran again in a backward
+    stage.register_forward_pre_hook(begin)
     stage.register_forward_hook(join, prepend=True)  # before FSDP's own
 
 
@@ -83,15 +91,14 @@ def _trains_before(stage: Adapter, units: Mapping[str, nn.Module]) -> bool:
 
 
 class _Joined(torch.autograd.Function):
-    """Rows as they are, which follow from others too: these get zeros where they are none, and nothing otherwise."""
+    """Rows as they are, which follow from others too: the first ``count`` of these get zeros, the rest nothing."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, *others: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(*(other for other in others if not other.numel()))
-        ctx.others = len(others)
+    def forward(ctx, rows: Tensor, count: int, *others: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*others[:count])
+        ctx.rest = len(others) - count
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
-        zeros = [torch.zeros_like(other) for other in ctx.saved_tensors]
-        return gradient, *zeros, *[None] * (ctx.others - len(zeros))
+        return gradient, None, *map(torch.zeros_like, ctx.saved_tensors), *[None] * ctx.rest

@@ -15,7 +15,9 @@ from hetero_strategy.errors import ModelError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model import Backbone, Encoder, EncoderInputs, MultimodalModel, Projector
 from hetero_strategy.parallelize.apply import check
-from tests.distributed import scenario
+from tests.distributed import scenario, stepping
+from tests.distributed.exact import compare, on, setting_of
+from tests.distributed.exact import expected as expected_of
 from tests.distributed.harness import Pool, WorkerError
 from tests.distributed.scenario import WIDTH, Job, Lit, Result, data, worst_gradient
 from tests.distributed.test_ready_backbone import Flat, merged
@@ -205,6 +207,15 @@ def test_own_backbones(pool: Pool, tmp_path: Path, layout: str) -> None:
             assert found[number].losses == pytest.approx(expected.losses, rel=1e-10)
     for _, messages in ranks:
         assert all("buffer 'vision.backbone.seen'" in one and "evaluation mode" in one for one in messages)
+
+
+def test_rows_joined_item_by_item_where_a_rank_has_none(pool: Pool, tmp_path: Path) -> None:
+    """Blocks that compute one row in place of none (Whisper's) are not joined to what follows from nothing."""
+    both = on(0, 1, dp_shard=2)
+    folders = {False: stepping.data(tmp_path, draws=False)}
+    setting = setting_of(folders, {"vision": both, "audio": both, "llm": on(0)}, "1f1b", per_item=("vision", "audio"))
+    wanted = expected_of(setting)
+    compare(wanted, pool.run(2, stepping.steps_on_rank, setting, wanted, (4, 9), timeout=60))
 
 
 def test_blocks_that_do_not_run_where_their_weights_are_gathered_are_refused(pool: Pool, tmp_path: Path) -> None:
