@@ -10,7 +10,7 @@ from jaxtyping import Float64, Num
 
 from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
 from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.plan.ahead import ahead
+from hetero_strategy.plan.ahead import ahead, computing
 from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.schedule.action import Action, Kind, Span, Stage, StageGraph, StageId, StepWork
 from hetero_strategy.schedule.cohorts import in_cohorts
@@ -87,6 +87,8 @@ def work_of(plan: StepPlan, graph: StageGraph) -> StepWork:
     edges = dict.fromkeys((s.module, t.module) for s, t in graph.edges if s.module != t.module)
     idle: dict[StageId, frozenset[int]] = {}
     for module in {*graph.apart} & {*spans}:
+        if computing(module) not in graph.apart:
+            continue  # in the next step all instances will look for what they computed
         units = np.array([np.diff(one.offsets) for one in plan.assignments[module]])  # [microbatches, instances]
         for nodes in graph.chains[module]:
             nothing = ~graph.stages[nodes[0]].own(units).any(axis=1)

@@ -56,6 +56,7 @@ PLACEMENTS: dict[str, tuple[dict[str, dict[str, Any]], str, dict[str, Any]]] = {
         {"fill": "fine"},
     ),
     "disjoint, sharded": ({"vision": on(0, 1, dp_shard=2), "llm": on(2)}, "1f1b", {"precision": "32-mixed"}),
+    "beside a language model in part": ({"vision": on(0, 1), "llm": on(1)}, "1f1b", {}),
     "all but its end, in pieces": (
         {"vision": on(0, 1), "llm": on(0, 1, pp=2)},
         "zb_h1",
