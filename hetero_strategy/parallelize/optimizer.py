@@ -20,8 +20,8 @@ ELEMENTWISE = (
     optim.RMSprop, optim.Rprop, optim.SGD,
 )  # fmt: skip
 """Optimizers that treat every element of a parameter alone, and so a shard as well as the whole."""
-FUSED = (optim.Adam, optim.AdamW, optim.SGD)
-"""Those of them with a fused kernel on every device."""
+FUSED = (optim.Adam, optim.AdamW)
+"""Those of them with a fused kernel on every device. SGD's fails where some parameters have had no gradient yet."""
 
 
 def choose_kernels(optimizers: Iterable[Optimizer], owned: Mapping[int, Owned], agree: Callable[[bool], bool]) -> None:

@@ -36,8 +36,8 @@ class Stop:
     """Whether any was; all ranks have it from the end of the same step on."""
     tell: Callable[[], None] | None = None
     """Called then."""
-    may: Callable[[], bool] = lambda: True
-    """Whether the run may end after this step: the same answer on all ranks."""
+    may: Callable[[], bool] | None = None
+    """Whether the run may end after this step: the same answer on all ranks. None: it may."""
     requeue: bool = False
     """Whether this process was told that its job will be queued again."""
     requeue_agreed: bool = False
@@ -104,7 +104,7 @@ class Agreement:
                 if squares * dist.get_world_size() != total**2:
                     raise different(plan)
             self.stop.requeue_agreed |= requeues > 0
-            if stops and not self.stop.agreed and self.stop.may():
+            if stops and not self.stop.agreed and (self.stop.may is None or self.stop.may()):
                 self.stop.agreed = True
                 if self.stop.tell is not None:
                     self.stop.tell()

@@ -11,14 +11,17 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, ClassVar, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher, _WorkerOutput
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -26,9 +29,6 @@ from lightning.pytorch.trainer.call import _interrupt
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.runtime.agreement import Stop
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 START_METHODS = ("popen", "fork", "spawn")
 STARTED_BY = "HETERO_STRATEGY_STARTED_BY"
@@ -100,10 +100,26 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 class MultiProcessingLauncher(_MultiProcessingLauncher):
     """Lightning's fork/spawn launcher, without bringing weights back: no single rank has them all."""
 
-    def launch(self, *args: Any, **kwargs: Any) -> Any:
-        """Start the processes and wait for them."""
+    _trained: ClassVar[WeakSet[LightningModule]] = WeakSet()
+    """Modules whose weights ended with the processes that trained them, whichever Trainer started these."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the processes and wait for them.
+
+        Raises:
+            ConfigError: the weights that are asked for are gone.
+        """
         self._started_by = os.getpid()
-        return super().launch(*args, **kwargs)
+        module = args[0] if args and isinstance(args[0], LightningModule) else None
+        if module in self._trained and not any(isinstance(one, str | os.PathLike) for one in args):
+            raise ConfigError(
+                "HeteroStrategy: with start_method='fork' or 'spawn' trained weights end with the processes of fit, and"
+                " this module has its initial ones: give ckpt_path=..., or use start_method='popen'"
+            )
+        found = super().launch(function, *args, trainer=trainer, **kwargs)
+        if module is not None and trainer is not None and trainer.state.fn == "fit":
+            self._trained.add(module)
+        return found
 
     def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
         die_with_parent(self._started_by)
@@ -209,7 +225,7 @@ def stop_together(trainer: Trainer, stop: Stop) -> None:
     connector = trainer._signal_connector
     stop.asked = stop.agreed = stop.requeue = stop.requeue_agreed = False
     # A checkpoint has no gradients, so no run ends between batches whose gradients are added up.
-    stop.may = lambda: not trainer.training or not trainer.fit_loop.epoch_loop._should_accumulate()
+    stop.may = may = lambda: not trainer.training or not trainer.fit_loop.epoch_loop._should_accumulate()
     stop.tell = lambda: setattr(connector, "received_sigterm", True)
 
     def told(signum: Any, frame: Any) -> None:
@@ -222,7 +238,7 @@ def stop_together(trainer: Trainer, stop: Stop) -> None:
         stop.requeue = True
 
     def between_batches() -> None:
-        if stop.requeue_agreed and stop.may():
+        if stop.requeue_agreed and may():
             stop.requeue = stop.requeue_agreed = False
             type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, cast(Any, None))
 

@@ -13,12 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.strategy import HeteroStrategy
-from hetero_strategy.strategy.launch import prepare_device
+from hetero_strategy.strategy.launch import MultiProcessingLauncher, prepare_device
 from tests.distributed.scenario import Job, data, train
 from tests.distributed.scripts.train import STEPS
 
@@ -228,6 +230,20 @@ def wait_for(path: Path, seconds: float = 120) -> None:
     while not path.exists():
         assert time.monotonic() < end, f"{path.name} did not come"
         time.sleep(0.05)
+
+
+def test_weights_that_ended_with_their_processes_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a module that was trained by fork or spawn; a checkpoint has them."""
+    monkeypatch.setattr("hetero_strategy.strategy.launch._MultiProcessingLauncher.launch", lambda *_, **__: "ran")
+    launcher = MultiProcessingLauncher(HeteroStrategy({"llm": {"ranks": [0]}}, start_method="fork"), "fork")
+    module, trainer = L.LightningModule(), L.Trainer(logger=False, enable_checkpointing=False)
+    trainer.state.fn = TrainerFn.FITTING
+    assert launcher.launch(print, module, None, trainer=trainer) == "ran"
+    trainer.state.fn = TrainerFn.VALIDATING
+    with pytest.raises(ConfigError, match="give ckpt_path="):
+        launcher.launch(print, module, None, None, trainer=trainer)
+    assert launcher.launch(print, module, None, "last.ckpt", trainer=trainer) == "ran"
+    assert launcher.launch(print, L.LightningModule(), None, None, trainer=trainer) == "ran"
 
 
 def test_another_start_method_is_refused() -> None:

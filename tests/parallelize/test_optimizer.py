@@ -82,6 +82,22 @@ def test_every_elementwise_optimizer_steps_on_shards(pool: Pool) -> None:
             assert holds, kind
 
 
+def test_a_parameter_may_have_its_first_gradient_later() -> None:
+    """That of an encoder whose first item comes in the second step."""
+    for kind in (optim.SGD, optim.Adam, optim.AdamW):
+        own = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+        for pair, chooses in ((own[:2], True), (own[2:], False)):
+            optimizer = kind(pair, lr=0.1, **({"momentum": 0.9} if kind is optim.SGD else {}))  # type: ignore[arg-type]
+            if chooses:
+                _Shards(optimizer)
+            for step in range(3):
+                for p in pair[: 1 + (step > 0)]:
+                    p.grad = torch.full((2,), 1.0 + step)
+                optimizer.step()
+        for p, q in zip(own[:2], own[2:], strict=True):
+            torch.testing.assert_close(p, q, msg=kind.__name__)
+
+
 def test_a_scheduler_may_be_made_after_an_optimizer_steps_on_shards() -> None:
     """As LearningRateFinder does."""
     parameter = nn.Parameter(torch.ones(2))
