@@ -24,7 +24,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import nn
 from torch.optim import Optimizer
@@ -66,6 +65,7 @@ from hetero_strategy.strategy.launch import (
 from hetero_strategy.strategy.precision import check_trainable, kept, seed_scale, stand_in, storage_of
 from hetero_strategy.strategy.refusals import check_callbacks, check_dataloader, without_inference_mode
 from hetero_strategy.strategy.row_caches import RowCaches
+from hetero_strategy.strategy.zeroing import about_to_zero_gradients
 
 
 class HeteroStrategy(WorldCollectives):
@@ -305,7 +305,7 @@ class HeteroStrategy(WorldCollectives):
             [o.parameter for o in self._owned.values()],
             lambda: seed_scale(self.precision_plugin, self.root_device),
             lambda: model.training,
-            self._about_to_zero_gradients,
+            lambda: about_to_zero_gradients(self.lightning_module),
             self.precision_plugin.forward_context,
         )
         if self._step_timeout is not None:
@@ -326,16 +326,6 @@ class HeteroStrategy(WorldCollectives):
 
     def owned_by(self, optimizer: Optimizer) -> list[Owned]:
         return [self._owned[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in self._owned]
-
-    def _about_to_zero_gradients(self) -> bool:
-        """Whether Lightning zeroes the gradients before this step's backward, so that nobody needs them any more."""
-        module = self.lightning_module
-        if module is None or not module.automatic_optimization or is_overridden("optimizer_zero_grad", module):
-            return False
-        if module._current_fx_name != "training_step":  # a hook runs the model beside the step: gradients are in use
-            return False
-        trainer = module.trainer
-        return trainer.training and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
     def model_to_device(self) -> None: ...
 
