@@ -23,6 +23,7 @@ from hetero_strategy.checkpoint.saving import Checkpointer
 from hetero_strategy.errors import CheckpointError
 from hetero_strategy.model.adapter import Adapter
 
+FROM_WEIGHTS = "or begin with its weights: trainer.validate(..., ckpt_path=...), then trainer.fit(...)"
 KERNELS = ("foreach", "fused", "capturable")
 """Options of an optimizer that follow from the layout and the device, not from the checkpoint."""
 
@@ -154,7 +155,7 @@ class TrainingState:
         if optimizers and not groups:
             raise CheckpointError(
                 f"{path} holds the model alone (save_weights_only) and no optimizer to go on with; save whole"
-                " checkpoints, or begin with its weights: trainer.validate(..., ckpt_path=...), then trainer.fit(...)"
+                f" checkpoints, {FROM_WEIGHTS}"
             )
         loaded.metadata.pop(EXPORT_KEY, None)
         for i, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
@@ -171,8 +172,7 @@ class TrainingState:
                     raise CheckpointError(
                         f"{path} was saved with another optimizer than {type(optimizer).__name__} (with"
                         f" {', '.join(sorted(has))}, without {', '.join(sorted(lacks))}); resume with the same"
-                        " configure_optimizers, or begin with its weights: trainer.validate(..., ckpt_path=...), then"
-                        " trainer.fit(...)"
+                        f" configure_optimizers, {FROM_WEIGHTS}"
                     )
             optimizer.state.clear()  # as Optimizer.load_state_dict: what is loaded takes the place of what was
             optimizer.state.update(state)

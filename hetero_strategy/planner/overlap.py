@@ -45,13 +45,16 @@ def seconds_after(simulation: Simulation, times: Mapping[StageId, StageTimes]) -
             gathered[stages[stage].grid] += times[stage].gather
             late = max(late, float((gathered[stages[stage].grid].max(axis=1) - simulation.end[action]).max()))
     reduced, after = ranks.copy(), ranks.copy()
+    together: dict[StageId, float] = {}  # when all cohorts of a stage have come to their sum
+    for action in (a for a in simulation.start if a.kind == "REDUCE"):
+        stage = action.node.all_instances
+        together[stage] = max(together.get(stage, 0.0), float(simulation.start[action].max()))
     for stage, action in _lasts(simulation).items():
         grid = stages[stage].grid
         if times[stage].overlapped:
             begins = (simulation.start if action.kind == "B" else simulation.end)[action]
             if stage.cohort >= 0:
-                together = (Action("REDUCE", other) for other in stages if other.all_instances == stage.all_instances)
-                begins = np.full_like(begins, max(float(simulation.start[sums].max()) for sums in together))
+                begins = np.full_like(begins, together[stage.all_instances])
             reduced[grid] = np.maximum(reduced[grid], begins[:, None]) + times[stage].reduce
     for stage, each in times.items():
         after[stages[stage].grid] += each.after

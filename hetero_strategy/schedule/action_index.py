@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from itertools import accumulate
 
-from hetero_strategy.schedule.action import Action, Kind, Span, Stage, StageGraph, StepWork
+from hetero_strategy.schedule.action import Action, Kind, Span, Stage, StageGraph, StageId, StepWork
 
 Costs = Callable[[Action], float]
 """Duration of an action, in any unit."""
@@ -85,6 +85,10 @@ class ActionIndex:
                     waits[u + units] += 1
         self.after = after
         self.waits = waits
+
+    def count(self, node: StageId) -> int:
+        """Microbatches that a node works at."""
+        return self.counts[self.index[node]]
 
     def fork(self) -> ActionIndex:
         """The same, for constraints of its own."""

@@ -187,6 +187,8 @@ def _with_sums(numbers: ActionIndex, starts: Sequence[int]) -> list[int]:
     """An order of starts with the REDUCE of cohorts: after the last backward of all that sum together, so that it waits
     for nothing but that one, and travels beside what follows.
     """
+    if not numbers.joint_sums:
+        return list(starts)
     backwards = range(numbers.units, 3 * numbers.units)
     last = {numbers.nodes[numbers.node_of[a]].all_instances: place for place, a in enumerate(starts) if a in backwards}
     due: dict[int, list[int]] = {}

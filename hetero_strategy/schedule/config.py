@@ -152,7 +152,7 @@ class ScheduleConfig:
             for module in modules
             if (self.fills or module in self.prefetch)
             and layouts[module].vpp == 1
-            and any(layouts[t].pp > 1 and {*layouts[t].ranks} & {*layouts[module].ranks} for t in reached[module])
+            and any(_on_pipeline(layouts[module], layouts[t]) for t in reached[module])
         )
 
     def apart(
@@ -167,8 +167,8 @@ class ScheduleConfig:
         own, ends = self.filling(modules, layouts, edges), {*modules} - {source for source, _ in edges}
         if self.fill in ("fine", "search"):
             for source, target in edges:
-                piped = layouts[source].pp > 1 and {*layouts[source].ranks} & {*layouts[target].ranks}
-                if target in ends and piped and layouts[target].pp == layouts[target].vpp == 1:
+                alone = layouts[target].pp == layouts[target].vpp == 1
+                if target in ends and alone and _on_pipeline(layouts[target], layouts[source]):
                     own |= {target}
         return own
 
@@ -183,3 +183,8 @@ class ScheduleConfig:
             return casts and self.reshard_after_forward != "always"
         piped = layout.pp > 1 or self.splits_backward or apart
         return self.reshard_after_forward == "never" or (self.reshard_after_forward == "auto" and piped)
+
+
+def _on_pipeline(layout: ModuleLayout, other: ModuleLayout) -> bool:
+    """Whether a module shares ranks with another one that is a pipeline."""
+    return other.pp > 1 and not {*layout.ranks}.isdisjoint(other.ranks)

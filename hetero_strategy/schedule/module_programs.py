@@ -69,7 +69,7 @@ def module_programs(
         count = len(spans)
         if module not in back:
             found += [
-                LaneProgram(nodes, programs.forwards(pipeline, r, len(work.of(nodes[0]))), module in graph.filling)
+                LaneProgram(nodes, programs.forwards(pipeline, r, numbers.count(nodes[0])), module in graph.filling)
                 for nodes in graph.chains[module]
                 for r in range(pipeline.pp)
             ]
@@ -88,7 +88,7 @@ def module_programs(
             fills = module in graph.filling
             for nodes in graph.chains[module]:
                 for r in range(pipeline.pp):
-                    ways = _ways(pipeline.stages_of(r), len(work.of(nodes[0])), fills)
+                    ways = _ways(pipeline.stages_of(r), numbers.count(nodes[0]), fills)
                     found += [LaneProgram(nodes, _kept(numbers, nodes, way), fills) for way in ways]
             continue
         made = policy.programs(ModuleSteps(module, pipeline, must, should, limit, depth[module]))

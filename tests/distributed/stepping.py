@@ -335,14 +335,18 @@ def _model(setting: Setting) -> MultimodalModel:
 
 @lru_cache(1)
 def _emulate_in_full() -> None:
-    """Let emulated float8 multiply in the dtype of its model.
+    """Let emulated float8 multiply in fp64 where its model is.
 
     torchao always emulates in fp32, whose sums depend in their last bits on how many rows are multiplied at once, which
     is not the same on one process.
     """
     from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 
-    def multiply(_: Any, factors: Sequence[Any], kwargs: Any = None) -> torch.Tensor:
+    emulated = FLOAT8_OPS_TABLE[torch.ops.aten.mm.default]
+
+    def multiply(op: Any, factors: Sequence[Any], kwargs: Any = None) -> torch.Tensor:
+        if factors[0].dtype != torch.float64:
+            return emulated(op, factors, kwargs)
         left, right = (factor.to_original_precision() for factor in factors)
         return torch.mm(left, right)
 
