@@ -31,7 +31,7 @@ from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.strategy import HeteroStrategy
 from recipes.cli import rank
 from recipes.drawings import Judge
-from recipes.lit import adamw_cosine
+from recipes.lit import adamw_cosine, logged
 
 Made = TypeVar("Made")
 FIELDS = (
@@ -238,10 +238,7 @@ def check_monitor(cfg: DictConfig, data: MultimodalDataModule) -> None:
     Raises:
         ConfigError: with the names that are.
     """
-    losses = [name for name, kind in data.kinds.items() if kind.has_loss]
-    shares = [f"loss_{name}" for name in losses if len(losses) > 1]
-    names = [f"val/{name}" for name in ("loss", "exact_match", *shares)]
-    names += [*(f"train/{name}" for name in ("loss", "accuracy", *shares)), "tokens/s"]
+    names = logged([name for name, kind in data.kinds.items() if kind.has_loss])
     if cfg.checkpoint.monitor not in (None, *names):
         raise ConfigError(f"checkpoint.monitor={cfg.checkpoint.monitor}; give one of {', '.join(names)}")
 

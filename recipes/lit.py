@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -73,6 +73,13 @@ class LitMultimodal(L.LightningModule):
             raise ConfigError("trainer: the learning rate decays over the run, so give max_steps or max_epochs")
         optimizer, scheduler = adamw_cosine(self, int(steps), **self.optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def logged(losses: Sequence[str]) -> list[str]:
+    """What :class:`LitMultimodal` and the progress bar log, of a model whose modules have these losses."""
+    shares = [f"loss_{name}" for name in losses if len(losses) > 1]
+    names = [f"val/{name}" for name in ("loss", "exact_match", *shares)]
+    return [*names, *(f"train/{name}" for name in ("loss", "accuracy", *shares)), "tokens/s"]
 
 
 class LastCheckpoint(ModelCheckpoint):
