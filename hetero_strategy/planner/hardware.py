@@ -197,5 +197,5 @@ def this_cluster(device: torch.device, nodes: int, ranks_per_node: int) -> Clust
             return cluster(name, nodes, ranks_per_node)
     raise ConfigError(
         f"layouts='auto': nothing is known of {found}; known: {', '.join(DEVICES)}; give layouts, such as those of"
-        " python -m recipes.plan with the figures of your device (cluster.flops=...)"
+        " python -m recipes.plan with the figures of your device (+cluster.flops=...)"
     )

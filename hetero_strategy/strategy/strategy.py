@@ -86,7 +86,8 @@ class HeteroStrategy(WorldCollectives):
             ``zb_h1``, ``zbv`` (vpp=2, pp_style="v"), ``sequential``; or ``auto``: what the layouts are made for.
         max_in_flight: module -> most microbatches whose activations one of its stages holds.
         reshard_after_forward: when FSDP frees gathered parameters: ``never`` within a step (they are gathered once and
-            gradients reduced once), ``always`` (with every microbatch), or ``auto``: never where a module is pipelined.
+            gradients reduced once), ``always`` (with every microbatch), or ``auto``: never where a module is
+            pipelined, fills bubbles or runs ahead, or where the schedule splits backwards.
         fill: how modules that feed a pipeline on their ranks use its bubbles: ``fine`` (wherever a rank idles),
             ``search`` (made shorter), ``coarse`` (around its work), ``decoupled`` (recomputed), ``none`` (``auto``).
         pieces: module that fills -> parts of about equal cost in which its forwards and backwards are cut to fit.
