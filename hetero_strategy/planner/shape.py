@@ -105,6 +105,11 @@ class ModelShape:
         """Names of the modules whose units are whole samples."""
         return tuple(name for name, module in self.modules.items() if module.samplewise)
 
+    @property
+    def others(self) -> frozenset[str]:
+        """Names of the other modules: encoders and generators, whose units are items."""
+        return frozenset(self.modules) - {*self.samplewise}
+
 
 def shape_of(model: MultimodalModel) -> ModelShape:
     """Count the blocks of a model's modules.

@@ -106,15 +106,12 @@ class Variants:
         """With encoders that fill bubbles otherwise: wherever ranks idle, around the pipeline alone, or not at all; and
         generators that go with the first of these.
         """
-        ways = [replace(candidate, fill=fill) for fill in ("fine", "coarse", "none")]
-        shape = self._evaluator.shape
-        others = {*shape.modules} - {*shape.samplewise}
-        if candidate.pieces or not ways[0].scheduling.apart(others, candidate.layouts, shape.edges):
+        shape, fine = self._evaluator.shape, replace(candidate, fill="fine")
+        if candidate.pieces or not fine.scheduling.apart(shape.others, candidate.layouts, shape.edges):
             return []
-        if not self._filling(ways[0], candidate.layouts):
-            del ways[1]
+        around = ("coarse",) if self._filling(fine, candidate.layouts) else ()
         same = {"auto": "none"}.get(candidate.fill, candidate.fill)
-        return [way for way in ways if way.fill != same]
+        return [replace(candidate, fill=fill) for fill in ("fine", *around, "none") if fill != same]
 
     def ahead(self, candidate: Candidate) -> list[Candidate]:
         """With all encoders a step ahead whose first stage does not train; where only the last block does, in two
@@ -145,7 +142,7 @@ class Variants:
 
     def _filling(self, candidate: Candidate, layouts: Mapping[str, ModuleLayout]) -> frozenset[str]:
         shape = self._evaluator.shape
-        return candidate.scheduling.filling({*shape.modules} - {*shape.samplewise}, layouts, shape.edges)
+        return candidate.scheduling.filling(shape.others, layouts, shape.edges)
 
     def _trains(self, name: str, placed: Placed) -> bool:
         """Whether anything trains in a module's first stage."""
