@@ -148,7 +148,7 @@ class Evaluator:
         asked = place(candidate.layouts, self.cluster.ranks).layouts
         scheduling = candidate.scheduling.resolved(asked)
         others, edges = self.shape.others, self.shape.edges
-        filling, apart = (ask(others, asked, edges) for ask in (scheduling.filling, scheduling.apart))
+        filling, apart = scheduling.filling(others, asked, edges), scheduling.apart(others, asked, edges)
         blocks = {name: module.blocks * module.has_blocks for name, module in self.shape.modules.items()}
         asked = scheduling.most_ahead(scheduling.in_pieces(filling, asked), blocks)
         again = decoupled(candidate.recompute, scheduling.fill, filling)

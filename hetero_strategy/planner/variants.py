@@ -52,7 +52,7 @@ class Variants:
         self._blocks = {name: module.blocks if module.has_blocks else 1 for name, module in modules.items()}
         self._first = {source for source, _ in evaluator.shape.edges} - fed
         """Modules that feed others and that nothing feeds."""
-        self._frozen = {n for n in self._first if not modules[n].samplewise and not modules[n].trained[:1].any()}
+        self._frozen = {n for n in self._first & evaluator.shape.others if not modules[n].trained[:1].any()}
         """Those of them that begin with what does not train."""
 
     def schedules(self, candidate: Candidate) -> list[Candidate]:
