@@ -62,7 +62,8 @@ class _Rank:
     def output(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         # What a dying interpreter lists last is long and would push what it died of out of the end that is shown.
-        text = "\n".join(line for line in lines if not line.startswith("Extension modules:"))[-6000:].strip()
+        text = "\n".join(line for line in lines if not line.startswith("Extension modules:"))
+        text = (text if len(text) < 9000 else f"{text[:4500]}\n[...]\n{text[-4500:]}").strip()
         return f"--- output of rank {self.number} ---\n{text}\n" if text else ""
 
 
