@@ -7,7 +7,7 @@ agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -92,20 +92,10 @@ class Transport:
         if transfer.first.sends or transfer.local[0].size:
             self._given[number] = rows.to(channel.dtype).contiguous()
 
-    def start(self, numbers: Iterable[int]) -> None:
-        """Start the first hop of some transfers; neighbours of one group travel as one batch."""
-        batch: list[int] = []
-        group: dist.ProcessGroup | None = None
-        for number in numbers:
-            channel = self._transfers[number][0]
-            if batch and channel.group is not group:
-                self._start(batch, first=True)
-                batch = []
-            group = channel.group
-            batch.append(number)
-        if batch:
-            self._let_go()
-            self._start(batch, first=True)
+    def start(self, numbers: Sequence[int]) -> None:
+        """Start the first hop of transfers of one channel, as one batch of messages."""
+        self._let_go()
+        self._start(numbers, first=True)
 
     def take(self, number: int, add_to: torch.Tensor | None = None) -> torch.Tensor:
         """Wait for the rows ``[outputs, width]``, zero where nothing arrives; or add them to ``add_to`` in place."""

@@ -7,7 +7,7 @@ ranks that it exchanges rows with send and expect.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -86,9 +86,9 @@ def program_faults(
 def queues(program: StepProgram) -> dict[MessageQueue, list[Message]]:
     """Return all messages of a rank by queue, in the order in which they start."""
     found: dict[MessageQueue, list[Message]] = {}
-    started = [*program.starts, *(number for step in program.actions for number in step.starts)]
+    batches = chain(program.starts, *(step.starts for step in program.actions))
     passed_on = [number for step in program.actions for number in step.reads]
-    for hop, numbers in ((1, started), (2, passed_on)):
+    for hop, numbers in ((1, chain.from_iterable(batches)), (2, passed_on)):
         for one in (program.transfers[number] for number in numbers):
             moved = one.transfer.first if hop == 1 else one.transfer.second
             for sent, messages in ((True, moved.sends), (False, moved.receives)):

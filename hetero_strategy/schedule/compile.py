@@ -9,11 +9,15 @@ once, the others before the first action of theirs that starts later. So the hos
 and transfers in one order, and none can wait for what another one does after it, even if every send and every receive
 held up its host until the other side came. With NCCL, whose receives occupy the device until they are met, a step that
 runs at all runs to its end.
+
+What starts as one batch. NCCL takes one send to and one receive from each peer at a time, and the next ones only then:
+in a batch of sends and of what others make later, a second send could wait for rows that are made from it. So a batch
+is what one action makes for one edge, which all ranks of the edge start at the same place in that order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -38,6 +42,10 @@ from hetero_strategy.schedule.graph import PlannedCosts, StageCost, work_of
 
 StageEdge = tuple[StageId, StageId]
 NO_INDEX = np.zeros(0, dtype=np.int64)
+
+
+Batch = tuple[int, ...]
+"""Numbers of transfers of one channel that start together."""
 
 
 class RankTransfer(NamedTuple):
@@ -67,7 +75,7 @@ class RankAction(NamedTuple):
     (B and I; None where nobody needs it)."""
     frees: tuple[int, ...] = ()
     """Transfers that are known to have arrived once ``reads`` have."""
-    starts: tuple[int, ...] = ()
+    starts: tuple[Batch, ...] = ()
     """Transfers that start after it, before the next action."""
     last: bool = False
     """No later action of its stage makes gradients of weights."""
@@ -80,7 +88,7 @@ class StepProgram:
     train: bool
     actions: tuple[RankAction, ...]
     transfers: tuple[RankTransfer, ...]
-    starts: tuple[int, ...] = ()
+    starts: tuple[Batch, ...] = ()
     """Transfers that start before the first action."""
     index: Int64[np.ndarray, "rows"] = field(default_factory=lambda: NO_INDEX, compare=False)
     """The row numbers that :class:`Rows` of all transfers point to."""
@@ -148,7 +156,7 @@ class _Compiler:
     def run(self) -> StepProgram:
         listed = set(self.schedule.of(self.rank))
         actions: list[RankAction] = []
-        starts: list[list[int]] = [[]]
+        starts: list[list[Batch]] = [[]]
         last: dict[StageId, int] = {}
         for action in self.schedule.starts:
             if action.node not in self.near:
@@ -159,7 +167,7 @@ class _Compiler:
                     last[action.node] = len(actions)
                 actions.append(self.read(action)._replace(gives=gives))
                 starts.append([])
-            starts[-1] += [n for n in gives if n is not None and self.moves(n)]
+            starts[-1] += self.batches(n for n in gives if n is not None and self.moves(n))
         final = set(last.values())
         return StepProgram(
             self.schedule.train,
@@ -199,6 +207,13 @@ class _Compiler:
         """Whether a transfer has messages in its first hop."""
         first = self.transfers[number].transfer.first
         return bool(first.sends or first.receives)
+
+    def batches(self, numbers: Iterable[int]) -> list[Batch]:
+        """What one action makes, edge by edge."""
+        found: dict[int, list[int]] = {}
+        for number in numbers:
+            found.setdefault(self.transfers[number].edge, []).append(number)
+        return [tuple(batch) for batch in found.values()]
 
     def number(self, edge: StageEdge, source: int, target: int) -> tuple[int, int | None]:
         """Numbers of the transfers between two microbatches: of rows, and of their gradients where they are wanted."""

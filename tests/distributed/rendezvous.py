@@ -20,7 +20,7 @@ KINDS = ("first message", "receive", "every message")
 
 @contextmanager
 def unforgiving(kind: str, patience: float = PATIENCE) -> Iterator[None]:
-    """While it lasts, batches of messages hold up this rank's host, for so many seconds at most.
+    """While it lasts, batches of messages hold up this rank's host, round by round, for so many seconds at most each.
 
     Raises:
         RuntimeError: in the step that hangs.
@@ -30,7 +30,8 @@ def unforgiving(kind: str, patience: float = PATIENCE) -> Iterator[None]:
     counted: Counter[tuple[Any, ...]] = Counter()
 
     def batch(ops: Sequence[dist.P2POp]) -> Any:
-        names = []
+        rounds: list[list[tuple[Any, int, bool]]] = []  # NCCL takes one to and one from each peer at a time
+        before: Counter[tuple[bool, int]] = Counter()
         for op in ops:
             sends = op.op is dist.isend
             way = (me, op.peer) if sends else (op.peer, me)
@@ -38,19 +39,23 @@ def unforgiving(kind: str, patience: float = PATIENCE) -> Iterator[None]:
             # NCCL knows no tags: both directions of an edge's first hop have one group, each second hop has its own.
             own = op.tag // 4 if kind == "first message" and op.tag % 2 == 0 else -op.tag
             place = (*way, tuple(group), own)
-            names.append((place, counted[place], sends))
+            if (turn := before[sends, op.peer]) == len(rounds):
+                rounds.append([])
+            rounds[turn].append((place, counted[place], sends))
+            before[sends, op.peer] += 1
             counted[place] += 1
-        for place, number, sends in names:  # a batch is at all its messages at once
-            store.set(f"{kind} {place} {number} {'sent' if sends else 'awaited'}", "")
         works = original(ops)
-        for place, number, sends in names:
-            waits = {"first message": number == 0, "receive": not sends, "every message": True}[kind]
-            if waits:
-                other = f"{kind} {place} {number} {'awaited' if sends else 'sent'}"
-                try:
-                    store.wait([other], timedelta(seconds=patience))
-                except RuntimeError as error:
-                    raise RuntimeError(f"rank {me} hangs: nobody came to {other}") from error
+        for names in rounds:
+            for place, number, sends in names:
+                store.set(f"{kind} {place} {number} {'sent' if sends else 'awaited'}", "")
+            for place, number, sends in names:
+                waits = {"first message": number == 0, "receive": not sends, "every message": True}[kind]
+                if waits:
+                    other = f"{kind} {place} {number} {'awaited' if sends else 'sent'}"
+                    try:
+                        store.wait([other], timedelta(seconds=patience))
+                    except RuntimeError as error:
+                        raise RuntimeError(f"rank {me} hangs: nobody came to {other}") from error
         return works
 
     dist.batch_isend_irecv = batch

@@ -1,9 +1,14 @@
-"""Programs of all ranks of random steps, run without processes by hosts that every message holds up."""
+"""Programs of all ranks of random steps, run without processes by hosts that every message holds up.
+
+Messages of a batch are in rounds, as NCCL runs them: one to and one from each peer at a time, and then the next ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -18,7 +23,7 @@ from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan
 from hetero_strategy.schedule.action import Schedule, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
-from hetero_strategy.schedule.compile import StepProgram, compile_step
+from hetero_strategy.schedule.compile import Batch, StepProgram, compile_step
 from hetero_strategy.schedule.graph import stage_graph, work_of
 from hetero_strategy.schedule.policies import schedules
 
@@ -42,7 +47,13 @@ def metadata(samples: int, seed: int, modules: Sequence[str]) -> StepMetadata:
 
 
 def planned(
-    layouts: dict[str, ModuleLayout], schedule: str, microbatches: int, *, seed: int = 0, frozen: Sequence[str] = ()
+    layouts: dict[str, ModuleLayout],
+    schedule: str,
+    microbatches: int,
+    *,
+    seed: int = 0,
+    frozen: Sequence[str] = (),
+    vision: int | None = None,
 ) -> tuple[StepPlan, Schedule, int]:
     world = 1 + max(rank for layout in layouts.values() for rank in layout.ranks)
     resolved = place(layouts, world).layouts
@@ -57,6 +68,7 @@ def planned(
         ("llm",),
         microbatches=microbatches,
         row_multiple={"llm": resolved["llm"].tp},
+        microbatch_rows={} if vision is None else {"vision": vision},
     )
     return plan, make_schedule(schedule, graph, work_of(plan, graph)), world
 
@@ -66,21 +78,30 @@ Event = tuple[str, frozenset[tuple[object, ...]]]
 
 
 def events(program: StepProgram, rank: int) -> list[Event]:
-    """What a rank's host goes through: batches of messages, and the messages that replicas pass on when they read."""
+    """What a rank's host goes through: rounds of messages, and the messages that replicas pass on when they read."""
 
-    def messages(number: int, hop: int) -> set[tuple[object, ...]]:
-        transfer = program.transfers[number]
-        name = (transfer.edge, transfer.backward, transfer.microbatches, hop)
-        both = (transfer.transfer.first, transfer.transfer.second)[hop]
-        return {(*name, rank, p) for p, _ in both.sends} | {(*name, p, rank) for p, _ in both.receives}
+    def rounds(what: str, numbers: Sequence[int], hop: int) -> list[Event]:
+        found: list[set[tuple[object, ...]]] = []
+        before: Counter[tuple[bool, int]] = Counter()
+        for number in numbers:
+            transfer = program.transfers[number]
+            name = (transfer.edge, transfer.backward, transfer.microbatches, hop)
+            both = (transfer.transfer.first, transfer.transfer.second)[hop]
+            for sent, messages in ((True, both.sends), (False, both.receives)):
+                for peer, _ in messages:
+                    place, way = before[sent, peer], (rank, peer) if sent else (peer, rank)
+                    before[sent, peer] += 1
+                    found += [set() for _ in range(place + 1 - len(found))]
+                    found[place].add((*name, *way))
+        return [(what, frozenset(messages)) for messages in found]
 
-    def started(numbers: Sequence[int]) -> Event:
-        return "start", frozenset().union(*(messages(n, 0) for n in numbers))
+    def started(batches: Sequence[Batch]) -> list[Event]:
+        return [event for batch in batches for event in rounds("start", batch, 0)]
 
-    found = [started(program.starts)]
+    found = started(program.starts)
     for step in program.actions:
-        found += [("read", frozenset(messages(n, 1))) for n in step.reads]
-        found += [(str(step.action), frozenset()), started(step.starts)]
+        found += [event for n in step.reads for event in rounds("read", [n], 1)]
+        found += [(str(step.action), frozenset()), *started(step.starts)]
     return found
 
 
@@ -122,7 +143,8 @@ def steps(draw: st.DrawFn, schedule: str) -> tuple[StepPlan, Schedule, int]:
     frozen = [name for name in layouts if draw(st.booleans())]
     count = draw(st.integers(1, 5))
     layouts = {name: replace(one, split=None) for name, one in layouts.items()}
-    return planned(layouts, schedule, count, seed=draw(st.integers(0, 99)), frozen=frozen)
+    rows = draw(st.sampled_from([None, 3, 20, 60]))  # in a microbatch: of a sample or less, of one or of several
+    return planned(layouts, schedule, count, seed=draw(st.integers(0, 99)), frozen=frozen, vision=rows)
 
 
 @pytest.mark.parametrize("schedule", schedules())
@@ -136,7 +158,7 @@ def test_no_step_holds_up_hosts_for_ever(schedule: str, data: st.DataObject) -> 
     assert not run([events(program, rank) for rank, program in enumerate(programs)])
     for rank, program in enumerate(programs):
         assert tuple(one.action for one in program.actions) == made.of(rank)
-        started = [n for one in program.actions for n in one.starts] + list(program.starts)
+        started = [n for batches in every_start(program) for batch in batches for n in batch]
         assert len(set(started)) == len(started), "a transfer starts twice"
         moving = {n for n, t in enumerate(program.transfers) if t.transfer.first.sends or t.transfer.first.receives}
         assert set(started) == moving
@@ -145,42 +167,65 @@ def test_no_step_holds_up_hosts_for_ever(schedule: str, data: st.DataObject) -> 
         assert [k for k, one in enumerate(program.actions) if one.last] == sorted(final.values())
 
 
-def ahead(program: StepProgram, actions: int) -> StepProgram:
+def every_start(program: StepProgram) -> list[tuple[Batch, ...]]:
+    """Batches that start before the first action, and after each."""
+    return [program.starts, *(one.starts for one in program.actions)]
+
+
+def restarted(program: StepProgram, starts: Sequence[Iterable[Batch]]) -> StepProgram:
+    """The program with other batches, as :func:`every_start` lists them."""
+    first, *others = map(tuple, starts)
+    actions = [one._replace(starts=own) for one, own in zip(program.actions, others, strict=True)]
+    return replace(program, starts=first, actions=tuple(actions))
+
+
+def ahead(program: StepProgram, actions: int = 2) -> StepProgram:
     """The program with every receive started so many actions before the one that reads it, sends as they were."""
 
     def sends(number: int) -> bool:
         return bool(program.transfers[number].transfer.first.sends)
 
-    starts: list[list[int]] = [[n for n in program.starts if sends(n)]]
-    starts += [[n for n in one.starts if sends(n)] for one in program.actions]
+    starts = [[batch for batch in batches if sends(batch[0])] for batches in every_start(program)]
     for k, one in enumerate(program.actions):
         waiting = [n for n in one.reads if not sends(n) and program.transfers[n].transfer.first.receives]
-        starts[max(0, k - actions)] += waiting
-    moved = tuple(one._replace(starts=tuple(starts[k + 1])) for k, one in enumerate(program.actions))
-    return replace(program, starts=tuple(starts[0]), actions=moved)
+        starts[max(0, k - actions)] += [(n,) for n in waiting]
+    return restarted(program, starts)
 
 
-HUNG: dict[str, tuple[dict[str, ModuleLayout], str]] = {
-    "pp2": ({"llm": ModuleLayout((0, 1), pp=2)}, "1f1b"),
-    "pp8": ({"llm": ModuleLayout(tuple(range(8)), pp=8)}, "1f1b"),
-    "zero bubble": ({"llm": ModuleLayout((0, 1, 2, 3), pp=4)}, "zb_h1"),
-    "encoder on its own rank": ({"vision": ModuleLayout((0,)), "llm": ModuleLayout((1,))}, "1f1b"),
+def merged(program: StepProgram) -> StepProgram:
+    """The program with all that starts between two actions in one batch."""
+    return restarted(program, [[tuple(chain(*batches))] for batches in every_start(program)])
+
+
+Change = Callable[[StepProgram], StepProgram]
+APART = {"vision": ModuleLayout((0,)), "llm": ModuleLayout((1,))}
+HUNG: dict[str, tuple[Change, dict[str, ModuleLayout], str, int | None]] = {
+    "pp2": (ahead, {"llm": ModuleLayout((0, 1), pp=2)}, "1f1b", None),
+    "pp8": (ahead, {"llm": ModuleLayout(tuple(range(8)), pp=8)}, "1f1b", None),
+    "zero bubble": (ahead, {"llm": ModuleLayout((0, 1, 2, 3), pp=4)}, "zb_h1", None),
+    "encoder on its own rank": (ahead, APART, "1f1b", None),
     "two encoders": (
+        ahead,
         {"vision": ModuleLayout((0,)), "audio": ModuleLayout((1,)), "llm": ModuleLayout((2, 3), pp=2)},
         "1f1b",
+        None,
     ),
+    "an encoder's microbatches feed several": (merged, APART, "1f1b", 60),
+    "several feed one": (merged, APART, "1f1b", 3),
 }
-"""Hosts would hang with receives started two actions ahead."""
+"""How starts are changed so that hosts hang, in which layouts and schedule, and about how many rows of pictures are in
+a microbatch.
+"""
 
 
 @pytest.mark.parametrize("name", HUNG)
-def test_receives_started_too_early_hang(name: str) -> None:
-    """The negative control of the test above."""
-    layouts, schedule = HUNG[name]
-    plan, made, world = planned(layouts, schedule, 8)
+def test_other_starts_hang(name: str) -> None:
+    """The negative controls: receives two actions ahead, and one batch for all that starts between two actions."""
+    change, layouts, schedule, vision = HUNG[name]
+    plan, made, world = planned(layouts, schedule, 8, vision=vision)
     programs = [compile_step(plan, made, rank) for rank in range(world)]
     assert not run([events(program, rank) for rank, program in enumerate(programs)])
-    assert run([events(ahead(program, 2), rank) for rank, program in enumerate(programs)])
+    assert run([events(change(program), rank) for rank, program in enumerate(programs)])
 
 
 def test_starts_that_lists_do_not_keep_to_are_refused() -> None:
