@@ -230,7 +230,7 @@ def _room_for(saved: StoredTensor | None, value: torch.Tensor) -> torch.Tensor:
 def random_state() -> dict[str, Any]:
     """Return this process's random number states."""
     state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
@@ -238,5 +238,5 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
-    if "cuda" in state and torch.cuda.is_available():
+    if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])

@@ -283,7 +283,7 @@ class MultimodalDataModule(L.LightningDataModule):
         steps, finish = self._steps(split, index, share, options)
         if self.on_error == "skip":
             finish.append(Agree(context.group))
-        pin = torch.cuda.is_available() if self.pin_memory is None else self.pin_memory
+        pin = torch.cuda.is_initialized() if self.pin_memory is None else self.pin_memory
         if split in self._loaders:
             self._loaders[split].close()
         self._loaders[split] = StepLoader(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor._random import manual_seed
 from torch.nn.utils.parametrizations import _SpectralNorm
 
 from hetero_strategy.errors import LayoutError
@@ -22,6 +23,7 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.chunked_linear import is_chunked
 from hetero_strategy.model.hf_folder import Selection
 from hetero_strategy.model.materialize import initial_units
+from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.parallelize.compile import apply_compile
 from hetero_strategy.parallelize.float8 import apply_float8
 from hetero_strategy.parallelize.fsdp import apply_fsdp
@@ -86,14 +88,7 @@ def parallelize(
             apply_float8(stage, module.float8, layout.tp, kept)
         if layout.tp > 1:
             assert mesh is not None
-            stage.tp_chunks = layout.tp_chunks
-            with ties_kept([stage]):
-                stage.apply_tp(mesh["tp"])
-            if layout.tp_chunks > 1 and not any(is_chunked(part) for part in stage.modules()):
-                raise LayoutError(
-                    f"layout of '{name}': tp_chunks={layout.tp_chunks}, but {type(module).__name__}.apply_tp cuts none"
-                    " of its linear maps; give in_chunks(plan) to parallelize_module there, or set tp_chunks=1"
-                )
+            _split(name, stage, mesh["tp"], layout.tp_chunks, device)
             restore_traits(traits, owned_tensors(stage))  # before FSDP, which sorts parameters by what trains
         compile_first = layout.tp > 1  # torch cannot compile a checkpoint around tensor-parallel layers
         if compile is not None and compile_first:
@@ -125,6 +120,21 @@ def parallelize(
         fill(stage, initial_units(name, module, seed, wanted))
     adopt(module, stages)
     return stages
+
+
+def _split(name: str, stage: Adapter, mesh: DeviceMesh, chunks: int, device: torch.device) -> None:
+    """Put a stage on its tensor-parallel mesh."""
+    stage.tp_chunks = chunks
+    with ties_kept([stage]):
+        stage.apply_tp(mesh)
+    if chunks > 1 and not any(is_chunked(part) for part in stage.modules()):
+        raise LayoutError(
+            f"layout of '{name}': tp_chunks={chunks}, but {type(stage).__name__}.apply_tp cuts none of its linear maps;"
+            " give in_chunks(plan) to parallelize_module there, or set tp_chunks=1"
+        )
+    if device.type == "cuda":  # else DTensor's first random operator would be a collective of the whole world
+        with random_state_kept(device):
+            manual_seed(0, mesh)
 
 
 def check(name: str, module: Adapter, layout: ModuleLayout) -> list[str]:

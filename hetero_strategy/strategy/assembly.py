@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -178,10 +179,14 @@ def assemble(
 
 
 def move_rest(module: nn.Module, device: torch.device) -> None:
-    """What a LightningModule holds besides the model's modules (metrics, buffers) goes to this rank's device."""
+    """What a LightningModule holds besides the model's modules (metrics, buffers) goes to this rank's device, which it
+    names as its ``device``.
+    """
     if not any(isinstance(m, Adapter) for m in module.modules()):
         module.to(device)
     elif not isinstance(module, Adapter):
+        if isinstance(module, LightningModule):
+            module._device = device
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
         for child in module.children():
