@@ -34,7 +34,7 @@ from benchmarks.pipelines import Setting, assembled, planned
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.parallelize.optimizer import choose_kernels
 from hetero_strategy.plan.config import BalanceConfig
-from hetero_strategy.planner.cluster import Cluster, NodePool
+from hetero_strategy.planner.cluster import NO_SHARDING, Cluster, NodePool
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.hardware import DEVICES
 from hetero_strategy.planner.search import Planner
@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[st
     together = {world: pool.run(world, together_on_rank)[0] for world in sorted({s.world for s in settings})}
     rows, figures = [], {}
     for setting in settings:
-        both = together[setting.world], Communication(Links(), {}, {}, together[setting.world].sharding)
+        both = together[setting.world], Communication(Links(), {}, {}, together[setting.world].working or NO_SHARDING)
         known = [evaluator(setting, profiles[setting.llm], one) for one in both]
         seconds, alone = (predicted(setting, one) for one in known)
         steps = pool.run(setting.world, steps_on_rank, setting, chosen.seconds, timeout=300)

@@ -19,7 +19,7 @@ CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce"]
 
 
 class OwnWork(NamedTuple):
-    """What a rank itself works for a collective over shards: hooks of FSDP, and copies into and out of buffers."""
+    """What a collective over shards takes besides the collective: hooks of FSDP, and copies into and out of buffers."""
 
     per_block: float = 0.0
     """Seconds."""
@@ -56,7 +56,7 @@ class Device:
         attention: share of ``flops`` that attention reaches.
         launch: seconds of a block's forward that do not shrink with its rows: kernels begin and end.
         source: where the figures are from.
-        sharding: what it works for sharded parameters.
+        sharding: what sharded parameters take of it.
     """
 
     name: str
@@ -80,6 +80,7 @@ class NodePool:
             step then takes at least the work of all ranks of a node over its cores; None: each rank has its own device.
         collectives: links that rings of a node reach, by kind, where they were measured; others reach ``within``.
         processor: the same in seconds that a rank's processor works for them, whose links are no device of their own.
+        working: what it works for sharded parameters beside them; None: what these take.
     """
 
     device: Device
@@ -89,6 +90,7 @@ class NodePool:
     cores_per_node: int | None = None
     collectives: Mapping[CollectiveKind, Links] = field(default_factory=dict)
     processor: Mapping[CollectiveKind, Links] = field(default_factory=dict)
+    working: Sharding | None = None
 
     @property
     def ranks(self) -> int:
@@ -150,8 +152,12 @@ class Cluster:
         return any(pool.cores_per_node for pool in self.pools)
 
     def worked_for(self) -> Cluster:
-        """The same with collectives that take what processors work for them, where that was measured."""
-        return replace(self, pools=tuple(replace(p, collectives={**p.collectives, **p.processor}) for p in self.pools))
+        """The same with collectives and shards that take what processors work for them, where that was measured."""
+        pools = []
+        for pool in self.pools:
+            device = replace(pool.device, sharding=pool.working or pool.device.sharding)
+            pools.append(replace(pool, device=device, collectives={**pool.collectives, **pool.processor}))
+        return replace(self, pools=tuple(pools))
 
     def on_cores(self, work: Float64[np.ndarray, "ranks"]) -> float:
         """Seconds that the ranks of a node need at least for so many seconds of work each, where they share cores."""

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -41,10 +41,14 @@ MOST_ROWS = 16384
 PARTS = (1 / 3, 1)
 """Rows of packings, of the most."""
 ROUNDS = (2, 5)
-"""Times that every packing is run, in turns, after one to warm up, at least and at most; the fastest counts, as others
-ran disturbed. Where seconds are few, packings as large as microbatches tell more than more rounds of small ones."""
+"""Times that every packing is run, in turns, after one to warm up, at least and at most; the median counts, as a step is
+made of usual ones. Where seconds are few, packings as large as microbatches tell more than more rounds of small ones.
+"""
+CACHES = 2**26
+"""Bytes that are written before every measurement, more than caches hold."""
 SECONDS = 2.0
 """Of measuring a kind of block, about: it limits the rows of packings."""
+T = TypeVar("T")
 Progress = Callable[[int, int, str], None]
 """(kinds of blocks measured, kinds to measure, what is next)."""
 
@@ -171,6 +175,7 @@ class _Block:
         self, module: Adapter, task: _Task, batches: Sequence[StepMetadata], device: torch.device, dtype: torch.dtype
     ) -> None:
         self.module, self.flows, self.device, self.dtype = module, task.flows, device, dtype
+        self.cold = torch.empty(CACHES, dtype=torch.uint8, device=device)
         self.parts = module.row_sharding(ModuleLayout(tuple(range(task.tp)), tp=task.tp).resolved()).parts
         self.stage = self._made(task)
         samplewise = module.kind.samplewise
@@ -204,7 +209,7 @@ class _Block:
         packed = list(packings(self.lengths, most))
         runs = [self._run(lengths) for lengths in packed]
         rounds = [[self._seconds(run) for run in runs] for _ in range(1 + count)][1:]
-        seconds = np.array(rounds).min(axis=0)
+        seconds = np.median(rounds, axis=0)
         given = np.array([[1.0, n.sum(), (n * n).sum()] for n in map(np.float64, packed)])
         lines, errors = zip(*(fit(given, own) for own in seconds.T), strict=True)
         return BlockSeconds(*lines), np.stack(errors)[[line != NOTHING for line in lines]].ravel()
@@ -251,23 +256,22 @@ class _Block:
         for leaf in leaves:
             leaf.requires_grad_()
             leaf.grad = None
-        begin = now(self.device)
-        roots = self._forward(run, bool(leaves or weights))
-        forward = now(self.device) - begin
+        forward, roots = self._clocked(lambda: self._forward(run, bool(leaves or weights)))
         if not roots:
             return forward, 0.0, 0.0, 0.0
-        begin = now(self.device)
-        backward.whole(roots)
-        whole = now(self.device) - begin
+        whole, _ = self._clocked(lambda: backward.whole(roots))
         if not leaves or not weights:
             return forward, whole, *((whole, 0.0) if leaves else (0.0, whole))
         roots = self._forward(run, True)
+        half, later = self._clocked(lambda: backward.inputs_first(roots, leaves, weights))
+        return forward, whole, half, self._clocked(later)[0]
+
+    def _clocked(self, work: Callable[[], T]) -> tuple[float, T]:
+        """Seconds of it, and what it returns; no cache holds its weights, as where other blocks ran before."""
+        self.cold.zero_()
         begin = now(self.device)
-        later = backward.inputs_first(roots, leaves, weights)
-        half = now(self.device) - begin
-        begin = now(self.device)
-        later()
-        return forward, whole, half, now(self.device) - begin
+        made = work()
+        return now(self.device) - begin, made
 
     def _forward(self, run: _Run, differentiable: bool) -> backward.Roots:
         with torch.set_grad_enabled(differentiable):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil, log2
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hetero_strategy.planner.cluster import NO_SHARDING, Cluster, CollectiveKind, Device, OwnWork, Sharding
+from hetero_strategy.planner.cluster import NO_SHARDING, Cluster, CollectiveKind, Device, NodePool, OwnWork, Sharding
+from hetero_strategy.planner.hardware import DEVICES
 from hetero_strategy.planner.times import ADAM_BYTES
 from hetero_strategy.simulator.links import Links
 
@@ -27,7 +29,7 @@ COLLECTIVES: tuple[CollectiveKind, ...] = ("all-gather", "reduce-scatter", "all-
 MESSAGE = "message"
 SIZES = (2**12, 2**16, 2**20, 2**22)
 """Bytes of messages, of the whole over all ranks."""
-ROUNDS = 5
+ROUNDS = 9
 BLOCKS, SHARDED = 4, (2**16, 2**23)
 """Blocks that are sharded, and the bytes of each."""
 
@@ -65,19 +67,26 @@ class Communication(NamedTuple):
     processor: Mapping[CollectiveKind, Links]
     """See :class:`NodePool`."""
     sharding: Sharding = NO_SHARDING
+    """What sharded parameters take beside collectives."""
+    working: Sharding | None = None
+    """See :class:`NodePool`."""
 
     def on(self, cluster: Cluster) -> Cluster:
         """The cluster with these figures."""
         device = replace(cluster.device, sharding=self.sharding)
-        return cluster.linked(self.links).changed(device=device, collectives=self.collectives, processor=self.processor)
+        own = {"collectives": self.collectives, "processor": self.processor, "working": self.working}
+        return cluster.linked(self.links).changed(device=device, **own)
 
 
 def communication(device: torch.device, *, shards: bool = True) -> Communication:
-    """Measure links and, where ``shards``, what sharding costs processors. A collective of all ranks."""
-    reached = fit_communication(link_times(device))
+    """Measure links and, on processors, where ``shards``, what sharding takes. A collective of all ranks."""
+    reached, ranks = fit_communication(link_times(device)), dist.get_world_size()
     if device.type == "cuda" or not shards:
         return reached
-    return reached._replace(sharding=sharding(init_device_mesh("cpu", (dist.get_world_size(),))))
+    ring = reached.on(Cluster((NodePool(DEVICES["cpu"], 1, ranks, reached.links),), reached.links))
+    collectives = [[ring.collective(size, ranks, kind=kind) for kind in COLLECTIVES[:2]] for size in SHARDED]
+    taken, worked = shards_take(init_device_mesh("cpu", (ranks,)))
+    return reached._replace(sharding=_sharding(taken - collectives), working=_sharding(worked))
 
 
 def fit_communication(times: Sequence[LinkTime]) -> Communication:
@@ -107,40 +116,54 @@ def sharding(mesh: DeviceMesh) -> Sharding:
     Args:
         mesh: of one dimension, over which parameters are sharded.
     """
-    gather, scatter = np.array([_added(mesh, size) for size in SHARDED]).T / BLOCKS
-    sizes = np.diff(SHARDED)
+    return _sharding(shards_take(mesh)[1])
+
+
+def _sharding(seconds: Float64[np.ndarray, "sizes 2"]) -> Sharding:
+    """Of a block of each of the sizes that are measured, gathered and summed."""
     lines = []
-    for small, large in (gather, scatter):
-        slope = max(0.0, float((large - small) / sizes[0]))
-        lines.append(OwnWork(max(0.0, float(small) - slope * SHARDED[0]), slope))
+    for small, large in seconds.T.tolist():
+        slope = max(0.0, (large - small) / (SHARDED[1] - SHARDED[0]))
+        lines.append(OwnWork(max(0.0, small - slope * SHARDED[0]), slope))
     return Sharding(*lines)
 
 
-def _added(mesh: DeviceMesh, size: int) -> tuple[float, float]:
-    """Seconds that sharding blocks of so many bytes adds to a forward, and how much more to a backward."""
-    forwards, backwards = [], []
+def shards_take(mesh: DeviceMesh) -> Float64[np.ndarray, "2 sizes 2"]:
+    """Measure the seconds that sharding a block adds to its forward, and how much more to its backward.
+
+    A collective of the mesh, whose ranks all get the same. That of a forward is a gather; a backward gathers too.
+
+    Returns:
+        Of each of the sizes that are measured: seconds that pass, of the slowest rank; those of its thread alone.
+    """
+    added = torch.from_numpy(np.stack([_added(mesh, size) for size in SHARDED], axis=1) / BLOCKS)
+    dist.all_reduce(added, dist.ReduceOp.MAX, group=mesh.get_group())
+    return added.numpy()
+
+
+def _added(mesh: DeviceMesh, size: int) -> Float64[np.ndarray, "2 2"]:
+    """Seconds of all blocks of so many bytes, of both clocks: in a forward, and how much more in a backward."""
+    took = []
     for sharded in (False, True):
         blocks = nn.Sequential(*(_Block(size) for _ in range(BLOCKS)))
         for part in (*blocks, blocks) if sharded else ():
             fully_shard(part, mesh=mesh)
-        rounds = [_passes(blocks) for _ in range(ROUNDS + 1)][1:]
-        forward, backward = np.min(rounds, axis=0)
-        forwards.append(forward)
-        backwards.append(backward)
-    forward, backward = forwards[1] - forwards[0], backwards[1] - backwards[0]
-    return max(0.0, forward), max(0.0, backward - forward)
+        took.append(np.median([_passes(blocks, mesh) for _ in range(ROUNDS + 1)][1:], axis=0))
+    forward, backward = (took[1] - took[0]).T
+    return np.stack([forward, backward - forward], axis=1).clip(0.0)
 
 
-def _passes(blocks: nn.Module) -> tuple[float, float]:
-    """Seconds of a forward and of a backward."""
-    x, on = torch.zeros(1, requires_grad=True), torch.device("cpu")
-    begin = now(on)
+def _passes(blocks: nn.Module, mesh: DeviceMesh) -> Float64[np.ndarray, "2 2"]:
+    """Seconds of a forward and of a backward that pass, and those of this thread."""
+    x = torch.zeros(1, requires_grad=True)
+    dist.barrier(mesh.get_group())
+    times = [(time.perf_counter(), time.thread_time())]
     out = blocks(x)
-    middle = now(on)
+    times.append((time.perf_counter(), time.thread_time()))
     out.sum().backward()
-    end = now(on)
+    times.append((time.perf_counter(), time.thread_time()))
     blocks.zero_grad()
-    return middle - begin, end - middle
+    return np.diff(np.array(times), axis=0).T
 
 
 def clocked(device: torch.device, work: Callable[[], object]) -> float:
@@ -167,15 +190,19 @@ def _times(size: int, device: torch.device, group: dist.ProcessGroup | None) -> 
     ranks = dist.get_world_size(group)
     part = torch.zeros(size // 4 // ranks, device=device)
     whole = torch.zeros(len(part) * ranks, device=device)
+    gathered, summed = (
+        partial(dist.all_gather_into_tensor, group=group),
+        partial(dist.reduce_scatter_tensor, group=group),
+    )
     hops, received = ceil(log2(ranks)), (ranks - 1) / ranks * whole.nbytes
-    works: dict[str, tuple[Callable[[], object], float, float]] = {
-        "all-gather": (lambda: dist.all_gather_into_tensor(whole, part, group=group), hops, received),
-        "reduce-scatter": (lambda: dist.reduce_scatter_tensor(part, whole, group=group), hops, received),
+    works: dict[str, tuple[Callable[[], object], float, float]] = {  # into memory that is new, as in a step
+        "all-gather": (lambda: gathered(torch.empty_like(whole), part), hops, received),
+        "reduce-scatter": (lambda: summed(torch.empty_like(part), whole), hops, received),
         "all-reduce": (lambda: dist.all_reduce(whole, group=group), 2 * hops, 2 * received),
         MESSAGE: (lambda: _pass_on(whole, group), 1.0, whole.nbytes),
     }
     for kind, (work, latencies, own) in works.items():
-        seconds, processor = _least(device, work, group)
+        seconds, processor = _usual(device, work, group)
         yield LinkTime(kind, whole.nbytes, seconds, latencies, own, processor)
 
 
@@ -189,8 +216,8 @@ def _pass_on(rows: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         request.wait()
 
 
-def _least(device: torch.device, work: Callable[[], object], group: dist.ProcessGroup | None) -> tuple[float, float]:
-    """Seconds of the fastest round, on the slowest rank of each; and the least that a process works, on average."""
+def _usual(device: torch.device, work: Callable[[], object], group: dist.ProcessGroup | None) -> tuple[float, float]:
+    """Seconds of a round, on the slowest rank of each, and those that a process works, on average: both the median."""
     rounds, worked = torch.zeros(2, ROUNDS, device=device)
     for number in range(-1, ROUNDS):
         dist.barrier(group)
@@ -202,7 +229,7 @@ def _least(device: torch.device, work: Callable[[], object], group: dist.Process
             rounds[number], worked[number] = time.perf_counter() - begin, time.process_time() - busy
     dist.all_reduce(rounds, dist.ReduceOp.MAX, group=group)
     dist.all_reduce(worked, group=group)
-    return float(rounds.min()), float(worked.min()) / dist.get_world_size(group)
+    return float(rounds.median()), float(worked.median()) / dist.get_world_size(group)
 
 
 def fit_links(times: Sequence[LinkTime]) -> tuple[Links, Float64[np.ndarray, "times"]]:

@@ -37,6 +37,7 @@ def test_a_frozen_encoder_that_works_a_step_ahead_costs_less_still(schedule: str
 
 
 @pytest.mark.perf
+@pytest.mark.timeout(900)
 def test_real_steps_take_what_is_simulated(pool: Pool) -> None:
     for name, figures in filled_steps.main(["--rounds", "3"], pool).items():
         for measured, simulated in zip(figures["measured"], figures["simulated"], strict=True):

@@ -91,7 +91,7 @@ def together(rank: int, world: int) -> Communication:
 
 
 def test_what_ranks_measure_together_is_the_cluster_that_is_planned_for(pool: Pool) -> None:
-    """Their links, and what each works for shards."""
+    """Their links, what shards take, and what each works for them."""
     unknown = Cluster((NodePool(DEVICE, 1, 2, Links(1.0, 1.0)),), Links(1.0, 1.0))
     assert unknown.device.sharding == NO_SHARDING
     for found in pool.run(2, together):
@@ -99,6 +99,7 @@ def test_what_ranks_measure_together_is_the_cluster_that_is_planned_for(pool: Po
         work = cluster.device.sharding.gather
         assert 0 < work.per_block < 1 and 0 < work.per_byte < 1e-6
         assert cluster.device == replace(DEVICE, sharding=found.sharding)
+        assert cluster.worked_for().device == replace(DEVICE, sharding=found.working) != cluster.device
         links = found.collectives["all-gather"]
         assert cluster.collective(2**20, 2) == pytest.approx(links.latency + 2**19 / links.bandwidth)
 
