@@ -41,8 +41,8 @@ MOST_ROWS = 16384
 PARTS = (1 / 3, 1)
 """Rows of packings, of the most."""
 ROUNDS = (2, 5)
-"""Times that every packing is run, in turns, after one to warm up, at least and at most; the median counts, as a step is
-made of usual ones. Where seconds are few, packings as large as microbatches tell more than more rounds of small ones.
+"""Times that every packing is run, in turns, after one to warm up, at least and at most; the median counts, as a step
+has usual ones. Where seconds are few, packings as large as microbatches tell more than more rounds of small ones.
 """
 CACHES = 2**26
 """Bytes that are written before every measurement, more than caches hold."""

@@ -49,10 +49,9 @@ def test_errors_are_shares_of_what_was_measured() -> None:
 
 
 @pytest.mark.perf
-def test_layouts_are_ranked_as_measured_steps_rank_them(pool: Pool, tmp_path: Path) -> None:
-    """How long steps take is not predicted as well: see the benchmark's figures."""
+def test_steps_take_as_long_as_predicted(pool: Pool, tmp_path: Path) -> None:
     arguments = ["--only", "larger: ", "--seconds", "1", "--json", str(tmp_path / "figures.json")]
     found = predicted_steps.main(arguments, pool)
     assert len(found["layouts"]) == 15
-    assert found["rank correlation"] > 0.8
+    assert found["rank correlation"] > 0.9 and found["median error"] < 0.1
     assert (tmp_path / "figures.json").exists()
