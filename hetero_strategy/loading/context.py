@@ -22,6 +22,8 @@ class TrainingContext:
     """Of all modules; None: all of them are on this device, or no layouts are known yet."""
     placed_later: bool = False
     """The placement follows from the model, which does not exist yet."""
+    microbatches: int | None = None
+    """Of a step, as they were planned with the layouts."""
     row_multiple: Mapping[str, int] = field(default_factory=dict)
     """Modules whose rows per instance are padded to a multiple of this."""
     model: ModelContext = field(default_factory=ModelContext)

@@ -57,7 +57,7 @@ class MultimodalDataModule(L.LightningDataModule):
         global_batch_size: samples per optimizer step (per batch of an accumulation), over all ranks.
         eval_batch_size: the same for val, test and predict; default: ``global_batch_size``.
         microbatches: pieces of a global batch; ``auto``: as few as the first language model's ``balance.budget``
-            allows.
+            allows, or, without one, as many as ``HeteroStrategy(layouts="auto")`` plans.
         eval_microbatches: the same for val, test and predict; default: ``microbatches``, at most ``eval_batch_size``.
         encoder_microbatch_rows: encoders and generators with microbatches of their own: about this many rows inside
             the module per instance and microbatch, or ``equal``; others keep the step's. See `plan_step`.
@@ -268,7 +268,7 @@ class MultimodalDataModule(L.LightningDataModule):
             "language_models": self.language_models,
             "kinds": self.kinds,
             "global_batch_size": self.global_batch_size if training else self.eval_batch_size,
-            "microbatches": self.microbatches if training else self.eval_microbatches,
+            "microbatches": self._count_in(split, context.microbatches),
             "microbatch_rows": self.encoder_microbatch_rows,
             "balancing": self.balance.resolve(share.instances, context.model),
             "window": self.balance.window if training and not overfit else 1,
@@ -363,18 +363,26 @@ class MultimodalDataModule(L.LightningDataModule):
                 )
 
     def _count(self, name: str, given: int | str) -> int | None:
-        """Microbatches of a step; None: by budget."""
+        """Microbatches of a step; None: by budget, or as planned."""
         if isinstance(given, int):
             return given
         if given != "auto":
             raise ConfigError(f"MultimodalDataModule: {name} is {given!r}; use a number or 'auto'")
-        if self.language_models[0] not in self.balance.budget:
-            raise ConfigError(
-                f"MultimodalDataModule: {name}=auto follows from a budget, but balance.budget has none for"
-                f" '{self.language_models[0]}'; give budget={{{self.language_models[0]}:"
-                " <tokens of an instance in a microbatch>}"
-            )
         return None
+
+    def _count_in(self, split: Split, planned: int | None) -> int | None:
+        """Microbatches of a step of a split; None: by budget."""
+        training, first = split == "train", self.language_models[0]
+        count = self.microbatches if training else self.eval_microbatches
+        if count is not None or first in self.balance.budget:
+            return count
+        if planned is None:
+            raise ConfigError(
+                f"MultimodalDataModule: {'' if training else 'eval_'}microbatches=auto follows from a budget, but"
+                f" balance.budget has none for '{first}'; give budget={{{first}: <tokens of an instance in a"
+                " microbatch>}, a number of microbatches, or HeteroStrategy(layouts='auto'), which plans it"
+            )
+        return planned if training else min(planned, self.eval_batch_size)
 
 
 def _made(model: Any) -> MultimodalModel:

@@ -138,6 +138,7 @@ def planned(
         lines.append(f"memory: {of} predicted{options}")
     rank_zero_info(
         f"layouts='auto': {answer.considered} candidates, {len(answer.ranked)} simulated; schedule"
-        f" {scheduling.schedule}, {1e3 * answer.best.seconds:.3g} ms a step predicted\n  " + "\n  ".join(lines)
+        f" {scheduling.schedule}, {candidate.microbatches} microbatches,"
+        f" {1e3 * answer.best.seconds:.3g} ms a step predicted\n  " + "\n  ".join(lines)
     )
     return candidate

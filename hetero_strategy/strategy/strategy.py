@@ -155,6 +155,7 @@ class HeteroStrategy(WorldCollectives):
         self._multimodal: MultimodalModel | None = None
         self._runner: StepRunner | None = None
         self._assembled: Assembled | None = None
+        self._planned_microbatches: int | None = None
 
     # ---- what others may ask ---------------------------------------------------------------------------------------
 
@@ -184,6 +185,7 @@ class HeteroStrategy(WorldCollectives):
         made = self._assembled
         return replace(
             context,
+            microbatches=self._planned_microbatches,
             row_multiple=row_multiple(self._multimodal, self._placement.layouts),
             model=made.context,
             rank=self.global_rank,
@@ -293,6 +295,7 @@ class HeteroStrategy(WorldCollectives):
             self.recompute = self.recompute or dict(chosen.recompute)
             self._scheduling = self._scheduling.instead_of_auto(chosen.scheduling)
             self._placement = place(chosen.layouts, self.world_size)
+            self._planned_microbatches = chosen.microbatches if self._auto else None
         layouts = self._placement.layouts
         use_float8(self._float8, self._multimodal.modules_by_name, layouts, storage.compute, self.root_device)
         self._assembled = assembled = assemble(

@@ -34,7 +34,7 @@ class Job:
     """None: ``strategy="auto"`` on one device; ``auto``: HeteroStrategy plans them."""
     steps: int = 20
     batch: int = 12
-    microbatches: int = 2
+    microbatches: int | str = 2
     precision: str = "32-true"
     lm: str = "titan"
     """Kind of the language models; several kinds, with spaces between, for several of them."""

@@ -44,7 +44,7 @@ def train_with_cache(rank: int, world: int, job: Job, cache: str) -> Any:
 def test_what_is_planned_trains_as_one_process(pool: Pool, tmp_path: Path, given: dict[str, Any]) -> None:
     job = Job(str(data(tmp_path)), steps=2, precision="64-true")
     reference = train(job)
-    job = replace(job, layouts="auto", strategy=given)
+    job = replace(job, layouts="auto", microbatches="auto", strategy=given)  # no budget: their count is planned too
     cache = tmp_path.parent / "cache"  # of both jobs, whose model is the same
     results = pool.run(2, train_with_cache, job, str(cache), timeout=180)
     assert len(list((cache / "hetero_strategy" / "profiles").glob("*.json"))) == 1

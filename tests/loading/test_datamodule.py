@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,16 @@ def test_other_stages(digits: Path, tmp_path: Path) -> None:
     assert predicted == [0]  # type: ignore[comparison-overlap]
     no_val = MultimodalDataModule(digits / "train.json", tokenizer=digits, **READER, global_batch_size=30)
     assert len(fit(tmp_path, no_val, max_epochs=1).seen) == 2
+
+
+def test_microbatches_by_themselves_follow_from_a_budget_or_the_plan_of_layouts(digits: Path, tmp_path: Path) -> None:
+    module = data(digits, microbatches="auto", eval_batch_size=3)
+    with pytest.raises(ConfigError, match=r"microbatches=auto follows from a budget, but balance.budget has none for"):
+        fit(tmp_path, module, max_epochs=1)
+    module.trainer = placed(0, 1, llm=ModuleLayout((0,)), vision=ModuleLayout((0,)), audio=ModuleLayout((0,)))
+    module.trainer.strategy.context = replace(module.trainer.strategy.context, microbatches=4)
+    assert next(iter(module.train_dataloader())).plan.microbatches == 4
+    assert next(iter(module.val_dataloader())).plan.microbatches == 3  # of as many samples
 
 
 def placed(rank: int, world: int, **layouts: ModuleLayout) -> Any:
