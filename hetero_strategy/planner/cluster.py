@@ -35,7 +35,7 @@ NO_WORK = OwnWork()
 
 
 class Sharding(NamedTuple):
-    """Of parameters over data-parallel ranks, beside the collectives. Measured on processors only."""
+    """Of parameters over data-parallel ranks, besides the collectives."""
 
     gather: OwnWork = NO_WORK
     scatter: OwnWork = NO_WORK
@@ -56,7 +56,7 @@ class Device:
         attention: share of ``flops`` that attention reaches.
         launch: seconds of a block's forward that do not shrink with its rows: kernels begin and end.
         source: where the figures are from.
-        sharding: what sharded parameters take of it.
+        sharding: what sharded parameters take besides collectives; measured on processors only.
     """
 
     name: str
@@ -80,7 +80,7 @@ class NodePool:
             step then takes at least the work of all ranks of a node over its cores; None: each rank has its own device.
         collectives: links that rings of a node reach, by kind, where they were measured; others reach ``within``.
         processor: the same in seconds that a rank's processor works for them, whose links are no device of their own.
-        working: what it works for sharded parameters beside them; None: what these take.
+        working: what it works for sharded parameters besides; None: all that ``device.sharding`` says.
     """
 
     device: Device

@@ -45,7 +45,7 @@ ROUNDS = (2, 5)
 has usual ones. Where seconds are few, packings as large as microbatches tell more than more rounds of small ones.
 """
 CACHES = 2**26
-"""Bytes that are written before every measurement, more than caches hold."""
+"""Bytes that are written before every measurement, more than most caches hold."""
 SECONDS = 2.0
 """Of measuring a kind of block, about: it limits the rows of packings."""
 T = TypeVar("T")
