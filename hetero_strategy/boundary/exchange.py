@@ -51,7 +51,7 @@ def cross(transfer: Transfer, channel: Channel, rows: torch.Tensor) -> torch.Ten
     packed = index.pack(transfer)
     transport = Transport([(channel, packed)], torch.from_numpy(index.array()).to(channel.device))
     transport.give(0, rows)
-    transport.start([0])
+    transport.start([[0]])
     moved = transport.take(0)
     transport.drain()
     return moved

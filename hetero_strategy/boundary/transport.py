@@ -7,7 +7,7 @@ agree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -92,10 +92,12 @@ class Transport:
         if transfer.first.sends or transfer.local[0].size:
             self._given[number] = rows.to(channel.dtype).contiguous()
 
-    def start(self, numbers: Sequence[int]) -> None:
-        """Start the first hop of transfers of one channel, as one batch of messages."""
-        self._let_go()
-        self._start(numbers, first=True)
+    def start(self, batches: Collection[Sequence[int]]) -> None:
+        """Start the first hop of transfers, in batches of messages of one channel each."""
+        if batches:
+            self._let_go()
+        for numbers in batches:
+            self._start(numbers, first=True)
 
     def take(self, number: int, add_to: torch.Tensor | None = None) -> torch.Tensor:
         """Wait for the rows ``[outputs, width]``, zero where nothing arrives; or add them to ``add_to`` in place."""

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.layers import fed_by_trainable
 from hetero_strategy.planner.times import NOTHING, BlockSeconds, Line, ModuleSeconds
 from hetero_strategy.profiling.activations import inputs_of, trainable, unit_of
-from hetero_strategy.profiling.device import now
+from hetero_strategy.profiling.device import T, clocked
 from hetero_strategy.runtime import backward
 
 MOST_ROWS = 16384
@@ -48,7 +48,6 @@ CACHES = 2**26
 """Bytes that are written before every measurement, more than most caches hold."""
 SECONDS = 2.0
 """Of measuring a kind of block, about: it limits the rows of packings."""
-T = TypeVar("T")
 Progress = Callable[[int, int, str], None]
 """(kinds of blocks measured, kinds to measure, what is next)."""
 
@@ -219,9 +218,7 @@ class _Block:
         rows = min(256.0, float(self.lengths.sum()))
         probe = self._run(np.resize(self.lengths, max(1, round(rows / self.lengths.mean()))))
         for _ in range(2):
-            begin = now(self.device)
-            self._seconds(probe)
-            spent = now(self.device) - begin
+            spent, _ = clocked(self.device, lambda: self._seconds(probe))
         affordable = budget / (3 * sum(PARTS)) * probe.inputs.packing.rows / spent  # in a single round
         most = min(float(MOST_ROWS), float(self.lengths.sum()), affordable / (1 + ROUNDS[0]))
         return most, max(ROUNDS[0], min(int(affordable / most) - 1, ROUNDS[1]))
@@ -269,9 +266,7 @@ class _Block:
     def _clocked(self, work: Callable[[], T]) -> tuple[float, T]:
         """Seconds of it, and what it returns; no cache holds its weights, as where other blocks ran before."""
         self.cold.zero_()
-        begin = now(self.device)
-        made = work()
-        return now(self.device) - begin, made
+        return clocked(self.device, work)
 
     def _forward(self, run: _Run, differentiable: bool) -> backward.Roots:
         with torch.set_grad_enabled(differentiable):

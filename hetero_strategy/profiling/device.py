@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil, log2
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from hetero_strategy.planner.hardware import DEVICES
 from hetero_strategy.planner.times import ADAM_BYTES
 from hetero_strategy.simulator.links import Links
 
+T = TypeVar("T")
 PARAMETERS, TENSORS = 2**20, 16
 """That an optimizer steps on, and in how many tensors they are."""
 COLLECTIVES: tuple[CollectiveKind, ...] = ("all-gather", "reduce-scatter", "all-reduce")
@@ -54,7 +55,7 @@ def with_optimizer(device: Device, on: torch.device) -> Device:
     for tensor in tensors:
         tensor.grad = torch.ones_like(tensor)
     optimizer = torch.optim.AdamW(tensors, fused=True)
-    seconds = min(clocked(on, optimizer.step) for _ in range(ROUNDS))
+    seconds = min(clocked(on, optimizer.step)[0] for _ in range(ROUNDS))
     return replace(device, memory_bandwidth=ADAM_BYTES * PARAMETERS / seconds)
 
 
@@ -166,15 +167,14 @@ def _passes(blocks: nn.Module, mesh: DeviceMesh) -> Float64[np.ndarray, "2 2"]:
     return np.diff(np.array(times), axis=0).T
 
 
-def clocked(device: torch.device, work: Callable[[], object]) -> float:
-    """Seconds of the device, on the CPU of this thread alone: what other processes do is not counted."""
-    begin = now(device)
-    work()
-    return now(device) - begin
+def clocked(device: torch.device, work: Callable[[], T]) -> tuple[float, T]:
+    """Seconds of the device, on the CPU of this thread alone, as others do not count; and what it makes."""
+    begin = _now(device)
+    made = work()
+    return _now(device) - begin, made
 
 
-def now(device: torch.device) -> float:
-    """The clock of :func:`clocked`."""
+def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return time.perf_counter()

@@ -124,16 +124,14 @@ class Executor:
         step = self.running = _Step(self, batch, batch.program, transport, factors or {}, call)
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         with random_state_kept(self.device), self.recorder.step(batch.plan, train=train):
-            for together in batch.program.starts:
-                transport.start(together)
+            transport.start(batch.program.starts)
             for action in batch.program.actions:
                 if profiled:
                     with record_function(str(action.action)):
                         step.run(action)
                 else:
                     step.run(action)
-                for together in action.starts:
-                    transport.start(together)
+                transport.start(action.starts)
             for finish in step.sums_under_way:
                 finish()
             if train:

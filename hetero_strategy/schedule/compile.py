@@ -44,7 +44,7 @@ StageEdge = tuple[StageId, StageId]
 NO_INDEX = np.zeros(0, dtype=np.int64)
 
 
-Batch = tuple[int, ...]
+TransferBatch = tuple[int, ...]
 """Numbers of transfers of one channel that start together."""
 
 
@@ -75,7 +75,7 @@ class RankAction(NamedTuple):
     (B and I; None where nobody needs it)."""
     frees: tuple[int, ...] = ()
     """Transfers that are known to have arrived once ``reads`` have."""
-    starts: tuple[Batch, ...] = ()
+    starts: tuple[TransferBatch, ...] = ()
     """Transfers that start after it, before the next action."""
     last: bool = False
     """No later action of its stage makes gradients of weights."""
@@ -88,7 +88,7 @@ class StepProgram:
     train: bool
     actions: tuple[RankAction, ...]
     transfers: tuple[RankTransfer, ...]
-    starts: tuple[Batch, ...] = ()
+    starts: tuple[TransferBatch, ...] = ()
     """Transfers that start before the first action."""
     index: Int64[np.ndarray, "rows"] = field(default_factory=lambda: NO_INDEX, compare=False)
     """The row numbers that :class:`Rows` of all transfers point to."""
@@ -156,7 +156,7 @@ class _Compiler:
     def run(self) -> StepProgram:
         listed = set(self.schedule.of(self.rank))
         actions: list[RankAction] = []
-        starts: list[list[Batch]] = [[]]
+        starts: list[list[TransferBatch]] = [[]]
         last: dict[StageId, int] = {}
         for action in self.schedule.starts:
             if action.node not in self.near:
@@ -208,7 +208,7 @@ class _Compiler:
         first = self.transfers[number].transfer.first
         return bool(first.sends or first.receives)
 
-    def batches(self, numbers: Iterable[int]) -> list[Batch]:
+    def batches(self, numbers: Iterable[int]) -> list[TransferBatch]:
         """What one action makes, edge by edge."""
         found: dict[int, list[int]] = {}
         for number in numbers:

@@ -100,7 +100,7 @@ def in_order(rank: int, world: int, target: str, calls: str, adds: bool) -> tupl
                 found[number] = made.take(number, base if adds else None)
                 assert not adds or found[number] is base
         if call == "S":
-            made.start([*map(int, numbers)])
+            made.start([[*map(int, numbers)]])
     made.drain()
     assert not (made._given or made._arriving or made._sent), "buffers of a transfer that is over are kept"
     return found[0], found[1]

@@ -23,7 +23,7 @@ from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan
 from hetero_strategy.schedule.action import Schedule, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
-from hetero_strategy.schedule.compile import Batch, StepProgram, compile_step
+from hetero_strategy.schedule.compile import StepProgram, TransferBatch, compile_step
 from hetero_strategy.schedule.graph import stage_graph, work_of
 from hetero_strategy.schedule.policies import schedules
 
@@ -95,7 +95,7 @@ def events(program: StepProgram, rank: int) -> list[Event]:
                     found[place].add((*name, *way))
         return [(what, frozenset(messages)) for messages in found]
 
-    def started(batches: Sequence[Batch]) -> list[Event]:
+    def started(batches: Sequence[TransferBatch]) -> list[Event]:
         return [event for batch in batches for event in rounds("start", batch, 0)]
 
     found = started(program.starts)
@@ -167,12 +167,12 @@ def test_no_step_holds_up_hosts_for_ever(schedule: str, data: st.DataObject) -> 
         assert [k for k, one in enumerate(program.actions) if one.last] == sorted(final.values())
 
 
-def every_start(program: StepProgram) -> list[tuple[Batch, ...]]:
+def every_start(program: StepProgram) -> list[tuple[TransferBatch, ...]]:
     """Batches that start before the first action, and after each."""
     return [program.starts, *(one.starts for one in program.actions)]
 
 
-def restarted(program: StepProgram, starts: Sequence[Iterable[Batch]]) -> StepProgram:
+def restarted(program: StepProgram, starts: Sequence[Iterable[TransferBatch]]) -> StepProgram:
     """The program with other batches, as :func:`every_start` lists them."""
     first, *others = map(tuple, starts)
     actions = [one._replace(starts=own) for one, own in zip(program.actions, others, strict=True)]
