@@ -35,6 +35,7 @@ from hetero_strategy.strategy.precision import storage_of
 from recipes import cli
 from recipes.layout_file import write_layout
 from recipes.lit import LitMultimodal
+from recipes.terminal import seconds
 
 WORTH = 1.1
 """Predicted seconds over those of a better plan from which on it is named, or more: as far as the run's own step took
@@ -139,17 +140,8 @@ def again_with(file: Path) -> str:
 def as_it_ran(strategy: HeteroStrategy, ran: MeasuredAndSimulated) -> Candidate:
     """The run's own plan."""
     config, executor = strategy.executor.compiler.config, strategy.executor
-    return Candidate(
-        config.uncut(ran.stages.layouts),
-        executor.recorder.last[-1].plan.microbatches,
-        config.schedule,
-        strategy.recompute,
-        config.reshard_after_forward,
-        config.fill,
-        config.pieces,
-        config.prefetch,
-        strategy.offload,
-    )
+    count = executor.recorder.last[-1].plan.microbatches
+    return Candidate.of_run(config, ran.stages.layouts, count, strategy.recompute, strategy.offload)
 
 
 def _planner(
@@ -169,6 +161,8 @@ def _planner(
     if together is not None:
         cluster = together.on(cluster)
     bounds = ScheduleConfig(max_in_flight=strategy.executor.compiler.config.max_in_flight)
+    batches = trainer.accumulate_grad_batches
+    given = Given(offload=strategy.offload, compile=strategy.compile, accumulated=batches)
     planner = Planner(
         shape,
         cluster,
@@ -177,17 +171,17 @@ def _planner(
         balance=data.balance,
         precision=precision,
         measured=ran.stages.modules(shape, cluster, precision),
-        allowed=Allowed.beside(bounds, Given(offload=strategy.offload, compile=strategy.compile), data.payload),
+        allowed=Allowed.beside(bounds, given, data.payload),
     )
-    return planner, None if on_processors else lambda: memory_model(model.train(), shape, cluster, precision)
+    return planner, None if on_processors else lambda: memory_model(model.train(), shape, cluster, precision, given)
 
 
 def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     """For a person."""
     if why := found.get("why_not"):
         return [("layouts", f"not compared with others: {why}")]
-    step, best = (_shown(found[f"{name}_seconds"]) for name in ("predicted", "best"))
-    measured = f"{_shown(found['measured_seconds'])} measured"
+    step, best = (seconds(found[f"{name}_seconds"]) for name in ("predicted", "best"))
+    measured = f"{seconds(found['measured_seconds'])} measured"
     now = f"a step of these takes {step} predicted from what its stages took ({measured})"
     among = f"of {found['simulated']} others simulated in {found['took']:.0f} s"
     if found["layout"] is None:
@@ -197,7 +191,3 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("layouts", f"{now}; the best {among} takes {best}, {gain:.2f} times as fast: {'; '.join(found['layouts'])}"),
         ("try them", found["command"]),
     ]
-
-
-def _shown(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -40,11 +40,13 @@ from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
 from hetero_strategy.planner.variants import Allowed
 from hetero_strategy.profiling.activations import DTYPES
 from hetero_strategy.profiling.cache import memory_model, profile_on
+from hetero_strategy.runtime.memory import size
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.dry_run import dry_run
 from recipes import build, cli
 from recipes.dry_run import report
 from recipes.layout_file import write_layout
+from recipes.terminal import seconds
 
 SHOWN = 8
 AGAIN = 4
@@ -87,8 +89,7 @@ def plan(cfg: DictConfig) -> None:
         measured=measured,
         allowed=allowed(cfg),
     )
-    again = planner.estimates.given.recompute
-    memory = cache(lambda: memory_model(model.train(), shape, cluster, precision(cfg), again))
+    memory = cache(lambda: memory_model(model.train(), shape, cluster, precision(cfg), planner.estimates.given))
     answer = search(planner, console, memory)
     evaluator = planner.evaluator
     assert answer.best.memory is not None
@@ -192,8 +193,12 @@ def allowed(cfg: DictConfig) -> Allowed:
     """What a run's other options leave to the plan, whose file says schedule, fill and layouts itself, and keeps to."""
     said = cfg.strategy
     payload = str(cfg.data.module.get("payload", "fetch")) if "module" in cfg.data else "fetch"
-    asked = ScheduleConfig("auto", said.max_in_flight or {}, pieces=said.pieces or {}, prefetch=said.prefetch or {})
-    given = Given(recomputes(said.recompute), offloads(said.offload), compiles(said.compile))
+    resharded = str(said.reshard_after_forward)
+    asked = ScheduleConfig(
+        "auto", said.max_in_flight or {}, resharded, pieces=said.pieces or {}, prefetch=said.prefetch or {}
+    )
+    batches = int(cfg.trainer.get("accumulate_grad_batches") or 1)
+    given = Given(recomputes(said.recompute), offloads(said.offload), compiles(said.compile), batches)
     return Allowed.beside(asked, given, payload)
 
 
@@ -366,16 +371,6 @@ def one_more_node(
 def said(answer: Answer, planner: Planner) -> str:
     """What the layout file says of itself."""
     return f"planned for {planner.evaluator.cluster}: {seconds(answer.best.seconds)} a step predicted"
-
-
-def size(value: float) -> str:
-    """Bytes for a person."""
-    return f"{value / 2**30:.3g} GiB" if value >= 2**30 else f"{value / 2**20:.3g} MiB"
-
-
-def seconds(value: float) -> str:
-    """For a person."""
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
 
 
 @hydra.main(version_base=None, config_path=cli.CONF, config_name="plan")

@@ -111,3 +111,8 @@ def _draw_file(axes: list[Any], path: Path) -> None:
     else:
         with Image.open(path) as image:
             axes[0].imshow(np.asarray(image.convert("RGB")))
+
+
+def seconds(value: float) -> str:
+    """For a person."""
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"

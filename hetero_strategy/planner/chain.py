@@ -8,6 +8,7 @@ arXiv:2408.03505, section 5.1, "Megatron-LM balanced").
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -87,6 +88,30 @@ def propose_chain(
         slowest = np.add.reduceat(blocks, starts).max() + microbatches * fixed / given.pp
         return float(slowest * later + through + waits), Chain(given, _stages(shape, counts))
     return None
+
+
+def moved(shape: ModelShape, layouts: Mapping[str, ModuleLayout]) -> Iterator[dict[str, ModuleLayout]]:
+    """One pipeline through all modules with one block more on a rank and one less on a neighbour, also of another
+    module; nothing where that is not what the layouts are.
+    """
+    first = layouts[next(iter(shape.modules))]
+    if any(layout.split is None for layout in layouts.values()):
+        return
+    ranks = sorted({rank for layout in layouts.values() for rank in layout.ranks})
+    counts = np.zeros(len(ranks) // (first.tp * first.dp), np.int64)
+    degrees = Degrees(first.tp, len(counts), first.dp_replicate, first.dp_shard)
+    for name, module in shape.modules.items():
+        begin, split = ranks.index(layouts[name].ranks[0]) // (first.tp * first.dp), layouts[name].split or ()
+        counts[begin : begin + len(split)] += split[: len(counts) - begin] if module.has_blocks else 1
+    if counts.sum() != sum(m.blocks for m in shape.modules.values()) or not counts.all():
+        return
+    if Chain(degrees, _stages(shape, counts)).layouts(ranks) == dict(layouts):
+        for border, more in product(range(len(counts) - 1), (1, -1)):
+            other = counts.copy()
+            other[border] += more
+            other[border + 1] -= more
+            if other.all():
+                yield Chain(degrees, _stages(shape, other)).layouts(ranks)
 
 
 def _stages(shape: ModelShape, counts: np.ndarray) -> dict[str, tuple[int, tuple[int, ...]]]:

@@ -14,6 +14,7 @@ from jaxtyping import Float64
 
 from hetero_strategy import ragged
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.given import Given
@@ -58,7 +59,7 @@ class Estimates:
     Args:
         batches: global batches of which the mean counts.
         measured: seconds of modules' blocks; others follow from FLOPs.
-        given: options of blocks that a person gave.
+        given: options that a person gave.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class Estimates:
         """Bytes of a device that a plan may use."""
         self.kept = 1.0
         """Activations that blocks keep over those of the formula; what measures them says it."""
+        self._states = 3 + (given.accumulated > 1)
+        """Numbers per parameter that trains: itself, Adam's two, and a gradient of the batches before."""
         self._fed = shape.fed_by_trainable()
         self._sizes = {name: _sizes(shape.modules[name], name, batches) for name in shape.modules}
         self._totals = {n: (float(m.parameters.sum()), float(m.trained.sum())) for n, m in shape.modules.items()}
@@ -189,18 +192,22 @@ class Estimates:
         forward, backward = share * hidden, (1 - share) * hidden
         return microbatches * (max(0.0, gather - forward) + max(0.0, gather + scatter + replicas - backward))
 
-    def held(self, module: str, degrees: Degrees) -> float:
-        """Bytes per rank of parameters, gradients and Adam's states; what a rank holds is not less."""
-        parameters, trained, _ = self._numbers(module, degrees)
-        return self.holds(parameters, trained, degrees)
+    def held(self, module: str, degrees: Degrees, whole: bool = False) -> float:
+        """Bytes per rank of parameters, gradients and Adam's states; what a rank holds is not less.
 
-    def holds(self, parameters: float, trained: float, degrees: Degrees) -> float:
+        Args:
+            whole: parameters are gathered once per step, also where they would not be by default.
+        """
+        parameters, trained, _ = self._numbers(module, degrees)
+        return self.holds(parameters, trained, degrees, whole)
+
+    def holds(self, parameters: float, trained: float, degrees: Degrees, whole: bool = False) -> float:
         """Likewise of so many parameters of one tensor-parallel and pipeline rank, its shards together."""
         size = self._precision
-        shards = (3 * size.master * trained + size.compute * (parameters - trained)) / degrees.dp_shard
+        shards = (self._states * size.master * trained + size.compute * (parameters - trained)) / degrees.dp_shard
         copied = degrees.dp_shard > 1 or size.compute != size.master
-        whole = size.compute * parameters * copied + size.master * trained
-        return shards + (whole if degrees.once else size.master * trained / degrees.dp_shard)
+        gathered = size.compute * parameters * copied + size.master * trained
+        return shards + (gathered if whole or degrees.once else size.master * trained / degrees.dp_shard)
 
     def waits(
         self, parameters: float, trained: float, blocks: float, degrees: Degrees, before: float, after: float
@@ -224,20 +231,25 @@ class Estimates:
         parameters, trained = self._totals[module]
         return parameters / parts, trained / parts, self._shape.modules[module].blocks / degrees.pp
 
-    def activations(self, module: str, degrees: Degrees, microbatches: int) -> float:
+    def activations(self, module: str, degrees: Degrees, microbatches: int, again: Recompute | None = None) -> float:
         """Bytes per rank that backward needs: one microbatch of all blocks, since a pipeline of n ranks holds n; of its
         own blocks where they run again as a whole.
+
+        Args:
+            again: what runs again; None: what the degrees and a person say.
         """
         shape = self._shape.modules[module]
         rows = self._sizes[module].rows / (degrees.dp * microbatches)
-        how = self.given.recomputed(module, degrees.recomputed and shape.has_blocks)
+        how = again or self.given.recomputed(module, degrees.recomputed and shape.has_blocks)
         parts = degrees.tp * (degrees.pp if how is not None and how.whole else 1)
-        saved = self.kept * self._saved[module, degrees.recomputed]
-        return saved * rows * self._precision.compute / parts
+        saved = shape.saved(again, self.given.offload.get(module)) if again else self._saved[module, degrees.recomputed]
+        return self.kept * saved * rows * self._precision.compute / parts
 
-    def bytes(self, module: str, degrees: Degrees, microbatches: int) -> float:
+    def bytes(
+        self, module: str, degrees: Degrees, microbatches: int, whole: bool = False, again: Recompute | None = None
+    ) -> float:
         """:meth:`held` and :meth:`activations`."""
-        return self.held(module, degrees) + self.activations(module, degrees, microbatches)
+        return self.held(module, degrees, whole) + self.activations(module, degrees, microbatches, again)
 
     def fitting(self, module: str, degrees: Degrees, microbatches: int) -> Degrees | None:
         """These degrees, recomputed if the activations would not fit otherwise; None: they do not even then."""
@@ -259,7 +271,7 @@ class Estimates:
             instances: of a pipelined module, which is gathered once per step; None: it is gathered block by block.
         """
         size, (parameters, trained) = self._precision, self._totals[module]
-        held = 3 * size.master * trained + size.compute * (parameters - trained)
+        held = self._states * size.master * trained + size.compute * (parameters - trained)
         if instances is None:
             held += size.master * trained
         else:

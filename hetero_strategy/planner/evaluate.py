@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -62,6 +62,21 @@ class Candidate:
     prefetch: Mapping[str, int] = field(default_factory=dict)
     offload: Mapping[str, Offload] = field(default_factory=dict)
 
+    @classmethod
+    def of_run(
+        cls,
+        config: ScheduleConfig,
+        layouts: Mapping[str, ModuleLayout],
+        microbatches: int,
+        recompute: Mapping[str, Recompute],
+        offload: Mapping[str, Offload],
+    ) -> Candidate:
+        """What a run does, whose layouts are as it resolved them."""
+        return cls(
+            config.uncut(layouts), microbatches, config.schedule, recompute, config.reshard_after_forward, config.fill,
+            config.pieces, config.prefetch, offload,
+        )  # fmt: skip
+
     @property
     def scheduling(self) -> ScheduleConfig:
         """How its steps are scheduled."""
@@ -118,6 +133,7 @@ class Evaluator:
         balance: how their work is spread.
         overlap: which collectives run beside compute.
         measured: seconds of modules' blocks; others follow from FLOPs.
+        accumulated: global batches of an optimizer step.
     """
 
     def __init__(
@@ -130,10 +146,15 @@ class Evaluator:
         precision: Precision = MIXED,
         overlap: Overlap = OURS,
         measured: Mapping[str, ModuleSeconds] = MappingProxyType({}),
+        accumulated: int = 1,
     ) -> None:
         self.shape, self.cluster, self.batches = shape, cluster, tuple(batches)
-        self.precision, self.overlap, self.measured = precision, overlap, measured
+        self.precision, self._measured = precision, measured
         self._balance = balance or BalanceConfig()
+        given: Any = {"precision": precision, "overlap": overlap, "accumulated": accumulated}
+        self._times: Callable[..., list[StageTimes]] = partial(module_times, **given)
+        self.on = partial(Evaluator, shape, batches=batches, balance=balance, measured=measured, **given)
+        """The same on another ``cluster``."""
         self._fed = shape.fed_by_trainable()
         self.lengths = {name: self._length(name) for name in shape.modules}
         """Module -> rows of a unit inside it, weighted by rows: those of the unit that a row is in, on average."""
@@ -161,16 +182,14 @@ class Evaluator:
             layouts[name] = layout = self._with_split(module, asked[name], share, self._fed[name], self.lengths[name])
             casting = casts and bool(module.trained.any())
             once = scheduling.gathered_once(layout, casts=casting, apart=name in {*apart, *scheduling.prefetch})
-            stages = module_times(
+            stages = self._times(
                 module,
                 layout,
                 self.cluster.on(layout.ranks),
                 fed=self._fed[name],
                 recomputed=share,
                 once=once,
-                precision=self.precision,
-                overlap=self.overlap,
-                measured=self.measured.get(name),
+                measured=self._measured.get(name),
             )
             times |= {StageId(name, i): stage for i, stage in enumerate(stages)}
             assert layout.split is not None
@@ -271,8 +290,7 @@ class Evaluator:
     @cached_property
     def _working(self) -> Evaluator:
         """With the work for collectives in place of what they take."""
-        given: Any = {"precision": self.precision, "overlap": self.overlap, "measured": self.measured}
-        return Evaluator(self.shape, self.cluster.worked_for(), self.batches, balance=self._balance, **given)
+        return self.on(cluster=self.cluster.worked_for())
 
     def _plan(self, placed: Placed, metadata: StepMetadata, microbatches: int) -> StepPlan:
         instances = placed.placement.instances()

@@ -23,16 +23,7 @@ class ExposedCollectives:
     """
 
     def __init__(self, evaluator: Evaluator, step: Step) -> None:
-        links = Links()
-        cluster = evaluator.cluster.linked(links)
-        free = Evaluator(
-            evaluator.shape,
-            cluster,
-            evaluator.batches,
-            precision=evaluator.precision,
-            overlap=evaluator.overlap,
-            measured=evaluator.measured,
-        )
+        free = evaluator.on(cluster=evaluator.cluster.linked(Links()))
         placed, plan = step.placed, step.plan
         whole_weights = {node: replace(times, once=True) for node, times in placed.times.items()}
         self._times = placed.times

@@ -67,10 +67,10 @@ class Measured:
             return cls(layouts, data["recomputed"], stages)
         except FileNotFoundError:
             raise ConfigError(
-                f"{file} is missing: a run with monitor.timeline=true writes it at the end of training"
+                f"{file} is missing: a run writes it at the end of training (TimelineMonitor), once it has made steps"
             ) from None
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{file} is damaged ({error!r}); train again with monitor.timeline=true") from error
+            raise ConfigError(f"{file} is damaged ({error!r}); train again") from error
 
     def modules(self, shape: ModelShape, cluster: Cluster, precision: Precision) -> dict[str, ModuleSeconds]:
         """Seconds of the blocks of every module that ran.

@@ -1,9 +1,10 @@
-"""What a person says of the memory of modules' blocks, to which a plan keeps. Pure."""
+"""What a person says of a run, to which a plan keeps. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from hetero_strategy.parallelize.offload import Offload, check_offload, refusal
 from hetero_strategy.parallelize.per_module import check_blocks
@@ -13,7 +14,7 @@ from hetero_strategy.planner.shape import ModelShape
 
 @dataclass(frozen=True)
 class Given:
-    """Options of blocks that every candidate has."""
+    """Options that every candidate has."""
 
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
     """What runs again; empty: the plan chooses."""
@@ -21,6 +22,8 @@ class Given:
     """What is in host memory between forward and backward."""
     compile: Collection[str] = ()
     """Modules whose blocks are compiled."""
+    accumulated: int = 1
+    """Global batches of an optimizer step."""
 
     def check(self, shape: ModelShape) -> None:
         """Refuse what no layout can run.
@@ -47,5 +50,9 @@ class Given:
     def __str__(self) -> str:
         """As a person says it, after what is said of a plan; empty: nothing is given."""
         options = {"recompute": self.recompute, "offload": self.offload}
-        said = {option: {name: str(how) for name, how in of.items()} for option, of in options.items() if of}
+        said: dict[str, Any] = {
+            option: {name: str(how) for name, how in of.items()} for option, of in options.items() if of
+        }
+        if self.accumulated > 1:
+            said["accumulate_grad_batches"] = self.accumulated
         return ", with " + " and ".join(f"{option}={of}" for option, of in said.items()) if said else ""

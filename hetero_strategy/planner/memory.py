@@ -122,6 +122,8 @@ class MemoryModel:
     activations: Mapping[str, Activations]
     precision: Precision = MIXED
     allocator: Allocator = CPU
+    accumulates: bool = False
+    """Gradients of batches before are there throughout, as where an optimizer step has several."""
 
     def of(self, step: Step) -> Memory:
         """Memory of one step on every rank."""
@@ -132,7 +134,8 @@ class MemoryModel:
         changes = Changes(KINDS, list(graph.stages), graph)
         for stage_id, stage in graph.stages.items():
             size = sizes[stage_id]
-            for kind, amount in (("masters", size.masters), ("optimizer", size.optimizer)):
+            kept = size.sharded * self.accumulates
+            for kind, amount in (("masters", size.masters), ("optimizer", size.optimizer), ("gradients", kept)):
                 changes.add(-1, stage_id, kind, np.full(len(stage.grid), amount))
         self._payload(step, changes)
         early = self._rows_ahead(step)
@@ -151,7 +154,7 @@ class MemoryModel:
         for stage_id, stage in placed.graph.stages.items():
             size = self._sizes(placed, stage_id)
             ranks = stage.grid.ravel()
-            fixed[ranks] += size.masters + size.optimizer
+            fixed[ranks] += size.masters + size.optimizer + size.sharded * self.accumulates
             trains = placed.graph.stages[stage_id].trains
             once = float(size.gathered.sum()) if size.once else 0.0
             most[ranks] = np.maximum(most[ranks], once + (float(size.summed.sum()) if trains else 0.0))

@@ -59,7 +59,7 @@ class Proposal(NamedTuple):
     chain: Chain | None = None
     """One pipeline through all modules; ``degrees`` are those of the whole then."""
     given: Given = Given()
-    """Options of blocks that a person gave."""
+    """Options that a person gave."""
 
     @property
     def homogeneous(self) -> bool:

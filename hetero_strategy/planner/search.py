@@ -23,6 +23,7 @@ from hetero_strategy.planner.evaluate import Candidate, Evaluator, share
 from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.planner.propose import Proposal, Proposer
 from hetero_strategy.planner.shape import ModelShape
+from hetero_strategy.planner.space import Degrees
 from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
 from hetero_strategy.planner.variants import Allowed, Variants
 
@@ -138,9 +139,10 @@ class Planner:
         self._with = partial(
             Planner, shape, batches=batches, microbatches=microbatches, balance=balance, allowed=allowed, **given
         )
-        self.evaluator = Evaluator(shape, cluster, batches, balance=balance, **given)
+        accumulated = allowed.given.accumulated
+        self.evaluator = Evaluator(shape, cluster, batches, balance=balance, accumulated=accumulated, **given)
         self.estimates = Estimates(shape, cluster, batches, given=allowed.given, **given)
-        self.variants = Variants(self.evaluator, allowed)
+        self.variants = Variants(self.evaluator, allowed, self._fits)
         self._simulations = simulations
         self.proposer = Proposer(shape, self.estimates, batches, microbatches)
 
@@ -188,19 +190,37 @@ class Planner:
                     least[kind] = min(least.get(kind, inf), ranked[-1].seconds / proposal.seconds)
             if progress is not None:
                 progress(i + 1, len(chosen), min((r.seconds for r in ranked), default=0.0))
-        self._vary(self.variants.schedules, ranked, end)
+        few = VARIED / 4
+        self._vary(self.variants.schedules, ranked, end, most=VARIED + self._left(ranked))
         for _ in range(CUTS):
+            most = few + self._left(ranked)
             self._vary(
-                self.variants.cuts,
-                ranked,
-                end,
-                most=VARIED / 4,
-                behind=lambda one: self.variants.most_cut(one.candidate),
+                self.variants.cuts, ranked, end, most=most, behind=lambda one: self.variants.most_cut(one.candidate)
             )
-        self._vary(self.variants.fills, ranked, end, most=VARIED / 4, behind=lambda one: RETRIED)
+        self._vary(self.variants.schedules, ranked, end, most=few)
+        self._vary(self.variants.fills, ranked, end, most=few + self._left(ranked))
+        self._vary(self.variants.whole, ranked, end, most=few + self._left(ranked))
+        for _ in self.evaluator.shape.modules:
+            self._vary(self.variants.partly, ranked, end, most=few)
         self._vary(self.variants.ahead, ranked, end, WORTH_ROWS)
         ranked.sort(key=lambda r: r.seconds)
         return Answer(tuple(ranked), len(proposals)) if model is None else self._fitting(ranked, len(proposals), model)
+
+    def _left(self, ranked: Sequence[Ranked]) -> float:
+        """Simulations that may be made besides, where there were few proposals."""
+        return max(0.0, self._simulations - sum(one.share for one in ranked))
+
+    def _fits(self, candidate: Candidate) -> bool:
+        """Whether there is memory for a candidate by the formula, and a run takes it."""
+        needed, given = np.zeros(self.evaluator.cluster.ranks), self.estimates.given
+        for name, layout in candidate.layouts.items():
+            again = candidate.recompute.get(name)
+            if again is not None and not given.recompute and not given.allows(name, layout.tp, True):
+                return False
+            degrees, whole = Degrees.of(layout, again is not None), candidate.reshard_after_forward == "never"
+            on = self.estimates.on(layout.ranks)
+            needed[[*layout.ranks]] += on.bytes(name, degrees, candidate.microbatches, whole, again)
+        return bool((needed <= self.room).all())
 
     @property
     def room(self) -> Float64[np.ndarray, "ranks"]:

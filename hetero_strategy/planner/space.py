@@ -28,6 +28,11 @@ class Degrees(NamedTuple):
     recomputed: bool = False
     """Whether its blocks run again in backward."""
 
+    @classmethod
+    def of(cls, layout: ModuleLayout, recomputed: bool) -> Degrees:
+        """Of a resolved layout."""
+        return cls(layout.tp, layout.pp, layout.dp_replicate, layout.dp_shard, recomputed)
+
     @property
     def dp(self) -> int:
         return self.dp_replicate * self.dp_shard

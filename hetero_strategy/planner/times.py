@@ -159,6 +159,7 @@ def module_times(
     precision: Precision = MIXED,
     overlap: Overlap = SEPARATE,
     measured: ModuleSeconds | None = None,
+    accumulated: int = 1,
 ) -> list[StageTimes]:
     """Seconds of every stage of a module.
 
@@ -168,6 +169,7 @@ def module_times(
         recomputed: share of a forward that backward runs again.
         once: whether parameters are gathered once per step.
         measured: seconds of its blocks, with gradients that reach its rows if ``fed``; None: they follow from FLOPs.
+        accumulated: global batches of an optimizer step, each of which has its share of it.
     """
     assert layout.split is not None
     if measured is None:
@@ -185,7 +187,7 @@ def module_times(
             after, replicas = replicas, 0.0
         adam = ADAM_BYTES / 4 * precision.master * trains / layout.dp_shard / cluster.device.memory_bandwidth
         f, i, w, *whole_backward = (_sum(lines[a:b]) for lines in blocks)
-        collectives = gather, scatter + replicas, once, after + adam
+        collectives = gather, scatter + replicas, once, after + adam / accumulated
         beside = not cluster.shares_cores
         stages.append(StageTimes(f, i, w, *collectives, overlap.dp and once and beside, beside, *whole_backward))
     return stages

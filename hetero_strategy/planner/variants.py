@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import combinations, islice
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.planner.chain import moved
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Placed
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.propose import FEW
 from hetero_strategy.schedule.config import ScheduleConfig
+
+EVERY = (2, 3, 4)
+"""Of so many blocks one runs again, where not all have to."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,8 @@ class Allowed:
     """``fill="decoupled"``, which says itself what is computed again and holds all microbatches."""
     prefetch: bool = True
     """``prefetch``, and ``pieces`` for it."""
+    whole: bool = True
+    """``reshard_after_forward="never"``."""
     given: Given = field(default_factory=Given)
     """What every candidate has."""
 
@@ -35,6 +42,7 @@ class Allowed:
         return cls(
             decoupled=free and not given.recompute and not given.offload and not asked.max_in_flight,
             prefetch=free and not asked.prefetch and not asked.pieces and payload != "all_to_all",
+            whole=asked.reshard_after_forward == "auto",
             given=given,
         )
 
@@ -44,12 +52,16 @@ class Variants:
 
     Args:
         allowed: what may be asked of the strategy besides schedules.
+        fits: whether there is memory for a candidate.
     """
 
-    def __init__(self, evaluator: Evaluator, allowed: Allowed) -> None:
-        self._evaluator, self._allowed = evaluator, allowed
+    def __init__(
+        self, evaluator: Evaluator, allowed: Allowed, fits: Callable[[Candidate], bool] = lambda _: True
+    ) -> None:
+        self._evaluator, self._allowed, self._fits = evaluator, allowed, fits
         modules, fed = evaluator.shape.modules, {target for _, target in evaluator.shape.edges}
         self._blocks = {name: module.blocks if module.has_blocks else 1 for name, module in modules.items()}
+        self._blocked = [name for name, module in modules.items() if module.has_blocks]
         self._first = {source for source, _ in evaluator.shape.edges} - fed
         """Modules that feed others and that nothing feeds."""
         self._frozen = {n for n in self._first & evaluator.shape.others if not modules[n].trained[:1].any()}
@@ -74,9 +86,10 @@ class Variants:
 
     def cuts(self, candidate: Candidate) -> list[Candidate]:
         """With one block more in a stage, and one less in its neighbour of the same module: where stages are given, and
-        on few ranks all of modules without virtual stages.
+        on few ranks all of modules without virtual stages. In one pipeline through all modules, in any neighbour.
         """
-        ways = []
+        if ways := [replace(candidate, layouts=x) for x in moved(self._evaluator.shape, candidate.layouts)]:
+            return ways
         for name, stages in self._cut(candidate).items():
             for border in range(len(stages) - 1):
                 for more in (1, -1):
@@ -84,8 +97,8 @@ class Variants:
                     split[border] += more
                     split[border + 1] -= more
                     if min(split) > 0:
-                        moved = replace(candidate.layouts[name], split=tuple(split))
-                        ways.append(replace(candidate, layouts={**candidate.layouts, name: moved}))
+                        other = replace(candidate.layouts[name], split=tuple(split))
+                        ways.append(replace(candidate, layouts={**candidate.layouts, name: other}))
         return ways
 
     def most_cut(self, candidate: Candidate) -> float:
@@ -128,6 +141,38 @@ class Variants:
             return []
         pieces = {**candidate.pieces, **dict.fromkeys(sorted(late), 2)}
         return [replace(candidate, prefetch=dict.fromkeys(sorted(late | whole), 1), pieces=pieces)]
+
+    def whole(self, candidate: Candidate) -> list[Candidate]:
+        """With all parameters gathered once per step, where some are with every microbatch; with as few modules more
+        that run again as that takes.
+        """
+        if candidate.reshard_after_forward != "auto" or not self._allowed.whole:
+            return []
+        times = self._evaluator.place(candidate).times.values()
+        if not any(not stage.once and stage.gather for stage in times):
+            return []
+        may = [] if self._allowed.given.recompute else [n for n in self._blocked if n not in candidate.recompute]
+        for count in range(len(may) + 1):
+            more = (dict.fromkeys(names, Recompute()) for names in combinations(may, count))
+            ways = [
+                replace(candidate, reshard_after_forward="never", recompute={**candidate.recompute, **m}) for m in more
+            ]
+            if fitting := [*filter(self._fits, ways)]:
+                return fitting
+        return []
+
+    def partly(self, candidate: Candidate) -> list[Candidate]:
+        """With fewer blocks of a module that run again, as few as there is memory for; none of one pipeline through all
+        modules, of whose stages the formula knows too little.
+        """
+        if self._allowed.given.recompute or any(moved(self._evaluator.shape, candidate.layouts)):
+            return []
+        ways = []
+        for name, how in candidate.recompute.items():
+            fewer = (Recompute(n) for n in reversed(EVERY) if how == Recompute() and n <= self._blocks[name])
+            less = (replace(candidate, recompute={**candidate.recompute, name: way}) for way in fewer)
+            ways += [*islice(filter(self._fits, less), 1)]
+        return ways
 
     def leaner(self, candidate: Candidate) -> list[Candidate]:
         """With less memory for the activations of what fills bubbles: computed again, or in turns with the pipeline."""

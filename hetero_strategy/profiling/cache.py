@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,10 +26,10 @@ import hetero_strategy
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.fake import fake_world
 from hetero_strategy.model.multimodal import MultimodalModel
-from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.activations import Activations, BlockBytes, Head, HeadBytes
 from hetero_strategy.planner.cluster import Cluster
+from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.memory import CPU, CUDA, MemoryModel
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.times import BlockSeconds, Line, Precision
@@ -92,21 +91,21 @@ def memory_model(
     shape: ModelShape,
     cluster: Cluster,
     precision: Precision,
-    recompute: Mapping[str, Recompute] = MappingProxyType({}),
+    given: Given = Given(),  # noqa: B008
 ) -> MemoryModel:
     """What predicts the memory of steps on a cluster's devices, none of which is needed here.
 
     Args:
         model: as for :func:`activations_of`, which measures it now unless it did before.
-        recompute: that steps may have besides of all of a block.
+        given: what a person says of the run.
     """
     on_cpu = cluster.device.name == "cpu"
     dtype, buckets = DTYPES[precision.compute], on_cpu or precision.compute > 2
-    keeps = any(how.keeps_matmuls for how in recompute.values())
+    keeps = any(how.keeps_matmuls for how in given.recompute.values())
     ways = [way for way in WAYS if keeps or way != MATMULS]
     of = {**structure(model), "activations": ways, "dtype": str(dtype), "buckets": buckets}
     activations = cached(lambda: activations_of(model, dtype, buckets=buckets, ways=ways), of, _activations)
-    return MemoryModel(shape, activations, precision, CPU if on_cpu else CUDA)
+    return MemoryModel(shape, activations, precision, CPU if on_cpu else CUDA, given.accumulated > 1)
 
 
 def cached(make: Callable[[], Result], of: Mapping[str, Any], read: Callable[[Any], Result]) -> Result:

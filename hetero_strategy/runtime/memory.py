@@ -80,7 +80,7 @@ def _bytes(values: Iterable[Any], seen: set[int]) -> int:
     return count
 
 
-def size(count: int) -> str:
+def size(count: float) -> str:
     """Bytes for people, as in ``1.50 GiB``."""
     unit = next((u for u in ("GiB", "MiB") if count >= UNITS[u]), "KiB")
     return f"{count / UNITS[unit]:.2f} {unit}"

@@ -106,7 +106,7 @@ def planned(
     shape, precision = shape_of(model), Precision(storage.compute.itemsize, storage.master.itemsize)
     device, batches = strategy.root_device, data.sampled_batches(BATCHES)
     cluster = this_cluster(device, strategy.num_nodes, strategy.num_processes)
-    options = Given(strategy.recompute, strategy.offload, strategy.compile)
+    options = Given(strategy.recompute, strategy.offload, strategy.compile, trainer.accumulate_grad_batches)
     measured: Mapping[str, ModuleSeconds] = {}
     if device.type == "cpu":
         profiled, cluster = profile_on(cluster, model, batches, storage.compute, seconds=SECONDS)
@@ -124,7 +124,7 @@ def planned(
         allowed=Allowed.beside(asked, options, data.payload),
     )
     known = strategy.root_device.type == "cuda"  # ranks on a CPU share what memory there is
-    memory = partial(memory_model, model, shape, cluster, precision, options.recompute)
+    memory = partial(memory_model, model, shape, cluster, precision, options)
     answer = planner.plan(memory=memory if known else None)
     candidate = answer.best.candidate
     chosen, scheduling = place(candidate.layouts, cluster.ranks), planner.evaluator.place(candidate).scheduling

@@ -78,7 +78,7 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_used_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"missing: a run with monitor.timeline=true writes it"):
+    with pytest.raises(ConfigError, match=r"missing: a run writes it at the end"):
         Measured.read(tmp_path / "measured.json")
     (tmp_path / "measured.json").write_text('{"layouts": {}}')
     with pytest.raises(ConfigError, match="is damaged"):

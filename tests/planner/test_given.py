@@ -138,7 +138,7 @@ def test_kept_matmuls_are_measured_where_they_are_asked_for() -> None:
     made = TEXT.model()
     around: Any = (made, shape_of(made), cluster(2), FP32)
     again = {"llm": Recompute(keeps_matmuls=True)}
-    best = planner(Given(again)).plan(memory=lambda: memory_model(*around, again)).best
+    best = planner(Given(again)).plan(memory=lambda: memory_model(*around, Given(again))).best
     assert best.memory is not None and best.candidate.recompute == again
 
 

@@ -109,6 +109,17 @@ def test_one_rank_in_closed_form() -> None:
     assert least.tolist() == [4 * parameters]
 
 
+def test_gradients_of_batches_before_are_there_throughout() -> None:
+    """Of the layout above, in which all new gradients are there at the peak, too."""
+    candidate = Candidate({"llm": ModuleLayout((0,))}, 2)
+    once, _ = memory(candidate, equal(6, 10))
+    more = MemoryModel(SHAPE, OF, FP32, FLASH, accumulates=True)
+    found = more.of(once.step)
+    parameters = of_kind(once, "masters")[0]
+    assert of_kind(found, "gradients") == [2 * parameters] and found.peak - once.peak == [parameters]
+    assert more.least(once.step.placed) == [5 * parameters]
+
+
 def test_stages_hold_as_many_microbatches_as_their_schedule() -> None:
     kept = 10 * 2 * (INSIDE + BETWEEN + WHOLE)
     for schedule, in_flight in (("gpipe", (6, 6)), ("1f1b", (2, 1))):

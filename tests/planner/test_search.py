@@ -11,14 +11,17 @@ import pytest
 from benchmarks.planner import problem
 from hetero_strategy.errors import ConfigError, LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step, first_samples
 from hetero_strategy.planner.explain import explain
+from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.memory import MemoryModel
 from hetero_strategy.planner.propose import Proposal
 from hetero_strategy.planner.search import BEHIND, Answer, Planner, Ranked, hopeless, is_homogeneous, promising
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import Degrees, compositions, degrees, idle_places, partitions, places
+from hetero_strategy.planner.variants import Allowed
 from tests.planner.models import batch, cluster, few_simulations, model, module
 from tests.planner.test_memory import FP32, OF, TEXT
 
@@ -292,3 +295,84 @@ def test_what_needs_too_much_memory_gives_way() -> None:
     made.estimates.memory = 0.02 * most
     with pytest.raises(LayoutError, match=r"no layout of llm fits|GiB or more on some rank"):
         made.plan(memory=lambda: predicted)
+
+
+SHARDS_ON_SLOW_LINKS = {name: ModuleLayout((0, 1), dp_shard=2) for name in ("vision", "llm")}
+
+
+def test_parameters_are_gathered_once_where_links_are_slow_and_there_is_memory() -> None:
+    """Four microbatches are given, each of which gathers by default. Where memory is short, blocks run again for it."""
+    shape, slow = model(), cluster(2, bandwidth=1e8)
+    made = Planner(shape, slow, [batch(8)], balance=PLAIN, microbatches=4)
+    each = Candidate(SHARDS_ON_SLOW_LINKS, 4)
+    (once,) = made.variants.whole(each)
+    assert once == replace(each, reshard_after_forward="never") and made.variants.whole(once) == []
+    assert made.evaluator.seconds(once) < 0.8 * made.evaluator.seconds(each)
+    assert made.plan().best.seconds <= made.evaluator.seconds(once)
+    degrees = Degrees(1, 1, 1, 2)
+    needed = sum(made.estimates.bytes(name, degrees, 4, whole=True) for name in shape.modules)
+    made.estimates.memory = 0.99 * needed
+    ways = made.variants.whole(each)
+    assert ways and all(len(way.recompute) == 1 and way.reshard_after_forward == "never" for way in ways)
+    made.estimates.memory = sum(made.estimates.held(name, degrees, whole=True) for name in shape.modules)
+    assert made.variants.whole(each) == []
+    kept = Planner(shape, slow, [batch(8)], balance=PLAIN, allowed=Allowed(whole=False))
+    assert kept.variants.whole(each) == []
+
+
+def test_no_more_blocks_run_again_than_have_to() -> None:
+    """Of the language model's eight; what a person gave stays as it is."""
+    shape, again = model(), {"llm": Recompute()}
+    made = Planner(shape, cluster(2), [batch(8)], balance=PLAIN, microbatches=1)
+    alike = {name: ModuleLayout((0, 1), dp_replicate=2, dp_shard=1) for name in shape.modules}
+    every = Candidate(alike, 1, recompute=again)
+    degrees = {"vision": Degrees(1, 1, 2, 1), "llm": Degrees(1, 1, 2, 1, True)}
+
+    def needed(number: int) -> float:
+        return sum(made.estimates.bytes(n, w, 1, again=Recompute(number) if n == "llm" else None)
+                   for n, w in degrees.items())  # fmt: skip
+
+    for number in (2, 3, 4):
+        made.estimates.memory = needed(number)
+        (way,) = made.variants.partly(every)
+        assert way == replace(every, recompute={"llm": Recompute(number)}) and made.variants.partly(way) == []
+        assert made.evaluator.seconds(way) < made.evaluator.seconds(every)
+    made.estimates.memory = (needed(1) + needed(2)) / 2
+    assert made.variants.partly(every) == []
+    made = Planner(
+        shape, cluster(2), [batch(8)], balance=PLAIN, microbatches=1, allowed=Allowed(given=Given(recompute=again))
+    )
+    assert made.variants.partly(every) == []
+
+
+def test_a_pipeline_through_all_modules_is_cut_anywhere() -> None:
+    """A block of the language model on the encoder's rank, and the last of them on none of its own."""
+    on = {"vision": ModuleLayout((0, 1), pp=2, dp_shard=1, split=(2, 2)),
+          "llm": ModuleLayout((2, 3), pp=2, dp_shard=1, split=(4, 4))}  # fmt: skip
+    made = planner(model(), 4)
+    chain_ = Candidate(on, 4, reshard_after_forward="never")
+    cut = [{n: (x.ranks, x.split) for n, x in way.layouts.items()} for way in made.variants.cuts(chain_)]
+    assert len(cut) == 6 and {"vision": ((0, 1), (2, 2)), "llm": ((1, 2, 3), (1, 3, 4))} in cut
+    assert {"vision": ((0, 1, 2), (2, 1, 1)), "llm": ((2, 3), (4, 4))} in cut
+    for way in made.variants.cuts(chain_):
+        assert made.evaluator.seconds(way) > 0
+    apart = replace(chain_, layouts={**on, "llm": replace(on["llm"], ranks=(0, 1))})
+    assert all(x.layouts["llm"].ranks == (0, 1) for x in made.variants.cuts(apart))
+
+
+def test_an_optimizer_step_of_several_batches_is_shared_by_them() -> None:
+    once, shared = (
+        Planner(
+            model(), cluster(1), [batch(4)], balance=PLAIN, microbatches=1, allowed=Allowed(given=Given(accumulated=n))
+        )
+        for n in (1, 4)
+    )
+    candidate = Candidate(dict.fromkeys(("vision", "llm"), ModuleLayout((0,))), 1)
+    adam = once.evaluator.step(once.evaluator.place(candidate)).after.rest
+    assert adam > 0
+    saved = once.evaluator.seconds(candidate) - shared.evaluator.seconds(candidate)
+    assert saved == pytest.approx(0.75 * adam)
+    degrees = Degrees(1, 1, 1, 1)
+    for name, module_ in once.evaluator.shape.modules.items():
+        more = shared.estimates.held(name, degrees) - once.estimates.held(name, degrees)
+        assert more == 4 * module_.trained.sum()
