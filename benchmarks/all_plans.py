@@ -10,9 +10,11 @@ thing is: what fits into memory, by its formula, which says which problem is sol
 * all schedules with all numbers of virtual stages, encoders that fill bubbles coarsely, finely or not at all, and
   frozen ones a step ahead or not; ``gpipe`` only where it holds no more microbatches than the formula of memory counts,
   and ahead only what has bubbles, or ranks of its own, to run in,
-* recomputed only what has to be: of the modules that may be, no fewer would fit.
+* parameters gathered as is the default and, where there is memory, once per step,
+* recomputed only what has to be: of the modules that may be, no fewer would fit; all of their blocks, or one of every
+  2, 3 or 4 where that fits.
 
-Where modules without virtual stages are cut is not varied, nor are ``reshard_after_forward`` and ``pieces``.
+Where modules without virtual stages are cut is not varied, nor are ``pieces``.
 """
 
 from __future__ import annotations
@@ -82,24 +84,30 @@ def _settled(
     planner: Planner, ranks: tuple[tuple[int, ...], ...], ways: tuple[Degrees, ...], count: int
 ) -> Iterator[Way]:
     """What is recomputed, and all that follows, for modules on these ranks."""
-    estimates, together, tried = planner.estimates, ranks[0] == ranks[1], list[frozenset[str]]()
-    for again in _recomputed():
-        if any(smaller <= again for smaller in tried):
+    estimates, together = planner.estimates, ranks[0] == ranks[1]
+    tried: dict[bool, list[frozenset[str]]] = {False: []}
+    if not all(way.once for way in ways):
+        tried[True] = []
+    for again, whole in product(_recomputed(), tried):
+        if any(smaller <= again for smaller in tried[whole]):
             continue
-        given = {m: way._replace(recomputed=m in again) for m, way in zip(MODULES, ways, strict=True)}
-        held = [estimates.bytes(name, way, count) for name, way in given.items()]
-        if (sum(held) if together else max(held)) > estimates.memory:
-            continue
-        tried.append(again)
-        layouts = {m: way.layout(own) for (m, way), own in zip(given.items(), ranks, strict=True)}
-        alike = together and ways[0] == ways[1]
-        base = Candidate(layouts, count, recompute={m: Recompute() for m in sorted(again)})
-        busy = [estimates.work(m, w.tp, w.recomputed).total * w.tp / w.ranks for m, w in given.items()]
-        least = sum(busy) if together else max(busy)
-        for candidate in _scheduled(planner, base):
-            filled = candidate.fill != "none" or (together and candidate.prefetch)
-            yield Way("one layout" if alike else "apart" if not together else "filled" if filled else "shared",
-                      candidate, least)  # fmt: skip
+        for every in product(*([1, 2, 3, 4] if m in again else [0] for m in MODULES)):
+            recompute = {m: Recompute(n) for m, n in zip(MODULES, every, strict=True) if n}
+            given = {m: way._replace(recomputed=n > 0) for m, way, n in zip(MODULES, ways, every, strict=True)}
+            held = [estimates.bytes(m, way, count, whole, recompute.get(m)) for m, way in given.items()]
+            if (sum(held) if together else max(held)) > estimates.memory:
+                continue
+            tried[whole].append(again)
+            layouts = {m: way.layout(own) for (m, way), own in zip(given.items(), ranks, strict=True)}
+            alike, reshard = together and ways[0] == ways[1], "never" if whole else "auto"
+            base = Candidate(layouts, count, recompute=recompute, reshard_after_forward=reshard)
+            works = (estimates.work(m, w.tp, n == 1) for (m, w), n in zip(given.items(), every, strict=True))
+            busy = [work.total * way.tp / way.ranks for work, way in zip(works, ways, strict=True)]
+            least = sum(busy) if together else max(busy)
+            for candidate in _scheduled(planner, base):
+                filled = candidate.fill != "none" or (together and candidate.prefetch)
+                kind = "one layout" if alike else "apart" if not together else "filled" if filled else "shared"
+                yield Way(kind, candidate, least)
 
 
 def _scheduled(planner: Planner, base: Candidate) -> Iterator[Candidate]:

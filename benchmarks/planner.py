@@ -3,8 +3,9 @@
 allocation  DistTrain's models and cluster sizes (arXiv:2408.04275, table 2): milliseconds of the convex problem over
             all placements, beside the paper's for one of them, and seconds of a whole plan with its simulations
 best        random small problems of 2 to 4 ranks, and others of 2 to 16: the planner's choice over the best of all
-            candidates, each of them simulated, and over the best with one layout for all modules; and what it would
-            choose if ranks were allocated by the convex problem, as they are on more than 16 (``allocated``)
+            candidates, each of them simulated, over the best with one layout for all modules, and over what the
+            planners of three papers choose (:mod:`benchmarks.peers.seed_plans`); and what it would choose if ranks were
+            allocated by the convex problem, as they are on more than 16 (``allocated``)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from hydra import compose, initialize_config_dir
 
 from benchmarks.all_plans import KINDS, all_ways
 from benchmarks.common import arguments, report, write_json
+from benchmarks.peers.seed_plans import SEEDS, seed_plans
 from hetero_strategy.errors import LayoutError, ScheduleError
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.planner import propose
@@ -156,6 +158,7 @@ def best(planner: Planner, microbatches: int | None) -> dict[str, float] | None:
         "candidates": simulated,
         "over_best": mine / everything,
         **{f"over_{kind}": mine / seconds for kind, seconds in least.items()},
+        **{f"over_{seed}": mine / seconds for seed, seconds in seed_plans(planner, microbatches).items()},
         "allocated_over_best": allocated.best.seconds / everything if allocated else nan,
     }
 
@@ -178,11 +181,17 @@ def figures(tried: Sequence[dict[str, float]], refused: int) -> dict[str, Any]:
         "within_1_percent": int((over <= 1.01).sum()),
         "the_best_itself": int((over <= 1 + 1e-9).sum()),
         "worst": float(over.max()),
-        **{f"worst_over_{kind}": float(max(r[f"over_{kind}"] for r in tried)) for kind in KINDS},
-        "gain_over_one_layout": float(np.median(1 / alike[alike > 0])),
+        **{f"worst_over_{kind}": float(max(r[f"over_{kind}"] for r in tried)) for kind in (*KINDS, *SEEDS)},
+        **{f"median_gain_over_{seed}": _gain(np.array([r[f"over_{seed}"] for r in tried])) for seed in SEEDS},
+        "gain_over_one_layout": _gain(alike),
         "allocated_within_5_percent": int((allocated <= 1.05).sum()),
         "allocated_worst": float(np.nanmax(allocated)),
     }
+
+
+def _gain(over: np.ndarray) -> float:
+    """Median of how many times as fast a plan is, where there is another one."""
+    return float(np.median(1 / over[over > 0])) if over.any() else nan
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

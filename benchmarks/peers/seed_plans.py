@@ -1,0 +1,124 @@
+"""What the planners of three papers choose for one encoder and one language model, by their own rules.
+
+DistTrain   (arXiv:2408.04275, section 4): every module has ranks of its own. Tensor and data parallelism are
+            enumerated, ranks minimize the warm-up of all modules and the slowest stage times the other microbatches
+            (equations 1 and 2), here by trying all of them, which no rounding of a convex program can beat. ZeRO-1,
+            1F1B.
+Optimus     (arXiv:2408.03505, section 4): the language model's plan is the best for it alone; the encoder has its own
+            on the same ranks, whose degrees divide those of the language model, and fills bubbles. All such plans are
+            scheduled coarsely and finely, and the fastest is taken.
+Cornstarch  (arXiv:2503.11367, algorithm 1): one pipeline per module, with the same tensor and data parallelism. For
+            every number of the language model's stages the encoder has as few as keep within the time of one of these;
+            of all the fastest is taken. 1F1B.
+
+Optimus and Cornstarch judge by times of a step: here by the planner's own simulator, as it judges its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+from math import inf
+
+from benchmarks.all_plans import ENCODER, LANGUAGE_MODEL, MODULES
+from hetero_strategy.errors import LayoutError, ScheduleError
+from hetero_strategy.planner.evaluate import Candidate
+from hetero_strategy.planner.search import Planner
+from hetero_strategy.planner.space import Degrees, divisors
+
+
+def seed_plans(planner: Planner, microbatches: int | None) -> dict[str, float]:
+    """Simulated seconds of what each planner chooses; infinite where nothing of its kind fits.
+
+    Args:
+        microbatches: given; None: theirs, of one sample for every instance of the language model.
+    """
+    return {name: _fastest(planner, seed(planner, microbatches)) for name, seed in SEEDS.items()}
+
+
+def _disttrain(planner: Planner, microbatches: int | None) -> Iterator[Candidate]:
+    estimates, ranks = planner.estimates, planner.evaluator.cluster.ranks
+    best, chosen = inf, None
+    for llm in _all_degrees(planner, LANGUAGE_MODEL, range(1, ranks)):
+        count = microbatches or _samples(planner) // llm.dp
+        for encoder in _all_degrees(planner, ENCODER, range(1, ranks - llm.ranks + 1), pipelined=False):
+            ways = {ENCODER: encoder, LANGUAGE_MODEL: llm}
+            if count < 1 or any(estimates.bytes(m, w, count, whole=True) > estimates.memory for m, w in ways.items()):
+                continue
+            each = {m: w.tp * estimates.work(m, w.tp).total / (w.tp * w.dp * count) for m, w in ways.items()}
+            seconds = sum(each.values()) + (count - 1) * max(each[m] / w.pp for m, w in ways.items())
+            if seconds < best:
+                layouts = {ENCODER: encoder.layout(range(encoder.ranks)),
+                           LANGUAGE_MODEL: llm.layout(range(encoder.ranks, encoder.ranks + llm.ranks))}  # fmt: skip
+                best, chosen = seconds, Candidate(layouts, count, "1f1b", reshard_after_forward="never", fill="none")
+    if chosen is not None:
+        yield chosen
+
+
+def _optimus(planner: Planner, microbatches: int | None) -> Iterator[Candidate]:
+    estimates, ranks = planner.estimates, planner.evaluator.cluster.ranks
+    best, chosen = inf, None
+    for llm in _all_degrees(planner, LANGUAGE_MODEL, [ranks]):
+        count = microbatches or _samples(planner) // llm.dp
+        if count < 1 or estimates.bytes(LANGUAGE_MODEL, llm, count, whole=True) > estimates.memory:
+            continue
+        seconds = estimates.busy(LANGUAGE_MODEL, llm, count) * (count - 1) / count
+        seconds += estimates.synchronized(LANGUAGE_MODEL, llm, count) + estimates.through(LANGUAGE_MODEL, llm, count)
+        if seconds < best:
+            best, chosen = seconds, (llm, count)
+    if chosen is None:
+        return
+    llm, count = chosen
+    for encoder in _all_degrees(planner, ENCODER, [ranks]):
+        held = estimates.held(ENCODER, encoder, whole=True) + estimates.bytes(LANGUAGE_MODEL, llm, count, whole=True)
+        if llm.pp % encoder.pp == 0 and llm.tp % encoder.tp == 0 and held <= estimates.memory:
+            layouts = {ENCODER: encoder.layout(range(ranks)), LANGUAGE_MODEL: llm.layout(range(ranks))}
+            for fill in ("coarse", "fine") if llm.pp > 1 else ("none",):
+                yield Candidate(layouts, count, "1f1b", reshard_after_forward="never", fill=fill)
+
+
+def _cornstarch(planner: Planner, microbatches: int | None) -> Iterator[Candidate]:
+    estimates, ranks, shape = planner.estimates, planner.evaluator.cluster.ranks, planner.evaluator.shape
+    for llm in _all_degrees(planner, LANGUAGE_MODEL, range(1, ranks)):
+        if llm.tp not in shape.modules[ENCODER].tp:
+            continue
+        stage = estimates.work(LANGUAGE_MODEL, llm.tp).total * estimates.slowest_share(LANGUAGE_MODEL, llm.tp, llm.pp)
+        work, most = estimates.work(ENCODER, llm.tp).total, shape.modules[ENCODER].blocks
+        shares = {pp: estimates.slowest_share(ENCODER, llm.tp, pp) for pp in range(1, most + 1)}
+        stages = next((pp for pp, share in shares.items() if work * share <= stage), most)
+        encoder, count = llm._replace(pp=stages), microbatches or _samples(planner) // llm.dp
+        ways = {ENCODER: encoder, LANGUAGE_MODEL: llm}
+        fits = all(estimates.bytes(m, w, count, whole=True) <= estimates.memory for m, w in ways.items() if count)
+        if count >= 1 and fits and llm.ranks + encoder.ranks <= ranks:
+            layouts = {ENCODER: encoder.layout(range(encoder.ranks)),
+                       LANGUAGE_MODEL: llm.layout(range(encoder.ranks, encoder.ranks + llm.ranks))}  # fmt: skip
+            yield Candidate(layouts, count, "1f1b", reshard_after_forward="never", fill="none")
+
+
+def _all_degrees(planner: Planner, name: str, sizes: Iterable[int], *, pipelined: bool = True) -> Iterator[Degrees]:
+    """All degrees on so many ranks, instances as shards, of which the global batch is a multiple."""
+    module, samples = planner.evaluator.shape.modules[name], _samples(planner)
+    for ranks, tp in product(sizes, module.tp):
+        if ranks % tp == 0 and planner.evaluator.cluster.ranks_per_node % tp == 0:
+            for pp in divisors(ranks // tp) if pipelined else (1,):
+                dp = ranks // tp // pp
+                if pp <= module.blocks and (samples % dp == 0 or name != LANGUAGE_MODEL):
+                    yield Degrees(tp, pp, 1, dp)
+
+
+def _samples(planner: Planner) -> int:
+    return len(planner.evaluator.batches[0].samples)
+
+
+def _fastest(planner: Planner, candidates: Iterable[Candidate]) -> float:
+    best = inf
+    for candidate in candidates:
+        assert tuple(candidate.layouts) == MODULES
+        try:
+            best = min(best, planner.evaluator.seconds(candidate))
+        except (LayoutError, ScheduleError):  # such as fewer samples than microbatches
+            continue
+    return best
+
+
+SEEDS = {"DistTrain": _disttrain, "Optimus": _optimus, "Cornstarch": _cornstarch}
