@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hetero_strategy.model.inputs import EncoderInputs
     from hetero_strategy.model.multimodal import Edge, ModelOutput, MultimodalModel
     from hetero_strategy.monitor.balance_monitor import BalanceMonitor
+    from hetero_strategy.monitor.memory_monitor import MemoryMonitor
     from hetero_strategy.monitor.profile_monitor import ProfileMonitor
     from hetero_strategy.monitor.throughput import ThroughputMonitor
     from hetero_strategy.monitor.timeline_monitor import TimelineMonitor
@@ -48,6 +49,7 @@ _FILES = {
     "HeteroStrategy": "strategy.strategy",
     "ImageProcessor": "data.media",
     "ImageTarget": "data.targets",
+    "MemoryMonitor": "monitor.memory_monitor",
     "ModelOutput": "model.multimodal",
     "ModuleLayout": "layout.spec",
     "MultimodalDataModule": "loading.datamodule",
@@ -79,6 +81,7 @@ __all__ = [
     "HeteroStrategy",
     "ImageProcessor",
     "ImageTarget",
+    "MemoryMonitor",
     "ModelOutput",
     "ModuleLayout",
     "MultimodalDataModule",

@@ -62,6 +62,7 @@ VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "checkpoint.every_n_steps": ("a whole number of steps, at least 1", lambda v: _whole(v, 1)),
     "checkpoint.mode": ("max (the more the better) or min", lambda v: v in ("max", "min")),
     "monitor.every_n_steps": ("a whole number of steps, at least 1", lambda v: _whole(v, 1)),
+    "monitor.memory": ("true or false", lambda v: isinstance(v, bool)),
     "report.examples": ("a whole number of samples, at least 0", _whole),
     "report.plan_seconds": ("a number of seconds, at least 0", _number),
     "trainer.num_nodes": ("a whole number of nodes, at least 1", lambda v: _whole(v, 1)),
@@ -95,7 +96,7 @@ def check_configuration(cfg: DictConfig, *more: str) -> None:
         )
     _only("data", cfg.data, ("sample", "global_batch", "microbatches") if "sample" in cfg.data else ("write", "module"))
     _only("checkpoint", cfg.checkpoint, ("every_n_steps", "monitor", "mode"))
-    _only("monitor", cfg.monitor, ("every_n_steps", "peak_flops", "profile", "progress_bar"))
+    _only("monitor", cfg.monitor, ("every_n_steps", "peak_flops", "memory", "profile", "progress_bar"))
     _only("report", cfg.report, ("examples", "judge", "plan_seconds"))
     for path, function in (("trainer", L.Trainer), ("optimizer", adamw_cosine), ("strategy", HeteroStrategy)):
         _fields(path, cfg[path], function)

@@ -9,7 +9,8 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.strategy import HeteroStrategy
 from recipes import build, cli
 from recipes.lit import LitMultimodal
-from recipes.report import Readback, evaluate_checkpoint, print_report, save, summarize
+from recipes.printed import print_report
+from recipes.report import Readback, evaluate_checkpoint, save, summarize
 from recipes.terminal import ProgressBar
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: `report.json`, pictures of examples and drawings, and the same in the terminal."""
+"""What a run leaves behind: `report.json`, pictures of examples and drawings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ import lightning as L
 import numpy as np
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from hetero_strategy.data.build_index import DatasetIndex
 from hetero_strategy.data.manifest import placeholder
@@ -23,19 +20,17 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.datamodule import MultimodalDataModule
-from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
+from hetero_strategy.monitor import BalanceMonitor, MemoryMonitor, ThroughputMonitor, TimelineMonitor
 from hetero_strategy.monitor.measure import Spent
 from hetero_strategy.monitor.throughput import Totals
 from hetero_strategy.parallelize.tied import tied_rank_sets
+from hetero_strategy.planner.memory import KINDS
 from hetero_strategy.runtime.connect import connections, most_groups, process_groups
 from recipes import cli
 from recipes.better import better_layouts
-from recipes.better import lines as better_lines
 from recipes.drawings import Drawing, Judge, draw_grid, drawings_of
 from recipes.lit import LitMultimodal
-from recipes.terminal import GoesOn, blocks, draw_examples, loudness, picture
-
-SOUNDS = (".wav", ".flac", ".ogg", ".mp3")
+from recipes.terminal import GoesOn, draw_examples
 
 
 class Readback(L.Callback):
@@ -230,6 +225,7 @@ def write_report(
         **network(trainer),
         **throughput(totals),
         "timeline": last_steps(trainer),
+        "memory": peak_memory(trainer),
         "balance": balance(trainer, totals),
         "better": better_layouts(trainer, module, folder, plan_seconds),
         "resumed": next((c.first for c in trainer.callbacks if isinstance(c, GoesOn)), None),  # type: ignore[attr-defined]
@@ -282,6 +278,24 @@ def last_steps(trainer: L.Trainer) -> dict[str, Any] | None:
     }
 
 
+def peak_memory(trainer: L.Trainer) -> dict[str, Any] | None:
+    """The most that a training step needed on the fullest rank, and as plans predict it; on the first rank."""
+    found = [c.last for c in trainer.callbacks if isinstance(c, MemoryMonitor) and c.last is not None]  # type: ignore[attr-defined]
+    if not found:
+        return None
+    peak = found[0]
+    rank, ratios = int(peak.measured.argmax()), peak.expected / peak.measured
+    kinds = dict(zip(KINDS, peak.predicted.bytes[:, rank].tolist(), strict=True))
+    return {
+        "batch": peak.batch,
+        "rank": rank,
+        "measured_bytes": float(peak.measured[rank]),
+        "predicted_bytes": float(peak.expected[rank]),
+        "predicted_by_kind": {kind: bytes_ for kind, bytes_ in kinds.items() if bytes_},
+        "ratios": [float(ratios.min()), float(ratios.max())],
+    }
+
+
 def balance(trainer: L.Trainer, totals: Totals) -> dict[str, Any] | None:
     """How evenly the work was spread over instances, and whether training waited for it; None if nobody watched."""
     found = [c.last for c in trainer.callbacks if isinstance(c, BalanceMonitor) and c.last is not None]  # type: ignore[attr-defined]
@@ -320,149 +334,3 @@ def save(report: dict[str, Any], path: Path, readback: Readback) -> None:
         draw_grid(readback.drawings[:64], None if judged is None else judged[:64], path.with_name("drawings.png"))
     if report["examples"]:
         draw_examples(report["examples"], path.with_name("examples.png"))
-
-
-@rank_zero_only
-def print_start(placed: Placement | None, folder: Path, checkpoint: Path | None) -> None:
-    """Where every module lives, unless the planner says it later, and how to go on if the run is stopped."""
-    console = Console(highlight=False)
-    if placed is not None:
-        console.print(_placement(placed.table(), f"{placed.world_size} processes", {}))
-    console.print(f"run folder  {_short(folder)}" + (f"   from {_short(checkpoint)}" if checkpoint else ""))
-    console.print(f"resume      {cli.command('recipes.train', resume=folder)}", soft_wrap=True)
-
-
-@rank_zero_only
-def print_report(report: dict[str, Any], folder: Path) -> None:
-    """The report for a person."""
-    console = Console(highlight=False)
-    console.rule("examples")
-    for example in report["examples"]:
-        for file in map(Path, example["files"]):
-            console.print(loudness(file) if file.suffix.lower() in SOUNDS else picture(file, console.width - 2))
-        for drawn in example["drawn"]:
-            console.print(blocks(np.array(drawn)))
-        mark = Text("right", "green") if example["exact"] else Text("wrong", "red")
-        line = Text(f"{example['question']!r} -> {example['prediction']!r}  (answer {example['answer']!r}) ")
-        console.print(line + mark, end="\n\n")
-    rows = [(r["module"], r["ranks"], r["degrees"]) for r in report["layouts"]]
-    console.print(_placement(rows, f"where each module lived, {report['processes']} processes", report["parameters"]))
-    table = Table(show_header=False, box=None)
-    for name, value in _lines(report):
-        table.add_row(name, value)
-    console.print(table)
-    pictures = "examples.png, drawings.png" if report["drawings"] else "examples.png"
-    pictures += ", balance.png" if (report.get("balance") or {}).get("imbalance") else ""
-    pictures += ", timeline.png, timeline.json (for ui.perfetto.dev)" if report.get("timeline") else ""
-    console.print(f"report      {_short(folder / 'report.json')}, {pictures}")
-    if "resume" in report:
-        console.print(f"resume      {report['resume']}", soft_wrap=True)
-    if report.get("timeline"):
-        console.print(f"plan anew   {cli.command('recipes.plan', run=folder)}", soft_wrap=True)
-
-
-def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
-    lines = [("exact match", "none: no validation")] if report["exact_match"] is None else _validation_lines(report)
-    if report.get("steps"):
-        speed = f", {report['tokens_per_second']:.0f} tokens/s" if report["tokens_per_second"] else ""
-        lines.append(("training", f"{report['steps']} steps, {report['train_seconds']:.1f} s{speed}"))
-        lines.append(("of that", _spent_line(report["seconds"], report["train_seconds"])))
-        lines.append(("network", _network_line(report["groups"], report["connections"])))
-    if timeline := report.get("timeline"):
-        lines += _timeline_lines(timeline)
-    if report.get("better"):
-        lines += better_lines(report["better"])
-    if report.get("balance"):
-        lines += _balance_lines(report["balance"])
-    best = f" ({chosen['metric']} {chosen['value']:.4f})" if (chosen := report.get("chosen_by")) else ""
-    lines.append(("checkpoint", f"{_short(report['checkpoint'])}{best}" if report["checkpoint"] else "none"))
-    return lines
-
-
-def _network_line(groups: dict[str, int], pairs: int) -> str:
-    """What ranks made before the first step."""
-    kinds = ", ".join(f"{count} for {kind}" for kind, count in groups.items())
-    most = f"most {sum(groups.values())} process groups on a rank ({kinds})"
-    return f"{most}, {pairs} pairs of ranks joined at start (hops and edges apart)"
-
-
-PARTS = {
-    "step": "in steps",
-    "data": "waiting for data",
-    "checkpoint": "on checkpoints",
-    "between": "between steps (callbacks, loggers, Lightning's loop)",
-}
-
-
-def _spent_line(seconds: dict[str, float], total: float) -> str:
-    """Where the time of training went."""
-    shares = ", ".join(
-        f"{seconds[part]:.1f} s {what} ({seconds[part] / (total or 1.0):.1%})" for part, what in PARTS.items()
-    )
-    return f"{shares}; validation {seconds['validation']:.1f} s more"
-
-
-def _timeline_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    filling = f"; {found['filling']}, simulated" if found["filling"] else ""
-    step = (
-        f"{1e3 * found['measured_seconds']:.0f} ms, simulated {1e3 * found['simulated_seconds']:.0f} ms (measured /"
-        f" simulated {found['ratio']:.2f}); bubble {found['measured_bubble']:.0%}, simulated"
-        f" {found['simulated_bubble']:.0%}; medians of the last {found['steps']}, without optimizer and hooks{filling}"
-    )
-    speed = f" and {found['transfer_bandwidth'] / 1e9:.2g} GB/s" if found["transfer_bandwidth"] else ""
-    fitted = (
-        f"what actions take and how it scatters, transfers of {1e3 * found['transfer_latency']:.1f} ms{speed}, a main"
-        f" thread of {1e3 * found['host_before']:.1f} ms before the first action, {1e3 * found['host_between']:.1f}"
-        f" between two, {1e3 * found['host_after']:.1f} after the last: fitted, for each step to the other ones; not"
-        " simulated: which processes compete for a processor"
-    )
-    return [("step", step), ("simulated by", fitted)]
-
-
-def _validation_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
-    kinds = ", ".join(f"{kind} {share:.3f}" for kind, share in report["exact_match_by_kind"].items())
-    lines = [("exact match", f"{report['exact_match']:.3f} of {report['samples']} {report['split']} samples ({kinds})")]
-    if report["drawn_right"]:
-        kinds = ", ".join(f"{kind} {share:.3f}" for kind, share in report["drawn_right"].items() if kind != "all")
-        share = report["drawn_right"]["all"]
-        lines.append(("drawn right", f"{share:.3f} of {report['drawings']} drawings ({kinds})"))
-    lines.append((f"{report['split']} loss", f"{report['loss']:.4f}"))
-    return lines
-
-
-def _balance_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    lines = []
-    if found["imbalance"]:
-        ratios = ", ".join(f"{m} {was:.2f} -> {now:.2f}" for m, (was, now) in found["imbalance"].items())
-        lines.append(("balance", f"busiest instance over the mean, as sampled -> as planned: {ratios}"))
-    said = []
-    if found["data_wait_share"] is not None:
-        said.append(f"{found['data_wait_share']:.1%} of the time waiting")
-    if found["plan_seconds"] is not None:
-        hidden = f" ({found['plan_hidden_share']:.0%} hidden)" if found["plan_hidden_share"] is not None else ""
-        who = "" if found["workers"] else ", made between steps: no workers"
-        payload = f"reading and decoding {1e3 * found['payload_seconds']:.1f} ms{who}"
-        said.append(f"plan {1e3 * found['plan_seconds']:.1f} ms a step{hidden}, {payload}")
-    for name, what in (("skipped_samples", "samples skipped"), ("worker_restarts", "workers replaced")):
-        if found[name]:
-            said.append(f"{found[name]} {what}")
-    if found["bytes_between_nodes"] is not None:
-        said.append(
-            f"{found['bytes_between_nodes'] / 2**20:.2f} MiB a step between nodes,"
-            f" {found['bytes_within_nodes'] / 2**20:.2f} within"
-        )
-    return [*lines, ("data", ", ".join(said))] if said else lines
-
-
-def _placement(rows: list[tuple[str, str, str]], title: str, parameters: dict[str, int]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in ("module", "ranks", "layout", *(["parameters"] if parameters else [])):
-        table.add_column(column)
-    for module, ranks, degrees in rows:
-        table.add_row(module, ranks, degrees, *([f"{parameters[module]:,}"] if parameters else []))
-    return table
-
-
-def _short(path: Path | str) -> str:
-    path = Path(path)
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -11,11 +11,19 @@ from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelChec
 from omegaconf import DictConfig, OmegaConf
 
 from hetero_strategy.layout.placement import Placement
-from hetero_strategy.monitor import BalanceMonitor, LogConfiguration, ProfileMonitor, ThroughputMonitor, TimelineMonitor
+from hetero_strategy.monitor import (
+    BalanceMonitor,
+    LogConfiguration,
+    MemoryMonitor,
+    ProfileMonitor,
+    ThroughputMonitor,
+    TimelineMonitor,
+)
 from hetero_strategy.strategy import HeteroStrategy
 from recipes import build, cli
 from recipes.lit import LastCheckpoint, LitMultimodal
-from recipes.report import Readback, evaluate_checkpoint, print_report, print_start, write_report
+from recipes.printed import print_report, print_start
+from recipes.report import Readback, evaluate_checkpoint, write_report
 from recipes.terminal import GoesOn, ProgressBar
 
 
@@ -66,7 +74,7 @@ def train(cfg: DictConfig) -> None:
 
 
 def callbacks(cfg: DictConfig, placed: Placement) -> list[Callback]:
-    """Checkpoints to keep and to go on from; throughput, balance, timeline, trace; what loggers get; progress bar."""
+    """Checkpoints to keep and to go on from; what is watched of a run; what loggers get; progress bar."""
     place = cli.run_folder() / "checkpoints"
     shared = {"dirpath": place, "enable_version_counter": False, "save_on_train_epoch_end": False}
     every = int(cfg.checkpoint.every_n_steps)
@@ -79,6 +87,8 @@ def callbacks(cfg: DictConfig, placed: Placement) -> list[Callback]:
         ModelCheckpoint(filename="best", monitor=cfg.checkpoint.monitor, mode=cfg.checkpoint.mode, **shared),
         LastCheckpoint(filename="last", every_n_train_steps=every, save_on_exception=True, **shared),
     ]
+    if cfg.monitor.memory:
+        made.append(MemoryMonitor())
     if profile := cfg.monitor.profile:
         options = OmegaConf.create() if profile is True else profile
         made.append(build.call("monitor.profile", options, ProfileMonitor, folder=cli.run_folder() / "profile"))

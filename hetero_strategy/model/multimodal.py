@@ -112,6 +112,12 @@ class MultimodalModel(nn.Module):
             depth |= {edge.target: max(depth[edge.target], depth[edge.source] + 1) for edge in self.edges}
         return tuple(sorted(depth, key=depth.__getitem__))
 
+    def meta_copy(self) -> MultimodalModel:
+        """Return this model on the meta device as it was before anything was parallelised; it costs no memory."""
+        with torch.device("meta"):
+            modules = {name: module.meta_copy() for name, module in self.modules_by_name.items()}
+            return MultimodalModel(modules, self.edges, loss_weights=self.loss_weights, seed=self.seed)
+
     def language_models(self) -> tuple[str, ...]:
         """Return the names of language models in the order they were given; their units are whole samples."""
         return tuple(name for name, module in self.modules_by_name.items() if module.kind.samplewise)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hetero_strategy.monitor.balance_monitor import BalanceMonitor
 from hetero_strategy.monitor.logger import LogConfiguration, wandb_logger
+from hetero_strategy.monitor.memory_monitor import MemoryMonitor
 from hetero_strategy.monitor.profile_monitor import ProfileMonitor
 from hetero_strategy.monitor.throughput import ThroughputMonitor
 from hetero_strategy.monitor.timeline_monitor import TimelineMonitor
@@ -11,6 +12,7 @@ from hetero_strategy.monitor.timeline_monitor import TimelineMonitor
 __all__ = [
     "BalanceMonitor",
     "LogConfiguration",
+    "MemoryMonitor",
     "ProfileMonitor",
     "ThroughputMonitor",
     "TimelineMonitor",

@@ -17,16 +17,22 @@ class Allocations(TorchDispatchMode):
     """Counts the memory of tensors that operators make while it is entered, until it is freed.
 
     Fake tensors count with the memory that they stand for.
+
+    Args:
+        before: bytes of what is there already; of its tensors those count that are resized.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: int = 0) -> None:
         super().__init__()
-        self.most = self.now = 0
+        self.most = self.now = before
         self._sizes: dict[int, int] = {}
         self._resize = torch.UntypedStorage.resize_
 
     def __enter__(self) -> Self:
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            if storage._cdata not in self._sizes:
+                self._sizes[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._freed, storage._cdata)
             self._changed(storage._cdata, size)
             return self._resize(storage, size)
 

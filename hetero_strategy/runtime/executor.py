@@ -30,6 +30,7 @@ from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.gradients import settle
 from hetero_strategy.parallelize.offload import host_memory
+from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.tied import Tied
 from hetero_strategy.plan.ahead import computing
 from hetero_strategy.runtime import backward
@@ -58,7 +59,7 @@ class Executor:
         replicas: ranks with equal parameters that saw other data (``dp_replicate`` without FSDP), by stage.
         tied: parameters that two stages share.
         device: of this rank.
-        exact: rows between modules are fp64: losses stay so too.
+        storage: dtypes of parameters; rows between modules have that in which they compute.
     """
 
     stages: Mapping[StageId, Adapter]
@@ -71,7 +72,7 @@ class Executor:
     replicas: Mapping[StageId, dist.ProcessGroup | None]
     tied: Tied
     device: torch.device
-    exact: bool = False
+    storage: Storage = FP32
     rank: int = field(default_factory=dist.get_rank)
     agreement: Agreement = field(default_factory=Agreement)
     recorder: Recorder = field(init=False)
@@ -96,6 +97,11 @@ class Executor:
         names = self.compiler.graph.pipelines  # of modules, and of what they do ahead
         seats = {name: self.placement.coordinate(computing(name), self.rank) for name in names}
         self.coordinates = {name: seat for name, seat in seats.items() if seat is not None}
+
+    @property
+    def exact(self) -> bool:
+        """Rows between modules are fp64: losses stay so too."""
+        return self.storage.compute == torch.float64
 
     def run(self, batch: Batch, *, train: bool, factors: Factors | None = None, call: int = 0) -> StepSums:
         """Run one global batch: forwards, and with ``train`` backwards into ``p.grad`` of the owned parameters.

@@ -170,7 +170,7 @@ def assemble(
         replicas={n: _replicas(registry, layouts[n.module], n.module, stage) for n, stage in mine.items()},
         tied=find_tied(modules, layouts, rank, registry.group),
         device=device,
-        exact=storage.compute == torch.float64,
+        storage=storage,
     )
     state = TrainingState(prefix, modules, group=registry.background, asynchronous=async_checkpoint)
     around = model_context(plan.graph, plan.costs, model.language_models(), scheduling, placement, ranks_per_node)

@@ -16,7 +16,8 @@ from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.measure import Spent
 from hetero_strategy.monitor.throughput import Totals
 from hetero_strategy.monitor.traffic import Traffic
-from recipes.report import _balance_lines, _network_line, _question, _spent_line, balance, throughput
+from recipes.printed import _balance_lines, _network_line, _spent_line
+from recipes.report import _question, balance, throughput
 from tests import stock
 from tests.small_models import READING, reader
 

@@ -1,0 +1,179 @@
+"""``MemoryMonitor``: the peak memory of one training step on every rank, beside what plans predict for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from jaxtyping import Float64
+from typing_extensions import override
+
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.loading.batch import Batch
+from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.monitor.measure import gather_on_first
+from hetero_strategy.parallelize.gradients import local
+from hetero_strategy.planner.evaluate import ActionSeconds, Candidate, Evaluator, Step
+from hetero_strategy.planner.given import Given
+from hetero_strategy.planner.hardware import cluster
+from hetero_strategy.planner.memory import Memory
+from hetero_strategy.planner.overlap import After
+from hetero_strategy.planner.shape import shape_of
+from hetero_strategy.planner.times import Precision
+from hetero_strategy.profiling.allocations import Allocations
+from hetero_strategy.profiling.cache import memory_model
+from hetero_strategy.runtime.executor import Executor
+from hetero_strategy.runtime.recorder import Recording
+from hetero_strategy.simulator.simulate import simulate
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Of one step."""
+
+    batch: int
+    """Number of the step's batch in its epoch."""
+    measured: Float64[np.ndarray, "ranks"]
+    """Bytes of all tensors of each rank, when they were most."""
+    predicted: Memory
+
+    @property
+    def expected(self) -> Float64[np.ndarray, "ranks"]:
+        """Bytes that were predicted: of tensors, so without the last kind, what is reserved around them."""
+        tensors: np.ndarray = self.predicted.bytes[:-1].sum(axis=0)
+        return tensors
+
+
+class MemoryMonitor(L.Callback):
+    """Measures the peak memory of one training step on every rank, optimizer included, and predicts it as plans do.
+
+    On CUDA devices it is what the allocator gave out at most, whose peak is forgotten when the step begins; on
+    processors tensors are counted as operators make and free them, which that one step takes longer for, and compiled
+    blocks are not counted. The prediction is made by the first rank when training is over: it measures what blocks keep
+    on tensors without values, unless it has done so before.
+
+    Args:
+        batch: of this process, counted from 0, that is measured, or the next one that ends an optimizer step; the first
+            make optimizer states.
+
+    Raises:
+        ConfigError: ``batch`` is too small; at the start of training, under another strategy than HeteroStrategy.
+    """
+
+    def __init__(self, batch: int = 3) -> None:
+        if batch < 1:
+            raise ConfigError(f"MemoryMonitor: batch={batch}; give 1 or more, as the first makes optimizer states")
+        self.batch = batch
+        self.last: PeakMemory | None = None
+        """Of the last run, on rank 0; None where no step was measured."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._seen, self._measures = 0, False
+        self._counted: Allocations | None = None
+        self._measured: tuple[int, int, Recording] | None = None
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuse a strategy that has no step plans; forget the previous run."""
+        if not hasattr(trainer.strategy, "executor"):
+            raise ConfigError(
+                f"MemoryMonitor: {type(trainer.strategy).__name__} has no step plans; use HeteroStrategy or remove the"
+                " callback"
+            )
+        self.last = None
+        self._reset()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin to count, if this is the batch."""
+        strategy: Any = trainer.strategy
+        summed, on_cuda = trainer.accumulate_grad_batches, strategy.root_device.type == "cuda"
+        self._seen += 1
+        if self._seen <= self.batch or self._measured or (batch_idx + 1) % summed:
+            return
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats(strategy.root_device)
+        elif strategy.compile or not isinstance(batch, Batch):
+            return
+        else:
+            there = [*batch.tensors(), *_tensors(trainer, gradients=summed > 1)]
+            storages = (local(tensor).untyped_storage() for tensor in there if not tensor.is_meta)
+            self._counted = Allocations(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
+            self._counted.__enter__()
+        self._measures = True
+
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Read what it was."""
+        if self._measures:
+            strategy: Any = trainer.strategy
+            counted = self._stop()
+            peak = torch.cuda.max_memory_allocated(strategy.root_device) if counted is None else counted.most
+            self._measured = batch_idx, peak, strategy.executor.recorder.steps[-1]
+
+    @override
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Count no longer."""
+        self._stop()
+
+    def _stop(self) -> Allocations | None:
+        counted, self._counted, self._measures = self._counted, None, False
+        if counted is not None:
+            counted.__exit__(None, None, None)
+        return counted
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Gather what ranks measured, predict it on the first, and give both to the loggers."""
+        if self._measured is None:
+            return
+        strategy: Any = trainer.strategy
+        batch, peak, recording = self._measured
+        peaks = gather_on_first(peak, strategy.background)
+        if peaks is None:
+            return
+        self.last = PeakMemory(batch, np.array(peaks, np.float64), _predicted(trainer, pl_module, recording))
+        most = {"measured": self.last.measured.max(), "predicted": self.last.expected.max()}
+        for logger in trainer.loggers:
+            logger.log_metrics({f"memory/{name}_gib": value / 2**30 for name, value in most.items()})
+
+
+def _predicted(trainer: L.Trainer, pl_module: L.LightningModule, recording: Recording) -> Memory:
+    """Of a step that ran, whose plan and schedule are known."""
+    strategy: Any = trainer.strategy
+    executor: Executor = strategy.executor
+    plan, storage = recording.plan, executor.storage
+    model = next(m for m in pl_module.modules() if isinstance(m, MultimodalModel)).meta_copy().train()
+    precision = Precision(storage.compute.itemsize, storage.master.itemsize)
+    # Of the device memory depends on its kind alone.
+    on = cluster("cpu" if executor.device.type == "cpu" else "h100", 1, trainer.world_size)
+    shape, given = shape_of(model), Given(strategy.recompute, accumulated=trainer.accumulate_grad_batches)
+    evaluator = Evaluator(shape, on, [plan.metadata], precision=precision)
+    config, layouts = executor.compiler.config, executor.placement.layouts
+    placed = evaluator.place(Candidate.of_run(config, layouts, plan.microbatches, strategy.recompute, strategy.offload))
+    schedule, seconds = recording.schedule, ActionSeconds(plan, placed)
+    step = Step(placed, plan, schedule, simulate(schedule, seconds, on.network), After())
+    return memory_model(model, shape, on, precision, given).of(step)
+
+
+def _tensors(trainer: L.Trainer, *, gradients: bool) -> Iterator[torch.Tensor]:
+    """What this rank holds between steps."""
+    strategy: Any = trainer.strategy
+    for stage in strategy.executor.stages.values():
+        yield from stage.buffers()
+        for parameter in stage.parameters():
+            yield parameter
+            if gradients and parameter.grad is not None:
+                yield parameter.grad
+    for optimizer in trainer.optimizers:
+        for state in optimizer.state.values():
+            yield from (x for x in state.values() if isinstance(x, torch.Tensor))
