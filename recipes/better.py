@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from hydra.core.hydra_config import HydraConfig
 
 from hetero_strategy.errors import ConfigError, LayoutError
 from hetero_strategy.loading.datamodule import MultimodalDataModule
@@ -32,21 +30,13 @@ from hetero_strategy.profiling.device import Communication, communication
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.strategy.precision import storage_of
-from recipes import cli
-from recipes.layout_file import write_layout
+from recipes.layout_file import train_with, write_layout
 from recipes.lit import LitMultimodal
 from recipes.terminal import seconds
 
 WORTH = 1.1
 """Predicted seconds over those of a better plan from which on it is named, or more: as far as the run's own step took
 longer than predicted, as another one may too."""
-
-
-IN_FILE = (
-    *("layout", "resume", "data.module.microbatches"),
-    *(f"strategy.{name}" for name in ("schedule", "recompute", "reshard_after_forward", "fill", "pieces", "prefetch")),
-)
-"""Beginnings of what a command line need not say beside a layout file."""
 
 
 @dataclass(frozen=True)
@@ -125,16 +115,9 @@ def said(found: Compared, planner: Planner, file: Path) -> dict[str, Any]:
     }  # fmt: skip
     if found.worth:
         what = f"from what a run's stages took: {best.seconds:.3g} s a step predicted"
-        said["layout"] = str(write_layout(file, placed, what, trains=True))
-        said["command"] = again_with(file)
+        said["command"] = train_with(file)
+        said["layout"] = str(write_layout(file, placed, what, said["command"]))
     return said
-
-
-def again_with(file: Path) -> str:
-    """This run's command line with the layouts of a file, and without what the file says."""
-    given = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
-    kept = [shlex.quote(override) for override in given if not override.startswith(IN_FILE)]
-    return " ".join([cli.command("recipes.train"), *kept, f"layout={shlex.quote(str(cli.near(file)))}"])
 
 
 def as_it_ran(strategy: HeteroStrategy, ran: MeasuredAndSimulated) -> Candidate:

@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.hydra_config import HydraConfig
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.planner.evaluate import Placed
+from recipes import cli
+
+OPTIONS = ("schedule", "recompute", "offload", "reshard_after_forward", "fill", "pieces", "prefetch")
+IN_FILE = ("layout", "resume", "data.module.microbatches", *(f"strategy.{name}" for name in OPTIONS))
+"""Beginnings of what a command line need not say beside a layout file."""
 
 
-def write_layout(path: Path, placed: Placed, what: str, *, trains: bool) -> Path:
+def train_with(file: Path, own: Sequence[str] = (), run: Path | None = None) -> str:
+    """The command that trains what this program was asked for with the layouts of a file, and without what that says.
+
+    Args:
+        own: fields of this program that training does not have.
+        run: folder of a run whose configuration this program took; this command line changed it.
+    """
+    given = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+    if run is not None and (saved := run / ".hydra" / "overrides.yaml").exists():
+        given = [*yaml.safe_load(saved.read_text()), *given]
+    left_out = (*IN_FILE, *(f"{name}{mark}" for name in own for mark in "=."))
+    kept = [shlex.quote(override) for override in given if not override.lstrip("+~").startswith(left_out)]
+    return " ".join([cli.command("recipes.train"), *kept, f"layout={shlex.quote(str(cli.near(file)))}"])
+
+
+def write_layout(path: Path, placed: Placed, what: str, command: str | None) -> Path:
     """Write layouts, schedule, recompute, offload, when weights are freed and, for data that trains, the microbatches.
 
     Args:
         what: the first line says it.
+        command: that trains with the file, for the second line; None: the data do not train.
     """
     candidate = placed.candidate
     strategy: dict[str, Any] = {"schedule": placed.scheduling.schedule}
@@ -37,11 +60,12 @@ def write_layout(path: Path, placed: Placed, what: str, *, trains: bool) -> Path
         "layout": {name: _fields(x) for name, x in placed.scheduling.uncut(placed.placement.layouts).items()},
         "strategy": strategy,
     }
-    if trains:
+    if command is not None:
         content["data"] = {"module": {"microbatches": candidate.microbatches}}
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [f"- /fields/layout@layout.{name}" for name in placed.placement.layouts]
-    head = ["# @package _global_", f"# {what}", "defaults:", *(f"  {line}" for line in lines), "  - _self_", ""]
+    how = [] if command is None else [f"# {command}"]
+    head = ["# @package _global_", f"# {what}", *how, "defaults:", *(f"  {line}" for line in lines), "  - _self_", ""]
     body = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=118)
     path.write_text("\n".join([*head, body]))
     return path

@@ -45,7 +45,7 @@ from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.dry_run import dry_run
 from recipes import build, cli
 from recipes.dry_run import report
-from recipes.layout_file import write_layout
+from recipes.layout_file import train_with, write_layout
 from recipes.terminal import seconds
 
 SHOWN = 8
@@ -62,12 +62,14 @@ PRECISIONS = {"bf16-mixed": MIXED, "16-mixed": MIXED, "32-true": Precision(4, 4)
 
 def plan(cfg: DictConfig) -> None:
     """Plan, print, write."""
-    ran = None
-    if cfg.run:
-        ran = Measured.read(cli.folder_of(cfg.run) / "measured.json")
-        cfg = cli.saved_configuration(cfg, cfg.run)
+    ran, asked = None, cfg.run
+    if asked:
+        ran = Measured.read(cli.folder_of(asked) / "measured.json")
+        cfg = cli.saved_configuration(cfg, asked)
     build.check_configuration(cfg, *OWN_FIELDS)
     console = Console(highlight=False)
+    if "module" in cfg.data:
+        build.write_data(cfg)
     make_model = build.model_maker(cfg)
     batches, microbatches, balance = sampled(cfg)
     with torch.device("meta"):
@@ -107,15 +109,18 @@ def plan(cfg: DictConfig) -> None:
     for line in one_more_node(planner, answer, tokens, memory, console, float(cfg.one_more_node)):
         console.print(line, soft_wrap=True)
     console.print(kept(answer.best.memory))
-    file = write_layout(folder / "layout" / "planned.yaml", placed, said(answer, planner), trains="module" in cfg.data)
+    file, command = folder / "layout" / "planned.yaml", None
+    if "module" in cfg.data:
+        command = train_with(file, OWN_FIELDS, cli.folder_of(asked) if asked else None)
+    write_layout(file, placed, said(answer, planner), command)
     timeline = from_simulation(step.simulation, MOST_RANKS, before and before.filling)
     draw(folder / "timeline.png", timeline, title=said(answer, planner))
     console.print(f"pictures    {cli.near(folder / 'timeline.png')}")
     console.print(f"layout      {cli.near(file)}")
     if cfg.dry_run:
         build_all(model, step, planner, console)
-    if "module" in cfg.data:
-        console.print(f"train       {cli.command('recipes.train', layout=file)}", soft_wrap=True)
+    if command is not None:
+        console.print(f"train       {command}", soft_wrap=True)
 
 
 def as_it_ran(ran: Measured, cfg: DictConfig, answer: Answer, planner: Planner) -> str:
@@ -184,7 +189,6 @@ def sampled(cfg: DictConfig) -> tuple[list[StepMetadata], int | None, BalanceCon
             for i in range(count)
         ]
         return batches, cfg.data.microbatches, BalanceConfig()
-    build.write_data(cfg)
     data = build.datamodule(cfg, build.model_maker(cfg))
     return data.sampled_batches(count), data.microbatches, data.balance
 

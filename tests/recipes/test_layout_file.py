@@ -32,7 +32,7 @@ def test_a_pipeline_through_all_modules_is_written_whole(tmp_path: Path) -> None
     assert math.isfinite(seconds)
     each = dict.fromkeys(shape.modules, pipeline.degrees)
     candidate = Proposal(seconds, (tuple(shape.modules),), (range(6),), each, 4, pipeline).candidate
-    file = write_layout(tmp_path / "planned.yaml", made.evaluator.place(candidate), "a test", trains=True)
+    file = write_layout(tmp_path / "planned.yaml", made.evaluator.place(candidate), "a test", "train")
     read = yaml.safe_load(file.read_text())
     assert read["strategy"] == {"schedule": "1f1b", "reshard_after_forward": "never"}
     layouts = {name: ModuleLayout.from_config(name, fields) for name, fields in read["layout"].items()}
@@ -47,7 +47,7 @@ def test_an_encoder_in_bubbles_and_its_pieces_are_read_again(tmp_path: Path) -> 
     candidate = Candidate(layouts, 4, fill="fine", pieces={"vision": 2})
     placed = made.evaluator.place(candidate)
     assert placed.placement.layouts["vision"].split == (2, 2)
-    read = yaml.safe_load(write_layout(tmp_path / "planned.yaml", placed, "a test", trains=True).read_text())
+    read = yaml.safe_load(write_layout(tmp_path / "planned.yaml", placed, "a test", "train").read_text())
     assert read["strategy"] == {"schedule": "1f1b", "fill": "fine", "pieces": {"vision": 2}}
     again = {name: ModuleLayout.from_config(name, fields) for name, fields in read["layout"].items()}
     assert again["vision"] == layouts["vision"].resolved("vision")
@@ -73,7 +73,7 @@ def test_what_fills_bubbles_is_read_again_and_trains(
     evaluator = Evaluator(shape_of(made), cluster(2), build.datamodule(cfg, lambda: made).sampled_batches(1))
     layouts = {name: ModuleLayout(range(2), dp_shard=2) for name in ("vision", "audio")}
     candidate = Candidate({**layouts, "llm": ModuleLayout(range(2), pp=2)}, 2, **asked)
-    file = write_layout(tmp_path / "layout" / "planned.yaml", evaluator.place(candidate), "a test", trains=True)
+    file = write_layout(tmp_path / "layout" / "planned.yaml", evaluator.place(candidate), "a test", "train")
     read = yaml.safe_load(file.read_text())["strategy"]
     assert read == {"schedule": "1f1b", **asked}
     run = run_on_ranks(pool, 2, tmp_path / "run", *given, *SMALL, f"model.freeze=[{freeze}]", f"layout={file}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -42,12 +43,30 @@ def test_a_plan_is_printed_checked_drawn_and_trained(pool: Pool, given: tuple[st
     file = tmp_path / "plan" / "layout" / "planned.yaml"
     assert {"recompute: {llm: every 2}", "offload: {llm: all}"} <= {x.strip() for x in file.read_text().splitlines()}
     assert (tmp_path / "plan" / "timeline.png").stat().st_size > 10_000
-    assert f"recipes.train layout={file}" in found.output.replace("\n", "")
-    ended = run_on_ranks(pool, 2, tmp_path / "run", *given, *SMALL, f"layout={file}", "trainer.max_steps=2")
+    command = said_command(found.output)
+    assert f"# {command}" in file.read_text() and {f"layout={file}", *given} <= set(shlex.split(command))
+    assert not any(option.startswith(("cluster", "dry_run", "strategy")) for option in shlex.split(command))
+    faster = [o for o in SMALL if not o.startswith(("model.", "data."))]  # what the command says itself
+    ended = run_on_ranks(pool, 2, tmp_path / "run", *shlex.split(command)[3:], *faster, "trainer.max_steps=2")
     assert "2 steps" in ended.output
     again = planned(tmp_path / "again", f"run={tmp_path / 'run'}", "cluster.ranks_per_node=2")
     assert again.code == 0, again.output
-    assert "as it ran   " in again.output and (tmp_path / "again" / "layout" / "planned.yaml").exists()
+    assert "as it ran   " in again.output
+    after, other = tmp_path / "again" / "layout" / "planned.yaml", said_command(again.output)
+    assert {f"layout={after}", *given, *small} <= set(shlex.split(other)) and f"layout={file}" not in other
+
+
+def said_command(output: str) -> str:
+    """What trains, as it is printed."""
+    return next(line.split(None, 1)[1] for line in output.splitlines() if line.startswith("train "))
+
+
+def test_data_that_are_made_here_are_made_for_a_plan_too(pool: Pool, tmp_path: Path) -> None:
+    small = [o for o in SMALL if o.startswith(("model.", "data."))]
+    sizes = ("data.write.train=24", "data.write.val=8", "data.write.test=8", f"data.write.folder={tmp_path}/digits")
+    found = planned(tmp_path / "plan", *small, *sizes, "cluster.ranks_per_node=1")
+    assert found.code == 0, found.output
+    assert (tmp_path / "digits" / "train.json").exists() and said_command(found.output)
 
 
 def test_bubbles_before_and_after_filling_are_said() -> None:
