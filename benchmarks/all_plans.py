@@ -91,7 +91,8 @@ def _settled(
     for again, whole in product(_recomputed(), tried):
         if any(smaller <= again for smaller in tried[whole]):
             continue
-        for every in product(*([1, 2, 3, 4] if m in again else [0] for m in MODULES)):
+        blocks = {m: planner.evaluator.shape.modules[m].blocks for m in MODULES}
+        for every in product(*(range(1, 1 + min(4, blocks[m])) if m in again else [0] for m in MODULES)):
             recompute = {m: Recompute(n) for m, n in zip(MODULES, every, strict=True) if n}
             given = {m: way._replace(recomputed=n > 0) for m, way, n in zip(MODULES, ways, every, strict=True)}
             held = [estimates.bytes(m, way, count, whole, recompute.get(m)) for m, way in given.items()]

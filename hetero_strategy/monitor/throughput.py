@@ -274,7 +274,7 @@ def _parts(adapter: Adapter, name: str, window: _Window, strategy: Any) -> list[
     lengths = np.concatenate([np.zeros(0, dtype=np.int64), *window.sequences.get(name, ())])
     original = adapter.meta_copy()  # before it was parallelised: FSDP modules cannot be copied, which counting may need
     how, blocks = getattr(strategy, "recompute", {}).get(name), tuple(original.blocks())
-    again, whole = (0.0, False) if how is None else (how.share, how.whole)
+    again, whole = (0.0, False) if how is None else (how.share(len(blocks)), how.whole)
     # Rows without a label do not reach a language model's head.
     unlabelled = 1 - window.labels / max(window.tokens, 1)
     unused = unlabelled * original.part_flops(lengths)[2] if adapter.kind.samplewise else 0.0

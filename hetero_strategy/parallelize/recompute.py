@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 from types import MethodType
 from typing import Any
 
@@ -54,10 +55,11 @@ class Recompute(SomeBlocks):
     whole: bool = False
     """The whole forward of a stage runs again, and nothing is kept but what came in."""
 
-    @property
-    def share(self) -> float:
-        """Share of a forward's FLOPs that runs again."""
-        return 0.0 if self.keeps_matmuls else 1 / self.every
+    def share(self, blocks: int) -> float:
+        """Share of the forward of a module of so many equal blocks that runs again, in FLOPs."""
+        if self.keeps_matmuls:
+            return 0.0
+        return ceil(blocks / self.every) / blocks if blocks else 1.0
 
     def __str__(self) -> str:
         """As a person says it."""

@@ -124,7 +124,7 @@ class Estimates:
                 layout,
                 self.cluster,
                 fed=self._fed[module],
-                recomputed=0.0 if (how := self.given.recomputed(module, recomputed)) is None else how.share,
+                recomputed=0.0 if (how := self.given.recomputed(module, recomputed)) is None else how.share(blocks),
                 precision=self._precision,
                 measured=self._measured.get(module),
             )

@@ -178,7 +178,7 @@ class Evaluator:
         times: dict[StageId, StageTimes] = {}
         trains: dict[StageId, bool] = {}
         for name, module in self.shape.modules.items():
-            share = again[name].share if name in again else 0.0
+            share = again[name].share(module.blocks) if name in again else 0.0
             layouts[name] = layout = self._with_split(module, asked[name], share, self._fed[name], self.lengths[name])
             casting = casts and bool(module.trained.any())
             once = scheduling.gathered_once(layout, casts=casting, apart=name in {*apart, *scheduling.prefetch})

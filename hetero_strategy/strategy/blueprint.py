@@ -87,7 +87,7 @@ def blueprint(
     recompute = decoupled(recompute, scheduling.fill, filling)
     _check_chunks(layouts, recompute, compile)
     check_offload(offload, recompute, compile, {name: layout.tp for name, layout in layouts.items()})
-    again = {name: how.share for name, how in recompute.items()}
+    again = {name: how.share(len(modules[name].blocks())) for name, how in recompute.items()}
     layouts = scheduling.in_pieces(filling, layouts)
     layouts = scheduling.most_ahead(layouts, {name: len(module.blocks()) for name, module in modules.items()})
     chosen = with_splits(modules, model.topological(), edges, layouts, again)
