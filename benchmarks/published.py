@@ -25,9 +25,8 @@ What sources do not print, and what is taken for all of their rows alike:
                   has 12 virtual stages that hold layers of both and cannot be as even. Optimus
                   itself and its other tables: ``benchmarks.filling``, ``benchmarks.optimus_tables``.
 
-Not here: DistTrain, OrchMLLM and NVIDIA's heterogeneous parallelism. What they print is a range of ratios over figures
-whose bars have no numbers; the layouts that DistTrain's planner chose, the mixture of OrchMLLM's data and all setups of
-NVIDIA's (only the abstract was at hand) are missing.
+  disttrain, orchmllm   what both print over their baselines: see ``benchmarks.published_multimodal``, which says, too,
+                  why NVIDIA's heterogeneous parallelism is missing.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import arguments, report, write_json
+from benchmarks.published_multimodal import disttrain, orchmllm
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.adapter import models_without_values
@@ -338,6 +338,8 @@ TABLES: Mapping[str, Callable[[], list[Result]]] = {
     "megatron_a100": megatron_a100,
     "torchtitan": torchtitan,
     "optimus": optimus,
+    "disttrain": lambda: [Result(*row) for row in disttrain()],
+    "orchmllm": lambda: [Result(*row) for row in orchmllm()],
 }
 
 
