@@ -20,7 +20,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -204,9 +203,12 @@ def choice(pool: Pool, sizes: Mapping[str, Any], found: Profiled, together: Comm
         balance=BalanceConfig(reorder="none"), precision=FP32, measured=found.modules,
     )  # fmt: skip
     best = planner.plan().best.candidate
-    placed = planner.evaluator.place(best)
-    chosen = {name: replace(layout, split=None) for name, layout in placed.placement.layouts.items()}
-    return Setting("the planner's choice", chosen, placed.scheduling.schedule, balance={"reorder": "none"}, **sizes)
+    schedule = planner.evaluator.place(best).scheduling.schedule
+    options: Any = {"fill": best.fill, "reshard_after_forward": best.reshard_after_forward}
+    again = {name: str(how) for name, how in best.recompute.items()}
+    return Setting(
+        "the planner's choice", best.layouts, schedule, balance={"reorder": "none"}, recompute=again, **options, **sizes
+    )
 
 
 def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[str, Any]:

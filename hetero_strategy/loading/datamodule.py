@@ -370,6 +370,15 @@ class MultimodalDataModule(L.LightningDataModule):
             raise ConfigError(f"MultimodalDataModule: {name} is {given!r}; use a number or 'auto'")
         return None
 
+    def check_microbatches(self) -> None:
+        """Refuse ``auto`` without a budget, where layouts are given and no plan says how many there are.
+
+        Raises:
+            ConfigError: naming the option.
+        """
+        for split in (split for split, manifest in self.manifests.items() if manifest is not None):
+            self._count_in(split, None)
+
     def _count_in(self, split: Split, planned: int | None) -> int | None:
         """Microbatches of a step of a split; None: by budget."""
         training, first = split == "train", self.language_models[0]

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -28,6 +28,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.call import _interrupt
 
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.runtime.agreement import Stop
 
 START_METHODS = ("popen", "fork", "spawn")
@@ -46,7 +47,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     """This process is on its way out of an exception."""
 
     def launch(self, function: Any, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Start the script on all other ranks, then go on with this one."""
+        """Start the script on all other ranks, then go on with this one.
+
+        Raises:
+            ConfigError: see :func:`check_microbatches`.
+        """
+        check_microbatches(args, trainer)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:  # nor has an earlier call made them
             self._call_children_scripts()
@@ -107,8 +113,9 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
         """Start the processes and wait for them.
 
         Raises:
-            ConfigError: the weights that are asked for are gone.
+            ConfigError: the weights that are asked for are gone; or see :func:`check_microbatches`.
         """
+        check_microbatches(args, trainer)
         self._started_by = os.getpid()
         module = args[0] if args and isinstance(args[0], LightningModule) else None
         if module in self._trained and not any(isinstance(one, str | os.PathLike) for one in args):
@@ -137,6 +144,21 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
         if self._strategy.local_rank != 0:
             return None
         return _WorkerOutput(best, None, trainer.state, results, self.get_extra_results(trainer))
+
+
+def check_microbatches(given: Sequence[Any], trainer: Trainer | None) -> None:
+    """Refuse a data module whose microbatches nobody counts, before processes start.
+
+    Args:
+        given: to the function that they run.
+
+    Raises:
+        ConfigError: ``microbatches="auto"`` without a budget, and layouts are not planned.
+    """
+    context = getattr(trainer and trainer.strategy, "context", None)
+    for data in given:
+        if isinstance(data, MultimodalDataModule) and context is not None and not context.placed_later:
+            data.check_microbatches()
 
 
 def minutes(option: str, given: timedelta | float) -> timedelta:

@@ -55,6 +55,7 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
         ("layout=single", "checkpoint.monitor=val/nothing"),
         "checkpoint.monitor=val/nothing; give one of val/loss,",
     ),
+    "microbatches": (("data.module.microbatches=auto",), "microbatches=auto follows from a budget, but balance.budget"),
     "rows": (("+data.module.processors.audio.stack=2",), "processors.audio: stack is 2, but the module has 4"),
 }
 
