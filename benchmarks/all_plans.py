@@ -14,7 +14,7 @@ thing is: what fits into memory, by its formula, which says which problem is sol
 * recomputed only what has to be: of the modules that may be, no fewer would fit; all of their blocks, or one of every
   2, 3 or 4 where that fits.
 
-Where modules without virtual stages are cut is not varied, nor are ``pieces``.
+Not varied: where modules without virtual stages are cut, and ``pieces``.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def said(found: Compared, planner: Planner, file: Path) -> dict[str, Any]:
     }  # fmt: skip
     if found.worth:
         what = f"from what a run's stages took: {best.seconds:.3g} s a step predicted"
-        said["command"] = train_with(file)
+        said["command"] = train_with(file, best.candidate.microbatches, run=file.parent.parent)
         said["layout"] = str(write_layout(file, placed, what, said["command"]))
     return said
 

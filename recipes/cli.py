@@ -28,7 +28,7 @@ from hetero_strategy.errors import CheckpointError, ConfigError, HeteroError
 from hetero_strategy.strategy.launch import die_with_script, lost_a_rank
 
 CONF = str(Path(__file__).parent.parent / "conf")
-SAVED = Path(".hydra") / "config.yaml"
+SAVED, ASKED = Path(".hydra") / "config.yaml", Path(".hydra") / "overrides.yaml"
 PATIENCE = 5.0
 """Seconds that ranks above 0 hold back a message: where rank 0 has the same one, it ends them in that time."""
 
@@ -294,9 +294,18 @@ RENAMED = {
 
 
 def save_configuration(cfg: DictConfig, folder: Path) -> None:
-    """The run's configuration is what ran last."""
+    """The run's configuration is what ran last, and its command line what was ever said."""
     if rank() == 0:
         OmegaConf.save(cfg, folder / SAVED)
+        now = [override for override in asked() if not override.startswith("resume=")]
+        OmegaConf.save(OmegaConf.create([*asked(folder), *now]), folder / ASKED)
+
+
+def asked(run: Path | None = None) -> list[str]:
+    """Overrides of a run's command lines, none where they are not known; without a run those of this process."""
+    if run is None:
+        return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    return list(OmegaConf.load(run / ASKED)) if (run / ASKED).exists() else []
 
 
 def near(value: object) -> object:

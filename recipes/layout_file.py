@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.hydra_config import HydraConfig
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.planner.evaluate import Placed
@@ -20,19 +19,19 @@ IN_FILE = ("layout", "resume", "data.module.microbatches", *(f"strategy.{name}" 
 """Beginnings of what a command line need not say beside a layout file."""
 
 
-def train_with(file: Path, own: Sequence[str] = (), run: Path | None = None) -> str:
+def train_with(file: Path, microbatches: int, *, own: Sequence[str] = (), run: Path | None = None) -> str:
     """The command that trains what this program was asked for with the layouts of a file, and without what that says.
 
     Args:
+        microbatches: said by the file, too, whose value an ``experiment`` may replace.
         own: fields of this program that training does not have.
         run: folder of a run whose configuration this program took; this command line changed it.
     """
-    given = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
-    if run is not None and (saved := run / ".hydra" / "overrides.yaml").exists():
-        given = [*yaml.safe_load(saved.read_text()), *given]
+    given = dict.fromkeys([*(cli.asked(run) if run else ()), *cli.asked()])
     left_out = (*IN_FILE, *(f"{name}{mark}" for name in own for mark in "=."))
     kept = [shlex.quote(override) for override in given if not override.lstrip("+~").startswith(left_out)]
-    return " ".join([cli.command("recipes.train"), *kept, f"layout={shlex.quote(str(cli.near(file)))}"])
+    said = [f"layout={shlex.quote(str(cli.near(file)))}", f"data.module.microbatches={microbatches}"]
+    return " ".join([cli.command("recipes.train"), *kept, *said])
 
 
 def write_layout(path: Path, placed: Placed, what: str, command: str | None) -> Path:

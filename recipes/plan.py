@@ -111,7 +111,8 @@ def plan(cfg: DictConfig) -> None:
     console.print(kept(answer.best.memory))
     file, command = folder / "layout" / "planned.yaml", None
     if "module" in cfg.data:
-        command = train_with(file, OWN_FIELDS, cli.folder_of(asked) if asked else None)
+        run = cli.folder_of(asked) if asked else None
+        command = train_with(file, answer.best.candidate.microbatches, own=OWN_FIELDS, run=run)
     write_layout(file, placed, said(answer, planner), command)
     timeline = from_simulation(step.simulation, MOST_RANKS, before and before.filling)
     draw(folder / "timeline.png", timeline, title=said(answer, planner))
@@ -197,12 +198,9 @@ def allowed(cfg: DictConfig) -> Allowed:
     """What a run's other options leave to the plan, whose file says schedule, fill and layouts itself, and keeps to."""
     said = cfg.strategy
     payload = str(cfg.data.module.get("payload", "fetch")) if "module" in cfg.data else "fetch"
-    resharded = str(said.reshard_after_forward)
-    asked = ScheduleConfig(
-        "auto", said.max_in_flight or {}, resharded, pieces=said.pieces or {}, prefetch=said.prefetch or {}
-    )
-    batches = int(cfg.trainer.get("accumulate_grad_batches") or 1)
-    given = Given(recomputes(said.recompute), offloads(said.offload), compiles(said.compile), batches)
+    asked = ScheduleConfig("auto", said.max_in_flight or {}, pieces=said.pieces or {}, prefetch=said.prefetch or {})
+    batches, reshard = int(cfg.trainer.get("accumulate_grad_batches") or 1), str(said.reshard_after_forward)
+    given = Given(recomputes(said.recompute), offloads(said.offload), compiles(said.compile), batches, reshard)
     return Allowed.beside(asked, given, payload)
 
 

@@ -284,7 +284,8 @@ def peak_memory(trainer: L.Trainer) -> dict[str, Any] | None:
     if not found:
         return None
     peak = found[0]
-    rank, ratios = int(peak.measured.argmax()), peak.expected / peak.measured
+    rank, busy = int(peak.measured.argmax()), (peak.expected > 0) & (peak.measured > 0)  # others have no module
+    ratios = peak.expected[busy] / peak.measured[busy]
     kinds = dict(zip(KINDS, peak.predicted.bytes[:, rank].tolist(), strict=True))
     return {
         "batch": peak.batch,

@@ -45,7 +45,7 @@ def _disttrain(planner: Planner, microbatches: int | None) -> Iterator[Candidate
             ways = {ENCODER: encoder, LANGUAGE_MODEL: llm}
             if count < 1 or any(estimates.bytes(m, w, count, whole=True) > estimates.memory for m, w in ways.items()):
                 continue
-            each = {m: w.tp * estimates.work(m, w.tp).total / (w.tp * w.dp * count) for m, w in ways.items()}
+            each = {m: estimates.work(m, w.tp).total / (w.dp * count) for m, w in ways.items()}
             seconds = sum(each.values()) + (count - 1) * max(each[m] / w.pp for m, w in ways.items())
             if seconds < best:
                 layouts = {ENCODER: encoder.layout(range(encoder.ranks)),

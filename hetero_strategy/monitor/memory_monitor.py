@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import numpy as np
 import torch
 from jaxtyping import Float64
+from lightning.fabric.utilities import rank_zero_warn
 from typing_extensions import override
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.monitor.measure import gather_on_first
-from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.planner.evaluate import ActionSeconds, Candidate, Evaluator, Step
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.hardware import cluster
@@ -48,6 +48,16 @@ class PeakMemory:
         return tensors
 
 
+class _Measured(NamedTuple):
+    """Of this rank."""
+
+    batch: int
+    peak: int
+    recording: Recording
+    summed: int
+    """Batches of an optimizer step."""
+
+
 class MemoryMonitor(L.Callback):
     """Measures the peak memory of one training step on every rank, optimizer included, and predicts it as plans do.
 
@@ -75,7 +85,7 @@ class MemoryMonitor(L.Callback):
     def _reset(self) -> None:
         self._seen, self._measures = 0, False
         self._counted: Allocations | None = None
-        self._measured: tuple[int, int, Recording] | None = None
+        self._measured: _Measured | None = None
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -94,18 +104,16 @@ class MemoryMonitor(L.Callback):
     ) -> None:
         """Begin to count, if this is the batch."""
         strategy: Any = trainer.strategy
-        summed, on_cuda = trainer.accumulate_grad_batches, strategy.root_device.type == "cuda"
+        self._stop()  # of a batch that was left out
         self._seen += 1
-        if self._seen <= self.batch or self._measured or (batch_idx + 1) % summed:
+        if self._seen <= self.batch or self._measured or (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        if on_cuda:
+        if strategy.root_device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(strategy.root_device)
         elif strategy.compile or not isinstance(batch, Batch):
             return
         else:
-            there = [*batch.tensors(), *_tensors(trainer, gradients=summed > 1)]
-            storages = (local(tensor).untyped_storage() for tensor in there if not tensor.is_meta)
-            self._counted = Allocations(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
+            self._counted = Allocations([*batch.tensors(), *_tensors(trainer)])
             self._counted.__enter__()
         self._measures = True
 
@@ -118,7 +126,8 @@ class MemoryMonitor(L.Callback):
             strategy: Any = trainer.strategy
             counted = self._stop()
             peak = torch.cuda.max_memory_allocated(strategy.root_device) if counted is None else counted.most
-            self._measured = batch_idx, peak, strategy.executor.recorder.steps[-1]
+            recording, summed = strategy.executor.recorder.steps[-1], trainer.accumulate_grad_batches
+            self._measured = _Measured(batch_idx, peak, recording, summed)
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -137,43 +146,48 @@ class MemoryMonitor(L.Callback):
         if self._measured is None:
             return
         strategy: Any = trainer.strategy
-        batch, peak, recording = self._measured
-        peaks = gather_on_first(peak, strategy.background)
+        peaks = gather_on_first(self._measured.peak, strategy.background)
         if peaks is None:
             return
-        self.last = PeakMemory(batch, np.array(peaks, np.float64), _predicted(trainer, pl_module, recording))
+        try:
+            predicted = _predicted(strategy, pl_module, self._measured)
+        except (
+            Exception
+        ) as error:  # training is over and its results are worth more, whatever the model's own code says
+            rank_zero_warn(f"MemoryMonitor: no prediction of the measured step: {error!r}")
+            return
+        self.last = PeakMemory(self._measured.batch, np.array(peaks, np.float64), predicted)
         most = {"measured": self.last.measured.max(), "predicted": self.last.expected.max()}
         for logger in trainer.loggers:
             logger.log_metrics({f"memory/{name}_gib": value / 2**30 for name, value in most.items()})
 
 
-def _predicted(trainer: L.Trainer, pl_module: L.LightningModule, recording: Recording) -> Memory:
+def _predicted(strategy: Any, pl_module: L.LightningModule, measured: _Measured) -> Memory:
     """Of a step that ran, whose plan and schedule are known."""
-    strategy: Any = trainer.strategy
     executor: Executor = strategy.executor
-    plan, storage = recording.plan, executor.storage
+    plan, storage = measured.recording.plan, executor.storage
     model = next(m for m in pl_module.modules() if isinstance(m, MultimodalModel)).meta_copy().train()
     precision = Precision(storage.compute.itemsize, storage.master.itemsize)
     # Of the device memory depends on its kind alone.
-    on = cluster("cpu" if executor.device.type == "cpu" else "h100", 1, trainer.world_size)
-    shape, given = shape_of(model), Given(strategy.recompute, accumulated=trainer.accumulate_grad_batches)
+    on = cluster("cpu" if executor.device.type == "cpu" else "h100", 1, executor.placement.world_size)
+    shape, given = shape_of(model), Given(strategy.recompute, accumulated=measured.summed)
     evaluator = Evaluator(shape, on, [plan.metadata], precision=precision)
     config, layouts = executor.compiler.config, executor.placement.layouts
     placed = evaluator.place(Candidate.of_run(config, layouts, plan.microbatches, strategy.recompute, strategy.offload))
-    schedule, seconds = recording.schedule, ActionSeconds(plan, placed)
+    schedule, seconds = measured.recording.schedule, ActionSeconds(plan, placed)
     step = Step(placed, plan, schedule, simulate(schedule, seconds, on.network), After())
     return memory_model(model, shape, on, precision, given).of(step)
 
 
-def _tensors(trainer: L.Trainer, *, gradients: bool) -> Iterator[torch.Tensor]:
-    """What this rank holds between steps."""
+def _tensors(trainer: L.Trainer) -> Iterator[torch.Tensor]:
+    """What this rank holds before a step."""
     strategy: Any = trainer.strategy
-    for stage in strategy.executor.stages.values():
+    executor: Executor = strategy.executor
+    for stage in executor.stages.values():
         yield from stage.buffers()
         for parameter in stage.parameters():
-            yield parameter
-            if gradients and parameter.grad is not None:
-                yield parameter.grad
+            yield from (parameter, *([] if parameter.grad is None else [parameter.grad]))
     for optimizer in trainer.optimizers:
         for state in optimizer.state.values():
             yield from (x for x in state.values() if isinstance(x, torch.Tensor))
+    yield from (rows for _, rows in executor.held.all_rows())

@@ -94,18 +94,19 @@ def moved(shape: ModelShape, layouts: Mapping[str, ModuleLayout]) -> Iterator[di
     """One pipeline through all modules with one block more on a rank and one less on a neighbour, also of another
     module; nothing where that is not what the layouts are.
     """
-    first = layouts[next(iter(shape.modules))]
-    if any(layout.split is None for layout in layouts.values()):
+    first, *others = (layout for layout in layouts.values())
+    alike = all((x.tp, x.dp_replicate, x.dp_shard) == (first.tp, first.dp_replicate, first.dp_shard) for x in others)
+    ranks, each = sorted({rank for layout in layouts.values() for rank in layout.ranks}), first.tp * first.dp
+    if not alike or len(ranks) % each or any(layout.split is None for layout in layouts.values()):
         return
-    ranks = sorted({rank for layout in layouts.values() for rank in layout.ranks})
-    counts = np.zeros(len(ranks) // (first.tp * first.dp), np.int64)
+    counts = np.zeros(len(ranks) // each, np.int64)
     degrees = Degrees(first.tp, len(counts), first.dp_replicate, first.dp_shard)
     for name, module in shape.modules.items():
-        begin, split = ranks.index(layouts[name].ranks[0]) // (first.tp * first.dp), layouts[name].split or ()
-        counts[begin : begin + len(split)] += split[: len(counts) - begin] if module.has_blocks else 1
-    if counts.sum() != sum(m.blocks for m in shape.modules.values()) or not counts.all():
-        return
-    if Chain(degrees, _stages(shape, counts)).layouts(ranks) == dict(layouts):
+        begin, split = ranks.index(layouts[name].ranks[0]) // each, layouts[name].split or ()
+        if begin + len(split) > len(counts):
+            return
+        counts[begin : begin + len(split)] += split if module.has_blocks else 1
+    if counts.all() and Chain(degrees, _stages(shape, counts)).layouts(ranks) == dict(layouts):
         for border, more in product(range(len(counts) - 1), (1, -1)):
             other = counts.copy()
             other[border] += more

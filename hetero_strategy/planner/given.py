@@ -24,6 +24,8 @@ class Given:
     """Modules whose blocks are compiled."""
     accumulated: int = 1
     """Global batches of an optimizer step."""
+    reshard_after_forward: str = "auto"
+    """When FSDP frees what it gathered."""
 
     def check(self, shape: ModelShape) -> None:
         """Refuse what no layout can run.

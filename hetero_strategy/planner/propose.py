@@ -70,11 +70,12 @@ class Proposal(NamedTuple):
     def candidate(self) -> Candidate:
         again = {name: self.given.recomputed(name, d.recomputed) for name, d in self.degrees.items()}
         recompute = {name: how for name, how in again.items() if how is not None}
-        made = Candidate({}, self.microbatches, recompute=recompute, offload=self.given.offload)
+        reshard = self.given.reshard_after_forward
+        made = Candidate({}, self.microbatches, "auto", recompute, reshard, offload=self.given.offload)
         if self.chain is not None:
             return replace(made, layouts=self.chain.layouts(*self.ranks), reshard_after_forward="never")
         layouts = place_groups(self.partition, self.ranks, self.degrees)
-        return replace(made, layouts=layouts, fill="auto" if self.homogeneous else "fine")
+        return replace(made, layouts=layouts, fill="auto" if self.homogeneous or reshard == "always" else "fine")
 
 
 def _alike(degrees: Mapping[str, Degrees]) -> bool:
@@ -259,6 +260,8 @@ class Proposer:
         seconds, or on some of few ranks.
         """
         modules, units = self._shape.modules, min(self._units.values())
+        if self._estimates.given.reshard_after_forward == "always":  # stages on the same ranks act on their own
+            return
         wheres = [(self._cluster.ranks_of(p), p, below) for (p,) in all_wheres(1, len(self._cluster.pools))]
         if len(self._cluster.pools) == 1 and self._ranks <= CHAINED:
             wheres += [(range(n), range(1), inf) for n in range(2, self._ranks)]

@@ -159,7 +159,8 @@ class Planner:
         seconds: float = float("inf"),
     ) -> Answer:
         """Simulate the most promising proposals of every placement, then the best of these with other schedules, cuts
-        and ways to fill bubbles, and the best of all with frozen encoders a step ahead.
+        and ways to fill bubbles, with parameters gathered once per step, with fewer blocks that run again, and the best
+        of all with frozen encoders a step ahead.
 
         Args:
             memory: makes what predicts how much the best need; None: the formula's bound is all that is known.
@@ -313,7 +314,7 @@ class Planner:
         enough = () if best is None else best.batches
         try:
             took = self.evaluator.of_batches(candidate, [BEHIND * one for one in enough])
-        except (LayoutError, ScheduleError):  # such as fewer samples than microbatches, or stages than blocks
+        except (LayoutError, ScheduleError, ConfigError):  # such as fewer samples than microbatches
             return
         others = enough[len(took) :]  # left out: as much slower as the first
         took += [one * sum(took) / sum(enough[: len(took)]) for one in others]

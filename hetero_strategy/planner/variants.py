@@ -26,8 +26,6 @@ class Allowed:
     """``fill="decoupled"``, which says itself what is computed again and holds all microbatches."""
     prefetch: bool = True
     """``prefetch``, and ``pieces`` for it."""
-    whole: bool = True
-    """``reshard_after_forward="never"``."""
     given: Given = field(default_factory=Given)
     """What every candidate has."""
 
@@ -42,7 +40,6 @@ class Allowed:
         return cls(
             decoupled=free and not given.recompute and not given.offload and not asked.max_in_flight,
             prefetch=free and not asked.prefetch and not asked.pieces and payload != "all_to_all",
-            whole=asked.reshard_after_forward == "auto",
             given=given,
         )
 
@@ -120,7 +117,8 @@ class Variants:
         generators that go with the first of these.
         """
         shape, fine = self._evaluator.shape, replace(candidate, fill="fine")
-        if candidate.pieces or not fine.scheduling.apart(shape.others, candidate.layouts, shape.edges):
+        always = candidate.reshard_after_forward == "always"  # whose instances cannot act on their own
+        if always or candidate.pieces or not fine.scheduling.apart(shape.others, candidate.layouts, shape.edges):
             return []
         around = ("coarse",) if self._filling(fine, candidate.layouts) else ()
         same = {"auto": "none"}.get(candidate.fill, candidate.fill)
@@ -131,6 +129,8 @@ class Variants:
         pieces. None of those that share ranks with what they feed and no pipeline: they have no bubbles.
         """
         if not self._frozen or not self._allowed.prefetch or candidate.prefetch:
+            return []
+        if candidate.reshard_after_forward == "always":
             return []
         placed = self._evaluator.place(candidate)
         may = {name for name in self._frozen if candidate.layouts[name].vpp == 1}
@@ -146,12 +146,15 @@ class Variants:
         """With all parameters gathered once per step, where some are with every microbatch; with as few modules more
         that run again as that takes.
         """
-        if candidate.reshard_after_forward != "auto" or not self._allowed.whole:
+        if candidate.reshard_after_forward != "auto":
             return []
         times = self._evaluator.place(candidate).times.values()
         if not any(not stage.once and stage.gather for stage in times):
             return []
-        may = [] if self._allowed.given.recompute else [n for n in self._blocked if n not in candidate.recompute]
+        has = {*candidate.recompute}
+        if candidate.fill == "decoupled":  # what fills runs again already
+            has |= self._filling(candidate, candidate.layouts)
+        may = [] if self._allowed.given.recompute else [name for name in self._blocked if name not in has]
         for count in range(len(may) + 1):
             more = (dict.fromkeys(names, Recompute()) for names in combinations(may, count))
             ways = [

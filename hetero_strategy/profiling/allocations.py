@@ -19,14 +19,16 @@ class Allocations(TorchDispatchMode):
     Fake tensors count with the memory that they stand for.
 
     Args:
-        before: bytes of what is there already; of its tensors those count that are resized.
+        before: what is there already.
     """
 
-    def __init__(self, before: int = 0) -> None:
+    def __init__(self, before: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.most = self.now = before
+        self.most = self.now = 0
         self._sizes: dict[int, int] = {}
         self._resize = torch.UntypedStorage.resize_
+        for tensor in _tensors(list(before)):
+            self._count(local(tensor).untyped_storage())
 
     def __enter__(self) -> Self:
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -55,11 +57,15 @@ class Allocations(TorchDispatchMode):
             if given is None:
                 given = {local(x).untyped_storage()._cdata for x in _tensors((args, kwargs))}
             if key not in given:  # otherwise the result is a view, or the tensor itself
-                self._sizes[key] = 0
-                self._changed(key, storage.nbytes())
+                self._count(storage)
                 self._made(key, given)
-                weakref.finalize(storage, self._freed, key)
         return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._sizes:
+            self._sizes[storage._cdata] = 0
+            self._changed(storage._cdata, storage.nbytes())
+            weakref.finalize(storage, self._freed, storage._cdata)
 
     def _made(self, key: int, given: Iterable[int]) -> None:
         """Note where memory came from."""

@@ -122,6 +122,7 @@ def test_a_pool_that_only_holds_others_up_is_left_idle() -> None:
 
 @pytest.mark.parametrize("simulations", [4, pytest.param(24, marks=[pytest.mark.full, pytest.mark.timeout(600)])])
 def test_on_many_ranks_borders_are_those_of_pools_where_that_is_best(simulations: int) -> None:
+    """Devices of half the speed would be left idle: one layout on the strong ones, gathered once, is faster then."""
     on = mixed((3, 8, 1.0), (2, 4, 0.7))
     made = planner((4, 256), (16, 512), on, 96, simulations)
     answer = made.plan()

@@ -13,6 +13,7 @@ from hetero_strategy.errors import ConfigError, LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.planner.chain import moved
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step, first_samples
 from hetero_strategy.planner.explain import explain
 from hetero_strategy.planner.given import Given
@@ -316,8 +317,17 @@ def test_parameters_are_gathered_once_where_links_are_slow_and_there_is_memory()
     assert ways and all(len(way.recompute) == 1 and way.reshard_after_forward == "never" for way in ways)
     made.estimates.memory = sum(made.estimates.held(name, degrees, whole=True) for name in shape.modules)
     assert made.variants.whole(each) == []
-    kept = Planner(shape, slow, [batch(8)], balance=PLAIN, allowed=Allowed(whole=False))
-    assert kept.variants.whole(each) == []
+
+
+@pytest.mark.parametrize("reshard", ["never", "always"])
+def test_when_parameters_are_freed_is_kept_as_a_person_says_it(reshard: str) -> None:
+    """Over slow links, where the one is much slower than the other; nothing is tried that a run would refuse."""
+    given = Given(reshard_after_forward=reshard)
+    made = Planner(model(), cluster(2, bandwidth=1e8), [batch(8)], balance=PLAIN, allowed=Allowed(given=given))
+    answer = made.plan()
+    assert {r.candidate.reshard_after_forward for r in answer.ranked} == {reshard}
+    refused = [r for r in answer.ranked if r.candidate.fill == "fine" or r.candidate.schedule in ("zb_h1", "zbv")]
+    assert bool(refused) == (reshard == "never")
 
 
 def test_no_more_blocks_run_again_than_have_to() -> None:
@@ -356,6 +366,9 @@ def test_a_pipeline_through_all_modules_is_cut_anywhere() -> None:
     assert {"vision": ((0, 1, 2), (2, 1, 1)), "llm": ((2, 3), (4, 4))} in cut
     for way in made.variants.cuts(chain_):
         assert made.evaluator.seconds(way) > 0
+    uneven = {"vision": ModuleLayout(tuple(range(8)), pp=2, dp_shard=4, split=(2, 2)),
+              "llm": ModuleLayout((8, 9), pp=2, dp_shard=1, split=(4, 4))}  # fmt: skip
+    assert list(moved(model(), uneven)) == []
     apart = replace(chain_, layouts={**on, "llm": replace(on["llm"], ranks=(0, 1))})
     assert all(x.layouts["llm"].ranks == (0, 1) for x in made.variants.cuts(apart))
 

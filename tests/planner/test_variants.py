@@ -204,3 +204,26 @@ def test_nothing_that_is_planned_is_refused(freeze: tuple[str, ...]) -> None:
         given = {n: x.resolved(n) for n, x in candidate.layouts.items()}
         real = blueprint(made, given, candidate.scheduling.resolved(given), dict(candidate.recompute))
         assert set(real.graph.stages) == set(placed.graph.stages)
+
+
+def test_what_is_decoupled_does_not_run_again_twice() -> None:
+    """An encoder that fills and one that gathers with every microbatch, where memory is short."""
+    shape = ModelShape(
+        {"vision": module(4, 256, edge_width=512), "audio": module(4, 256, edge_width=512),
+         "llm": module(8, 512, samplewise=True)},
+        (("vision", "llm"), ("audio", "llm")),
+    )  # fmt: skip
+    layouts = {
+        "vision": ModuleLayout((0, 1)), "audio": ModuleLayout((2, 3), dp_shard=2), "llm": ModuleLayout((0, 1), pp=2)
+    }  # fmt: skip
+    asked: list[Candidate] = []
+
+    def fits(candidate: Candidate) -> bool:
+        asked.append(candidate)
+        return False
+
+    data = batch(16)
+    data = replace(data, items={**data.items, "audio": data.items["vision"]})
+    made = Variants(Evaluator(shape, cluster(4), [data], balance=PLAIN), Allowed(), fits)
+    assert made.whole(Candidate(layouts, 4, fill="decoupled")) == []
+    assert {frozenset(c.recompute) for c in asked} == {*map(frozenset, ((), ("audio",), ("llm",), ("audio", "llm")))}
