@@ -94,15 +94,15 @@ def _settled(
         blocks = {m: planner.evaluator.shape.modules[m].blocks for m in MODULES}
         for every in product(*(range(1, 1 + min(4, blocks[m])) if m in again else [0] for m in MODULES)):
             recompute = {m: Recompute(n) for m, n in zip(MODULES, every, strict=True) if n}
-            given = {m: way._replace(recomputed=n > 0) for m, way, n in zip(MODULES, ways, every, strict=True)}
-            held = [estimates.bytes(m, way, count, whole, recompute.get(m)) for m, way in given.items()]
+            given = {m: way._replace(recomputed=n, whole=whole) for m, way, n in zip(MODULES, ways, every, strict=True)}
+            held = [estimates.bytes(m, way, count) for m, way in given.items()]
             if (sum(held) if together else max(held)) > estimates.memory:
                 continue
             tried[whole].append(again)
             layouts = {m: way.layout(own) for (m, way), own in zip(given.items(), ranks, strict=True)}
             alike, reshard = together and ways[0] == ways[1], "never" if whole else "auto"
             base = Candidate(layouts, count, recompute=recompute, reshard_after_forward=reshard)
-            works = (estimates.work(m, w.tp, n == 1) for (m, w), n in zip(given.items(), every, strict=True))
+            works = (estimates.work(m, w.tp, n) for (m, w), n in zip(given.items(), every, strict=True))
             busy = [work.total * way.tp / way.ranks for work, way in zip(works, ways, strict=True)]
             least = sum(busy) if together else max(busy)
             for candidate in _scheduled(planner, base):

@@ -43,7 +43,7 @@ def _disttrain(planner: Planner, microbatches: int | None) -> Iterator[Candidate
         count = microbatches or _samples(planner) // llm.dp
         for encoder in _all_degrees(planner, ENCODER, range(1, ranks - llm.ranks + 1), pipelined=False):
             ways = {ENCODER: encoder, LANGUAGE_MODEL: llm}
-            if count < 1 or any(estimates.bytes(m, w, count, whole=True) > estimates.memory for m, w in ways.items()):
+            if count < 1 or any(estimates.bytes(m, w, count) > estimates.memory for m, w in ways.items()):
                 continue
             each = {m: estimates.work(m, w.tp).total / (w.dp * count) for m, w in ways.items()}
             seconds = sum(each.values()) + (count - 1) * max(each[m] / w.pp for m, w in ways.items())
@@ -60,7 +60,7 @@ def _optimus(planner: Planner, microbatches: int | None) -> Iterator[Candidate]:
     best, chosen = inf, None
     for llm in _all_degrees(planner, LANGUAGE_MODEL, [ranks]):
         count = microbatches or _samples(planner) // llm.dp
-        if count < 1 or estimates.bytes(LANGUAGE_MODEL, llm, count, whole=True) > estimates.memory:
+        if count < 1 or estimates.bytes(LANGUAGE_MODEL, llm, count) > estimates.memory:
             continue
         seconds = estimates.busy(LANGUAGE_MODEL, llm, count) * (count - 1) / count
         seconds += estimates.synchronized(LANGUAGE_MODEL, llm, count) + estimates.through(LANGUAGE_MODEL, llm, count)
@@ -70,7 +70,7 @@ def _optimus(planner: Planner, microbatches: int | None) -> Iterator[Candidate]:
         return
     llm, count = chosen
     for encoder in _all_degrees(planner, ENCODER, [ranks]):
-        held = estimates.held(ENCODER, encoder, whole=True) + estimates.bytes(LANGUAGE_MODEL, llm, count, whole=True)
+        held = estimates.held(ENCODER, encoder) + estimates.bytes(LANGUAGE_MODEL, llm, count)
         if llm.pp % encoder.pp == 0 and llm.tp % encoder.tp == 0 and held <= estimates.memory:
             layouts = {ENCODER: encoder.layout(range(ranks)), LANGUAGE_MODEL: llm.layout(range(ranks))}
             for fill in ("coarse", "fine") if llm.pp > 1 else ("none",):
@@ -88,7 +88,7 @@ def _cornstarch(planner: Planner, microbatches: int | None) -> Iterator[Candidat
         stages = next((pp for pp, share in shares.items() if work * share <= stage), most)
         encoder, count = llm._replace(pp=stages), microbatches or _samples(planner) // llm.dp
         ways = {ENCODER: encoder, LANGUAGE_MODEL: llm}
-        fits = all(estimates.bytes(m, w, count, whole=True) <= estimates.memory for m, w in ways.items() if count)
+        fits = all(estimates.bytes(m, w, count) <= estimates.memory for m, w in ways.items() if count)
         if count >= 1 and fits and llm.ranks + encoder.ranks <= ranks:
             layouts = {ENCODER: encoder.layout(range(encoder.ranks)),
                        LANGUAGE_MODEL: llm.layout(range(encoder.ranks, encoder.ranks + llm.ranks))}  # fmt: skip
@@ -103,7 +103,7 @@ def _all_degrees(planner: Planner, name: str, sizes: Iterable[int], *, pipelined
             for pp in divisors(ranks // tp) if pipelined else (1,):
                 dp = ranks // tp // pp
                 if pp <= module.blocks and (samples % dp == 0 or name != LANGUAGE_MODEL):
-                    yield Degrees(tp, pp, 1, dp)
+                    yield Degrees(tp, pp, 1, dp, whole=True)
 
 
 def _samples(planner: Planner) -> int:

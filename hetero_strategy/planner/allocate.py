@@ -45,7 +45,7 @@ class Choice(NamedTuple):
     microbatches: int
     pipelined: bool
     """Whether the language model has several pipeline ranks."""
-    recomputed: bool
+    recomputed: int
     """Whether it keeps no activations, because they would not fit."""
 
 
@@ -63,7 +63,7 @@ class _LanguageModel:
     """Ways to lay out the language model with one degree of tensor parallelism."""
 
     tp: int
-    ways: list[tuple[int, int, bool, bool]]
+    ways: list[tuple[int, int, bool, int]]
     """dp, microbatches, whether pipelined, whether recomputed."""
     microbatches: Float64[np.ndarray, "ways"]
     pipelined: Bool[np.ndarray, "ways"]
@@ -92,7 +92,7 @@ class _Problems:
     roof: Float64[np.ndarray, "groups"]
     """Ranks of each group's pools."""
     tp: Mapping[str, int]
-    ways: list[tuple[int, int, bool, bool]]
+    ways: list[tuple[int, int, bool, int]]
     constant: Float64[np.ndarray, "ways"]
     first: Float64[np.ndarray, "ways groups"]
     """A_g / K."""

@@ -29,7 +29,7 @@ class Chain(NamedTuple):
 
     def layouts(self, ranks: Sequence[int]) -> dict[str, ModuleLayout]:
         """Of all modules."""
-        tp, _, replicate, shard, _ = self.degrees
+        tp, replicate, shard = self.degrees.tp, self.degrees.dp_replicate, self.degrees.dp_shard
         each = tp * self.degrees.dp
         return {
             name: ModuleLayout(

@@ -14,7 +14,6 @@ from jaxtyping import Float64
 
 from hetero_strategy import ragged
 from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.given import Given
@@ -23,6 +22,8 @@ from hetero_strategy.planner.shape import ModelShape, ModuleShape
 from hetero_strategy.planner.space import Degrees
 from hetero_strategy.planner.times import ModuleSeconds, Precision, module_times, synchronization
 
+EVERY = (1, 2, 3, 4)
+"""Of so many blocks of a module one may run again."""
 MEMORY_SHARE = 0.92
 """Part of a device's memory that a plan may use; the rest is for the driver, other libraries and gaps."""
 
@@ -83,12 +84,12 @@ class Estimates:
         self._sizes = {name: _sizes(shape.modules[name], name, batches) for name in shape.modules}
         self._totals = {n: (float(m.parameters.sum()), float(m.trained.sum())) for n, m in shape.modules.items()}
         self._saved = {
-            (name, again): module.saved(given.recomputed(name, again and module.has_blocks), given.offload.get(name))
+            (name, again): module.saved(given.recomputed(name, again * module.has_blocks), given.offload.get(name))
             for name, module in shape.modules.items()
-            for again in (False, True)
+            for again in (0, *EVERY)
         }
-        """By module, and whether a plan lets it run again: numbers per row that blocks keep."""
-        self._work: dict[tuple[str, int, bool], Work] = {}
+        """By module, and of how many blocks one runs again: numbers per row that blocks keep."""
+        self._work: dict[tuple[str, int, int], Work] = {}
         self._splits: dict[tuple[str, int, int], float] = {}
         self._cuts: dict[tuple[int, int, bool], tuple[int, ...]] = {}
         self._parts: dict[tuple[int, ...], Estimates] = {}
@@ -107,7 +108,7 @@ class Estimates:
         """What holds on some ranks: where they lie in several pools, the slowest device and the least memory."""
         return self if len(self.cluster.pools) == 1 else self.of(self.cluster.pools_of(ranks))
 
-    def work(self, module: str, tp: int, recomputed: bool = False) -> Work:
+    def work(self, module: str, tp: int, recomputed: int = 0) -> Work:
         """A module's work, with so many tensor-parallel ranks."""
         if (module, tp, recomputed) not in self._work:
             shape = self._shape.modules[module]
@@ -192,22 +193,18 @@ class Estimates:
         forward, backward = share * hidden, (1 - share) * hidden
         return microbatches * (max(0.0, gather - forward) + max(0.0, gather + scatter + replicas - backward))
 
-    def held(self, module: str, degrees: Degrees, whole: bool = False) -> float:
-        """Bytes per rank of parameters, gradients and Adam's states; what a rank holds is not less.
-
-        Args:
-            whole: parameters are gathered once per step, also where they would not be by default.
-        """
+    def held(self, module: str, degrees: Degrees) -> float:
+        """Bytes per rank of parameters, gradients and Adam's states; what a rank holds is not less."""
         parameters, trained, _ = self._numbers(module, degrees)
-        return self.holds(parameters, trained, degrees, whole)
+        return self.holds(parameters, trained, degrees)
 
-    def holds(self, parameters: float, trained: float, degrees: Degrees, whole: bool = False) -> float:
+    def holds(self, parameters: float, trained: float, degrees: Degrees) -> float:
         """Likewise of so many parameters of one tensor-parallel and pipeline rank, its shards together."""
         size = self._precision
         shards = (self._states * size.master * trained + size.compute * (parameters - trained)) / degrees.dp_shard
         copied = degrees.dp_shard > 1 or size.compute != size.master
         gathered = size.compute * parameters * copied + size.master * trained
-        return shards + (gathered if whole or degrees.once else size.master * trained / degrees.dp_shard)
+        return shards + (gathered if degrees.once else size.master * trained / degrees.dp_shard)
 
     def waits(
         self, parameters: float, trained: float, blocks: float, degrees: Degrees, before: float, after: float
@@ -231,29 +228,24 @@ class Estimates:
         parameters, trained = self._totals[module]
         return parameters / parts, trained / parts, self._shape.modules[module].blocks / degrees.pp
 
-    def activations(self, module: str, degrees: Degrees, microbatches: int, again: Recompute | None = None) -> float:
+    def activations(self, module: str, degrees: Degrees, microbatches: int) -> float:
         """Bytes per rank that backward needs: one microbatch of all blocks, since a pipeline of n ranks holds n; of its
         own blocks where they run again as a whole.
-
-        Args:
-            again: what runs again; None: what the degrees and a person say.
         """
         shape = self._shape.modules[module]
         rows = self._sizes[module].rows / (degrees.dp * microbatches)
-        how = again or self.given.recomputed(module, degrees.recomputed and shape.has_blocks)
+        how = self.given.recomputed(module, degrees.recomputed * shape.has_blocks)
         parts = degrees.tp * (degrees.pp if how is not None and how.whole else 1)
-        saved = shape.saved(again, self.given.offload.get(module)) if again else self._saved[module, degrees.recomputed]
-        return self.kept * saved * rows * self._precision.compute / parts
+        saved = self.kept * self._saved[module, degrees.recomputed]
+        return saved * rows * self._precision.compute / parts
 
-    def bytes(
-        self, module: str, degrees: Degrees, microbatches: int, whole: bool = False, again: Recompute | None = None
-    ) -> float:
+    def bytes(self, module: str, degrees: Degrees, microbatches: int) -> float:
         """:meth:`held` and :meth:`activations`."""
-        return self.held(module, degrees, whole) + self.activations(module, degrees, microbatches, again)
+        return self.held(module, degrees) + self.activations(module, degrees, microbatches)
 
     def fitting(self, module: str, degrees: Degrees, microbatches: int) -> Degrees | None:
         """These degrees, recomputed if the activations would not fit otherwise; None: they do not even then."""
-        for given in (degrees, degrees._replace(recomputed=True)):
+        for given in (degrees, degrees._replace(recomputed=1)):
             allowed = self.given.allows(module, given.tp, given.recomputed)
             if allowed and self.activations(module, given, microbatches) < self.memory:
                 return given

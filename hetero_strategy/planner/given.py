@@ -38,11 +38,11 @@ class Given:
         check_blocks("offload", self.offload, blocks)
         check_offload(self.offload, self.recompute, self.compile, dict.fromkeys(blocks, 1))
 
-    def recomputed(self, module: str, chosen: bool) -> Recompute | None:
-        """What of a module runs again, if a plan chooses so."""
-        return self.recompute.get(module) if self.recompute else Recompute() if chosen else None
+    def recomputed(self, module: str, chosen: int) -> Recompute | None:
+        """What of a module runs again, if a plan chooses one of so many blocks; 0: none."""
+        return self.recompute.get(module) if self.recompute else Recompute(chosen) if chosen else None
 
-    def allows(self, module: str, tp: int, chosen: bool) -> bool:
+    def allows(self, module: str, tp: int, chosen: int) -> bool:
         """Whether a run takes a module with a degree of tensor parallelism, recomputed if a plan chooses so."""
         if chosen and self.recompute:
             return False

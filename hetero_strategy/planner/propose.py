@@ -14,7 +14,7 @@ from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.allocate import Allocation, allocate
 from hetero_strategy.planner.areas import Where, all_wheres, settle, together
 from hetero_strategy.planner.chain import Chain, chain_degrees, propose_chain
-from hetero_strategy.planner.estimate import Estimates
+from hetero_strategy.planner.estimate import EVERY, Estimates
 from hetero_strategy.planner.evaluate import Candidate
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.shape import ModelShape
@@ -70,7 +70,7 @@ class Proposal(NamedTuple):
     def candidate(self) -> Candidate:
         again = {name: self.given.recomputed(name, d.recomputed) for name, d in self.degrees.items()}
         recompute = {name: how for name, how in again.items() if how is not None}
-        reshard = self.given.reshard_after_forward
+        reshard = "never" if any(d.whole for d in self.degrees.values()) else self.given.reshard_after_forward
         made = Candidate({}, self.microbatches, "auto", recompute, reshard, offload=self.given.offload)
         if self.chain is not None:
             return replace(made, layouts=self.chain.layouts(*self.ranks), reshard_after_forward="never")
@@ -80,7 +80,7 @@ class Proposal(NamedTuple):
 
 def _alike(degrees: Mapping[str, Degrees]) -> bool:
     """Whether all modules have the same degrees."""
-    return len({d._replace(recomputed=False) for d in degrees.values()}) == 1
+    return len({d.plain for d in degrees.values()}) == 1
 
 
 class Proposer:
@@ -129,7 +129,19 @@ class Proposer:
     def propose(
         self, partition: Partition, ranks: tuple[Sequence[int], ...], chosen: Mapping[str, Degrees], microbatches: int
     ) -> Proposal | None:
-        """Estimate one; None if it does not fit into memory even with all blocks recomputed."""
+        """Estimate one, with parameters gathered once per step where that takes less; None if it does not fit into
+        memory even with all blocks recomputed.
+        """
+        whole, asked = {n: way._replace(whole=True) for n, way in chosen.items()}, self._estimates.given
+        ways = [chosen] if asked.reshard_after_forward != "never" else []
+        if asked.reshard_after_forward != "always" and not all(way.once for way in chosen.values()):
+            ways.append(whole)
+        made = (self._proposed(partition, ranks, way, microbatches) for way in ways or [chosen])
+        return min((one for one in made if one is not None), key=lambda one: one.seconds, default=None)
+
+    def _proposed(
+        self, partition: Partition, ranks: tuple[Sequence[int], ...], chosen: Mapping[str, Degrees], microbatches: int
+    ) -> Proposal | None:
         fitting: dict[str, Degrees] = {}
         busy, through = [], []
         for group, given in zip(partition, ranks, strict=True):
@@ -172,10 +184,11 @@ class Proposer:
 
         if fits(group):
             return group
-        ways = [group]
-        for name in group:
-            if self._shape.modules[name].has_blocks:
-                ways += [{**way, name: group[name]._replace(recomputed=True)} for way in ways]
+        ways, every = [group], EVERY if self._ranks <= FEW else EVERY[:1]
+        for name, module in self._shape.modules.items():
+            if name in group and module.has_blocks:
+                again = [group[name]._replace(recomputed=n) for n in every if n <= module.blocks]
+                ways += [{**way, name: one} for way in ways for one in again]
         return min(filter(fits, ways[1:]), key=through, default=None)
 
     def _all(self) -> list[Proposal]:
@@ -219,7 +232,7 @@ class Proposer:
         )
 
     def _degrees(self, name: str, ranks: int, ranks_per_node: int) -> list[Degrees]:
-        return degrees(self._shape.modules[name], ranks, ranks_per_node, self._units[name])
+        return degrees(self._shape.modules[name], ranks, ranks_per_node, self._units[name], self._ranks <= FEW)
 
     def _allocated(self) -> Iterator[Proposal]:
         allows = self._estimates.given.allows
@@ -265,6 +278,8 @@ class Proposer:
         wheres = [(self._cluster.ranks_of(p), p, below) for (p,) in all_wheres(1, len(self._cluster.pools))]
         if len(self._cluster.pools) == 1 and self._ranks <= CHAINED:
             wheres += [(range(n), range(1), inf) for n in range(2, self._ranks)]
+        elif len(self._cluster.pools) == 1 and self._ranks <= FEW:
+            wheres += [(range(n), range(1), below) for n in range(2, self._ranks)]
         for ranks, pools, worth in wheres:
             e = self._estimates.of(pools)
             for way in chain_degrees(self._shape, len(ranks), e.cluster.ranks_per_node, units):
@@ -332,7 +347,7 @@ class Proposer:
 
 def _way(p: Proposal) -> tuple[Partition, tuple[Sequence[int], ...], tuple[tuple[str, Degrees], ...]]:
     """What is laid out where, before anything is recomputed."""
-    return p.partition, p.ranks, tuple((name, way._replace(recomputed=False)) for name, way in p.degrees.items())
+    return p.partition, p.ranks, tuple((name, way.plain) for name, way in p.degrees.items())
 
 
 def _busy(e: Estimates, name: str, given: Degrees, microbatches: int) -> float:

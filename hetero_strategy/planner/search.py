@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import combinations
 from math import inf
 from types import MappingProxyType
 from typing import Any
@@ -216,11 +217,13 @@ class Planner:
         needed, given = np.zeros(self.evaluator.cluster.ranks), self.estimates.given
         for name, layout in candidate.layouts.items():
             again = candidate.recompute.get(name)
-            if again is not None and not given.recompute and not given.allows(name, layout.tp, True):
+            if again is not None and not given.recompute and not given.allows(name, layout.tp, 1):
                 return False
-            degrees, whole = Degrees.of(layout, again is not None), candidate.reshard_after_forward == "never"
-            on = self.estimates.on(layout.ranks)
-            needed[[*layout.ranks]] += on.bytes(name, degrees, candidate.microbatches, whole, again)
+            degrees = Degrees(
+                layout.tp, layout.pp, layout.dp_replicate, layout.dp_shard, 0 if again is None else again.every,
+                candidate.reshard_after_forward == "never",
+            )  # fmt: skip
+            needed[[*layout.ranks]] += self.estimates.on(layout.ranks).bytes(name, degrees, candidate.microbatches)
         return bool((needed <= self.room).all())
 
     @property
@@ -289,7 +292,7 @@ class Planner:
         most: float = VARIED,
         behind: Callable[[Ranked], float] = lambda one: RETRIED if one.share > LONG else inf,
     ) -> None:
-        """Simulate the best in other ways.
+        """Simulate the best in other ways, those of each way to share ranks in turn.
 
         Args:
             worth: share of their seconds that others may take to be kept.
@@ -297,7 +300,7 @@ class Planner:
             behind: seconds over the best so far up to which other ways of a candidate are tried.
         """
         tried, known = 0.0, [r.candidate for r in ranked]
-        for best in sorted(ranked, key=lambda r: r.seconds):
+        for best in in_turn(ranked):
             if tried >= most or time.monotonic() > end:
                 break
             if best.seconds > behind(best) * fastest(ranked):
@@ -332,6 +335,17 @@ class Planner:
             f" alone need {needed:.1f}, activations of a microbatch come on top{estimates.given}; give more"
             " ranks, more microbatches or devices with more memory"
         )
+
+
+def in_turn(ranked: Sequence[Ranked]) -> list[Ranked]:
+    """The fastest first of each way in which modules share ranks, then the second of each, and so on."""
+    seen, placed = Counter[object](), list[tuple[int, float, Ranked]]()
+    for one in sorted(ranked, key=lambda r: r.seconds):
+        spans = [(layout.ranks[0], layout.ranks[-1]) for layout in one.candidate.layouts.values()]
+        kind = tuple(a[0] <= b[1] and b[0] <= a[1] for a, b in combinations(spans, 2))
+        placed.append((seen[kind], one.seconds, one))
+        seen[kind] += 1
+    return [one for *_, one in sorted(placed, key=lambda entry: entry[:2])]
 
 
 def fastest(ranked: Sequence[Ranked]) -> float:

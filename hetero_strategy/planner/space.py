@@ -13,7 +13,7 @@ from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.shape import ModuleShape
 
 IDLE = 1 / 4
-"""Share of the ranks of one pool that may stay idle where everything is tried: fewer may have more divisors."""
+"""Share of the ranks of one pool that more than two groups may leave idle where everything is tried."""
 Partition = tuple[tuple[str, ...], ...]
 """Groups of modules. Modules of a group share all ranks of the group; groups have none in common."""
 
@@ -25,13 +25,10 @@ class Degrees(NamedTuple):
     pp: int
     dp_replicate: int
     dp_shard: int
-    recomputed: bool = False
-    """Whether its blocks run again in backward."""
-
-    @classmethod
-    def of(cls, layout: ModuleLayout, recomputed: bool) -> Degrees:
-        """Of a resolved layout."""
-        return cls(layout.tp, layout.pp, layout.dp_replicate, layout.dp_shard, recomputed)
+    recomputed: int = 0
+    """Of so many of its blocks one runs again in backward; 0: none does."""
+    whole: bool = False
+    """Whether parameters are gathered once per step also where by default they are with every microbatch."""
 
     @property
     def dp(self) -> int:
@@ -43,8 +40,13 @@ class Degrees(NamedTuple):
 
     @property
     def once(self) -> bool:
-        """Whether parameters are gathered once per step, by default: where pipelined, or where nothing shards them."""
-        return self.pp > 1 or self.dp_shard == 1
+        """Whether parameters are gathered once per step: where pipelined, where nothing shards them, or as asked."""
+        return self.whole or self.pp > 1 or self.dp_shard == 1
+
+    @property
+    def plain(self) -> Degrees:
+        """Without what saves memory or needs more."""
+        return self._replace(recomputed=0, whole=False)
 
     def layout(self, ranks: Sequence[int]) -> ModuleLayout:
         """On so many ranks."""
@@ -90,7 +92,9 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
-def degrees(module: ModuleShape, ranks: int, ranks_per_node: int, most_instances: int) -> list[Degrees]:
+def degrees(
+    module: ModuleShape, ranks: int, ranks_per_node: int, most_instances: int, mixed: bool = False
+) -> list[Degrees]:
     """All ways in which a module can lie on so many ranks.
 
     Tensor parallelism stays within nodes. Instances are all replicas, all shards, or shards within a node that are
@@ -98,12 +102,14 @@ def degrees(module: ModuleShape, ranks: int, ranks_per_node: int, most_instances
 
     Args:
         most_instances: units of a step; more instances would never all have work.
+        mixed: all other mixtures of replicas and shards, too.
     """
-    return [*ways(module.tp, module.blocks if module.has_blocks else 1, ranks, ranks_per_node, most_instances)]
+    most_stages = module.blocks if module.has_blocks else 1
+    return [*ways(module.tp, most_stages, ranks, ranks_per_node, most_instances, mixed)]
 
 
 def ways(
-    tp: Iterable[int], most_stages: int, ranks: int, ranks_per_node: int, most_instances: int
+    tp: Iterable[int], most_stages: int, ranks: int, ranks_per_node: int, most_instances: int, mixed: bool = False
 ) -> Iterator[Degrees]:
     """All ways to lie on so many ranks with some degrees of tensor parallelism, see :func:`degrees`."""
     for degree in tp:
@@ -112,7 +118,8 @@ def ways(
         for pp in divisors(ranks // degree):
             dp = ranks // degree // pp
             if pp <= most_stages and dp <= most_instances:
-                yield from (Degrees(degree, pp, dp // n, n) for n in shards(dp, max(1, ranks_per_node // degree)))
+                of = divisors(dp) if mixed else shards(dp, max(1, ranks_per_node // degree))
+                yield from (Degrees(degree, pp, dp // n, n) for n in of)
 
 
 def shards(instances: int, on_node: int) -> list[int]:
@@ -156,9 +163,10 @@ def places(cluster: Cluster, groups: int) -> Iterator[tuple[Sequence[int], ...]]
 
 
 def idle_places(cluster: Cluster, groups: int) -> Iterator[tuple[Sequence[int], ...]]:
-    """The ways to deal out the ranks of one pool that leave up to a quarter of them idle, without those of
-    :func:`places`.
+    """The ways to deal out the ranks of one pool that leave some of them idle, without those of :func:`places`; of more
+    than two groups up to a quarter.
     """
-    for count in range(ceil(cluster.ranks * (1 - IDLE)), cluster.ranks // 2 * 2):
+    least = groups if groups <= 2 else ceil(cluster.ranks * (1 - IDLE))
+    for count in range(least, cluster.ranks // 2 * 2):
         for sizes in compositions(count, groups):
             yield one_after_another(range(cluster.ranks), sizes, range(groups))

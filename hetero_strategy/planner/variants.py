@@ -9,13 +9,11 @@ from itertools import combinations, islice
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.planner.chain import moved
+from hetero_strategy.planner.estimate import EVERY
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Placed
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.propose import FEW
 from hetero_strategy.schedule.config import ScheduleConfig
-
-EVERY = (2, 3, 4)
-"""Of so many blocks one runs again, where not all have to."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,7 @@ class Variants:
             return []
         ways = []
         for name, how in candidate.recompute.items():
-            fewer = (Recompute(n) for n in reversed(EVERY) if how == Recompute() and n <= self._blocks[name])
+            fewer = (Recompute(n) for n in reversed(EVERY[1:]) if how == Recompute() and n <= self._blocks[name])
             less = (replace(candidate, recompute={**candidate.recompute, name: way}) for way in fewer)
             ways += [*islice(filter(self._fits, less), 1)]
         return ways

@@ -310,12 +310,12 @@ def test_parameters_are_gathered_once_where_links_are_slow_and_there_is_memory()
     assert once == replace(each, reshard_after_forward="never") and made.variants.whole(once) == []
     assert made.evaluator.seconds(once) < 0.8 * made.evaluator.seconds(each)
     assert made.plan().best.seconds <= made.evaluator.seconds(once)
-    degrees = Degrees(1, 1, 1, 2)
-    needed = sum(made.estimates.bytes(name, degrees, 4, whole=True) for name in shape.modules)
+    degrees = Degrees(1, 1, 1, 2, whole=True)
+    needed = sum(made.estimates.bytes(name, degrees, 4) for name in shape.modules)
     made.estimates.memory = 0.99 * needed
     ways = made.variants.whole(each)
     assert ways and all(len(way.recompute) == 1 and way.reshard_after_forward == "never" for way in ways)
-    made.estimates.memory = sum(made.estimates.held(name, degrees, whole=True) for name in shape.modules)
+    made.estimates.memory = sum(made.estimates.held(name, degrees) for name in shape.modules)
     assert made.variants.whole(each) == []
 
 
@@ -336,11 +336,10 @@ def test_no_more_blocks_run_again_than_have_to() -> None:
     made = Planner(shape, cluster(2), [batch(8)], balance=PLAIN, microbatches=1)
     alike = {name: ModuleLayout((0, 1), dp_replicate=2, dp_shard=1) for name in shape.modules}
     every = Candidate(alike, 1, recompute=again)
-    degrees = {"vision": Degrees(1, 1, 2, 1), "llm": Degrees(1, 1, 2, 1, True)}
+    degrees = {name: Degrees(1, 1, 2, 1) for name in shape.modules}
 
     def needed(number: int) -> float:
-        return sum(made.estimates.bytes(n, w, 1, again=Recompute(number) if n == "llm" else None)
-                   for n, w in degrees.items())  # fmt: skip
+        return sum(made.estimates.bytes(n, w._replace(recomputed=number * (n == "llm")), 1) for n, w in degrees.items())
 
     for number in (2, 3, 4):
         made.estimates.memory = needed(number)
