@@ -128,16 +128,16 @@ class Proposer:
 
     def propose(
         self, partition: Partition, ranks: tuple[Sequence[int], ...], chosen: Mapping[str, Degrees], microbatches: int
-    ) -> Proposal | None:
-        """Estimate one, with parameters gathered once per step where that takes less; None if it does not fit into
-        memory even with all blocks recomputed.
+    ) -> list[Proposal]:
+        """Estimate one, and where that makes a difference with all parameters gathered once per step; none that does
+        not fit into memory even with all blocks recomputed.
         """
-        whole, asked = {n: way._replace(whole=True) for n, way in chosen.items()}, self._estimates.given
-        ways = [chosen] if asked.reshard_after_forward != "never" else []
-        if asked.reshard_after_forward != "always" and not all(way.once for way in chosen.values()):
-            ways.append(whole)
-        made = (self._proposed(partition, ranks, way, microbatches) for way in ways or [chosen])
-        return min((one for one in made if one is not None), key=lambda one: one.seconds, default=None)
+        asked, ways = self._estimates.given.reshard_after_forward, [chosen]
+        if asked != "always" and not all(way.once for way in chosen.values()):
+            whole = {name: way._replace(whole=True) for name, way in chosen.items()}
+            ways = [whole] if asked == "never" else [chosen, whole]
+        made = (self._proposed(partition, ranks, way, microbatches) for way in ways)
+        return [one for one in made if one is not None]
 
     def _proposed(
         self, partition: Partition, ranks: tuple[Sequence[int], ...], chosen: Mapping[str, Degrees], microbatches: int
@@ -206,8 +206,7 @@ class Proposer:
         few, known = self._few_counts(), {_way(p): p for p in tried if p.seconds < worth}
         for (partition, ranks, ways), p in known.items():
             for count in few - {*self.counts(p.degrees[self._language_model].dp)}:
-                if (made := self.propose(partition, ranks, dict(ways), count)) is not None:
-                    tried.append(made)
+                tried += self.propose(partition, ranks, dict(ways), count)
         return tried
 
     def _on(
@@ -220,8 +219,7 @@ class Proposer:
         for way in product(*ways):
             chosen = dict(zip(names, way, strict=True))
             for count in self.counts(chosen[self._language_model].dp):
-                if (made := self.propose(partition, ranks, chosen, count)) is not None:
-                    yield made
+                yield from self.propose(partition, ranks, chosen, count)
 
     def _least(self, partition: Partition, ranks: tuple[Sequence[int], ...]) -> float:
         """Seconds that a rank of the busiest group computes at least, on average."""
@@ -252,8 +250,8 @@ class Proposer:
                 continue
             for ranks, chosen in self._rounded(allocation):
                 key = ranks, tuple(chosen.items()), choice.microbatches
-                if key not in seen and (made := self.propose(choice.partition, ranks, chosen, choice.microbatches)):
-                    yield made
+                if key not in seen:
+                    yield from self.propose(choice.partition, ranks, chosen, choice.microbatches)
                 seen.add(key)
 
     def _alike(self) -> Iterator[Proposal]:
@@ -264,9 +262,7 @@ class Proposer:
             ways = [set(self._degrees(name, len(ranks), ranks_per_node)) for name in names]
             for way in sorted(set.intersection(*ways)):
                 for count in self.counts(way.dp):
-                    made = self.propose((tuple(names),), (ranks,), dict.fromkeys(names, way), count)
-                    if made is not None:
-                        yield made
+                    yield from self.propose((tuple(names),), (ranks,), dict.fromkeys(names, way), count)
 
     def _chained(self, below: float) -> Iterator[Proposal]:
         """One pipeline through all modules, on all ranks of neighbouring pools, if it may take less than so many

@@ -224,11 +224,13 @@ def test_of_an_odd_number_of_ranks_one_may_stay_idle(ranks: int, used: set[int])
     assert {sum(map(len, given)) for given in places(cluster(ranks), 2)} == used - {1}
 
 
-@pytest.mark.parametrize(("ranks", "used"), [(1, set()), (3, set()), (4, {3}), (8, {6, 7}), (9, {7})])
-def test_up_to_a_quarter_of_the_ranks_may_stay_idle(ranks: int, used: set[int]) -> None:
-    """Besides those of an odd number."""
-    assert {len(given) for (given,) in idle_places(cluster(ranks), 1)} == used
-    assert {sum(map(len, given)) for given in idle_places(cluster(ranks), 2)} == used
+@pytest.mark.parametrize(("ranks", "used"), [(2, set()), (4, {3}), (8, {6, 7}), (9, {7}), (16, {12, 13, 14, 15})])
+def test_of_many_groups_up_to_a_quarter_of_the_ranks_may_stay_idle(ranks: int, used: set[int]) -> None:
+    """Of one or two any; what all ranks and all but one do is tried elsewhere."""
+    assert {sum(map(len, given)) for given in idle_places(cluster(ranks), 3)} == used
+    for groups in (1, 2):
+        found = {sum(map(len, given)) for given in idle_places(cluster(ranks), groups)}
+        assert found == {*range(groups, ranks // 2 * 2)}
 
 
 def test_what_cannot_fit_says_what_would() -> None:

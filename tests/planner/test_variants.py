@@ -191,10 +191,11 @@ def test_nothing_that_is_planned_is_refused(freeze: tuple[str, ...]) -> None:
     setting = Setting("", layouts, vision=(96, 3), llm=(96, 4), samples=8, freeze=freeze)
     made = setting.model()
     planner = Planner(
-        shape_of(made), cluster(4, bandwidth=1e8), [setting.metadata(0)], microbatches=4, balance=PLAIN, simulations=1
+        shape_of(made), cluster(4, bandwidth=1e8), [setting.metadata(0)], microbatches=4, balance=PLAIN, simulations=4
     )
     candidates = [r.candidate for r in planner.plan().ranked]
-    candidates += [other for c in candidates for other in planner.variants.leaner(c)]
+    ways = planner.variants
+    candidates += [x for c in candidates for way in (ways.leaner, ways.ahead, ways.whole, ways.partly) for x in way(c)]
     seen = {(c.fill, bool(c.prefetch), bool(c.pieces)) for c in candidates}
     assert any(ahead_ for _, ahead_, _ in seen) == bool(freeze)
     assert any(pieces for *_, pieces in seen) == (freeze == ("vision.backbone",))
