@@ -22,7 +22,7 @@ from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, share
 from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
-from hetero_strategy.planner.propose import Proposal, Proposer
+from hetero_strategy.planner.propose import FEW, Proposal, Proposer
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import Degrees
 from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
@@ -98,6 +98,11 @@ def is_homogeneous(candidate: Candidate) -> bool:
     first, *others = candidate.layouts.values()
     names = [field.name for field in fields(first) if field.name != "split"]
     return all(getattr(first, name) == getattr(other, name) for other in others for name in names)
+
+
+def usual(one: Ranked) -> float:
+    """Seconds over the best up to which other ways of a candidate are tried, where nothing else is said."""
+    return RETRIED if one.share > LONG else inf
 
 
 class Planner:
@@ -193,17 +198,20 @@ class Planner:
             if progress is not None:
                 progress(i + 1, len(chosen), min((r.seconds for r in ranked), default=0.0))
         few = VARIED / 4
+        near = usual if self.evaluator.cluster.ranks <= FEW else lambda one: RETRIED
         self._vary(self.variants.schedules, ranked, end, most=VARIED + self._left(ranked))
+        before = len(ranked)
         for _ in range(CUTS):
             most = few + self._left(ranked)
             self._vary(
                 self.variants.cuts, ranked, end, most=most, behind=lambda one: self.variants.most_cut(one.candidate)
             )
-        self._vary(self.variants.schedules, ranked, end, most=few)
-        self._vary(self.variants.fills, ranked, end, most=few + self._left(ranked))
-        self._vary(self.variants.whole, ranked, end, most=few + self._left(ranked))
+        if len(ranked) > before:
+            self._vary(self.variants.schedules, ranked, end, most=few)
+        self._vary(self.variants.fills, ranked, end, most=few + self._left(ranked), behind=near)
+        self._vary(self.variants.whole, ranked, end, most=few + self._left(ranked), behind=near)
         for _ in self.evaluator.shape.modules:
-            self._vary(self.variants.partly, ranked, end, most=few)
+            self._vary(self.variants.partly, ranked, end, most=few, behind=near)
         self._vary(self.variants.ahead, ranked, end, WORTH_ROWS)
         ranked.sort(key=lambda r: r.seconds)
         return Answer(tuple(ranked), len(proposals)) if model is None else self._fitting(ranked, len(proposals), model)
@@ -290,7 +298,7 @@ class Planner:
         end: float,
         worth: float = inf,
         most: float = VARIED,
-        behind: Callable[[Ranked], float] = lambda one: RETRIED if one.share > LONG else inf,
+        behind: Callable[[Ranked], float] = usual,
     ) -> None:
         """Simulate the best in other ways, those of each way to share ranks in turn.
 
