@@ -288,9 +288,10 @@ def _chosen(
     best = min(others, key=others.__getitem__)
     one = [s.name for s in two if s.layouts["vision"] == s.layouts["llm"]]
     alike = min(one, key=others.__getitem__, default=best)
-    where = ", ".join(f"{n} {layout.ranks}" for n, layout in setting.layouts.items())
+    where = "; ".join(f"{name} on {ranks}, {degrees}" for name, ranks, degrees in setting.placement.table())
+    how = f"{setting.schedule}, fill {setting.fill}, reshard {setting.reshard_after_forward}"
     return (
-        f"choice: {where}, {setting.schedule}: {1e3 * ran:.1f} ms; best measured: {best} {1e3 * others[best]:.1f}; one"
+        f"choice: {where}; {how}: {1e3 * ran:.1f} ms; best measured: {best} {1e3 * others[best]:.1f}; one"
         f" layout: {alike} {1e3 * others[alike]:.1f}"
     )
 

@@ -47,6 +47,8 @@ BEHIND = 1.1
 RETRIED = 1.15
 """Seconds over the best up to which other ways to fill bubbles are tried, and other schedules of a long step, which
 then has small bubbles."""
+ON_SHARED_CORES = 0.05
+"""As :attr:`Answer.tie`, where ranks share cores: predictions are off by as much in the median."""
 Progress = Callable[[int, int, float], None]
 """(candidates simulated, candidates to simulate, seconds of the best so far)."""
 
@@ -81,12 +83,14 @@ class Answer:
     """Proposals of which those were the most promising."""
     too_large: tuple[Ranked, ...] = ()
     """Faster ones that need more memory than there is."""
+    tie: float = 0.01
+    """Share of the fastest's seconds by which one layout for all modules may be slower and still be taken."""
 
     @property
     def best(self) -> Ranked:
-        """The fastest; one layout for all modules where that is as good to 1%."""
-        alike = self.homogeneous()
-        return alike if alike is not None and alike.seconds <= 1.01 * self.ranked[0].seconds else self.ranked[0]
+        """The fastest; one layout for all modules where that is as good."""
+        alike, most = self.homogeneous(), (1 + self.tie) * self.ranked[0].seconds
+        return alike if alike is not None and alike.seconds <= most else self.ranked[0]
 
     def homogeneous(self) -> Ranked | None:
         """The fastest with one layout for all modules on the same ranks; None if none was simulated."""
@@ -150,6 +154,7 @@ class Planner:
         self.estimates = Estimates(shape, cluster, batches, given=allowed.given, **given)
         self.variants = Variants(self.evaluator, allowed, self._fits)
         self._simulations = simulations
+        self._tie = ON_SHARED_CORES if self.evaluator.cluster.shares_cores else Answer.tie
         self.proposer = Proposer(shape, self.estimates, batches, microbatches)
 
     def with_node(self, pool: int, simulations: int) -> Planner:
@@ -214,7 +219,9 @@ class Planner:
             self._vary(self.variants.partly, ranked, end, most=few, behind=near)
         self._vary(self.variants.ahead, ranked, end, WORTH_ROWS)
         ranked.sort(key=lambda r: r.seconds)
-        return Answer(tuple(ranked), len(proposals)) if model is None else self._fitting(ranked, len(proposals), model)
+        if model is None:
+            return Answer(tuple(ranked), len(proposals), tie=self._tie)
+        return self._fitting(ranked, len(proposals), model)
 
     def _left(self, ranked: Sequence[Ranked]) -> float:
         """Simulations that may be made besides, where there were few proposals."""
@@ -271,12 +278,12 @@ class Planner:
         """Leave out what needs too much memory, up to the first that does not, and try what needs less in its place."""
         room, too_large, tried = self.room, list[Ranked](), 0.0
         while ranked:
-            best = Answer(tuple(ranked), considered).best
+            best = Answer(tuple(ranked), considered, tie=self._tie).best
             known = replace(best, memory=self._needs(best.candidate, memory))
             assert known.memory is not None
             if (known.memory.peak <= room).all():
                 kept = (known if r is best else r for r in ranked)
-                return Answer(tuple(kept), considered, tuple(too_large))
+                return Answer(tuple(kept), considered, tuple(too_large), self._tie)
             ranked.remove(best)
             too_large.append(known)
             for other in self.variants.leaner(best.candidate) if tried < VARIED else ():

@@ -64,7 +64,7 @@ def test_on_cuda_the_memory_of_its_device_is_kept_to_and_none_is_taken(
     strategy: Any = SimpleNamespace(
         root_device=torch.device("cuda", 0), num_nodes=1, num_processes=2, recompute={}, offload={}, compile={}
     )
-    trainer: Any = SimpleNamespace(datamodule=datamodule(job))
+    trainer: Any = SimpleNamespace(datamodule=datamodule(job), accumulate_grad_batches=1)
     storage, state = Storage(torch.bfloat16), torch.get_rng_state()
     caplog.set_level(logging.INFO)
     planned(strategy, model, trainer, storage, ScheduleConfig())
