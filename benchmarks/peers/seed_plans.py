@@ -48,9 +48,7 @@ def _disttrain(planner: Planner, microbatches: int | None) -> Iterator[Candidate
             each = {m: estimates.work(m, w.tp).total / (w.dp * count) for m, w in ways.items()}
             seconds = sum(each.values()) + (count - 1) * max(each[m] / w.pp for m, w in ways.items())
             if seconds < best:
-                layouts = {ENCODER: encoder.layout(range(encoder.ranks)),
-                           LANGUAGE_MODEL: llm.layout(range(encoder.ranks, encoder.ranks + llm.ranks))}  # fmt: skip
-                best, chosen = seconds, Candidate(layouts, count, "1f1b", reshard_after_forward="never", fill="none")
+                best, chosen = seconds, _apart(encoder, llm, count)
     if chosen is not None:
         yield chosen
 
@@ -90,9 +88,14 @@ def _cornstarch(planner: Planner, microbatches: int | None) -> Iterator[Candidat
         ways = {ENCODER: encoder, LANGUAGE_MODEL: llm}
         fits = all(estimates.bytes(m, w, count) <= estimates.memory for m, w in ways.items() if count)
         if count >= 1 and fits and llm.ranks + encoder.ranks <= ranks:
-            layouts = {ENCODER: encoder.layout(range(encoder.ranks)),
-                       LANGUAGE_MODEL: llm.layout(range(encoder.ranks, encoder.ranks + llm.ranks))}  # fmt: skip
-            yield Candidate(layouts, count, "1f1b", reshard_after_forward="never", fill="none")
+            yield _apart(encoder, llm, count)
+
+
+def _apart(encoder: Degrees, llm: Degrees, microbatches: int) -> Candidate:
+    """On ranks of their own, the encoder's first."""
+    end = encoder.ranks
+    layouts = {ENCODER: encoder.layout(range(end)), LANGUAGE_MODEL: llm.layout(range(end, end + llm.ranks))}
+    return Candidate(layouts, microbatches, "1f1b", reshard_after_forward="never", fill="none")
 
 
 def _all_degrees(planner: Planner, name: str, sizes: Iterable[int], *, pipelined: bool = True) -> Iterator[Degrees]:

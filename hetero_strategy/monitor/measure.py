@@ -11,6 +11,8 @@ import lightning as L
 import torch
 import torch.distributed as dist
 
+from hetero_strategy.errors import ConfigError
+
 Value = TypeVar("Value")
 Part = Literal["step", "between", "validation"]
 
@@ -45,6 +47,18 @@ class Spent:
         ranks = [Spent(*all_rows[i : i + len(rows[0])]) for i in range(0, len(all_rows), len(rows[0]))]
         slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].data)
         return ranks[slowest], slowest
+
+
+def check_strategy(trainer: L.Trainer, monitor: str, what: str) -> None:
+    """Refuse a strategy that has none of what a monitor looks at.
+
+    Raises:
+        ConfigError: it is not HeteroStrategy.
+    """
+    if not hasattr(trainer.strategy, "executor"):
+        raise ConfigError(
+            f"{monitor}: {type(trainer.strategy).__name__} has no {what}; use HeteroStrategy or remove the callback"
+        )
 
 
 class Watch:

@@ -16,7 +16,7 @@ from typing_extensions import override
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model.multimodal import MultimodalModel
-from hetero_strategy.monitor.measure import gather_on_first
+from hetero_strategy.monitor.measure import check_strategy, gather_on_first
 from hetero_strategy.planner.evaluate import ActionSeconds, Candidate, Evaluator, Step
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.hardware import cluster
@@ -90,11 +90,7 @@ class MemoryMonitor(L.Callback):
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuse a strategy that has no step plans; forget the previous run."""
-        if not hasattr(trainer.strategy, "executor"):
-            raise ConfigError(
-                f"MemoryMonitor: {type(trainer.strategy).__name__} has no step plans; use HeteroStrategy or remove the"
-                " callback"
-            )
+        check_strategy(trainer, "MemoryMonitor", "step plans")
         self.last = None
         self._reset()
 
@@ -151,9 +147,7 @@ class MemoryMonitor(L.Callback):
             return
         try:
             predicted = _predicted(strategy, pl_module, self._measured)
-        except (
-            Exception
-        ) as error:  # training is over and its results are worth more, whatever the model's own code says
+        except Exception as error:  # training is over, and its results are worth more
             rank_zero_warn(f"MemoryMonitor: no prediction of the measured step: {error!r}")
             return
         self.last = PeakMemory(self._measured.batch, np.array(peaks, np.float64), predicted)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
-from hetero_strategy.errors import ConfigError, require
+from hetero_strategy.errors import require
 from hetero_strategy.monitor.fitted import fitted_stages
-from hetero_strategy.monitor.measure import gather_on_first
+from hetero_strategy.monitor.measure import check_strategy, gather_on_first
 from hetero_strategy.monitor.prediction import Fitted, Ran, predicted, together
 from hetero_strategy.monitor.timeline import Timeline, from_measured, from_simulation, write_trace
 from hetero_strategy.plan.ahead import computing
@@ -171,11 +171,7 @@ class TimelineMonitor(L.Callback):
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuse a strategy that has no schedule."""
-        if not hasattr(trainer.strategy, "executor"):
-            raise ConfigError(
-                f"TimelineMonitor: {type(trainer.strategy).__name__} has no schedule; use HeteroStrategy or remove the"
-                " callback"
-            )
+        check_strategy(trainer, "TimelineMonitor", "schedule")
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
