@@ -28,13 +28,14 @@ from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepMetadata
+from hetero_strategy.planner.answer import Answer, Ranked
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.evaluate import Candidate, Placed, Step
 from hetero_strategy.planner.explain import Explanation, Unfilled, explain, unfilled
 from hetero_strategy.planner.from_run import Measured
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
-from hetero_strategy.planner.search import Answer, Planner, Ranked
+from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
 from hetero_strategy.planner.variants import Allowed

@@ -46,6 +46,8 @@ from hetero_strategy.simulator.simulate import simulate
 
 MOST_FORWARDS = 1024
 """Forwards, of all stages, up to which a step is simulated whole."""
+LEAST_SHARE = 1 / 16
+"""Of a simulation that a short step counts as."""
 
 
 @dataclass(frozen=True)
@@ -340,8 +342,8 @@ def few(stages: int) -> int:
 
 
 def share(microbatches: int, stages: int) -> float:
-    """Forwards that are simulated of a step, over those of a long step of few stages."""
-    return stages * min(microbatches, few(stages)) / MOST_FORWARDS
+    """As what share of a simulation one counts: its forwards over those of a long step of few stages."""
+    return max(LEAST_SHARE, stages * min(microbatches, few(stages)) / MOST_FORWARDS)
 
 
 def first_samples(metadata: StepMetadata, count: int) -> StepMetadata:

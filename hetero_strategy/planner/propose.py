@@ -36,12 +36,9 @@ FEW_COUNTS = 8
 """Numbers of microbatches up to which each is tried on few ranks."""
 PER_INSTANCE = (1, 2, 4, 8, 16)
 """Samples of an instance in a microbatch that are tried, besides all of them."""
-CHAINED = 6
-"""Ranks up to which a pipeline through all modules is tried on fewer: messages, which estimates do not count, may take
-most of a step there."""
 WORTH = 1.25
-"""Estimated seconds over the best of other proposals up to which one pipeline through all modules is proposed, and, on
-few ranks, layouts that leave some idle and other numbers of microbatches."""
+"""Estimated seconds over the best of other proposals up to which one pipeline through all modules is proposed on many
+ranks, and, on few ranks, layouts that leave some idle and other numbers of microbatches."""
 KEPT = 12
 """Allocations of each partition that are turned into layouts, times the square of pools, at whose borders fewer of them
 can be rounded well."""
@@ -266,16 +263,14 @@ class Proposer:
 
     def _chained(self, below: float) -> Iterator[Proposal]:
         """One pipeline through all modules, on all ranks of neighbouring pools, if it may take less than so many
-        seconds, or on some of few ranks.
+        seconds, or on some of few ranks: messages, which estimates do not count, may take most of a step there.
         """
         modules, units = self._shape.modules, min(self._units.values())
         if self._estimates.given.reshard_after_forward == "always":  # stages on the same ranks act on their own
             return
         wheres = [(self._cluster.ranks_of(p), p, below) for (p,) in all_wheres(1, len(self._cluster.pools))]
-        if len(self._cluster.pools) == 1 and self._ranks <= CHAINED:
+        if len(self._cluster.pools) == 1 and self._ranks <= FEW:
             wheres += [(range(n), range(1), inf) for n in range(2, self._ranks)]
-        elif len(self._cluster.pools) == 1 and self._ranks <= FEW:
-            wheres += [(range(n), range(1), below) for n in range(2, self._ranks)]
         for ranks, pools, worth in wheres:
             e = self._estimates.of(pools)
             for way in chain_degrees(self._shape, len(ranks), e.cluster.ranks_per_node, units):

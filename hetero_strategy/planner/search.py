@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
-from itertools import combinations
 from math import inf
 from types import MappingProxyType
 from typing import Any
@@ -18,32 +16,30 @@ from jaxtyping import Float64
 from hetero_strategy.errors import ConfigError, LayoutError, ScheduleError
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepMetadata
+from hetero_strategy.planner.answer import Answer, Ranked, fastest, is_homogeneous
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.estimate import Estimates
-from hetero_strategy.planner.evaluate import Candidate, Evaluator, share
+from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.planner.propose import FEW, Proposal, Proposer
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import Degrees
 from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
+from hetero_strategy.planner.turns import BEHIND, LONG, by_turns, hopeless, in_turn, kinds, lies, promising
 from hetero_strategy.planner.variants import Allowed, Variants
 
 ROUNDS = 4
 """Times that the formula of activations is corrected."""
 VARIED = 12
 """Simulations of other schedules for the best, of encoders a step ahead, and of what takes less memory, each."""
+CLIMBED = 24
+"""Simulations of neighbours of the best, on few ranks."""
 LEANER = 3
 """Proposals that are tried with less memory, each time that the best one needs too much."""
 WORTH_ROWS = 0.99
 """Seconds with an encoder a step ahead, over those without, up to which it is worth the rows that are held."""
-LEAST_SHARE = 1 / 16
-"""Of a simulation that a short step counts as."""
 CUTS = 2
 """Blocks that may move between stages of what is simulated, one after the other."""
-LONG = 1 / 2
-"""Share from which a step is long: it is only simulated where it may become the best."""
-BEHIND = 1.1
-"""Seconds over the best so far from which a long step is not looked at any longer."""
 RETRIED = 1.15
 """Seconds over the best up to which other ways to fill bubbles are tried, and other schedules of a long step, which
 then has small bubbles."""
@@ -53,55 +49,8 @@ Progress = Callable[[int, int, float], None]
 """(candidates simulated, candidates to simulate, seconds of the best so far)."""
 
 
-@dataclass(frozen=True)
-class Ranked:
-    """A candidate and what its step takes by simulation, on average over the batches."""
-
-    candidate: Candidate
-    seconds: float
-    estimate: float
-    """What the formula says."""
-    memory: Memory | None = None
-    """Of a step, where it was predicted."""
-    batches: tuple[float, ...] = ()
-    """Seconds of each batch; where the first fell far behind, of the others in proportion."""
-
-    @property
-    def share(self) -> float:
-        """As what share of a simulation it counts."""
-        stages = sum(layout.pp * layout.vpp for layout in self.candidate.layouts.values())
-        return max(LEAST_SHARE, share(self.candidate.microbatches, stages))
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the planner found."""
-
-    ranked: tuple[Ranked, ...]
-    """All that were simulated, the fastest first."""
-    considered: int
-    """Proposals of which those were the most promising."""
-    too_large: tuple[Ranked, ...] = ()
-    """Faster ones that need more memory than there is."""
-    tie: float = 0.01
-    """Share of the fastest's seconds by which one layout for all modules may be slower and still be taken."""
-
-    @property
-    def best(self) -> Ranked:
-        """The fastest; one layout for all modules where that is as good."""
-        alike, most = self.homogeneous(), (1 + self.tie) * self.ranked[0].seconds
-        return alike if alike is not None and alike.seconds <= most else self.ranked[0]
-
-    def homogeneous(self) -> Ranked | None:
-        """The fastest with one layout for all modules on the same ranks; None if none was simulated."""
-        return next((r for r in self.ranked if is_homogeneous(r.candidate)), None)
-
-
-def is_homogeneous(candidate: Candidate) -> bool:
-    """Whether all modules have the same layout on the same ranks."""
-    first, *others = candidate.layouts.values()
-    names = [field.name for field in fields(first) if field.name != "split"]
-    return all(getattr(first, name) == getattr(other, name) for other in others for name in names)
+def _near(_: Ranked) -> float:
+    return RETRIED
 
 
 def usual(one: Ranked) -> float:
@@ -152,7 +101,7 @@ class Planner:
         accumulated = allowed.given.accumulated
         self.evaluator = Evaluator(shape, cluster, batches, balance=balance, accumulated=accumulated, **given)
         self.estimates = Estimates(shape, cluster, batches, given=allowed.given, **given)
-        self.variants = Variants(self.evaluator, allowed, self._fits)
+        self.variants = Variants(self.evaluator, allowed, self._fits, microbatches)
         self._simulations = simulations
         self._tie = ON_SHARED_CORES if self.evaluator.cluster.shares_cores else Answer.tie
         self.proposer = Proposer(shape, self.estimates, batches, microbatches)
@@ -171,7 +120,7 @@ class Planner:
     ) -> Answer:
         """Simulate the most promising proposals of every placement, then the best of these with other schedules, cuts
         and ways to fill bubbles, with parameters gathered once per step, with fewer blocks that run again, and the best
-        of all with frozen encoders a step ahead.
+        of all with frozen encoders a step ahead; on few ranks with all that is one change away, again and again.
 
         Args:
             memory: makes what predicts how much the best need; None: the formula's bound is all that is known.
@@ -202,8 +151,60 @@ class Planner:
                     least[kind] = min(least.get(kind, inf), ranked[-1].seconds / proposal.seconds)
             if progress is not None:
                 progress(i + 1, len(chosen), min((r.seconds for r in ranked), default=0.0))
+        if self.evaluator.cluster.ranks <= FEW:
+            self._climb(ranked, end)
+        else:
+            self._vary_all(ranked, end)
+        self._vary(self.variants.ahead, ranked, end, WORTH_ROWS)
+        ranked.sort(key=lambda r: r.seconds)
+        if model is None:
+            return Answer(tuple(ranked), len(proposals), tie=self._tie)
+        return self._fitting(ranked, len(proposals), model)
+
+    def _climb(self, ranked: list[Ranked], end: float) -> None:
+        """Simulate the neighbours of the fastest, then those of the fastest that there is then, and so on; the next of
+        those that lie alike later, and what takes exactly as long as one of them last. Neighbours of those with an
+        encoder a step ahead have one, too, where they may. Left out are those that would compute for longer than the
+        fastest takes.
+        """
+        v, tried, opened, known = self.variants, 0.0, set[object](), [r.candidate for r in ranked]
+        ways = v.schedules, v.fills, v.whole, v.mixtures, v.laid_out, v.partly, v.cuts, v.counts, v.ahead
+        while tried < CLIMBED and time.monotonic() <= end:
+            left = [r for r in by_turns(ranked, lambda r: r.seconds, lies) if id(r) not in opened]
+            if not left:
+                break
+            best = next((r for r in left if (r.seconds, lies(r)) not in opened), left[0])
+            opened |= {id(best), (best.seconds, lies(best))}
+            plain = replace(best.candidate, prefetch={}, pieces={})
+            for way in ways:
+                below = WORTH_ROWS * best.seconds if way == v.ahead else inf
+                for made in way(plain):
+                    other = next(iter(v.ahead(made) if best.candidate.prefetch else ()), made)
+                    if other not in known:
+                        known.append(other)
+                        if self._least(other) < fastest(ranked):
+                            self._simulate(other, best.estimate, ranked, below)
+                            tried += best.share
+
+    def _least(self, candidate: Candidate) -> float:
+        """Seconds for which ranks compute at least: on average those of any module, and all of them."""
+        layouts, works = candidate.layouts, dict[str, float]()
+        for name, layout in layouts.items():
+            again = candidate.recompute.get(name)
+            work = self.estimates.on(layout.ranks).work(name, layout.tp, 0 if again is None else again.every)
+            works[name] = work.total * layout.tp
+        spans = [{*layout.ranks} for layout in layouts.values()]
+        inside = (
+            (span, (n for n, x in layouts.items() if span.issuperset(x.ranks)))
+            for span in (*spans, set().union(*spans))
+        )
+        return max(sum(works[n] for n in names) / len(span) for span, names in inside)
+
+    def _vary_all(self, ranked: list[Ranked], end: float) -> None:
+        """Simulate the best with other schedules, cuts and ways to fill bubbles, with parameters gathered once per step
+        and with fewer blocks that run again.
+        """
         few = VARIED / 4
-        near = usual if self.evaluator.cluster.ranks <= FEW else lambda one: RETRIED
         self._vary(self.variants.schedules, ranked, end, most=VARIED + self._left(ranked))
         before = len(ranked)
         for _ in range(CUTS):
@@ -213,15 +214,10 @@ class Planner:
             )
         if len(ranked) > before:
             self._vary(self.variants.schedules, ranked, end, most=few)
-        self._vary(self.variants.fills, ranked, end, most=few + self._left(ranked), behind=near)
-        self._vary(self.variants.whole, ranked, end, most=few + self._left(ranked), behind=near)
+        self._vary(self.variants.fills, ranked, end, most=few + self._left(ranked), behind=_near)
+        self._vary(self.variants.whole, ranked, end, most=few + self._left(ranked), behind=_near)
         for _ in self.evaluator.shape.modules:
-            self._vary(self.variants.partly, ranked, end, most=few, behind=near)
-        self._vary(self.variants.ahead, ranked, end, WORTH_ROWS)
-        ranked.sort(key=lambda r: r.seconds)
-        if model is None:
-            return Answer(tuple(ranked), len(proposals), tie=self._tie)
-        return self._fitting(ranked, len(proposals), model)
+            self._vary(self.variants.partly, ranked, end, most=few, behind=_near)
 
     def _left(self, ranked: Sequence[Ranked]) -> float:
         """Simulations that may be made besides, where there were few proposals."""
@@ -350,60 +346,3 @@ class Planner:
             f" alone need {needed:.1f}, activations of a microbatch come on top{estimates.given}; give more"
             " ranks, more microbatches or devices with more memory"
         )
-
-
-def in_turn(ranked: Sequence[Ranked]) -> list[Ranked]:
-    """The fastest first of each way in which modules share ranks, then the second of each, and so on."""
-    seen, placed = Counter[object](), list[tuple[int, float, Ranked]]()
-    for one in sorted(ranked, key=lambda r: r.seconds):
-        spans = [(layout.ranks[0], layout.ranks[-1]) for layout in one.candidate.layouts.values()]
-        kind = tuple(a[0] <= b[1] and b[0] <= a[1] for a, b in combinations(spans, 2))
-        placed.append((seen[kind], one.seconds, one))
-        seen[kind] += 1
-    return [one for *_, one in sorted(placed, key=lambda entry: entry[:2])]
-
-
-def fastest(ranked: Sequence[Ranked]) -> float:
-    """Seconds of the fastest; infinite where there is none."""
-    return min((r.seconds for r in ranked), default=inf)
-
-
-def kinds(proposal: Proposal) -> list[object]:
-    """What several are simulated of, however promising others are."""
-    if proposal.chain:
-        return [("chain", len(proposal.ranks[0]))]
-    return [proposal.partition, *["homogeneous"] * proposal.homogeneous]
-
-
-def share_of(proposal: Proposal) -> float:
-    """As what share of a simulation it counts."""
-    stages = sum(degrees.pp for degrees in proposal.degrees.values())
-    return max(LEAST_SHARE, share(proposal.microbatches, stages))
-
-
-def hopeless(proposal: Proposal, least: Mapping[object, float], ranked: Sequence[Ranked]) -> bool:
-    """Whether a proposal with a long step would be far behind the best so far, even if its estimate were as much too
-    high as any of its kinds has been.
-
-    Args:
-        least: kind -> least of simulated over estimated seconds.
-    """
-    alike = [r for r in ranked if is_homogeneous(r.candidate)]
-    return share_of(proposal) > LONG and all(
-        proposal.seconds * least.get(kind, 0.0) > BEHIND * fastest(alike if kind == "homogeneous" else ranked)
-        for kind in kinds(proposal)
-    )
-
-
-def promising(proposals: Sequence[Proposal], simulations: int) -> list[Proposal]:
-    """The best of all, of every partition, and of those with one layout for all modules."""
-    each = max(2, simulations // 6)
-    chosen: list[Proposal] = []
-    seen: Counter[object] = Counter()
-    spent = 0.0
-    for p in proposals:
-        if spent < simulations or any(seen[kind] < each for kind in kinds(p)):
-            chosen.append(p)
-            seen.update(kinds(p))
-            spent += share_of(p)
-    return chosen

@@ -93,7 +93,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def degrees(
-    module: ModuleShape, ranks: int, ranks_per_node: int, most_instances: int, mixed: bool = False
+    module: ModuleShape, ranks: int, ranks_per_node: int, most_instances: float, mixed: bool = False
 ) -> list[Degrees]:
     """All ways in which a module can lie on so many ranks.
 
@@ -109,7 +109,7 @@ def degrees(
 
 
 def ways(
-    tp: Iterable[int], most_stages: int, ranks: int, ranks_per_node: int, most_instances: int, mixed: bool = False
+    tp: Iterable[int], most_stages: int, ranks: int, ranks_per_node: int, most_instances: float, mixed: bool = False
 ) -> Iterator[Degrees]:
     """All ways to lie on so many ranks with some degrees of tensor parallelism, see :func:`degrees`."""
     for degree in tp:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations, islice
+from math import inf
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
@@ -13,6 +14,7 @@ from hetero_strategy.planner.estimate import EVERY
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Placed
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.propose import FEW
+from hetero_strategy.planner.space import degrees, divisors
 from hetero_strategy.schedule.config import ScheduleConfig
 
 
@@ -48,11 +50,18 @@ class Variants:
     Args:
         allowed: what may be asked of the strategy besides schedules.
         fits: whether there is memory for a candidate.
+        microbatches: as many as are asked for; None: any.
     """
 
     def __init__(
-        self, evaluator: Evaluator, allowed: Allowed, fits: Callable[[Candidate], bool] = lambda _: True
+        self,
+        evaluator: Evaluator,
+        allowed: Allowed,
+        fits: Callable[[Candidate], bool] = lambda _: True,
+        microbatches: int | None = None,
     ) -> None:
+        samples = min(len(batch.samples) for batch in evaluator.batches)
+        self._counts = range(1, samples + 1) if microbatches is None else range(microbatches, microbatches + 1)
         self._evaluator, self._allowed, self._fits = evaluator, allowed, fits
         modules, fed = evaluator.shape.modules, {target for _, target in evaluator.shape.edges}
         self._blocks = {name: module.blocks if module.has_blocks else 1 for name, module in modules.items()}
@@ -174,6 +183,34 @@ class Variants:
             less = (replace(candidate, recompute={**candidate.recompute, name: way}) for way in fewer)
             ways += [*islice(filter(self._fits, less), 1)]
         return ways
+
+    def mixtures(self, candidate: Candidate) -> list[Candidate]:
+        """With other mixtures of replicas and shards of one module; in one pipeline through all modules, of all."""
+        layouts, ways = candidate.layouts, []
+        for names in [[*layouts]] if any(moved(self._evaluator.shape, layouts)) else [[name] for name in layouts]:
+            dp = layouts[names[0]].dp_replicate * layouts[names[0]].dp_shard
+            for n in divisors(dp):
+                other = {name: replace(layouts[name], dp_replicate=dp // n, dp_shard=n) for name in names}
+                ways.append(replace(candidate, layouts={**layouts, **other}))
+        return [*filter(self._fits, ways)]
+
+    def laid_out(self, candidate: Candidate) -> list[Candidate]:
+        """With other degrees of tensor and pipeline parallelism of one module on its ranks, where each has its own."""
+        layouts, ways = candidate.layouts, []
+        if any(moved(self._evaluator.shape, layouts)):
+            return []
+        for name in (n for n, layout in layouts.items() if layout.vpp == 1 and n not in candidate.pieces):
+            layout, module = layouts[name], self._evaluator.shape.modules[name]
+            for way in degrees(module, len(layout.ranks), self._evaluator.cluster.on(layout.ranks).ranks_per_node, inf):
+                if (way.tp, way.pp) != (layout.tp, layout.pp):
+                    ways.append(replace(candidate, layouts={**layouts, name: way.layout(layout.ranks)}))
+        return [*filter(self._fits, ways)]
+
+    def counts(self, candidate: Candidate) -> list[Candidate]:
+        """With one microbatch more or less, twice or half as many."""
+        n = candidate.microbatches
+        others = [count for count in (n - 1, n + 1, n // 2, 2 * n) if count in self._counts]
+        return [*filter(self._fits, (replace(candidate, microbatches=count) for count in others))]
 
     def leaner(self, candidate: Candidate) -> list[Candidate]:
         """With less memory for the activations of what fills bubbles: computed again, or in turns with the pipeline."""

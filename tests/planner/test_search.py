@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 import pytest
 
-from benchmarks.planner import problem
+from benchmarks.planner import larger_problem, problem
 from hetero_strategy.errors import ConfigError, LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.planner.answer import Answer, Ranked, is_homogeneous
 from hetero_strategy.planner.chain import moved
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step, first_samples
 from hetero_strategy.planner.explain import explain
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.memory import MemoryModel
 from hetero_strategy.planner.propose import Proposal
-from hetero_strategy.planner.search import BEHIND, Answer, Planner, Ranked, hopeless, is_homogeneous, promising
+from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import Degrees, compositions, degrees, idle_places, partitions, places
+from hetero_strategy.planner.turns import BEHIND, hopeless, promising
 from hetero_strategy.planner.variants import Allowed
 from tests.planner.models import batch, cluster, few_simulations, model, module
 from tests.planner.test_memory import FP32, OF, TEXT
@@ -43,15 +46,44 @@ ON_TWO_OF_THREE = Candidate(
     prefetch={"vision": 1},
     fill="fine",
 )
+FILLED = Candidate(
+    {"vision": ModuleLayout(range(15), dp_shard=15), "llm": ModuleLayout(range(15), pp=3, dp_shard=5)},
+    2,
+    "zb_h1",
+    fill="fine",
+)
+"""All that the formula ranks first lies otherwise."""
+AHEAD = Candidate(
+    {"vision": ModuleLayout(range(6), pp=2, dp_shard=3), "llm": ModuleLayout(range(6), pp=3, dp_shard=2)},
+    4,
+    "zb_h1",
+    prefetch={"vision": 1},
+)
+"""Without the encoder a step ahead it is far behind others."""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("seed", "best"), [(3, CUT_OTHERWISE), (25, ON_TWO_OF_THREE)], ids=["cut otherwise", "on two of three"]
+    ("make", "seed", "best"),
+    [
+        pytest.param(problem, 3, CUT_OTHERWISE, id="cut otherwise"),
+        pytest.param(problem, 25, ON_TWO_OF_THREE, id="on two of three"),
+        pytest.param(larger_problem, 68, FILLED, id="filled"),
+        pytest.param(larger_problem, 43, AHEAD, id="ahead"),
+    ],
 )
-def test_cuts_that_no_formula_names_are_found_on_few_ranks(seed: int, best: Candidate) -> None:
-    made, _ = problem(seed)
+def test_what_no_formula_names_is_found_on_few_ranks(
+    make: Callable[[int], tuple[Planner, int | None]], seed: int, best: Candidate
+) -> None:
+    made, _ = make(seed)
     assert made.plan().best.seconds <= made.evaluator.seconds(best) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_step_is_shorter_than_what_ranks_compute_at_least(frozen: bool) -> None:
+    made = planner(model((4, 512), (6, 512), frozen=frozen), 4, 8, simulations=4)
+    over = [r.seconds / made._least(r.candidate) for r in made.plan().ranked]
+    assert 1 <= min(over) < 1.2
 
 
 @pytest.mark.parametrize(
@@ -72,8 +104,8 @@ def test_no_candidate_is_faster(
     options: dict[str, float],
 ) -> None:
     # A quarter of what is simulated of steps as short; with an eighth one is 2.1% behind, with 1.0 two are, or more.
-    monkeypatch.setattr("hetero_strategy.planner.search.LEAST_SHARE", 0.25)
-    monkeypatch.setattr("hetero_strategy.planner.search.LONG", 2.0)
+    monkeypatch.setattr("hetero_strategy.planner.evaluate.LEAST_SHARE", 0.25)
+    monkeypatch.setattr("hetero_strategy.planner.turns.LONG", 2.0)
     made = planner(model(encoder, llm), ranks, 8, **options)
     answer = made.plan()
     everything: list[float] = []

@@ -130,7 +130,8 @@ def test_encoders_that_keep_nothing_make_a_placement_fit(monkeypatch: pytest.Mon
             made.proposer, "proposals",
             lambda: [p for p in every() if p.degrees["llm"].pp == p.degrees["vision"].dp == 4 and p.chain is None],
         )  # fmt: skip
-        monkeypatch.setattr(made.variants, "cuts", lambda candidate: [])  # another cut would fit, too
+        for way in ("cuts", "laid_out"):  # others would fit, too
+            monkeypatch.setattr(made.variants, way, lambda candidate: [])
         made.estimates.memory = 8.55e6
         return made
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from hetero_strategy.planner.answer import Ranked
 from hetero_strategy.planner.evaluate import Candidate
-from hetero_strategy.planner.search import Ranked
 from recipes.better import Compared, better_layouts, lines
 from tests.distributed.harness import Pool
 from tests.recipes.commands import SMALL, run_on_ranks

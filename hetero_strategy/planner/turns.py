@@ -1,0 +1,96 @@
+"""Which candidates are looked at next: the most promising of all, and some of every kind. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import TypeVar
+
+from hetero_strategy.planner.answer import Ranked, fastest, is_homogeneous
+from hetero_strategy.planner.evaluate import share
+from hetero_strategy.planner.propose import Proposal
+
+T = TypeVar("T")
+BEHIND = 1.1
+"""Seconds over the best so far from which a long step is not looked at any longer."""
+LONG = 1 / 2
+"""Share from which a step is long: it is only simulated where it may become the best."""
+ALIKE = 1.05
+"""Factor by which the next of those that lie alike is looked at later than its seconds say."""
+
+
+def by_turns(items: Iterable[T], seconds: Callable[[T], float], kind: Callable[[T], Hashable]) -> list[T]:
+    """By seconds, where each of a kind counts as so much slower than the one before it.
+
+    >>> by_turns([("apart", 1.0), ("apart", 1.01), ("shared", 1.02)], lambda x: x[1], lambda x: x[0])
+    [('apart', 1.0), ('shared', 1.02), ('apart', 1.01)]
+    """
+    seen, placed = Counter[Hashable](), list[tuple[float, T]]()
+    for one in sorted(items, key=seconds):
+        placed.append((seconds(one) * ALIKE ** seen[kind(one)], one))
+        seen[kind(one)] += 1
+    return [one for _, one in sorted(placed, key=lambda entry: entry[0])]
+
+
+def lies(one: Ranked | Proposal) -> Hashable:
+    """Ranks, tensor and pipeline parallelism of all modules."""
+    if isinstance(one, Ranked):
+        layouts = one.candidate.layouts.values()
+        return tuple((x.ranks[0], x.ranks[-1], x.tp, x.pp) for x in layouts)
+    spans = tuple((ranks[0], ranks[-1]) for ranks in one.ranks)
+    return one.partition, spans, tuple((d.tp, d.pp) for d in one.degrees.values()), one.chain is not None
+
+
+def in_turn(ranked: Sequence[Ranked]) -> list[Ranked]:
+    """The fastest first of each way in which modules share ranks, then the second of each, and so on."""
+    seen, placed = Counter[object](), list[tuple[int, float, Ranked]]()
+    for one in sorted(ranked, key=lambda r: r.seconds):
+        spans = [(layout.ranks[0], layout.ranks[-1]) for layout in one.candidate.layouts.values()]
+        kind = tuple(a[0] <= b[1] and b[0] <= a[1] for a, b in combinations(spans, 2))
+        placed.append((seen[kind], one.seconds, one))
+        seen[kind] += 1
+    return [one for *_, one in sorted(placed, key=lambda entry: entry[:2])]
+
+
+def kinds(proposal: Proposal) -> list[object]:
+    """What several are simulated of, however promising others are."""
+    if proposal.chain:
+        return [("chain", len(proposal.ranks[0]))]
+    return [proposal.partition, *["homogeneous"] * proposal.homogeneous]
+
+
+def share_of(proposal: Proposal) -> float:
+    """As what share of a simulation it counts."""
+    stages = sum(degrees.pp for degrees in proposal.degrees.values())
+    return share(proposal.microbatches, stages)
+
+
+def hopeless(proposal: Proposal, least: Mapping[object, float], ranked: Sequence[Ranked]) -> bool:
+    """Whether a proposal with a long step would be far behind the best so far, even if its estimate were as much too
+    high as any of its kinds has been.
+
+    Args:
+        least: kind -> least of simulated over estimated seconds.
+    """
+    alike = [r for r in ranked if is_homogeneous(r.candidate)]
+    return share_of(proposal) > LONG and all(
+        proposal.seconds * least.get(kind, 0.0) > BEHIND * fastest(alike if kind == "homogeneous" else ranked)
+        for kind in kinds(proposal)
+    )
+
+
+def promising(proposals: Sequence[Proposal], simulations: int) -> list[Proposal]:
+    """The best of all, of every partition, and of those with one layout for all modules; of those that lie alike first
+    the best.
+    """
+    each = max(2, simulations // 6)
+    chosen: list[Proposal] = []
+    seen: Counter[object] = Counter()
+    spent = 0.0
+    for p in by_turns(proposals, lambda p: p.seconds, lies):
+        if spent < simulations or any(seen[kind] < each for kind in kinds(p)):
+            chosen.append(p)
+            seen.update(kinds(p))
+            spent += share_of(p)
+    return chosen
