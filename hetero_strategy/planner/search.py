@@ -168,7 +168,7 @@ class Planner:
         fastest takes.
         """
         v, tried, opened, known = self.variants, 0.0, set[object](), [r.candidate for r in ranked]
-        ways = v.schedules, v.fills, v.whole, v.mixtures, v.laid_out, v.partly, v.cuts, v.counts, v.ahead
+        ways = v.schedules, v.fills, v.whole, v.mixtures, v.laid_out, v.borders, v.partly, v.cuts, v.counts, v.ahead
         while tried < CLIMBED and time.monotonic() <= end:
             left = [r for r in by_turns(ranked, lambda r: r.seconds, lies) if id(r) not in opened]
             if not left:

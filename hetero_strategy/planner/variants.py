@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, islice
-from math import inf
+from itertools import chain, combinations, islice, product
+from math import inf, lcm
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
@@ -188,7 +188,8 @@ class Variants:
         """With other mixtures of replicas and shards of one module; in one pipeline through all modules, of all."""
         layouts, ways = candidate.layouts, []
         for names in [[*layouts]] if any(moved(self._evaluator.shape, layouts)) else [[name] for name in layouts]:
-            dp = layouts[names[0]].dp_replicate * layouts[names[0]].dp_shard
+            one = layouts[names[0]]
+            dp = len(one.ranks) // (one.tp * one.pp)
             for n in divisors(dp):
                 other = {name: replace(layouts[name], dp_replicate=dp // n, dp_shard=n) for name in names}
                 ways.append(replace(candidate, layouts={**layouts, **other}))
@@ -203,8 +204,49 @@ class Variants:
             layout, module = layouts[name], self._evaluator.shape.modules[name]
             for way in degrees(module, len(layout.ranks), self._evaluator.cluster.on(layout.ranks).ranks_per_node, inf):
                 if (way.tp, way.pp) != (layout.tp, layout.pp):
-                    ways.append(replace(candidate, layouts={**layouts, name: way.layout(layout.ranks)}))
+                    others = {**layouts, name: way.layout(layout.ranks)}
+                    piped = any(x.pp > 1 for x in others.values()) and all(x.vpp == 1 for x in others.values())
+                    schedule = "zb_h1" if piped and candidate.schedule == "auto" else candidate.schedule
+                    ways.append(replace(candidate, layouts=others, schedule=schedule))
         return [*filter(self._fits, ways)]
+
+    def borders(self, candidate: Candidate) -> list[Candidate]:
+        """With the next number of ranks, more or less, of one group of modules that share theirs: idle ones, or those
+        of another group.
+        """
+        asked, groups = candidate.layouts, dict[tuple[int, ...], list[str]]()
+        for name, layout in asked.items():
+            groups.setdefault(tuple(layout.ranks), []).append(name)
+        sizes, cluster = [*map(len, groups)], self._evaluator.cluster
+        if len(cluster.pools) > 1 or [*chain(*groups)] != [*range(sum(sizes))]:
+            return []
+        least = [lcm(*(asked[name].tp * asked[name].pp for name in names)) for names in groups.values()]
+        ways = []
+        for i, j, more in product(range(len(sizes)), range(len(sizes)), (1, -1)):
+            given = [*sizes]
+            if i == j:  # with idle ranks
+                given[i] += more * least[i]
+            elif more > 0:
+                given[i] += lcm(least[i], least[j])
+                given[j] -= lcm(least[i], least[j])
+            if given != sizes and min(given) > 0 and sum(given) <= cluster.ranks:
+                ways.append(replace(candidate, layouts=self._on(groups.values(), given, asked)))
+        inside = (
+            way for way in ways if all(cluster.on(x.ranks).ranks_per_node % x.tp == 0 for x in way.layouts.values())
+        )
+        return [*filter(self._fits, inside)]
+
+    def _on(
+        self, groups: Collection[Sequence[str]], sizes: Sequence[int], layouts: Mapping[str, ModuleLayout]
+    ) -> dict[str, ModuleLayout]:
+        """Groups of modules on so many ranks, one after the other, all of their instances shards."""
+        placed, first = dict(layouts), 0
+        for names, size in zip(groups, sizes, strict=True):
+            for name in names:
+                x, ranks = layouts[name], tuple(range(first, first + size))
+                placed[name] = replace(x, ranks=ranks, dp_replicate=1, dp_shard=size // x.tp // x.pp)
+            first += size
+        return placed
 
     def counts(self, candidate: Candidate) -> list[Candidate]:
         """With one microbatch more or less, twice or half as many."""

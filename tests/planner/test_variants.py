@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -44,6 +45,32 @@ def with_trained_end() -> ModelShape:
     last = np.arange(vision.blocks) == vision.blocks - 1
     trained = replace(vision, trained=vision.parameters * last, trained_share=last.astype(float), moved=np.zeros(4))
     return replace(shape, modules={**shape.modules, "vision": trained})
+
+
+def test_neighbours_of_a_candidate_are_one_change_away() -> None:
+    variants = Variants(evaluator(model((4, 512), (8, 512))), Allowed())
+
+    def layouts(
+        way: Callable[[Candidate], list[Candidate]], given: dict[str, ModuleLayout]
+    ) -> list[list[ModuleLayout]]:
+        return [[*other.layouts.values()] for other in way(Candidate(given, 4))]
+
+    def sizes(*ranks: int, **given: ModuleLayout) -> list[list[int]]:
+        moved = Variants(Evaluator(variants._evaluator.shape, cluster(4, *ranks), [batch(16)]), Allowed()).borders
+        return [[len(x.ranks) for x in both] for both in layouts(moved, given)]
+
+    vision, llm = PIPED.values()
+    mixed = [[replace(vision, dp_replicate=4 // n, dp_shard=n), llm] for n in (1, 2, 4)]
+    assert layouts(variants.mixtures, PIPED) == [*mixed, [vision, replace(llm, dp_replicate=1, dp_shard=1)]]
+    vision_, llm_ = APART.values()
+    assert {(x.tp, x.pp) for x, other in layouts(variants.laid_out, APART) if other == llm_} == {(1, 2), (2, 1)}
+    assert {(x.tp, x.pp) for other, x in layouts(variants.laid_out, APART) if other == vision_} == {(1, 1), (2, 1)}
+    assert sizes(**APART) == [[1, 2]]  # two of the encoder's would leave it none
+    assert sizes(vision=ModuleLayout((0,)), llm=ModuleLayout((1, 2))) == [[2, 2], [2, 1], [1, 3], [1, 1]]
+    two = {"vision": ModuleLayout((0, 1)), "llm": ModuleLayout((2, 3), tp=2)}
+    assert sizes(2, **two) == []  # tensor parallelism stays within a node of two
+    assert [other.microbatches for other in variants.counts(Candidate(PIPED, 4))] == [3, 5, 2, 8]
+    assert Variants(variants._evaluator, Allowed(), microbatches=4).counts(Candidate(PIPED, 4)) == []
 
 
 @pytest.mark.parametrize("layouts", [PIPED, APART], ids=["in bubbles", "on its own ranks"])
