@@ -231,10 +231,7 @@ class Variants:
                 given[j] -= lcm(least[i], least[j])
             if given != sizes and min(given) > 0 and sum(given) <= cluster.ranks:
                 ways.append(replace(candidate, layouts=self._on(groups.values(), given, asked)))
-        inside = (
-            way for way in ways if all(cluster.on(x.ranks).ranks_per_node % x.tp == 0 for x in way.layouts.values())
-        )
-        return [*filter(self._fits, inside)]
+        return [*filter(self._fits, ways)]
 
     def _on(
         self, groups: Collection[Sequence[str]], sizes: Sequence[int], layouts: Mapping[str, ModuleLayout]
