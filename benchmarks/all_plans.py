@@ -62,8 +62,10 @@ def all_ways(planner: Planner, microbatches: int | None) -> Iterator[Way]:
                 yield from _settled(planner, (shared, shared), ways, count)
             for first in range(1, used):
                 own = (tuple(range(first)), tuple(range(first, used)))
+                other = (tuple(range(used - first, used)), tuple(range(used - first)))
                 for ways in product(*(_degrees(planner, n, len(r)) for n, r in zip(MODULES, own, strict=True))):
-                    yield from _settled(planner, own, ways, count)
+                    inside = first % cluster.ranks_per_node % ways[1].tp == 0  # tensor parallelism crosses no node
+                    yield from _settled(planner, own if inside else other, ways, count)
             yield from _chains(planner, used, count)
 
 

@@ -24,6 +24,7 @@ from hetero_strategy.planner.space import (
     degrees,
     divisors,
     idle_places,
+    on_nodes,
     partitions,
     place_groups,
     places,
@@ -129,6 +130,12 @@ class Proposer:
         """Estimate one, and where that makes a difference with all parameters gathered once per step; none that does
         not fit into memory even with all blocks recomputed.
         """
+        if len(self._cluster.pools) == 1:
+            tp = [max(chosen[name].tp for name in group) for group in partition]
+            placed = on_nodes(ranks, tp, self._cluster.ranks_per_node)
+            if placed is None:
+                return []
+            ranks = placed
         asked, ways = self._estimates.given.reshard_after_forward, [chosen]
         if asked != "always" and not all(way.once for way in chosen.values()):
             whole = {name: way._replace(whole=True) for name, way in chosen.items()}

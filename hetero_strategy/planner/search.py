@@ -224,9 +224,14 @@ class Planner:
         return max(0.0, self._simulations - sum(one.share for one in ranked))
 
     def _fits(self, candidate: Candidate) -> bool:
-        """Whether there is memory for a candidate by the formula, and a run takes it."""
-        needed, given = np.zeros(self.evaluator.cluster.ranks), self.estimates.given
+        """Whether there is memory for a candidate by the formula, no tensor parallelism crosses a node, and a run takes
+        it.
+        """
+        cluster, given = self.evaluator.cluster, self.estimates.given
+        needed = np.zeros(cluster.ranks)
         for name, layout in candidate.layouts.items():
+            if len(cluster.pools) == 1 and layout.ranks[0] % cluster.ranks_per_node % layout.tp:
+                return False
             again = candidate.recompute.get(name)
             if again is not None and not given.recompute and not given.allows(name, layout.tp, 1):
                 return False

@@ -137,6 +137,22 @@ def one_after_another(ranks: Sequence[int], sizes: Sequence[int], order: Iterabl
     return tuple(given)
 
 
+def on_nodes(
+    ranks: tuple[Sequence[int], ...], tp: Sequence[int], ranks_per_node: int
+) -> tuple[Sequence[int], ...] | None:
+    """The same numbers of ranks with the groups of most tensor parallelism first, where one of them would cross a node
+    otherwise; None where one would still.
+
+    >>> on_nodes((range(3), range(3, 8)), (1, 2), 4)
+    (range(5, 8), range(0, 5))
+    """
+    for order in (range(len(ranks)), sorted(range(len(ranks)), key=lambda g: -tp[g])):
+        placed = one_after_another(range(sum(map(len, ranks))), [*map(len, ranks)], order)
+        if all(given[0] % ranks_per_node % n == 0 for given, n in zip(placed, tp, strict=True)):
+            return placed
+    return None
+
+
 def place_groups(
     partition: Partition, ranks: Sequence[Sequence[int]], chosen: Mapping[str, Degrees]
 ) -> dict[str, ModuleLayout]:

@@ -305,6 +305,20 @@ def test_some_of_every_kind_are_simulated_however_they_are_estimated() -> None:
     assert any(p.chain for p in chosen) == any(p.chain for p in last)
 
 
+@pytest.mark.parametrize("few", [16, 0], ids=["tried", "allocated"])
+def test_tensor_parallelism_crosses_no_node(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
+    monkeypatch.setattr("hetero_strategy.planner.propose.FEW", few)
+    monkeypatch.setattr("hetero_strategy.planner.search.FEW", few)
+    given = cluster(12, 4)
+    made = Planner(model((4, 256), (4, 512)), given, [batch(16)], microbatches=4, balance=PLAIN, simulations=4)
+    candidates = [*(p.candidate for p in made.proposer.proposals()), *(r.candidate for r in made.plan().ranked)]
+    layouts = [x for candidate in candidates for x in candidate.layouts.values()]
+    assert all(x.ranks[0] % 4 % x.tp == 0 for x in layouts)
+    assert few == 0 or {x.ranks[0] for x in layouts if x.tp == 4} >= {0, 4, 8}
+    odd = [c for c in candidates if len(c.layouts["vision"].ranks) % 2 == 1 and c.layouts["llm"].tp > 1]
+    assert (odd or few == 0) and all(c.layouts["llm"].ranks[0] == 0 for c in odd)  # the encoder follows
+
+
 def test_one_layout_for_all_is_preferred_where_it_is_as_good() -> None:
     alike = Candidate(dict.fromkeys(("vision", "llm"), ModuleLayout((0, 1))))
     other = replace(alike, layouts={"vision": ModuleLayout((0,)), "llm": ModuleLayout((1,))})
