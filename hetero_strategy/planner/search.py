@@ -233,7 +233,7 @@ class Planner:
             if len(cluster.pools) == 1 and layout.ranks[0] % cluster.ranks_per_node % layout.tp:
                 return False
             again = candidate.recompute.get(name)
-            if again is not None and not given.recompute and not given.allows(name, layout.tp, 1):
+            if not given.allows(name, layout.tp, int(again is not None and not given.recompute)):
                 return False
             degrees = Degrees(
                 layout.tp, layout.pp, layout.dp_replicate, layout.dp_shard, 0 if again is None else again.every,

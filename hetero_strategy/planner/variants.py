@@ -217,6 +217,7 @@ class Variants:
         asked, groups = candidate.layouts, dict[tuple[int, ...], list[str]]()
         for name, layout in asked.items():
             groups.setdefault(tuple(layout.ranks), []).append(name)
+        groups = dict(sorted(groups.items()))
         sizes, cluster = [*map(len, groups)], self._evaluator.cluster
         if len(cluster.pools) > 1 or [*chain(*groups)] != [*range(sum(sizes))]:
             return []

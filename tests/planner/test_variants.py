@@ -66,6 +66,7 @@ def test_neighbours_of_a_candidate_are_one_change_away() -> None:
     assert {(x.tp, x.pp) for other, x in layouts(variants.laid_out, APART) if other == vision_} == {(1, 1), (2, 1)}
     assert sizes(**APART) == [[1, 2]]  # two of the encoder's would leave it none
     assert sizes(vision=ModuleLayout((0,)), llm=ModuleLayout((1, 2))) == [[2, 2], [2, 1], [1, 3], [1, 1]]
+    assert sizes(vision=ModuleLayout((2,)), llm=ModuleLayout((0, 1))) == [[1, 3], [1, 1], [2, 1], [2, 2]]
     assert [other.microbatches for other in variants.counts(Candidate(PIPED, 4))] == [3, 5, 2, 8]
     assert Variants(variants._evaluator, Allowed(), microbatches=4).counts(Candidate(PIPED, 4)) == []
 
