@@ -4,7 +4,8 @@ They are written out here, by loops of their own: nothing that the planner leave
 thing is: what fits into memory, by its formula, which says which problem is solved. They are
 
 * both modules on the same ranks, on ranks of their own, or in one pipeline whose ranks may have the end of the encoder
-  and the beginning of the language model, wherever it is cut; any ranks at the end may stay idle,
+  and the beginning of the language model, wherever it is cut; any ranks at the end may stay idle; the encoder's ranks
+  come first, or last where the language model's tensor parallelism would cross a node otherwise,
 * all degrees of tensor parallelism within nodes, pipelines of any length, instances that replicate and shard in any
   mixture, and any number of microbatches where the problem leaves it open,
 * all schedules with all numbers of virtual stages, encoders that fill bubbles coarsely, finely or not at all, and

@@ -137,6 +137,11 @@ def one_after_another(ranks: Sequence[int], sizes: Sequence[int], order: Iterabl
     return tuple(given)
 
 
+def within_node(first: int, tp: int, ranks_per_node: int) -> bool:
+    """Whether no tensor parallelism crosses a node on neighbouring ranks from a first one on, of one pool."""
+    return first % ranks_per_node % tp == 0
+
+
 def on_nodes(
     ranks: tuple[Sequence[int], ...], tp: Sequence[int], ranks_per_node: int
 ) -> tuple[Sequence[int], ...] | None:
@@ -148,7 +153,7 @@ def on_nodes(
     """
     for order in (range(len(ranks)), sorted(range(len(ranks)), key=lambda g: -tp[g])):
         placed = one_after_another(range(sum(map(len, ranks))), [*map(len, ranks)], order)
-        if all(given[0] % ranks_per_node % n == 0 for given, n in zip(placed, tp, strict=True)):
+        if all(within_node(given[0], n, ranks_per_node) for given, n in zip(placed, tp, strict=True)):
             return placed
     return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, islice, product
 from math import inf, lcm
@@ -14,7 +14,7 @@ from hetero_strategy.planner.estimate import EVERY
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Placed
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.propose import FEW
-from hetero_strategy.planner.space import degrees, divisors
+from hetero_strategy.planner.space import degrees, divisors, one_after_another
 from hetero_strategy.schedule.config import ScheduleConfig
 
 
@@ -200,7 +200,7 @@ class Variants:
         layouts, ways = candidate.layouts, []
         if any(moved(self._evaluator.shape, layouts)):
             return []
-        for name in (n for n, layout in layouts.items() if layout.vpp == 1 and n not in candidate.pieces):
+        for name in (n for n, layout in layouts.items() if layout.vpp == 1):
             layout, module = layouts[name], self._evaluator.shape.modules[name]
             for way in degrees(module, len(layout.ranks), self._evaluator.cluster.on(layout.ranks).ranks_per_node, inf):
                 if (way.tp, way.pp) != (layout.tp, layout.pp):
@@ -223,28 +223,19 @@ class Variants:
             return []
         least = [lcm(*(asked[name].tp * asked[name].pp for name in names)) for names in groups.values()]
         ways = []
-        for i, j, more in product(range(len(sizes)), range(len(sizes)), (1, -1)):
-            given = [*sizes]
-            if i == j:  # with idle ranks
-                given[i] += more * least[i]
-            elif more > 0:
-                given[i] += lcm(least[i], least[j])
-                given[j] -= lcm(least[i], least[j])
-            if given != sizes and min(given) > 0 and sum(given) <= cluster.ranks:
-                ways.append(replace(candidate, layouts=self._on(groups.values(), given, asked)))
+        for i, j in product(range(len(sizes)), repeat=2):
+            step = lcm(least[i], least[j])
+            for more in (step, -step) if i == j else (step,):
+                given = [*sizes]
+                given[i] += more
+                if i != j:  # otherwise idle ones
+                    given[j] -= more
+                if min(given) > 0 and sum(given) <= cluster.ranks:
+                    ranks = one_after_another(range(sum(given)), given, range(len(given)))
+                    of = {name: own for names, own in zip(groups.values(), ranks, strict=True) for name in names}
+                    layouts = {name: _sharded(layout, of[name]) for name, layout in asked.items()}
+                    ways.append(replace(candidate, layouts=layouts))
         return [*filter(self._fits, ways)]
-
-    def _on(
-        self, groups: Collection[Sequence[str]], sizes: Sequence[int], layouts: Mapping[str, ModuleLayout]
-    ) -> dict[str, ModuleLayout]:
-        """Groups of modules on so many ranks, one after the other, all of their instances shards."""
-        placed, first = dict(layouts), 0
-        for names, size in zip(groups, sizes, strict=True):
-            for name in names:
-                x, ranks = layouts[name], tuple(range(first, first + size))
-                placed[name] = replace(x, ranks=ranks, dp_replicate=1, dp_shard=size // x.tp // x.pp)
-            first += size
-        return placed
 
     def counts(self, candidate: Candidate) -> list[Candidate]:
         """With one microbatch more or less, twice or half as many."""
@@ -281,3 +272,8 @@ class Variants:
         """Whether a module has ranks of its own, seen from those that it feeds."""
         fed = (target for source, target in self._evaluator.shape.edges if source == name)
         return all({*candidate.layouts[name].ranks}.isdisjoint(candidate.layouts[target].ranks) for target in fed)
+
+
+def _sharded(layout: ModuleLayout, ranks: Sequence[int]) -> ModuleLayout:
+    """On other ranks, with the same stages and shards alone."""
+    return replace(layout, ranks=tuple(ranks), dp_replicate=1, dp_shard=len(ranks) // (layout.tp * layout.pp))
