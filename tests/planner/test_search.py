@@ -24,7 +24,7 @@ from hetero_strategy.planner.propose import Proposal
 from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import Degrees, compositions, degrees, idle_places, partitions, places
-from hetero_strategy.planner.turns import BEHIND, hopeless, promising
+from hetero_strategy.planner.turns import BEHIND, hopeless, lies, promising
 from hetero_strategy.planner.variants import Allowed
 from tests.planner.models import batch, cluster, few_simulations, model, module
 from tests.planner.test_memory import FP32, OF, TEXT
@@ -317,6 +317,12 @@ def test_tensor_parallelism_crosses_no_node(monkeypatch: pytest.MonkeyPatch, few
     assert few == 0 or {x.ranks[0] for x in layouts if x.tp == 4} >= {0, 4, 8}
     odd = [c for c in candidates if len(c.layouts["vision"].ranks) % 2 == 1 and c.layouts["llm"].tp > 1]
     assert (odd or few == 0) and all(c.layouts["llm"].ranks[0] == 0 for c in odd)  # the encoder follows
+
+
+def test_of_what_lies_alike_less_is_simulated() -> None:
+    proposals = planner(model((2, 512), (4, 512)), 12, bandwidth=1e8).proposer.proposals()
+    chosen = promising(proposals, 2)
+    assert len({*map(lies, chosen)}) > 1.2 * len({*map(lies, proposals[: len(chosen)])})
 
 
 def test_one_layout_for_all_is_preferred_where_it_is_as_good() -> None:
