@@ -96,8 +96,9 @@ def test_what_ranks_measure_together_is_the_cluster_that_is_planned_for(pool: Po
     assert unknown.device.sharding == NO_SHARDING
     for found in pool.run(2, together):
         cluster = found.on(unknown)
-        work = cluster.device.sharding.gather
-        assert 0 < work.per_block < 1 and 0 < work.per_byte < 1e-6
+        passes, works = cluster.device.sharding.gather, found.working.gather
+        assert 0 <= passes.per_block < 1 and 0 <= passes.per_byte < 1e-6  # less the collectives, which others slow down
+        assert 0 < works.per_block < 1 and 0 < works.per_byte < 1e-6
         assert cluster.device == replace(DEVICE, sharding=found.sharding)
         assert cluster.worked_for().device == replace(DEVICE, sharding=found.working) != cluster.device
         links = found.collectives["all-gather"]
