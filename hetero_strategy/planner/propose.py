@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain, product
 from math import ceil, floor, inf, lcm
 from typing import NamedTuple
@@ -179,21 +179,23 @@ class Proposer:
         run would refuse it.
         """
 
-        def fits(way: Mapping[str, Degrees]) -> bool:
-            allowed = all(e.given.allows(name, given.tp, given.recomputed) for name, given in way.items())
-            return allowed and sum(e.bytes(name, given, microbatches) for name, given in way.items()) <= e.memory
+        every, modules = EVERY if self._ranks <= FEW else EVERY[:1], self._shape.modules
 
-        def through(way: Mapping[str, Degrees]) -> float:
-            return sum(e.through(name, given, microbatches) for name, given in way.items())
+        def ways(name: str, recomputed: Sequence[int]) -> list[tuple[str, Degrees, float]]:
+            """That a run takes, and the bytes of each."""
+            each = (group[name]._replace(recomputed=n) for n in recomputed)
+            allowed = (way for way in each if e.given.allows(name, way.tp, way.recomputed))
+            return [(name, way, e.bytes(name, way, microbatches)) for way in allowed]
 
-        if fits(group):
+        least = {name: ways(name, (0,)) for name in group}
+        if all(least.values()) and sum(size for ((_, _, size),) in least.values()) <= e.memory:
             return group
-        ways, every = [group], EVERY if self._ranks <= FEW else EVERY[:1]
-        for name, module in self._shape.modules.items():
-            if name in group and module.has_blocks:
-                again = [group[name]._replace(recomputed=n) for n in every if n <= module.blocks]
-                ways += [{**way, name: one} for way in ways for one in again]
-        return min(filter(fits, ways[1:]), key=through, default=None)
+        for name in group:
+            least[name] += ways(name, [n for n in every if n <= modules[name].blocks and modules[name].has_blocks])
+        fitting = (way for way in product(*least.values()) if sum(size for _, _, size in way) <= e.memory)
+        through = cache(partial(e.through, microbatches=microbatches))
+        best = min(fitting, key=lambda way: sum(through(name, given) for name, given, _ in way), default=None)
+        return None if best is None else {name: given for name, given, _ in best}
 
     def _all(self) -> list[Proposal]:
         """Every layout on all ranks; then, where it may be worth it, those that leave some idle, and every small number
