@@ -14,14 +14,14 @@ given. Parameters are gathered, and gradients summed, in time that is proportion
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, product
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float64
+from jaxtyping import Float64
 
 from hetero_strategy.errors import require
 from hetero_strategy.planner.areas import Limits, Where, all_wheres, limits
@@ -58,17 +58,24 @@ class Allocation:
     seconds: float
 
 
-@dataclass(frozen=True, eq=False)
-class _LanguageModel:
-    """Ways to lay out the language model with one degree of tensor parallelism."""
+class _Way(NamedTuple):
+    """Of the language model."""
 
     tp: int
-    ways: list[tuple[int, int, bool, int]]
-    """dp, microbatches, whether pipelined, whether recomputed."""
+    dp: int
+    microbatches: int
+    pipelined: bool
+    recomputed: int
+
+
+@dataclass(frozen=True, eq=False)
+class _LanguageModel:
+    """Ways to lay out the language model, a column each."""
+
+    ways: list[_Way]
     microbatches: Float64[np.ndarray, "ways"]
-    pipelined: Bool[np.ndarray, "ways"]
-    alone: Float64[np.ndarray, "ways"]
-    """Seconds of all its work on one instance."""
+    work: Float64[np.ndarray, "ways"]
+    """Rank-seconds of a step where it is pipelined."""
     constant: Float64[np.ndarray, "ways"]
     """Seconds of a step that do not depend on ranks."""
     synchronized: Float64[np.ndarray, "ways"]
@@ -84,24 +91,27 @@ class _LanguageModel:
 
 @dataclass(frozen=True, eq=False)
 class _Problems:
-    """Choices of one partition on certain pools and certain degrees of tensor parallelism."""
+    """Choices of one partition on certain pools: a row for all degrees of all modules."""
 
     partition: Partition
     where: Where
     limits: Limits
     roof: Float64[np.ndarray, "groups"]
     """Ranks of each group's pools."""
-    tp: Mapping[str, int]
-    ways: list[tuple[int, int, bool, int]]
-    constant: Float64[np.ndarray, "ways"]
-    first: Float64[np.ndarray, "ways groups"]
+    language_model: str
+    ways: list[_Way]
+    others: Sequence[str]
+    tp: list[tuple[int, ...]]
+    """Of the other modules; each goes with all ways of the language model."""
+    constant: Float64[np.ndarray, "choices"]
+    first: Float64[np.ndarray, "choices groups"]
     """A_g / K."""
-    steady: Float64[np.ndarray, "ways groups"]
+    steady: Float64[np.ndarray, "choices groups"]
     """B_g (K - 1) / K."""
-    least: Float64[np.ndarray, "ways groups"]
-    most: Float64[np.ndarray, "ways groups"]
+    least: Float64[np.ndarray, "choices groups"]
+    most: Float64[np.ndarray, "choices groups"]
 
-    def bounds(self) -> Float64[np.ndarray, "ways"]:
+    def bounds(self) -> Float64[np.ndarray, "choices"]:
         """Seconds that no allocation is below; infinite where there is none."""
         bounds = np.where((self.least <= self.most).all(axis=1), 0.0, np.inf)
         for groups, ranks in self.limits:
@@ -113,8 +123,11 @@ class _Problems:
             bounds = np.maximum(bounds, np.where(fits, self.constant + seconds, np.inf))
         return bounds
 
-    def choice(self, way: int) -> Choice:
-        return Choice(self.partition, self.where, self.tp, *self.ways[way])
+    def choice(self, number: int) -> Choice:
+        others, way = divmod(number, len(self.ways))
+        chosen = dict(zip((self.language_model, *self.others), (self.ways[way].tp, *self.tp[others]), strict=True))
+        tp = {m: chosen[m] for group in self.partition for m in group}
+        return Choice(self.partition, self.where, tp, *self.ways[way][1:])
 
 
 def allocate(
@@ -142,7 +155,7 @@ def allocate(
         most: allocations of a partition that are wanted, the best; None: all within the factor.
     """
     require("cvxpy", "planner", "planner: ranks are allocated by convex programs")
-    laid: dict[range, list[_LanguageModel]] = {}
+    laid: dict[range, _LanguageModel] = {}
     queues: list[_Queue] = []
     for partition in partitions:
         problems: dict[frozenset[int], list[_Problems]] = {}
@@ -151,16 +164,11 @@ def allocate(
             fits = {m: [t for t in tp[m] if part.cluster.ranks_per_node % t == 0] for m, part in parts.items()}
             home = next(pools for group, pools in zip(partition, where, strict=True) if language_model in group)
             if home not in laid:
-                ways = _language_models(parts[language_model], language_model, fits[language_model], dp, microbatches)
-                laid[home] = list(ways)
-            others = [m for m in tp if m != language_model]
+                given = parts[language_model], language_model, fits[language_model], dp, microbatches
+                laid[home] = _language_model(*given)
             room = limits(where, estimates.cluster), np.array([len(estimates.cluster.ranks_of(w)) for w in where])
-            problems.setdefault(frozenset(chain(*where)), []).extend(
-                _problems(parts, partition, where, room, language_model, way, dict(zip(others, n, strict=True)),
-                          most_instances)
-                for way in laid[home]
-                for n in product(*(fits[m] for m in others))
-            )  # fmt: skip
+            made = _problems(parts, partition, where, room, language_model, laid[home], fits, most_instances)
+            problems.setdefault(frozenset(chain(*where)), []).append(made)
         queues += map(_Queue, problems.values())
     while drawn := [(queue, *problem) for queue in queues for problem in queue.next(within, most)]:
         for shared in dict.fromkeys(problem.limits for _, problem, _ in drawn):
@@ -202,32 +210,28 @@ class _Queue:
         return sorted((a for a in self.found if a.seconds <= best * within), key=lambda a: a.seconds)
 
 
-def _language_models(
+def _language_model(
     estimates: Estimates, name: str, tp: Sequence[int], dp: Sequence[int], microbatches: Mapping[int, Sequence[int]]
-) -> Iterator[_LanguageModel]:
-    blocks = estimates.blocks(name)
-    for degree in tp:
-        ways, rows = [], []
-        for instances in dp:
-            needed, one = estimates.least_ranks(name, instances), degree * instances
-            for count in microbatches[instances]:
-                given = estimates.fitting(name, Degrees(degree, 1, 1, instances), count)
-                if given is None:
-                    continue
-                alone = estimates.work(name, degree, given.recomputed).total
-                first = alone / (instances * count)
-                room = 1 - estimates.activations(name, given, count) / estimates.memory
-                if blocks > 1:
-                    waits = estimates.synchronized_ranks(name, degree, instances, count)
-                    ways.append((instances, count, True, given.recomputed))
-                    rows.append((count, 1, alone, first, waits, 2 * one, needed / room, room, one * blocks))
-                if estimates.bytes(name, given, count) <= estimates.memory:
-                    ways.append((instances, count, False, given.recomputed))
-                    more = estimates.synchronized(name, given, count)
-                    rows.append((count, 0, alone, first + more, 0.0, one, 0.0, 1.0, one))
-        if ways:
-            columns = np.array(rows, np.float64).T
-            yield _LanguageModel(degree, ways, columns[0], columns[1] > 0, *columns[2:])
+) -> _LanguageModel:
+    blocks, ways, rows = estimates.blocks(name), [], []
+    for degree, instances in product(tp, dp):
+        needed, one = estimates.least_ranks(name, instances), degree * instances
+        for count in microbatches[instances]:
+            given = estimates.fitting(name, Degrees(degree, 1, 1, instances), count)
+            if given is None:
+                continue
+            alone = estimates.work(name, degree, given.recomputed).total
+            first = alone / (instances * count)
+            room = 1 - estimates.activations(name, given, count) / estimates.memory
+            if blocks > 1:
+                waits = estimates.synchronized_ranks(name, degree, instances, count)
+                ways.append(_Way(degree, instances, count, True, given.recomputed))
+                rows.append((count, degree * alone, first, waits, 2 * one, needed / room, room, one * blocks))
+            if estimates.bytes(name, given, count) <= estimates.memory:
+                ways.append(_Way(degree, instances, count, False, given.recomputed))
+                more = estimates.synchronized(name, given, count)
+                rows.append((count, degree * alone, first + more, 0.0, one, 0.0, 1.0, one))
+    return _LanguageModel(ways, *np.array(rows, np.float64).reshape(-1, 8).T)
 
 
 def _problems(
@@ -236,29 +240,33 @@ def _problems(
     where: Where,
     room: tuple[Limits, Float64[np.ndarray, "groups"]],
     name: str,
-    language_model: _LanguageModel,
-    tp: Mapping[str, int],
+    model: _LanguageModel,
+    tp: Mapping[str, Sequence[int]],
     most_instances: Mapping[str, int],
 ) -> _Problems:
-    """Problems of one partition on given pools, with given degrees of the language model's and of all other modules."""
-    others = [[m for m in group if m != name] for group in partition]
+    """Problems of one partition on given pools, with all degrees of tensor parallelism of all modules."""
+    others = [m for m in tp if m != name]
+    degrees = list(product(*(tp[m] for m in others)))
+    of = np.array([[m in group for group in partition] for m in others]).reshape(len(others), len(partition))
     home = next(g for g, group in enumerate(partition) if name in group)
-    seconds = {m: n * estimates[m].work(m, n).total for m, n in tp.items()}
-    work = np.array([sum(seconds[m] for m in group) for group in others])
-    held = np.array([sum(estimates[m].least_ranks(m) for m in group) for group in others], np.float64)
-    widest = np.array([max([tp[m] for m in group], default=0) for group in others], np.float64)
-    fits = np.array([min([tp[m] * most_instances[m] for m in group], default=np.inf) for group in others])
-    model, count = language_model, language_model.microbatches[:, None]
-    shape = (len(model.ways), len(partition))
-    first, steady = np.broadcast_to(work, shape) / count, np.broadcast_to(work, shape).copy()
-    least, most = (np.broadcast_to(n, shape).copy() for n in (np.maximum(widest, held), fits))
-    first[:, home] += model.synchronized
-    steady[:, home] += model.tp * model.alone
+    held = np.array([estimates[m].least_ranks(m) for m in others]) @ of
+    lines = [[(n * estimates[m].work(m, n).total, n, n * most_instances[m]) for m, n in zip(others, way, strict=True)]
+             for way in degrees]  # fmt: skip
+    seconds, widest, fits = np.moveaxis(np.array(lines, np.float64).reshape(len(degrees), len(others), 3), -1, 0)
+    work, count = (seconds @ of)[:, None], model.microbatches[:, None]
+    widest = np.where(of, widest[:, :, None], 0.0).max(axis=1, initial=0.0)
+    fits = np.where(of, fits[:, :, None], np.inf).min(axis=1, initial=np.inf)
+    shape = (len(degrees), len(model.ways), len(partition))
+    first, steady = work / count, np.broadcast_to(work, shape).copy()
+    least, most = (np.broadcast_to(n[:, None], shape).copy() for n in (np.maximum(widest, held), fits))
+    first[:, :, home] += model.synchronized
+    steady[:, :, home] += model.work
     needed = np.maximum(model.least, model.holds + held[home] / model.room)
-    least[:, home], most[:, home] = np.maximum(least[:, home], needed), np.minimum(most[:, home], model.most)
-    degrees = {m: model.tp if m == name else tp[m] for group in partition for m in group}
-    steady = steady * (count - 1) / count
-    return _Problems(partition, where, *room, degrees, model.ways, model.constant, first, steady, least, most)
+    least[:, :, home] = np.maximum(least[:, :, home], needed)
+    most[:, :, home] = np.minimum(most[:, :, home], model.most)
+    constant = np.tile(model.constant, len(degrees))
+    groups = [n.reshape(-1, len(partition)) for n in (first, steady * (count - 1) / count, least, most)]
+    return _Problems(partition, where, *room, name, model.ways, others, degrees, constant, *groups)
 
 
 def _solve(problems: Sequence[tuple[_Problems, int]], ranks: int) -> list[Allocation]:
