@@ -165,6 +165,11 @@ class Estimates:
         total = work.total / degrees.dp * uneven
         return total * share + microbatches * work.fixed / degrees.pp
 
+    def later(self, module: str, degrees: Degrees, microbatches: int) -> float:
+        """Seconds in which a rank of the slowest stage computes or synchronizes, after the first microbatch."""
+        busy = self.busy(module, degrees, microbatches) * (microbatches - 1) / microbatches
+        return busy + self.synchronized(module, degrees, microbatches)
+
     def unevenness(self, module: str, instances: int, microbatches: int) -> float:
         """Units of the instance that has most in a microbatch over the mean, if they are dealt out evenly."""
         each = self._sizes[module].units / microbatches / instances

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, product
@@ -16,6 +16,7 @@ from hetero_strategy.planner.areas import Where, all_wheres, settle, together
 from hetero_strategy.planner.chain import Chain, chain_degrees, propose_chain
 from hetero_strategy.planner.estimate import EVERY, Estimates
 from hetero_strategy.planner.evaluate import Candidate
+from hetero_strategy.planner.every import Layouts
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import (
@@ -130,12 +131,6 @@ class Proposer:
         """Estimate one, and where that makes a difference with all parameters gathered once per step; none that does
         not fit into memory even with all blocks recomputed.
         """
-        if len(self._cluster.pools) == 1:
-            tp = [max(chosen[name].tp for name in group) for group in partition]
-            placed = on_nodes(ranks, tp, self._cluster.ranks_per_node)
-            if placed is None:
-                return []
-            ranks = placed
         asked, ways = self._estimates.given.reshard_after_forward, [chosen]
         if asked != "always" and not all(way.once for way in chosen.values()):
             whole = {name: way._replace(whole=True) for name, way in chosen.items()}
@@ -146,6 +141,12 @@ class Proposer:
     def _proposed(
         self, partition: Partition, ranks: tuple[Sequence[int], ...], chosen: Mapping[str, Degrees], microbatches: int
     ) -> Proposal | None:
+        if len(self._cluster.pools) == 1:
+            tp = [max(chosen[name].tp for name in group) for group in partition]
+            placed = on_nodes(ranks, tp, self._cluster.ranks_per_node)
+            if placed is None:
+                return None
+            ranks = placed
         fitting: dict[str, Degrees] = {}
         busy, through = [], []
         for group, given in zip(partition, ranks, strict=True):
@@ -154,7 +155,7 @@ class Proposer:
             if fits is None:
                 return None
             fitting |= fits
-            each = {name: _busy(e, name, way, microbatches) for name, way in fits.items()}
+            each = {name: e.later(name, way, microbatches) for name, way in fits.items()}
             busy.append(sum(each.values()) - self._filled(e, fits, each, microbatches, len(partition)))
             through += [e.through(name, way, microbatches) for name, way in fits.items()]
         ways = {name: fitting[name] for name in self._shape.modules}
@@ -198,42 +199,15 @@ class Proposer:
         return None if best is None else {name: given for name, given, _ in best}
 
     def _all(self) -> list[Proposal]:
-        """Every layout on all ranks; then, where it may be worth it, those that leave some idle, and every small number
-        of microbatches.
-        """
-        cluster, of = self._cluster, cache(self._degrees)
-        tried = [made for p in self._partitions for ranks in places(cluster, len(p)) for made in self._on(p, ranks, of)]
-        worth = WORTH * min((p.seconds for p in tried), default=inf)
-        if len(cluster.pools) == 1:
-            for partition in self._partitions:
-                for ranks in idle_places(cluster, len(partition)):
-                    if self._least(partition, ranks) < worth:
-                        tried += self._on(partition, ranks, of)
-        few, known = self._few_counts(), {_way(p): p for p in tried if p.seconds < worth}
-        for (partition, ranks, ways), p in known.items():
-            for count in few - {*self.counts(p.degrees[self._language_model].dp)}:
-                tried += self.propose(partition, ranks, dict(ways), count)
-        return tried
-
-    def _on(
-        self, partition: Partition, ranks: tuple[Sequence[int], ...], of: Callable[[str, int, int], list[Degrees]]
-    ) -> Iterator[Proposal]:
-        """Every layout of groups on their ranks."""
-        sizes = [(len(given), self._cluster.on(given).ranks_per_node) for given in ranks]
-        ways = [of(name, *n) for group, n in zip(partition, sizes, strict=True) for name in group]
-        names = [name for group in partition for name in group]
-        for way in product(*ways):
-            chosen = dict(zip(names, way, strict=True))
-            for count in self.counts(chosen[self._language_model].dp):
-                yield from self.propose(partition, ranks, chosen, count)
-
-    def _least(self, partition: Partition, ranks: tuple[Sequence[int], ...]) -> float:
-        """Seconds that a rank of the busiest group computes at least, on average."""
-        return max(
-            sum(min(tp * self._estimates.work(name, tp).total for tp in self._shape.modules[name].tp) for name in group)
-            / len(given)
-            for group, given in zip(partition, ranks, strict=True)
+        """The most promising of every layout on all ranks, and of those that leave some idle."""
+        layouts = Layouts(
+            self._shape, self._estimates, self._degrees, lambda dp: {*self.counts(dp), *self._few_counts()}
         )
+        cluster = self._cluster
+        idle = idle_places if len(cluster.pools) == 1 else lambda *_: iter(())
+        every = ((p, n) for p in self._partitions for n in chain(places(cluster, len(p)), idle(cluster, len(p))))
+        found = (self._proposed(f.partition, f.ranks, f.degrees, f.microbatches) for f in layouts.best(every))
+        return [one for one in found if one is not None]
 
     def _degrees(self, name: str, ranks: int, ranks_per_node: int) -> list[Degrees]:
         return degrees(self._shape.modules[name], ranks, ranks_per_node, self._units[name], self._ranks <= FEW)
@@ -343,14 +317,3 @@ class Proposer:
             if left < 0:
                 return None
         return tuple(sizes)
-
-
-def _way(p: Proposal) -> tuple[Partition, tuple[Sequence[int], ...], tuple[tuple[str, Degrees], ...]]:
-    """What is laid out where, before anything is recomputed."""
-    return p.partition, p.ranks, tuple((name, way.plain) for name, way in p.degrees.items())
-
-
-def _busy(e: Estimates, name: str, given: Degrees, microbatches: int) -> float:
-    """Seconds in which a rank of the slowest stage computes or synchronizes, after the first microbatch."""
-    later = (microbatches - 1) / microbatches
-    return e.busy(name, given, microbatches) * later + e.synchronized(name, given, microbatches)

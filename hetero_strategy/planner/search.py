@@ -32,7 +32,7 @@ ROUNDS = 4
 """Times that the formula of activations is corrected."""
 VARIED = 12
 """Simulations of other schedules for the best, of encoders a step ahead, and of what takes less memory, each."""
-CLIMBED = 24
+CLIMBED = 48
 """Simulations of neighbours of the best, on few ranks."""
 LEANER = 3
 """Proposals that are tried with less memory, each time that the best one needs too much."""

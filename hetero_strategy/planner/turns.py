@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from hetero_strategy.planner.answer import Ranked, fastest, is_homogeneous
 from hetero_strategy.planner.evaluate import share
+from hetero_strategy.planner.every import ALIKE
 from hetero_strategy.planner.propose import Proposal
 
 T = TypeVar("T")
@@ -16,8 +17,6 @@ BEHIND = 1.1
 """Seconds over the best so far from which a long step is not looked at any longer."""
 LONG = 1 / 2
 """Share from which a step is long: it is only simulated where it may become the best."""
-ALIKE = 1.05
-"""Factor by which the next of those that lie alike is looked at later than its seconds say."""
 
 
 def by_turns(items: Iterable[T], seconds: Callable[[T], float], kind: Callable[[T], Hashable]) -> list[T]:

@@ -1,0 +1,234 @@
+"""Every layout on few ranks, estimated all at once, and the most promising of them. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache, reduce
+from itertools import product
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+
+from hetero_strategy.planner.estimate import EVERY, Estimates
+from hetero_strategy.planner.shape import ModelShape
+from hetero_strategy.planner.space import Degrees, Partition, on_nodes
+
+ALIKE = 1.05
+"""Factor by which the next of those that lie alike is looked at later than its seconds say."""
+LATE = 100
+"""Of those that lie alike, number from which it makes no more difference."""
+OF_PLACE = 64
+"""Layouts that are kept of the same groups on the same ranks, where there are many such places."""
+OF_ALL = 1024
+"""Layouts that are kept."""
+OF_KIND = 16
+"""Those that are kept of each partition, and with one layout for all modules, in any case."""
+
+
+class Found(NamedTuple):
+    """One layout."""
+
+    turn: float
+    """Its seconds, and more the more of those that lie alike are faster."""
+    partition: Partition
+    ranks: tuple[Sequence[int], ...]
+    """Of each group."""
+    degrees: Mapping[str, Degrees]
+    microbatches: int
+    alike: bool
+    """Whether all modules have the same layout."""
+
+
+class _Options(NamedTuple):
+    """Ways for one module to lie on so many ranks, an entry each."""
+
+    degrees: list[Degrees]
+    tp: Int64[np.ndarray, "ways"]
+    pp: Int64[np.ndarray, "ways"]
+    dp: Int64[np.ndarray, "ways"]
+    once: Bool[np.ndarray, "ways"]
+    lies: Int64[np.ndarray, "ways"]
+    """The same number for the same tensor and pipeline parallelism, of any module."""
+    number: Int64[np.ndarray, "ways"]
+    """The same for the same degrees, of any module."""
+
+
+class _Times(NamedTuple):
+    """Of one module's options: where no block runs again, and where more and more do."""
+
+    later: Float64[np.ndarray, "recomputed ways"]
+    through: Float64[np.ndarray, "recomputed ways"]
+    bytes: Float64[np.ndarray, "recomputed ways"]
+    """Infinite where a run would refuse it."""
+
+
+class Layouts:
+    """All layouts of groups on their ranks, by the formula of :meth:`Proposer.propose`.
+
+    Args:
+        degrees: of a module on so many ranks, so many of which are on each node.
+        counts: numbers of microbatches to try with so many instances of the language model.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        estimates: Estimates,
+        degrees: Callable[[str, int, int], list[Degrees]],
+        counts: Callable[[int], Collection[int]],
+    ) -> None:
+        self._shape, self._estimates, self._degrees = shape, estimates, degrees
+        self._language_model = shape.samplewise[0]
+        self._counts, self._options, self._times = cache(counts), cache(self._options_of), cache(self._times_of)
+        self._group = cache(self._group_of)
+        self._numbers: dict[object, int] = {}
+
+    def best(self, places: Iterable[tuple[Partition, tuple[Sequence[int], ...]]]) -> list[Found]:
+        """The most promising of all, of every partition, and of those with one layout for all modules."""
+        every, kept, seen = list(places), list[Found](), Counter[object]()
+        most = max(OF_PLACE, OF_ALL // len(every))
+        for one in sorted((found for place in every for found in self._on(*place, most)), key=lambda f: f.turn):
+            kinds = [one.partition, *["alike"] * one.alike]
+            if len(kept) < OF_ALL or any(seen[kind] < OF_KIND for kind in kinds):
+                kept.append(one)
+                seen.update(kinds)
+        return kept
+
+    def _on(self, partition: Partition, ranks: tuple[Sequence[int], ...], most: int) -> Iterator[Found]:
+        """So many of one place, the most promising."""
+        given = [(group, self._estimates.on(own), len(own)) for group, own in zip(partition, ranks, strict=True)]
+        names = [name for group in partition for name in group]
+        options = [self._options(name, e, size) for group, e, size in given for name in group]
+        if not all(o.degrees for o in options):
+            return
+        asked = self._estimates.given.reshard_after_forward
+        once, crosses = _outer(np.logical_and, [o.once for o in options]), self._crosses(ranks, partition, options)
+        instances = options[names.index(self._language_model)].dp.tolist()
+        variants = list(product(sorted(set().union(*map(self._counts, instances))), (False, True)))
+        seconds = np.empty((len(variants), *once.shape))
+        for row, (count, whole) in zip(seconds, variants, strict=True):
+            later, through = zip(*(self._group(*g, count, whole, len(given) == 1) for g in given), strict=True)
+            row[:] = _outer(np.maximum, later) + _outer(np.add, through)
+            tried = [
+                np.array([name != self._language_model or count in self._counts(dp) for dp in o.dp.tolist()])
+                for name, o in zip(names, options, strict=True)
+            ]
+            refused = (once | (asked == "always")) if whole else (~once & (asked == "never"))
+            row[crosses | refused | ~_outer(np.logical_and, tried)] = inf
+        kinds = _outer(np.add, [o.lies * 2 ** (6 * i) for i, o in enumerate(options)])
+        alike = np.broadcast_to(_same([o.number for o in options]) & (len(given) == 1), seconds.shape).ravel()
+        turn = turns(seconds.ravel(), np.broadcast_to(kinds, seconds.shape).ravel())
+        for i in {*_least(turn, most), *_least(np.where(alike, turn, inf), OF_KIND)}:
+            variant, *ways = np.unravel_index(i, seconds.shape)
+            count, whole = variants[variant]
+            chosen = (o.degrees[way]._replace(whole=whole) for o, way in zip(options, ways, strict=True))
+            degrees = dict(zip(names, chosen, strict=True))
+            yield Found(float(turn[i]), partition, ranks, degrees, count, bool(alike[i]))
+
+    def _crosses(
+        self, ranks: tuple[Sequence[int], ...], partition: Partition, options: Sequence[_Options]
+    ) -> Bool[np.ndarray, "..."]:
+        """Whether tensor parallelism crosses nodes, of one pool."""
+        of = iter(options)
+        widest = [_outer(np.maximum, [next(of).tp for _ in group]) for group in partition]
+        crosses = np.zeros([n for w in widest for n in w.shape], np.bool_)
+        if len(self._estimates.cluster.pools) == 1:
+            for tp in product(*(np.unique(w).tolist() for w in widest)):
+                if on_nodes(ranks, tp, self._estimates.cluster.ranks_per_node) is None:
+                    crosses |= _outer(np.logical_and, [w == n for w, n in zip(widest, tp, strict=True)])
+        return crosses
+
+    def _options_of(self, name: str, e: Estimates, ranks: int) -> _Options:
+        degrees = self._degrees(name, ranks, e.cluster.ranks_per_node)
+        rows = [
+            (d.tp, d.pp, d.dp, d.once, *(self._numbers.setdefault(k, len(self._numbers)) for k in ((d.tp, d.pp), d)))
+            for d in degrees
+        ]
+        columns = np.array(rows, np.int64).reshape(-1, 6).T
+        tp, pp, dp, once, lies, number = columns
+        return _Options(degrees, tp, pp, dp, once > 0, lies, number)
+
+    def _times_of(self, name: str, e: Estimates, ranks: int, microbatches: int, whole: bool) -> _Times:
+        module, degrees = self._shape.modules[name], self._options(name, e, ranks).degrees
+        again = (0, *(n for n in EVERY if module.has_blocks and n <= module.blocks))
+        ways = [[d._replace(recomputed=n, whole=whole) for d in degrees] for n in again]
+        allowed = np.array([[e.given.allows(name, d.tp, d.recomputed) for d in row] for row in ways])
+        later, through, size = (
+            np.array([[f(name, d, microbatches) for d in row] for row in ways]) for f in (e.later, e.through, e.bytes)
+        )
+        return _Times(later, through, np.where(allowed, size, inf))
+
+    def _group_of(
+        self, group: tuple[str, ...], e: Estimates, ranks: int, microbatches: int, whole: bool, alone: bool
+    ) -> tuple[Float64[np.ndarray, "..."], Float64[np.ndarray, "..."]]:
+        """Seconds of a group: later and through, infinite where it does not fit into memory."""
+        times = [self._times(name, e, ranks, microbatches, whole) for name in group]
+        best = later = np.full([t.through.shape[1] for t in times], inf)
+        for again in product(*(range(len(t.through)) for t in times)):
+            parts = [_Times(*(n[i] for n in t)) for t, i in zip(times, again, strict=True)]
+            through = _outer(np.add, [part.through for part in parts])
+            better = (_outer(np.add, [part.bytes for part in parts]) <= e.memory) & (through < best)
+            if better.any():
+                busy = _outer(np.add, [part.later for part in parts]) - self._filled(group, e, ranks, parts, alone)
+                best, later = np.where(better, through, best), np.where(better, busy, later)
+            if better.all() and not any(again):
+                break
+        return later, best
+
+    def _filled(
+        self, group: tuple[str, ...], e: Estimates, ranks: int, parts: Sequence[_Times], alone: bool
+    ) -> Float64[np.ndarray, "..."]:
+        """See :meth:`Proposer._filled`."""
+        shape = [len(part.through) for part in parts]
+        if self._language_model not in group:
+            return np.zeros(shape)
+        options, lm = [self._options(name, e, ranks) for name in group], group.index(self._language_model)
+
+        def along(values: np.ndarray, i: int) -> np.ndarray:
+            return values.reshape([-1 if i == axis else 1 for axis in range(len(group))])
+
+        bubbles = along(parts[lm].through * (1 - 1 / options[lm].pp), lm)
+        room = along(options[lm].tp * options[lm].dp, lm)
+        others = [
+            np.where(along(options[i].tp, i) <= room, along(parts[i].later, i), 0.0)
+            for i, name in enumerate(group)
+            if name not in self._shape.samplewise
+        ]
+        filled = np.broadcast_to(np.minimum(bubbles, sum(others, np.zeros(1))), shape)
+        return np.where(_same([o.number for o in options]), 0.0, filled) if alone else filled
+
+
+def turns(seconds: Float64[np.ndarray, "n"], kinds: Int64[np.ndarray, "n"]) -> Float64[np.ndarray, "n"]:
+    """Seconds, where each of a kind counts as so much slower than the one before it.
+
+    >>> turns(np.array([1.0, 1.01, 1.02]), np.array([0, 0, 1])).round(4).tolist()
+    [1.0, 1.0605, 1.02]
+    """
+    order = np.lexsort((seconds, kinds))
+    place = np.arange(len(order))
+    begins = np.diff(kinds[order], prepend=-1) != 0
+    place -= np.maximum.accumulate(np.where(begins, place, 0))
+    late = np.empty(len(order))
+    late[order] = ALIKE ** np.minimum(place, LATE)
+    return seconds * late
+
+
+def _outer(f: np.ufunc, values: Sequence[np.ndarray]) -> Any:
+    """Of every combination of entries."""
+    return reduce(f.outer, values)
+
+
+def _same(numbers: Sequence[Int64[np.ndarray, "ways"]]) -> Bool[np.ndarray, "..."]:
+    """Of every combination, whether all numbers are the same."""
+    return _outer(np.maximum, numbers) == _outer(np.minimum, numbers)
+
+
+def _least(values: Float64[np.ndarray, "n"], most: int) -> list[int]:
+    """Where the least are, without those that are infinite."""
+    order = np.flatnonzero(np.isfinite(values))
+    if len(order) > most:
+        order = order[np.argpartition(values[order], most)[:most]]
+    return order.tolist()

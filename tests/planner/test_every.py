@@ -1,0 +1,81 @@
+"""Every layout on few ranks, against loops that estimate one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain, product
+from typing import Any
+
+import pytest
+
+from hetero_strategy.parallelize.offload import Offload
+from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.planner.cluster import Cluster
+from hetero_strategy.planner.given import Given
+from hetero_strategy.planner.search import Planner
+from hetero_strategy.planner.shape import ModelShape
+from hetero_strategy.planner.space import Degrees, idle_places, places
+from hetero_strategy.planner.variants import Allowed
+from tests.planner.models import batch, cluster, model, module
+
+PLAIN = BalanceConfig(reorder="none")
+
+
+def three() -> ModelShape:
+    """Two encoders, one of them frozen."""
+    pair, ears = model((3, 256), (4, 512), tp=(1, 2)), module(2, 64, edge_width=512, tp=(1, 2), trains=False)
+    modules = {"vision": pair.modules["vision"], "audio": ears, "llm": pair.modules["llm"]}
+    return ModelShape(modules, (("vision", "llm"), ("audio", "llm")))
+
+
+def two_pools() -> Cluster:
+    slow, fast = cluster(2), cluster(3, memory=2e8)
+    return Cluster((*slow.pools, *fast.pools), slow.across)
+
+
+def key(partition: object, ranks: Any, degrees: Mapping[str, Degrees], microbatches: int) -> object:
+    plain = {name: d._replace(recomputed=0) for name, d in degrees.items()}
+    return partition, tuple(tuple(own) for own in ranks), tuple(sorted(plain.items())), microbatches
+
+
+@pytest.mark.parametrize(
+    ("shape", "given", "options"),
+    [
+        (model(tp=(1, 2, 4)), cluster(6, 2, memory=1.8e8), Given()),
+        (model(frozen=True), cluster(8, 4, bandwidth=1e8), Given(reshard_after_forward="never")),
+        (model(), cluster(4, memory=1.6e8), Given(reshard_after_forward="always")),
+        (three(), cluster(5), Given(recompute={"llm": Recompute(2)})),
+        (three(), cluster(4, 2, memory=1.5e8), Given(offload={"vision": Offload()})),
+        (three(), two_pools(), Given()),
+    ],
+    ids=["little memory", "never", "always", "recompute", "offload", "two pools"],
+)
+def test_all_at_once_are_estimated_as_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, shape: ModelShape, given: Cluster, options: Given
+) -> None:
+    data = batch(8)
+    data = replace(data, items=dict.fromkeys([name for name in shape.modules if name != "llm"], data.items["vision"]))
+    proposer = Planner(shape, given, [data], balance=PLAIN, allowed=Allowed(given=options)).proposer
+    monkeypatch.setattr("hetero_strategy.planner.every.ALIKE", 1.0)
+    monkeypatch.setattr("hetero_strategy.planner.every.OF_ALL", 2**30)
+    found = {key(p.partition, p.ranks, p.degrees, p.microbatches): p.seconds for p in proposer._all()}
+    expected: dict[object, float] = {}
+    refused = again = 0
+    for partition in proposer._partitions:
+        idle = idle_places(given, len(partition)) if len(given.pools) == 1 else ()
+        for ranks in chain(places(given, len(partition)), idle):
+            sizes = {n: (len(own), given.on(own)) for group, own in zip(partition, ranks, strict=True) for n in group}
+            ways = [proposer._degrees(name, n, on.ranks_per_node) for name, (n, on) in sizes.items()]
+            for way in product(*ways):
+                chosen = dict(zip(sizes, way, strict=True))
+                for count in {*proposer.counts(chosen["llm"].dp), *proposer._few_counts()}:
+                    made = proposer.propose(partition, ranks, chosen, count)
+                    refused += not made
+                    again += any(d.recomputed for one in made for d in one.degrees.values())
+                    expected |= {key(p.partition, p.ranks, p.degrees, p.microbatches): p.seconds for p in made}
+    assert found.keys() == expected.keys()
+    assert found == pytest.approx(expected, rel=1e-12)
+    if given.device.memory < 1e9:
+        assert refused and (again or options.offload)
