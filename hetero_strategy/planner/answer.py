@@ -37,7 +37,7 @@ class Answer:
     ranked: tuple[Ranked, ...]
     """All that were simulated, the fastest first."""
     considered: int
-    """Proposals of which those were the most promising."""
+    """Layouts that fit by the formula, of which those were the most promising."""
     too_large: tuple[Ranked, ...] = ()
     """Faster ones that need more memory than there is."""
     tie: float = 0.01

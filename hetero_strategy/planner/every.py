@@ -85,6 +85,8 @@ class Layouts:
         self._counts, self._options, self._times = cache(counts), cache(self._options_of), cache(self._times_of)
         self._group = cache(self._group_of)
         self._numbers: dict[object, int] = {}
+        self.fit = 0
+        """How many were found to fit."""
 
     def best(self, places: Iterable[tuple[Partition, tuple[Sequence[int], ...]]]) -> list[Found]:
         """The most promising of all, of every partition, and of those with one layout for all modules."""
@@ -121,6 +123,7 @@ class Layouts:
         kinds = _outer(np.add, [o.lies * 2 ** (6 * i) for i, o in enumerate(options)])
         alike = np.broadcast_to(_same([o.number for o in options]) & (len(given) == 1), seconds.shape).ravel()
         turn = turns(seconds.ravel(), np.broadcast_to(kinds, seconds.shape).ravel())
+        self.fit += int(np.isfinite(turn).sum())
         for i in {*_least(turn, most), *_least(np.where(alike, turn, inf), OF_KIND)}:
             variant, *ways = np.unravel_index(i, seconds.shape)
             count, whole = variants[variant]

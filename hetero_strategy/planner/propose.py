@@ -106,12 +106,17 @@ class Proposer:
         }
         self._language_model = shape.samplewise[0]
         self._partitions = list(partitions(list(shape.modules)))
+        self.considered = 0
+        """How many layouts fit."""
 
     def proposals(self) -> list[Proposal]:
-        """All that fit into memory, by estimated seconds."""
+        """Those that fit into memory, by estimated seconds: the most promising on few ranks."""
+        self.considered = 0
         made = [*(self._all() if self._ranks <= FEW else chain(self._allocated(), self._alike()))]
         most = WORTH * min((p.seconds for p in made), default=inf)
-        return sorted([*made, *self._chained(most)], key=lambda p: p.seconds)
+        made += self._chained(most)
+        self.considered += len(made)
+        return sorted(made, key=lambda p: p.seconds)
 
     def counts(self, instances: int) -> list[int]:
         """Numbers of microbatches to try with so many instances of the language model."""
@@ -207,7 +212,9 @@ class Proposer:
         idle = idle_places if len(cluster.pools) == 1 else lambda *_: iter(())
         every = ((p, n) for p in self._partitions for n in chain(places(cluster, len(p)), idle(cluster, len(p))))
         found = (self._proposed(f.partition, f.ranks, f.degrees, f.microbatches) for f in layouts.best(every))
-        return [one for one in found if one is not None]
+        made = [one for one in found if one is not None]
+        self.considered = layouts.fit - len(made)
+        return made
 
     def _degrees(self, name: str, ranks: int, ranks_per_node: int) -> list[Degrees]:
         return degrees(self._shape.modules[name], ranks, ranks_per_node, self._units[name], self._ranks <= FEW)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
+from math import ceil, inf
 from types import MappingProxyType
 from typing import Any
 
@@ -46,7 +46,11 @@ then has small bubbles."""
 ON_SHARED_CORES = 0.05
 """As :attr:`Answer.tie`, where ranks share cores: predictions are off by as much in the median."""
 Progress = Callable[[int, int, float], None]
-"""(candidates simulated, candidates to simulate, seconds of the best so far)."""
+"""(candidates simulated, candidates to simulate by what is known yet, seconds of the best so far)."""
+
+
+def _nobody(*_: float) -> None:
+    """Is told."""
 
 
 def _near(_: Ranked) -> float:
@@ -105,6 +109,7 @@ class Planner:
         self._simulations = simulations
         self._tie = ON_SHARED_CORES if self.evaluator.cluster.shares_cores else Answer.tie
         self.proposer = Proposer(shape, self.estimates, batches, microbatches)
+        self._done, self._tell = 0, _nobody
 
     def with_node(self, pool: int, simulations: int) -> Planner:
         """Plans for the same model and data on a cluster with one more node in a pool."""
@@ -137,6 +142,7 @@ class Planner:
             raise LayoutError(self.why_not())
         chosen = promising(proposals, self._simulations)
         ranked: list[Ranked] = []
+        self._done, self._tell = 0, partial(self._told, progress or _nobody, ranked)
         least: dict[object, float] = {}
         end = time.monotonic() + seconds
         for proposal, other in lean:
@@ -149,8 +155,7 @@ class Planner:
                 self._simulate(proposal.candidate, proposal.seconds, ranked)
                 for kind in kinds(proposal) * (len(ranked) - before):
                     least[kind] = min(least.get(kind, inf), ranked[-1].seconds / proposal.seconds)
-            if progress is not None:
-                progress(i + 1, len(chosen), min((r.seconds for r in ranked), default=0.0))
+            self._tell(len(chosen) - i - 1)
         if self.evaluator.cluster.ranks <= FEW:
             self._climb(ranked, end)
         else:
@@ -158,8 +163,8 @@ class Planner:
         self._vary(self.variants.ahead, ranked, end, WORTH_ROWS)
         ranked.sort(key=lambda r: r.seconds)
         if model is None:
-            return Answer(tuple(ranked), len(proposals), tie=self._tie)
-        return self._fitting(ranked, len(proposals), model)
+            return Answer(tuple(ranked), self.proposer.considered, tie=self._tie)
+        return self._fitting(ranked, self.proposer.considered, model)
 
     def _climb(self, ranked: list[Ranked], end: float) -> None:
         """Simulate the neighbours of the fastest, then those of the fastest that there is then, and so on; the next of
@@ -185,6 +190,7 @@ class Planner:
                         if self._least(other) < fastest(ranked):
                             self._simulate(other, best.estimate, ranked, below)
                             tried += best.share
+                            self._tell((CLIMBED - tried) / best.share)
 
     def _least(self, candidate: Candidate) -> float:
         """Seconds for which ranks compute at least: on average those of any module, and all of them."""
@@ -326,10 +332,15 @@ class Planner:
                     self._simulate(other, best.estimate, ranked, worth * best.seconds)
                     tried += best.share
                     known.append(other)
+                    self._tell((most - tried) / best.share)
+
+    def _told(self, progress: Callable[[int, int, float], None], ranked: Sequence[Ranked], left: float) -> None:
+        progress(self._done, self._done + ceil(max(0.0, left)), fastest(ranked) if ranked else 0.0)
 
     def _simulate(self, candidate: Candidate, estimate: float, ranked: list[Ranked], below: float = inf) -> None:
         alike = [r for r in ranked if is_homogeneous(r.candidate)] if is_homogeneous(candidate) else ranked
         best = min(alike, key=lambda r: r.seconds, default=None)
+        self._done += 1
         enough = () if best is None else best.batches
         try:
             took = self.evaluator.of_batches(candidate, [BEHIND * one for one in enough])

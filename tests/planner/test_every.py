@@ -35,7 +35,7 @@ def two_pools() -> Cluster:
     return Cluster((*slow.pools, *fast.pools), slow.across)
 
 
-def key(partition: object, ranks: Any, degrees: Mapping[str, Degrees], microbatches: int) -> object:
+def key(partition: object, ranks: Any, degrees: Mapping[str, Degrees], microbatches: int) -> tuple[object, ...]:
     plain = {name: d._replace(recomputed=0) for name, d in degrees.items()}
     return partition, tuple(tuple(own) for own in ranks), tuple(sorted(plain.items())), microbatches
 
@@ -61,7 +61,7 @@ def test_all_at_once_are_estimated_as_one_after_the_other(
     monkeypatch.setattr("hetero_strategy.planner.every.ALIKE", 1.0)
     monkeypatch.setattr("hetero_strategy.planner.every.OF_ALL", 2**30)
     found = {key(p.partition, p.ranks, p.degrees, p.microbatches): p.seconds for p in proposer._all()}
-    expected: dict[object, float] = {}
+    expected: dict[tuple[object, ...], float] = {}
     refused = again = 0
     for partition in proposer._partitions:
         idle = idle_places(given, len(partition)) if len(given.pools) == 1 else ()
@@ -77,5 +77,12 @@ def test_all_at_once_are_estimated_as_one_after_the_other(
                     expected |= {key(p.partition, p.ranks, p.degrees, p.microbatches): p.seconds for p in made}
     assert found.keys() == expected.keys()
     assert found == pytest.approx(expected, rel=1e-12)
+    for name in ("OF_ALL", "OF_PLACE", "OF_KIND"):
+        monkeypatch.setattr(f"hetero_strategy.planner.every.{name}", 1)
+    few = proposer.proposals()
+    kept = [p for p in few if p.chain is None]
+    assert {p.partition for p in kept} == {one[0] for one in expected} and len(kept) < len(expected) / 10
+    assert kept[0].seconds == pytest.approx(min(expected.values()), rel=1e-12)
+    assert proposer.considered == len(expected) + len(few) - len(kept)
     if given.device.memory < 1e9:
         assert refused and (again or options.offload)

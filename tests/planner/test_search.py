@@ -319,6 +319,19 @@ def test_tensor_parallelism_crosses_no_node(monkeypatch: pytest.MonkeyPatch, few
     assert (odd or few == 0) and all(c.layouts["llm"].ranks[0] == 0 for c in odd)  # the encoder follows
 
 
+@pytest.mark.parametrize("few", [16, 0], ids=["climbs", "varies"])
+def test_progress_is_told_to_the_end(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
+    monkeypatch.setattr("hetero_strategy.planner.propose.FEW", few)
+    monkeypatch.setattr("hetero_strategy.planner.search.FEW", few)
+    told: list[tuple[int, int, float]] = []
+    answer = planner(model((2, 512), (4, 512)), 2, simulations=2).plan(lambda *now: told.append(now))
+    done = [n for n, _, _ in told]
+    assert done == sorted(done) and all(total >= n for n, total, _ in told)
+    assert done[-1] >= len(answer.ranked) and len({total for _, total, _ in told}) > 1
+    assert [best for _, _, best in told] == sorted((best for _, _, best in told), reverse=True)
+    assert told[-1][2] == answer.ranked[0].seconds
+
+
 def test_of_what_lies_alike_less_is_simulated() -> None:
     proposals = planner(model((2, 512), (4, 512)), 12, bandwidth=1e8).proposer.proposals()
     chosen = promising(proposals, 2)
