@@ -187,6 +187,11 @@ class Cluster:
         """With other fields of all pools."""
         return replace(self, pools=tuple(replace(pool, **fields) for pool in self.pools))
 
+    def within_nodes(self, ranks: Sequence[int], tp: int) -> bool:
+        """Whether no tensor parallelism of this degree crosses a node, on ranks in their order."""
+        node = self.network.nodes_of(np.asarray(ranks))
+        return bool((node == node[np.arange(len(node)) // tp * tp]).all())
+
     def linked(self, links: Links) -> Cluster:
         """With the same links between all ranks, for whatever travels."""
         return replace(self.changed(within=links, collectives={}, processor={}), across=links)

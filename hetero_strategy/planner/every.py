@@ -134,14 +134,13 @@ class Layouts:
     def _crosses(
         self, ranks: tuple[Sequence[int], ...], partition: Partition, options: Sequence[_Options]
     ) -> Bool[np.ndarray, "..."]:
-        """Whether tensor parallelism crosses nodes, of one pool."""
+        """Whether tensor parallelism crosses nodes."""
         of = iter(options)
-        widest = [_outer(np.maximum, [next(of).tp for _ in group]) for group in partition]
+        widest = [_outer(np.lcm, [next(of).tp for _ in group]) for group in partition]
         crosses = np.zeros([n for w in widest for n in w.shape], np.bool_)
-        if len(self._estimates.cluster.pools) == 1:
-            for tp in product(*(np.unique(w).tolist() for w in widest)):
-                if on_nodes(ranks, tp, self._estimates.cluster.ranks_per_node) is None:
-                    crosses |= _outer(np.logical_and, [w == n for w, n in zip(widest, tp, strict=True)])
+        for tp in product(*(np.unique(w).tolist() for w in widest)):
+            if on_nodes(self._estimates.cluster, ranks, tp) is None:
+                crosses |= _outer(np.logical_and, [w == n for w, n in zip(widest, tp, strict=True)])
         return crosses
 
     def _options_of(self, name: str, e: Estimates, ranks: int) -> _Options:

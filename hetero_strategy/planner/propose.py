@@ -146,15 +146,12 @@ class Proposer:
     def _proposed(
         self, partition: Partition, ranks: tuple[Sequence[int], ...], chosen: Mapping[str, Degrees], microbatches: int
     ) -> Proposal | None:
-        if len(self._cluster.pools) == 1:
-            tp = [max(chosen[name].tp for name in group) for group in partition]
-            placed = on_nodes(ranks, tp, self._cluster.ranks_per_node)
-            if placed is None:
-                return None
-            ranks = placed
+        placed = on_nodes(self._cluster, ranks, [lcm(*(chosen[name].tp for name in group)) for group in partition])
+        if placed is None:
+            return None
         fitting: dict[str, Degrees] = {}
         busy, through = [], []
-        for group, given in zip(partition, ranks, strict=True):
+        for group, given in zip(partition, placed, strict=True):
             e = self._estimates.on(given)
             fits = self._recomputed(e, {name: chosen[name] for name in group}, microbatches)
             if fits is None:
@@ -165,7 +162,7 @@ class Proposer:
             through += [e.through(name, way, microbatches) for name, way in fits.items()]
         ways = {name: fitting[name] for name in self._shape.modules}
         seconds = max(busy) + sum(through)
-        return Proposal(seconds, partition, ranks, ways, microbatches, given=self._estimates.given)
+        return Proposal(seconds, partition, placed, ways, microbatches, given=self._estimates.given)
 
     def _filled(
         self, e: Estimates, group: Mapping[str, Degrees], busy: Mapping[str, float], microbatches: int, groups: int

@@ -23,7 +23,7 @@ from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.planner.propose import FEW, Proposal, Proposer
 from hetero_strategy.planner.shape import ModelShape
-from hetero_strategy.planner.space import Degrees, within_node
+from hetero_strategy.planner.space import Degrees
 from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
 from hetero_strategy.planner.turns import BEHIND, LONG, by_turns, hopeless, in_turn, kinds, lies, promising
 from hetero_strategy.planner.variants import Allowed, Variants
@@ -236,7 +236,7 @@ class Planner:
         cluster, given = self.evaluator.cluster, self.estimates.given
         needed = np.zeros(cluster.ranks)
         for name, layout in candidate.layouts.items():
-            if len(cluster.pools) == 1 and not within_node(layout.ranks[0], layout.tp, cluster.ranks_per_node):
+            if not cluster.within_nodes(layout.ranks, layout.tp):
                 return False
             again = candidate.recompute.get(name)
             if not given.allows(name, layout.tp, int(again is not None and not given.recompute)):

@@ -137,23 +137,18 @@ def one_after_another(ranks: Sequence[int], sizes: Sequence[int], order: Iterabl
     return tuple(given)
 
 
-def within_node(first: int, tp: int, ranks_per_node: int) -> bool:
-    """Whether no tensor parallelism crosses a node on neighbouring ranks from a first one on, of one pool."""
-    return first % ranks_per_node % tp == 0
+def on_nodes(cluster: Cluster, ranks: tuple[Sequence[int], ...], tp: Sequence[int]) -> tuple[Sequence[int], ...] | None:
+    """The same ranks where no tensor parallelism of groups crosses a node; of one pool otherwise as many, with the
+    groups of most tensor parallelism first; None where one would still.
 
-
-def on_nodes(
-    ranks: tuple[Sequence[int], ...], tp: Sequence[int], ranks_per_node: int
-) -> tuple[Sequence[int], ...] | None:
-    """The same numbers of ranks with the groups of most tensor parallelism first, where one of them would cross a node
-    otherwise; None where one would still.
-
-    >>> on_nodes((range(3), range(3, 8)), (1, 2), 4)
-    (range(5, 8), range(0, 5))
+    Args:
+        tp: of each group; of modules with several degrees, a multiple of all.
     """
+    if len(cluster.pools) > 1:
+        return ranks if all(map(cluster.within_nodes, ranks, tp)) else None
     for order in (range(len(ranks)), sorted(range(len(ranks)), key=lambda g: -tp[g])):
         placed = one_after_another(range(sum(map(len, ranks))), [*map(len, ranks)], order)
-        if all(within_node(given[0], n, ranks_per_node) for given, n in zip(placed, tp, strict=True)):
+        if all(given[0] % cluster.ranks_per_node % n == 0 for given, n in zip(placed, tp, strict=True)):
             return placed
     return None
 

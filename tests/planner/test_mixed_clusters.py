@@ -134,6 +134,20 @@ def test_on_many_ranks_borders_are_those_of_pools_where_that_is_best(simulations
     assert where == {(0,), (1,), (0, 1)}
 
 
+@pytest.mark.parametrize("few", [16, 0], ids=["tried", "allocated"])
+def test_tensor_parallelism_crosses_no_node_of_any_pool(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
+    monkeypatch.setattr("hetero_strategy.planner.propose.FEW", few)
+    monkeypatch.setattr("hetero_strategy.planner.search.FEW", few)
+    made = planner((4, 256), (4, 512), mixed((1, 3, 0.5), (2, 4, 1.0)), simulations=4)
+    node = np.repeat([0, 1, 2], [3, 4, 4])
+    candidates = [*(p.candidate for p in made.proposer.proposals()), *(r.candidate for r in made.plan().ranked)]
+    layouts = [layout for candidate in candidates for layout in candidate.layouts.values()]
+    of = [node[[*layout.ranks]].reshape(-1, layout.tp) for layout in layouts]
+    assert all((one == one[:, :1]).all() for one in of)
+    assert {layout.tp for layout in layouts} >= {1, 2}
+    assert any(layout.tp > 1 and layout.ranks[0] not in (0, 3) for layout in layouts)
+
+
 @few_simulations
 def test_one_more_node_is_of_its_pool_and_never_buys_less_than_nothing(simulations: int) -> None:
     on = mixed((1, 2, 1.0), (1, 1, 0.5))
