@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from hetero_strategy.planner.estimate import EVERY, Estimates
+from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import Degrees, Partition, on_nodes
 
@@ -22,6 +22,8 @@ LATE = 100
 """Of those that lie alike, number from which it makes no more difference."""
 OF_PLACE = 64
 """Layouts that are kept of the same groups on the same ranks, where there are many such places."""
+FASTEST = 2**18
+"""Those among which they are looked for."""
 OF_ALL = 1024
 """Layouts that are kept."""
 OF_KIND = 16
@@ -71,6 +73,7 @@ class Layouts:
     Args:
         degrees: of a module on so many ranks, so many of which are on each node.
         counts: numbers of microbatches to try with so many instances of the language model.
+        again: of so many blocks one runs again, where memory asks for it.
     """
 
     def __init__(
@@ -79,8 +82,9 @@ class Layouts:
         estimates: Estimates,
         degrees: Callable[[str, int, int], list[Degrees]],
         counts: Callable[[int], Collection[int]],
+        again: Sequence[int],
     ) -> None:
-        self._shape, self._estimates, self._degrees = shape, estimates, degrees
+        self._shape, self._estimates, self._degrees, self._again = shape, estimates, degrees, again
         self._language_model = shape.samplewise[0]
         self._counts, self._options, self._times = cache(counts), cache(self._options_of), cache(self._times_of)
         self._group = cache(self._group_of)
@@ -121,15 +125,17 @@ class Layouts:
             refused = (once | (asked == "always")) if whole else (~once & (asked == "never"))
             row[crosses | refused | ~_outer(np.logical_and, tried)] = inf
         kinds = _outer(np.add, [o.lies * 2 ** (6 * i) for i, o in enumerate(options)])
-        alike = np.broadcast_to(_same([o.number for o in options]) & (len(given) == 1), seconds.shape).ravel()
-        turn = turns(seconds.ravel(), np.broadcast_to(kinds, seconds.shape).ravel())
-        self.fit += int(np.isfinite(turn).sum())
-        for i in {*_least(turn, most), *_least(np.where(alike, turn, inf), OF_KIND)}:
-            variant, *ways = np.unravel_index(i, seconds.shape)
-            count, whole = variants[variant]
-            chosen = (o.degrees[way]._replace(whole=whole) for o, way in zip(options, ways, strict=True))
+        alike = _same([o.number for o in options]) & (len(given) == 1)
+        self.fit += int(np.isfinite(seconds).sum())
+        all_alike = _least(np.where(alike, seconds, inf).ravel(), OF_KIND)
+        fastest = np.union1d(_least(seconds.ravel(), FASTEST), all_alike)
+        variant, *ways = np.unravel_index(fastest, seconds.shape)
+        turn, of = turns(seconds.ravel()[fastest], kinds[*ways]), alike[*ways]
+        for i in {*_least(turn, most).tolist(), *_least(np.where(of, turn, inf), OF_KIND).tolist()}:
+            count, whole = variants[variant[i]]
+            chosen = (o.degrees[way[i]]._replace(whole=whole) for o, way in zip(options, ways, strict=True))
             degrees = dict(zip(names, chosen, strict=True))
-            yield Found(float(turn[i]), partition, ranks, degrees, count, bool(alike[i]))
+            yield Found(float(turn[i]), partition, ranks, degrees, count, bool(of[i]))
 
     def _crosses(
         self, ranks: tuple[Sequence[int], ...], partition: Partition, options: Sequence[_Options]
@@ -155,7 +161,7 @@ class Layouts:
 
     def _times_of(self, name: str, e: Estimates, ranks: int, microbatches: int, whole: bool) -> _Times:
         module, degrees = self._shape.modules[name], self._options(name, e, ranks).degrees
-        again = (0, *(n for n in EVERY if module.has_blocks and n <= module.blocks))
+        again = (0, *(n for n in self._again if module.has_blocks and n <= module.blocks))
         ways = [[d._replace(recomputed=n, whole=whole) for d in degrees] for n in again]
         allowed = np.array([[e.given.allows(name, d.tp, d.recomputed) for d in row] for row in ways])
         later, through, size = (
@@ -228,9 +234,7 @@ def _same(numbers: Sequence[Int64[np.ndarray, "ways"]]) -> Bool[np.ndarray, "...
     return _outer(np.maximum, numbers) == _outer(np.minimum, numbers)
 
 
-def _least(values: Float64[np.ndarray, "n"], most: int) -> list[int]:
+def _least(values: Float64[np.ndarray, "n"], most: int) -> Int64[np.ndarray, "least"]:
     """Where the least are, without those that are infinite."""
     order = np.flatnonzero(np.isfinite(values))
-    if len(order) > most:
-        order = order[np.argpartition(values[order], most)[:most]]
-    return order.tolist()
+    return order if len(order) <= most else order[np.argpartition(values[order], most)[:most]]

@@ -34,13 +34,15 @@ from hetero_strategy.planner.space import (
 
 FEW = 16
 """Ranks up to which everything is tried."""
+FEW_MODULES = 3
+"""Modules up to which all mixtures of replicas and shards, and recompute in part, are tried on few ranks."""
 FEW_COUNTS = 8
 """Numbers of microbatches up to which each is tried on few ranks."""
 PER_INSTANCE = (1, 2, 4, 8, 16)
 """Samples of an instance in a microbatch that are tried, besides all of them."""
 WORTH = 1.25
-"""Estimated seconds over the best of other proposals up to which one pipeline through all modules is proposed on many
-ranks, and, on few ranks, layouts that leave some idle and other numbers of microbatches."""
+"""Estimated seconds over the best of other proposals up to which one pipeline through all modules, on all ranks, is
+proposed."""
 KEPT = 12
 """Allocations of each partition that are turned into layouts, times the square of pools, at whose borders fewer of them
 can be rounded well."""
@@ -105,6 +107,9 @@ class Proposer:
             for name, m in shape.modules.items()
         }
         self._language_model = shape.samplewise[0]
+        self._thorough = self._ranks <= FEW and len(shape.modules) <= FEW_MODULES
+        self._again = EVERY if self._thorough else EVERY[:1]
+        """Of so many blocks one runs again, where memory asks for it."""
         self._partitions = list(partitions(list(shape.modules)))
         self.considered = 0
         """How many layouts fit."""
@@ -124,6 +129,10 @@ class Proposer:
             return [self._asked]
         each = max(1, self._samples // instances)
         return sorted({max(1, each // n) for n in PER_INSTANCE} | {1})
+
+    def _tried_counts(self, instances: int) -> set[int]:
+        """The same on few ranks."""
+        return {*self.counts(instances), *self._few_counts()}
 
     def _few_counts(self) -> set[int]:
         """Numbers of microbatches that are tried besides, on few ranks."""
@@ -182,7 +191,7 @@ class Proposer:
         run would refuse it.
         """
 
-        every, modules = EVERY if self._ranks <= FEW else EVERY[:1], self._shape.modules
+        modules = self._shape.modules
 
         def ways(name: str, recomputed: Sequence[int]) -> list[tuple[str, Degrees, float]]:
             """That a run takes, and the bytes of each."""
@@ -194,7 +203,9 @@ class Proposer:
         if all(least.values()) and sum(size for ((_, _, size),) in least.values()) <= e.memory:
             return group
         for name in group:
-            least[name] += ways(name, [n for n in every if n <= modules[name].blocks and modules[name].has_blocks])
+            least[name] += ways(
+                name, [n for n in self._again if n <= modules[name].blocks and modules[name].has_blocks]
+            )
         fitting = (way for way in product(*least.values()) if sum(size for _, _, size in way) <= e.memory)
         through = cache(partial(e.through, microbatches=microbatches))
         best = min(fitting, key=lambda way: sum(through(name, given) for name, given, _ in way), default=None)
@@ -202,9 +213,7 @@ class Proposer:
 
     def _all(self) -> list[Proposal]:
         """The most promising of every layout on all ranks, and of those that leave some idle."""
-        layouts = Layouts(
-            self._shape, self._estimates, self._degrees, lambda dp: {*self.counts(dp), *self._few_counts()}
-        )
+        layouts = Layouts(self._shape, self._estimates, self._degrees, self._tried_counts, self._again)
         cluster = self._cluster
         idle = idle_places if len(cluster.pools) == 1 else lambda *_: iter(())
         every = ((p, n) for p in self._partitions for n in chain(places(cluster, len(p)), idle(cluster, len(p))))
@@ -214,7 +223,7 @@ class Proposer:
         return made
 
     def _degrees(self, name: str, ranks: int, ranks_per_node: int) -> list[Degrees]:
-        return degrees(self._shape.modules[name], ranks, ranks_per_node, self._units[name], self._ranks <= FEW)
+        return degrees(self._shape.modules[name], ranks, ranks_per_node, self._units[name], self._thorough)
 
     def _allocated(self) -> Iterator[Proposal]:
         allows = self._estimates.given.allows
@@ -261,7 +270,7 @@ class Proposer:
         for ranks, pools, worth in wheres:
             e = self._estimates.of(pools)
             for way in chain_degrees(self._shape, len(ranks), e.cluster.ranks_per_node, units):
-                for count in {*self.counts(way.dp), *self._few_counts()}:
+                for count in self._tried_counts(way.dp):
                     if (made := propose_chain(e, self._shape, way, count, worth)) is not None:
                         seconds, pipeline = made
                         again = pipeline.degrees.recomputed
