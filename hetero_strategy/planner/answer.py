@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from math import inf
 
 from hetero_strategy.planner.evaluate import Candidate, share
@@ -28,6 +29,11 @@ class Ranked:
         """As what share of a simulation it counts."""
         stages = sum(layout.pp * layout.vpp for layout in self.candidate.layouts.values())
         return share(self.candidate.microbatches, stages)
+
+    @cached_property
+    def lies(self) -> Hashable:
+        """Ranks, tensor and pipeline parallelism of all modules."""
+        return tuple((x.ranks[0], x.ranks[-1], x.tp, x.pp) for x in self.candidate.layouts.values())
 
 
 @dataclass(frozen=True)

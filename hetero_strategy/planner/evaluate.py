@@ -79,6 +79,9 @@ class Candidate:
             config.pieces, config.prefetch, offload,
         )  # fmt: skip
 
+    def __hash__(self) -> int:
+        return hash((frozenset(self.layouts.items()), self.microbatches, self.schedule, self.fill, *self.prefetch))
+
     @property
     def scheduling(self) -> ScheduleConfig:
         """How its steps are scheduled."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, product
@@ -66,6 +66,12 @@ class Proposal(NamedTuple):
     def homogeneous(self) -> bool:
         """Whether all modules have the same layout on the same ranks."""
         return len(self.partition) == 1 and self.chain is None and _alike(self.degrees)
+
+    @property
+    def lies(self) -> Hashable:
+        """Ranks, tensor and pipeline parallelism of all modules."""
+        spans = tuple((ranks[0], ranks[-1]) for ranks in self.ranks)
+        return self.partition, spans, tuple((d.tp, d.pp) for d in self.degrees.values()), self.chain is not None
 
     @property
     def candidate(self) -> Candidate:

@@ -25,7 +25,7 @@ from hetero_strategy.planner.propose import FEW, Proposal, Proposer
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import Degrees
 from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
-from hetero_strategy.planner.turns import BEHIND, LONG, by_turns, hopeless, in_turn, kinds, lies, promising
+from hetero_strategy.planner.turns import BEHIND, LONG, by_turns, hopeless, in_turn, kinds, promising
 from hetero_strategy.planner.variants import Allowed, Variants
 
 ROUNDS = 4
@@ -142,7 +142,7 @@ class Planner:
             raise LayoutError(self.why_not())
         chosen = promising(proposals, self._simulations)
         ranked: list[Ranked] = []
-        self._done, self._tell = 0, partial(self._told, progress or _nobody, ranked)
+        self._done, self._tell = 0, _nobody if progress is None else partial(self._told, progress, ranked)
         least: dict[object, float] = {}
         end = time.monotonic() + seconds
         for proposal, other in lean:
@@ -172,25 +172,27 @@ class Planner:
         encoder a step ahead have one, too, where they may. Left out are those that would compute for longer than the
         fastest takes.
         """
-        v, tried, opened, known = self.variants, 0.0, set[object](), [r.candidate for r in ranked]
+        v, tried, opened, known = self.variants, 0.0, set[object](), set[object](r.candidate for r in ranked)
         ways = v.schedules, v.fills, v.whole, v.mixtures, v.laid_out, v.borders, v.partly, v.cuts, v.counts, v.ahead
+        least = fastest(ranked)
         while tried < CLIMBED and time.monotonic() <= end:
-            left = [r for r in by_turns(ranked, lambda r: r.seconds, lies) if id(r) not in opened]
+            left = [r for r in by_turns(ranked, lambda r: r.seconds, lambda r: r.lies) if id(r) not in opened]
             if not left:
                 break
-            best = next((r for r in left if (r.seconds, lies(r)) not in opened), left[0])
-            opened |= {id(best), (best.seconds, lies(best))}
-            plain = replace(best.candidate, prefetch={}, pieces={})
+            best = next((r for r in left if (r.seconds, r.lies) not in opened), left[0])
+            opened |= {id(best), (best.seconds, best.lies)}
+            plain, ahead = replace(best.candidate, prefetch={}, pieces={}), bool(best.candidate.prefetch)
             for way in ways:
                 below = WORTH_ROWS * best.seconds if way == v.ahead else inf
                 for made in way(plain):
-                    other = next(iter(v.ahead(made) if best.candidate.prefetch else ()), made)
-                    if other not in known:
-                        known.append(other)
-                        if self._least(other) < fastest(ranked):
-                            self._simulate(other, best.estimate, ranked, below)
-                            tried += best.share
-                            self._tell((CLIMBED - tried) / best.share)
+                    if (made, ahead) in known:
+                        continue
+                    other = next(iter(v.ahead(made) if ahead else ()), made)
+                    if other not in known and self._least(other) < least:
+                        self._simulate(other, best.estimate, ranked, below)
+                        tried, least = tried + best.share, min(least, ranked[-1].seconds)
+                        self._tell((CLIMBED - tried) / best.share)
+                    known |= {other, (made, ahead)}
 
     def _least(self, candidate: Candidate) -> float:
         """Seconds for which ranks compute at least: on average those of any module, and all of them."""
@@ -321,7 +323,7 @@ class Planner:
             most: long steps that are simulated, at most.
             behind: seconds over the best so far up to which other ways of a candidate are tried.
         """
-        tried, known = 0.0, [r.candidate for r in ranked]
+        tried, known = 0.0, {r.candidate for r in ranked}
         for best in in_turn(ranked):
             if tried >= most or time.monotonic() > end:
                 break
@@ -331,7 +333,7 @@ class Planner:
                 if other not in known:
                     self._simulate(other, best.estimate, ranked, worth * best.seconds)
                     tried += best.share
-                    known.append(other)
+                    known.add(other)
                     self._tell((most - tried) / best.share)
 
     def _told(self, progress: Callable[[int, int, float], None], ranked: Sequence[Ranked], left: float) -> None:

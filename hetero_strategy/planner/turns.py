@@ -32,15 +32,6 @@ def by_turns(items: Iterable[T], seconds: Callable[[T], float], kind: Callable[[
     return [one for _, one in sorted(placed, key=lambda entry: entry[0])]
 
 
-def lies(one: Ranked | Proposal) -> Hashable:
-    """Ranks, tensor and pipeline parallelism of all modules."""
-    if isinstance(one, Ranked):
-        layouts = one.candidate.layouts.values()
-        return tuple((x.ranks[0], x.ranks[-1], x.tp, x.pp) for x in layouts)
-    spans = tuple((ranks[0], ranks[-1]) for ranks in one.ranks)
-    return one.partition, spans, tuple((d.tp, d.pp) for d in one.degrees.values()), one.chain is not None
-
-
 def in_turn(ranked: Sequence[Ranked]) -> list[Ranked]:
     """The fastest first of each way in which modules share ranks, then the second of each, and so on."""
     seen, placed = Counter[object](), list[tuple[int, float, Ranked]]()
@@ -87,7 +78,7 @@ def promising(proposals: Sequence[Proposal], simulations: int) -> list[Proposal]
     chosen: list[Proposal] = []
     seen: Counter[object] = Counter()
     spent = 0.0
-    for p in by_turns(proposals, lambda p: p.seconds, lies):
+    for p in by_turns(proposals, lambda p: p.seconds, lambda p: p.lies):
         if spent < simulations or any(seen[kind] < each for kind in kinds(p)):
             chosen.append(p)
             seen.update(kinds(p))

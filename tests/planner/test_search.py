@@ -24,7 +24,7 @@ from hetero_strategy.planner.propose import Proposal
 from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import Degrees, compositions, degrees, idle_places, partitions, places
-from hetero_strategy.planner.turns import BEHIND, hopeless, lies, promising
+from hetero_strategy.planner.turns import BEHIND, hopeless, promising
 from hetero_strategy.planner.variants import Allowed
 from tests.planner.models import batch, cluster, few_simulations, model, module
 from tests.planner.test_memory import FP32, OF, TEXT
@@ -335,7 +335,7 @@ def test_progress_is_told_to_the_end(monkeypatch: pytest.MonkeyPatch, few: int) 
 def test_of_what_lies_alike_less_is_simulated() -> None:
     proposals = planner(model((2, 512), (4, 512)), 12, bandwidth=1e8).proposer.proposals()
     chosen = promising(proposals, 2)
-    assert len({*map(lies, chosen)}) > 1.2 * len({*map(lies, proposals[: len(chosen)])})
+    assert len({p.lies for p in chosen}) > 1.2 * len({p.lies for p in proposals[: len(chosen)]})
 
 
 def test_one_layout_for_all_is_preferred_where_it_is_as_good() -> None:
