@@ -209,9 +209,8 @@ class Proposer:
         if all(least.values()) and sum(size for ((_, _, size),) in least.values()) <= e.memory:
             return group
         for name in group:
-            least[name] += ways(
-                name, [n for n in self._again if n <= modules[name].blocks and modules[name].has_blocks]
-            )
+            blocks = modules[name].blocks * modules[name].has_blocks
+            least[name] += ways(name, [n for n in self._again if n <= blocks])
         fitting = (way for way in product(*least.values()) if sum(size for _, _, size in way) <= e.memory)
         through = cache(partial(e.through, microbatches=microbatches))
         best = min(fitting, key=lambda way: sum(through(name, given) for name, given, _ in way), default=None)

@@ -185,7 +185,7 @@ class Planner:
             for way in ways:
                 below = WORTH_ROWS * best.seconds if way == v.ahead else inf
                 for made in way(plain):
-                    if (made, ahead) in known:
+                    if (made, ahead) in known or time.monotonic() > end:
                         continue
                     other = next(iter(v.ahead(made) if ahead else ()), made)
                     if other not in known and self._least(other) < least:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
+from functools import partial
+from itertools import chain, count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -330,6 +332,14 @@ def test_progress_is_told_to_the_end(monkeypatch: pytest.MonkeyPatch, few: int) 
     assert done[-1] >= len(answer.ranked) and len({total for _, total, _ in told}) > 1
     assert [best for _, _, best in told] == sorted((best for _, _, best in told), reverse=True)
     assert told[-1][2] == answer.ranked[0].seconds
+
+
+def test_a_climb_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that goes on by a second with each look at it: one before each candidate that is simulated."""
+    made = planner(model((2, 512), (4, 512)), 2, simulations=2)
+    proposed = len(promising(made.proposer.proposals(), 2))
+    monkeypatch.setattr("hetero_strategy.planner.search.time", SimpleNamespace(monotonic=partial(next, count())))
+    assert proposed < len(made.plan(seconds=proposed + 3).ranked) <= proposed + 4 < len(made.plan().ranked)
 
 
 def test_of_what_lies_alike_less_is_simulated() -> None:
