@@ -18,10 +18,10 @@ from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.monitor.timeline_monitor import MeasuredAndSimulated, TimelineMonitor
 from hetero_strategy.planner.answer import Ranked
 from hetero_strategy.planner.evaluate import Candidate
+from hetero_strategy.planner.every import FEW
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.hardware import this_cluster
 from hetero_strategy.planner.memory import MemoryModel
-from hetero_strategy.planner.propose import FEW
 from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import Precision

@@ -16,6 +16,10 @@ from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import Degrees, Partition, on_nodes
 
+FEW = 16
+"""Ranks up to which all are estimated."""
+PAIRS = (FEW + 1) ** 2
+"""More than there are pairs of tensor and pipeline parallelism on so many ranks."""
 ALIKE = 1.05
 """Factor by which the next of those that lie alike is looked at later than its seconds say."""
 LATE = 100
@@ -52,8 +56,6 @@ class _Options(NamedTuple):
     pp: Int64[np.ndarray, "ways"]
     dp: Int64[np.ndarray, "ways"]
     once: Bool[np.ndarray, "ways"]
-    lies: Int64[np.ndarray, "ways"]
-    """The same number for the same tensor and pipeline parallelism, of any module."""
     number: Int64[np.ndarray, "ways"]
     """The same for the same degrees, of any module."""
 
@@ -88,7 +90,7 @@ class Layouts:
         self._language_model = shape.samplewise[0]
         self._counts, self._options, self._times = cache(counts), cache(self._options_of), cache(self._times_of)
         self._group = cache(self._group_of)
-        self._numbers: dict[object, int] = {}
+        self._numbers: dict[Degrees, int] = {}
         self.fit = 0
         """How many were found to fit."""
 
@@ -124,11 +126,15 @@ class Layouts:
             ]
             refused = (once | (asked == "always")) if whole else (~once & (asked == "never"))
             row[crosses | refused | ~_outer(np.logical_and, tried)] = inf
-        kinds = _outer(np.add, [o.lies * 2 ** (6 * i) for i, o in enumerate(options)])
-        alike = _same([o.number for o in options]) & (len(given) == 1)
+        kinds: Any = 0
+        for o in options:
+            kinds = np.add.outer(PAIRS * kinds, o.tp * (FEW + 1) + o.pp)
         self.fit += int(np.isfinite(seconds).sum())
-        all_alike = _least(np.where(alike, seconds, inf).ravel(), OF_KIND)
-        fastest = np.union1d(_least(seconds.ravel(), FASTEST), all_alike)
+        fastest = _least(seconds.ravel(), FASTEST)
+        alike = np.zeros(once.shape, np.bool_)
+        if len(given) == 1:
+            alike = _same([o.number for o in options])
+            fastest = np.union1d(fastest, _least(np.where(alike, seconds, inf).ravel(), OF_KIND))
         variant, *ways = np.unravel_index(fastest, seconds.shape)
         turn, of = turns(seconds.ravel()[fastest], kinds[*ways]), alike[*ways]
         for i in {*_least(turn, most).tolist(), *_least(np.where(of, turn, inf), OF_KIND).tolist()}:
@@ -151,13 +157,9 @@ class Layouts:
 
     def _options_of(self, name: str, e: Estimates, ranks: int) -> _Options:
         degrees = self._degrees(name, ranks, e.cluster.ranks_per_node)
-        rows = [
-            (d.tp, d.pp, d.dp, d.once, *(self._numbers.setdefault(k, len(self._numbers)) for k in ((d.tp, d.pp), d)))
-            for d in degrees
-        ]
-        columns = np.array(rows, np.int64).reshape(-1, 6).T
-        tp, pp, dp, once, lies, number = columns
-        return _Options(degrees, tp, pp, dp, once > 0, lies, number)
+        rows = [(d.tp, d.pp, d.dp, d.once, self._numbers.setdefault(d, len(self._numbers))) for d in degrees]
+        tp, pp, dp, once, number = np.array(rows, np.int64).reshape(-1, 5).T
+        return _Options(degrees, tp, pp, dp, once > 0, number)
 
     def _times_of(self, name: str, e: Estimates, ranks: int, microbatches: int, whole: bool) -> _Times:
         module, degrees = self._shape.modules[name], self._options(name, e, ranks).degrees

@@ -16,7 +16,7 @@ from hetero_strategy.planner.areas import Where, all_wheres, settle, together
 from hetero_strategy.planner.chain import Chain, chain_degrees, propose_chain
 from hetero_strategy.planner.estimate import EVERY, Estimates
 from hetero_strategy.planner.evaluate import Candidate
-from hetero_strategy.planner.every import Layouts
+from hetero_strategy.planner.every import FEW, Layouts
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import (
@@ -32,8 +32,6 @@ from hetero_strategy.planner.space import (
     shards,
 )
 
-FEW = 16
-"""Ranks up to which everything is tried."""
 FEW_MODULES = 3
 """Modules up to which all mixtures of replicas and shards, and recompute in part, are tried on few ranks."""
 FEW_COUNTS = 8

@@ -20,8 +20,9 @@ from hetero_strategy.planner.answer import Answer, Ranked, fastest, is_homogeneo
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
+from hetero_strategy.planner.every import FEW
 from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
-from hetero_strategy.planner.propose import FEW, Proposal, Proposer
+from hetero_strategy.planner.propose import Proposal, Proposer
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import Degrees
 from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision

@@ -12,8 +12,8 @@ from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.planner.chain import moved
 from hetero_strategy.planner.estimate import EVERY
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Placed
+from hetero_strategy.planner.every import FEW
 from hetero_strategy.planner.given import Given
-from hetero_strategy.planner.propose import FEW
 from hetero_strategy.planner.space import degrees, divisors, one_after_another
 from hetero_strategy.schedule.config import ScheduleConfig
 
