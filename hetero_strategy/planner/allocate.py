@@ -75,7 +75,7 @@ class _LanguageModel:
     ways: list[_Way]
     microbatches: Float64[np.ndarray, "ways"]
     work: Float64[np.ndarray, "ways"]
-    """Rank-seconds of a step where it is pipelined."""
+    """Rank-seconds of a step."""
     constant: Float64[np.ndarray, "ways"]
     """Seconds of a step that do not depend on ranks."""
     synchronized: Float64[np.ndarray, "ways"]

@@ -43,7 +43,7 @@ class Answer:
     ranked: tuple[Ranked, ...]
     """All that were simulated, the fastest first."""
     considered: int
-    """Layouts that fit by the formula, of which those were the most promising."""
+    """Layouts that fit by the formula, on many ranks those proposed, of which the simulated were the most promising."""
     too_large: tuple[Ranked, ...] = ()
     """Faster ones that need more memory than there is."""
     tie: float = 0.01

@@ -60,10 +60,15 @@ def sequence(where: Where) -> list[int]:
     return sorted(range(len(where)), key=lambda group: (where[group][0], where[group][-1]))
 
 
-def settle(where: Where, sizes: Sequence[int], cluster: Cluster) -> tuple[range, ...] | None:
-    """Ranks of groups of these sizes, each from its first pool on or after the one before; None if too few are left."""
-    ranks, end = [range(0)] * len(sizes), 0
-    for group in sequence(where):
+def settle(where: Where, sizes: Sequence[int], cluster: Cluster, tp: Sequence[int]) -> tuple[range, ...] | None:
+    """Ranks of groups of these sizes, each from its first pool on or after the one before; None if too few are left.
+
+    Of several pools those of most tensor parallelism come first in theirs, so that they cross fewer nodes.
+    """
+    ranks, end, order = [range(0)] * len(sizes), 0, sequence(where)
+    if len(cluster.pools) > 1:
+        order.sort(key=lambda group: (where[group][0], where[group][-1], -tp[group]))
+    for group in order:
         first = max(end, cluster.ranks_of(where[group])[0])
         end = first + sizes[group]
         ranks[group] = range(first, end)

@@ -80,7 +80,8 @@ class Candidate:
         )  # fmt: skip
 
     def __hash__(self) -> int:
-        return hash((frozenset(self.layouts.items()), self.microbatches, self.schedule, self.fill, *self.prefetch))
+        layouts, ahead = frozenset(self.layouts.items()), frozenset(self.prefetch)
+        return hash((layouts, self.microbatches, self.schedule, self.fill, ahead))
 
     @property
     def scheduling(self) -> ScheduleConfig:

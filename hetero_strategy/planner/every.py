@@ -18,16 +18,14 @@ from hetero_strategy.planner.space import Degrees, Partition, on_nodes
 
 FEW = 16
 """Ranks up to which all are estimated."""
-PAIRS = (FEW + 1) ** 2
-"""More than there are pairs of tensor and pipeline parallelism on so many ranks."""
 ALIKE = 1.05
 """Factor by which the next of those that lie alike is looked at later than its seconds say."""
 LATE = 100
 """Of those that lie alike, number from which it makes no more difference."""
 OF_PLACE = 64
 """Layouts that are kept of the same groups on the same ranks, where there are many such places."""
-FASTEST = 2**18
-"""Those among which they are looked for."""
+FASTEST = 2**14
+"""Those with one number of microbatches among which they are looked for."""
 OF_ALL = 1024
 """Layouts that are kept."""
 OF_KIND = 16
@@ -70,7 +68,7 @@ class _Times(NamedTuple):
 
 
 class Layouts:
-    """All layouts of groups on their ranks, by the formula of :meth:`Proposer.propose`.
+    """All layouts of groups on their ranks, by the formula of :class:`Proposer`, the same for each that it proposes.
 
     Args:
         degrees: of a module on so many ranks, so many of which are on each node.
@@ -89,7 +87,7 @@ class Layouts:
         self._shape, self._estimates, self._degrees, self._again = shape, estimates, degrees, again
         self._language_model = shape.samplewise[0]
         self._counts, self._options, self._times = cache(counts), cache(self._options_of), cache(self._times_of)
-        self._group = cache(self._group_of)
+        self._group = cache(self._seconds)
         self._numbers: dict[Degrees, int] = {}
         self.fit = 0
         """How many were found to fit."""
@@ -112,36 +110,52 @@ class Layouts:
         options = [self._options(name, e, size) for group, e, size in given for name in group]
         if not all(o.degrees for o in options):
             return
-        asked = self._estimates.given.reshard_after_forward
         once, crosses = _outer(np.logical_and, [o.once for o in options]), self._crosses(ranks, partition, options)
         instances = options[names.index(self._language_model)].dp.tolist()
-        variants = list(product(sorted(set().union(*map(self._counts, instances))), (False, True)))
-        seconds = np.empty((len(variants), *once.shape))
-        for row, (count, whole) in zip(seconds, variants, strict=True):
-            later, through = zip(*(self._group(*g, count, whole, len(given) == 1) for g in given), strict=True)
-            row[:] = _outer(np.maximum, later) + _outer(np.add, through)
+        counts = sorted(set().union(*map(self._counts, instances)))
+        rows = self._rows(given, names, options, once, crosses, product(counts, (False, True)))
+        alike = _same([o.number for o in options]) if len(given) == 1 else np.zeros(once.shape, np.bool_)
+        seconds, where, variants = [np.empty(0)], [np.empty(0, np.int64)], list[tuple[int, bool]]()
+        for count, whole, row in rows:
+            some = np.flatnonzero(np.isfinite(row))
+            self.fit += len(some)
+            if len(some) > FASTEST:
+                some = np.union1d(_least(row, FASTEST), _least(np.where(alike.ravel(), row, inf), OF_KIND))
+            seconds, where = [*seconds, row[some]], [*where, some]
+            variants += [(count, whole)] * len(some)
+        took, ways = np.concatenate(seconds), np.unravel_index(np.concatenate(where), once.shape)
+        turn, of = delayed(took, _kinds(options, ways)), alike[ways]
+        for i in np.union1d(_least(turn, most), _least(np.where(of, turn, inf), OF_KIND)).tolist():
+            count, whole = variants[i]
+            chosen = (o.degrees[way[i]]._replace(whole=whole) for o, way in zip(options, ways, strict=True))
+            degrees = dict(zip(names, chosen, strict=True))
+            yield Found(float(turn[i]), partition, ranks, degrees, count, bool(of[i]))
+
+    def _rows(
+        self,
+        given: Sequence[tuple[tuple[str, ...], Estimates, int]],
+        names: Sequence[str],
+        options: Sequence[_Options],
+        once: Bool[np.ndarray, "..."],
+        crosses: Bool[np.ndarray, "..."],
+        variants: Iterable[tuple[int, bool]],
+    ) -> Iterator[tuple[int, bool, Float64[np.ndarray, "layouts"]]]:
+        """Seconds of all layouts of one place, infinite where they are none, with each number of microbatches, gathered
+        as is usual and once per step.
+        """
+        asked = self._estimates.given.reshard_after_forward
+        for count, whole in variants:
+            alone = len(given) == 1
+            seconds = self._seconds if alone else self._group  # those of all modules together are asked for once
+            later, through = zip(*(seconds(*g, count, whole, alone) for g in given), strict=True)
             tried = [
                 np.array([name != self._language_model or count in self._counts(dp) for dp in o.dp.tolist()])
                 for name, o in zip(names, options, strict=True)
             ]
             refused = (once | (asked == "always")) if whole else (~once & (asked == "never"))
+            row = _outer(np.maximum, later) + _outer(np.add, through)
             row[crosses | refused | ~_outer(np.logical_and, tried)] = inf
-        kinds: Any = 0
-        for o in options:
-            kinds = np.add.outer(PAIRS * kinds, o.tp * (FEW + 1) + o.pp)
-        self.fit += int(np.isfinite(seconds).sum())
-        fastest = _least(seconds.ravel(), FASTEST)
-        alike = np.zeros(once.shape, np.bool_)
-        if len(given) == 1:
-            alike = _same([o.number for o in options])
-            fastest = np.union1d(fastest, _least(np.where(alike, seconds, inf).ravel(), OF_KIND))
-        variant, *ways = np.unravel_index(fastest, seconds.shape)
-        turn, of = turns(seconds.ravel()[fastest], kinds[*ways]), alike[*ways]
-        for i in {*_least(turn, most).tolist(), *_least(np.where(of, turn, inf), OF_KIND).tolist()}:
-            count, whole = variants[variant[i]]
-            chosen = (o.degrees[way[i]]._replace(whole=whole) for o, way in zip(options, ways, strict=True))
-            degrees = dict(zip(names, chosen, strict=True))
-            yield Found(float(turn[i]), partition, ranks, degrees, count, bool(of[i]))
+            yield count, whole, row.ravel()
 
     def _crosses(
         self, ranks: tuple[Sequence[int], ...], partition: Partition, options: Sequence[_Options]
@@ -171,10 +185,10 @@ class Layouts:
         )
         return _Times(later, through, np.where(allowed, size, inf))
 
-    def _group_of(
+    def _seconds(
         self, group: tuple[str, ...], e: Estimates, ranks: int, microbatches: int, whole: bool, alone: bool
     ) -> tuple[Float64[np.ndarray, "..."], Float64[np.ndarray, "..."]]:
-        """Seconds of a group: later and through, infinite where it does not fit into memory."""
+        """Of a group: later and through, infinite where it does not fit into memory."""
         times = [self._times(name, e, ranks, microbatches, whole) for name in group]
         best = later = np.full([t.through.shape[1] for t in times], inf)
         for again in product(*(range(len(t.through)) for t in times)):
@@ -211,10 +225,10 @@ class Layouts:
         return np.where(_same([o.number for o in options]), 0.0, filled) if alone else filled
 
 
-def turns(seconds: Float64[np.ndarray, "n"], kinds: Int64[np.ndarray, "n"]) -> Float64[np.ndarray, "n"]:
+def delayed(seconds: Float64[np.ndarray, "n"], kinds: Int64[np.ndarray, "n"]) -> Float64[np.ndarray, "n"]:
     """Seconds, where each of a kind counts as so much slower than the one before it.
 
-    >>> turns(np.array([1.0, 1.01, 1.02]), np.array([0, 0, 1])).round(4).tolist()
+    >>> delayed(np.array([1.0, 1.01, 1.02]), np.array([0, 0, 1])).round(4).tolist()
     [1.0, 1.0605, 1.02]
     """
     order = np.lexsort((seconds, kinds))
@@ -224,6 +238,14 @@ def turns(seconds: Float64[np.ndarray, "n"], kinds: Int64[np.ndarray, "n"]) -> F
     late = np.empty(len(order))
     late[order] = ALIKE ** np.minimum(place, LATE)
     return seconds * late
+
+
+def _kinds(options: Sequence[_Options], ways: Sequence[Int64[np.ndarray, "n"]]) -> Int64[np.ndarray, "n"]:
+    """The same number where all modules have the same tensor and pipeline parallelism."""
+    kinds = np.zeros(len(ways[0]), np.int64)
+    for o, way in zip(options, ways, strict=True):
+        kinds = np.unique((kinds * (FEW + 1) + o.tp[way]) * (FEW + 1) + o.pp[way], return_inverse=True)[1]
+    return kinds
 
 
 def _outer(f: np.ufunc, values: Sequence[np.ndarray]) -> Any:
@@ -237,6 +259,6 @@ def _same(numbers: Sequence[Int64[np.ndarray, "ways"]]) -> Bool[np.ndarray, "...
 
 
 def _least(values: Float64[np.ndarray, "n"], most: int) -> Int64[np.ndarray, "least"]:
-    """Where the least are, without those that are infinite."""
+    """Where the least are, the first of equals, without those that are infinite."""
     order = np.flatnonzero(np.isfinite(values))
-    return order if len(order) <= most else order[np.argpartition(values[order], most)[:most]]
+    return order if len(order) <= most else order[np.argsort(values[order], kind="stable")[:most]]

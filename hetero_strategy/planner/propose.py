@@ -1,4 +1,4 @@
-"""Candidates worth a simulation, by a formula: all that there are on few ranks, the best allocations' on many. Pure."""
+"""Candidates worth a simulation, by a formula: of all on few ranks, those of the best allocations on many. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, product
-from math import ceil, floor, inf, lcm
+from math import ceil, floor, inf, lcm, prod
 from typing import NamedTuple
 
 from hetero_strategy.plan.step_plan import StepMetadata
@@ -34,6 +34,8 @@ from hetero_strategy.planner.space import (
 
 FEW_MODULES = 3
 """Modules up to which all mixtures of replicas and shards, and recompute in part, are tried on few ranks."""
+MOST = 2**21
+"""Ways to lay out modules on all ranks, up to which every layout is estimated on few ranks."""
 FEW_COUNTS = 8
 """Numbers of microbatches up to which each is tried on few ranks."""
 PER_INSTANCE = (1, 2, 4, 8, 16)
@@ -111,17 +113,29 @@ class Proposer:
             for name, m in shape.modules.items()
         }
         self._language_model = shape.samplewise[0]
-        self._thorough = self._ranks <= FEW and len(shape.modules) <= FEW_MODULES
-        self._again = EVERY if self._thorough else EVERY[:1]
-        """Of so many blocks one runs again, where memory asks for it."""
         self._partitions = list(partitions(list(shape.modules)))
         self.considered = 0
         """How many layouts fit."""
 
+    @property
+    def _thorough(self) -> bool:
+        return self._ranks <= FEW and len(self._shape.modules) <= FEW_MODULES
+
+    @property
+    def _again(self) -> tuple[int, ...]:
+        """Of so many blocks one runs again, where memory asks for it."""
+        return EVERY if self._thorough else EVERY[:1]
+
+    def _each(self) -> bool:
+        """Whether there are few enough layouts to estimate every one."""
+        ranks_per_node = self._cluster.ranks_per_node
+        ways = (len(self._degrees(name, self._ranks, ranks_per_node)) for name in self._shape.modules)
+        return self._ranks <= FEW and prod(ways) <= MOST
+
     def proposals(self) -> list[Proposal]:
         """Those that fit into memory, by estimated seconds: the most promising on few ranks."""
         self.considered = 0
-        made = [*(self._all() if self._ranks <= FEW else chain(self._allocated(), self._alike()))]
+        made = [*(self._all() if self._each() else chain(self._allocated(), self._alike()))]
         most = WORTH * min((p.seconds for p in made), default=inf)
         made += self._chained(most)
         self.considered += len(made)
@@ -135,7 +149,7 @@ class Proposer:
         return sorted({max(1, each // n) for n in PER_INSTANCE} | {1})
 
     def _tried_counts(self, instances: int) -> set[int]:
-        """The same on few ranks."""
+        """These, and on few ranks every small number."""
         return {*self.counts(instances), *self._few_counts()}
 
     def _few_counts(self) -> set[int]:
@@ -292,7 +306,8 @@ class Proposer:
             if not 1 <= pp <= most or pp * one > self._ranks:
                 continue
             sizes = self._shared(allocation, home, pp * one)
-            ranks = None if sizes is None else settle(choice.where, sizes, self._cluster)
+            tp = [max(choice.tp[m] for m in group) for group in choice.partition]
+            ranks = None if sizes is None else settle(choice.where, sizes, self._cluster, tp)
             if ranks is None:
                 continue
             chosen = {}

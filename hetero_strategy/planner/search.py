@@ -148,6 +148,7 @@ class Planner:
         end = time.monotonic() + seconds
         for proposal, other in lean:
             self._simulate(other, proposal.seconds, ranked)
+            self._tell(len(chosen))
         for i, proposal in enumerate(chosen):
             if ranked and time.monotonic() > end:
                 break
@@ -186,7 +187,9 @@ class Planner:
             for way in ways:
                 below = WORTH_ROWS * best.seconds if way == v.ahead else inf
                 for made in way(plain):
-                    if (made, ahead) in known or time.monotonic() > end:
+                    if time.monotonic() > end:
+                        return
+                    if (made, ahead) in known:
                         continue
                     other = next(iter(v.ahead(made) if ahead else ()), made)
                     if other not in known and self._least(other) < least:
@@ -300,6 +303,7 @@ class Planner:
                 if all(r.candidate != other for r in (*ranked, *too_large)):
                     self._simulate(other, best.estimate, ranked)
                     tried += best.share
+                    self._tell((VARIED - tried) / best.share)
             ranked.sort(key=lambda r: r.seconds)
         need = min(float(r.memory.peak.max()) for r in too_large if r.memory is not None)
         raise LayoutError(

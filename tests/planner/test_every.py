@@ -16,7 +16,7 @@ from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import ModelShape
-from hetero_strategy.planner.space import Degrees, idle_places, places
+from hetero_strategy.planner.space import Degrees, idle_places, on_nodes, places
 from hetero_strategy.planner.variants import Allowed
 from tests.planner.models import batch, cluster, model, module
 
@@ -86,3 +86,12 @@ def test_all_at_once_are_estimated_as_one_after_the_other(
     assert proposer.considered == len(expected) + len(few) - len(kept)
     if given.device.memory < 1e9:
         assert refused and (again or options.offload)
+
+
+def test_groups_of_most_tensor_parallelism_come_first_where_one_would_cross_a_node() -> None:
+    nodes = cluster(8, 4)
+    assert on_nodes(nodes, (range(4), range(4, 8)), (1, 4)) == (range(4), range(4, 8))
+    assert on_nodes(nodes, (range(3), range(3, 7)), (1, 4)) == (range(4, 7), range(4))
+    assert on_nodes(nodes, (range(2), range(2, 6), range(6, 8)), (4, 4, 1)) is None
+    assert on_nodes(two_pools(), (range(3), range(3, 5)), (1, 2)) == (range(3), range(3, 5))
+    assert on_nodes(two_pools(), (range(1), range(1, 5)), (1, 2)) is None  # of ranks 1 and 2 each is on another node

@@ -216,9 +216,10 @@ def test_groups_lie_in_pools_one_after_the_other() -> None:
     assert limits(apart, on) == (((1,), 8), ((0,), 4))
     assert limits(across, on) == (((1,), 8), ((0, 1), 12), ((0, 1), 16))
     assert together(apart) == [([1], first), ([0], second)] and together(across) == [([1, 0], range(2))]
-    assert settle(apart, (3, 8), on) == (range(8, 11), range(8))
-    assert settle(across, (6, 5), on) == (range(5, 11), range(5))
-    assert settle((third, third), (4, 1), on) is None
+    assert settle(apart, (3, 8), on, (1, 1)) == (range(8, 11), range(8))
+    assert settle(across, (6, 5), on, (1, 1)) == (range(5, 11), range(5))
+    assert settle((third, third), (4, 1), on, (1, 1)) is None
+    assert settle((first, first), (3, 4), on, (1, 4)) == (range(4, 7), range(4))
 
 
 def test_mixed_clusters_are_made_by_name() -> None:
