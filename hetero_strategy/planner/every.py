@@ -261,4 +261,8 @@ def _same(numbers: Sequence[Int64[np.ndarray, "ways"]]) -> Bool[np.ndarray, "...
 def _least(values: Float64[np.ndarray, "n"], most: int) -> Int64[np.ndarray, "least"]:
     """Where the least are, the first of equals, without those that are infinite."""
     order = np.flatnonzero(np.isfinite(values))
-    return order if len(order) <= most else order[np.argsort(values[order], kind="stable")[:most]]
+    if len(order) > most:
+        some = values[order]
+        order = order[some <= np.partition(some, most)[most]]
+        order = order[np.argsort(values[order], kind="stable")[:most]]
+    return order
