@@ -33,8 +33,8 @@ ROUNDS = 4
 """Times that the formula of activations is corrected."""
 VARIED = 12
 """Simulations of other schedules for the best, of encoders a step ahead, and of what takes less memory, each."""
-CLIMBED = 48
-"""Simulations of neighbours of the best, on few ranks."""
+CLIMBED = 2
+"""Simulations of neighbours of the best, on few ranks, over those of proposals."""
 LEANER = 3
 """Proposals that are tried with less memory, each time that the best one needs too much."""
 WORTH_ROWS = 0.99
@@ -69,8 +69,7 @@ class Planner:
     Args:
         batches: global batches drawn from the data.
         microbatches: of a step; None: to be chosen.
-        simulations: long steps that are simulated, at most, before schedules are tried on the best of them; of short
-            ones more.
+        simulations: long steps that are simulated, at most, before others like the best are tried; of short ones more.
         measured: seconds of modules' blocks; others follow from FLOPs.
         allowed: what else may be asked of the strategy.
     """
@@ -176,8 +175,8 @@ class Planner:
         """
         v, tried, opened, known = self.variants, 0.0, set[object](), set[object](r.candidate for r in ranked)
         ways = v.schedules, v.fills, v.whole, v.mixtures, v.laid_out, v.borders, v.partly, v.cuts, v.counts, v.ahead
-        least = fastest(ranked)
-        while tried < CLIMBED and time.monotonic() <= end:
+        least, most = fastest(ranked), CLIMBED * self._simulations
+        while tried < most and time.monotonic() <= end:
             left = [r for r in by_turns(ranked, lambda r: r.seconds, lambda r: r.lies) if id(r) not in opened]
             if not left:
                 break
@@ -195,7 +194,7 @@ class Planner:
                     if other not in known and self._least(other) < least:
                         self._simulate(other, best.estimate, ranked, below)
                         tried, least = tried + best.share, min(least, ranked[-1].seconds)
-                        self._tell((CLIMBED - tried) / best.share)
+                        self._tell((most - tried) / best.share)
                     known |= {other, (made, ahead)}
 
     def _least(self, candidate: Candidate) -> float:
