@@ -32,7 +32,7 @@ OF_KIND = 16
 """Those that are kept of each partition, and with one layout for all modules, in any case."""
 
 
-class Found(NamedTuple):
+class Estimated(NamedTuple):
     """One layout."""
 
     turn: float
@@ -92,9 +92,9 @@ class Layouts:
         self.fit = 0
         """How many were found to fit."""
 
-    def best(self, places: Iterable[tuple[Partition, tuple[Sequence[int], ...]]]) -> list[Found]:
+    def best(self, places: Iterable[tuple[Partition, tuple[Sequence[int], ...]]]) -> list[Estimated]:
         """The most promising of all, of every partition, and of those with one layout for all modules."""
-        every, kept, seen = list(places), list[Found](), Counter[object]()
+        every, kept, seen = list(places), list[Estimated](), Counter[object]()
         most = max(OF_PLACE, OF_ALL // len(every))
         for one in sorted((found for place in every for found in self._on(*place, most)), key=lambda f: f.turn):
             kinds = [one.partition, *["alike"] * one.alike]
@@ -103,7 +103,7 @@ class Layouts:
                 seen.update(kinds)
         return kept
 
-    def _on(self, partition: Partition, ranks: tuple[Sequence[int], ...], most: int) -> Iterator[Found]:
+    def _on(self, partition: Partition, ranks: tuple[Sequence[int], ...], most: int) -> Iterator[Estimated]:
         """So many of one place, the most promising."""
         given = [(group, self._estimates.on(own), len(own)) for group, own in zip(partition, ranks, strict=True)]
         names = [name for group in partition for name in group]
@@ -129,7 +129,7 @@ class Layouts:
             count, whole = variants[i]
             chosen = (o.degrees[way[i]]._replace(whole=whole) for o, way in zip(options, ways, strict=True))
             degrees = dict(zip(names, chosen, strict=True))
-            yield Found(float(turn[i]), partition, ranks, degrees, count, bool(of[i]))
+            yield Estimated(float(turn[i]), partition, ranks, degrees, count, bool(of[i]))
 
     def _rows(
         self,
