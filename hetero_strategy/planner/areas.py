@@ -55,9 +55,9 @@ def together(where: Where) -> list[tuple[list[int], range]]:
     return found
 
 
-def sequence(where: Where) -> list[int]:
-    """Groups in the order in which they lie on ranks."""
-    return sorted(range(len(where)), key=lambda group: (where[group][0], where[group][-1]))
+def sequence(where: Where, tp: Sequence[int] = ()) -> list[int]:
+    """Groups in the order in which they lie on ranks; where it is given, of one place by tensor parallelism."""
+    return sorted(range(len(where)), key=lambda g: (where[g][0], where[g][-1], -tp[g] if tp else 0))
 
 
 def settle(where: Where, sizes: Sequence[int], cluster: Cluster, tp: Sequence[int]) -> tuple[range, ...] | None:
@@ -65,10 +65,8 @@ def settle(where: Where, sizes: Sequence[int], cluster: Cluster, tp: Sequence[in
 
     Of several pools those of most tensor parallelism come first in theirs, so that they cross fewer nodes.
     """
-    ranks, end, order = [range(0)] * len(sizes), 0, sequence(where)
-    if len(cluster.pools) > 1:
-        order.sort(key=lambda group: (where[group][0], where[group][-1], -tp[group]))
-    for group in order:
+    ranks, end = [range(0)] * len(sizes), 0
+    for group in sequence(where, tp if len(cluster.pools) > 1 else ()):
         first = max(end, cluster.ranks_of(where[group])[0])
         end = first + sizes[group]
         ranks[group] = range(first, end)

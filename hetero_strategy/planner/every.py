@@ -20,7 +20,7 @@ FEW = 16
 """Ranks up to which all are estimated."""
 ALIKE = 1.05
 """Factor by which the next of those that lie alike is looked at later than its seconds say."""
-LATE = 100
+LATE = 1000
 """Of those that lie alike, number from which it makes no more difference."""
 OF_PLACE = 64
 """Layouts that are kept of the same groups on the same ranks, where there are many such places."""

@@ -302,11 +302,11 @@ class Proposer:
         one = choice.tp[name] * choice.dp
         most = self._estimates.blocks(name)
         wanted = allocation.ranks[home] / one
+        tp = [max(choice.tp[m] for m in group) for group in choice.partition]
         for pp in sorted({floor(wanted), ceil(wanted)}):
             if not 1 <= pp <= most or pp * one > self._ranks:
                 continue
             sizes = self._shared(allocation, home, pp * one)
-            tp = [max(choice.tp[m] for m in group) for group in choice.partition]
             ranks = None if sizes is None else settle(choice.where, sizes, self._cluster, tp)
             if ranks is None:
                 continue

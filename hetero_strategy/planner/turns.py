@@ -7,9 +7,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import TypeVar
 
+import numpy as np
+
 from hetero_strategy.planner.answer import Ranked, fastest, is_homogeneous
 from hetero_strategy.planner.evaluate import share
-from hetero_strategy.planner.every import ALIKE
+from hetero_strategy.planner.every import delayed
 from hetero_strategy.planner.propose import Proposal
 
 T = TypeVar("T")
@@ -20,16 +22,15 @@ LONG = 1 / 2
 
 
 def by_turns(items: Iterable[T], seconds: Callable[[T], float], kind: Callable[[T], Hashable]) -> list[T]:
-    """By seconds, where each of a kind counts as so much slower than the one before it.
+    """By seconds, where each of a kind counts as slower than the one before it, see :func:`delayed`.
 
     >>> by_turns([("apart", 1.0), ("apart", 1.01), ("shared", 1.02)], lambda x: x[1], lambda x: x[0])
     [('apart', 1.0), ('shared', 1.02), ('apart', 1.01)]
     """
-    seen, placed = Counter[Hashable](), list[tuple[float, T]]()
-    for one in sorted(items, key=seconds):
-        placed.append((seconds(one) * ALIKE ** seen[kind(one)], one))
-        seen[kind(one)] += 1
-    return [one for _, one in sorted(placed, key=lambda entry: entry[0])]
+    ordered, numbers = sorted(items, key=seconds), dict[Hashable, int]()
+    kinds = np.array([numbers.setdefault(kind(one), len(numbers)) for one in ordered], np.int64)
+    turn = delayed(np.array([seconds(one) for one in ordered], np.float64), kinds)
+    return [ordered[i] for i in np.argsort(turn, kind="stable")]
 
 
 def in_turn(ranked: Sequence[Ranked]) -> list[Ranked]:
