@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, product
 from typing import Any
@@ -13,6 +13,7 @@ from hetero_strategy.parallelize.offload import Offload
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.planner.cluster import Cluster
+from hetero_strategy.planner.every import Layouts
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import ModelShape
@@ -33,6 +34,11 @@ def three() -> ModelShape:
 def two_pools() -> Cluster:
     slow, fast = cluster(2), cluster(3, memory=2e8)
     return Cluster((*slow.pools, *fast.pools), slow.across)
+
+
+def idle(given: Cluster, groups: int) -> Iterator[tuple[Sequence[int], ...]]:
+    """Places that leave ranks of one pool idle."""
+    return idle_places(given, groups) if len(given.pools) == 1 else iter(())
 
 
 def key(partition: object, ranks: Any, degrees: Mapping[str, Degrees], microbatches: int) -> tuple[object, ...]:
@@ -60,23 +66,29 @@ def test_all_at_once_are_estimated_as_one_after_the_other(
     proposer = Planner(shape, given, [data], balance=PLAIN, allowed=Allowed(given=options)).proposer
     monkeypatch.setattr("hetero_strategy.planner.every.ALIKE", 1.0)
     monkeypatch.setattr("hetero_strategy.planner.every.OF_ALL", 2**30)
-    found = {key(p.partition, p.ranks, p.degrees, p.microbatches): p.seconds for p in proposer._all()}
+    everywhere = [
+        (p, ranks) for p in proposer._partitions for ranks in chain(places(given, len(p)), idle(given, len(p)))
+    ]
+    layouts = Layouts(shape, proposer._estimates, proposer._degrees, proposer._tried_counts, proposer._again)
+    found = {key(e.partition, e.ranks, e.degrees, e.microbatches): e.turn for e in layouts.best(everywhere)}
+    proposed = {key(p.partition, p.ranks, p.degrees, p.microbatches) for p in proposer._all()}
+    placed: set[tuple[object, ...]] = set()
     expected: dict[tuple[object, ...], float] = {}
     refused = again = 0
-    for partition in proposer._partitions:
-        idle = idle_places(given, len(partition)) if len(given.pools) == 1 else ()
-        for ranks in chain(places(given, len(partition)), idle):
-            sizes = {n: (len(own), given.on(own)) for group, own in zip(partition, ranks, strict=True) for n in group}
-            ways = [proposer._degrees(name, n, on.ranks_per_node) for name, (n, on) in sizes.items()]
-            for way in product(*ways):
-                chosen = dict(zip(sizes, way, strict=True))
-                for count in {*proposer.counts(chosen["llm"].dp), *proposer._few_counts()}:
-                    made = proposer.propose(partition, ranks, chosen, count)
-                    refused += not made
-                    again += any(d.recomputed for one in made for d in one.degrees.values())
-                    expected |= {key(p.partition, p.ranks, p.degrees, p.microbatches): p.seconds for p in made}
+    for partition, ranks in everywhere:
+        sizes = {n: (len(own), given.on(own)) for group, own in zip(partition, ranks, strict=True) for n in group}
+        ways = [proposer._degrees(name, n, on.ranks_per_node) for name, (n, on) in sizes.items()]
+        for way in product(*ways):
+            chosen = dict(zip(sizes, way, strict=True))
+            for count in {*proposer.counts(chosen["llm"].dp), *proposer._few_counts()}:
+                made = proposer.propose(partition, ranks, chosen, count)
+                refused += not made
+                again += any(d.recomputed for one in made for d in one.degrees.values())
+                expected |= {key(partition, ranks, p.degrees, p.microbatches): p.seconds for p in made}
+                placed |= {key(partition, p.ranks, p.degrees, p.microbatches) for p in made}
     assert found.keys() == expected.keys()
     assert found == pytest.approx(expected, rel=1e-12)
+    assert proposed == placed
     for name in ("OF_ALL", "OF_PLACE", "OF_KIND"):
         monkeypatch.setattr(f"hetero_strategy.planner.every.{name}", 1)
     few = proposer.proposals()
