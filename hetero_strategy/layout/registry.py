@@ -1,7 +1,8 @@
 """All process groups and DeviceMeshes of a run, created on every rank, in one order, once (law 4).
 
 Groups are shared by rank set: two modules on the same ranks, or a mesh axis and a boundary that join the same ranks,
-use one group. A group is a collective of the whole world to create, so nothing outside this file creates one.
+use one group. A group is a collective of the whole world to create, so nothing outside this file creates one. NCCL
+splits them off the world's communicator where that knows its device.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,9 @@ from hetero_strategy.layout.placement import Placement
 from hetero_strategy.layout.spec import ModuleLayout
 
 MESH_AXES = ("dp_replicate", "dp_shard", "tp")
+MESSAGE_CTAS = 8
+"""Blocks of threads that a message of NCCL keeps on the GPU, a receive also while it waits; NCCL_MAX_CTAS goes before.
+By itself NCCL takes up to 32 between two GPUs of a node, of which 8 carry some 160 GB/s."""
 
 
 class GroupRegistry:
@@ -88,7 +93,7 @@ class GroupRegistry:
         if self.device_type != "cuda" or len(key) < 2:
             self._create(key)
             return self.group(key)
-        self._channels.append(self._new(key))
+        self._channels.append(self._new(key, messages=True))
         return self._channels[-1]
 
     @property
@@ -110,12 +115,15 @@ class GroupRegistry:
         if len(ranks) > 1 and ranks not in self._groups:
             self._groups[ranks] = self._new(ranks)
 
-    def _new(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        group = dist.new_group(list(ranks), timeout=self._timeout)
+    def _new(self, ranks: tuple[int, ...], *, messages: bool = False) -> dist.ProcessGroup | None:
+        splits = _splits()
+        options = _for_messages() if splits and messages else None
+        group = dist.new_group(list(ranks), timeout=self._timeout, pg_options=options)
         if self._rank not in ranks:
             return None
-        if self.device_type == "cuda":
-            # NCCL connects a group on its first use, and a first use by sends alone would have to involve every rank.
+        if self.device_type == "cuda" and not (splits and messages):
+            # NCCL connects ranks at their first collective; a group that was not split off has no communicator before,
+            # which a first use by sends alone would have to make with every rank.
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
         return group
 
@@ -150,6 +158,21 @@ def _connected_on_demand() -> Iterator[None]:
         del os.environ[name]
         if before is not None:
             os.environ[name] = before
+
+
+def _splits() -> bool:
+    """Whether the world's groups are split off its own, as NCCL does it where a process told its device."""
+    world = dist.group.WORLD
+    assert world is not None
+    device = world.bound_device_id
+    return device is not None and bool(world._get_backend(device).supports_splitting)
+
+
+def _for_messages() -> Any:
+    """Options of NCCL for a group of rows on their way."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = MESSAGE_CTAS
+    return options
 
 
 def rank_sets(placement: Placement, needed: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:

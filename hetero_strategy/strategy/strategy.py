@@ -55,6 +55,7 @@ from hetero_strategy.strategy.launch import (
     START_METHODS,
     MultiProcessingLauncher,
     ScriptLauncher,
+    bound_device,
     check_process_count,
     die_with_script,
     end_together,
@@ -97,8 +98,8 @@ class HeteroStrategy(WorldCollectives):
         start_method: ``popen`` (re-runs the script per process), ``fork`` or ``spawn``. Ignored under torchrun, SLURM.
         process_group_backend: default: by device.
         timeout: of every collective; a number is minutes.
-        step_timeout: the same once the first step of training, which connects and compiles, is over. None: ``timeout``.
-            gloo's messages between two ranks keep ``timeout``.
+        step_timeout: the same once the first step of training, which connects and compiles, is over, where it is
+            shorter; None: ``timeout``. gloo's messages between two ranks keep ``timeout``.
         async_checkpoint: write checkpoints in the background, while training goes on.
         verify_checkpoints: compare the checksums of all tensors that are loaded with those they were saved with.
         keep_fp32: parameters, as ``llm.*.router.*``, whose layers compute in fp32 in mixed precision.
@@ -132,7 +133,7 @@ class HeteroStrategy(WorldCollectives):
         start_method: str = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
-        step_timeout: timedelta | float | None = None,
+        step_timeout: timedelta | float | None = timedelta(minutes=10),
         async_checkpoint: bool = False,
         verify_checkpoints: bool = True,
         keep_fp32: Sequence[str] | None = None,
@@ -147,7 +148,8 @@ class HeteroStrategy(WorldCollectives):
         self._scheduling = ScheduleConfig(schedule, bounds, reshard_after_forward, fill, pieces or {}, ahead, islands)
         self._start_method, self._process_group_backend = start_method, process_group_backend
         self._timeout = minutes("timeout", timeout)
-        self._step_timeout = None if step_timeout is None else minutes("step_timeout", step_timeout)
+        short = self._timeout if step_timeout is None else minutes("step_timeout", step_timeout)
+        self._step_timeout = min(short, self._timeout)
         self._async_checkpoint, self._verify, self._keep_fp32 = async_checkpoint, verify_checkpoints, kept(keep_fp32)
         self.num_nodes, self._prefix, self._stop = 1, "", Stop()
         self.row_caches = RowCaches(cache)
@@ -246,7 +248,8 @@ class HeteroStrategy(WorldCollectives):
         reset_seed()
         self.set_world_ranks()
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+        device = bound_device(self.root_device, backend)
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
 
     # ---- precision -------------------------------------------------------------------------------------------------
 
@@ -312,7 +315,7 @@ class HeteroStrategy(WorldCollectives):
             lambda: about_to_zero_gradients(self.lightning_module),
             self.precision_plugin.forward_context,
         )
-        if self._step_timeout is not None:
+        if self._step_timeout < self._timeout:
             self._runner.after_first = partial(assembled.registry.limit, self._step_timeout)
         assembled.executor.agreement.stop = self._stop
         plugin = cast(Any, self.precision_plugin)

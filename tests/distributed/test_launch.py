@@ -20,7 +20,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.strategy import HeteroStrategy
-from hetero_strategy.strategy.launch import MultiProcessingLauncher, prepare_device
+from hetero_strategy.strategy.launch import (
+    FLIGHT_RECORDER,
+    MultiProcessingLauncher,
+    bound_device,
+    prepare_device,
+)
 from tests.distributed.scenario import Job, data, train
 from tests.distributed.scripts.train import STEPS
 
@@ -262,3 +267,19 @@ def test_memory_grows_in_segments_unless_the_person_says_otherwise(monkeypatch: 
         prepare_device(torch.device("cuda", 0))
         wanted = said or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         assert {n: v for n, v in os.environ.items() if n.endswith("ALLOC_CONF")} == wanted
+
+
+def test_nccl_records_its_last_messages_unless_the_person_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in FLIGHT_RECORDER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    prepare_device(torch.device("cpu"))
+    assert [os.environ.get(name) for name in FLIGHT_RECORDER] == ["0", None, None]
+    prepare_device(torch.device("cuda", 0))
+    assert [os.environ.get(name) for name in FLIGHT_RECORDER] == ["0", "2000", "1"]
+
+
+def test_nccl_is_told_of_the_device() -> None:
+    gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
+    assert bound_device(gpu, "nccl") == bound_device(gpu, "cpu:gloo,cuda:nccl") == gpu
+    assert bound_device(gpu, "gloo") is None and bound_device(cpu, "gloo") is None
