@@ -167,14 +167,14 @@ def step_on_rank(rank: int, world: int, setting: Setting, autocast: bool) -> Hel
     made = assembled(setting, rank)
     batch, stages = setting.batch(0, rank), list(made.executor.stages.values())
     parameters = [owned.parameter for owned in made.owned.values()]
-    original = running._Step.run
+    original = running.RunningStep.run
     most = [0, 0]
 
-    def run(self: running._Step, action: Any) -> None:
+    def run(self: running.RunningStep, action: Any) -> None:
         original(self, action)
         most[:] = map(max, most, _sizes(stages, parameters))
 
-    running._Step.run = run  # type: ignore[method-assign]
+    running.RunningStep.run = run  # type: ignore[method-assign]
     try:
         for _ in range(2):
             for parameter in parameters:
@@ -186,7 +186,7 @@ def step_on_rank(rank: int, world: int, setting: Setting, autocast: bool) -> Hel
             with hooks, region, _gathers() as gathers, counted() as sent, Allocations() as allocations:
                 made.executor.run(batch, train=True)
     finally:
-        running._Step.run = original  # type: ignore[method-assign]
+        running.RunningStep.run = original  # type: ignore[method-assign]
     masters = 3 * sum(local(p).nbytes for p in parameters)
     return Held(masters, *most, kept.most["copies"], kept.most["activations"], allocations.most, gathers(), sent())
 

@@ -73,6 +73,8 @@ class Executor:
     tied: Tied
     device: torch.device
     storage: Storage = FP32
+    warms_up: bool = False
+    """Whether stages run by themselves before the first step."""
     rank: int = field(default_factory=dist.get_rank)
     agreement: Agreement = field(default_factory=Agreement)
     recorder: Recorder = field(init=False)
@@ -86,7 +88,7 @@ class Executor:
     """Rows of modules that run a step ahead."""
     copies: Copies | None = field(init=False)
     """Bring inputs to the device; None where it is the host."""
-    running: _Step | None = field(init=False, default=None)
+    running: RunningStep | None = field(init=False, default=None)
     """The step in progress, or the one that failed."""
 
     def __post_init__(self) -> None:
@@ -127,7 +129,7 @@ class Executor:
         assert batch.program is not None and batch.index is not None
         transfers = [(self.channels[t.edge, t.backward], t.transfer) for t in batch.program.transfers]
         transport = Transport(transfers, without_waiting(batch.index, self.device))
-        step = self.running = _Step(self, batch, batch.program, transport, factors or {}, call)
+        step = self.running = RunningStep(self, batch, batch.program, transport, factors or {}, call)
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         with random_state_kept(self.device), self.recorder.step(batch.plan, train=train):
             transport.start(batch.program.starts)
@@ -142,15 +144,19 @@ class Executor:
                 finish()
             if train:
                 self.tied.settle({a.action.node.module for a in batch.program.actions if a.last})
-        for stage_id, stage in self.stages.items():
-            if isinstance(stage, FSDPModule) and not (train and self.compiler.graph.stages[stage_id].backward):
-                fsdp.release(stage)
+        self.release(train=train)
         self._reduce(step.sums, batch)
         transport.drain()
         self.running = None
         self.recorder.close()
         self.agreement.check()
         return step.sums
+
+    def release(self, *, train: bool) -> None:
+        """Free gathered weights of stages without a backward."""
+        for stage_id, stage in self.stages.items():
+            if isinstance(stage, FSDPModule) and not (train and self.compiler.graph.stages[stage_id].backward):
+                fsdp.release(stage)
 
     def _reduce(self, sums: StepSums, batch: Batch) -> None:
         """Sums over all ranks, and what these must agree on. A collective; nothing waits for the device."""
@@ -198,7 +204,7 @@ class _Live:
     """Starts to copy what is in host memory back."""
 
 
-class _Step:
+class RunningStep:
     """One step in progress."""
 
     def __init__(

@@ -26,6 +26,7 @@ from hetero_strategy.parallelize.gradients import accumulate, scale
 from hetero_strategy.runtime.agreement import different, plans_differ
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.runtime.garbage import GarbageCollection
+from hetero_strategy.runtime.warm_up import warm_up
 
 
 class StepRunner:
@@ -114,6 +115,8 @@ class StepRunner:
             _refuse_hooks(self.executor.modules)
         self.garbage.step()
         buffers = self._buffers() if self._watched else {}
+        if self._watched and self.executor.warms_up:
+            warm_up(self.executor, batch)
         # The scale may change before backward is called; what was used is kept.
         scaled = self._seed_scale()
         gradients = _StepGradients(self, batch, call, None if scaled is None else scaled.clone())

@@ -171,6 +171,7 @@ def assemble(
         tied=find_tied(modules, layouts, rank, registry.group),
         device=device,
         storage=storage,
+        warms_up=bool(compile) or device.type == "cuda",
     )
     state = TrainingState(prefix, modules, group=registry.background, asynchronous=async_checkpoint)
     around = model_context(plan.graph, plan.costs, model.language_models(), scheduling, placement, ranks_per_node)

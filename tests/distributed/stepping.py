@@ -31,6 +31,7 @@ from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.runtime import executor as running
+from hetero_strategy.runtime.warm_up import warm_up
 from hetero_strategy.schedule.action import Lane, StageGraph, StageId
 from hetero_strategy.schedule.check import check
 from hetero_strategy.schedule.compile import RankAction
@@ -385,18 +386,18 @@ def assembled(
 def counted() -> Iterator[dict[StageId, int]]:
     """Most microbatches of each of this rank's stages that are alive after any action of a step."""
     peaks: dict[StageId, int] = {}
-    original = running._Step.run
+    original = running.RunningStep.run
 
-    def run(self: running._Step, step: RankAction) -> None:
+    def run(self: running.RunningStep, step: RankAction) -> None:
         original(self, step)
         for node in {node for node, _ in self.live}:
             peaks[node] = max(peaks.get(node, 0), sum(n == node for n, _ in self.live))
 
-    running._Step.run = run  # type: ignore[method-assign]
+    running.RunningStep.run = run  # type: ignore[method-assign]
     try:
         yield peaks
     finally:
-        running._Step.run = original  # type: ignore[method-assign]
+        running.RunningStep.run = original  # type: ignore[method-assign]
 
 
 @dataclass
@@ -470,6 +471,7 @@ class OnRank:
         modules = self.executor.modules
         self.owned = {f"{n}.{fqn}": p for n, m in modules.items() for fqn, p in m.named_parameters() if not p.is_meta}
         self.caches = RowCaches(setting.cache)
+        self.warm = False
 
     def steps(self, setting: Setting, microbatches: int | None) -> StepDataset:
         """Batches of this rank, which look for rows where the setting says so."""
@@ -492,6 +494,7 @@ class OnRank:
         """
         at: Any = (0, number, True) if number else 0
         batch: Batch = self.steps(setting, microbatches)[at]
+        self.warm_up(batch)
         with damaged(damage), late(setting.late, self.rank), counted() as peaks:
             outcome = self.executor.run(batch, train=True)
         schedule = self.executor.recorder.steps[-1].schedule
@@ -509,6 +512,15 @@ class OnRank:
         errors = expected.errors(gradients)
         cached = {name: (keeper.found, keeper.missed) for name, keeper in self.caches.keepers.items()}
         return Stepped(self._losses(outcome), errors, trains, dict(peaks), held, plan, schedule.lanes, cached=cached)
+
+    def warm_up(self, batch: Batch) -> None:
+        """Before the first step every stage runs by itself, which changes nothing."""
+        if self.warm:
+            return
+        self.warm, state = True, torch.get_rng_state()
+        warm_up(self.executor, batch)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(p.grad is None for p in self.owned.values()) and not self.executor.recorder.steps
 
     def evaluate(self, setting: Setting) -> dict[str, float]:
         """Losses of the first batch, forwards alone."""

@@ -134,14 +134,14 @@ def outputs_held(rank: int, world: int, setting: Setting) -> list[int]:
     """At each backward: outputs of this rank's forwards whose memory is still in use."""
     outputs: list[StorageWeakRef] = []
     held: list[int] = []
-    send, give, back = dist.batch_isend_irecv, Transport.give, running._Step._backward
+    send, give, back = dist.batch_isend_irecv, Transport.give, running.RunningStep._backward
 
     def noting(self: Transport, number: int, rows: torch.Tensor) -> None:
         if not self._transfers[number][0].tag % 2:
             outputs.append(StorageWeakRef(rows.untyped_storage()))
         give(self, number, rows)
 
-    def counting(self: running._Step, *given: Any) -> None:
+    def counting(self: running.RunningStep, *given: Any) -> None:
         self.transport._let_go()
         held.append(sum(not output.expired() for output in outputs))
         back(self, *given)
@@ -149,12 +149,12 @@ def outputs_held(rank: int, world: int, setting: Setting) -> list[int]:
     dist.batch_isend_irecv = lambda ops: [
         Sent(work) if op.op is dist.isend else work for op, work in zip(ops, send(ops), strict=True)
     ]
-    Transport.give, running._Step._backward = noting, counting  # type: ignore[method-assign]
+    Transport.give, running.RunningStep._backward = noting, counting  # type: ignore[method-assign]
     try:
         made = OnRank(rank, world, setting)
         made.executor.run(steps_of(setting, 4, made.share, made.made.context)[0], train=True)
     finally:
-        dist.batch_isend_irecv, Transport.give, running._Step._backward = send, give, back  # type: ignore[method-assign]
+        dist.batch_isend_irecv, Transport.give, running.RunningStep._backward = send, give, back  # type: ignore[method-assign]
     return held
 
 

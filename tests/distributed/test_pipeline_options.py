@@ -6,16 +6,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from hetero_strategy.boundary.transport import Transport
 from hetero_strategy.parallelize import fsdp
+from hetero_strategy.runtime.executor import RunningStep
+from hetero_strategy.runtime.step import StepRunner
 from tests.distributed.exact import EXACT, NOTICED, compare, expected, on, setting_of
 from tests.distributed.harness import Pool
 from tests.distributed.stepping import (
+    OnRank,
     Reference,
     Run,
     Setting,
@@ -246,6 +251,40 @@ def graphs(rank: int, world: int, setting: Setting, wanted: Reference) -> tuple[
     counters.clear()
     run = steps_on_rank(rank, world, setting, wanted, (2, 4))
     return run, counters["stats"]["unique_graphs"]
+
+
+def compiled_when(rank: int, world: int, setting: Setting) -> tuple[int, int, int]:
+    """Actions run and graphs compiled when a rank's first message started, and graphs after two steps."""
+    torch._dynamo.reset()
+    counters.clear()
+    made = OnRank(rank, world, setting)
+    owned = [o.parameter for o in made.made.owned.values()]
+    runner = StepRunner(made.executor, owned, lambda: None, lambda: True, lambda: False)
+    batches = [made.steps(setting, number)[0] for number in (2, 4)]
+    start, run, noted, actions = dist.batch_isend_irecv, RunningStep.run, list[tuple[int, int]](), list[Any]()
+
+    def started(ops: list[dist.P2POp]) -> Any:
+        noted.append((len(actions), counters["stats"]["unique_graphs"]))
+        return start(ops)
+
+    def ran(self: RunningStep, step: Any) -> None:
+        actions.append(step)
+        run(self, step)
+
+    with patch.object(dist, "batch_isend_irecv", started), patch.object(RunningStep, "run", ran):
+        for batch in batches:
+            runner(batch)
+    dist.barrier()
+    return (*noted[0], counters["stats"]["unique_graphs"])
+
+
+def test_all_stages_compile_before_the_first_message(pool: Pool, folders: dict[bool, str]) -> None:
+    setting = setting_of(folders, COMPILED["stages"], "1f1b", compile={"vision": "eager", "llm": "eager"})
+    for actions, at_first, at_end in pool.run(setting.world, compiled_when, setting, timeout=120):
+        assert actions >= 4, "forward and backward of both modules"
+        assert at_first == at_end >= 2, "blocks were compiled while messages were under way"
+    eager = pool.run(setting.world, compiled_when, replace(setting, compile={}), timeout=120)
+    assert eager[1][0] < 4, "the second stage ran before rows came, though nothing takes longer the first time"
 
 
 @pytest.mark.full  # tests/parallelize/test_compile.py has pieces of them

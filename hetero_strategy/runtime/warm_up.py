@@ -1,0 +1,103 @@
+"""Before the first step every stage runs once by itself.
+
+Kernels are loaded, blocks compiled and memory is found while no message between stages is under way: what a device does
+the first time may wait for all that runs on it, and blocks of a pipeline compile at once in place of stage by stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+from typing_extensions import override
+
+from hetero_strategy.boundary.transport import Transport
+from hetero_strategy.loading.batch import Batch
+from hetero_strategy.model.inputs import without_waiting
+from hetero_strategy.model.random_numbers import random_state_kept
+from hetero_strategy.plan.step_plan import StepPlan
+from hetero_strategy.runtime.executor import Executor, RunningStep
+from hetero_strategy.schedule.action import StageId
+from hetero_strategy.schedule.compile import RankAction, StepProgram
+
+ORDER = ("UNSHARD", "F", "B", "I", "W", "REDUCE")
+
+
+def warm_up(executor: Executor, batch: Batch) -> None:
+    """Run the largest microbatch of each of this rank's stages by itself, forward and backward; nothing of it stays.
+
+    A collective over the ranks of each module. Not of an encoder whose rows are kept on disk.
+    """
+    batch = executor.ready(batch, train=True)
+    assert batch.program is not None and batch.index is not None
+    program, plan, modules = batch.program, batch.plan, list(executor.modules)
+    stages = [
+        node
+        for node, stage in executor.stages.items()
+        if node.module in modules  # not once more what runs a step ahead
+        and getattr(stage, "keeper", None) is None
+        and not plan.holds(node.module, node.stage)
+    ]
+    stages.sort(key=lambda node: (modules.index(node.module), node.stage))
+    actions = largest_alone(program, plan, stages, lambda node: executor.coordinates[node.module].instance)
+    transfers = [(executor.channels[t.edge, t.backward], t.transfer) for t in program.transfers]
+    transport = Alone(transfers, without_waiting(batch.index, executor.device))
+    step = executor.running = RunningStep(executor, batch, replace(program, actions=tuple(actions)), transport, {}, 0)
+    before = {p: p.grad for own in executor.parameters.values() for p in own}
+    for p in before:
+        p.grad = None
+    with random_state_kept(executor.device), executor.recorder.step(plan, train=True):
+        for action in actions:
+            step.run(action)
+        for finish in step.sums_under_way:
+            finish()
+    executor.release(train=True)
+    for p, gradient in before.items():
+        p.grad = gradient
+    executor.running = None
+
+
+class Alone(Transport):
+    """No row travels: what would arrive is ones, and what is given goes nowhere."""
+
+    @override
+    def give(self, number: int, rows: torch.Tensor) -> None: ...
+
+    @override
+    def take(self, number: int, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        channel, transfer = self._transfers[number]
+        rows = torch.ones((transfer.outputs, channel.width), dtype=channel.dtype, device=channel.device)
+        return rows if add_to is None else add_to.add_(rows)
+
+
+def largest_alone(
+    program: StepProgram, plan: StepPlan, stages: Iterable[StageId], instance_of: Callable[[StageId], int]
+) -> list[RankAction]:
+    """The actions of each stage's largest microbatch, stage by stage in the order given; the same on all ranks of an
+    instance. One without any takes part in gathers and reductions.
+
+    Args:
+        program: of a training step on this rank.
+        plan: of the same step.
+        stages: of this rank, in an order that all ranks keep.
+        instance_of: the instance of a stage's module that this rank is in.
+    """
+    of_stage: dict[StageId, list[RankAction]] = {stage: [] for stage in stages}
+    for action in program.actions:
+        if action.action.node in of_stage:
+            of_stage[action.action.node].append(action)
+    chosen: list[RankAction] = []
+    for stage, actions in of_stage.items():
+        rows = {
+            one.action.microbatch: int(
+                plan.assignments[stage.module][one.action.microbatch].totals(inner=True)[instance_of(stage)]
+            )
+            for one in actions
+            if one.action.kind == "F"
+        }
+        largest = max(rows, key=lambda number: (rows[number], -number), default=None)
+        once = [one for one in actions if one.action.kind in ("UNSHARD", "REDUCE") or one.action.microbatch == largest]
+        once.sort(key=lambda one: ORDER.index(one.action.kind))
+        chosen += [one._replace(last=one.action.kind in ("B", "W")) for one in once]
+    return chosen
