@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import ceil, gcd, sqrt
 from pathlib import Path
@@ -47,7 +47,11 @@ class Media(Protocol):
         """Decode the whole file and throw the result away. Raises DataError."""
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
-        """Rows, float32 ``[R, feature]``. Raises DataError, also where the file no longer has the given ``sizes``."""
+        """Rows ``[R, feature]``, float32 or the media's own ``dtype``.
+
+        Raises:
+            DataError: also where the file no longer has the given ``sizes``.
+        """
 
     def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
         """Rows inside the module, int64 ``[n]``, of items with these sizes, int64 ``[n, k]``."""
@@ -71,6 +75,11 @@ class TargetProcessor(Media, Protocol):
         """Numbers that the loss counts, int64 ``[n]``, of items with these sizes, int64 ``[n, k]``."""
 
 
+def no_rows(media: Media) -> np.ndarray:
+    """Rows of nothing, ``[0, feature]``, in the dtype in which the media gives rows."""
+    return np.zeros((0, media.feature), getattr(media, "dtype", np.float32))
+
+
 class _FromFields:
     """What all processors here do with their fields and rows."""
 
@@ -80,7 +89,7 @@ class _FromFields:
 
     def collate(self: Media, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
         """Put items end to end."""
-        joined = np.concatenate([np.zeros((0, self.feature), np.float32), *values])
+        joined = np.concatenate([no_rows(self), *values])
         sizes = np.asarray(sizes, np.int64).reshape(-1, len(self.size_names))
         packing = Packing.of(self.inner_rows(sizes).astype(np.int64))
         return EncoderInputs(torch.from_numpy(joined), sizes, np.asarray(rows, np.int64), packing)
@@ -92,7 +101,8 @@ class ImageProcessor(_FromFields):
 
     Height and width are rounded to multiples of ``patch_size * merge`` pixels; an image of more than ``max_patches``
     patches is scaled down, none is scaled up. Patches are in row-major (grid_h, grid_w) order with features in
-    (patch_h, patch_w, channel) order, as transformers' ``Siglip2ImageProcessor`` makes them.
+    (patch_h, patch_w, channel) order, as transformers' ``Siglip2ImageProcessor`` makes them. They travel as pixels, a
+    byte each, and become numbers where the encoder runs.
 
     Args:
         patch_size: pixels on a side of a patch.
@@ -134,6 +144,17 @@ class ImageProcessor(_FromFields):
         return self.patch_size**2 * self.channels
 
     @property
+    def dtype(self) -> type[np.generic]:
+        """Of raw rows."""
+        return np.uint8
+
+    @property
+    def statistics(self) -> torch.Tensor:
+        """What :func:`~hetero_strategy.model.inputs.normalised` takes."""
+        both = np.broadcast_arrays(np.zeros(self.channels), self.mean, self.std)[1:]
+        return torch.from_numpy(np.stack(both).astype(np.float32))
+
+    @property
     def size_names(self) -> tuple[str, ...]:
         return ("grid_h", "grid_w")
 
@@ -150,15 +171,18 @@ class ImageProcessor(_FromFields):
             _reading(path, "image", lambda _: image.load())
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
-        """Patches of the resized image, normalised."""
+        """Patches of the resized image, uint8."""
         with _reading(path, "image", Image.open) as image:
             grid = self._grid(image)
             _same(path, self.size_names, grid, sizes)
             pixels = _reading(path, "image", lambda _: self._pixels(image, grid))
         p, (h, w) = self.patch_size, grid
-        pixels = (pixels / 255.0 - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
         patches = pixels.reshape(h, p, w, p, self.channels).transpose(0, 2, 1, 3, 4)
-        return np.ascontiguousarray(patches.reshape(h * w, self.feature), np.float32)
+        return np.ascontiguousarray(patches.reshape(h * w, self.feature))
+
+    def collate(self, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
+        """Put images end to end, with what normalises their pixels."""
+        return replace(super().collate(values, sizes, rows), statistics=self.statistics)
 
     def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
         """A row per patch."""
@@ -177,7 +201,7 @@ class ImageProcessor(_FromFields):
         return h * self.merge, w * self.merge
 
     def _pixels(self, image: Image.Image, grid: tuple[int, int]) -> np.ndarray:
-        """Pixels from 0 to 255 of the image resized to its grid, float32 ``[height, width, channels]``."""
+        """Pixels of the image resized to its grid, uint8 ``[height, width, channels]``."""
         image.load()
         if _sideways(image) or image.format in ("JPEG", "MPO"):
             image = ImageOps.exif_transpose(image)
@@ -187,7 +211,7 @@ class ImageProcessor(_FromFields):
         size = (grid[1] * self.patch_size, grid[0] * self.patch_size)
         if image.size != size:
             image = image.resize(size, Image.Resampling.BILINEAR)
-        return np.asarray(image, np.float32).reshape(size[1], size[0], self.channels)
+        return np.asarray(image).reshape(size[1], size[0], self.channels)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 from typing_extensions import override
 
 from hetero_strategy.data.media import ImageProcessor, Sizes
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.model.inputs import normalised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,16 @@ class ImageTarget(ImageProcessor):
     def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
         """The condition rows and a row per patch."""
         return super().inner_rows(sizes) + self.rows
+
+    @property
+    @override
+    def dtype(self) -> type[np.generic]:
+        return np.float32
+
+    @override
+    def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
+        """Patches of the resized image, normalised, float32."""
+        return normalised(torch.from_numpy(super().load(path, sizes)), self.statistics).numpy()
 
     def target_elements(self, sizes: np.ndarray) -> np.ndarray:
         """All numbers of all patches."""

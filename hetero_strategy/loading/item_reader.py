@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from hetero_strategy.data.dataset_index import DatasetIndex
-from hetero_strategy.data.media import Media
+from hetero_strategy.data.media import Media, no_rows
 from hetero_strategy.errors import DataError
 
 OnError = Literal["stop", "skip"]
@@ -29,7 +29,7 @@ class Reader:
         """Data set index of every sample with an item that could not be read -> why not, with the file's name."""
 
     def __call__(self, module: str, item: int, sizes: np.ndarray) -> np.ndarray:
-        """float32 ``[R, feature]`` of one item of the data set; zeros in its place where it is skipped.
+        """Rows ``[R, feature]`` of one item of the data set; zeros in its place where it is skipped.
 
         Args:
             item: number in the module's item table.
@@ -47,4 +47,4 @@ class Reader:
             if self._on_error == "stop":
                 raise DataError(f"{message}; mend the file, or train without such samples: on_error='skip'") from None
             self.failed.setdefault(sample, message)
-            return np.zeros((int(sizes.prod()), processor.feature), np.float32)
+            return np.zeros_like(no_rows(processor), shape=(int(sizes.prod()), processor.feature))

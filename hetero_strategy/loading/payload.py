@@ -66,7 +66,7 @@ class Content:
     items: Callable[[str, np.ndarray], Items]
     """Module and numbers of some of its items in the step -> what is known of these."""
     values: Callable[[str, np.ndarray], list[np.ndarray]]
-    """The same -> raw rows of each, float32 ``[R, feature]``; raises DataError where one cannot be read."""
+    """The same -> raw rows of each, ``[R, feature]``; raises DataError where one cannot be read."""
     rows: Mapping[str, np.ndarray] | None = None
     """If the index is not measured, by module: rows of each item of the samples, also of those that were not read."""
     failed: Mapping[int, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hetero_strategy.data.dataset_index import DatasetIndex
-from hetero_strategy.data.media import Media
+from hetero_strategy.data.media import Media, no_rows
 from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.loading.item_reader import complaint
 from hetero_strategy.loading.steps import StepDataset
@@ -26,7 +26,7 @@ class DecodedItems:
     """Items of one module that a rank has read, by sample, then order within it."""
 
     values: np.ndarray
-    """float32 ``[R, feature]``, raw rows end to end, without items that were not read."""
+    """``[R, feature]``, raw rows end to end, without items that were not read."""
     numbers: np.ndarray
     """int64 ``[n, k + 2]`` for each item: its sizes as the processor measures them, its raw rows, and its rows that
     cross the module's edges. Raw rows are -1, all else 0, where its sample could not be read."""
@@ -109,7 +109,7 @@ def _decoded(
     """All items of some samples; those of samples that fail have no rows."""
     table, numbers = index.items[module], index.item_numbers(module, samples)
     found = np.zeros((len(numbers), len(processor.size_names) + 2), np.int64)
-    values = [np.zeros((0, processor.feature), np.float32)]
+    values = [no_rows(processor)]
     for place, item in enumerate(numbers.tolist()):
         sample = int(table.sample[item])
         if sample in failed:

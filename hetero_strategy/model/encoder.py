@@ -172,6 +172,7 @@ class Encoder(Adapter):
         """
         if rows:
             raise DataError(f"an encoder takes no rows of other modules, got those of {sorted(map(str, rows))}")
+        inputs = inputs.as_numbers()
         if self.compute_dtype is not None:
             inputs = inputs.narrowed(self.compute_dtype)
         if self.before is not None and self.first_stage:

@@ -170,7 +170,8 @@ class EncoderInputs(ModuleInputs):
     """All items of one encoder instance in one microbatch. Zero items are allowed."""
 
     values: torch.Tensor
-    """float32 ``[R, feature]``, raw rows of all items end to end (image: patches; audio: mel frames)."""
+    """float32 ``[R, feature]``, raw rows of all items end to end (image: patches; audio: mel frames); uint8 on their
+    way where there are :attr:`statistics`."""
     sizes: np.ndarray
     """int64 ``[n, k]``, on the host: image (grid height, grid width) in patches; audio (frames,)."""
     rows: np.ndarray
@@ -179,6 +180,8 @@ class EncoderInputs(ModuleInputs):
     """The rows that the backbone's transformer sees, packed."""
     cached: CachedRows | None = None
     """Where the backbone's rows are kept on disk: those of some items, whose values are not among ``values``."""
+    statistics: torch.Tensor | None = None
+    """Where values are pixels: with what :meth:`as_numbers` makes numbers of them, see :func:`normalised`."""
 
     @override
     def silenced(self, bad: np.ndarray) -> Self:
@@ -189,6 +192,15 @@ class EncoderInputs(ModuleInputs):
         cached = None if self.cached is None else self.cached.narrowed(dtype)
         values = self.values.to(dtype) if self.values.is_floating_point() else self.values
         return replace(self, values=values, cached=cached)
+
+    def as_numbers(self) -> Self:
+        """Return the same with float32 values, normalised, where they have travelled as pixels."""
+        cached = self.cached
+        if cached is not None and cached.missed is not None:
+            cached = replace(cached, missed=cached.missed.as_numbers())
+        if self.statistics is None:
+            return self if cached is self.cached else replace(self, cached=cached)
+        return replace(self, values=normalised(self.values, self.statistics), statistics=None, cached=cached)
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,6 +301,17 @@ class Ragged:
     values: torch.Tensor
     offsets: np.ndarray
     """int64 ``[n + 1]``, on the host."""
+
+
+def normalised(pixels: torch.Tensor, statistics: torch.Tensor) -> torch.Tensor:
+    """Make numbers, float32, of pixels, uint8 ``[R, feature]``, whose features have the channels last.
+
+    Args:
+        statistics: float32 ``[2, channels]``, mean and deviation of pixels that are scaled to 0..1.
+    """
+    mean, std = statistics
+    values = pixels.to(torch.float32, copy=True).div_(255.0).unflatten(1, (-1, len(mean)))
+    return values.sub_(mean).div_(std).flatten(1)
 
 
 def host_index(index: np.ndarray, like: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,14 @@ def sound(path: Path, samples: int, rate: int = 16000, channels: int = 1) -> Pat
     return path
 
 
+def numbers(processor: ImageProcessor, path: Path) -> np.ndarray:
+    """What an encoder sees of an image, float32 ``[R, feature]``."""
+    sizes, rows = processor.measure(path)
+    inputs = processor.collate([processor.load(path, sizes)], np.array([sizes]), np.array([rows]))
+    assert inputs.values.dtype == torch.uint8
+    return inputs.as_numbers().values.numpy()
+
+
 @pytest.mark.parametrize(("width", "height"), [(64, 48), (16, 16), (160, 16)])
 def test_patches_are_siglip2s(tmp_path: Path, width: int, height: int) -> None:
     from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
@@ -39,7 +47,7 @@ def test_patches_are_siglip2s(tmp_path: Path, width: int, height: int) -> None:
     assert tuple(expected["spatial_shapes"][0]) == grid
     processor = ImageProcessor(patch_size=16)
     assert processor.measure(path) == (grid, grid[0] * grid[1])
-    np.testing.assert_allclose(processor.load(path, grid), expected["pixel_values"][0], atol=1e-6)
+    np.testing.assert_allclose(numbers(processor, path), expected["pixel_values"][0], atol=1e-6)
 
 
 def test_native_resolution_aspect_and_limit(tmp_path: Path) -> None:
@@ -57,10 +65,10 @@ def test_native_resolution_aspect_and_limit(tmp_path: Path) -> None:
 
 def test_grey_and_channel_statistics(tmp_path: Path) -> None:
     path = picture(tmp_path / "a.png", 16, 8, mode="L")
-    grey = ImageProcessor(patch_size=8, channels=1, mean=0.0, std=1.0).load(path)
+    grey = numbers(ImageProcessor(patch_size=8, channels=1, mean=0.0, std=1.0), path)
     pixels = np.asarray(Image.open(path), np.float32) / 255
     np.testing.assert_allclose(grey[1].reshape(8, 8), pixels[:, 8:], atol=1e-6)
-    colour = ImageProcessor(patch_size=8, mean=(0.1, 0.2, 0.3), std=[1, 2, 4]).load(path)  # type: ignore[arg-type]
+    colour = numbers(ImageProcessor(patch_size=8, mean=(0.1, 0.2, 0.3), std=[1, 2, 4]), path)  # type: ignore[arg-type]
     np.testing.assert_allclose(colour[0].reshape(8, 8, 3)[..., 2], (pixels[:, :8] - 0.3) / 4, atol=1e-6)
     with pytest.raises(ConfigError, match="mean has 2 numbers for 3 channels"):
         ImageProcessor(mean=(1.0, 2.0))
@@ -71,7 +79,7 @@ def test_grey_and_channel_statistics(tmp_path: Path) -> None:
 def test_sixteen_bit_is_scaled_not_clipped(tmp_path: Path) -> None:
     values = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
     Image.fromarray(values).save(tmp_path / "a.png")
-    patches = ImageProcessor(patch_size=8, channels=1, mean=0.0, std=1.0).load(tmp_path / "a.png")
+    patches = numbers(ImageProcessor(patch_size=8, channels=1, mean=0.0, std=1.0), tmp_path / "a.png")
     np.testing.assert_allclose(patches.reshape(8, 8), values / 65535, atol=1 / 200)
 
 
@@ -171,7 +179,8 @@ def test_collate(tmp_path: Path) -> None:
     inputs = image.collate(
         [image.load(p) for p in paths], np.array([f[0] for f in found]), np.array([f[1] for f in found])
     )
-    assert inputs.values.shape == (12, 64) and inputs.values.dtype == torch.float32
+    assert inputs.values.shape == (12, 64) and inputs.values.dtype == torch.uint8
+    assert inputs.as_numbers().values.dtype == torch.float32 and inputs.as_numbers().statistics is None
     assert inputs.sizes.tolist() == [[2, 4], [2, 2]] and inputs.rows.tolist() == [2, 1]
     assert inputs.packing.lengths.tolist() == [8, 4]
     path = sound(tmp_path / "a.wav", 160 * 7)
