@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 
+from hetero_strategy.errors import ModelError
 from hetero_strategy.model.inputs import Packing
 
 varlen_attn: Any = varlen.varlen_attn
@@ -29,6 +30,8 @@ VARLEN, SHARES_HEADS = _takes(varlen_attn)
 HALF = (torch.float16, torch.bfloat16)
 WIDEST = 256
 """Head dimension above which torch's flash kernels stop."""
+NOT_HERE = ("s_aux", "position_bias", "head_mask")
+"""What transformers' layers may pass to an attention that would change what comes out, and no kernel here takes."""
 HF_ATTENTION = "hetero_packed"
 """Name under which packed attention is registered with transformers."""
 
@@ -40,6 +43,7 @@ class _Options(NamedTuple):
     window: int | None = None
     scale: float | None = None
     dropout: float = 0.0
+    softcap: float | None = None
 
 
 def packed_attention(
@@ -52,13 +56,14 @@ def packed_attention(
     window: int | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute scaled dot-product attention inside every sequence of ``packing``, never across.
 
-    On CUDA in half precision torch's flash kernel for packed sequences takes the rows as they are. Elsewhere, and with
-    dropout, sequences of similar length are padded together and each such bucket is one fused call: causal attention
-    needs no mask for right padding; bidirectional attention gets a key mask only where a bucket has padding, and
-    attention in a window a band where sequences are longer than it.
+    On CUDA in half precision torch's flash kernel for packed sequences takes the rows as they are. Elsewhere, with dropout
+    and with a soft cap, sequences of similar length are padded together and each such bucket is one fused call: causal
+    attention needs no mask for right padding; bidirectional attention gets a key mask only where a bucket has padding,
+    and attention in a window a band where sequences are longer than it.
 
     Args:
         query: ``[1, heads, T, head_dim]``.
@@ -69,17 +74,20 @@ def packed_attention(
         window: how many of these it sees at most, itself among them; causal attention only.
         scale: factor of the scores, ``head_dim ** -0.5`` by default.
         dropout: probability of dropping an attention weight.
+        softcap: scores ``s`` become ``softcap * tanh(s / softcap)``, as in Gemma 2. No fused kernel of torch does it:
+            all scores of a bucket are in memory.
 
     Returns:
         ``[1, heads, T, head_dim]``.
     """
     if packing.rows == 0:
         return query + (key.sum() + value.sum())  # empty, yet a gradient (zero) reaches all three
-    options = _Options(causal, window, scale, dropout)
+    options = _Options(causal, window, scale, dropout, softcap)
     if (
         query.is_cuda
         and query.dtype in HALF
         and not dropout
+        and softcap is None
         and query.shape[-1] <= WIDEST
         and (SHARES_HEADS if query.shape[1] != key.shape[1] else VARLEN)
     ):
@@ -155,11 +163,25 @@ def _hf_attention(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
-    **unused: Any,
+    softcap: float | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
+    if asked := [name for name in NOT_HERE if others.get(name) is not None]:
+        raise ModelError(
+            f"{type(module).__name__} asks for attention with {', '.join(asked)}, which packed attention does not have;"
+            " give its blocks an attention of their own"
+        )
     causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
     out = packed_attention(
-        query, key, value, packing, causal=causal, window=sliding_window, scale=scaling, dropout=dropout
+        query,
+        key,
+        value,
+        packing,
+        causal=causal,
+        window=sliding_window,
+        scale=scaling,
+        dropout=dropout,
+        softcap=softcap,
     )
     return out.transpose(1, 2), None
 
@@ -168,15 +190,31 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, opti
     """Attention of padded sequences ``[sequences, heads, T, head_dim]``; a mask says all of what a row sees."""
     groups = query.shape[1] // key.shape[1]
     # Only the flash kernel (half precision on CUDA, no mask) shares key heads without falling back to the slow path.
-    shared = groups > 1 and mask is None and query.is_cuda and query.dtype in HALF
+    shared = groups > 1 and mask is None and query.is_cuda and query.dtype in HALF and options.softcap is None
     if groups > 1 and not shared:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if options.softcap is not None:
+        return _capped(query, key, value, mask, options)
     given: dict[str, Any] = {"is_causal": options.causal}
     if mask is not None:
         given = {"attn_mask": mask.expand(-1, -1, query.shape[2], -1)}
     return F.scaled_dot_product_attention(
         query, key, value, **given, dropout_p=options.dropout, scale=options.scale, enable_gqa=shared
     )
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
+    """The same with a soft cap of the scores, whose softmax is in fp32 at least."""
+    cap = options.softcap
+    assert cap is not None
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scores = cap * torch.tanh(query @ key.transpose(-2, -1) * (scale / cap))
+    if mask is None and options.causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    return F.dropout(weights, options.dropout) @ value
 
 
 def _to_buckets(rows: Tensor, packing: Packing) -> Tensor:
