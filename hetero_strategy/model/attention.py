@@ -60,8 +60,8 @@ def packed_attention(
 ) -> Tensor:
     """Compute scaled dot-product attention inside every sequence of ``packing``, never across.
 
-    On CUDA in half precision torch's flash kernel for packed sequences takes the rows as they are. Elsewhere, with dropout
-    and with a soft cap, sequences of similar length are padded together and each such bucket is one fused call: causal
+    On CUDA in half precision torch's flash kernel for packed sequences takes the rows as they are. Elsewhere, and with
+    dropout or a soft cap, sequences of similar length are padded together and each such bucket is one call: causal
     attention needs no mask for right padding; bidirectional attention gets a key mask only where a bucket has padding,
     and attention in a window a band where sequences are longer than it.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import rank_zero_only, rank_zero_warn
+from lightning.fabric.utilities import rank_zero_only
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
@@ -22,14 +21,12 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
-from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.spec import ModuleLayout
@@ -40,6 +37,7 @@ from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.compile import compiles
 from hetero_strategy.parallelize.float8 import float8s, use_float8
 from hetero_strategy.parallelize.gradients import Owned, global_norm
+from hetero_strategy.parallelize.hardware import use_async_tp, use_flash
 from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.optimizer import choose_kernels
 from hetero_strategy.parallelize.recompute import recomputes
@@ -50,7 +48,7 @@ from hetero_strategy.runtime.step import StepRunner
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.assembly import Assembled, assemble, find_model, move_rest, row_multiple
 from hetero_strategy.strategy.auto import choose, given
-from hetero_strategy.strategy.collectives import WorldCollectives
+from hetero_strategy.strategy.checkpoints import OwnCheckpoints
 from hetero_strategy.strategy.launch import (
     START_METHODS,
     MultiProcessingLauncher,
@@ -69,7 +67,7 @@ from hetero_strategy.strategy.row_caches import RowCaches
 from hetero_strategy.strategy.zeroing import about_to_zero_gradients
 
 
-class HeteroStrategy(WorldCollectives):
+class HeteroStrategy(OwnCheckpoints):
     """Trains a :class:`MultimodalModel` with every module in its own layout, on its own ranks.
 
     ``Trainer(strategy=HeteroStrategy(layouts={...}))``; the LightningModule stays an ordinary one that builds its model
@@ -83,6 +81,8 @@ class HeteroStrategy(WorldCollectives):
         offload: modules whose blocks keep activations in host memory until backward; by module: all, every 2.
         compile: modules whose blocks torch compiles one by one, for any number of rows; or by module: the backend.
         float8: modules whose blocks multiply in float8 (torchao); or by module: the recipe.
+        attention: flash kernels of another package on GPUs that have them: ``FA3``, ``FA4``; None: torch's own.
+        async_tp: torch's compiler overlaps matmuls with tensor-parallel collectives, between GPUs that share memory.
         schedule: in which order a step's work runs: ``1f1b``, ``gpipe``, ``interleaved_1f1b`` (modules with vpp > 1),
             ``zb_h1``, ``zbv`` (vpp=2, pp_style="v"), ``sequential``; or ``auto``: what the layouts are made for.
         max_in_flight: module -> most microbatches whose activations one of its stages holds.
@@ -111,8 +111,6 @@ class HeteroStrategy(WorldCollectives):
 
     strategy_name = "hetero"
     is_distributed = True
-    restore_checkpoint_after_setup = True
-    lightning_restore_optimizer = False
 
     def __init__(
         self,
@@ -122,6 +120,8 @@ class HeteroStrategy(WorldCollectives):
         offload: Sequence[str] | Mapping[str, str] | None = None,
         compile: Sequence[str] | Mapping[str, str] | None = None,
         float8: Sequence[str] | Mapping[str, str] | None = None,
+        attention: str | None = None,
+        async_tp: bool = False,
         schedule: str = "auto",
         max_in_flight: Mapping[str, int] | None = None,
         reshard_after_forward: str = "auto",
@@ -144,6 +144,7 @@ class HeteroStrategy(WorldCollectives):
         self._auto, self._layouts = layouts == "auto", given(layouts)
         self.recompute, self.offload = recomputes(recompute), offloads(offload)
         self.compile, self._float8 = compiles(compile), float8s(float8)
+        self._attention, self._async_tp = attention, async_tp
         bounds, ahead = max_in_flight or {}, prefetch or {}
         self._scheduling = ScheduleConfig(schedule, bounds, reshard_after_forward, fill, pieces or {}, ahead, islands)
         self._start_method, self._process_group_backend = start_method, process_group_backend
@@ -300,6 +301,8 @@ class HeteroStrategy(WorldCollectives):
             self._placement = place(chosen.layouts, self.world_size)
             self._planned_microbatches = chosen.microbatches if self._auto else None
         layouts = self._placement.layouts
+        use_flash(self._attention, self.root_device)
+        use_async_tp(self._async_tp, layouts, self.compile, self.root_device)
         use_float8(self._float8, self._multimodal.modules_by_name, layouts, storage.compute, self.root_device)
         self._assembled = assembled = assemble(
             self._prefix, self._multimodal, self._placement, self.global_rank, self.root_device,
@@ -346,60 +349,6 @@ class HeteroStrategy(WorldCollectives):
         check_dataloader(dataloader)
         self.row_caches.attach(dataloader, self.executor, self.broadcast)
         return dataloader
-
-    # ---- checkpoints -----------------------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> TrainingState:
-        assert self._assembled is not None
-        return self._assembled.state
-
-    @property
-    def checkpoint_seconds(self) -> float:
-        """That this rank has spent on writing and removing checkpoints."""
-        return self.state.seconds
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Tensors this rank owns, by global name; rank 0 owns what lies beside the model."""
-        assert self.lightning_module is not None
-        rest = self.state.rest_of(self.lightning_module) if self.is_global_zero else {}
-        return self.state.model_tensors() | rest
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self.state.optimizer_tensors(getattr(optimizer, "_optimizer", optimizer))
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        if storage_options is not None:
-            raise ConfigError("HeteroStrategy: storage_options is not supported; a checkpoint is a local directory")
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED and not self._stop.agreed:
-            # Other ranks may not come: a collective save would hang and hide the error.
-            rank_zero_warn(f"no checkpoint is saved after an exception: {filepath}")
-            return
-        self.state.save(checkpoint, Path(self.broadcast(os.fspath(filepath))))
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Fill owned tensors in place, from any layout; returns the rest of Lightning's checkpoint."""
-        assert self.lightning_module is not None
-        torch.cuda.empty_cache()
-        return self.state.load(
-            Path(self.broadcast(os.fspath(checkpoint_path))),
-            self.optimizers,
-            self.state.rest_of(self.lightning_module),
-            strict=self.lightning_module.strict_loading,
-            verify=self._verify,
-        )
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """What lies beside the model; the model is filled, and names are compared, in :meth:`load_checkpoint`."""
-        assert self.lightning_module is not None
-        nn.Module.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=False)
-        move_rest(self.lightning_module, self.root_device)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None: ...  # done in load_checkpoint
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        self.state.remove(Path(filepath), self.is_global_zero)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,82 @@
+"""How a strategy saves and loads: every rank what it owns, in folders that any layout reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import rank_zero_warn
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch import nn
+from torch.optim import Optimizer
+
+from hetero_strategy.checkpoint.training import TrainingState
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.runtime.agreement import Stop
+from hetero_strategy.strategy.assembly import Assembled, move_rest
+from hetero_strategy.strategy.collectives import WorldCollectives
+
+
+class OwnCheckpoints(WorldCollectives):
+    """What Lightning asks a strategy for checkpoints."""
+
+    restore_checkpoint_after_setup = True
+    lightning_restore_optimizer = False
+    _assembled: Assembled | None
+    _stop: Stop
+    _verify: bool
+
+    @property
+    def state(self) -> TrainingState:
+        assert self._assembled is not None
+        return self._assembled.state
+
+    @property
+    def checkpoint_seconds(self) -> float:
+        """That this rank has spent on writing and removing checkpoints."""
+        return self.state.seconds
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Tensors this rank owns, by global name; rank 0 owns what lies beside the model."""
+        assert self.lightning_module is not None
+        rest = self.state.rest_of(self.lightning_module) if self.is_global_zero else {}
+        return self.state.model_tensors() | rest
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self.state.optimizer_tensors(getattr(optimizer, "_optimizer", optimizer))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise ConfigError("HeteroStrategy: storage_options is not supported; a checkpoint is a local directory")
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED and not self._stop.agreed:
+            # Other ranks may not come: a collective save would hang and hide the error.
+            rank_zero_warn(f"no checkpoint is saved after an exception: {filepath}")
+            return
+        self.state.save(checkpoint, Path(self.broadcast(os.fspath(filepath))))
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Fill owned tensors in place, from any layout; returns the rest of Lightning's checkpoint."""
+        assert self.lightning_module is not None
+        torch.cuda.empty_cache()
+        return self.state.load(
+            Path(self.broadcast(os.fspath(checkpoint_path))),
+            self.optimizers,
+            self.state.rest_of(self.lightning_module),
+            strict=self.lightning_module.strict_loading,
+            verify=self._verify,
+        )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """What lies beside the model; the model is filled, and names are compared, in :meth:`load_checkpoint`."""
+        assert self.lightning_module is not None
+        nn.Module.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=False)
+        move_rest(self.lightning_module, self.root_device)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None: ...  # done in load_checkpoint
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        self.state.remove(Path(filepath), self.is_global_zero)
