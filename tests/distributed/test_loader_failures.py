@@ -120,6 +120,12 @@ def fit_on_rank(rank: int, world: int, *args: Any) -> tuple[Ran, Any]:
     return fit(*args)
 
 
+def fit_by_server(rank: int, world: int, *args: Any) -> tuple[Ran, Any]:
+    """Workers are forked from a process that knows nothing of CUDA and NCCL, as is one that replaces another."""
+    multiprocessing.set_start_method("forkserver", force=True)
+    return fit(*args)
+
+
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data(tmp_path_factory.mktemp("failures") / "digits")
@@ -170,16 +176,17 @@ def test_stop_takes_the_job_down_with_its_own_message(pool: Pool, damaged: tuple
 
 
 @pytest.mark.full
-def test_killed_workers(pool: Pool, digits: Path) -> None:
+@pytest.mark.parametrize("fitted", [fit_on_rank, fit_by_server])
+def test_killed_workers(pool: Pool, digits: Path, fitted: Any) -> None:
     """Killed in the third of nine steps: in a busy process the worker may be some steps ahead."""
     job = Job(str(digits), steps=9, batch=8, precision="64-true", shuffle=False)
     expected, _ = fit(job, {})
     job = job.on(**LAYOUTS)
-    found = pool.run(2, fit_on_rank, job, {"num_workers": 1, "on_error": "skip"}, (), 2, group=False)
+    found = pool.run(2, fitted, job, {"num_workers": 1, "on_error": "skip"}, (), 2, group=False)
     assert worst_loss(expected, [ran for ran, _ in found]) < 1e-9
     assert [counts for _, counts in found] == [(0, 0), (0, 1)]
     with pytest.raises(WorkerError, match=r"(?s)loader worker 0 of 1 was killed by SIGKILL.*of epoch 0") as error:
-        pool.run(2, fit_on_rank, job, {"num_workers": 1}, (), 2, group=False)
+        pool.run(2, fitted, job, {"num_workers": 1}, (), 2, group=False)
     assert error.value.error == "DataError" and error.value.rank == 1
 
 
