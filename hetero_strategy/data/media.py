@@ -182,7 +182,8 @@ class ImageProcessor(_FromFields):
 
     def collate(self, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
         """Put images end to end, with what normalises their pixels."""
-        return replace(super().collate(values, sizes, rows), statistics=self.statistics)
+        joined = super().collate(values, sizes, rows)
+        return replace(joined, statistics=self.statistics) if joined.values.dtype == torch.uint8 else joined
 
     def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
         """A row per patch."""

@@ -117,7 +117,7 @@ class GroupRegistry:
 
     def _new(self, ranks: tuple[int, ...], *, messages: bool = False) -> dist.ProcessGroup | None:
         splits = _splits()
-        options = _for_messages() if splits and messages else None
+        options = _for_messages(self._timeout) if splits and messages else None
         group = dist.new_group(list(ranks), timeout=self._timeout, pg_options=options)
         if self._rank not in ranks:
             return None
@@ -168,9 +168,11 @@ def _splits() -> bool:
     return device is not None and bool(world._get_backend(device).supports_splitting)
 
 
-def _for_messages() -> Any:
+def _for_messages(timeout: timedelta | None) -> Any:
     """Options of NCCL for a group of rows on their way."""
     options = dist.ProcessGroupNCCL.Options()
+    if timeout is not None:  # torch warns where the group's is another
+        options._timeout = timeout
     options.config.max_ctas = MESSAGE_CTAS
     return options
 

@@ -118,6 +118,11 @@ def _decoded(
         try:
             sizes, rows = processor.measure(path)
             values.append(processor.load(path, sizes))
+            if values[-1].dtype != values[0].dtype:
+                raise ConfigError(
+                    f"the processor of '{module}' gives rows of {values[-1].dtype}, but its dtype says"
+                    f" {values[0].dtype}; let {type(processor).__name__}.load give these, or set its dtype"
+                )
             found[place] = (*sizes, len(values[-1]), rows)
         except (DataError, OSError) as error:
             failed[sample] = complaint(index, module, sample, error)

@@ -60,7 +60,7 @@ class StepRunner:
         self._precision = precision
         self._upstream = _upstream(executor)
         self._module_of = {id(p): n.module for n, own in executor.parameters.items() for p in own}
-        self._watched = True
+        self._watched, self._warm = True, set[bool]()
         self.after_first: Callable[[], None] = lambda: None
         """Called once, after the first step of training."""
         self.garbage = GarbageCollection()
@@ -102,8 +102,15 @@ class StepRunner:
         if self._training() and torch.is_grad_enabled():
             return self._train(batch, call)
         with torch.no_grad():
+            self._warm_up(batch, train=False)
             outcome = self.executor.run(batch, train=False, call=call)
         return outcome, _total_and_shares(self._shares(outcome))
+
+    def _warm_up(self, batch: Batch, *, train: bool) -> None:
+        """Before the first step of its kind."""
+        if self.executor.warms_up and train not in self._warm:
+            self._warm.add(train)
+            warm_up(self.executor, batch, train=train)
 
     def _train(self, batch: Batch, call: int) -> tuple[StepSums, Sequence[torch.Tensor]]:
         if [p.requires_grad for p in self._all] != self._trainable:  # seen on every rank, whoever owns it
@@ -115,8 +122,7 @@ class StepRunner:
             _refuse_hooks(self.executor.modules)
         self.garbage.step()
         buffers = self._buffers() if self._watched else {}
-        if self._watched and self.executor.warms_up:
-            warm_up(self.executor, batch)
+        self._warm_up(batch, train=True)
         # The scale may change before backward is called; what was used is kept.
         scaled = self._seed_scale()
         gradients = _StepGradients(self, batch, call, None if scaled is None else scaled.clone())

@@ -1,4 +1,4 @@
-"""Before the first step every stage runs once by itself.
+"""Before the first step of training, and the first one of evaluation, every stage runs once by itself.
 
 Kernels are loaded, blocks compiled and memory is found while no message between stages is under way: what a device does
 the first time may wait for all that runs on it, and blocks of a pipeline compile at once in place of stage by stage.
@@ -6,13 +6,14 @@ the first time may wait for all that runs on it, and blocks of a pipeline compil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from typing_extensions import override
 
-from hetero_strategy.boundary.transport import Transport
+from hetero_strategy.boundary.route import Rows, Transfer
+from hetero_strategy.boundary.transport import Channel, Transport
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model.inputs import without_waiting
 from hetero_strategy.model.random_numbers import random_state_kept
@@ -24,12 +25,14 @@ from hetero_strategy.schedule.compile import RankAction, StepProgram
 ORDER = ("UNSHARD", "F", "B", "I", "W", "REDUCE")
 
 
-def warm_up(executor: Executor, batch: Batch) -> None:
-    """Run the largest microbatch of each of this rank's stages by itself, forward and backward; nothing of it stays.
+def warm_up(executor: Executor, batch: Batch, *, train: bool) -> None:
+    """Run the largest microbatch of each of this rank's stages by itself, forward and when training backward; nothing
+    of it stays.
 
-    A collective over the ranks of each module. Not of an encoder whose rows are kept on disk.
+    A collective over the ranks of each module. Not of an encoder whose rows are kept on disk. Gradients are zero but
+    for those of losses, and hooks of a person's own see one call more.
     """
-    batch = executor.ready(batch, train=True)
+    batch = executor.ready(batch, train=train)
     assert batch.program is not None and batch.index is not None
     program, plan, modules = batch.program, batch.plan, list(executor.modules)
     stages = [
@@ -42,24 +45,41 @@ def warm_up(executor: Executor, batch: Batch) -> None:
     stages.sort(key=lambda node: (modules.index(node.module), node.stage))
     actions = largest_alone(program, plan, stages, lambda node: executor.coordinates[node.module].instance)
     transfers = [(executor.channels[t.edge, t.backward], t.transfer) for t in program.transfers]
-    transport = Alone(transfers, without_waiting(batch.index, executor.device))
+    backward = [transfer.backward for transfer in program.transfers]
+    transport = Alone(transfers, without_waiting(batch.index, executor.device), backward)
     step = executor.running = RunningStep(executor, batch, replace(program, actions=tuple(actions)), transport, {}, 0)
     before = {p: p.grad for own in executor.parameters.values() for p in own}
     for p in before:
         p.grad = None
-    with random_state_kept(executor.device), executor.recorder.step(plan, train=True):
-        for action in actions:
-            step.run(action)
-        for finish in step.sums_under_way:
-            finish()
-    executor.release(train=True)
-    for p, gradient in before.items():
-        p.grad = gradient
+    try:
+        with (
+            random_state_kept(executor.device),
+            executor.recorder.step(plan, train=train),
+            torch.autograd.set_detect_anomaly(False),  # rows are none that modules are made for
+        ):
+            for action in actions:
+                step.run(action)
+            for finish in step.sums_under_way:
+                finish()
+        executor.release(train=train)
+    finally:
+        for p, gradient in before.items():
+            p.grad = gradient
     executor.running = None
 
 
 class Alone(Transport):
-    """No row travels: what would arrive is ones, and what is given goes nowhere."""
+    """No row travels: rows that would arrive are drawn at random, gradients are zeros, and what is given goes nowhere.
+
+    Args:
+        backward: of each transfer, whether gradients travel.
+    """
+
+    def __init__(
+        self, transfers: Sequence[tuple[Channel, Transfer[Rows]]], index: torch.Tensor, backward: Sequence[bool]
+    ) -> None:
+        super().__init__(transfers, index)
+        self._backward = backward
 
     @override
     def give(self, number: int, rows: torch.Tensor) -> None: ...
@@ -67,18 +87,22 @@ class Alone(Transport):
     @override
     def take(self, number: int, add_to: torch.Tensor | None = None) -> torch.Tensor:
         channel, transfer = self._transfers[number]
-        rows = torch.ones((transfer.outputs, channel.width), dtype=channel.dtype, device=channel.device)
+        make = torch.zeros if self._backward[number] else torch.randn
+        rows = make((transfer.outputs, channel.width), dtype=channel.dtype, device=channel.device)
         return rows if add_to is None else add_to.add_(rows)
 
 
 def largest_alone(
     program: StepProgram, plan: StepPlan, stages: Iterable[StageId], instance_of: Callable[[StageId], int]
 ) -> list[RankAction]:
-    """The actions of each stage's largest microbatch, stage by stage in the order given; the same on all ranks of an
-    instance. One without any takes part in gathers and reductions.
+    """The actions of each stage's largest microbatch, stage by stage in the order given.
+
+    Instances that act together run the same one, as modules that feed them, and with these what a backward gathers,
+    differ by microbatch. Those that act on their own, whose weights are gathered once, each run their largest; one
+    without any takes part in gathers and reductions.
 
     Args:
-        program: of a training step on this rank.
+        program: of a step on this rank.
         plan: of the same step.
         stages: of this rank, in an order that all ranks keep.
         instance_of: the instance of a stage's module that this rank is in.
@@ -89,12 +113,14 @@ def largest_alone(
             of_stage[action.action.node].append(action)
     chosen: list[RankAction] = []
     for stage, actions in of_stage.items():
-        rows = {
-            one.action.microbatch: int(
-                plan.assignments[stage.module][one.action.microbatch].totals(inner=True)[instance_of(stage)]
-            )
+        totals = {
+            one.action.microbatch: plan.assignments[stage.module][one.action.microbatch].totals(inner=True)
             for one in actions
             if one.action.kind == "F"
+        }
+        rows = {
+            number: int(of_all.max() if stage.cohort < 0 else of_all[instance_of(stage)])
+            for number, of_all in totals.items()
         }
         largest = max(rows, key=lambda number: (rows[number], -number), default=None)
         once = [one for one in actions if one.action.kind in ("UNSHARD", "REDUCE") or one.action.microbatch == largest]

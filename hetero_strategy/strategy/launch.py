@@ -34,12 +34,6 @@ from hetero_strategy.runtime.agreement import Stop
 START_METHODS = ("popen", "fork", "spawn")
 STARTED_BY = "HETERO_STRATEGY_STARTED_BY"
 """Environment variable of processes that run a script again: id of the process that started them."""
-FLIGHT_RECORDER = {
-    "TORCH_FR_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-}
-"""Messages that NCCL's recorder keeps (the second name is that of torch 2.11), written when one of them times out."""
 TO_END = 3.0
 """Seconds in which a rank that has lost another one ends by itself, or is ended."""
 TO_NOTICE = 10.0
@@ -184,14 +178,13 @@ def minutes(option: str, given: timedelta | float) -> timedelta:
 
 def prepare_device(device: torch.device) -> None:
     """Before CUDA is first used, let memory grow in segments unless the environment says how: every microbatch has
-    other sizes. And let NCCL's flight recorder keep each rank's last messages, which it writes when one hangs.
+    other sizes. And let torch's flight recorder, which keeps a rank's last messages of NCCL, write them when one hangs.
     """
     if device.type != "cuda":
         return
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    for name, value in FLIGHT_RECORDER.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def bound_device(device: torch.device, backend: str) -> torch.device | None:

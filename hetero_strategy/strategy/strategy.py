@@ -37,7 +37,7 @@ from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.compile import compiles
 from hetero_strategy.parallelize.float8 import float8s, use_float8
 from hetero_strategy.parallelize.gradients import Owned, global_norm
-from hetero_strategy.parallelize.hardware import use_async_tp, use_flash
+from hetero_strategy.parallelize.hardware import async_tp, use_async_tp, use_flash
 from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.optimizer import choose_kernels
 from hetero_strategy.parallelize.recompute import recomputes
@@ -302,13 +302,16 @@ class HeteroStrategy(OwnCheckpoints):
             self._planned_microbatches = chosen.microbatches if self._auto else None
         layouts = self._placement.layouts
         use_flash(self._attention, self.root_device)
-        use_async_tp(self._async_tp, layouts, self.compile, self.root_device)
-        use_float8(self._float8, self._multimodal.modules_by_name, layouts, storage.compute, self.root_device)
+        modules = self._multimodal.modules_by_name
+        asynchronous = async_tp(self._async_tp, modules, layouts, self.compile, self.root_device)
+        use_float8(self._float8, modules, layouts, storage.compute, self.root_device)
         self._assembled = assembled = assemble(
             self._prefix, self._multimodal, self._placement, self.global_rank, self.root_device,
             ranks_per_node=self.num_processes, storage=storage, scheduling=self._scheduling, recompute=self.recompute,
             offload=self.offload, compile=self.compile, timeout=self._timeout, async_checkpoint=self._async_checkpoint,
         )  # fmt: skip
+        meshes = [mesh for name in asynchronous if (mesh := assembled.registry.mesh(name)) is not None]
+        use_async_tp([mesh.get_group("tp") for mesh in meshes])
         self._owned, self.recompute, model = assembled.owned, dict(assembled.recompute), self._multimodal
         self._runner = StepRunner(
             assembled.executor,

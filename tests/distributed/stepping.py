@@ -25,6 +25,7 @@ from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.combine import StepSums
 from hetero_strategy.model.inputs import EncoderInputs
 from hetero_strategy.parallelize.float8 import apply_float8
+from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import Storage
@@ -471,7 +472,7 @@ class OnRank:
         modules = self.executor.modules
         self.owned = {f"{n}.{fqn}": p for n, m in modules.items() for fqn, p in m.named_parameters() if not p.is_meta}
         self.caches = RowCaches(setting.cache)
-        self.warm = False
+        self.warm = set[bool]()
 
     def steps(self, setting: Setting, microbatches: int | None) -> StepDataset:
         """Batches of this rank, which look for rows where the setting says so."""
@@ -513,14 +514,22 @@ class OnRank:
         cached = {name: (keeper.found, keeper.missed) for name, keeper in self.caches.keepers.items()}
         return Stepped(self._losses(outcome), errors, trains, dict(peaks), held, plan, schedule.lanes, cached=cached)
 
-    def warm_up(self, batch: Batch) -> None:
+    def warm_up(self, batch: Batch, *, train: bool = True) -> None:
         """Before the first step every stage runs by itself, which changes nothing."""
-        if self.warm:
+        if train in self.warm:
             return
-        self.warm, state = True, torch.get_rng_state()
-        warm_up(self.executor, batch)
-        assert torch.equal(torch.get_rng_state(), state)
-        assert all(p.grad is None for p in self.owned.values()) and not self.executor.recorder.steps
+        self.warm.add(train)
+        executor, state = self.executor, torch.get_rng_state()
+        shards = {name: list(stage.parameters()) for name, stage in executor.stages.items()}
+        for p in self.owned.values():
+            p.grad = torch.full_like(p, 7.0)
+        warm_up(executor, batch, train=train)
+        assert torch.equal(torch.get_rng_state(), state) and executor.running is None
+        assert all(list(stage.parameters()) == shards[name] for name, stage in executor.stages.items())
+        assert not list(executor.held.all_rows())
+        for p in self.owned.values():
+            assert p.grad is not None and bool((local(p.grad) == 7.0).all())
+            p.grad = None
 
     def evaluate(self, setting: Setting) -> dict[str, float]:
         """Losses of the first batch, forwards alone."""
@@ -530,6 +539,7 @@ class OnRank:
         alone = replace(setting, prefetch={})
         batch: Batch = self.steps(alone, setting.microbatches)[0]
         with torch.no_grad():
+            self.warm_up(batch, train=False)
             outcome = self.executor.run(batch, train=False)
         for module in modules:
             module.train()

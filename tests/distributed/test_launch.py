@@ -21,7 +21,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.strategy.launch import (
-    FLIGHT_RECORDER,
     MultiProcessingLauncher,
     bound_device,
     prepare_device,
@@ -269,14 +268,18 @@ def test_memory_grows_in_segments_unless_the_person_says_otherwise(monkeypatch: 
         assert {n: v for n, v in os.environ.items() if n.endswith("ALLOC_CONF")} == wanted
 
 
-def test_nccl_records_its_last_messages_unless_the_person_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in FLIGHT_RECORDER:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+def test_the_last_messages_of_nccl_are_written_unless_the_person_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+    monkeypatch.delenv(name, raising=False)
     prepare_device(torch.device("cpu"))
-    assert [os.environ.get(name) for name in FLIGHT_RECORDER] == ["0", None, None]
+    assert name not in os.environ
     prepare_device(torch.device("cuda", 0))
-    assert [os.environ.get(name) for name in FLIGHT_RECORDER] == ["0", "2000", "1"]
+    assert os.environ[name] == "1"
+    monkeypatch.setenv(name, "0")
+    prepare_device(torch.device("cuda", 0))
+    assert os.environ[name] == "0"
 
 
 def test_nccl_is_told_of_the_device() -> None:

@@ -287,6 +287,15 @@ def test_all_stages_compile_before_the_first_message(pool: Pool, folders: dict[b
     assert eager[1][0] < 4, "the second stage ran before rows came, though nothing takes longer the first time"
 
 
+def test_instances_that_gather_together_warm_up_with_one_microbatch(pool: Pool, folders: dict[bool, str]) -> None:
+    """The largest of one instance is fed by a projector that trains, that of the other has text alone: its backward
+    through the frozen language model would gather nothing.
+    """
+    frozen = {"freeze": ("vision.backbone", "llm"), "batches": ((3, 6, 0, 7),)}
+    setting = setting_of(folders, {"vision": on(1), "llm": on(0, 1, dp_shard=2)}, "1f1b", **frozen)
+    compare(expected(setting), pool.run(2, steps_on_rank, setting, expected(setting), (2,), timeout=60))
+
+
 @pytest.mark.full  # tests/parallelize/test_compile.py has pieces of them
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("name", COMPILED)
