@@ -62,6 +62,7 @@ VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "checkpoint.every_n_steps": ("a whole number of steps, at least 1", lambda v: _whole(v, 1)),
     "checkpoint.mode": ("max (the more the better) or min", lambda v: v in ("max", "min")),
     "monitor.every_n_steps": ("a whole number of steps, at least 1", lambda v: _whole(v, 1)),
+    "monitor.peak_flops": ("operations per second of a device, above 0, or null", lambda v: v is None or _number(v)),
     "monitor.memory": ("true or false", lambda v: isinstance(v, bool)),
     "report.examples": ("a whole number of samples, at least 0", _whole),
     "report.plan_seconds": ("a number of seconds, at least 0", _number),
@@ -315,7 +316,9 @@ def _fields(path: str, node: DictConfig, function: Callable[..., Any]) -> None:
         _only(path, node, [n for n, p in parameters.items() if p.kind is not p.VAR_POSITIONAL])
 
 
-def _only(path: str, node: DictConfig, names: tuple[str, ...] | list[str]) -> None:
+def _only(path: str, node: Any, names: tuple[str, ...] | list[str]) -> None:
+    if not isinstance(node, DictConfig):
+        raise ConfigError(f"{path}={'null' if node is None else node}; give its fields, which --help lists")
     unknown = [str(k) for k in node if k not in names and not str(k).startswith("_")]
     if unknown:
         close = difflib.get_close_matches(unknown[0], names, n=1)

@@ -16,11 +16,12 @@ def per_module(option: str, given: Iterable[str] | Mapping[str, Any] | None, usu
         usual: what is meant of a module that is only named.
 
     Raises:
-        ConfigError: a string, whose letters would be taken for names.
+        ConfigError: a string, whose letters would be taken for names, or something else.
     """
-    if isinstance(given, str):
+    if isinstance(given, str) or not isinstance(given, Iterable | None):
+        one = " is one string" * isinstance(given, str)
         raise ConfigError(
-            f"HeteroStrategy: {option}={given!r} is one string; give a list of modules, such as {option}=['llm'], or"
+            f"HeteroStrategy: {option}={given!r}{one}; give a list of modules, such as {option}=['llm'], or"
             f" what is meant of each, such as {option}={{'llm': {usual!r}}}"
         )
     return dict(given) if isinstance(given, Mapping) else dict.fromkeys(given or (), usual)

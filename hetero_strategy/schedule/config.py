@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.islands import check_islands
@@ -31,7 +32,9 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_in_flight", "pieces", "prefetch"):
-            object.__setattr__(self, name, dict(getattr(self, name)))
+            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+        if not _whole(self.islands):
+            raise ConfigError(f"HeteroStrategy: islands={self.islands!r}; give a whole number of at least 1")
         for module, steps in self.prefetch.items():
             if steps != 1:
                 raise ConfigError(
@@ -188,3 +191,20 @@ class ScheduleConfig:
 def _on_pipeline(layout: ModuleLayout, other: ModuleLayout) -> bool:
     """Whether a module shares ranks with another one that is a pipeline."""
     return other.pp > 1 and not {*layout.ranks}.isdisjoint(other.ranks)
+
+
+def _numbers(option: str, given: Mapping[str, int]) -> dict[str, int]:
+    """Whole numbers by module.
+
+    Raises:
+        ConfigError: something else.
+    """
+    if not isinstance(given, Mapping) or not all(map(_whole, given.values())):
+        raise ConfigError(
+            f"HeteroStrategy: {option}={given!r}; give a whole number for each module, such as {option}={{'llm': 1}}"
+        )
+    return dict(given)
+
+
+def _whole(number: object) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool)

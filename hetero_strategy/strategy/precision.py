@@ -92,10 +92,12 @@ def kept(keep_fp32: Sequence[str] | None) -> tuple[str, ...]:
     """Names of parameters, with wildcards, as a person lists them.
 
     Raises:
-        ConfigError: a string, whose letters would be taken for names.
+        ConfigError: a string, whose letters would be taken for names, or something else.
     """
     if isinstance(keep_fp32, str):
         raise ConfigError(f"HeteroStrategy: keep_fp32={keep_fp32!r} is one string; give a list, [{keep_fp32!r}]")
+    if not isinstance(keep_fp32, Sequence | None):
+        raise ConfigError(f"HeteroStrategy: keep_fp32={keep_fp32!r}; give a list of names, ['llm.*.norm.weight']")
     return tuple(keep_fp32 or ())
 
 

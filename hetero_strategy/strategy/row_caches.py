@@ -47,6 +47,10 @@ class RowCaches:
     """
 
     def __init__(self, folders: Mapping[str, str | Path] | None) -> None:
+        if not isinstance(folders, Mapping | None):
+            raise ConfigError(
+                f"HeteroStrategy: cache={folders!r}; give a folder for each module, {{'vision': '/rows'}}"
+            )
         self.folders = {name: Path(folder).absolute() for name, folder in (folders or {}).items()}
         self.keepers: dict[str, RowKeeper] = {}
         """Of this rank, by module."""

@@ -6,6 +6,7 @@ import json
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import hydra
 import pytest
@@ -151,6 +152,36 @@ def test_every_experiment_passes(config: str, experiment: str) -> None:
     with hydra.initialize_config_dir(cli.CONF, version_base=None):
         cfg = hydra.compose(config, overrides=[f"experiment={experiment}"])
     build.check_configuration(cfg, *(set(cfg) - set(build.FIELDS)))
+
+
+@pytest.mark.parametrize("option", ["max_in_flight", "pieces", "prefetch"])
+@pytest.mark.parametrize("given", [3, ["llm"], {"llm": "abc"}, {"llm": 1.5}, {"llm": True}])
+def test_numbers_of_modules_that_cannot_be(option: str, given: Any) -> None:
+    with pytest.raises(ConfigError, match=f"HeteroStrategy: {option}=.*; give a whole number for each module"):
+        HeteroStrategy(**{option: given})
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "message"),
+    [
+        ("islands", "abc", "islands='abc'; give a whole number of at least 1"),
+        ("cache", 3, "cache=3; give a folder for each module"),
+        ("keep_fp32", 3, "keep_fp32=3; give a list of names"),
+        ("recompute", 3, r"recompute=3; give a list of modules, such as recompute=\['llm'\]"),
+        ("compile", "llm", "compile='llm' is one string; give a list of modules"),
+    ],
+)
+def test_options_of_another_kind(option: str, given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"HeteroStrategy: {message}"):
+        HeteroStrategy(**{option: given})
+
+
+@pytest.mark.parametrize("part", ["optimizer", "checkpoint", "monitor", "report", "strategy", "trainer"])
+def test_a_part_of_the_configuration_that_is_taken_out(part: str) -> None:
+    cfg = compose()
+    cfg[part] = None
+    with pytest.raises(ConfigError, match=f"{part}=null; give its fields, which --help lists"):
+        build.check_configuration(cfg)
 
 
 @pytest.mark.parametrize("option", ["timeout", "step_timeout"])
