@@ -159,7 +159,6 @@ class MultimodalDataModule(L.LightningDataModule):
         }
         self.leave_out = tuple(leave_out)
         self.tokenizer = ChatTokenizer(tokenizer, bos=bos, eos=eos, placeholders=placeholders)
-        _check_vocabulary(model, self.tokenizer)
         self.indices: dict[Split, DatasetIndex] = {}
         self._loaders: dict[Split, StepLoader] = {}
         self._ahead = Ahead()
@@ -404,17 +403,6 @@ def _made(model: Any) -> MultimodalModel:
             " function that makes it"
         )
     return made
-
-
-def _check_vocabulary(model: MultimodalModel, tokenizer: ChatTokenizer) -> None:
-    """Refuse a language model that has no row for some token, which a GPU would only say with an assertion."""
-    for name in model.language_models():
-        for parameter, tensor in model.modules_by_name[name].named_parameters():
-            if "embed" in parameter and tensor.dim() == 2 and len(tensor) < tokenizer.vocab_size:
-                raise ConfigError(
-                    f"MultimodalDataModule: the embedding of '{name}' has {len(tensor)} rows, the tokenizer"
-                    f" {tokenizer.vocab_size} ids; set vocab_size of '{name}' to at least {tokenizer.vocab_size}"
-                )
 
 
 def _path(path: PathLike | None) -> Path | None:
