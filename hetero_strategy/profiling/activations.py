@@ -391,9 +391,7 @@ def inputs_of(module: Adapter, lengths: np.ndarray) -> EncoderInputs | Generator
         elif isinstance(given, ImagePatches):
             side = 2 * given.merge
             sizes = np.stack([np.full_like(lengths, side), lengths // side], axis=1)
-            pixels = torch.empty(rows, given.channels * given.patch_size**2, dtype=torch.uint8)
-            statistics = torch.ones(2, given.channels, dtype=torch.float32)
-            return EncoderInputs(pixels, sizes, module.output_rows(sizes), packing, statistics=statistics)
+            shape = (rows, given.channels * given.patch_size**2)
         else:
             return None
         return EncoderInputs(torch.empty(shape), sizes, module.output_rows(sizes), packing)
