@@ -75,9 +75,9 @@ class TargetProcessor(Media, Protocol):
         """Numbers that the loss counts, int64 ``[n]``, of items with these sizes, int64 ``[n, k]``."""
 
 
-def no_rows(media: Media) -> np.ndarray:
-    """Rows of nothing, ``[0, feature]``, in the dtype in which the media gives rows."""
-    return np.zeros((0, media.feature), getattr(media, "dtype", np.float32))
+def zero_rows(media: Media, count: int = 0) -> np.ndarray:
+    """Zeros, ``[count, feature]``, in the dtype in which the media gives rows."""
+    return np.zeros((count, media.feature), getattr(media, "dtype", np.float32))
 
 
 class _FromFields:
@@ -89,7 +89,7 @@ class _FromFields:
 
     def collate(self: Media, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
         """Put items end to end."""
-        joined = np.concatenate([no_rows(self), *values])
+        joined = np.concatenate([zero_rows(self), *values])
         sizes = np.asarray(sizes, np.int64).reshape(-1, len(self.size_names))
         packing = Packing.of(self.inner_rows(sizes).astype(np.int64))
         return EncoderInputs(torch.from_numpy(joined), sizes, np.asarray(rows, np.int64), packing)

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from hetero_strategy.data.dataset_index import DatasetIndex
-from hetero_strategy.data.media import Media, no_rows
+from hetero_strategy.data.media import Media, zero_rows
 from hetero_strategy.errors import DataError
 
 OnError = Literal["stop", "skip"]
@@ -47,4 +47,4 @@ class Reader:
             if self._on_error == "stop":
                 raise DataError(f"{message}; mend the file, or train without such samples: on_error='skip'") from None
             self.failed.setdefault(sample, message)
-            return np.zeros_like(no_rows(processor), shape=(int(sizes.prod()), processor.feature))
+            return zero_rows(processor, int(sizes.prod()))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hetero_strategy.data.dataset_index import DatasetIndex
-from hetero_strategy.data.media import Media, no_rows
+from hetero_strategy.data.media import Media, zero_rows
 from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.loading.item_reader import complaint
 from hetero_strategy.loading.steps import StepDataset
@@ -109,7 +109,7 @@ def _decoded(
     """All items of some samples; those of samples that fail have no rows."""
     table, numbers = index.items[module], index.item_numbers(module, samples)
     found = np.zeros((len(numbers), len(processor.size_names) + 2), np.int64)
-    values = [no_rows(processor)]
+    values = [zero_rows(processor)]
     for place, item in enumerate(numbers.tolist()):
         sample = int(table.sample[item])
         if sample in failed:

@@ -195,12 +195,11 @@ class EncoderInputs(ModuleInputs):
 
     def as_numbers(self) -> Self:
         """Return the same with float32 values, normalised, where they have travelled as pixels."""
-        cached = self.cached
-        if cached is not None and cached.missed is not None:
-            cached = replace(cached, missed=cached.missed.as_numbers())
-        if self.statistics is None:
-            return self if cached is self.cached else replace(self, cached=cached)
-        return replace(self, values=normalised(self.values, self.statistics), statistics=None, cached=cached)
+        cached = None if self.cached is None else self.cached.as_numbers()
+        if self.statistics is None and cached is self.cached:
+            return self
+        values = self.values if self.statistics is None else normalised(self.values, self.statistics)
+        return replace(self, values=values, statistics=None, cached=cached)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,6 +225,10 @@ class CachedRows:
     def narrowed(self, dtype: torch.dtype) -> CachedRows:
         """Return the same with the payload of what was missed in this dtype."""
         return self if self.missed is None else replace(self, missed=self.missed.narrowed(dtype))
+
+    def as_numbers(self) -> CachedRows:
+        """Return the same with numbers in place of pixels in what was missed."""
+        return self if self.missed is None else replace(self, missed=self.missed.as_numbers())
 
     def joined(self, computed: torch.Tensor | None) -> torch.Tensor:
         """Return the rows of all items in their order, from those that were ``computed`` of the missed ones."""

@@ -18,6 +18,7 @@ from typing_extensions import override
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.parallelize.kernels import device_name
 from hetero_strategy.parallelize.per_module import per_module
 
 RECIPES = ("rowwise", "rowwise_with_gw_hp")
@@ -79,10 +80,9 @@ def use_float8(
         if recipe.endswith(EMULATED):
             continue
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < CAPABILITY:
-            has = device.type if device.type != "cuda" else torch.cuda.get_device_name(device)
             raise ConfigError(
-                f"{refusal} needs GPUs of compute capability 8.9 or more, and here is {has}; leave it out, or try what"
-                f" it does to the loss with float8={{'{name}': '{recipe}{EMULATED}'}}"
+                f"{refusal} needs GPUs of compute capability 8.9 or more, and here is {device_name(device)}; leave it"
+                f" out, or try what it does to the loss with float8={{'{name}': '{recipe}{EMULATED}'}}"
             )
         if compute != torch.bfloat16:
             raise ConfigError(f"{refusal}: products are of bfloat16, and rows of {compute}; set precision='bf16-mixed'")

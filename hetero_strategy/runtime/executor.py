@@ -126,10 +126,9 @@ class Executor:
         self.recorder.open()
         batch = self.ready(batch, train=train)
         self.held.turn(batch.plan, train=train)
-        assert batch.program is not None and batch.index is not None
-        transfers = [(self.channels[t.edge, t.backward], t.transfer) for t in batch.program.transfers]
-        transport = Transport(transfers, without_waiting(batch.index, self.device))
-        step = self.running = RunningStep(self, batch, batch.program, transport, factors or {}, call)
+        assert batch.program is not None
+        step = self.begin(batch, batch.program, Transport, factors, call)
+        transport = step.transport
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         with random_state_kept(self.device), self.recorder.step(batch.plan, train=train):
             transport.start(batch.program.starts)
@@ -151,6 +150,21 @@ class Executor:
         self.recorder.close()
         self.agreement.check()
         return step.sums
+
+    def begin(
+        self,
+        batch: Batch,
+        program: StepProgram,
+        travels: type[Transport],
+        factors: Factors | None = None,
+        call: int = 0,
+    ) -> RunningStep:
+        """A step whose actions are still to run: those of the batch's program, or some of them."""
+        assert batch.index is not None
+        transfers = [(self.channels[t.edge, t.backward], t.transfer) for t in program.transfers]
+        transport = travels(transfers, without_waiting(batch.index, self.device))
+        self.running = RunningStep(self, batch, program, transport, factors or {}, call)
+        return self.running
 
     def release(self, *, train: bool) -> None:
         """Free gathered weights of stages without a backward."""

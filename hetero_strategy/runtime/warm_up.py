@@ -6,19 +6,18 @@ the first time may wait for all that runs on it, and blocks of a pipeline compil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from typing_extensions import override
 
-from hetero_strategy.boundary.route import Rows, Transfer
-from hetero_strategy.boundary.transport import Channel, Transport
+from hetero_strategy.boundary.transport import Transport
 from hetero_strategy.loading.batch import Batch
-from hetero_strategy.model.inputs import without_waiting
 from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.plan.step_plan import StepPlan
-from hetero_strategy.runtime.executor import Executor, RunningStep
+from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import StageId
 from hetero_strategy.schedule.compile import RankAction, StepProgram
 
@@ -33,8 +32,8 @@ def warm_up(executor: Executor, batch: Batch, *, train: bool) -> None:
     for those of losses, and hooks of a person's own see one call more.
     """
     batch = executor.ready(batch, train=train)
-    assert batch.program is not None and batch.index is not None
-    program, plan, modules = batch.program, batch.plan, list(executor.modules)
+    assert batch.program is not None
+    plan, modules = batch.plan, list(executor.modules)
     stages = [
         node
         for node, stage in executor.stages.items()
@@ -43,11 +42,8 @@ def warm_up(executor: Executor, batch: Batch, *, train: bool) -> None:
         and not plan.holds(node.module, node.stage)
     ]
     stages.sort(key=lambda node: (modules.index(node.module), node.stage))
-    actions = largest_alone(program, plan, stages, lambda node: executor.coordinates[node.module].instance)
-    transfers = [(executor.channels[t.edge, t.backward], t.transfer) for t in program.transfers]
-    backward = [transfer.backward for transfer in program.transfers]
-    transport = Alone(transfers, without_waiting(batch.index, executor.device), backward)
-    step = executor.running = RunningStep(executor, batch, replace(program, actions=tuple(actions)), transport, {}, 0)
+    alone = largest_alone(batch.program, plan, stages, lambda node: executor.coordinates[node.module].instance)
+    step = executor.begin(batch, replace(batch.program, actions=tuple(alone)), Alone)
     before = {p: p.grad for own in executor.parameters.values() for p in own}
     for p in before:
         p.grad = None
@@ -57,7 +53,7 @@ def warm_up(executor: Executor, batch: Batch, *, train: bool) -> None:
             executor.recorder.step(plan, train=train),
             torch.autograd.set_detect_anomaly(False),  # rows are none that modules are made for
         ):
-            for action in actions:
+            for action in alone:
                 step.run(action)
             for finish in step.sums_under_way:
                 finish()
@@ -69,27 +65,17 @@ def warm_up(executor: Executor, batch: Batch, *, train: bool) -> None:
 
 
 class Alone(Transport):
-    """No row travels: rows that would arrive are drawn at random, gradients are zeros, and what is given goes nowhere.
-
-    Args:
-        backward: of each transfer, whether gradients travel.
-    """
-
-    def __init__(
-        self, transfers: Sequence[tuple[Channel, Transfer[Rows]]], index: torch.Tensor, backward: Sequence[bool]
-    ) -> None:
-        super().__init__(transfers, index)
-        self._backward = backward
+    """No row travels: what would arrive is zeros, and what is given goes nowhere."""
 
     @override
     def give(self, number: int, rows: torch.Tensor) -> None: ...
 
     @override
     def take(self, number: int, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        if add_to is not None:
+            return add_to
         channel, transfer = self._transfers[number]
-        make = torch.zeros if self._backward[number] else torch.randn
-        rows = make((transfer.outputs, channel.width), dtype=channel.dtype, device=channel.device)
-        return rows if add_to is None else add_to.add_(rows)
+        return torch.zeros((transfer.outputs, channel.width), dtype=channel.dtype, device=channel.device)
 
 
 def largest_alone(
@@ -113,17 +99,16 @@ def largest_alone(
             of_stage[action.action.node].append(action)
     chosen: list[RankAction] = []
     for stage, actions in of_stage.items():
-        totals = {
-            one.action.microbatch: plan.assignments[stage.module][one.action.microbatch].totals(inner=True)
-            for one in actions
-            if one.action.kind == "F"
-        }
-        rows = {
-            number: int(of_all.max() if stage.cohort < 0 else of_all[instance_of(stage)])
-            for number, of_all in totals.items()
-        }
-        largest = max(rows, key=lambda number: (rows[number], -number), default=None)
+        numbers = sorted({one.action.microbatch for one in actions if one.action.kind == "F"})
+        instance = None if stage.cohort < 0 else instance_of(stage)
+        largest = max(numbers, key=partial(_rows, plan, stage.module, instance), default=None)
         once = [one for one in actions if one.action.kind in ("UNSHARD", "REDUCE") or one.action.microbatch == largest]
         once.sort(key=lambda one: ORDER.index(one.action.kind))
         chosen += [one._replace(last=one.action.kind in ("B", "W")) for one in once]
     return chosen
+
+
+def _rows(plan: StepPlan, module: str, instance: int | None, microbatch: int) -> int:
+    """Rows inside a module in a microbatch, of one instance or of the one that has most."""
+    totals = plan.assignments[module][microbatch].totals(inner=True)
+    return int(totals.max() if instance is None else totals[instance])

@@ -37,7 +37,7 @@ from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.compile import compiles
 from hetero_strategy.parallelize.float8 import float8s, use_float8
 from hetero_strategy.parallelize.gradients import Owned, global_norm
-from hetero_strategy.parallelize.hardware import async_tp, use_async_tp, use_flash
+from hetero_strategy.parallelize.kernels import async_tp, use_async_tp, use_flash
 from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.optimizer import choose_kernels
 from hetero_strategy.parallelize.recompute import recomputes
@@ -81,7 +81,7 @@ class HeteroStrategy(OwnCheckpoints):
         offload: modules whose blocks keep activations in host memory until backward; by module: all, every 2.
         compile: modules whose blocks torch compiles one by one, for any number of rows; or by module: the backend.
         float8: modules whose blocks multiply in float8 (torchao); or by module: the recipe.
-        attention: flash kernels of another package on GPUs that have them: ``FA3``, ``FA4``; None: torch's own.
+        attention: flash kernels of another package on GPUs that have them: ``FA3``, ``FA4``; None: as torch is set.
         async_tp: torch's compiler overlaps matmuls with tensor-parallel collectives, between GPUs that share memory.
         schedule: in which order a step's work runs: ``1f1b``, ``gpipe``, ``interleaved_1f1b`` (modules with vpp > 1),
             ``zb_h1``, ``zbv`` (vpp=2, pp_style="v"), ``sequential``; or ``auto``: what the layouts are made for.

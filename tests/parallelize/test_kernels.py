@@ -13,8 +13,8 @@ from torch.torch_version import TorchVersion
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.parallelize import hardware
-from hetero_strategy.parallelize.hardware import async_tp, use_async_tp, use_flash
+from hetero_strategy.parallelize import kernels
+from hetero_strategy.parallelize.kernels import async_tp, use_async_tp, use_flash
 from hetero_strategy.zoo import hf_llama, titan_llama
 from tests.distributed.harness import Pool
 
@@ -32,7 +32,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_flash_kernels_are_those_that_torch_knows() -> None:
-    assert set(hardware.FLASH) == set(torch.nn.attention.list_flash_attention_impls())
+    assert set(kernels.FLASH) == set(torch.nn.attention.list_flash_attention_impls())
 
 
 def test_flash_kernels_are_activated_where_they_run(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_flash_kernels_are_activated_where_they_run(gpu: list[str], monkeypatch:
     for name in ("FA3", "FA4"):
         with pytest.raises(ConfigError, match=f"attention='{name}' needs the package flash_attn"):
             use_flash(name, GPU)
-    monkeypatch.setattr(hardware, "_installed", lambda package: True)
+    monkeypatch.setattr(kernels, "_installed", lambda package: True)
     use_flash("FA3", GPU)
     assert gpu == ["FA3"]
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))

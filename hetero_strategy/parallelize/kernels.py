@@ -40,7 +40,7 @@ def use_flash(kernels: str | None, device: torch.device) -> None:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) not in capabilities:
         wanted = " or ".join(f"{major}.{minor}" for major, minor in capabilities)
         raise ConfigError(
-            f"{refusal} needs GPUs of compute capability {wanted}, and here is {_name(device)}; leave it out"
+            f"{refusal} needs GPUs of compute capability {wanted}, and here is {device_name(device)}; leave it out"
         )
     if not _installed(package):
         raise ConfigError(f"{refusal} needs the package {package}; install it, or leave attention out")
@@ -74,8 +74,8 @@ def async_tp(
         )
     if device.type != "cuda":
         raise ConfigError(
-            f"{refusal} needs GPUs that reach each other's memory, and here is {_name(device)}; leave it out, or cut"
-            " linear maps into chunks with tp_chunks in the module's layout"
+            f"{refusal} needs GPUs that reach each other's memory, and here is {device_name(device)}; leave it out, or"
+            " cut linear maps into chunks with tp_chunks in the module's layout"
         )
     return found
 
@@ -93,7 +93,8 @@ def use_async_tp(groups: Sequence[dist.ProcessGroup]) -> None:
             enable_symm_mem_for_group(group.group_name)
 
 
-def _name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """What to call a device in a message."""
     return device.type if device.type != "cuda" else torch.cuda.get_device_name(device)
 
 
