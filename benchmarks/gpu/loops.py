@@ -30,7 +30,7 @@ def by_hand(
         model = make_model().to(device)
         for module in model.modules_by_name.values():
             module.compute_dtype = torch.bfloat16
-            _sharded(module, module.blocks().values(), device, backend)
+            _sharded(module, module.blocks().values(), device, backend, dynamic=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
         orders: dict[tuple[int, int], Tensor | None] = {}
         for batch in loader:
@@ -76,7 +76,7 @@ def of_titan(
         model.to_empty(device=device)
         with torch.no_grad():
             model.init_weights(buffer_device=device)
-        _sharded(model, model.layers.values(), device, backend)
+        _sharded(model, model.layers.values(), device, backend, dynamic=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
         for batch in loader:
             moved = batch.to(device)
@@ -91,11 +91,13 @@ def of_titan(
     return train
 
 
-def _sharded(module: nn.Module, blocks: Iterable[nn.Module], device: torch.device, backend: str | None) -> None:
+def _sharded(
+    module: nn.Module, blocks: Iterable[nn.Module], device: torch.device, backend: str | None, *, dynamic: bool
+) -> None:
     mesh = init_device_mesh(device.type, (1,))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for block in blocks:
         if backend:
-            block.compile(backend=backend)
+            block.compile(backend=backend, dynamic=dynamic)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)

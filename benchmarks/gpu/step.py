@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import statistics
+import sys
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +31,7 @@ from benchmarks.training import MERGE, PATCH, batch_of, with_trainer
 from benchmarks.turns import Contender
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.loading.batch import Batch
-from hetero_strategy.model import EncoderInputs, MultimodalModel, SequenceInputs
+from hetero_strategy.model import EncoderInputs, MultimodalModel, SequenceInputs, materialize
 from hetero_strategy.monitor.flops import device_peak_flops, utilization
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepMetadata
@@ -200,6 +202,24 @@ def _place(error: BaseException | None) -> str:
     return f"{outside[-1].filename}:{outside[-1].lineno} {outside[-1].line}"
 
 
+@contextmanager
+def values_made_once() -> Iterator[None]:
+    """First values of a block are copies of those of the first one like it: on the CPU all take longer than steps."""
+    make, made = materialize._initialized, dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]]()
+
+    def copied(name: str, adapter: Any, seed: int, prefix: str, fqns: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        key = (name, type(adapter), seed, *(fqn.removeprefix(prefix) for fqn in fqns))
+        if key not in made:
+            made[key] = [(fqn.removeprefix(prefix), value) for fqn, value in make(name, adapter, seed, prefix, fqns)]
+        return ((prefix + rest, value.clone()) for rest, value in made[key])
+
+    materialize._initialized = copied
+    try:
+        yield
+    finally:
+        materialize._initialized = make
+
+
 def visits(
     trains: Mapping[str, Train], batches: Sequence[Batch], size: Size, device: torch.device
 ) -> dict[str, list[Visit]]:
@@ -210,7 +230,10 @@ def visits(
     made: dict[str, list[Visit]] = {name: [] for name in names}
     for _ in range(size.visits):
         for i in order.permutation(len(names)):
+            began = time.perf_counter()
             made[names[i]].append(visit(names[i], trains[names[i]], batches, size, device))
+            taken, step = time.perf_counter() - began, made[names[i]][-1].seconds
+            print(f"{names[i]}: {1e3 * step:.0f} ms a step, {taken:.0f} s in all", file=sys.stderr, flush=True)
     return made
 
 
@@ -290,7 +313,8 @@ def _compared(size: Size, device: torch.device, *, alone: bool) -> Iterator[Line
             if alone
             else by_hand(make_model, device, other, backend=by)
         )
-    made = visits(trains, batches, size, device)
+    with values_made_once():
+        made = visits(trains, batches, size, device)
     for how in ways:
         if not alone:
             _same_work(losses[how], losses[f"{peer}, {how}"])

@@ -89,6 +89,8 @@ class Adapter(nn.Module):
     """Names inside a block of the linear maps that follow those, whose inputs it splits."""
     tp_compiles: bool = False
     """Whether torch can compile its blocks for any number of rows where tensor parallelism splits them."""
+    compiled_by: str | None = None
+    """Backend of ``torch.compile`` that the blocks are compiled by; what a stage does besides may be, too."""
     tp_chunks: int = 1
     """Chunks whose collectives run beside matmuls where tensor parallelism splits its blocks; set before
     :meth:`apply_tp`, see :attr:`ModuleLayout.tp_chunks`."""

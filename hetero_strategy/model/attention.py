@@ -18,15 +18,14 @@ varlen_attn: Any = varlen.varlen_attn
 
 
 def _takes(kernel: Any) -> tuple[bool, bool]:
-    """Whether a kernel for packed sequences has all that is used of it, and whether several heads of queries may share
-    one of keys, which torch 2.11 does not say that it can.
+    """Whether a kernel for packed sequences has all that is used of it, and whether it is to be told that several heads
+    of queries share one of keys: torch 2.11's takes them as they come.
     """
     known = set(inspect.signature(kernel).parameters)
-    rows = {"window_size", "scale"} <= known
-    return rows, rows and "enable_gqa" in known
+    return {"window_size", "scale"} <= known, "enable_gqa" in known
 
 
-VARLEN, SHARES_HEADS = _takes(varlen_attn)
+VARLEN, TOLD_OF_SHARED_HEADS = _takes(varlen_attn)
 HALF = (torch.float16, torch.bfloat16)
 WIDEST = 256
 """Head dimension above which torch's flash kernels stop."""
@@ -89,7 +88,7 @@ def packed_attention(
         and not dropout
         and softcap is None
         and query.shape[-1] <= WIDEST
-        and (SHARES_HEADS if query.shape[1] != key.shape[1] else VARLEN)
+        and VARLEN
     ):
         return _flash(query, key, value, packing, options)
     if torch.compiler.is_compiling():  # code that must not depend on how many buckets there are
@@ -117,7 +116,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options:
     rows = (x[0].transpose(0, 1) for x in (query, key, value))
     bounds = (packing.offsets, packing.offsets, packing.longest, packing.longest)
     around = (-1 if options.window is None else options.window - 1, 0) if options.causal else (-1, -1)
-    shared: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    shared: dict[str, Any] = {"enable_gqa": True} if TOLD_OF_SHARED_HEADS and query.shape[1] != key.shape[1] else {}
     out: Tensor = varlen_attn(*rows, *bounds, scale=options.scale, window_size=around, **shared)
     return out.transpose(0, 1)[None]
 

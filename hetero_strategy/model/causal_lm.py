@@ -190,7 +190,7 @@ class CausalLM(Adapter):
         return LMOutput(torch.stack(losses).sum(), likeliest == labels, likeliest)
 
     def _of_chunk(self, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return token_loss(self.head(rows), labels)
+        return token_loss(self.head(rows), labels, self.compiled_by)
 
 
 def fill_slots(hidden: Tensor, slots: Mapping[Hashable, Tensor], rows: Mapping[Hashable, Tensor]) -> Tensor:

@@ -1,10 +1,13 @@
 """Cross entropy of logits and the likeliest tokens, also where tensor parallelism has split the vocabulary.
 
 Split logits follow Megatron-LM (Shoeybi et al. 2019, section 3): ranks exchange three numbers per row, never logits.
+Compiled, each direction reads the logits and writes nothing of their size but their gradient, in their own dtype.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,20 +17,23 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def token_loss(logits: Tensor, labels: Tensor, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """Return the summed cross entropy, in fp32 or fp64, and the likeliest token of every row.
 
     Args:
         logits: ``[n, vocabulary]``, plain or split over its last dimension; n may be 0.
         labels: int64 ``[n]``, a token for every row, the same on all ranks that share the logits.
+        backend: of ``torch.compile``, for what is computed of whole rows; None: it is not compiled.
 
     Returns:
         A scalar and int64 ``[n]``, the same on all those ranks.
     """
     if isinstance(logits, DTensor):
-        mesh, local = logits.device_mesh, logits.to_local()
+        mesh = logits.device_mesh
         first = sum(_sizes(logits.shape[-1], mesh.size())[: mesh.get_local_rank()])
-        return _Split.apply(_precise(local), labels, first, mesh.get_group())
+        return _Rows.apply(logits.to_local(), labels, first, mesh.get_group(), backend)
+    if backend is not None:
+        return _Rows.apply(logits, labels, 0, None, backend)
     with torch.autocast(logits.device.type, enabled=False):
         loss = F.cross_entropy(_precise(logits), labels, reduction="sum")
     with torch.no_grad():
@@ -44,30 +50,65 @@ def _sizes(vocabulary: int, ranks: int) -> list[int]:
     return [min(most, max(0, vocabulary - most * rank)) for rank in range(ranks)]
 
 
-class _Split(torch.autograd.Function):
-    """Of this rank's logits ``[n, part]``, whose first token is ``first``."""
+class _Rows(torch.autograd.Function):
+    """Of logits ``[n, part]``, whose first token is ``first``; the ranks of ``group`` have the other parts."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup
+        ctx: Any, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup | None, backend: str | None
     ) -> tuple[Tensor, Tensor]:
-        highest, place = logits.max(dim=-1)
-        best = highest.clone()
-        dist.all_reduce(best, op=dist.ReduceOp.MAX, group=group)
-        likeliest = torch.where(highest == best, place + first, torch.iinfo(torch.int64).max)
-        dist.all_reduce(likeliest, op=dist.ReduceOp.MIN, group=group)
-        inside = (labels >= first) & (labels < first + logits.shape[-1])
-        place = torch.where(inside, labels - first, 0)[:, None]
-        shares = (logits - best[:, None]).exp()
-        target = torch.where(inside, (logits.gather(1, place)[:, 0] - best), 0.0)
-        sums = torch.stack([shares.sum(dim=-1), target])
-        dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(shares.div_(sums[0][:, None]), place, inside)
+        own = labels - first
+        own = torch.where((own >= 0) & (own < logits.shape[-1]), own, -1)
+        best, likeliest, total, target = _run(_statistics, backend, logits.detach(), own)
+        if group is not None:
+            highest = best.clone()
+            dist.all_reduce(best, op=dist.ReduceOp.MAX, group=group)
+            likeliest = torch.where(highest == best, likeliest + first, torch.iinfo(torch.int64).max)
+            dist.all_reduce(likeliest, op=dist.ReduceOp.MIN, group=group)
+            sums = torch.stack([total * (highest - best).exp(), target])
+            dist.all_reduce(sums, group=group)
+            total, target = sums
+        logarithm = total.log() + best
+        ctx.backend = backend
+        ctx.save_for_backward(logits, own, logarithm)
         ctx.mark_non_differentiable(likeliest)
-        return (sums[0].log() - sums[1]).sum(), likeliest
+        return (logarithm - target).sum(), likeliest
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        shares, place, inside = ctx.saved_tensors
-        gradient = shares.scatter_add(1, place, -inside[:, None].to(shares.dtype))
-        return gradient.mul_(grads[0]), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _run(_gradient, ctx.backend, *ctx.saved_tensors, grads[0]), None, None, None, None
+
+
+def _statistics(logits: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each row: the highest logit, its place, the sum of exponentials over it, and the logit at ``own``, or 0."""
+    values = _precise(logits)
+    best = values.amax(dim=-1)
+    total = (values - best[:, None]).exp().sum(dim=-1)
+    target = values.gather(1, own.clamp(0)[:, None])[:, 0]
+    return best, values.argmax(dim=-1), total, torch.where(own < 0, 0.0, target)
+
+
+def _gradient(logits: Tensor, own: Tensor, logarithm: Tensor, factor: Tensor) -> Tensor:
+    """Of the summed loss: shares of tokens, less 1 at ``own``, times ``factor``."""
+    shares = (_precise(logits) - logarithm[:, None]).exp()
+    if torch.compiler.is_compiling():
+        labelled = torch.arange(logits.shape[-1], device=own.device) == own[:, None]
+        shares = shares - labelled.to(shares.dtype)
+    else:
+        shares.scatter_add_(1, own.clamp(0)[:, None], -(own >= 0)[:, None].to(shares.dtype))
+    return (shares * factor).to(logits.dtype)
+
+
+def _run(function: Callable[..., Any], backend: str | None, logits: Tensor, *rows: Tensor) -> Any:
+    """Call it, compiled for any number of rows."""
+    if backend is None or len(logits) < 2:  # compiled code treats sizes of 0 and 1 apart
+        return function(logits, *rows)
+    for tensor in (logits, *rows):
+        if tensor.dim():
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return _compiled(function, backend)(logits, *rows)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    return torch.compile(function, backend=backend)

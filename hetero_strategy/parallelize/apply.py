@@ -25,6 +25,7 @@ from hetero_strategy.model.hf_folder import Selection
 from hetero_strategy.model.materialize import initial_units
 from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.parallelize.compile import apply_compile
+from hetero_strategy.parallelize.copies import compute_with_copies
 from hetero_strategy.parallelize.float8 import apply_float8
 from hetero_strategy.parallelize.fsdp import apply_fsdp
 from hetero_strategy.parallelize.gradients import local
@@ -49,6 +50,7 @@ def parallelize(
     split: Sequence[int] = (),
     pp_rank: int = 0,
     storage: Storage = FP32,
+    copies: bool = True,
 ) -> dict[int, Adapter]:
     """Put this rank's stages of ``module`` on its mesh, in place. Call on the module's ranks only.
 
@@ -61,10 +63,12 @@ def parallelize(
         device: of its tensors; on meta they have no values.
         recompute: what runs again in backward instead of keeping its activations.
         offload: whose activations are in host memory between forward and backward.
-        compile: backend that compiles its blocks; None: none does.
+        compile: backend that compiles its blocks and its loss; None: none does.
         split: blocks of each stage; not read without a pipeline.
         pp_rank: this rank's pipeline coordinate.
         storage: dtypes of its tensors.
+        copies: a stage that this rank has for itself may compute with copies of its weights, which live as long as a
+            step; else FSDP2 makes them and frees them with every microbatch.
 
     Returns:
         This rank's stages by number; ``{0: module}`` without a pipeline.
@@ -82,8 +86,9 @@ def parallelize(
     assert layout.pipeline.stages in (1, len(split)), f"split {split} of {layout.pipeline.stages} stages"
     stages = cut(module, split, layout.pipeline.stages_of(pp_rank))
     host = None if offload is None else HostMemory(device)
+    copied: list[Adapter] = []
     for stage in stages.values():
-        stage.compute_dtype = storage.compute
+        stage.compute_dtype, stage.compiled_by = storage.compute, compile
         if module.float8 is not None:
             apply_float8(stage, module.float8, layout.tp, kept)
         if layout.tp > 1:
@@ -102,11 +107,14 @@ def parallelize(
         if offload is not None and host is not None:
             away = offload.chosen(blocks)
             apply_offload(stage, [block for fqn, block in stage.blocks().items() if fqn in away], host)
-        if layout.dp_shard > 1 or storage.casts(stage.parameters()):
+        held = {id(part) for part in stage.modules()}
+        precise = [layer for layer in kept if id(layer) in held]
+        if copies and storage.copies(stage.parameters(), layout) and not precise:
+            copied.append(stage)
+        elif layout.dp_shard > 1 or storage.casts(stage.parameters()):
             assert mesh is not None
             axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
-            held = {id(part) for part in stage.modules()}
-            apply_fsdp(stage, mesh[axes], storage, [layer for layer in kept if id(layer) in held])
+            apply_fsdp(stage, mesh[axes], storage, precise)
     with ties_kept(stages.values()):
         for stage in stages.values():
             stage.to_empty(device=device)
@@ -118,6 +126,8 @@ def parallelize(
         wanted: dict[str, Selection] = {fqn: {} for fqn, _ in stage.named_buffers()}
         wanted |= {fqn: _shard_of(parameter) for fqn, parameter in owned_tensors(stage).items()}
         fill(stage, initial_units(name, module, seed, wanted))
+    for stage in copied:
+        compute_with_copies(stage, storage.compute)
     adopt(module, stages)
     return stages
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.parallelize.copies import copies_of
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.take_part import take_part
@@ -197,9 +198,11 @@ def whole_bytes(stage: nn.Module, *, once: bool) -> int:
     """Count the bytes of whole weights and their gradients that a rank has at a time, beside its shards.
 
     Args:
-        stage: an FSDP root or a module without FSDP, which has none.
+        stage: an FSDP root, or a module without FSDP, which has at most copies of its own.
         once: all are gathered for the whole step; else two units at a time, one that runs and one gathered ahead.
     """
+    if (copies := copies_of(stage)) is not None:
+        return copies.nbytes
     units = []
     for part in _parts(stage):
         size = 0

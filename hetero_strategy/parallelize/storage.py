@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hetero_strategy.errors import ConfigError, ModelError
+from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.parallelize.traits import Traits
 
@@ -18,8 +19,9 @@ from hetero_strategy.parallelize.traits import Traits
 class Storage:
     """In which dtypes the parameters of a model are kept, compute and are reduced.
 
-    What trains is kept in ``master``, as are its gradients and the optimizer's states; FSDP2 gathers it in ``compute``.
-    What is frozen is kept in ``compute`` at once. Rows on the edges and between stages are in ``compute``.
+    What trains is kept in ``master``, as are its gradients and the optimizer's states; it computes in ``compute``, in
+    which FSDP2 gathers it or, where one rank has it all, copies are made (``parallelize.copies``). What is frozen is
+    kept in ``compute`` at once. Rows on the edges and between stages are in ``compute``.
     """
 
     compute: torch.dtype = torch.float32
@@ -97,6 +99,10 @@ class Storage:
     def casts(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether any of these parameters is kept in another dtype than it computes in."""
         return self.mixed and any(p.requires_grad for p in parameters)
+
+    def copies(self, parameters: Iterable[nn.Parameter], layout: ModuleLayout) -> bool:
+        """Whether a stage of these parameters is cast on one rank alone, where nothing is gathered or summed."""
+        return len(layout.ranks) == layout.pp and self.casts(parameters)
 
 
 FP32 = Storage()

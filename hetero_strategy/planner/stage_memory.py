@@ -33,6 +33,8 @@ class StageBytes:
     """Whole weights in the dtype that computes; nothing where the masters compute."""
     once: bool
     """Gathered once per step; otherwise the blocks with every microbatch, while they compute."""
+    copied: bool
+    """Gathered without a buffer: on one rank alone."""
     made: Units
     """Gradients as a backward makes them, all of a unit's before they are added up; nothing where they are added up one
     by one."""
@@ -53,7 +55,7 @@ class StageBytes:
     @property
     def unshard(self) -> float:
         """Most that gathering needs besides what it gathers: its flat buffers, of which all are under way at once."""
-        return float(self.gathered.sum()) if self.once else 0.0
+        return float(self.gathered.sum()) if self.once and not self.copied else 0.0
 
     @property
     def reduce(self) -> float:
@@ -78,6 +80,8 @@ class StageBytes:
         later = np.append(np.cumsum(summed[::-1])[::-1], 0.0)
         if self.once or not self.gathered.any():
             new = made + later[1:] if made.any() else later[:-1]
+            if self.copied:  # one by one, while the block's activations go
+                new = summed / 2 + later[1:]
             around = self.made[-1] if self.made.any() else self.summed[-1]
             return new + around if first else np.where(made > 0, made + self.made[-1], self.single)
         following, before = np.append(reduced[1:], 0.0), np.insert(self.gathered[:-2], 0, 0.0)
@@ -105,9 +109,10 @@ def stage_bytes(
     stored = (shape.stored[first:last] * left).sum(axis=3)  # [blocks, units, trains]
     frozen, trained = (np.append(stored[:, 0, t], stored[:, 1, t].sum()) for t in (0, 1))
     casts = precision.compute != precision.master and bool(trained.any())
-    fsdp, shard = layout.dp_shard > 1 or casts, layout.dp_shard
-    # Over a group of one rank FSDP only casts what trains.
-    gathered = precision.compute * (trained + frozen * (shard > 1)) * fsdp
+    copied = casts and once and len(layout.ranks) == layout.pp
+    fsdp, shard = (layout.dp_shard > 1 or casts) and not copied, layout.dp_shard
+    # Over a group of one rank only what trains is cast.
+    gathered = precision.compute * (trained + frozen * (shard > 1)) * (fsdp or copied)
     whole = precision.master * trained
     together = fsdp and (casts or not once)
     summed = whole if once or not fsdp else whole / shard
@@ -118,6 +123,7 @@ def stage_bytes(
         optimizer=ADAM_STATES * owned,
         gathered=gathered,
         once=once or not fsdp,
+        copied=copied,
         made=precision.compute * trained * together,
         summed=summed,
         sharded=owned,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -172,7 +171,7 @@ def structure(model: MultimodalModel) -> dict[str, Any]:
         "modules": modules,
         "edges": [[edge.source, edge.target] for edge in model.edges],
         "code": [_package(), *(_content(file) for file in sorted(files))],
-        "versions": [torch.__version__, importlib.metadata.version("hetero-strategy")],
+        "versions": [torch.__version__],
     }
 
 

@@ -66,7 +66,8 @@ class Agreement:
         self._steps += 1
         if self._steps.bit_count() > 1:
             return
-        most = torch.tensor([plan.digest >> 2, -(plan.digest >> 2)], device=device)
+        most = torch.full((2,), plan.digest >> 2, device=device)
+        most[1].neg_()
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         if most[0] != -most[1]:
             raise different(plan)

@@ -90,5 +90,8 @@ def _keep(group: dict[str, Any], gradients: Any) -> None:
 
 
 def _add(leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Accumulate a gradient as autograd does."""
     if gradient is not None:
         leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+        for hook in (leaf._post_accumulate_grad_hooks or {}).values():
+            hook(leaf)

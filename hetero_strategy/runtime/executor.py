@@ -28,6 +28,7 @@ from hetero_strategy.model.inputs import ModuleInputs, without_waiting
 from hetero_strategy.model.kind import check_output
 from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.parallelize import fsdp
+from hetero_strategy.parallelize.copies import copies_of, masters_kept
 from hetero_strategy.parallelize.gradients import settle
 from hetero_strategy.parallelize.offload import host_memory
 from hetero_strategy.parallelize.storage import FP32, Storage
@@ -130,7 +131,8 @@ class Executor:
         step = self.begin(batch, batch.program, Transport, factors, call)
         transport = step.transport
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-        with random_state_kept(self.device), self.recorder.step(batch.plan, train=train):
+        masters = masters_kept(self.stages.values())
+        with random_state_kept(self.device), self.recorder.step(batch.plan, train=train), masters:
             transport.start(batch.program.starts)
             for action in batch.program.actions:
                 if profiled:
@@ -169,7 +171,11 @@ class Executor:
     def release(self, *, train: bool) -> None:
         """Free gathered weights of stages without a backward."""
         for stage_id, stage in self.stages.items():
-            if isinstance(stage, FSDPModule) and not (train and self.compiler.graph.stages[stage_id].backward):
+            if train and self.compiler.graph.stages[stage_id].backward:
+                continue
+            if (copies := copies_of(stage)) is not None:
+                copies.release()
+            elif isinstance(stage, FSDPModule):
                 fsdp.release(stage)
 
     def _reduce(self, sums: StepSums, batch: Batch) -> None:
@@ -273,7 +279,10 @@ class RunningStep:
                 self._accumulate(stage)
             case "UNSHARD":
                 begin = recorder.now()
-                fsdp.gather(stage)
+                if (copies := copies_of(stage)) is not None:
+                    copies.gather()
+                else:
+                    fsdp.gather(stage)
             case "REDUCE":
                 begin = recorder.now()
                 self.sums_under_way.append(self._start_sums(action.node, stage))
@@ -402,6 +411,8 @@ class RunningStep:
     def _start_sums(self, node: StageId, stage: Adapter) -> Callable[[], None]:
         """Start to sum gradients over data-parallel ranks; what it returns waits for that."""
         parts, replicas = self.executor.trained[node], self.executor.replicas[node]
+        if (copies := copies_of(stage)) is not None:
+            copies.release()
         if not (isinstance(stage, FSDPModule) and self.graph.stages[node].sharded):
             return settle(parts, replicas)
         fsdp.reduce(stage)

@@ -148,7 +148,10 @@ def assemble(
     ]
     channels = _channels(registry, graph, rows, rank, connected)
     connect(graph, channels, rank)
-    stages = _own_stages(model, layouts, registry, placement, rank, device, plan.recompute, compile, offload, storage)
+    copies = scheduling.reshard_after_forward != "always"
+    stages = _own_stages(
+        model, layouts, registry, placement, rank, device, plan.recompute, compile, offload, storage, copies=copies
+    )
     mine = {
         graph.node_of(StageId(name, number), rank): stage
         for name, made in stages.items()
@@ -226,6 +229,8 @@ def _own_stages(
     compile: Mapping[str, str],
     offload: Mapping[str, Offload],
     storage: Storage,
+    *,
+    copies: bool,
 ) -> dict[str, dict[int, Adapter]]:
     """Module -> this rank's stages of it, parallelised; modules of other ranks go to the meta device."""
     stages = {}
@@ -247,6 +252,7 @@ def _own_stages(
             split=layout.split or (),
             pp_rank=where.pp,
             storage=storage,
+            copies=copies,
         )
     for module in model.modules_by_name.values():
         module.release_initial_values()

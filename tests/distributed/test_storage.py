@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.step_memory import LAYOUTS, MIXED, setting_of, step_on_rank
 from hetero_strategy.model import MultimodalModel
+from hetero_strategy.parallelize.copies import copies_of
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.storage import FP32, Storage
 from tests.distributed import stepping
@@ -43,15 +44,21 @@ def gradients_on_rank(rank: int, world: int, setting: Setting, keep: tuple[str, 
     gradients = {n: local(p.grad) for n, p in made.owned.items() if p.grad is not None}
     dtypes = {n: p.dtype for n, p in made.owned.items()}
     sharded = {n for n, p in made.owned.items() if isinstance(p, DTensor)}
-    wrapped = {n.module for n, stage in made.executor.stages.items() if isinstance(stage, FSDPModule)}
-    return {"gradients": gradients, "dtypes": dtypes, "sharded": sharded, "wrapped": wrapped}
+    stages = {n.module: stage for n, stage in made.executor.stages.items()}
+    wrapped = {name for name, stage in stages.items() if isinstance(stage, FSDPModule)}
+    copied = {name for name, stage in stages.items() if copies_of(stage) is not None}
+    found = {"gradients": gradients, "dtypes": dtypes, "sharded": sharded, "wrapped": wrapped, "copied": copied}
+    now = {f"{n}.{fqn}": p for n, m in made.executor.modules.items() for fqn, p in m.named_parameters()}
+    assert all(now[name] is p for name, p in made.owned.items()), "copies stayed in layers"
+    return found
 
 
-def test_gradients_are_those_of_half_precision_weights_bit_by_bit(pool: Pool, tmp_path: Path) -> None:
-    """A plain model whose fp32 weights were rounded to bf16, which knows nothing of masters and of FSDP2."""
+@pytest.mark.parametrize("reshard", ["auto", "always"])
+def test_gradients_are_those_of_half_precision_weights_bit_by_bit(pool: Pool, tmp_path: Path, reshard: str) -> None:
+    """A plain model whose fp32 weights were rounded to bf16, which knows nothing of masters, copies and FSDP2."""
     freeze = ("vision.backbone", "audio")
     setting = Setting(data(tmp_path), {n: on(0) for n in ("vision", "audio", "llm")}, freeze=freeze)
-    setting = replace(setting, precision="bf16-mixed", microbatches=1)
+    setting = replace(setting, precision="bf16-mixed", microbatches=1, reshard_after_forward=reshard)
     wanted = reference(setting, 1).gradients
     (made,) = pool.run(1, gradients_on_rank, setting, ())
     assert set(made["gradients"]) == set(wanted)
@@ -61,7 +68,9 @@ def test_gradients_are_those_of_half_precision_weights_bit_by_bit(pool: Pool, tm
     frozen = {name for name in made["dtypes"] if name.startswith(freeze)}
     assert {made["dtypes"][name] for name in frozen} == {torch.bfloat16}
     assert {made["dtypes"][name] for name in set(made["dtypes"]) - frozen} == {torch.float32}
-    assert made["wrapped"] == {"vision", "llm"} and not made["sharded"] & frozen, "what is frozen is not copied"
+    trained = {"vision", "llm"}
+    assert (made["copied"], made["wrapped"]) == ((set(), trained) if reshard == "always" else (trained, set()))
+    assert not made["sharded"] & frozen, "what is frozen is not copied"
 
 
 def test_a_parameter_may_be_kept_in_fp32(pool: Pool, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.model.helpers import LLAMA, tokens
 from tests.parallelize.pieces import MAKE
 
 
-def split_on_rank(rank: int, world: int, rows: int, vocabulary: int) -> dict[str, Any]:
+def split_on_rank(rank: int, world: int, rows: int, vocabulary: int, backend: str | None) -> dict[str, Any]:
     """Loss, tokens and gradient of random logits, whole and split; two tokens are equally likely in the first row."""
     mesh = init_device_mesh("cpu", (world,))
     numbers = torch.Generator().manual_seed(rows)
@@ -31,7 +31,7 @@ def split_on_rank(rank: int, world: int, rows: int, vocabulary: int) -> dict[str
     expected = F.cross_entropy(whole, labels, reduction="sum")
     (3 * expected).backward()
     leaf = distribute_tensor(logits, mesh, [Shard(1)]).detach().requires_grad_()
-    loss, likeliest = token_loss(leaf, labels)
+    loss, likeliest = token_loss(leaf, labels, backend)
     (3 * loss).backward()
     assert isinstance(leaf.grad, DTensor)
     return {
@@ -42,9 +42,10 @@ def split_on_rank(rank: int, world: int, rows: int, vocabulary: int) -> dict[str
     }
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize(("rows", "vocabulary"), [(5, 12), (4, 7), (0, 6)])
-def test_split_logits(pool: Pool, rows: int, vocabulary: int) -> None:
-    ranks = pool.run(3, split_on_rank, rows, vocabulary)
+def test_split_logits(pool: Pool, rows: int, vocabulary: int, backend: str | None) -> None:
+    ranks = pool.run(3, split_on_rank, rows, vocabulary, backend)
     for result in ranks:
         assert result["loss"][0] == pytest.approx(result["loss"][1], rel=1e-12)
         assert torch.equal(*result["likeliest"])

@@ -70,6 +70,14 @@ def settled(count: Callable[[], int], still: float = 0.3) -> int:
     return last
 
 
+def ended(count: Callable[[], int], within: float = 30.0) -> bool:
+    """Whether a count reaches 0 within so many seconds."""
+    end = time.monotonic() + within
+    while (left := count()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not left
+
+
 def threads() -> list[str]:
     """Threads of loaders."""
     return [t.name for t in threading.enumerate() if t.name in ("loading", "copying")]
@@ -308,7 +316,7 @@ def test_workers_end_when_their_loader_is_forgotten(index: DatasetIndex, tmp_pat
     pids = loader._pool.pids()  # type: ignore[union-attr]
     del loader, iterator
     gc.collect()
-    assert not settled(lambda: sum(map(_runs, pids)))
+    assert ended(lambda: sum(map(_runs, pids)))
 
 
 def _runs(pid: int) -> bool:

@@ -19,7 +19,7 @@ from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.loading import ray_pool as remote
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.ray_pool import RayPool
-from tests.loading.test_ahead import settled, steps
+from tests.loading.test_ahead import ended, settled, steps
 from tests.loading.test_loader import flat
 from tests.small_models import digit_processors
 
@@ -74,7 +74,7 @@ def test_the_same_batches_in_order_bounded_and_resumable(index: DatasetIndex, tm
     assert [flat(b) for b in _at(loader, state)] == rest and len(rest) == 27
     pids = crew(loader).pids()
     loader.close()
-    assert not settled(lambda: sum(Path(f"/proc/{pid}").exists() for pid in pids))
+    assert ended(lambda: sum(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 def _at(loader: StepLoader, state: dict[str, Any]) -> StepLoader:

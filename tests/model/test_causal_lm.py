@@ -154,17 +154,23 @@ class TestEveryModel:
         assert any("heads 4" in fault for fault in model.check_tp(3))
 
 
-def test_token_loss_without_rows_and_with():
-    logits = torch.randn(4, 7, requires_grad=True)
-    none, nothing = token_loss(logits[:0], torch.zeros(0, dtype=torch.int64))
-    none.backward()
-    assert none == 0 and (logits.grad == 0).all() and not len(nothing)
-    labels = torch.tensor([1, 2, 3, 4])
-    loss, likeliest = token_loss(logits, labels)
-    assert likeliest.equal(logits.argmax(-1))
-    torch.testing.assert_close(loss, -torch.log_softmax(logits, -1)[range(4), labels].sum())
-    assert token_loss(logits.bfloat16(), labels)[0].dtype == torch.float32
-    assert token_loss(logits.double(), labels)[0].dtype == torch.float64
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_token_loss(backend):
+    for rows in (0, 1, 4, 6):
+        logits = (20 * torch.randn(rows, 7)).requires_grad_()
+        labels = torch.arange(rows)
+        loss, likeliest = token_loss(logits, labels, backend)
+        assert likeliest.equal(logits.argmax(-1))
+        expected = -torch.log_softmax(logits.double(), -1)[range(rows), labels].sum()
+        torch.testing.assert_close(loss, expected.float())
+        gradients = [torch.autograd.grad(3 * one, logits)[0] for one in (loss, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+        half = logits.detach().bfloat16().requires_grad_()
+        halved, _ = token_loss(half, labels, backend)
+        halved.backward()
+        assert halved.dtype == torch.float32 and half.grad.dtype == torch.bfloat16
+        exact, _ = token_loss(logits.double(), labels, backend)
+        torch.testing.assert_close(exact, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 1000])

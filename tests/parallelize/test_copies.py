@@ -1,0 +1,90 @@
+"""Layers compute with copies of their weights while a step runs, and gradients go into those of the masters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hetero_strategy.parallelize.copies import Copies, compute_with_copies, copies_of, masters_kept
+from hetero_strategy.runtime import backward
+
+
+class Tied(nn.Module):
+    """Its embedding is its head, and nothing trains its table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner, self.head = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+        self.table = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(rows)).square().sum()
+
+
+def made() -> tuple[Tied, Copies, dict[str, nn.Parameter]]:
+    module = Tied()
+    compute_with_copies(module, torch.bfloat16)
+    copies = copies_of(module)
+    assert copies is not None
+    return module, copies, dict(module.named_parameters())
+
+
+def test_layers_hold_copies_between_gather_and_release() -> None:
+    module, copies, masters = made()
+    assert copies.nbytes == 2 * (6 * 4 + 4 * 4 + 4)
+    for _ in range(2):
+        copies.gather()
+        now = dict(module.named_parameters())
+        assert now["table"] is masters["table"] and module.head.weight is module.embedding.weight
+        for name in masters.keys() - {"table"}:
+            assert now[name].dtype == torch.bfloat16 and torch.equal(now[name], masters[name].bfloat16()), name
+        copies.release()
+        assert all(one is masters[name] for name, one in module.named_parameters())
+        assert not sum(one.untyped_storage().size() for one in now.values() if one is not masters["table"])
+        with torch.no_grad():
+            masters["inner.weight"].add_(1.0)  # as an optimizer does
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_gradients_add_up_in_the_masters(halves: bool) -> None:
+    """Each microbatch's is the bf16 gradient of a plain module of rounded weights; their sum is not rounded."""
+    module, copies, masters = made()
+    plain = Tied().bfloat16()
+    plain.load_state_dict({name: value.bfloat16() for name, value in module.state_dict().items()})
+    wanted = {name: torch.zeros_like(one) for name, one in masters.items()}
+    copies.gather()
+    for seed in range(3):
+        rows = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        plain.zero_grad()
+        plain(rows).backward()
+        for name, one in plain.named_parameters():
+            wanted[name] += 0 if one.grad is None else one.grad.float()
+        leaf = rows.requires_grad_()
+        loss = module(leaf)
+        roots = [(torch.autograd.graph.get_gradient_edge(loss), torch.ones_like(loss))]
+        if halves:
+            backward.inputs_first(roots, [leaf], [p for p in module.parameters() if p.requires_grad])()
+        else:
+            backward.whole(roots)
+        assert not [
+            name for name, one in module.named_parameters() if one.dtype == torch.bfloat16 and one.grad is not None
+        ]
+    copies.release()
+    assert masters["table"].grad is None
+    for name in masters.keys() - {"table"}:
+        gradient = masters[name].grad
+        assert gradient is not None and gradient.dtype == torch.float32
+        assert torch.equal(gradient, wanted[name]) and not torch.equal(gradient, gradient.bfloat16().float()), name
+
+
+def test_masters_come_back_where_a_step_fails() -> None:
+    module, copies, masters = made()
+    with pytest.raises(ValueError), masters_kept([nn.Linear(1, 1), module]):
+        copies.gather()
+        raise ValueError
+    assert all(one is masters[name] for name, one in module.named_parameters())
+    with masters_kept([module]):
+        copies.gather()
+    assert copies.there, "only a failure takes them away"
