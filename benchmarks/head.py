@@ -20,7 +20,6 @@ import torch.nn.functional as F
 
 from benchmarks.common import arguments, report, write_json
 from benchmarks.measuring import CPU, peak_bytes, seconds_in_turns
-from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
 from hetero_strategy.zoo import titan_llama
 from hetero_strategy.zoo.titan import TitanLlama
@@ -52,7 +51,7 @@ def measure(
     """Peak bytes, seconds and loss of both ways; ``warm_up`` is in seconds."""
     sizes = {"vocab_size": vocabulary, "dim": dim, "n_layers": 1, "n_heads": 8}
     llm = titan_llama(**sizes).to_empty(device=device)
-    llm.head_rows = min(CausalLM.head_rows, rows // 8)
+    llm.head_rows = min(llm.head_rows, rows // 8)
     with torch.no_grad():
         for parameter in llm.parameters():
             parameter.normal_(std=0.02)

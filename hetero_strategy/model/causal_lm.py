@@ -96,6 +96,9 @@ class CausalLMKind(ModuleKind):
         return place, output.predicted
 
 
+HEAD_BYTES, MOST_HEAD_ROWS = 2**29, 8192
+
+
 class CausalLM(Adapter):
     """Base of language models: embed, callback ``before``, fill slots with rows, blocks, loss.
 
@@ -107,7 +110,7 @@ class CausalLM(Adapter):
     max_length: int | None = None
     """Length of the longest sequence that the position tables reach; None if there is no limit."""
     head_rows: int = 1024
-    """Labelled rows whose logits exist at once; backward makes them again."""
+    """Labelled rows whose logits exist at once; backward makes them again. See :func:`head_rows_of`."""
 
     def __init__(self, *, before: Callable[[Tensor, SequenceInputs], Tensor] | None = None) -> None:
         super().__init__()
@@ -191,6 +194,13 @@ class CausalLM(Adapter):
 
     def _of_chunk(self, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return token_loss(self.head(rows), labels, self.compiled_by)
+
+
+def head_rows_of(vocabulary: int) -> int:
+    """Return how many rows' logits take half a GiB in fp32, but 8192 at most: with more of them at once fewer gradients
+    of the head are added up, each as large as the head.
+    """
+    return max(1, min(MOST_HEAD_ROWS, HEAD_BYTES // (4 * vocabulary)))
 
 
 def fill_slots(hidden: Tensor, slots: Mapping[Hashable, Tensor], rows: Mapping[Hashable, Tensor]) -> Tensor:

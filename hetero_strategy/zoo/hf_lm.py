@@ -13,7 +13,7 @@ from typing_extensions import override
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
-from hetero_strategy.model.causal_lm import CausalLM
+from hetero_strategy.model.causal_lm import CausalLM, head_rows_of
 from hetero_strategy.model.inputs import Packing, SequenceInputs
 from hetero_strategy.zoo.hf import HFAdapter, at_least_one_row, make_config, make_norms_precise
 
@@ -53,6 +53,7 @@ class HFCausalLM(HFAdapter, CausalLM):
         self.architecture = model_class.__name__
         self.config = self.model.config
         self.width = self.hidden_width = config.hidden_size
+        self.head_rows = head_rows_of(config.vocab_size)
         self.checkpoint = checkpoint
         # Old folders hold rotary frequencies, and a tied head is the embedding.
         self.folder_ignored = ("*rotary_emb.inv_freq", *["lm_head.weight"] * config.tie_word_embeddings)

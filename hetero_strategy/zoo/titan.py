@@ -25,7 +25,7 @@ from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import attention_pairs, packed_attention
-from hetero_strategy.model.causal_lm import CausalLM
+from hetero_strategy.model.causal_lm import CausalLM, head_rows_of
 from hetero_strategy.model.hf_folder import HFWeights, read_config
 from hetero_strategy.model.inputs import Packing, SequenceInputs
 from hetero_strategy.zoo.hf import check_no_fields
@@ -142,6 +142,7 @@ class TitanLlama(CausalLM):
         super().__init__(before=before)
         self.args = args
         self.width = self.hidden_width = args.dim
+        self.head_rows = head_rows_of(args.vocab_size)
         self.max_length = args.max_seq_len
         self.checkpoint = checkpoint
         self.model = _titan().Transformer(args)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hetero_strategy.errors import DataError, ModelError
-from hetero_strategy.model.causal_lm import fill_slots
+from hetero_strategy.model.causal_lm import fill_slots, head_rows_of
 from hetero_strategy.model.token_loss import token_loss
 from hetero_strategy.zoo import hf_llama, hf_qwen3, titan_llama
 from hetero_strategy.zoo.titan import _titan
@@ -171,6 +171,11 @@ def test_token_loss(backend):
         assert halved.dtype == torch.float32 and half.grad.dtype == torch.bfloat16
         exact, _ = token_loss(logits.double(), labels, backend)
         torch.testing.assert_close(exact, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_heads_of_large_vocabularies_have_fewer_rows_at_once():
+    assert [head_rows_of(size) for size in (100, 32_000, 128_256, 2**40)] == [8192, 4194, 1046, 1]
+    assert titan_llama(**TITAN | {"vocab_size": 2**18}).head_rows == 512
 
 
 @pytest.mark.parametrize("rows", [1, 3, 1000])
