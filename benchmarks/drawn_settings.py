@@ -125,6 +125,7 @@ class _Drawing:
                 tokens[name] = self.one_of({"equal": 3, 4: 1, 8: 1, 20: 1, 100: 1, 1000: 2})
         losses = [name for name in modules if ITEM_MODULES.get(name) != "encoder"]
         splits = schedule in ("zb_h1", "zbv")
+        compiles = self.often(0.1) and "attention_dropout" not in dropout  # whose numbers are others in compiled blocks
         setting = Setting(
             self.data.folder,
             {name: self.written(one) for name, one in layouts.items()},
@@ -136,7 +137,7 @@ class _Drawing:
             **layers,
             freeze=self.freeze(modules, lm),
             recompute={n: self.one_of(RECOMPUTES) for n in modules if self.often(0.2)},
-            compile={n: "eager" for n in modules if self.often(0.3)} if self.often(0.1) else {},
+            compile={n: "eager" for n in modules if self.often(0.3)} if compiles else {},
             reshard_after_forward=self.one_of({"auto": 6, "never": 2, "always": 0.2 if splits else 2}),
             max_in_flight={rng.choice(modules): rng.randint(1, 4)} if self.often(0.12) else {},
             tokens=tokens,

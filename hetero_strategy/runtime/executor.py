@@ -169,9 +169,9 @@ class Executor:
         return self.running
 
     def release(self, *, train: bool) -> None:
-        """Free gathered weights of stages without a backward."""
+        """Free gathered weights of stages whose gradients are not reduced, which frees them."""
         for stage_id, stage in self.stages.items():
-            if train and self.compiler.graph.stages[stage_id].backward:
+            if train and self.compiler.graph.stages[stage_id].trains:
                 continue
             if (copies := copies_of(stage)) is not None:
                 copies.release()

@@ -296,6 +296,14 @@ def test_instances_that_gather_together_warm_up_with_one_microbatch(pool: Pool, 
     compare(expected(setting), pool.run(2, steps_on_rank, setting, expected(setting), (2,), timeout=60))
 
 
+def test_weights_that_do_not_train_are_freed_where_no_backward_comes(pool: Pool, folders: dict[bool, str]) -> None:
+    """One instance of a frozen language model, gathered once per step, has nothing; the other gets rows that train."""
+    frozen = {"freeze": ("llm",), "reshard_after_forward": "never", "batches": ((3,),), "microbatches": 1}
+    setting = setting_of(folders, {"audio": on(0, 1, dp_shard=2), "llm": on(0, 1, dp_shard=2)}, "1f1b", **frozen)
+    wanted = reference(setting, 1)
+    compare(wanted, pool.run(2, steps_on_rank, setting, wanted, (1,), timeout=60))
+
+
 @pytest.mark.full  # tests/parallelize/test_compile.py has pieces of them
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("name", COMPILED)
