@@ -4,7 +4,7 @@ A language model of four blocks at pp 1, 2 and 4 and sharded over 2 ranks, 8 mic
 rank that holds most, the most of each that is held after any action of the step:
 
   masters     fp32 parameters of this rank and Adam's two moments
-  gathered    weights as FSDP2 gathers them
+  gathered    weights as FSDP2 gathers them, or one rank's copies of its masters
   gradients   of the parameters, and whole ones that wait for their reduction
   copies      tensors of a weight's shape that autograd keeps for the backward and that are no weights: casts
   activations everything else that autograd keeps for the backward
@@ -34,6 +34,7 @@ from benchmarks.counting import counted
 from benchmarks.pipelines import Setting, assembled
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.parallelize import fsdp
+from hetero_strategy.parallelize.copies import copies_of
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.profiling.allocations import Allocations
@@ -138,8 +139,10 @@ def _gathers() -> Iterator[Callable[[], int]]:
 
 
 def _sizes(stages: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Bytes of weights that FSDP2 has gathered, and of all gradients."""
+    """Bytes of weights that FSDP2 has gathered or that are copies of masters, and of all gradients."""
     gathered: list[torch.Tensor | None] = []
+    for copies in filter(None, map(copies_of, stages)):
+        gathered += copies._copies
     gradients = [p.grad for p in parameters]
     for state in (s for stage in stages if isinstance(stage, FSDPModule) for s in _states(stage)):
         for parameter in (p for group in fsdp._groups(state) for p in group.fsdp_params):
