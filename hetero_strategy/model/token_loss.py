@@ -65,14 +65,18 @@ class _Rows(torch.autograd.Function):
             dist.all_reduce(best, op=dist.ReduceOp.MAX, group=group)
             likeliest = torch.where(highest == best, likeliest + first, torch.iinfo(torch.int64).max)
             dist.all_reduce(likeliest, op=dist.ReduceOp.MIN, group=group)
-            sums = torch.stack([total * (highest - best).exp(), target])
+            # A part of nothing but -inf has no exponentials, and NaN for their sum.
+            shares = torch.where(highest == -torch.inf, 0.0, total * (highest - best).exp())
+            sums = torch.stack([shares, torch.where(own < 0, 0.0, target - best)])
             dist.all_reduce(sums, group=group)
-            total, target = sums
-        logarithm = total.log() + best
+            total, below = sums
+        else:
+            below = target - best
+        logarithm = total.log()
         ctx.backend = backend
-        ctx.save_for_backward(logits, own, logarithm)
+        ctx.save_for_backward(logits, own, best, logarithm)
         ctx.mark_non_differentiable(likeliest)
-        return (logarithm - target).sum(), likeliest
+        return (logarithm - below).sum(), likeliest
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -80,17 +84,17 @@ class _Rows(torch.autograd.Function):
 
 
 def _statistics(logits: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each row: the highest logit, its place, the sum of exponentials over it, and the logit at ``own``, or 0."""
+    """Of each row: the highest logit, its place, the sum of exponentials over it, and the logit at ``own``, if any."""
     values = _precise(logits)
     best = values.amax(dim=-1)
     total = (values - best[:, None]).exp().sum(dim=-1)
     target = values.gather(1, own.clamp(0)[:, None])[:, 0]
-    return best, values.argmax(dim=-1), total, torch.where(own < 0, 0.0, target)
+    return best, values.argmax(dim=-1), total, target
 
 
-def _gradient(logits: Tensor, own: Tensor, logarithm: Tensor, factor: Tensor) -> Tensor:
+def _gradient(logits: Tensor, own: Tensor, best: Tensor, logarithm: Tensor, factor: Tensor) -> Tensor:
     """Of the summed loss: shares of tokens, less 1 at ``own``, times ``factor``."""
-    shares = (_precise(logits) - logarithm[:, None]).exp()
+    shares = (_precise(logits) - best[:, None] - logarithm[:, None]).exp()
     if torch.compiler.is_compiling():
         labelled = torch.arange(logits.shape[-1], device=own.device) == own[:, None]
         shares = shares - labelled.to(shares.dtype)

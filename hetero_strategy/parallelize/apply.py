@@ -1,4 +1,5 @@
-"""How one module is put on its mesh, from outside: stages, tensor parallel, recompute, compile, offload, FSDP2, values.
+"""How one module is put on its mesh, from outside: stages, tensor parallel, recompute, compile, offload, FSDP2, values,
+copies.
 
 The module is built on the meta device and what this rank does not own stays there. Of the rest only this rank's shards
 are ever allocated: initial values are made one block at a time and each rank keeps its part, so the weights are the
@@ -59,7 +60,7 @@ def parallelize(
             names; the others stay on meta.
         layout: its resolved layout.
         mesh: mesh of this rank's pipeline slice, with ``dp_shard`` and those of the axes ``dp_replicate, tp`` that are
-            above 1; not read for one rank without mixed precision.
+            above 1; not read where neither FSDP2 nor tensor parallelism is applied.
         device: of its tensors; on meta they have no values.
         recompute: what runs again in backward instead of keeping its activations.
         offload: whose activations are in host memory between forward and backward.
@@ -68,7 +69,7 @@ def parallelize(
         pp_rank: this rank's pipeline coordinate.
         storage: dtypes of its tensors.
         copies: a stage that this rank has for itself may compute with copies of its weights, which live as long as a
-            step; else FSDP2 makes them and frees them with every microbatch.
+            step; else FSDP2 gathers them.
 
     Returns:
         This rank's stages by number; ``{0: module}`` without a pipeline.

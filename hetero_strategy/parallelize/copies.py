@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 
-class Copies:
-    """Those of what trains in a stage; layers hold them from :meth:`gather` to :meth:`release`.
+class WeightCopies:
+    """Those of what trains in a stage; layers hold them from :meth:`gather` to :meth:`release`, and while a forward
+    without gradients runs outside of a step.
 
     Args:
         stage: with its masters, on their device.
@@ -31,12 +32,12 @@ class Copies:
         self._masters: list[Tensor] = list(copies)
         self._copies: list[Tensor] = list(copies.values())
         self._places = [
-            (part._parameters, name, master)
+            (part, name, master)
             for part in stage.modules()
             for name, master in part._parameters.items()
             if master is not None and master in copies
         ]
-        self._at = [copies[master] for _, _, master in self._places]
+        self._at: list[nn.Parameter] = [copies[master] for _, _, master in self._places]
         self._sizes = [copy.untyped_storage().size() for copy in self._copies]
         self.there = True
         """Whether layers hold the copies."""
@@ -44,6 +45,9 @@ class Copies:
             vars(copy).update(vars(master))
             copy.register_post_accumulate_grad_hook(partial(_fold, master))
         self.release()
+        self._lent = False
+        stage.register_forward_pre_hook(self._lend)
+        stage.register_forward_hook(self._take_back, always_call=True)
 
     @property
     def nbytes(self) -> int:
@@ -57,32 +61,49 @@ class Copies:
         for copy, size in zip(self._copies, self._sizes, strict=True):
             copy.untyped_storage().resize_(size)
         torch._foreach_copy_(self._copies, self._masters)
-        for (held, name, _), copy in zip(self._places, self._at, strict=True):
-            held[name] = copy
+        for (part, name, _), copy in zip(self._places, self._at, strict=True):
+            _put(part, name, copy)
 
     def release(self) -> None:
         """Give the masters back to their layers, and free the copies."""
         if self.there:
-            self.there = False
-            for held, name, master in self._places:
-                held[name] = master
+            for part, name, master in self._places:
+                _put(part, name, master)
             for copy in self._copies:
                 copy.untyped_storage().resize_(0)
+            self.there = False
+
+    def _lend(self, *_: object) -> None:
+        if not self.there and not torch.is_grad_enabled():
+            self._lent = True
+            self.gather()
+
+    def _take_back(self, *_: object) -> None:
+        if self._lent:
+            self._lent = False
+            self.release()
 
 
-def copies_of(stage: nn.Module) -> Copies | None:
+def _put(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    if type(part).__setattr__ is nn.Module.__setattr__:
+        part._parameters[name] = parameter
+    else:  # such as an LSTM's, which keeps a list of its weights
+        setattr(part, name, parameter)
+
+
+def copies_of(stage: nn.Module) -> WeightCopies | None:
     """Return the copies that a stage computes with, where :func:`compute_with_copies` made some."""
     return vars(stage).get("_hetero_copies")
 
 
 def compute_with_copies(stage: nn.Module, dtype: torch.dtype) -> None:
     """Let a stage compute with copies of its weights in this dtype; call it once its parameters are where they stay."""
-    vars(stage)["_hetero_copies"] = Copies(stage, dtype)
+    vars(stage)["_hetero_copies"] = WeightCopies(stage, dtype)
 
 
 @contextmanager
 def masters_kept(stages: Iterable[nn.Module]) -> Iterator[None]:
-    """Give layers their masters back if what is done fails: whoever saves the model then is to find them."""
+    """Give layers their masters back if what is done fails: who saves or trains the model then is to find them."""
     try:
         yield
     except BaseException:

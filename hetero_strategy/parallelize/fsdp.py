@@ -195,7 +195,7 @@ def release(stage: nn.Module) -> None:
 
 
 def whole_bytes(stage: nn.Module, *, once: bool) -> int:
-    """Count the bytes of whole weights and their gradients that a rank has at a time, beside its shards.
+    """Count the bytes of whole weights and their gradients that a rank has at a time, beside its shards or masters.
 
     Args:
         stage: an FSDP root, or a module without FSDP, which has at most copies of its own.

@@ -16,6 +16,7 @@ from typing_extensions import override
 from hetero_strategy.boundary.transport import Transport
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model.random_numbers import random_state_kept
+from hetero_strategy.parallelize.copies import masters_kept
 from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import StageId
@@ -49,6 +50,7 @@ def warm_up(executor: Executor, batch: Batch, *, train: bool) -> None:
         p.grad = None
     try:
         with (
+            masters_kept(executor.stages.values()),
             random_state_kept(executor.device),
             executor.recorder.step(plan, train=train),
             torch.autograd.set_detect_anomaly(False),  # rows are none that modules are made for

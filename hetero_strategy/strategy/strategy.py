@@ -79,7 +79,7 @@ class HeteroStrategy(OwnCheckpoints):
             schedule if not given. None (``strategy="hetero"``): every module sharded over all ranks.
         recompute: modules that compute activations again in backward; by module: all, every 2, all but matmuls, whole.
         offload: modules whose blocks keep activations in host memory until backward; by module: all, every 2.
-        compile: modules whose blocks torch compiles one by one, for any number of rows; or by module: the backend.
+        compile: modules whose blocks and loss torch compiles, for any number of rows; or by module: the backend.
         float8: modules whose blocks multiply in float8 (torchao); or by module: the recipe.
         attention: flash kernels of another package on GPUs that have them: ``FA3``, ``FA4``; None: as torch is set.
         async_tp: torch's compiler overlaps matmuls with tensor-parallel collectives, between GPUs that share memory.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hetero_strategy.model import MultimodalModel
 from hetero_strategy.parallelize.copies import copies_of
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.storage import FP32, Storage
+from hetero_strategy.runtime.executor import RunningStep
 from tests.distributed import stepping
 from tests.distributed.exact import NOTICED, on
 from tests.distributed.harness import Pool
@@ -48,8 +50,15 @@ def gradients_on_rank(rank: int, world: int, setting: Setting, keep: tuple[str, 
     wrapped = {name for name, stage in stages.items() if isinstance(stage, FSDPModule)}
     copied = {name for name, stage in stages.items() if copies_of(stage) is not None}
     found = {"gradients": gradients, "dtypes": dtypes, "sharded": sharded, "wrapped": wrapped, "copied": copied}
-    now = {f"{n}.{fqn}": p for n, m in made.executor.modules.items() for fqn, p in m.named_parameters()}
-    assert all(now[name] is p for name, p in made.owned.items()), "copies stayed in layers"
+    for way in ("a step", "an evaluation", "a step that fails"):
+        if way == "an evaluation":
+            made.evaluate(setting)
+        elif way == "a step that fails":
+            with pytest.raises(TypeError), patch.object(RunningStep, "_backward", None):
+                made.executor.run(steps_of(setting, 1, made.share, made.made.context)[0], train=True)
+        now = {f"{n}.{fqn}": p for n, m in made.executor.modules.items() for fqn, p in m.named_parameters()}
+        if stages.keys() == copied | {"audio"}:
+            assert all(now[name] is p for name, p in made.owned.items()), f"copies stayed in layers after {way}"
     return found
 
 

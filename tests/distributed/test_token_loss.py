@@ -26,7 +26,9 @@ def split_on_rank(rank: int, world: int, rows: int, vocabulary: int, backend: st
     logits = 30 * torch.randn(rows, vocabulary, dtype=torch.float64, generator=numbers)
     if rows:
         logits[0, 1] = logits[0, vocabulary - 1] = 200.0
+        logits[1, vocabulary // 2 :], logits[1, 0] = -torch.inf, 3.0  # some ranks' whole part of a row
     labels = torch.randint(0, vocabulary, (rows,), generator=numbers)
+    labels[1:2] = 0
     whole = logits.clone().requires_grad_()
     expected = F.cross_entropy(whole, labels, reduction="sum")
     (3 * expected).backward()

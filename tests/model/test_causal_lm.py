@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -171,6 +172,11 @@ def test_token_loss(backend):
         assert halved.dtype == torch.float32 and half.grad.dtype == torch.bfloat16
         exact, _ = token_loss(logits.double(), labels, backend)
         torch.testing.assert_close(exact, expected, rtol=1e-12, atol=1e-12)
+    sure = torch.tensor([[100.0, 90.0, -50.0]] * 2, requires_grad=True)  # a large logit rounds none of the loss away
+    loss, _ = token_loss(sure, torch.tensor([0, 0]), backend)
+    torch.testing.assert_close(float(loss), 2 * math.log1p(math.exp(-10)), rtol=1e-3, atol=0)
+    (gradient,) = torch.autograd.grad(loss, sure)
+    torch.testing.assert_close(float(gradient[0, 1]), math.exp(-10) / (1 + math.exp(-10)), rtol=1e-3, atol=0)
 
 
 def test_heads_of_large_vocabularies_have_fewer_rows_at_once():

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from hetero_strategy.parallelize.copies import Copies, compute_with_copies, copies_of, masters_kept
+from hetero_strategy.parallelize.copies import WeightCopies, compute_with_copies, copies_of, masters_kept
 from hetero_strategy.runtime import backward
 
 
 class Tied(nn.Module):
-    """Its embedding is its head, and nothing trains its table."""
+    """Its embedding is its head, and both are used; nothing trains its table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,10 +20,11 @@ class Tied(nn.Module):
         self.table = nn.Parameter(torch.ones(4), requires_grad=False)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.head(self.inner(rows)).square().sum()
+        known = self.embedding(torch.arange(len(rows)))
+        return self.head(self.inner(rows) + known).square().sum()
 
 
-def made() -> tuple[Tied, Copies, dict[str, nn.Parameter]]:
+def made() -> tuple[Tied, WeightCopies, dict[str, nn.Parameter]]:
     module = Tied()
     compute_with_copies(module, torch.bfloat16)
     copies = copies_of(module)
@@ -77,6 +78,27 @@ def test_gradients_add_up_in_the_masters(halves: bool) -> None:
         gradient = masters[name].grad
         assert gradient is not None and gradient.dtype == torch.float32
         assert torch.equal(gradient, wanted[name]) and not torch.equal(gradient, gradient.bfloat16().float()), name
+
+
+def test_a_layer_with_a_list_of_its_weights_computes_with_copies_too() -> None:
+    module = nn.GRU(3, 2)
+    copies = WeightCopies(module, torch.bfloat16)
+    for begin in (copies.gather, copies.release):
+        begin()
+        assert all(one is two for one, two in zip(module._flat_weights, module.parameters(), strict=True))
+    assert module.weight_ih_l0.dtype == torch.float32
+
+
+def test_without_gradients_a_stage_computes_outside_of_steps() -> None:
+    module, copies, masters = made()
+    rows = torch.randn(5, 4).bfloat16()
+    with torch.no_grad():
+        outside = module(rows)
+        with pytest.raises(RuntimeError):
+            module(rows[:, :3])
+        assert not copies.there and all(one is masters[name] for name, one in module.named_parameters())
+        copies.gather()
+        assert torch.equal(outside, module(rows)) and copies.there
 
 
 def test_masters_come_back_where_a_step_fails() -> None:
