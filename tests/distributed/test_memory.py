@@ -16,6 +16,8 @@ NAMES = ("offload all", "offload every 2, bf16", "recompute all but matmuls, bf1
          "llm pp 2, gpipe, bf16",
          "encoder in the bubbles of pp 4, bf16", "decoupled from pp 4, bf16")  # fmt: skip
 WITHIN = 0.05
+NOTICED = 0.03
+"""By which what is predicted of another setting is farther off, on some rank."""
 
 
 @pytest.mark.full
@@ -23,10 +25,12 @@ WITHIN = 0.05
 def test_peaks_are_predicted(pool: Pool, name: str) -> None:
     (setting,) = (one for one in SETTINGS if one.name == name)
     peaks = np.array([rank.peak for rank in pool.run(setting.world, steps_on_rank, setting, timeout=300)])
-    np.testing.assert_allclose(predicted(setting).peak, peaks, rtol=WITHIN)
+    found = predicted(setting).peak
+    np.testing.assert_allclose(found, peaks, rtol=WITHIN)
     other: dict[str, Any] = {"recompute": {}} if setting.recompute else {"recompute": {"llm": "all"}}
     other = {"offload": {}} if setting.offload else other
-    assert (np.abs(predicted(replace(setting, **other)).peak / peaks - 1) > WITHIN).any(), "nothing would be noticed"
+    apart = np.abs(predicted(replace(setting, **other)).peak / peaks - 1)
+    assert (apart > np.abs(found / peaks - 1) + NOTICED).any(), "nothing would be noticed"
 
 
 @pytest.mark.parametrize("trains", [False, True])
