@@ -102,11 +102,15 @@ def accumulate(stage: nn.Module) -> None:
 
 
 def gather(stage: nn.Module) -> None:
-    """Start to gather all weights of an FSDP root and keep them over all microbatches; gradients add up meanwhile.
+    """Start to gather all weights of an FSDP root, or make a stage's copies, and keep them over all microbatches;
+    gradients add up meanwhile.
 
     A collective over the stage's data-parallel ranks. Each unit's first forward waits for its own weights, so that the
     others travel beside it. :func:`reduce` ends it, or :func:`release` without a backward.
     """
+    if (copies := copies_of(stage)) is not None:
+        copies.gather()
+        return
     _root_state(stage)._lazy_init()
     _let_hooks_communicate(stage, False)
     for part in _parts(stage):
@@ -180,12 +184,14 @@ def finish(stage: nn.Module) -> None:
 
 
 def release(stage: nn.Module) -> None:
-    """Free gathered weights without a reduction; the parameters are shards again.
+    """Free gathered weights, if any, without a reduction; the parameters are shards or masters again.
 
     Call it after forwards without backward too: FSDP leaves the root's whole weights as its parameters then, and an
     optimizer made after a validation would train those.
     """
-    if _root_state(stage)._is_root is None:  # never ran
+    if (copies := copies_of(stage)) is not None:
+        copies.release()
+    if not isinstance(stage, FSDPModule) or _root_state(stage)._is_root is None:  # never ran
         return
     _let_hooks_communicate(stage, True)
     for part in _parts(stage):

@@ -171,11 +171,7 @@ class Executor:
     def release(self, *, train: bool) -> None:
         """Free gathered weights of stages whose gradients are not reduced, which frees them."""
         for stage_id, stage in self.stages.items():
-            if train and self.compiler.graph.stages[stage_id].trains:
-                continue
-            if (copies := copies_of(stage)) is not None:
-                copies.release()
-            elif isinstance(stage, FSDPModule):
+            if not (train and self.compiler.graph.stages[stage_id].trains):
                 fsdp.release(stage)
 
     def _reduce(self, sums: StepSums, batch: Batch) -> None:
@@ -279,10 +275,7 @@ class RunningStep:
                 self._accumulate(stage)
             case "UNSHARD":
                 begin = recorder.now()
-                if (copies := copies_of(stage)) is not None:
-                    copies.gather()
-                else:
-                    fsdp.gather(stage)
+                fsdp.gather(stage)
             case "REDUCE":
                 begin = recorder.now()
                 self.sums_under_way.append(self._start_sums(action.node, stage))
