@@ -16,8 +16,8 @@ NAMES = ("offload all", "offload every 2, bf16", "recompute all but matmuls, bf1
          "llm pp 2, gpipe, bf16",
          "encoder in the bubbles of pp 4, bf16", "decoupled from pp 4, bf16")  # fmt: skip
 WITHIN = 0.05
-NOTICED = 0.03
-"""By which what is predicted of another setting is farther off, on some rank."""
+NOTICED = {"offload every 2, bf16": 0.035}
+"""By which the prediction of another setting is off on some rank, where they differ by less than :data:`WITHIN`."""
 
 
 @pytest.mark.full
@@ -25,12 +25,11 @@ NOTICED = 0.03
 def test_peaks_are_predicted(pool: Pool, name: str) -> None:
     (setting,) = (one for one in SETTINGS if one.name == name)
     peaks = np.array([rank.peak for rank in pool.run(setting.world, steps_on_rank, setting, timeout=300)])
-    found = predicted(setting).peak
-    np.testing.assert_allclose(found, peaks, rtol=WITHIN)
+    np.testing.assert_allclose(predicted(setting).peak, peaks, rtol=WITHIN)
     other: dict[str, Any] = {"recompute": {}} if setting.recompute else {"recompute": {"llm": "all"}}
     other = {"offload": {}} if setting.offload else other
     apart = np.abs(predicted(replace(setting, **other)).peak / peaks - 1)
-    assert (apart > np.abs(found / peaks - 1) + NOTICED).any(), "nothing would be noticed"
+    assert (apart > NOTICED.get(name, WITHIN)).any(), "nothing would be noticed"
 
 
 @pytest.mark.parametrize("trains", [False, True])
