@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,13 +40,23 @@ class Channel:
     device: torch.device
 
     @cached_property
-    def places(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Rank in the group of a hop by global rank, of both hops."""
-        return _places(self.group), _places(self.second)
+    def hops(self) -> tuple[Wire, Wire]:
+        """What carries messages of the first hop, and of the second."""
+        return Wire.of(self.group, 2 * self.tag), Wire.of(self.second, 2 * self.tag + 1)
 
 
-def _places(group: dist.ProcessGroup | None) -> dict[int, int]:
-    return {} if group is None else {rank: i for i, rank in enumerate(dist.get_process_group_ranks(group))}
+class Wire(NamedTuple):
+    """A group, the tag of its messages, and its ranks by global rank."""
+
+    group: dist.ProcessGroup | None
+    tag: int
+    places: dict[int, int]
+
+    @staticmethod
+    def of(group: dist.ProcessGroup | None, tag: int) -> Wire:
+        """Look the ranks up; none where nobody else is there."""
+        ranks = [] if group is None else dist.get_process_group_ranks(group)
+        return Wire(group, tag, {rank: i for i, rank in enumerate(ranks)})
 
 
 class _Message(dist.P2POp):
@@ -90,7 +100,7 @@ class Transport:
         if rows.shape[0] != transfer.inputs:
             raise RuntimeError(f"the plan says {transfer.inputs} rows on this rank, the module made {rows.shape[0]}")
         if transfer.first.sends or transfer.local[0].size:
-            self._given[number] = rows.to(channel.dtype).contiguous()
+            self._given[number] = (rows if rows.dtype == channel.dtype else rows.to(channel.dtype)).contiguous()
 
     def start(self, batches: Collection[Sequence[int]]) -> None:
         """Start the first hop of transfers, in batches of messages of one channel each."""
@@ -152,8 +162,7 @@ class Transport:
             hop = transfer.first if first else transfer.second
             if not (hop.receives or hop.sends):
                 continue
-            group, tag = (channel.group, 2 * channel.tag) if first else (channel.second, 2 * channel.tag + 1)
-            place_of = channel.places[not first]
+            group, tag, places = channel.hops[not first]
             assert group is not None
             if hop.receives:
                 out = self._out.get(number)
@@ -165,11 +174,11 @@ class Transport:
                     else:
                         size = (rows.size, channel.width)
                         buffer, place = torch.empty(size, dtype=channel.dtype, device=channel.device), rows
-                    ops.append(_Message(dist.irecv, buffer, peer, group, tag, place_of[peer]))
+                    ops.append(_Message(dist.irecv, buffer, peer, group, tag, places[peer]))
                     owners.append((number, False, place))
             for peer, rows in hop.sends:
                 sent = self._pick(self._given[number], rows)
-                ops.append(_Message(dist.isend, sent, peer, group, tag, place_of[peer]))
+                ops.append(_Message(dist.isend, sent, peer, group, tag, places[peer]))
                 owners.append((number, True, None))
             if first and hop.sends and not transfer.local[0].size:
                 del self._given[number]  # the messages hold what is left to send

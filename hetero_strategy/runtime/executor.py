@@ -10,13 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
 from hetero_strategy.boundary.transport import Channel, Transport
@@ -30,13 +27,13 @@ from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.copies import copies_of, masters_kept
 from hetero_strategy.parallelize.gradients import settle
-from hetero_strategy.parallelize.offload import host_memory
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.tied import Tied
 from hetero_strategy.plan.ahead import computing
 from hetero_strategy.runtime import backward
 from hetero_strategy.runtime.agreement import Agreement
 from hetero_strategy.runtime.held import Held
+from hetero_strategy.runtime.local_stage import Live, LocalStage, Output
 from hetero_strategy.runtime.payload import Copies, Payload, ToCuda
 from hetero_strategy.runtime.recorder import Recorder
 from hetero_strategy.schedule.action import Action, StageId
@@ -83,8 +80,8 @@ class Executor:
     """Of this rank, by module."""
     parameters: dict[StageId, list[nn.Parameter]] = field(init=False)
     """This rank's parts, as they are while nothing is gathered."""
-    trained: dict[StageId, list[nn.Parameter]] = field(init=False)
-    """Those of them that train."""
+    local: dict[StageId, LocalStage] = field(init=False)
+    """What actions need of each of ``stages``."""
     held: Held = field(init=False, default_factory=Held)
     """Rows of modules that run a step ahead."""
     copies: Copies | None = field(init=False)
@@ -96,10 +93,14 @@ class Executor:
         self.recorder = Recorder(self.device, self.compiler)
         self.copies = ToCuda(self.device) if self.device.type == "cuda" else None
         self.parameters = {stage_id: list(stage.parameters()) for stage_id, stage in self.stages.items()}
-        self.trained = {node: [p for p in own if p.requires_grad] for node, own in self.parameters.items()}
         names = self.compiler.graph.pipelines  # of modules, and of what they do ahead
         seats = {name: self.placement.coordinate(computing(name), self.rank) for name in names}
         self.coordinates = {name: seat for name, seat in seats.items() if seat is not None}
+        nodes = self.compiler.graph.stages
+        self.local = {
+            stage_id: LocalStage.of(stage_id, stage, nodes[stage_id], self.coordinates[stage_id.module])
+            for stage_id, stage in self.stages.items()
+        }
 
     @property
     def exact(self) -> bool:
@@ -140,7 +141,8 @@ class Executor:
                         step.run(action)
                 else:
                     step.run(action)
-                transport.start(action.starts)
+                if action.starts:
+                    transport.start(action.starts)
             for finish in step.sums_under_way:
                 finish()
             if train:
@@ -190,36 +192,6 @@ class Executor:
         return batch.with_program(self.compiler.of(self.rank, train)(batch.plan))
 
 
-class _Output(NamedTuple):
-    """An output whose memory may go: backward needs only its place in the graph."""
-
-    edge: GradientEdge
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _Output:
-        return _Output(get_gradient_edge(tensor), tensor.shape, tensor.dtype)
-
-    def filled(self, value: float, device: torch.device) -> torch.Tensor:
-        return torch.full(self.shape, value, dtype=self.dtype, device=device)
-
-
-@dataclass
-class _Live:
-    """Activations of one microbatch of one stage, from its forward until its backward."""
-
-    leaves: list[torch.Tensor]
-    """Rows that came in, one tensor per transfer."""
-    seed: int
-    """Of its random numbers."""
-    rows: _Output | None = None
-    loss: _Output | None = None
-    later: backward.WeightsLater | None = None
-    come_back: Callable[[], None] | None = None
-    """Starts to copy what is in host memory back."""
-
-
 class RunningStep:
     """One step in progress."""
 
@@ -240,7 +212,7 @@ class RunningStep:
         self.payload = Payload(batch.inputs, uses, executor.copies)
         self.action: Action | None = None
         """What runs, or ran last."""
-        self.live: dict[tuple[StageId, int], _Live] = {}
+        self.live: dict[tuple[StageId, int], Live] = {}
         self.sums_under_way: list[Callable[[], None]] = []
         """What waits for sums of gradients over data-parallel ranks that run beside the rest of the step."""
         self.sums = StepSums(
@@ -257,86 +229,88 @@ class RunningStep:
         """Run one action: take its rows, compute, give what it makes."""
         action, recorder = step.action, self.executor.recorder
         self.action = action
-        stage = self.executor.stages[action.node]
+        local = self.executor.local[action.node]
         match action.kind:
             case "F":
                 arrived = [self.transport.take(number).detach() for number in step.reads]
                 begin = recorder.now()
-                self._forward(step, stage, arrived)
+                self._forward(step, local, arrived)
             case "B" | "I":
                 gradient = self._gradient(step)
                 begin = recorder.now()
-                self._backward(step, stage, gradient)
+                self._backward(step, local, gradient)
             case "W":
                 begin = recorder.now()
                 live = self.live.pop((action.node, action.microbatch))
                 assert live.later is not None
                 live.later()
-                self._accumulate(stage)
+                self._accumulate(local)
             case "UNSHARD":
                 begin = recorder.now()
-                fsdp.gather(stage)
+                fsdp.gather(local.adapter)
             case "REDUCE":
                 begin = recorder.now()
-                self.sums_under_way.append(self._start_sums(action.node, stage))
+                self.sums_under_way.append(self._start_sums(action.node, local))
         recorder.ran(action, begin)
 
-    def _forward(self, step: RankAction, stage: Adapter, arrived: list[torch.Tensor]) -> None:
+    def _forward(self, step: RankAction, local: LocalStage, arrived: list[torch.Tensor]) -> None:
         stage_id, microbatch = step.action.node, step.action.microbatch
-        differentiable = self.program.train and self.graph.stages[stage_id].backward
-        seat = self.executor.coordinates[stage_id.module]
+        differentiable = self.program.train and local.node.backward
         hidden, rows = None, {}
         for source, leaf in zip(step.sources, arrived, strict=True):
-            leaf.requires_grad_(differentiable and self.graph.stages[source.node].backward)
+            if differentiable and self.graph.stages[source.node].backward:
+                leaf.requires_grad_()
             if source.node.module == stage_id.module:
                 hidden = leaf
             else:
                 rows[source.node, source.microbatch] = leaf
         plan, held = self.batch.plan, self.executor.held
-        if plan.holds(stage_id.module, stage_id.stage):
+        if plan.held and plan.holds(stage_id.module, stage_id.stage):
             self._give(step, held.rows(plan, stage_id.module, microbatch))
             return
-        early = computing(stage_id.module) != stage_id.module
         inputs = self._inputs(step)
-        assert stage.random_numbers is not None
-        seed = stage.random_numbers.start(
-            replace(plan.metadata, step=plan.metadata.step + 1) if early else plan.metadata,
-            0 if early else self.call,  # rows are made once, whatever number this call has
-            microbatch, seat.instance, seat.shard, self.executor.device,
-            rows_apart=self.graph.stages[stage_id].row_sharding.parts > 1,
+        seed = local.random_numbers.start(
+            replace(plan.metadata, step=plan.metadata.step + 1) if local.early else plan.metadata,
+            0 if local.early else self.call,  # rows are made once, whatever number this call has
+            microbatch, local.seat.instance, local.seat.shard, self.executor.device, rows_apart=local.rows_apart,
         )  # fmt: skip
-        live = _Live(arrived, seed)
-        with torch.set_grad_enabled(differentiable):
-            out = stage(inputs, rows, hidden)
-        if differentiable and (host := host_memory(stage)) is not None:
-            live.come_back = None if host.latest is None else host.latest.start
-        if stage.last_stage:
-            check_output(stage, out)
+        live = Live(arrived, seed)
+        if differentiable:
+            out = local.adapter(inputs, rows, hidden)
+            if local.host is not None and local.host.latest is not None:
+                live.come_back = local.host.latest.start
+        else:
+            with torch.no_grad():
+                out = local.adapter(inputs, rows, hidden)
+        if local.adapter.last_stage:
+            check_output(local.adapter, out)
         made: torch.Tensor | None = out if isinstance(out, torch.Tensor) else out.hidden
-        if early:
+        if local.early:
             assert made is not None
             held.keep(plan, computing(stage_id.module), microbatch, made, train=self.program.train)
             return
         if not isinstance(out, torch.Tensor):
-            live.loss = _Output.of(out.loss_sum) if out.loss_sum.requires_grad else None
-            if not seat.shard:  # an instance's first rank speaks for the instance
-                units = plan.assignments[stage_id.module][microbatch].of(seat.instance)
+            live.loss = Output.of(out.loss_sum) if out.loss_sum.requires_grad else None
+            if not local.seat.shard:  # an instance's first rank speaks for the instance
+                units = plan.assignments[stage_id.module][microbatch].of(local.seat.instance)
                 self.sums.add(stage_id.module, units, inputs, out)
         live.rows = self._give(step, made)
         if differentiable:
             self.live[stage_id, microbatch] = live
 
-    def _give(self, step: RankAction, made: torch.Tensor | None) -> _Output | None:
+    def _give(self, step: RankAction, made: torch.Tensor | None) -> Output | None:
         """Give what an action makes to all that read it; what its backward needs of it, if it has one."""
         if not step.gives:
             return None
         assert made is not None and step.gives[0] is not None
-        transfer = self.program.transfers[step.gives[0]]
-        made = made.to(self.executor.channels[transfer.edge, False].dtype)
+        dtype = self.executor.channels[self.program.transfers[step.gives[0]].edge, False].dtype
+        if made.dtype != dtype:
+            made = made.to(dtype)
+        given = made.detach()
         for number in step.gives:
             assert number is not None
-            self.transport.give(number, made.detach())
-        return _Output.of(made) if made.requires_grad else None
+            self.transport.give(number, given)
+        return Output.of(made) if made.requires_grad else None
 
     def _inputs(self, step: RankAction) -> ModuleInputs:
         """What the module takes besides rows, with the slots of this rank."""
@@ -363,15 +337,14 @@ class RunningStep:
             self.transport.free(number)
         return gradient
 
-    def _backward(self, step: RankAction, stage: Adapter, gradient: torch.Tensor | None) -> None:
+    def _backward(self, step: RankAction, local: LocalStage, gradient: torch.Tensor | None) -> None:
         stage_id, microbatch = step.action.node, step.action.microbatch
-        live = self.live[stage_id, microbatch] if step.action.kind == "I" else self.live.pop((stage_id, microbatch))
-        assert stage.random_numbers is not None
-        stage.random_numbers.again(live.seed)
+        halved = step.action.kind == "I"
+        live = self.live[stage_id, microbatch] if halved else self.live.pop((stage_id, microbatch))
+        local.random_numbers.again(live.seed)
         roots: backward.Roots = []
-        factor = self.factors.get(stage_id.module, 1.0)
         device = self.executor.device
-        if live.loss is not None and factor is not None:
+        if live.loss is not None and (factor := self.factors.get(stage_id.module, 1.0)) is not None:
             weight = self.executor.weights[stage_id.module] / self.batch.plan.normalizer(stage_id.module)
             roots.append((live.loss.edge, live.loss.filled(weight, device) * factor))
         if live.rows is not None:
@@ -380,43 +353,47 @@ class RunningStep:
         live.rows = live.loss = None
         if roots and live.come_back is not None:
             live.come_back()
-        if step.action.kind == "I":
-            weights = [p for p in stage.parameters() if p.requires_grad]
+        if halved:
+            weights = [p for p in local.adapter.parameters() if p.requires_grad]
             live.later = backward.inputs_first(roots, [leaf for leaf in live.leaves if leaf.requires_grad], weights)
-            self._accumulate(stage)
+            self._accumulate(local)
+        elif local.wrapped is None:
+            backward.whole(roots)
         else:
-            around: AbstractContextManager[None] = nullcontext()
-            if isinstance(stage, FSDPModule):
-                if not self.graph.stages[stage_id].sharded:
-                    fsdp.per_microbatch(stage, step.last)
-                elif step.last and stage_id.cohort < 0:  # else other instances may be at other work
-                    around = fsdp.reducing(stage)
-            silent = not roots
-            with around:
-                backward.whole(roots)
-            if silent and isinstance(stage, FSDPModule) and not self.graph.stages[stage_id].sharded:
-                fsdp.finish(stage)  # no hook of a backward does, and the next step would compute with these weights
+            self._backward_of_wrapped(step, local, roots)
         for number, leaf in zip(step.gives, live.leaves, strict=True):
             if number is not None:
                 self.transport.give(number, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
         live.leaves = []
 
-    def _start_sums(self, node: StageId, stage: Adapter) -> Callable[[], None]:
+    def _backward_of_wrapped(self, step: RankAction, local: LocalStage, roots: backward.Roots) -> None:
+        around: AbstractContextManager[None] = nullcontext()
+        if not local.node.sharded:
+            fsdp.per_microbatch(local.adapter, step.last)
+        elif step.last and step.action.node.cohort < 0:  # else other instances may be at other work
+            around = fsdp.reducing(local.adapter)
+        silent = not roots
+        with around:
+            backward.whole(roots)
+        if silent and not local.node.sharded:
+            fsdp.finish(local.adapter)  # no hook of a backward does, and the next step would compute with these weights
+
+    def _start_sums(self, node: StageId, local: LocalStage) -> Callable[[], None]:
         """Start to sum gradients over data-parallel ranks; what it returns waits for that."""
-        parts, replicas = self.executor.trained[node], self.executor.replicas[node]
+        stage, replicas = local.adapter, self.executor.replicas[node]
         if (copies := copies_of(stage)) is not None:
             copies.release()
-        if not (isinstance(stage, FSDPModule) and self.graph.stages[node].sharded):
-            return settle(parts, replicas)
+        if not (local.wrapped is not None and local.node.sharded):
+            return settle(local.trained, replicas)
         fsdp.reduce(stage)
 
         def finish() -> None:
             fsdp.finish(stage)
-            settle(parts, replicas)()
+            settle(local.trained, replicas)()
 
         return finish
 
-    def _accumulate(self, stage: Adapter) -> None:
+    def _accumulate(self, local: LocalStage) -> None:
         """Gradients of half a backward, which FSDP's hooks do not see, are added up in the masters' dtype."""
-        if isinstance(stage, FSDPModule):
-            fsdp.accumulate(stage)
+        if local.wrapped is not None:
+            fsdp.accumulate(local.adapter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -69,7 +69,8 @@ class Recorder:
 
     def __init__(self, device: torch.device, compiler: StepCompiler) -> None:
         self._compiler = compiler
-        self._cuda = device.type == "cuda"
+        self.now: Callable[[], Mark] = _event if device.type == "cuda" else time.perf_counter
+        """This moment, on the device's own time line."""
         self.steps: deque[Recording] = deque(maxlen=STEPS)
         """The last training steps, oldest first."""
         self._asked: tuple[float, Mark] = (0.0, 0.0)
@@ -104,10 +105,8 @@ class Recorder:
         assert self._current is not None
         self._current.marks.append((action, begin, self.now()))
 
-    def now(self) -> Mark:
-        """This moment, on the device's own time line."""
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+
+def _event() -> Mark:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -1,0 +1,87 @@
+"""What actions of one stage share on this rank, looked up once and not between two kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
+
+from hetero_strategy.layout.placement import Coordinate
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.random_numbers import RandomNumbers
+from hetero_strategy.parallelize.offload import HostMemory, host_memory
+from hetero_strategy.plan.ahead import computing
+from hetero_strategy.runtime import backward
+from hetero_strategy.schedule.action import Stage, StageId
+
+
+class LocalStage(NamedTuple):
+    """A stage of this rank as its actions need it; made once its parameters are where they stay."""
+
+    adapter: Adapter
+    node: Stage
+    """What the schedule knows of it."""
+    seat: Coordinate
+    """Of this rank in its module."""
+    early: bool
+    """It computes for the next step."""
+    rows_apart: bool
+    """Each of an instance's ranks has other rows."""
+    wrapped: FSDPModule | None
+    """The adapter, where FSDP2 holds its parameters."""
+    random_numbers: RandomNumbers
+    host: HostMemory | None
+    """Where its blocks put what they keep for backward."""
+    trained: list[nn.Parameter]
+    """This rank's parts of its parameters that train, as they are while nothing is gathered."""
+
+    @staticmethod
+    def of(stage_id: StageId, adapter: Adapter, node: Stage, seat: Coordinate) -> LocalStage:
+        """Look everything up."""
+        assert adapter.random_numbers is not None
+        return LocalStage(
+            adapter,
+            node,
+            seat,
+            early=computing(stage_id.module) != stage_id.module,
+            rows_apart=node.row_sharding.parts > 1,
+            wrapped=adapter if isinstance(adapter, FSDPModule) else None,
+            random_numbers=adapter.random_numbers,
+            host=host_memory(adapter),
+            trained=[p for p in adapter.parameters() if p.requires_grad],
+        )
+
+
+class Output(NamedTuple):
+    """An output whose memory may go: backward needs only its place in the graph."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Output:
+        return Output(get_gradient_edge(tensor), tensor.shape, tensor.dtype)
+
+    def filled(self, value: float, device: torch.device) -> torch.Tensor:
+        return torch.full(self.shape, value, dtype=self.dtype, device=device)
+
+
+@dataclass(slots=True)
+class Live:
+    """Activations of one microbatch of one stage, from its forward until its backward."""
+
+    leaves: list[torch.Tensor]
+    """Rows that came in, one tensor per transfer."""
+    seed: int
+    """Of its random numbers."""
+    rows: Output | None = None
+    loss: Output | None = None
+    later: backward.WeightsLater | None = None
+    come_back: Callable[[], None] | None = None
+    """Starts to copy what is in host memory back."""
