@@ -24,11 +24,21 @@ class ActionIndex:
         train: with backwards.
         splits: divide the backward of nodes that train and send gradients upstream.
         costs: ``None``: F, I and W take 1, B what it consists of (a frozen node has no W), UNSHARD and REDUCE nothing.
+        bubbles: part of an action in which its ranks wait for collectives; ``None``: nothing.
 
     Nodes without work are left out.
     """
 
-    def __init__(self, graph: StageGraph, work: StepWork, *, train: bool, splits: bool, costs: Costs | None) -> None:
+    def __init__(
+        self,
+        graph: StageGraph,
+        work: StepWork,
+        *,
+        train: bool,
+        splits: bool,
+        costs: Costs | None,
+        bubbles: Costs | None = None,
+    ) -> None:
         self.nodes = [n for n in graph.stages if work.microbatches.get(n.module)]
         self.index = {n: i for i, n in enumerate(self.nodes)}
         spans = [work.of(n) for n in self.nodes]
@@ -58,6 +68,8 @@ class ActionIndex:
         self.joint_sums = [closing + i for i in range(len(stages)) if self.trains[i] and joint[i]]
         """Numbers of the REDUCE of cohorts, which those of a stage do together."""
         self.durations = self._durations() if costs is None else [0.0 if a is None else costs(a) for a in self.actions]
+        self.bubbles = None if bubbles is None else [0.0 if a is None else bubbles(a) for a in self.actions]
+        """Part of each duration in which ranks wait for collectives; None: of none."""
 
     def _link(self, graph: StageGraph, work: StepWork, spans: Sequence[Sequence[Span]]) -> None:
         """What every action sets free in other nodes, and for how many such actions each waits."""

@@ -13,6 +13,7 @@ from itertools import compress
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.schedule.action import Action, Lane, Schedule, StageGraph, StepWork
 from hetero_strategy.schedule.action_index import ActionIndex, Costs
+from hetero_strategy.schedule.beside import MergeBeside
 from hetero_strategy.schedule.fill import attempts, backwards_last, forwards_first
 from hetero_strategy.schedule.merge import Merge
 from hetero_strategy.schedule.module_programs import in_a_circle, listed, module_programs, most
@@ -30,6 +31,7 @@ def make_schedule(
     train: bool = True,
     max_in_flight: Mapping[str, int] | None = None,
     fill: str = "fine",
+    bubbles: Costs | None = None,
 ) -> Schedule:
     """Build every rank's list of actions.
 
@@ -48,6 +50,8 @@ def make_schedule(
             their ranks idle.
             ``search``: the best of both made shorter by a search, with or without cohorts; a stage holds no more
             microbatches than where that began, or as many as ``max_in_flight`` allows.
+        bubbles: part of an action, in the unit of ``costs``, in which its ranks wait for collectives: what fills runs
+            in it, on a stream of its own (Optimus' tensor-parallel bubbles). ``None``: nothing runs beside an action.
 
     Raises:
         ScheduleError: unknown schedule or module, one that the modules' stages do not fit, or a bound that cannot be
@@ -56,7 +60,7 @@ def make_schedule(
     bounds = dict(max_in_flight or {})
     policy = schedule_policy(name)
     _refuse(policy, graph, bounds)
-    numbers = ActionIndex(graph, work, train=train, splits=policy.splits_backward, costs=costs)
+    numbers = ActionIndex(graph, work, train=train, splits=policy.splits_backward, costs=costs, bubbles=bubbles)
     groups = _lanes(graph, numbers)
     if policy.programs is None:
         starts = _sequential(numbers, graph, work)
@@ -159,13 +163,17 @@ def _pipelined(
     on, fills = [lanes[numbers.index[one.at]] for one in made], [one.fills for one in made]
     caps = most(numbers, made, bounds)
     merges: list[Merge] = []
-    for lead, last, patience in attempts(fill, numbers, bounds, graph.filling, compress(on, fills)):
+    beside = numbers.bubbles is not None
+    for lead, last, patience in attempts(fill, numbers, bounds, graph.filling, compress(on, fills), beside):
         tried = held.fork() if any(fills) else held
         if lead:
             forwards_first(tried, lists, on, fills, lead)
         if last:
             backwards_last(tried, lists, on, fills)
-        merge = Merge(tried, lists, lanes, caps, fills, patience)
+        if numbers.bubbles is None:
+            merge = Merge(tried, lists, lanes, caps, fills, patience)
+        else:
+            merge = MergeBeside(tried, lists, lanes, caps, fills)
         if merge.run() is not None:
             merges.append(merge)
     if not merges:

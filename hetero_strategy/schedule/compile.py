@@ -110,14 +110,16 @@ class StepCompiler:
 
     def schedule(self, plan: StepPlan, *, train: bool) -> Schedule:
         """The schedule of a step of this plan."""
+        costs = PlannedCosts(plan, self.graph, self.costs)
         return make_schedule(
             self.config.schedule,
             self.graph,
             work_of(plan, self.graph),
-            PlannedCosts(plan, self.graph, self.costs),
+            costs,
             train=train,
             max_in_flight=self.config.max_in_flight,
             fill=self.config.fill,
+            bubbles=costs.bubbles if self.config.tp_bubbles else None,
         )
 
     def of(self, rank: int, train: bool) -> Callable[[StepPlan], StepProgram]:

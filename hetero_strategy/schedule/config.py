@@ -29,8 +29,10 @@ class ScheduleConfig:
     pieces: Mapping[str, int] = field(default_factory=dict)
     prefetch: Mapping[str, int] = field(default_factory=dict)
     islands: int = 1
+    tp_bubbles: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tp_bubbles", _shares(self.tp_bubbles))
         for name in ("max_in_flight", "pieces", "prefetch"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
         if not _whole(self.islands):
@@ -49,6 +51,11 @@ class ScheduleConfig:
         if (self.fills or self.prefetch) and (refusal := self._no_filling()):
             asked = f"fill={self.fill!r}" if self.fills else f"prefetch={self.prefetch}"
             raise ConfigError(f"HeteroStrategy: {asked} with {refusal}")
+        if self.tp_bubbles and self.fill != "fine":
+            raise ConfigError(
+                f"HeteroStrategy: tp_bubbles={self.tp_bubbles} with fill={self.fill!r}: encoders run in these bubbles"
+                " with fill='fine'"
+            )
         if self.reshard_after_forward == "always" and self.splits_backward:
             raise ConfigError(
                 f"HeteroStrategy: reshard_after_forward='always' with schedule={self.schedule!r}: a backward in two"
@@ -131,6 +138,24 @@ class ScheduleConfig:
 
         return {name: cut(name, layout) for name, layout in layouts.items()}
 
+    def check_bubbles(self, filling: Collection[str], layouts: Mapping[str, ModuleLayout]) -> None:
+        """Refuse bubbles of tensor parallelism of modules that have none, or that nothing fills.
+
+        Raises:
+            ConfigError: naming the module, or what to set.
+        """
+        for module in self.tp_bubbles:
+            if module not in layouts or layouts[module].tp == 1:
+                split = ", ".join(name for name, layout in layouts.items() if layout.tp > 1)
+                raise ConfigError(
+                    f"HeteroStrategy: tp_bubbles names '{module}'; modules with tp above 1 are {split or 'none'}"
+                )
+        if self.tp_bubbles and not filling:
+            raise ConfigError(
+                f"HeteroStrategy: tp_bubbles={self.tp_bubbles}, but no module feeds a pipeline (pp above 1) on its"
+                " ranks; leave it out"
+            )
+
     def uncut(self, layouts: Mapping[str, ModuleLayout]) -> dict[str, ModuleLayout]:
         """Layouts as they were given, from those that :meth:`in_pieces` makes."""
         return {n: replace(x, vpp=1, split=None) if n in self.pieces else x for n, x in layouts.items()}
@@ -202,6 +227,20 @@ def _numbers(option: str, given: Mapping[str, int]) -> dict[str, int]:
     if not isinstance(given, Mapping) or not all(map(_whole, given.values())):
         raise ConfigError(
             f"HeteroStrategy: {option}={given!r}; give a whole number for each module, such as {option}={{'llm': 1}}"
+        )
+    return dict(given)
+
+
+def _shares(given: Mapping[str, float]) -> dict[str, float]:
+    """Shares by module.
+
+    Raises:
+        ConfigError: something else.
+    """
+    if not isinstance(given, Mapping) or not all(isinstance(x, (int, float)) and 0 <= x < 1 for x in given.values()):
+        raise ConfigError(
+            f"HeteroStrategy: tp_bubbles={given!r}; give the share of each module's time in which its ranks wait for"
+            " tensor-parallel collectives, such as tp_bubbles={'llm': 0.15}"
         )
     return dict(given)
 

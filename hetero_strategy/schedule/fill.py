@@ -36,12 +36,14 @@ def attempts(
     bounds: Mapping[str, int],
     modules: Collection[str],
     filling: Iterable[tuple[int, ...]],
+    beside: bool,
 ) -> list[Attempt]:
     """What to try, of which the shortest is taken.
 
     Args:
         modules: that fill.
         filling: lanes of each program that fills. Where they need several, these hardly ever idle at once later.
+        beside: they run beside others, and hold none up.
 
     Raises:
         ScheduleError: ``coarse`` holds more microbatches than the bounds allow.
@@ -60,6 +62,8 @@ def attempts(
     around = [] if too_many else [Attempt(numbers.units, last=True)]
     if around_only:
         return around
+    if beside:
+        return [Attempt()]
     wide = any(len(on) > 1 for on in filling)
     ahead = [1 << k for k in range(max(numbers.counts).bit_length())] if wide else []
     return [*(Attempt(patience=share) for share in PATIENCE), *(Attempt(lead) for lead in ahead), *around]

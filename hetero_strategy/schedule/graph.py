@@ -105,6 +105,8 @@ class StageCost:
     """Per square of a sequence's length."""
     recomputed: float = 0.0
     """Share of the forward that backward runs again."""
+    tp_bubbles: float = 0.0
+    """Share of its actions in which its ranks wait for tensor-parallel collectives."""
 
     def of(
         self, rows: Num[np.ndarray, "*instances"], squares: Num[np.ndarray, "*instances"]
@@ -165,6 +167,10 @@ class PlannedCosts:
         """The same of every instance; not for UNSHARD and REDUCE."""
         found: np.ndarray = self._forward[action.node][action.microbatch] * self._times(action)
         return found
+
+    def bubbles(self, action: Action) -> float:
+        """Part of an action in which its ranks wait for tensor-parallel collectives."""
+        return self(action) * self._stages[action.node.all_instances].tp_bubbles
 
     def _times(self, action: Action) -> float:
         return forwards(action.kind, self._graph.stages[action.node], self._stages[action.node.all_instances])

@@ -35,6 +35,7 @@ class Merge:
         caps: per node, microbatches that it may hold between F and the end of W, where W fills waits, or of B where the
             program does.
         late: programs that fill.
+        apart: programs that take no time of lanes, see ``schedule.beside``.
         patience: share of an action that fills within which another program must be about to be ready for its lane to
             wait for that one.
     """
@@ -47,11 +48,13 @@ class Merge:
         caps: Sequence[int],
         late: Sequence[bool],
         patience: float = 0.0,
+        apart: Sequence[bool] = (),
     ) -> None:
         self.numbers = numbers
         self.programs = programs
         self.caps = caps
         self.late = late
+        self.apart = apart or [False] * len(programs)
         self.patience = patience
         self.waits = numbers.waits.copy()
         self.node = numbers.node_of
@@ -95,12 +98,16 @@ class Merge:
         events = self.events
         while True:
             self.start(touched)
+            while events and not self.over(*events[0]):
+                heappop(events)
             if not events:
                 break
             self.now = events[0][0]
             touched = set()
             while events and events[0][0] <= self.now:
-                self.end(heappop(events)[1], touched)
+                time, number = heappop(events)
+                if self.over(time, number):
+                    self.end(number, touched)
         done = all(h == len(p) for h, p in zip(self.head, self.programs, strict=True))
         return self.order if done and not any(self.weights) else None
 
@@ -110,8 +117,18 @@ class Merge:
         head = self.head[p]
         self.since[p] = self.now if head < len(program) and not self.waits[program[head]] else -1.0
 
+    def over(self, time: float, number: int) -> bool:
+        """Whether an action that was expected to end then does."""
+        return True
+
     def end(self, number: int, touched: set[int]) -> None:
         """End an action, and add to ``touched`` the lanes on which something may start now."""
+        for lane in self.lanes[self.owner[number]]:
+            self.busy[lane] = False
+        self.ended(number, touched)
+
+    def ended(self, number: int, touched: set[int]) -> None:
+        """Let start what waits for an action."""
         numbers = self.numbers
         units = numbers.units
         p = self.owner[number]
@@ -127,21 +144,18 @@ class Merge:
             if number >= units and self.fills[p] and numbers.split[self.node[number]]:
                 self.weights[p].append(number + units)
                 self.owner[number + units] = p
-        for lane in self.lanes[p]:
-            self.busy[lane] = False
         touched.update(self.lanes[p])
         if self.since[p] < 0:
             self.arm(p)
 
     def start(self, touched: set[int]) -> None:
         """Start all that may start on some lanes now."""
-        ready = {p for lane in touched if not self.busy[lane] for p in self.hosted[lane] if self.since[p] >= 0}
-        units = self.numbers.units
+        hosted, free = self.hosted, [lane for lane in touched if not self.busy[lane]]
+        ready = {p for lane in free for p in hosted[lane] if self.since[p] >= 0 and not self.apart[p]}
         kept: dict[int, float] = {}
         for _, p in sorted((self.key(p), p) for p in ready) if len(ready) > 1 else [(None, p) for p in ready]:
             number = self.programs[p][self.head[p]]
-            capped = number < units and (self.fills[p] or self.late[p])
-            if capped and self.held[self.node[number]] >= self.caps[self.node[number]]:
+            if self.capped(p, number):
                 if self.weights[p] and self.place(p, self.weights[p][0], kept):
                     self.weights[p].popleft()
             elif self.late[p] and self.patience and any(self.soon(number, x, self.patience) for x in self.lanes[p]):
@@ -154,11 +168,17 @@ class Merge:
                 for p in self.hosted[lane]:
                     if (
                         self.weights[p]
+                        and not self.apart[p]
                         and not self.soon(self.weights[p][0], lane, 0.5)
                         and self.place(p, self.weights[p][0], kept, keep=False)
                     ):
                         self.weights[p].popleft()
                         break
+
+    def capped(self, p: int, number: int) -> bool:
+        """Whether a forward has to wait until its node holds fewer microbatches."""
+        bounded = number < self.numbers.units and (self.fills[p] or self.late[p])
+        return bounded and self.held[self.node[number]] >= self.caps[self.node[number]]
 
     def soon(self, number: int, lane: int, share: float) -> bool:
         """Whether a lane should wait for a head that is ready within this share of an action that would fill the wait;
@@ -206,16 +226,21 @@ class Merge:
         if opens:
             self.order.append(3 * numbers.units + node)
             self.opened[node] = True
-        self.order.append(number)
+        self.started(number)
         if closes:
             self.order.append(3 * numbers.units + len(numbers.nodes) + node)
-        self.left[node] -= 1
-        if number < numbers.units:
-            self.held[node] += 1
-        elif (number >= 2 * numbers.units) == numbers.split[node]:
-            self.held[node] -= 1
         heappush(self.events, (end, number))
         if self.looks and number < 2 * numbers.units:
             for later in numbers.after[number]:
                 self.expected[later] = max(end, self.expected[later])
         return True
+
+    def started(self, number: int) -> None:
+        """Note that an action has started."""
+        node, units = self.node[number], self.numbers.units
+        self.order.append(number)
+        self.left[node] -= 1
+        if number < units:
+            self.held[node] += 1
+        elif (number >= 2 * units) == self.numbers.split[node]:
+            self.held[node] -= 1

@@ -84,6 +84,7 @@ def blueprint(
     edges = [(e.source, e.target) for e in model.edges]
     others = {*modules} - {*model.language_models()}
     filling, apart = scheduling.filling(others, layouts, edges), scheduling.apart(others, layouts, edges)
+    scheduling.check_bubbles(filling, layouts)
     recompute = decoupled(recompute, scheduling.fill, filling)
     _check_chunks(layouts, recompute, compile)
     check_offload(offload, recompute, compile, {name: layout.tp for name, layout in layouts.items()})
@@ -103,8 +104,9 @@ def blueprint(
             casts = storage.casts(stage.parameters())
             if scheduling.gathered_once(chosen[name], casts=casts, apart=name in {*apart, *scheduling.prefetch}):
                 gathered.add(node)
-        ranks = chosen[name].tp * chosen[name].cp
-        costs |= {StageId(name, i): cost for i, cost in enumerate(_costs(module, split, again.get(name, 0.0), ranks))}
+        ranks, waits = chosen[name].tp * chosen[name].cp, scheduling.tp_bubbles.get(name, 0.0)
+        lines = _costs(module, split, again.get(name, 0.0), ranks, waits)
+        costs |= {StageId(name, i): cost for i, cost in enumerate(lines)}
     islands = islands_of(chosen, next(iter(model.language_models())), scheduling.islands)
     shardings = {name: module.row_sharding(chosen[name]) for name, module in modules.items()}
     whole = {*recompute, *compile, *offload}
@@ -157,7 +159,7 @@ def _check_chunks(
             )
 
 
-def _costs(module: Adapter, split: Sequence[int], recomputed: float, ranks: int) -> list[StageCost]:
+def _costs(module: Adapter, split: Sequence[int], recomputed: float, ranks: int, waits: float) -> list[StageCost]:
     """Linear and quadratic part of the FLOPs of every stage on each of an instance's ranks."""
     per_row, per_pair = (flops / ranks for flops in flops_by_length(module, split))
-    return [StageCost(float(a), float(b), recomputed) for a, b in zip(per_row, per_pair, strict=True)]
+    return [StageCost(float(a), float(b), recomputed, waits) for a, b in zip(per_row, per_pair, strict=True)]
