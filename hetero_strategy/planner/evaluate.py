@@ -40,6 +40,7 @@ from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageI
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.graph import StageCost, sizes_of, stage_graph, usual, work_of
+from hetero_strategy.simulator.links import Links
 from hetero_strategy.simulator.result import Simulation
 from hetero_strategy.simulator.rows import Widths, rows_between
 from hetero_strategy.simulator.simulate import simulate
@@ -48,6 +49,9 @@ MOST_FORWARDS = 1024
 """Forwards, of all stages, up to which a step is simulated whole."""
 LEAST_SHARE = 1 / 16
 """Of a simulation that a short step counts as."""
+BESIDE = 0.8
+"""Of a wait for collectives that is left for computing beside them: they take multiprocessors and memory's bandwidth.
+Not measured."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Candidate:
     pieces: Mapping[str, int] = field(default_factory=dict)
     prefetch: Mapping[str, int] = field(default_factory=dict)
     offload: Mapping[str, Offload] = field(default_factory=dict)
+    tp_bubbles: bool = False
+    """What fills also runs in bubbles of tensor parallelism."""
 
     @classmethod
     def of_run(
@@ -76,12 +82,12 @@ class Candidate:
         """What a run does, whose layouts are as it resolved them."""
         return cls(
             config.uncut(layouts), microbatches, config.schedule, recompute, config.reshard_after_forward, config.fill,
-            config.pieces, config.prefetch, offload,
+            config.pieces, config.prefetch, offload, bool(config.tp_bubbles),
         )  # fmt: skip
 
     def __hash__(self) -> int:
         layouts, ahead = frozenset(self.layouts.items()), frozenset(self.prefetch)
-        return hash((layouts, self.microbatches, self.schedule, self.fill, ahead))
+        return hash((layouts, self.microbatches, self.schedule, self.fill, ahead, self.tp_bubbles))
 
     @property
     def scheduling(self) -> ScheduleConfig:
@@ -103,6 +109,8 @@ class Placed:
     times: Mapping[StageId, StageTimes]
     costs: Mapping[StageId, StageCost]
     """Seconds of a forward, for balancing."""
+    unlinked: Mapping[StageId, StageTimes] | None = None
+    """Its times on links that take none, where bubbles of tensor parallelism are used."""
 
     def without(self, modules: Collection[str]) -> Placed:
         """The same without stages and times of some modules."""
@@ -220,8 +228,13 @@ class Evaluator:
             times[StageId(ahead(name), 0)] = whole = times[StageId(name, 0)]
             times[StageId(name, 0)] = replace(whole, forward=NOTHING, gather=0.0)
         times = {node: times[node.all_instances] for node in graph.stages}
-        placed = Placement(layouts, self.cluster.ranks)
-        return Placed(candidate, again, placed, scheduling, graph, MappingProxyType(times), MappingProxyType(balanced))
+        unlinked = None
+        if candidate.tp_bubbles:
+            unlinked = self.on(cluster=self.cluster.linked(Links())).place(replace(candidate, tp_bubbles=False)).times
+        return Placed(
+            candidate, again, Placement(layouts, self.cluster.ranks), scheduling, graph, MappingProxyType(times),
+            MappingProxyType(balanced), unlinked,
+        )  # fmt: skip
 
     def step(self, placed: Placed, batch: int = 0) -> Step:
         """Plan one of the batches, schedule it and simulate it."""
@@ -277,9 +290,12 @@ class Evaluator:
         seconds = ActionSeconds(plan, placed)
         graph, scheduling = placed.graph, placed.scheduling
         work, fill = work_of(plan, graph), scheduling.fill
-        schedule = make_schedule(scheduling.schedule, graph, work, seconds.usual, fill=fill)
+        bubbles = None if placed.unlinked is None else Bubbles(seconds, ActionSeconds(plan, placed, placed.unlinked))
+        usual = None if bubbles is None else bubbles.usual
+        schedule = make_schedule(scheduling.schedule, graph, work, seconds.usual, fill=fill, bubbles=usual)
         rows = rows_between(plan, placed.graph, self.row_bytes(placed))
-        simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=placed.together)
+        together = placed.together
+        simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=together, bubbles=bubbles)
         after = seconds_after(simulation, placed.times)
         if self.cluster.shares_cores:
             least = self.cluster.on_cores(self._work(placed, plan, schedule))
@@ -370,8 +386,8 @@ def first_samples(metadata: StepMetadata, count: int) -> StepMetadata:
 class ActionSeconds:
     """Seconds of the actions of one step."""
 
-    def __init__(self, plan: StepPlan, placed: Placed) -> None:
-        self._times, self._stages = placed.times, placed.graph.stages
+    def __init__(self, plan: StepPlan, placed: Placed, times: Mapping[StageId, StageTimes] | None = None) -> None:
+        self._times, self._stages = times or placed.times, placed.graph.stages
         self._sizes = {
             (name, i): sizes_of(plan, name, i) for name, parts in plan.assignments.items() for i in range(len(parts))
         }
@@ -394,3 +410,18 @@ class ActionSeconds:
     def usual(self, action: Action) -> float:
         """What orders take it for, as in a run: gathers and sums count for nothing."""
         return 0.0 if action.microbatch < 0 else float(usual(action.node, self(action)[None])[0])
+
+
+class Bubbles:
+    """Seconds of actions in which their ranks wait for collectives of tensor parallelism, and others can compute."""
+
+    def __init__(self, seconds: ActionSeconds, unlinked: ActionSeconds) -> None:
+        self._seconds, self._unlinked = seconds, unlinked
+
+    def __call__(self, action: Action) -> np.ndarray:
+        """Of every instance."""
+        return BESIDE * np.maximum(0.0, self._seconds(action) - self._unlinked(action))
+
+    def usual(self, action: Action) -> float:
+        """As orders take it."""
+        return BESIDE * max(0.0, self._seconds.usual(action) - self._unlinked.usual(action))

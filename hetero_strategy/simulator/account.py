@@ -6,8 +6,10 @@ import numpy as np
 from jaxtyping import Float64
 
 from hetero_strategy.schedule.action import Action, Schedule
+from hetero_strategy.simulator.beside import Beside
 from hetero_strategy.simulator.result import CAUSES, Cause, Host, Simulation
 
+_FILLED: tuple[Cause, ...] = ("warm-up", "dependency", "boundary", "straggler", "cool-down")
 _WAITS: tuple[Cause, ...] = ("host", "dependency", "boundary", "straggler")
 
 
@@ -18,14 +20,15 @@ class Account:
         self._schedule = schedule
         self._host = host
         stages = schedule.graph.stages
-        self._ranks = np.unique(np.concatenate([s.grid.ravel() for s in stages.values()]))
-        self.grids = {stage_id: np.searchsorted(self._ranks, stage.grid) for stage_id, stage in stages.items()}
+        self.ranks = np.unique(np.concatenate([s.grid.ravel() for s in stages.values()]))
+        """Global ranks of all stages, ascending."""
+        self.grids = {stage_id: np.searchsorted(self.ranks, stage.grid) for stage_id, stage in stages.items()}
         """Stage -> indices of its ranks in the arrays here, int64 ``[instances, ranks per instance]``."""
-        count = len(self._ranks)
+        count = len(self.ranks)
         self.free = np.zeros(count)
         """When each rank can begin what comes next."""
         for rank, begin in host.begins.items():
-            self.free[self._ranks == rank] = begin
+            self.free[self.ranks == rank] = begin
         self._ended = self.free.copy()
         self._busy = np.zeros(count)
         self._idle = {cause: np.zeros(count) for cause in CAUSES}
@@ -73,13 +76,26 @@ class Account:
         self,
         start: dict[Action, Float64[np.ndarray, "_instances"]],
         end: dict[Action, Float64[np.ndarray, "_instances"]],
+        beside: Beside | None = None,
     ) -> Simulation:
-        """Make the result once all actions are booked."""
-        time = float(self._ended.max(initial=0.0)) + self._host.closing
+        """Make the result once all actions are booked, and those are over that ran beside them.
+
+        Of what a rank waited, that is taken in which it ran these: from all causes alike.
+        """
+        last = max(self._ended.max(initial=0.0), 0.0 if beside is None else beside.free.max(initial=0.0))
+        time = float(last) + self._host.closing
         self._idle["host"] -= self.free - self._ended
         rest = time - self._ended
         self._idle["cool-down"] += np.where(self._warm, rest, 0.0)
         self._idle["warm-up"] += np.where(self._warm, 0.0, rest)
+        ran, used = {}, np.zeros(len(self.ranks))
+        if beside is not None:
+            ran, used = beside.seconds, beside.used
+            idle = sum(self._idle[cause] for cause in _FILLED)
+            filled = np.divide(beside.filled, idle, out=np.zeros_like(used), where=idle > 0)
+            for cause in _FILLED:
+                self._idle[cause] *= 1.0 - filled
+            self._busy += filled * idle
         return Simulation(
-            self._schedule, start, end, time, self._ranks, self._busy, self._idle, self._reads, self._host
+            self._schedule, start, end, time, self.ranks, self._busy, self._idle, self._reads, self._host, ran, used
         )

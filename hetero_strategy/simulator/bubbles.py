@@ -48,8 +48,8 @@ def work_on_rank(simulation: Simulation, modules: Collection[str]) -> float:
     """Seconds of all actions of some modules on one rank, on average over the ranks that have any of them."""
     stages = {n: stage for n, stage in simulation.schedule.graph.stages.items() if n.module in modules}
     total = sum(
-        float((simulation.end[action] - begin).sum()) * stages[action.node].grid.shape[1]
-        for action, begin in simulation.start.items()
+        float(simulation.seconds(action).sum()) * stages[action.node].grid.shape[1]
+        for action in simulation.start
         if action.node in stages
     )
     return total / max(1, len(frozenset().union(*(stage.ranks for stage in stages.values()))))
@@ -58,11 +58,13 @@ def work_on_rank(simulation: Simulation, modules: Collection[str]) -> float:
 def inside_actions(simulation: Simulation, waits: InActions) -> dict[Collective, float]:
     """Seconds that a rank waits inside actions, by what it waits for, on average over all ranks.
 
-    They are part of what a simulation counts as ``busy``.
+    They are part of what a simulation counts as ``busy``. What runs beside others on a stream of its own waits for
+    nothing here, and uses some of what these wait for tensor parallelism.
     """
     stages = simulation.schedule.graph.stages
     found: dict[Collective, float] = {"all-gather": 0.0, "reduce-scatter": 0.0, "tensor parallel": 0.0}
-    for action in simulation.start:
+    for action in simulation.start.keys() - simulation.beside:
         for collective, seconds in waits(action).items():
             found[collective] += float(seconds.sum()) * stages[action.node].grid.shape[1] / len(simulation.ranks)
+    found["tensor parallel"] -= float(simulation.used.mean())
     return found

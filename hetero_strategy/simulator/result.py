@@ -72,6 +72,11 @@ class Simulation:
     """Action -> when what it reads of other stages was computed, and when it had arrived, on each instance."""
     host: Host
     """What it was simulated with."""
+    beside: Mapping[Action, Float64[np.ndarray, "_instances"]]
+    """Actions that ran beside others on a stream of their own -> their seconds as if alone; between their start and
+    their end others run, too."""
+    used: Float64[np.ndarray, "ranks"]
+    """Seconds in which each rank waited for collectives inside actions and computed others beside them."""
 
     @property
     def bubble(self) -> float:
@@ -87,6 +92,11 @@ class Simulation:
     def places(self) -> dict[int, int]:
         """Rank -> its index in ``ranks``."""
         return {int(r): i for i, r in enumerate(self.ranks)}
+
+    def seconds(self, action: Action) -> Float64[np.ndarray, "_instances"]:
+        """What an action takes by itself, on each instance."""
+        own = self.beside.get(action)
+        return self.end[action] - self.start[action] if own is None else own
 
     def of(self, rank: int) -> list[tuple[Action, float, float]]:
         """(action, start, end) of everything that one rank runs, in that sequence."""

@@ -7,7 +7,7 @@ the actions can run, as a longest path: one visit per action, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from jaxtyping import Float64, Int64
 
 from hetero_strategy.schedule.action import Action, Schedule, StageId
 from hetero_strategy.simulator.account import Account
+from hetero_strategy.simulator.beside import Beside
 from hetero_strategy.simulator.links import Between, Links, Network
 from hetero_strategy.simulator.result import NO_HOST, Host, Simulation
 
@@ -54,6 +55,7 @@ def simulate(
     rows: RowsSent | None = None,
     synchronous: Collection[StageId] = (),
     host: Host = NO_HOST,
+    bubbles: ActionCosts | None = None,
 ) -> Simulation:
     """Compute start and end of every action on every instance, and what its ranks waited for.
 
@@ -67,6 +69,8 @@ def simulate(
         rows: bytes of a transfer; None: only latencies count, and between modules all instances wait for all.
         synchronous: stages whose actions all start together on all instances (FSDP that gathers per microbatch).
         host: what main threads do besides actions; default: nothing.
+        bubbles: part of an action's seconds in which its ranks wait for collectives. What fills runs on a stream of its
+            own, while its ranks have nothing else to do and in this part. ``None``: nothing runs beside an action.
 
     Raises:
         ScheduleError: the lists cannot run; ``schedule.check`` says why.
@@ -77,11 +81,28 @@ def simulate(
         for source in schedule.dependencies.crossing(action):
             readers.setdefault(source, []).append(action)
     account = Account(schedule, host)
+    beside = None if bubbles is None else Beside(schedule, account.ranks, account.grids, bubbles)
     transfers = _Transfers(schedule, links or Links(), rows)
     start: dict[Action, np.ndarray] = {}
     end: dict[Action, np.ndarray] = {}
+
+    def settle(ended: Iterable[Action]) -> None:
+        """Work out when some actions end that run beside others, and let their rows go."""
+        for one in ended:
+            assert beside is not None
+            end[one] = beside.end(one)
+            for reader in readers.get(one, ()):
+                transfers.send(one, reader, end[one])
+
     for action in schedule.starts:
         grid = account.grids[action.node]
+        if beside is not None:
+            settle(beside.open(schedule.dependencies.crossing(action)))
+            if action.node.module in beside.modules:
+                settle(beside.before(action))
+                _, arrived = transfers.inbox.pop(action, (None, None))
+                start[action] = beside.begin(action, arrived, np.asarray(costs(action), dtype=np.float64))
+                continue
         computed, arrived = transfers.inbox.pop(action, (None, None))
         begin = account.free[grid].max(axis=1)
         if arrived is not None:
@@ -93,9 +114,14 @@ def simulate(
             raise ValueError(f"cost of {action} must be >= 0, a number or [{len(begin)}] (instances), got {cost}")
         start[action], end[action] = begin, begin + cost
         account.run(action, begin, end[action], computed, arrived)
+        if beside is not None:
+            beside.note(action, begin, end[action])
         for reader in readers.get(action, ()):
             transfers.send(action, reader, end[action])
-    return account.close(start, end)
+    if beside is None:
+        return account.close(start, end)
+    settle(beside.open(schedule.starts))
+    return account.close(start, end, beside)
 
 
 @dataclass(frozen=True)
