@@ -34,7 +34,7 @@ RECOMPUTES = {"all": 3, "every 2": 1, "all but matmuls": 2, "whole": 1}
 
 PLAIN = ("balance", "tokens", "freeze", "float8", "offload", "recompute", "compile", "max_in_flight",
          "reshard_after_forward", "edges", "loss_weights", "kv_heads", "ranks_per_node", "tied", "dropout",
-         "precision", "late", "lm", "islands", "per_item", "cache", "prefetch", "pieces", "fill",
+         "precision", "late", "lm", "islands", "per_item", "cache", "prefetch", "pieces", "tp_bubbles", "fill",
          "schedule")  # fmt: skip
 """Options that a smaller setting has as they are by default, in the order in which that is tried."""
 
@@ -178,7 +178,9 @@ class _Drawing:
             if fill in ("fine", "search") or name not in fills
         }
         again = {n: way for n, way in setting.recompute.items() if fill != "decoupled" or n not in fills}
-        return replace(setting, fill=fill, pieces=pieces, max_in_flight=bounds, recompute=again)
+        parallel = [name for name in setting.modules if layouts[name].tp > 1] if fills and fill == "fine" else []
+        bubbles = {name: round(self.rng.random(), 2) * 0.9 for name in parallel if self.often(0.5)}
+        return replace(setting, fill=fill, pieces=pieces, max_in_flight=bounds, recompute=again, tp_bubbles=bubbles)
 
     def prefetch(self, setting: Setting) -> dict[str, int]:
         """Frozen encoders that work a step ahead."""
@@ -402,6 +404,7 @@ def _without(setting: Setting, module: str) -> Setting:
         offload={n: v for n, v in setting.offload.items() if n != module},
         float8={n: v for n, v in setting.float8.items() if n != module},
         pieces={n: v for n, v in setting.pieces.items() if n != module},
+        tp_bubbles={n: v for n, v in setting.tp_bubbles.items() if n != module},
         compile={n: v for n, v in setting.compile.items() if n != module},
         loss_weights={n: v for n, v in setting.loss_weights.items() if n != module},
         max_in_flight={n: v for n, v in setting.max_in_flight.items() if n != module},

@@ -71,6 +71,18 @@ class _Message(dist.P2POp):
         self.op, self.tensor, self.peer, self.group, self.tag, self.group_peer = op, tensor, peer, group, tag, place
 
 
+class Crossing(NamedTuple):
+    """Transfers between streams of one device.
+
+    What is given on one stream waits there for nothing: messages travel on a third one, which waits for what they carry
+    alone, and whose memory they arrive in.
+    """
+
+    carries: torch.cuda.Stream
+    transfers: Collection[int]
+    """Their numbers."""
+
+
 Arriving = tuple[dist.Work, Rows | None, torch.Tensor]
 """A message on its way here: its handle, its buffer, and the rows it is for, None where the buffer is where they go."""
 
@@ -84,11 +96,20 @@ class Transport:
     Args:
         transfers: with the channel of each.
         index: int64 on the device, the row numbers that the transfers' :class:`Rows` point to.
+        crossing: those that are given and taken on different streams; None: there is one.
     """
 
-    def __init__(self, transfers: Sequence[tuple[Channel, Transfer[Rows]]], index: torch.Tensor) -> None:
+    def __init__(
+        self,
+        transfers: Sequence[tuple[Channel, Transfer[Rows]]],
+        index: torch.Tensor,
+        crossing: Crossing | None = None,
+    ) -> None:
         self._transfers = transfers
         self.index = index
+        self._crossing = crossing
+        self._made: dict[int, torch.cuda.Event] = {}
+        """Of what was given on another stream than it is taken on: when it is there."""
         self._given: dict[int, torch.Tensor] = {}
         self._out: dict[int, torch.Tensor] = {}
         self._arriving: dict[int, list[Arriving]] = {}
@@ -100,6 +121,8 @@ class Transport:
         if rows.shape[0] != transfer.inputs:
             raise RuntimeError(f"the plan says {transfer.inputs} rows on this rank, the module made {rows.shape[0]}")
         if transfer.first.sends or transfer.local[0].size:
+            if self._crosses(number):
+                self._made[number] = torch.cuda.current_stream().record_event()
             self._given[number] = (rows if rows.dtype == channel.dtype else rows.to(channel.dtype)).contiguous()
 
     def start(self, batches: Collection[Sequence[int]]) -> None:
@@ -113,6 +136,8 @@ class Transport:
         """Wait for the rows ``[outputs, width]``, zero where nothing arrives; or add them to ``add_to`` in place."""
         channel, transfer = self._transfers[number]
         rows = self._given.pop(number, None)
+        if self._crosses(number):
+            self._cross(number, rows)
         if transfer.is_identity and rows is not None:
             return rows if add_to is None else add_to.add_(rows)
         second = transfer.second
@@ -145,6 +170,19 @@ class Transport:
         for number in list(self._sent):
             self.free(number)
 
+    def _crosses(self, number: int) -> bool:
+        return self._crossing is not None and number in self._crossing.transfers
+
+    def _cross(self, number: int, rows: torch.Tensor | None) -> None:
+        """The current stream takes over rows of another one, and the memory in which others arrive."""
+        stream = torch.cuda.current_stream()
+        if (made := self._made.pop(number, None)) is not None:
+            stream.wait_event(made)
+        arriving = [buffer for _, _, buffer in self._arriving.get(number, ())]
+        for tensor in (rows, self._out.get(number), *arriving):
+            if tensor is not None:
+                tensor.record_stream(stream)
+
     def _let_go(self) -> None:
         """Let buffers go whose messages are known to be over, oldest first; nothing waits (gloo does not say)."""
         for number in list(self._sent):
@@ -155,6 +193,8 @@ class Transport:
 
     def _start(self, numbers: Sequence[int], *, first: bool) -> None:
         ops: list[dist.P2POp] = []
+        # Messages of one batch are of one edge.
+        around = self._crossing.carries if first and self._crossing and self._crosses(numbers[0]) else None
         # Of each message: its transfer, whether it leaves this rank, and where its rows go (None: they lie there).
         owners: list[tuple[int, bool, Rows | None]] = []
         for number in numbers:
@@ -167,13 +207,12 @@ class Transport:
             if hop.receives:
                 out = self._out.get(number)
                 if out is None and transfer.is_complete:
-                    out = self._out[number] = self._empty(channel, transfer)
+                    out = self._out[number] = _memory((transfer.outputs, channel.width), channel, around)
                 for peer, rows in hop.receives:
                     if out is not None and rows.at < 0:
                         buffer, place = self._pick(out, rows), None
                     else:
-                        size = (rows.size, channel.width)
-                        buffer, place = torch.empty(size, dtype=channel.dtype, device=channel.device), rows
+                        buffer, place = _memory((rows.size, channel.width), channel, around), rows
                     ops.append(_Message(dist.irecv, buffer, peer, group, tag, places[peer]))
                     owners.append((number, False, place))
             for peer, rows in hop.sends:
@@ -184,7 +223,13 @@ class Transport:
                 del self._given[number]  # the messages hold what is left to send
         if not ops:
             return
-        works = dist.batch_isend_irecv(ops)
+        if around is None:
+            works = dist.batch_isend_irecv(ops)
+        else:
+            if any(leaves for _, leaves, _ in owners):
+                around.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(around):
+                works = dist.batch_isend_irecv(ops)
         if len(works) < len(ops):  # the backend gives one handle for all of them
             works = works * len(ops)
         for work, op, (number, leaves, place) in zip(works, ops, owners, strict=False):
@@ -217,3 +262,11 @@ class Transport:
             return
         index = self.index.narrow(0, place.at, place.size)
         out.index_add_(0, index, values) if adds else out.index_copy_(0, index, values)
+
+
+def _memory(size: tuple[int, int], channel: Channel, stream: torch.cuda.Stream | None) -> torch.Tensor:
+    """Memory for rows that arrive, of another stream than the current one where that is given."""
+    if stream is None:
+        return torch.empty(size, dtype=channel.dtype, device=channel.device)
+    with torch.cuda.stream(stream):
+        return torch.empty(size, dtype=channel.dtype, device=channel.device)

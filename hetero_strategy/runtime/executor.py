@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from hetero_strategy.boundary.transport import Channel, Transport
+from hetero_strategy.boundary.transport import Channel, Crossing, Transport
 from hetero_strategy.layout.placement import Coordinate, Placement
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model.adapter import Adapter
@@ -36,6 +36,7 @@ from hetero_strategy.runtime.held import Held
 from hetero_strategy.runtime.local_stage import Live, LocalStage, Output
 from hetero_strategy.runtime.payload import Copies, Payload, ToCuda
 from hetero_strategy.runtime.recorder import Recorder
+from hetero_strategy.runtime.side_stream import SideStream, side_stream
 from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.schedule.compile import RankAction, StepCompiler, StepProgram
 
@@ -86,6 +87,8 @@ class Executor:
     """Rows of modules that run a step ahead."""
     copies: Copies | None = field(init=False)
     """Bring inputs to the device; None where it is the host."""
+    side: SideStream | None = field(init=False)
+    """Where modules compute that fill bubbles inside actions."""
     running: RunningStep | None = field(init=False, default=None)
     """The step in progress, or the one that failed."""
 
@@ -96,10 +99,13 @@ class Executor:
         names = self.compiler.graph.pipelines  # of modules, and of what they do ahead
         seats = {name: self.placement.coordinate(computing(name), self.rank) for name in names}
         self.coordinates = {name: seat for name, seat in seats.items() if seat is not None}
-        nodes = self.compiler.graph.stages
+        graph = self.compiler.graph
+        self.side = side = side_stream(self.device, graph, self.compiler.config.tp_bubbles)
         self.local = {
-            stage_id: LocalStage.of(stage_id, stage, nodes[stage_id], self.coordinates[stage_id.module])
-            for stage_id, stage in self.stages.items()
+            node: LocalStage.of(
+                node, stage, graph.stages[node], self.coordinates[node.module], side.of(node.module) if side else None
+            )
+            for node, stage in self.stages.items()
         }
 
     @property
@@ -141,8 +147,8 @@ class Executor:
                         step.run(action)
                 else:
                     step.run(action)
-                if action.starts:
-                    transport.start(action.starts)
+            if self.side is not None:
+                self.side.join()
             for finish in step.sums_under_way:
                 finish()
             if train:
@@ -166,7 +172,14 @@ class Executor:
         """A step whose actions are still to run: those of the batch's program, or some of them."""
         assert batch.index is not None
         transfers = [(self.channels[t.edge, t.backward], t.transfer) for t in program.transfers]
-        transport = travels(transfers, without_waiting(batch.index, self.device))
+        crossing: Crossing | None = None
+        if self.side is not None:
+            edges = self.side.crossing(self.compiler.graph)
+            numbers = {number for number, t in enumerate(program.transfers) if t.edge in edges}
+            crossing = Crossing(self.side.carries, numbers)
+        transport = travels(transfers, without_waiting(batch.index, self.device), crossing)
+        if self.side is not None:
+            self.side.fork()
         self.running = RunningStep(self, batch, program, transport, factors or {}, call)
         return self.running
 
@@ -209,7 +222,8 @@ class RunningStep:
         self.graph = executor.compiler.graph
         forwards = (a.action for a in program.actions if a.action.kind == "F")
         uses = ((a.node.module, a.microbatch) for a in forwards if not batch.plan.holds(a.node.module, a.node.stage))
-        self.payload = Payload(batch.inputs, uses, executor.copies)
+        on = nullcontext if executor.side is None else executor.side.using
+        self.payload = Payload(batch.inputs, uses, executor.copies, on)
         self.action: Action | None = None
         """What runs, or ran last."""
         self.live: dict[tuple[StageId, int], Live] = {}
@@ -226,10 +240,17 @@ class RunningStep:
         )
 
     def run(self, step: RankAction) -> None:
-        """Run one action: take its rows, compute, give what it makes."""
+        """Run one action: take its rows, compute, give what it makes, and start what starts then."""
+        local = self.executor.local[step.action.node]
+        if local.stream is None:
+            self._run(step, local)
+        else:
+            with torch.cuda.stream(local.stream):
+                self._run(step, local)
+
+    def _run(self, step: RankAction, local: LocalStage) -> None:
         action, recorder = step.action, self.executor.recorder
         self.action = action
-        local = self.executor.local[action.node]
         match action.kind:
             case "F":
                 arrived = [self.transport.take(number).detach() for number in step.reads]
@@ -252,6 +273,8 @@ class RunningStep:
                 begin = recorder.now()
                 self.sums_under_way.append(self._start_sums(action.node, local))
         recorder.ran(action, begin)
+        if step.starts:
+            self.transport.start(step.starts)
 
     def _forward(self, step: RankAction, local: LocalStage, arrived: list[torch.Tensor]) -> None:
         stage_id, microbatch = step.action.node, step.action.microbatch

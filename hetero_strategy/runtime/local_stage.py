@@ -39,9 +39,13 @@ class LocalStage(NamedTuple):
     """Where its blocks put what they keep for backward."""
     trained: list[nn.Parameter]
     """This rank's parts of its parameters that train, as they are while nothing is gathered."""
+    stream: torch.cuda.Stream | None
+    """Where it computes; None: on the current stream."""
 
     @staticmethod
-    def of(stage_id: StageId, adapter: Adapter, node: Stage, seat: Coordinate) -> LocalStage:
+    def of(
+        stage_id: StageId, adapter: Adapter, node: Stage, seat: Coordinate, stream: torch.cuda.Stream | None
+    ) -> LocalStage:
         """Look everything up."""
         assert adapter.random_numbers is not None
         return LocalStage(
@@ -54,6 +58,7 @@ class LocalStage(NamedTuple):
             random_numbers=adapter.random_numbers,
             host=host_memory(adapter),
             trained=[p for p in adapter.parameters() if p.requires_grad],
+            stream=stream,
         )
 
 

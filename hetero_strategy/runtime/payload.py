@@ -7,9 +7,10 @@ backward needs of others is kept by autograd, like activations.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -84,12 +85,17 @@ class Payload:
         inputs: by module and microbatch, on the host.
         uses: the microbatch of every forward that takes inputs, in the order of the rank's program.
         copies: how they get to the device; None: host and device are one, and nothing is copied.
+        on: around what is done for a module: the stream on which it computes.
     """
 
     def __init__(
-        self, inputs: Mapping[str, tuple[ModuleInputs | None, ...]], uses: Iterable[Microbatch], copies: Copies | None
+        self,
+        inputs: Mapping[str, tuple[ModuleInputs | None, ...]],
+        uses: Iterable[Microbatch],
+        copies: Copies | None,
+        on: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._inputs, self._copies = inputs, copies
+        self._inputs, self._copies, self._on = inputs, copies, on
         self._left = Counter(uses if copies is not None else ())
         self._coming = iter(list(self._left))
         self._moving: dict[Microbatch, Moving] = {}
@@ -113,4 +119,5 @@ class Payload:
         for module, number in islice(self._coming, 1):
             inputs = self._inputs[module][number]
             assert inputs is not None and self._copies is not None, f"microbatch {number} of {module} has no inputs"
-            self._moving[module, number] = self._copies.start(inputs)
+            with self._on(module):
+                self._moving[module, number] = self._copies.start(inputs)

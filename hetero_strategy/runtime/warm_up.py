@@ -6,7 +6,7 @@ the first time may wait for all that runs on it, and blocks of a pipeline compil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -57,6 +57,8 @@ def warm_up(executor: Executor, batch: Batch, *, train: bool) -> None:
         ):
             for action in alone:
                 step.run(action)
+            if executor.side is not None:
+                executor.side.join()
             for finish in step.sums_under_way:
                 finish()
         executor.release(train=train)
@@ -68,6 +70,9 @@ def warm_up(executor: Executor, batch: Batch, *, train: bool) -> None:
 
 class Alone(Transport):
     """No row travels: what would arrive is zeros, and what is given goes nowhere."""
+
+    @override
+    def start(self, batches: Collection[Sequence[int]]) -> None: ...
 
     @override
     def give(self, number: int, rows: torch.Tensor) -> None: ...

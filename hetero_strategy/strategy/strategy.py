@@ -44,6 +44,7 @@ from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.runtime.agreement import Stop
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.runtime.memory import out_of_memory
+from hetero_strategy.runtime.side_stream import prefer_others
 from hetero_strategy.runtime.step import StepRunner
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.assembly import Assembled, assemble, find_model, move_rest, row_multiple
@@ -93,6 +94,8 @@ class HeteroStrategy(OwnCheckpoints):
             ``search`` (made shorter), ``coarse`` (around its work), ``decoupled`` (recomputed), ``none`` (``auto``).
         pieces: module that fills -> parts of about equal cost in which its forwards and backwards are cut to fit.
         prefetch: frozen encoder -> 1: in a step's bubbles it works for the next step, whose rows are held meanwhile.
+        tp_bubbles: module -> share of its time in which its ranks wait for tensor-parallel collectives: what fills then
+            runs there, too, on a CUDA stream of its own.
         cache: encoder with a frozen backbone -> folder: the backbone's rows are written once per item and then read.
         islands: parts of all modules' instances that exchange rows only within: bounds whom a rank meets.
         start_method: ``popen`` (re-runs the script per process), ``fork`` or ``spawn``. Ignored under torchrun, SLURM.
@@ -128,6 +131,7 @@ class HeteroStrategy(OwnCheckpoints):
         fill: str = "auto",
         pieces: Mapping[str, int] | None = None,
         prefetch: Mapping[str, int] | None = None,
+        tp_bubbles: Mapping[str, float] | None = None,
         cache: Mapping[str, str | Path] | None = None,
         islands: int = 1,
         start_method: str = "popen",
@@ -145,8 +149,10 @@ class HeteroStrategy(OwnCheckpoints):
         self.recompute, self.offload = recomputes(recompute), offloads(offload)
         self.compile, self._float8 = compiles(compile), float8s(float8)
         self._attention, self._async_tp = attention, async_tp
-        bounds, ahead = max_in_flight or {}, prefetch or {}
-        self._scheduling = ScheduleConfig(schedule, bounds, reshard_after_forward, fill, pieces or {}, ahead, islands)
+        self._scheduling = ScheduleConfig(
+            schedule, max_in_flight or {}, reshard_after_forward, fill, pieces or {}, prefetch or {}, islands,
+            tp_bubbles or {},
+        )  # fmt: skip
         self._start_method, self._process_group_backend = start_method, process_group_backend
         self._timeout = minutes("timeout", timeout)
         short = self._timeout if step_timeout is None else minutes("step_timeout", step_timeout)
@@ -245,6 +251,8 @@ class HeteroStrategy(OwnCheckpoints):
             trainer._accelerator_connector.use_distributed_sampler = False
         prepare_device(self.root_device)
         super().setup_environment()
+        if self._scheduling.tp_bubbles and self.root_device.type == "cuda":
+            prefer_others(self.root_device)
         assert self.cluster_environment is not None
         reset_seed()
         self.set_world_ranks()

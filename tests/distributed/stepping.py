@@ -87,6 +87,7 @@ class Setting:
     fill: str = "none"
     pieces: Mapping[str, int] = field(default_factory=dict)
     prefetch: Mapping[str, int] = field(default_factory=dict)
+    tp_bubbles: Mapping[str, float] = field(default_factory=dict)
     cache: Mapping[str, str] = field(default_factory=dict)
     """Folders of rows of frozen encoders."""
     per_item: tuple[str, ...] = ()
@@ -375,6 +376,7 @@ def assembled(
                 setting.pieces,
                 setting.prefetch,
                 setting.islands,
+                setting.tp_bubbles,
             ),
             recompute=recomputes(setting.recompute),
             offload=offloads(setting.offload),

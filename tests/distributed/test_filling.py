@@ -17,6 +17,10 @@ FREEZE = {"freeze": ("vision",)}
 PLACEMENTS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
     "an encoder on each stage": ({"vision": on(0, 1, 2), "llm": on(0, 1, 2, pp=3)}, {}),
     "encoders of two ranks over pp4": ({"vision": on(0, 1, 2, 3, tp=2), "llm": on(0, 1, 2, 3, pp=4)}, {}),
+    "beside collectives of tensor parallelism": (
+        {"vision": on(0, 1, 2, 3, tp=2), "audio": on(0, 1, 2, 3), "llm": on(0, 1, 2, 3, tp=2, pp=2)},
+        {"vision_layers": 3, "pieces": {"vision": 3}, "tp_bubbles": {"llm": 0.6, "vision": 0.3}},
+    ),
     "an encoder that is a pipeline": ({"vision": on(0, 1, 2, 3, pp=2), "llm": on(0, 1, 2, 3, pp=4)}, {}),
     "two encoders, one in pieces, one replicated": (
         {"vision": on(0, 1, 2), "audio": on(1, 2, dp_replicate=2), "llm": on(0, 1, 2, pp=3)},
@@ -37,6 +41,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv")
 CHOSEN = {
     "an encoder on each stage": (("1f1b", "fine"), ("zb_h1", "coarse"), ("zb_h1", "decoupled")),
     "encoders of two ranks over pp4": (("1f1b", "fine"),),
+    "beside collectives of tensor parallelism": (("zb_h1", "fine"),),
     "an encoder that is a pipeline": (("gpipe", "coarse"),),
     "two encoders, one in pieces, one replicated": (("zb_h1", "fine"), ("1f1b", "search")),
     "frozen": (("zbv", "fine"),),
@@ -53,6 +58,7 @@ OTHERS = [
     for fill in ("coarse", "fine", "search", "decoupled")
     if (schedule, fill) not in CHOSEN[placement]
     and not (placement == "an encoder that is a pipeline" and schedule in ("interleaved_1f1b", "zbv"))
+    and not (placement == "beside collectives of tensor parallelism" and fill != "fine")
 ]
 
 

@@ -1,0 +1,72 @@
+"""A CUDA stream of lower priority for modules that fill bubbles inside actions of others (Optimus, section 4.3.2).
+
+Kernels of both streams share the device: those of the side stream where the other one waits for rows or for collectives
+of tensor parallelism. What crosses from one to the other waits for the event after which it exists, and its memory is
+not used again before its reader is done with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hetero_strategy.plan.ahead import computing
+from hetero_strategy.schedule.action import StageGraph
+
+
+def prefer_others(device: torch.device) -> None:
+    """Let this process compute on a stream of high priority from now on: torch's own one has the lowest there is."""
+    stream = torch.cuda.Stream(device, priority=-1)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    torch.cuda.set_stream(stream)
+
+
+@dataclass
+class SideStream:
+    """The stream, and one that carries what crosses to and from it.
+
+    Args:
+        device: CUDA.
+        modules: that compute on it, and what they do ahead.
+    """
+
+    device: torch.device
+    modules: Collection[str]
+    computes: torch.cuda.Stream = field(init=False)
+    carries: torch.cuda.Stream = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.computes, self.carries = torch.cuda.Stream(self.device, priority=0), torch.cuda.Stream(self.device)
+
+    def of(self, module: str) -> torch.cuda.Stream | None:
+        """Where a module computes; None: on the current stream."""
+        return self.computes if computing(module) in self.modules else None
+
+    def using(self, module: str) -> AbstractContextManager[Any]:
+        """Around what is done for a module."""
+        return torch.cuda.stream(self.of(module))
+
+    def crossing(self, graph: StageGraph) -> set[int]:
+        """Numbers of the edges whose rows come from it or go to it."""
+        return {number for number, edge in enumerate(graph.edges) if any(self.of(node.module) for node in edge)}
+
+    def fork(self) -> None:
+        """A step begins: what is on the current stream so far comes before it."""
+        for stream in (self.computes, self.carries):
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def join(self) -> None:
+        """The current stream goes on after all of it."""
+        for stream in (self.computes, self.carries):
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+
+
+def side_stream(device: torch.device, graph: StageGraph, bubbles: Iterable[str]) -> SideStream | None:
+    """The stream of what fills bubbles inside actions, if some are known and the device has streams."""
+    if device.type != "cuda" or not any(True for _ in bubbles):
+        return None
+    return SideStream(device, {computing(name) for name in graph.filling})
