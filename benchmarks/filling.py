@@ -2,9 +2,14 @@
 
 Each row is a model at full size on all its ranks, simulated as the planner simulates candidates (models counted on the
 meta device, real step plans and schedules): the language model alone on the same tokens, then with its encoder on all
-of its ranks, in turns, with ``fill="coarse"`` and with ``fill="fine"``. Efficiency is Optimus' (section 5.3.2): the
-share of the encoder's seconds per rank by which the step is not longer than the language model alone. The bound is the
-longer one of the language model alone and of the mean rank's work for both.
+of its ranks, in turns, with ``fill="coarse"``, with ``fill="fine"``, and with ``tp_bubbles``, too ("beside": it also
+computes while the language model waits for collectives of tensor parallelism, on a stream of its own). The bound is the
+longer one of the language model alone and of the mean rank's work for both; it takes waits inside actions for work.
+
+The first kind of efficiency counts all: the share of the encoder's seconds per rank, its collectives included, by which
+the step is not longer than the language model alone. The second, "computed in bubbles", is Optimus' (section 5.3.2),
+which says how much of the encoder's computations bubbles hold: the same without the gathers of its parameters and the
+sums of its gradients. "schedule" is how long a step's schedule takes to make, on one core, with ``tp_bubbles``.
 
 ``optimus`` rows are ViT-22B and GPT-175B of the paper's tables 5 and 7: 1536 samples of 2048 rows, microbatches of 2,
 tensor parallel over 8 ranks, 8 pipeline ranks with 12 virtual stages, all recomputed as in ``benchmarks.published``.
@@ -24,14 +29,18 @@ from benchmarks.published import equal, gpt, pipelined, vit_llm
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.step_plan import StepMetadata
+from hetero_strategy.planner.action_seconds import ActionSeconds
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.explain import work_of
 from hetero_strategy.planner.hardware import cluster
 from hetero_strategy.planner.shape import ModelShape, shape_of
+from hetero_strategy.schedule.build import make_schedule
+from hetero_strategy.schedule.graph import work_of as stages_work
 from hetero_strategy.simulator.bubbles import Filling, work_on_rank
 
-PAPER = {1536: (0.343, 0.575, 9.80), 2048: (0.458, 0.693, 7.29), 3072: (0.687, 0.850, 4.87)}
-"""GPUs -> Optimus' efficiency of coarse and of fine filling (table 7; 3172 there), and seconds of a step (table 5)."""
+PAPER = {1536: (0.343, 0.575, 9.80, 322.2), 2048: (0.458, 0.693, 7.29, 89.6), 3072: (0.687, 0.850, 4.87, 15.1)}
+"""GPUs -> Optimus' efficiency of coarse and of fine filling (table 7; 3172 there), seconds of a step (table 5), and of
+making its schedule."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class Case:
 
 
 CASES = (
-    *(Case(f"optimus, {gpus} GPUs", (48, 6144), (96, 12288), gpus, 8, 8, 12, 1536, pieces=4) for gpus in PAPER),
+    *(Case(f"optimus, {gpus} GPUs", (48, 6144), (96, 12288), gpus, 8, 8, 12, 1536, pieces=8) for gpus in PAPER),
     Case("0.4B encoder, 1T-A32B, pp 16", (27, 1152), (64, 6656), 256, 1, 16, 2, 1024, 4096, 1024, 1),
     Case("0.4B encoder, 32B, pp 4", (27, 1024), (64, 5120), 64, 8, 4, 4, 256, 4096, 2048, 4),
     Case("5B encoder, 70B, pp 8", (40, 3072), (80, 8192), 128, 8, 8, 5, 128, 4096, 2048, 2, 4),
@@ -75,9 +84,14 @@ class Filled:
     turns: float
     coarse: float
     fine: float
+    beside: float
     encoder: float
     """Of a rank's encoder work, its collectives included."""
     least: float
+    computed: tuple[float, float, float]
+    """Share of the encoder's computations in bubbles, with coarse, fine and beside."""
+    schedule: float
+    """To make one."""
 
     def efficiency(self, step: float) -> float:
         return Filling(("vision",), self.alone, step, self.encoder).efficiency
@@ -102,8 +116,30 @@ def measure(case: Case) -> Filled:
     beside = work_of(step, ("vision",)) - work_on_rank(step.simulation, ("vision",))
     text = replace(batch, items={})
     only = seconds(alone, text, {"llm": llm}, "none")
-    found = [seconds(both, batch, layouts, fill) for fill in ("none", "coarse", "fine")]
-    return Filled(only, *found, work["vision"] + beside, max(only, sum(work.values())))
+    filled = [_candidate(layouts, case, schedule, fill) for fill in ("coarse", "fine")]
+    filled.append(replace(filled[-1], tp_bubbles=case.tp > 1))
+    took = [evaluator.seconds(candidate) for candidate in (_candidate(layouts, case, schedule, "none"), *filled)]
+    first = _evaluator(alone, case, text)
+    pipeline = first.shown(first.place(_candidate({"llm": llm}, case, schedule, "none"))).simulation
+    computed = []
+    for shown in (evaluator.shown(evaluator.place(candidate)).simulation for candidate in filled):
+        computed.append(1 - (shown.time - pipeline.time) / work_on_rank(shown, ("vision",)))
+    making = _seconds_to_schedule(evaluator, filled[-1], batch)
+    whole = work["vision"] + beside
+    return Filled(only, *took, whole, max(only, sum(work.values())), tuple(computed), making)  # type: ignore[arg-type]
+
+
+def _seconds_to_schedule(evaluator: Evaluator, candidate: Candidate, batch: StepMetadata) -> float:
+    """What a loader worker takes for the schedule of a whole step, the second time."""
+    placed = evaluator.place(candidate)
+    plan = evaluator._plan(placed, batch, candidate.microbatches)
+    seconds = ActionSeconds(plan, placed)
+    bubbles = evaluator.bubbles(placed, plan).usual if candidate.tp_bubbles else None
+    step, name = stages_work(plan, placed.graph), placed.scheduling.schedule
+    for _ in range(2):
+        began = time.perf_counter()
+        make_schedule(name, placed.graph, step, seconds.usual, fill=candidate.fill, bubbles=bubbles)
+    return time.perf_counter() - began
 
 
 def _evaluator(shape: ModelShape, case: Case, batch: StepMetadata) -> Evaluator:
@@ -121,19 +157,21 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--cases", nargs="+", type=int, default=list(range(len(CASES))), help="only these, from 0")
     args = parser.parse_args()
-    rows, found = [], dict[str, Any]()
+    rows, shares, found = [], [], dict[str, Any]()
     for case in (CASES[i] for i in args.cases):
         began = time.perf_counter()
         x = measure(case)
-        paper = PAPER.get(case.gpus, ("", "", ""))
-        rows.append(
-            [case.name, case.microbatches, x.alone, x.least, x.turns, x.coarse, x.fine, x.fine / x.alone,
-             x.efficiency(x.coarse), x.efficiency(x.fine), *paper]
-        )  # fmt: skip
+        paper = PAPER.get(case.gpus, ("", "", "", ""))
+        steps = (x.coarse, x.fine, x.beside)
+        rows.append([case.name, case.microbatches, x.alone, x.least, x.turns, *steps, x.beside / x.alone])
+        shares.append([case.name, *map(x.efficiency, steps), *x.computed, *paper[:2], x.schedule, paper[3]])
         found[case.name] = {**asdict(x), "seconds": time.perf_counter() - began}
-    head = ("model", "microbatches", "llm alone s", "bound s", "turns s", "coarse s", "fine s", "fine / alone",
-            "coarse in bubbles", "fine in bubbles", "paper's coarse", "paper's fine", "paper's s")  # fmt: skip
+    head = ("model", "microbatches", "llm alone s", "bound s", "turns s", "coarse s", "fine s", "beside s",
+            "beside / alone")  # fmt: skip
     report("filling", "An encoder in the bubbles of its language model", head, rows, [])
+    head = ("model", "coarse in bubbles", "fine", "beside", "coarse computed in bubbles", "fine computed",
+            "beside computed", "paper's coarse", "paper's fine", "schedule s", "paper's s")  # fmt: skip
+    report("filling", "How much of it lies there", head, shares, [])
     write_json(args.json, "filling", "cpu", {"cases": args.cases}, found)
 
 

@@ -4,7 +4,8 @@ Models at full size on all their ranks, simulated as in ``benchmarks.published``
 plans and schedules, one share of matmuls per device and nothing fitted to Optimus. All is recomputed, as in its FLOPs;
 microbatches hold 2 samples of 2048 rows unless said. ``Megatron-LM`` has all encoders on the first stage's ranks and
 fewer LLM layers there; ``balanced`` cuts encoders and LLM evenly over the pipeline, one stage of the encoder and 12 of
-the LLM on a rank; ``filled`` is an encoder on all ranks, in bubbles; ``in turns`` the same without filling.
+the LLM on a rank; ``filled`` is an encoder on all ranks, in bubbles; ``beside`` also in those of tensor parallelism
+(``tp_bubbles``); ``in turns`` the same without filling.
 
   table 1   Where a step of Megatron-LM goes on more than 3000 GPUs. The paper prints neither model nor layouts ("ViT
             and GPT, over 100B", 5.12 s); here ViT-22B and GPT-175B on 3072 H100, 1536 samples, in table 5's layouts.
@@ -89,11 +90,13 @@ def ways(shape: ModelShape, gpus: int, tp: int, pp: int, vpp: int, pieces: int) 
         return Candidate(layouts, 1, schedule, again, "never", fill, cuts)
 
     shared = {**everywhere, "llm": llm}
+    filled = candidate(shared, fill="fine", parts=pieces)
     return {
         "Megatron-LM": candidate({**first, "llm": around}, "1f1b"),
         "balanced": candidate({**cut, "llm": llm}),
         "in turns": candidate(shared),
-        "filled": candidate(shared, fill="fine", parts=pieces),
+        "filled": filled,
+        **({"beside": replace(filled, tp_bubbles=True)} if tp > 1 else {}),
     }
 
 
@@ -109,7 +112,7 @@ def evaluators(shape: ModelShape, on: Cluster) -> dict[str, Evaluator]:
     encoders = tuple(name for name in shape.modules if name != "llm")
     batch, cluster_ = equal(on.samples, LENGTH, LENGTH, encoders), cluster(on.device, on.gpus // 8)
     apart, ours = (Evaluator(shape, cluster_, [batch], overlap=overlap) for overlap in (SEPARATE, OURS))
-    return {"Megatron-LM": apart, "balanced": apart, "FSDP": apart, "in turns": ours, "filled": ours}
+    return {"Megatron-LM": apart, "balanced": apart, "FSDP": apart, "in turns": ours, "filled": ours, "beside": ours}
 
 
 def causes(found: Evaluator, step: Step) -> dict[str, float]:
@@ -158,7 +161,7 @@ def options(shape: ModelShape, on: Cluster) -> Iterator[tuple[str, Candidate]]:
         if rest or not count:
             continue
         for name, way in ways(shape, on.gpus, tp, pp, vpp, pieces).items():
-            alike = (pieces > 1 and name != "filled") or (vpp > 1 and name == "Megatron-LM")
+            alike = (pieces > 1 and name not in ("filled", "beside")) or (vpp > 1 and name == "Megatron-LM")
             if not alike and held(shape, way.layouts) < HELD:
                 yield name, replace(way, microbatches=count)
 

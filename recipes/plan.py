@@ -30,8 +30,8 @@ from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.answer import Answer, Ranked
 from hetero_strategy.planner.cluster import Cluster
-from hetero_strategy.planner.evaluate import Candidate, Placed, Step
-from hetero_strategy.planner.explain import Explanation, Unfilled, explain, unfilled
+from hetero_strategy.planner.evaluate import Candidate, Evaluator, Placed, Step
+from hetero_strategy.planner.explain import Explanation, Unfilled, beside_collectives, explain, unfilled
 from hetero_strategy.planner.from_run import Measured
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
@@ -105,7 +105,8 @@ def plan(cfg: DictConfig) -> None:
     if ran is not None:
         console.print(as_it_ran(ran, cfg, answer, planner), soft_wrap=True)
     found, before = explain(evaluator, step), unfilled(evaluator, step)
-    for line in (*reasons(answer, found, tokens), *bubbles(found, before), *needs(answer, cluster)):
+    filled = (*bubbles(found, before), *beside(evaluator, step))
+    for line in (*reasons(answer, found, tokens), *filled, *needs(answer, cluster)):
         console.print(line, soft_wrap=True)
     for line in one_more_node(planner, answer, tokens, memory, console, float(cfg.one_more_node)):
         console.print(line, soft_wrap=True)
@@ -131,7 +132,7 @@ def as_it_ran(ran: Measured, cfg: DictConfig, answer: Answer, planner: Planner) 
     pieces = dict(said.pieces or {})
     early = dict(said.prefetch or {})
     options = said.schedule, asked.recompute, said.reshard_after_forward, said.fill, pieces, early, asked.offload
-    given = Candidate(ran.layouts, count, *options)
+    given = Candidate(ran.layouts, count, *options, tp_bubbles=bool(said.tp_bubbles))
     given = replace(given, layouts=given.scheduling.uncut(ran.layouts))
     try:
         took = planner.evaluator.seconds(given)
@@ -314,6 +315,16 @@ def bubbles(found: Explanation, before: Unfilled | None) -> list[str]:
     for name, took, why in (*steps, ("filled", filling.step, found)):
         lines.append(f"  {name:<10}{seconds(took)}, wait: {shares({**why.bubbles, **why.collectives})}")
     return lines
+
+
+def beside(evaluator: Evaluator, step: Step) -> list[str]:
+    """What running encoders in bubbles of tensor parallelism, too, would gain."""
+    found = beside_collectives(evaluator, step)
+    if found is None:
+        return []
+    given = ",".join(f"{name}:{share}" for name, share in found.tp_bubbles.items())
+    took, option = f"{seconds(found.seconds)}, {found.seconds / step.seconds:.2f} of that", f"tp_bubbles={{{given}}}"
+    return [f"beside      {took}, if encoders also run beside collectives of tensor parallelism: strategy.{option}"]
 
 
 def shares(values: Mapping[Any, float]) -> str:

@@ -17,7 +17,8 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.monitor.measure import check_strategy, gather_on_first
-from hetero_strategy.planner.evaluate import ActionSeconds, Candidate, Evaluator, Step
+from hetero_strategy.planner.action_seconds import ActionSeconds
+from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.hardware import cluster
 from hetero_strategy.planner.memory import Memory

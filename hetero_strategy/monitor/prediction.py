@@ -106,15 +106,19 @@ class Start(NamedTuple):
     """When the action began."""
 
 
-def starts(ran: Ran, rows: RowsSent) -> list[Start]:
-    """Find how all actions of a step came to begin, in seconds of the clock of its events."""
+def starts(ran: Ran, rows: RowsSent, apart: Collection[str] = ()) -> list[Start]:
+    """Find how all actions of a step came to begin, in seconds of the clock of its events.
+
+    Args:
+        apart: modules that run on a stream of their own, in its own sequence.
+    """
     dependencies, stages = ran.schedule.dependencies, ran.schedule.graph.stages
     ended = {(action, rank): end for rank, own in ran.events.items() for action, _, end in own}
     begun = []
     for rank, own in ran.events.items():
-        before: Action | None = None
-        free = ran.spans[rank][0]
+        last: dict[bool, tuple[Action | None, float]] = {}
         for action, start, end in own:
+            before, free = last.get(action.node.module in apart, (None, ran.spans[rank][0]))
             size, sent = 0.0, -np.inf
             grid = stages[action.node].grid
             instance = int(np.nonzero((grid == rank).any(axis=1))[0][0])
@@ -126,7 +130,7 @@ def starts(ran: Ran, rows: RowsSent) -> list[Start]:
                 size += float(flow.bytes[away].sum())
                 sent = max(sent, *(ended[source, int(r)] for r in theirs[flow.source[away]].flat), -np.inf)
             begun.append(Start(rank, before, free, sent, size, start))
-            before, free = action, end
+            last[action.node.module in apart] = action, end
     return begun
 
 
@@ -136,14 +140,21 @@ class Fitted:
     Args:
         steps: recorded steps, at least one.
         synchronous: stages all of whose instances begin their actions together.
+        apart: modules that run on a stream of their own; what they take there is measured beside the others.
     """
 
-    def __init__(self, steps: Sequence[Ran], widths: Widths, synchronous: Collection[StageId] = ()) -> None:
-        self._widths, self._synchronous = widths, synchronous
+    def __init__(
+        self,
+        steps: Sequence[Ran],
+        widths: Widths,
+        synchronous: Collection[StageId] = (),
+        apart: Collection[str] = (),
+    ) -> None:
+        self._widths, self._synchronous, self._apart = widths, synchronous, apart
         timed = [list(samples(step, synchronous)) for step in steps]
         self.profile = Profile(sample for own in timed for sample in own)
         self._scatter = [self.profile.scatter(own) for own in timed]
-        by_step = [starts(step, rows_between(step.plan, step.schedule.graph, widths)) for step in steps]
+        by_step = [starts(step, rows_between(step.plan, step.schedule.graph, widths), apart) for step in steps]
         begun = [start for own in by_step for start in own]
         self.links = links(transfers(begun))
         self.after = self._after(begun)
@@ -188,7 +199,11 @@ class Fitted:
             like = random.integers(len(self.begins))
             costs = self.profile.drawn(planned, schedule, self._scatter[like], random, self._synchronous)
             host = Host(self.begins[like], lambda action: self.after.get((action.node, action.kind), 0.0), self.closing)
-            return simulate(schedule, costs.__getitem__, self.links, rows, synchronous=self._synchronous, host=host)
+            beside = costs.__getitem__ if self._apart else None  # as fast as measured, whatever runs beside
+            together = self._synchronous
+            return simulate(
+                schedule, costs.__getitem__, self.links, rows, synchronous=together, host=host, bubbles=beside
+            )
 
         return sorted((draw() for _ in range(draws)), key=lambda simulation: simulation.time)[draws // 2]
 
@@ -220,10 +235,12 @@ def links(transfers: Sequence[tuple[float, float]]) -> Links:
     return Links(latency, 1.0 / slope if slope > 0 else np.inf)
 
 
-def predicted(steps: Sequence[Ran], widths: Widths, synchronous: Collection[StageId] = ()) -> list[Simulation]:
+def predicted(
+    steps: Sequence[Ran], widths: Widths, synchronous: Collection[StageId] = (), apart: Collection[str] = ()
+) -> list[Simulation]:
     """Simulate every step with what is fitted to the others, a single one with what is fitted to itself."""
     others = [[*steps[:i], *steps[i + 1 :]] or list(steps) for i in range(len(steps))]
     return [
-        Fitted(rest, widths, synchronous).simulate(step.plan, step.schedule, step.planned)
+        Fitted(rest, widths, synchronous, apart).simulate(step.plan, step.schedule, step.planned)
         for step, rest in zip(steps, others, strict=True)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 from hetero_strategy.schedule.action import Action
 from hetero_strategy.simulator.bubbles import Filling
 from hetero_strategy.simulator.result import Cause, Simulation, Wait
+
+BESIDE = 1 << 24
+"""What is added to a rank's number for the thread of its stream of lower priority in a trace."""
 
 
 class Event(NamedTuple):
@@ -44,6 +47,8 @@ class Timeline:
     """What filling bubbles does to the step, where modules do and where that is known."""
     waits: tuple[Wait, ...] = ()
     """When these ranks are idle, where it is known why."""
+    apart: frozenset[str] = frozenset()
+    """Modules that run on a stream of their own, beside others."""
 
 
 def from_simulation(simulation: Simulation, most: int | None = None, filling: Filling | None = None) -> Timeline:
@@ -52,24 +57,37 @@ def from_simulation(simulation: Simulation, most: int | None = None, filling: Fi
     events = tuple(Event(rank, *event) for rank in ranks for event in simulation.of(rank))
     waits = tuple(wait for rank in ranks for wait in simulation.waits(rank))
     world, causes = len(simulation.ranks), simulation.bubble_by_cause
-    return Timeline("simulated", ranks, events, simulation.time, simulation.bubble, world, causes, filling, waits)
+    apart, bubble = frozenset(action.node.module for action in simulation.beside), simulation.bubble
+    return Timeline("simulated", ranks, events, simulation.time, bubble, world, causes, filling, waits, apart)
 
 
 def from_measured(
-    events: Mapping[int, Sequence[tuple[Action, float, float]]], span: tuple[float, float], most: int | None = None
+    events: Mapping[int, Sequence[tuple[Action, float, float]]],
+    span: tuple[float, float],
+    most: int | None = None,
+    apart: Collection[str] = (),
 ) -> Timeline:
     """Make the timeline of a measured step, of at most ``most`` evenly chosen ranks (None: of all).
 
     Args:
         events: rank -> (action, start, end) in seconds of one clock, in the sequence in which they ran.
         span: begin and end of the step on that clock.
+        apart: modules that ran on a stream of their own, beside others.
     """
     first, last = span
-    busy = sum(end - start for own in events.values() for _, start, end in own)
+    busy = sum(_covered((start, end) for _, start, end in own) for own in events.values())
     ranks = evenly(events, most)
     shown = (Event(r, action, start - first, end - first) for r in ranks for action, start, end in events[r])
     bubble = 1.0 - busy / ((last - first) * len(events)) if last > first else 0.0
-    return Timeline("measured", ranks, tuple(shown), last - first, bubble, len(events))
+    return Timeline("measured", ranks, tuple(shown), last - first, bubble, len(events), apart=frozenset(apart))
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds in which any of them is under way."""
+    covered, until = 0.0, -float("inf")
+    for start, end in sorted(spans):
+        covered, until = covered + max(0.0, end - max(start, until)), max(until, end)
+    return covered
 
 
 def evenly(ranks: Iterable[int], most: int | None) -> tuple[int, ...]:
@@ -98,11 +116,15 @@ def write_trace(path: Path | str, *timelines: Timeline) -> None:
             thread = {"ph": "M", "pid": pid, "tid": rank}
             trace.append({**thread, "name": "thread_name", "args": {"name": f"rank {rank}"}})
             trace.append({**thread, "name": "thread_sort_index", "args": {"sort_index": rank}})
-        trace += [_complete(pid, event) for event in timeline.events]
+            if timeline.apart:
+                beside = {"ph": "M", "pid": pid, "tid": rank + BESIDE}
+                trace.append({**beside, "name": "thread_name", "args": {"name": f"rank {rank}, beside"}})
+                trace.append({**beside, "name": "thread_sort_index", "args": {"sort_index": rank}})
+        trace += [_complete(pid, event, event.action.node.module in timeline.apart) for event in timeline.events]
     Path(path).write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
 
 
-def _complete(pid: int, event: Event) -> dict[str, Any]:
+def _complete(pid: int, event: Event, beside: bool) -> dict[str, Any]:
     kind, stage_id, microbatch = event.action
     args: dict[str, Any] = {"kind": kind, "module": stage_id.module, "stage": stage_id.stage}
     if microbatch >= 0:
@@ -110,7 +132,7 @@ def _complete(pid: int, event: Event) -> dict[str, Any]:
     return {
         "ph": "X",
         "pid": pid,
-        "tid": event.rank,
+        "tid": event.rank + BESIDE * beside,
         "name": str(event.action),
         "cat": f"{stage_id.module},{kind}",
         "ts": 1e6 * event.start,

@@ -181,8 +181,15 @@ def _waits(axes: Axes, timeline: Timeline) -> None:
         )
 
 
-def _box(row: int, start: float, end: float) -> Sequence[tuple[float, float]]:
-    return ((start, row - 0.42), (end, row - 0.42), (end, row + 0.42), (start, row + 0.42))
+def _box(row: int, start: float, end: float, top: float = -0.42, bottom: float = 0.42) -> Sequence[tuple[float, float]]:
+    return ((start, row + top), (end, row + top), (end, row + bottom), (start, row + bottom))
+
+
+def _span(timeline: Timeline, module: str) -> tuple[float, float]:
+    """Which part of a row a module has: what runs beside others its lower third, where there is such a module."""
+    if not timeline.apart:
+        return -0.42, 0.42
+    return (0.16, 0.42) if module in timeline.apart else (-0.42, 0.14)
 
 
 def _boxes(axes: Axes, timeline: Timeline, colours: dict[str, Colour]) -> None:
@@ -192,7 +199,7 @@ def _boxes(axes: Axes, timeline: Timeline, colours: dict[str, Colour]) -> None:
     looks: dict[tuple[Colour, Kind], list[Sequence[tuple[float, float]]]] = defaultdict(list)
     for rank, action, start, end in timeline.events:
         colour = _shade(colours[action.node.module], action.kind, turns[rank, action.node.module, action.node.stage])
-        looks[colour, action.kind].append(_box(row[rank], start, end))
+        looks[colour, action.kind].append(_box(row[rank], start, end, *_span(timeline, action.node.module)))
     line = 0.6 if len(timeline.events) < 2500 else 0.2
     for (colour, kind), boxes in looks.items():
         axes.add_collection(
@@ -206,7 +213,7 @@ def _numbers(axes: Axes, timeline: Timeline, colours: dict[str, Colour], longest
     """Write microbatch numbers into boxes that are large enough, if most are."""
     size = min(8.5, 72 * height * 0.55)
     points = 72 * WIDTH * 0.85 / longest
-    numbered = [e for e in timeline.events if e.action.microbatch >= 0]
+    numbered = [e for e in timeline.events if e.action.microbatch >= 0 and e.action.node.module not in timeline.apart]
     fits = [e for e in numbered if (e.end - e.start) * points > size * (0.62 * len(str(e.action.microbatch)) + 0.3)]
     if len(fits) < 0.5 * len(numbered) or len(fits) > MOST_NUMBERS:
         return
@@ -217,7 +224,7 @@ def _numbers(axes: Axes, timeline: Timeline, colours: dict[str, Colour], longest
         light = 0.3 * colour[0] + 0.59 * colour[1] + 0.11 * colour[2] > 0.55
         axes.text(
             (start + end) / 2,
-            row[rank],
+            row[rank] + sum(_span(timeline, action.node.module)) / 2,
             str(action.microbatch),
             ha="center",
             va="center_baseline",

@@ -108,15 +108,16 @@ def _pair(executor: Executor, steps: Sequence[Ran]) -> MeasuredAndSimulated:
     graph, layouts = executor.compiler.graph, executor.placement.layouts
     stages = graph.stages
     synchronous = {n for n, stage in stages.items() if layouts[computing(n.module)].dp_shard > 1 and not stage.sharded}
-    simulations = predicted(steps, width, synchronous)
+    apart = graph.filling if executor.side is not None else ()
+    simulations = predicted(steps, width, synchronous, apart)
     measured = []
     for step in steps:
         events = together(step.schedule, step.events, synchronous)
         shown = {rank: own for rank, own in events.items() if own or rank in simulations[0].ranks}
-        measured.append(from_measured(shown, (step.begin, step.begin + step.seconds), MOST_RANKS))
+        measured.append(from_measured(shown, (step.begin, step.begin + step.seconds), MOST_RANKS, apart))
     middle = int(np.argsort([timeline.time for timeline in measured], kind="stable")[len(steps) // 2])
     simulation, metadata = simulations[middle], steps[middle].plan.metadata
-    fitted = Fitted(steps, width, synchronous)
+    fitted = Fitted(steps, width, synchronous, apart)
     filling = _filling(executor.compiler, steps[middle], fitted)
     return MeasuredAndSimulated(
         simulation,

@@ -20,6 +20,7 @@ from hetero_strategy.plan.ahead import ahead, with_next
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
+from hetero_strategy.planner.action_seconds import ActionSeconds, Bubbles
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.context import model_context
 from hetero_strategy.planner.layers import LayerCost, costs
@@ -36,10 +37,10 @@ from hetero_strategy.planner.times import (
     StageTimes,
     module_times,
 )
-from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
+from hetero_strategy.schedule.action import Schedule, StageGraph, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.schedule.graph import StageCost, sizes_of, stage_graph, usual, work_of
+from hetero_strategy.schedule.graph import StageCost, stage_graph, work_of
 from hetero_strategy.simulator.links import Links
 from hetero_strategy.simulator.result import Simulation
 from hetero_strategy.simulator.rows import Widths, rows_between
@@ -49,9 +50,6 @@ MOST_FORWARDS = 1024
 """Forwards, of all stages, up to which a step is simulated whole."""
 LEAST_SHARE = 1 / 16
 """Of a simulation that a short step counts as."""
-BESIDE = 0.8
-"""Of a wait for collectives that is left for computing beside them: they take multiprocessors and memory's bandwidth.
-Not measured."""
 
 
 @dataclass(frozen=True)
@@ -290,7 +288,7 @@ class Evaluator:
         seconds = ActionSeconds(plan, placed)
         graph, scheduling = placed.graph, placed.scheduling
         work, fill = work_of(plan, graph), scheduling.fill
-        bubbles = None if placed.unlinked is None else Bubbles(seconds, ActionSeconds(plan, placed, placed.unlinked))
+        bubbles = None if placed.unlinked is None else self.bubbles(placed, plan)
         usual = None if bubbles is None else bubbles.usual
         schedule = make_schedule(scheduling.schedule, graph, work, seconds.usual, fill=fill, bubbles=usual)
         rows = rows_between(plan, placed.graph, self.row_bytes(placed))
@@ -301,6 +299,12 @@ class Evaluator:
             least = self.cluster.on_cores(self._work(placed, plan, schedule))
             after = max(after, After(rest=least - simulation.time), key=lambda one: one.total)
         return Step(placed, plan, schedule, simulation, after)
+
+    def bubbles(self, placed: Placed, plan: StepPlan) -> Bubbles:
+        """What of a plan's actions, in layouts whose bubbles of tensor parallelism are used, leaves room to compute."""
+        assert placed.unlinked is not None
+        fills = placed.graph.filling
+        return Bubbles(ActionSeconds(plan, placed), ActionSeconds(plan, placed, placed.unlinked), fills)
 
     def _work(self, placed: Placed, plan: StepPlan, schedule: Schedule) -> Float64[np.ndarray, "ranks"]:
         """Seconds in which each rank needs a processor: its actions, collectives as far as it works for them, and what
@@ -381,47 +385,3 @@ def first_samples(metadata: StepMetadata, count: int) -> StepMetadata:
         labels=metadata.labels[:count],
         items=items,
     )
-
-
-class ActionSeconds:
-    """Seconds of the actions of one step."""
-
-    def __init__(self, plan: StepPlan, placed: Placed, times: Mapping[StageId, StageTimes] | None = None) -> None:
-        self._times, self._stages = times or placed.times, placed.graph.stages
-        self._sizes = {
-            (name, i): sizes_of(plan, name, i) for name, parts in plan.assignments.items() for i in range(len(parts))
-        }
-        self._known: dict[Action, np.ndarray] = {}
-
-    def __call__(self, action: Action) -> np.ndarray:
-        """Of every instance."""
-        if action not in self._known:  # asked for by the schedule, and again by its simulation
-            self._known[action] = self._seconds(action)
-        return self._known[action]
-
-    def _seconds(self, action: Action) -> np.ndarray:
-        times = self._times[action.node]
-        if action.microbatch < 0:
-            count = np.zeros(len(self._stages[action.node].grid))
-            return times.seconds(action.kind, count, count)
-        sizes = self._sizes[action.node.module, action.microbatch]
-        return times.seconds(action.kind, *map(self._stages[action.node].own, sizes))
-
-    def usual(self, action: Action) -> float:
-        """What orders take it for, as in a run: gathers and sums count for nothing."""
-        return 0.0 if action.microbatch < 0 else float(usual(action.node, self(action)[None])[0])
-
-
-class Bubbles:
-    """Seconds of actions in which their ranks wait for collectives of tensor parallelism, and others can compute."""
-
-    def __init__(self, seconds: ActionSeconds, unlinked: ActionSeconds) -> None:
-        self._seconds, self._unlinked = seconds, unlinked
-
-    def __call__(self, action: Action) -> np.ndarray:
-        """Of every instance."""
-        return BESIDE * np.maximum(0.0, self._seconds(action) - self._unlinked(action))
-
-    def usual(self, action: Action) -> float:
-        """As orders take it."""
-        return BESIDE * max(0.0, self._seconds.usual(action) - self._unlinked.usual(action))

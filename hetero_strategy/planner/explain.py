@@ -57,9 +57,9 @@ def explain(evaluator: Evaluator, step: Step) -> Explanation:
     simulation, graph = step.simulation, step.placed.graph
     whole = step.seconds * len(simulation.ranks)
     shares = dict.fromkeys(evaluator.shape.modules, 0.0)
-    for action, begin in simulation.start.items():
+    for action in simulation.start:
         ranks = graph.stages[action.node].grid.shape[1]
-        shares[computing(action.node.module)] += float((simulation.end[action] - begin).sum()) * ranks / whole
+        shares[computing(action.node.module)] += float(simulation.seconds(action).sum()) * ranks / whole
     scale, after = simulation.time / step.seconds, step.after
     waits = inside_actions(simulation, ExposedCollectives(evaluator, step))
     waits["all-gather"] += after.gathers
@@ -103,6 +103,35 @@ def unfilled(evaluator: Evaluator, step: Step) -> Unfilled | None:
     turns = evaluator.step_of(one_after_other, step.plan.metadata, step.plan.microbatches)
     filling = Filling(modules, alone.seconds, step.seconds, work_of(step, modules))
     return Unfilled(filling, explain(evaluator, alone), explain(evaluator, turns), turns.seconds)
+
+
+@dataclass(frozen=True)
+class BesideCollectives:
+    """A step whose encoders also run in bubbles of tensor parallelism."""
+
+    tp_bubbles: Mapping[str, float]
+    """What a run is told: module -> share of its actions in which others can compute."""
+    seconds: float
+    """Of a step."""
+
+
+def beside_collectives(evaluator: Evaluator, step: Step) -> BesideCollectives | None:
+    """Simulate a step that is filled finely with bubbles of tensor parallelism filled, too; None where there are none,
+    or ranks share cores.
+    """
+    placed, layouts = step.placed, step.placed.placement.layouts
+    parallel = [name for name, layout in layouts.items() if layout.tp > 1]
+    fills = placed.graph.filling and placed.scheduling.fill == "fine"
+    if not (fills and parallel) or evaluator.cluster.shares_cores:
+        return None
+    again = evaluator.place(replace(placed.candidate, tp_bubbles=True))
+    part, whole = evaluator.bubbles(again, step.plan), dict.fromkeys(parallel, 0.0)
+    rooms = whole.copy()
+    for action in (a for a in step.simulation.start if a.microbatch >= 0 and a.node.module in whole):
+        whole[action.node.module] += float(step.simulation.seconds(action).sum())
+        rooms[action.node.module] += float(part(action).sum())
+    shares = {name: round(rooms[name] / whole[name], 3) for name in parallel if whole[name]}
+    return BesideCollectives(shares, evaluator.simulated(again, step.plan).seconds)
 
 
 def work_of(step: Step, modules: Collection[str]) -> float:

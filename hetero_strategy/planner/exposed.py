@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 from jaxtyping import Float64
 
-from hetero_strategy.planner.evaluate import ActionSeconds, Evaluator, Step
+from hetero_strategy.planner.action_seconds import ActionSeconds
+from hetero_strategy.planner.evaluate import Evaluator, Step
 from hetero_strategy.schedule.action import Action
 from hetero_strategy.simulator.bubbles import Collective
 from hetero_strategy.simulator.links import Links

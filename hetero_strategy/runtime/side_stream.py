@@ -7,7 +7,7 @@ not used again before its reader is done with it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,8 +65,8 @@ class SideStream:
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
 
-def side_stream(device: torch.device, graph: StageGraph, bubbles: Iterable[str]) -> SideStream | None:
-    """The stream of what fills bubbles inside actions, if some are known and the device has streams."""
-    if device.type != "cuda" or not any(True for _ in bubbles):
+def side_stream(device: torch.device, graph: StageGraph, bubbles: Collection[str]) -> SideStream | None:
+    """The stream of what fills bubbles inside actions, if some modules have any and the device has streams."""
+    if device.type != "cuda" or not bubbles:
         return None
     return SideStream(device, {computing(name) for name in graph.filling})

@@ -73,7 +73,8 @@ class Beside:
         self.seconds: dict[Action, Float64[np.ndarray, "_instances"]] = {}
         """Of each action that ran beside others, as if alone."""
         self.used, self.filled = np.zeros((2, len(ranks)))
-        """Seconds in which they computed while others waited for collectives, and went on while there were none."""
+        """Seconds in which they computed while others waited for collectives, less those in which they waited for their
+        own and there were no others; and in which they went on while there were none."""
 
     def note(
         self, action: Action, begin: Float64[np.ndarray, "instances"], end: Float64[np.ndarray, "instances"]
@@ -123,7 +124,7 @@ class Beside:
             done = np.minimum(left, (until - now) * fast)
             took = np.where(done < left, until - now, np.divide(done, fast, out=np.zeros_like(now), where=fast > 0))
             self.filled[grid] += np.where(idle, took[:, None], 0.0)
-            self.used[grid] += np.where(idle, 0.0, (done * compute)[:, None])
+            self.used[grid] += np.where(idle, (done * (compute - 1.0))[:, None], (done * compute)[:, None])
             now, left = now + took, left - done
         for part in self._parts[action.node]:
             others = self._others[part.lane]

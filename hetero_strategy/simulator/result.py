@@ -76,7 +76,8 @@ class Simulation:
     """Actions that ran beside others on a stream of their own -> their seconds as if alone; between their start and
     their end others run, too."""
     used: Float64[np.ndarray, "ranks"]
-    """Seconds in which each rank waited for collectives inside actions and computed others beside them."""
+    """Seconds by which each rank waits less for collectives inside actions, as it computes others beside them; what
+    these wait for their own counts only where the rank has nothing else to do."""
 
     @property
     def bubble(self) -> float:
@@ -104,10 +105,12 @@ class Simulation:
         return [(a, float(self.start[a][of[a.node]]), float(self.end[a][of[a.node]])) for a in self.schedule.of(rank)]
 
     def waits(self, rank: int) -> list[Wait]:
-        """When one rank is idle and why, in its sequence: what ``idle`` sums up."""
+        """When one rank is idle and why, in its sequence: what ``idle`` sums up, but for what it runs beside then."""
         of, waits = self._instances(rank), list[Wait]()
         ended, free, warm = 0.0, self.host.begins.get(rank, 0.0), False
         for action, start, end in self.of(rank):
+            if action in self.beside:
+                continue
             waits.append(Wait(rank, "host", ended, free))
             if action in self.reads:
                 for cause, times in zip(_ARRIVAL, self.reads[action], strict=True):

@@ -11,7 +11,7 @@ import pytest
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.explain import explain, unfilled
-from recipes.plan import bubbles
+from recipes.plan import beside, bubbles
 from tests.distributed.harness import Pool
 from tests.planner.models import batch, cluster, model
 from tests.recipes.commands import SMALL, Ended, run_forked, run_on_ranks
@@ -72,17 +72,22 @@ def test_data_that_are_made_here_are_made_for_a_plan_too(pool: Pool, tmp_path: P
 def test_bubbles_before_and_after_filling_are_said() -> None:
     evaluator = Evaluator(model(), cluster(4), [batch(16)])
     layouts = {"vision": ModuleLayout(4, dp_shard=2, tp=2), "llm": ModuleLayout(4, pp=2, tp=2)}
-    said = {}
+    said, more = {}, {}
     for fill in ("fine", "none"):
         step = evaluator.step(evaluator.place(Candidate(layouts, 8, fill=fill)))
-        said[fill] = bubbles(explain(evaluator, step), unfilled(evaluator, step))
-    assert said["none"] == []
+        said[fill], more[fill] = bubbles(explain(evaluator, step), unfilled(evaluator, step)), beside(evaluator, step)
+    assert said["none"] == more["none"] == []
     first, *steps = said["fine"]
     assert re.fullmatch(r"filled +\d+% of the work of vision in bubbles: [\d.]+ ms on a rank, of the step drawn", first)
     taken = [float(re.fullmatch(rf"  {name} +([\d.]+) ms, wait: .*tensor parallel [\d.]+%", line)[1])  # type: ignore[index]
              for name, line in zip(("without", "in turns", "filled"), steps, strict=True)]  # fmt: skip
     assert taken[0] < taken[2] < taken[1]
     assert "warm-up" in steps[0] and "cool-down" in steps[0]
+    (line,) = more["fine"]
+    found = re.fullmatch(r"beside +[\d.]+ ms, (0\.\d+) of that, .* strategy.tp_bubbles={vision:(.*),llm:(.*)}", line)
+    assert found is not None and float(found[1]) < 1
+    shares = {"vision": float(found[2]), "llm": float(found[3])}
+    assert all(0.01 < share < 0.5 for share in shares.values())
 
 
 @pytest.mark.full
