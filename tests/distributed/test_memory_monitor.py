@@ -41,7 +41,7 @@ AHEAD: dict[str, Any] = {"fill": "fine", "prefetch": {"vision": 1}}
 @pytest.mark.parametrize(
     ("layouts", "precision", "summed", "options"),
     [
-        (ALL, "32-true", 1, {}),
+        pytest.param(ALL, "32-true", 1, {}, marks=pytest.mark.full),
         (ALL, "bf16-mixed", 2, {}),
         (PIPELINE, "32-true", 3, {}),
         (PIPELINE, "bf16-mixed", 1, AHEAD),

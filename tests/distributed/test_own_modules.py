@@ -189,7 +189,9 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 """Of encoders and the language model, and ``reshard_after_forward``."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.full] * name.startswith("sharded once")) for name in LAYOUTS]
+)
 def test_own_backbones(pool: Pool, tmp_path: Path, layout: str) -> None:
     """Two samples a microbatch: some instance often has no picture, and of some parameters no gradient."""
     encoders, llm, reshard = LAYOUTS[layout]

@@ -46,7 +46,7 @@ WAYS = [(offload, again) for offload in ("all", "every 2") for again in (None, "
     ("offload", "recompute", "compile"),
     [
         *((*way, None) for way in WAYS),
-        *(pytest.param(*w, "aot_eager", marks=[pytest.mark.full] * (w != ("all", "every 2"))) for w in WAYS),
+        *(pytest.param(*way, "aot_eager", marks=pytest.mark.full) for way in WAYS),
     ],
 )
 def test_gradients_are_the_same_bit_by_bit(offload: str, recompute: str | None, compile: str | None) -> None:

@@ -84,7 +84,7 @@ def simulated(made: Planner, candidate: Candidate) -> float:
     ("encoder", "llm", "on"),
     [
         ((4, 256), (4, 512), mixed((1, 1, 1.0), (1, 1, 0.25))),
-        ((3, 512), (4, 512), mixed((1, 2, 1.0), (1, 1, 0.5))),
+        pytest.param((3, 512), (4, 512), mixed((1, 2, 1.0), (1, 1, 0.5)), marks=pytest.mark.full),
         pytest.param((3, 384), (4, 512), mixed((1, 1, 0.3), (1, 2, 1.0)), marks=pytest.mark.full),
         pytest.param((2, 128), (6, 512), mixed((1, 2, 1.0), (1, 2, 0.1)), marks=pytest.mark.full),
     ],
@@ -96,7 +96,7 @@ def test_no_placement_is_faster(encoder: tuple[int, int], llm: tuple[int, int], 
 
 
 @few_simulations
-@pytest.mark.parametrize("weak_first", [False, True])
+@pytest.mark.parametrize("weak_first", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_encoder_takes_the_weak_pool_and_all_else_is_slower(weak_first: bool, simulations: int) -> None:
     """The language model would be as slow as the weak devices where it had one of them."""
     nodes = [(1, 2, 1.0), (1, 2, 0.5)]
@@ -114,13 +114,15 @@ def test_the_encoder_takes_the_weak_pool_and_all_else_is_slower(weak_first: bool
         assert min(simulated(made, Candidate(layouts, n)) for n in (1, 2, 4, 8)) > best.seconds
 
 
+@pytest.mark.full
 def test_a_pool_that_only_holds_others_up_is_left_idle() -> None:
     on = mixed((1, 2, 1.0), (1, 1, 0.01))
     best = planner((2, 256), (6, 512), on).plan().best
     assert {on.pools_of(layout.ranks) for layout in best.candidate.layouts.values()} == {(0,)}
 
 
-@pytest.mark.parametrize("simulations", [4, pytest.param(24, marks=[pytest.mark.full, pytest.mark.timeout(600)])])
+@pytest.mark.full
+@pytest.mark.parametrize("simulations", [4, pytest.param(24, marks=pytest.mark.timeout(600))])
 def test_on_many_ranks_borders_are_those_of_pools_where_that_is_best(simulations: int) -> None:
     """Devices of half the speed would be left idle: one layout on the strong ones, gathered once, is faster then."""
     on = mixed((3, 8, 1.0), (2, 4, 0.7))

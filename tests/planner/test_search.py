@@ -92,10 +92,10 @@ def test_no_step_is_shorter_than_what_ranks_compute_at_least(frozen: bool) -> No
     ("encoder", "llm", "ranks", "options"),
     [
         ((4, 256), (4, 512), 2, {}),
-        ((4, 768), (4, 512), 3, {}),
+        pytest.param((4, 768), (4, 512), 3, {}, marks=pytest.mark.full),
         pytest.param((6, 256), (4, 768), 4, {"bandwidth": 2e8}, marks=pytest.mark.full),
         pytest.param((2, 512), (8, 256), 4, {"launch": 3e-4}, marks=pytest.mark.full),
-        ((4, 512), (6, 512), 3, {"memory": 3e8}),
+        pytest.param((4, 512), (6, 512), 3, {"memory": 3e8}, marks=pytest.mark.full),
     ],
 )
 def test_no_candidate_is_faster(
@@ -320,7 +320,7 @@ def test_some_of_every_kind_are_simulated_however_they_are_estimated() -> None:
     assert any(p.chain for p in chosen) == any(p.chain for p in last)
 
 
-@pytest.mark.parametrize("few", [16, 0], ids=["tried", "allocated"])
+@pytest.mark.parametrize("few", [16, pytest.param(0, marks=pytest.mark.full)], ids=["tried", "allocated"])
 def test_tensor_parallelism_crosses_no_node(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
     monkeypatch.setattr("hetero_strategy.planner.propose.FEW", few)
     monkeypatch.setattr("hetero_strategy.planner.search.FEW", few)
@@ -408,7 +408,7 @@ def test_parameters_are_gathered_once_where_links_are_slow_and_there_is_memory()
     assert made.variants.whole(each) == []
 
 
-@pytest.mark.parametrize("reshard", ["never", "always"])
+@pytest.mark.parametrize("reshard", [pytest.param("never", marks=pytest.mark.full), "always"])
 def test_when_parameters_are_freed_is_kept_as_a_person_says_it(reshard: str) -> None:
     """Over slow links, where the one is much slower than the other; nothing is tried that a run would refuse."""
     given = Given(reshard_after_forward=reshard)

@@ -82,6 +82,7 @@ def test_other_code_of_a_module_is_another_profile(tmp_path: Path) -> None:
     assert digests[0] == digests[2] != digests[1]
 
 
+@pytest.mark.full
 def test_activations_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was kept is the same to the bit, and another precision is not mistaken for it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -46,6 +46,7 @@ def test_a_bad_layout_is_told_a_better_one(pool: Pool, tmp_path: Path, given: tu
     assert found["command"].count("data.module.microbatches") <= 1  # the plan's, not the run's beside it
 
 
+@pytest.mark.full
 def test_the_only_layout_is_told_no_other(pool: Pool, tmp_path: Path, given: tuple[str, ...]) -> None:
     ranks = [f"layout.{name}.ranks=[0]" for name in ("vision", "audio", "llm")]
     one = ("layout=colocated", *ranks, "layout.vision.dp_replicate=1")
