@@ -14,7 +14,7 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.planner.evaluate import Placed
 from recipes import cli
 
-OPTIONS = ("schedule", "recompute", "offload", "reshard_after_forward", "fill", "pieces", "prefetch")
+OPTIONS = ("schedule", "recompute", "offload", "reshard_after_forward", "fill", "pieces", "prefetch", "tp_bubbles")
 IN_FILE = ("layout", "resume", "data.module.microbatches", *(f"strategy.{name}" for name in OPTIONS))
 """Beginnings of what a command line need not say beside a layout file."""
 

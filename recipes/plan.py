@@ -324,7 +324,7 @@ def beside(evaluator: Evaluator, step: Step) -> list[str]:
         return []
     given = ",".join(f"{name}:{share}" for name, share in found.tp_bubbles.items())
     took, option = f"{seconds(found.seconds)}, {found.seconds / step.seconds:.2f} of that", f"tp_bubbles={{{given}}}"
-    return [f"beside      {took}, if encoders also run beside collectives of tensor parallelism: strategy.{option}"]
+    return [f"beside      {took}, if encoders also run beside collectives of tensor parallelism: 'strategy.{option}'"]
 
 
 def shares(values: Mapping[Any, float]) -> str:

@@ -74,8 +74,8 @@ class _Message(dist.P2POp):
 class Crossing(NamedTuple):
     """Transfers between streams of one device.
 
-    What is given on one stream waits there for nothing: messages travel on a third one, which waits for what they carry
-    alone, and whose memory they arrive in.
+    Messages travel on a third stream, whose memory they arrive in: no stream that computes waits for what another one
+    gives, but where it takes that. Messages of one edge follow each other.
     """
 
     carries: torch.cuda.Stream
@@ -121,9 +121,9 @@ class Transport:
         if rows.shape[0] != transfer.inputs:
             raise RuntimeError(f"the plan says {transfer.inputs} rows on this rank, the module made {rows.shape[0]}")
         if transfer.first.sends or transfer.local[0].size:
+            self._given[number] = (rows if rows.dtype == channel.dtype else rows.to(channel.dtype)).contiguous()
             if self._crosses(number):
                 self._made[number] = torch.cuda.current_stream().record_event()
-            self._given[number] = (rows if rows.dtype == channel.dtype else rows.to(channel.dtype)).contiguous()
 
     def start(self, batches: Collection[Sequence[int]]) -> None:
         """Start the first hop of transfers, in batches of messages of one channel each."""
@@ -186,10 +186,10 @@ class Transport:
     def _let_go(self) -> None:
         """Let buffers go whose messages are known to be over, oldest first; nothing waits (gloo does not say)."""
         for number in list(self._sent):
-            for work, _ in self._sent[number]:
-                if not work.is_completed():
-                    return
-            del self._sent[number]
+            if all(work.is_completed() for work, _ in self._sent[number]):
+                del self._sent[number]
+            elif self._crossing is None:  # else later ones of another stream may be over
+                return
 
     def _start(self, numbers: Sequence[int], *, first: bool) -> None:
         ops: list[dist.P2POp] = []

@@ -8,8 +8,9 @@ splits them off the world's communicator where that knows its device.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +38,8 @@ class GroupRegistry:
             weight.
         device_type: ``"cuda"`` or ``"cpu"``; never guessed.
         timeout: limit of every collective in the groups created here.
+        apart: modules whose collectives run beside those of others: they share no group with these. NCCL runs a
+            group's collectives one after another.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class GroupRegistry:
         rank_sets_needed: Iterable[Iterable[int]],
         device_type: str,
         timeout: timedelta | None = None,
+        apart: Collection[str] = (),
     ) -> None:
         self.device_type = device_type
         self._timeout = timeout
@@ -59,7 +63,13 @@ class GroupRegistry:
         if (self._rank,) not in self._groups:
             alone = dist.new_group([self._rank], timeout=timeout, use_local_synchronization=True)
             self._groups[(self._rank,)] = alone
-        self._meshes = {name: self._mesh(name, layout) for name, layout in placement.layouts.items()}
+        own = replace(placement, layouts={name: x for name, x in placement.layouts.items() if name in apart})
+        others = {ranks: self._new(ranks) for ranks in rank_sets(own, ()) if len(ranks) > 1}
+        self._apart = {(self._rank,): self._groups[self._rank,], **others}
+        self._meshes = {
+            name: self._mesh(name, layout, self._apart if name in apart else self._groups)
+            for name, layout in placement.layouts.items()
+        }
         with _connected_on_demand():
             self.background = dist.new_group(backend=host, timeout=timeout)
             """All ranks on the host, for what runs beside training (checkpoints)."""
@@ -101,13 +111,13 @@ class GroupRegistry:
         """Rank sets of the groups that were created at start, in this order and the same on every rank; without those
         of one rank alone.
         """
-        return tuple(ranks for ranks in self._groups if len(ranks) > 1)
+        return tuple(ranks for ranks in (*self._groups, *self._apart) if len(ranks) > 1)
 
     def limit(self, timeout: timedelta) -> None:
         """From now on a collective of the world or of a module ends after this time. Those on the host stay: what they
         do beside training, reading and writing files, may take longer than a step.
         """
-        for group in (*self._groups.values(), *self._channels):
+        for group in (*self._groups.values(), *self._apart.values(), *self._channels):
             if group is not None:
                 _set_pg_timeout(timeout, group)
 
@@ -127,15 +137,17 @@ class GroupRegistry:
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
         return group
 
-    def _mesh(self, module: str, layout: ModuleLayout) -> DeviceMesh | None:
+    def _mesh(
+        self, module: str, layout: ModuleLayout, made: Mapping[tuple[int, ...], dist.ProcessGroup | None]
+    ) -> DeviceMesh | None:
         if self._rank not in layout.ranks:
             return None
         axes = tuple(name for name in MESH_AXES if getattr(layout, name) > 1 or name == "dp_shard")
         grid = next(g for g in layout.grid() if self._rank in g).reshape([getattr(layout, name) for name in axes])
         lines = [line for axis in range(len(axes)) for line in _lines(grid, axis) if self._rank in line]
-        if missing := [line for line in lines if line not in self._groups]:
+        if missing := [line for line in lines if line not in made]:
             raise KeyError(f"{module}: its mesh of {axes} needs a group of ranks {missing[0]}, which was not created")
-        groups = [self._groups[line] for line in lines]
+        groups = [made[line] for line in lines]
         return DeviceMesh.from_group(
             groups if len(groups) > 1 else groups[0],  # type: ignore[arg-type]
             self.device_type,

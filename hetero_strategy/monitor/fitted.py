@@ -51,7 +51,7 @@ def fitted_costs(executor: Executor, group: dist.ProcessGroup | None) -> dict[st
     kernels). This is a collective over ``group``, all ranks on the host, after training, and waits for the device.
 
     Returns:
-        Module -> its cost, on rank 0; None on the others. Modules that never ran are left out.
+        Module -> its cost, on rank 0; None on the others. Modules that never ran, or beside others, are left out.
     """
     seen: list[tuple[StageId, np.ndarray, float]] = []
     steps = list(executor.recorder.steps)
@@ -59,7 +59,8 @@ def fitted_costs(executor: Executor, group: dist.ProcessGroup | None) -> dict[st
         for action, start, end in step.events():
             coordinate = executor.coordinates.get(action.node.module)
             held = step.plan.holds(action.node.module, action.node.stage)
-            if action.kind == "F" and isinstance(coordinate, Coordinate) and not held:
+            beside = executor.side is not None and executor.side.of(action.node.module) is not None
+            if action.kind == "F" and isinstance(coordinate, Coordinate) and not held and not beside:
                 assignment = step.plan.assignments[action.node.module][action.microbatch]
                 seen.append((_computed(action.node), assignment.inner_rows_of(coordinate.instance), end - start))
     ranks = gather_on_first(seen, group)

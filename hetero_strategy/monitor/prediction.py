@@ -104,6 +104,8 @@ class Start(NamedTuple):
     """Bytes that the action reads from other ranks."""
     start: float
     """When the action began."""
+    apart: bool = False
+    """It ran on a stream of its own."""
 
 
 def starts(ran: Ran, rows: RowsSent, apart: Collection[str] = ()) -> list[Start]:
@@ -126,10 +128,11 @@ def starts(ran: Ran, rows: RowsSent, apart: Collection[str] = ()) -> list[Start]
                 theirs = stages[source.node].grid
                 flow = pairs(rows(source, action))
                 away = (flow.target == instance) & (flow.bytes > 0)
-                away[away] = ~same_ranks(theirs, grid)(flow.source[away], flow.target[away])
+                if (source.node.module in apart) == (action.node.module in apart):
+                    away[away] = ~same_ranks(theirs, grid)(flow.source[away], flow.target[away])
                 size += float(flow.bytes[away].sum())
                 sent = max(sent, *(ended[source, int(r)] for r in theirs[flow.source[away]].flat), -np.inf)
-            begun.append(Start(rank, before, free, sent, size, start))
+            begun.append(Start(rank, before, free, sent, size, start, action.node.module in apart))
             last[action.node.module in apart] = action, end
     return begun
 
@@ -177,7 +180,8 @@ class Fitted:
 
     def _begins(self, step: Ran, begun: Sequence[Start]) -> dict[int, float]:
         """Rank -> seconds from the step's start until it could begin its first action; the mean where that waits."""
-        own = {s.rank: s.start - s.free for s in begun if s.before is None and not self._waited(s)}
+        first = (s for s in begun if s.before is None and s.apart is False)
+        own = {s.rank: s.start - s.free for s in first if not self._waited(s)}
         usual = float(np.mean(list(own.values()))) if own else 0.0
         return {rank: asked - step.begin + own.get(rank, usual) for rank, (asked, _) in step.spans.items()}
 

@@ -118,7 +118,8 @@ def _pair(executor: Executor, steps: Sequence[Ran]) -> MeasuredAndSimulated:
     middle = int(np.argsort([timeline.time for timeline in measured], kind="stable")[len(steps) // 2])
     simulation, metadata = simulations[middle], steps[middle].plan.metadata
     fitted = Fitted(steps, width, synchronous, apart)
-    filling = _filling(executor.compiler, steps[middle], fitted)
+    # What ran beside others took longer than it is work.
+    filling = None if apart else _filling(executor.compiler, steps[middle], fitted)
     return MeasuredAndSimulated(
         simulation,
         from_simulation(simulation, MOST_RANKS, filling),

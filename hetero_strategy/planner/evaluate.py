@@ -227,7 +227,7 @@ class Evaluator:
             times[StageId(name, 0)] = replace(whole, forward=NOTHING, gather=0.0)
         times = {node: times[node.all_instances] for node in graph.stages}
         unlinked = None
-        if candidate.tp_bubbles:
+        if candidate.tp_bubbles and not self.cluster.shares_cores:  # processors have no streams
             unlinked = self.on(cluster=self.cluster.linked(Links())).place(replace(candidate, tp_bubbles=False)).times
         return Placed(
             candidate, again, Placement(layouts, self.cluster.ranks), scheduling, graph, MappingProxyType(times),

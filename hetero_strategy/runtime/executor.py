@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -140,15 +141,14 @@ class Executor:
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         masters = masters_kept(self.stages.values())
         with random_state_kept(self.device), self.recorder.step(batch.plan, train=train), masters:
-            transport.start(batch.program.starts)
-            for action in batch.program.actions:
-                if profiled:
-                    with record_function(str(action.action)):
+            with self.side or nullcontext():
+                transport.start(batch.program.starts)
+                for action in batch.program.actions:
+                    if profiled:
+                        with record_function(str(action.action)):
+                            step.run(action)
+                    else:
                         step.run(action)
-                else:
-                    step.run(action)
-            if self.side is not None:
-                self.side.join()
             for finish in step.sums_under_way:
                 finish()
             if train:
@@ -178,8 +178,6 @@ class Executor:
             numbers = {number for number, t in enumerate(program.transfers) if t.edge in edges}
             crossing = Crossing(self.side.carries, numbers)
         transport = travels(transfers, without_waiting(batch.index, self.device), crossing)
-        if self.side is not None:
-            self.side.fork()
         self.running = RunningStep(self, batch, program, transport, factors or {}, call)
         return self.running
 
@@ -220,10 +218,6 @@ class RunningStep:
         self.executor, self.batch, self.program, self.transport = executor, batch, program, transport
         self.factors, self.call = factors, call
         self.graph = executor.compiler.graph
-        forwards = (a.action for a in program.actions if a.action.kind == "F")
-        uses = ((a.node.module, a.microbatch) for a in forwards if not batch.plan.holds(a.node.module, a.node.stage))
-        on = nullcontext if executor.side is None else executor.side.using
-        self.payload = Payload(batch.inputs, uses, executor.copies, on)
         self.action: Action | None = None
         """What runs, or ran last."""
         self.live: dict[tuple[StageId, int], Live] = {}
@@ -238,6 +232,13 @@ class RunningStep:
             pipelined={name for name, layout in executor.placement.layouts.items() if layout.pipeline.stages > 1},
             spare=Agreement.SUMMANDS,
         )
+        on: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        if executor.side is not None:
+            executor.side.fork()
+            on = executor.side.using
+        forwards = (a.action for a in program.actions if a.action.kind == "F")
+        uses = ((a.node.module, a.microbatch) for a in forwards if not batch.plan.holds(a.node.module, a.node.stage))
+        self.payload = Payload(batch.inputs, uses, executor.copies, on)
 
     def run(self, step: RankAction) -> None:
         """Run one action: take its rows, compute, give what it makes, and start what starts then."""

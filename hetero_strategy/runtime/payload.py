@@ -43,7 +43,7 @@ class Copies(Protocol):
 
 
 class ToCuda:
-    """Copies inputs to a CUDA device on a stream of their own.
+    """Copies inputs to a CUDA device on streams of their own.
 
     Their memory is that of the stream that computes, which uses it again in its own order once Python lets go of it. So
     a copy begins when that stream is where it was asked for, and a host that runs a whole step ahead takes no more
@@ -52,7 +52,8 @@ class ToCuda:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
+        """By stream that computes: no copy for one waits for another."""
 
     def start(self, inputs: ModuleInputs) -> Moving:
         """See :class:`Copies`; what is on the device already stays where it is."""
@@ -64,12 +65,13 @@ class ToCuda:
             pairs.append((torch.empty_like(tensor, device=self._device, pin_memory=False), tensor.pin_memory()))
             return pairs[-1][0]
 
-        placed = inputs.each(place)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        placed, computes = inputs.each(place), torch.cuda.current_stream(self._device)
+        stream = self._streams.setdefault(computes, torch.cuda.Stream(self._device))
+        stream.wait_stream(computes)
+        with torch.cuda.stream(stream):
             for there, here in pairs:
                 there.copy_(here, non_blocking=True)
-        return Moving(placed, self._stream.record_event())
+        return Moving(placed, stream.record_event())
 
     def finish(self, moving: Moving) -> ModuleInputs:
         """See :class:`Copies`."""

@@ -54,6 +54,12 @@ class SideStream:
         """Numbers of the edges whose rows come from it or go to it."""
         return {number for number, edge in enumerate(graph.edges) if any(self.of(node.module) for node in edge)}
 
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        """What comes next, also after a failure, comes after all of it."""
+        self.join()
+
     def fork(self) -> None:
         """A step begins: what is on the current stream so far comes before it."""
         for stream in (self.computes, self.carries):

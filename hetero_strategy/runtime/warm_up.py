@@ -7,6 +7,7 @@ the first time may wait for all that runs on it, and blocks of a pipeline compil
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -55,10 +56,9 @@ def warm_up(executor: Executor, batch: Batch, *, train: bool) -> None:
             executor.recorder.step(plan, train=train),
             torch.autograd.set_detect_anomaly(False),  # rows are none that modules are made for
         ):
-            for action in alone:
-                step.run(action)
-            if executor.side is not None:
-                executor.side.join()
+            with executor.side or nullcontext():
+                for action in alone:
+                    step.run(action)
             for finish in step.sums_under_way:
                 finish()
         executor.release(train=train)

@@ -15,6 +15,9 @@ from typing_extensions import override
 from hetero_strategy.schedule.action_index import ActionIndex
 from hetero_strategy.schedule.merge import Merge
 
+ROUNDED = 1e-12
+"""Share of an action that is nothing but rounding."""
+
 
 def speed(spare: float, compute: float) -> float:
     """How fast an action goes on beside others, 1: as alone.
@@ -59,8 +62,11 @@ class MergeBeside(Merge):
                 ready.append((self.key(p), p, number))
             elif self.weights[p]:
                 ready.append(((True, True, self.numbers.units, 0), p, self.weights[p][0]))
+        kept = set[int]()  # for one that needs several lanes, so that they do not take turns without it
         for _, p, number in sorted(ready):
-            if not any(lane in self.served for lane in self.lanes[p]):
+            if any(lane in self.served or lane in kept for lane in self.lanes[p]):
+                kept.update(self.lanes[p])
+            else:
                 self.serve(p, number)
 
     def serve(self, p: int, number: int) -> None:
@@ -80,11 +86,13 @@ class MergeBeside(Merge):
         left, since, fast = self.left_of[number]
         left -= (self.now - since) * fast
         length = self.numbers.durations[number]
+        left = left if left > ROUNDED * length else 0.0
         spare = min(self.spare[lane] for lane in self.lanes[self.owner[number]])
         fast = speed(spare, 1.0 - self.bubbles[number] / length if length else 0.0)
+        fast = fast if left else 1.0
         self.left_of[number] = left, self.now, fast
         if fast:
-            heappush(self.events, (self.now + max(0.0, left) / fast, number))
+            heappush(self.events, (self.now + left / fast, number))
 
     @override
     def place(self, p: int, number: int, kept: dict[int, float], *, keep: bool = True) -> bool:
@@ -109,7 +117,7 @@ class MergeBeside(Merge):
         if not self.apart[self.owner[number]]:
             return True
         left, since, fast = self.left_of.get(number, (0.0, 0.0, 0.0))
-        return bool(fast) and time == since + max(0.0, left) / fast
+        return bool(fast) and time == since + left / fast
 
     @override
     def end(self, number: int, touched: set[int]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral
+from numbers import Integral, Real
+from typing import Any
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.islands import check_islands
@@ -231,13 +232,14 @@ def _numbers(option: str, given: Mapping[str, int]) -> dict[str, int]:
     return dict(given)
 
 
-def _shares(given: Mapping[str, float]) -> dict[str, float]:
+def _shares(given: Any) -> dict[str, float]:
     """Shares by module.
 
     Raises:
         ConfigError: something else.
     """
-    if not isinstance(given, Mapping) or not all(isinstance(x, (int, float)) and 0 <= x < 1 for x in given.values()):
+    shares: list[Any] = list(given.values()) if isinstance(given, Mapping) else [None]
+    if not all(isinstance(x, Real) and type(x) is not bool and 0 <= float(x) < 1 for x in shares):
         raise ConfigError(
             f"HeteroStrategy: tp_bubbles={given!r}; give the share of each module's time in which its ranks wait for"
             " tensor-parallel collectives, such as tp_bubbles={'llm': 0.15}"

@@ -80,7 +80,8 @@ class Merge:
         for p, on in enumerate(self.lanes):
             for lane in on:
                 self.hosted.setdefault(lane, []).append(p)
-        shared = {lane for on in self.lanes if len(on) > 1 for lane in on}
+        wide = (on for on, apart in zip(self.lanes, self.apart, strict=True) if len(on) > 1 and not apart)
+        shared = {lane for on in wide for lane in on}
         self.aged = [any(lane in shared for lane in on) for on in self.lanes]
         self.until = dict.fromkeys(self.hosted, 0.0)
         self.busy = dict.fromkeys(self.hosted, False)

@@ -41,6 +41,7 @@ class Beside:
     Args:
         ranks: all global ranks, ascending; arrays by rank have their order.
         grids: stage -> indices of its ranks there, int64 ``[instances, ranks]``.
+        free: when each rank can begin its first action.
         bubbles: see :func:`~hetero_strategy.simulator.simulate.simulate`.
     """
 
@@ -49,10 +50,11 @@ class Beside:
         schedule: Schedule,
         ranks: Int64[np.ndarray, "ranks"],
         grids: dict[StageId, np.ndarray],
+        free: Float64[np.ndarray, "ranks"],
         bubbles: Callable[[Action], float | np.ndarray],
     ) -> None:
         self.modules = {*schedule.graph.filling}
-        self._grids, self._bubbles = grids, bubbles
+        self._grids, self._bubbles, self._dependencies = grids, bubbles, schedule.dependencies
         lane, place = np.full(len(ranks), -1), np.zeros(len(ranks), np.int64)
         for number, one in enumerate(schedule.lanes):
             own = np.searchsorted(ranks, one.ranks)
@@ -66,9 +68,9 @@ class Beside:
         self._others: list[list[_Others]] = [[] for _ in schedule.lanes]
         self._over = [0] * len(schedule.lanes)
         """How many of them were over before all that will still run beside others."""
-        self._waiting: dict[Action, tuple[np.ndarray, np.ndarray]] = {}
-        """Begin and seconds of actions whose end is not known yet, in the order in which they began."""
-        self.free = np.zeros(len(ranks))
+        self._waiting: dict[Action, np.ndarray] = {}
+        """Seconds of actions that are not worked out yet, in the order in which they start."""
+        self.free = free.copy()
         """When what runs beside others on each rank is over."""
         self.seconds: dict[Action, Float64[np.ndarray, "_instances"]] = {}
         """Of each action that ran beside others, as if alone."""
@@ -89,29 +91,35 @@ class Beside:
                 to[place] = column[where]
             self._others[lane].append(whole)
 
-    def begin(
-        self, action: Action, arrived: Float64[np.ndarray, "instances"] | None, seconds: float | np.ndarray
-    ) -> Float64[np.ndarray, "instances"]:
-        """Start an action of so many seconds beside others once what it reads has arrived: when."""
-        begin: np.ndarray = self.free[self._grids[action.node]].max(axis=1)
+    def wait(self, action: Action, seconds: np.ndarray) -> None:
+        """An action of so many seconds starts beside others once what it reads has arrived and its ranks come to it."""
+        self._waiting[action] = np.broadcast_to(seconds, (len(self._grids[action.node]),))
+
+    def needed(self, actions: Collection[Action]) -> list[Action]:
+        """What has to be worked out for some actions: those that are not yet, what they read, and what comes before
+        each on its ranks.
+        """
+        wanted, lanes, found = {*actions} & self._waiting.keys(), set[int](), list[Action]()
+        for one in reversed(list(self._waiting) if wanted else []):
+            own = {part.lane for part in self._parts[one.node]}
+            if one in wanted or own & lanes:
+                found.append(one)
+                lanes |= own
+                wanted.update(self._dependencies.crossing(one))
+        return found[::-1]
+
+    def run(
+        self, action: Action, arrived: Float64[np.ndarray, "instances"] | None
+    ) -> tuple[Float64[np.ndarray, "instances"], Float64[np.ndarray, "instances"]]:
+        """When an action begins and ends; of those on its ranks the first, and the ranks of an instance go on together.
+
+        Args:
+            arrived: when what it reads has.
+        """
+        seconds, begin = self._waiting.pop(action), self.free[self._grids[action.node]].max(axis=1)
         begin = begin if arrived is None else np.maximum(begin, arrived)
         if action.microbatch < 0:
             begin = np.full_like(begin, begin.max())
-        self._waiting[action] = begin, np.broadcast_to(np.asarray(seconds, np.float64), begin.shape)
-        return begin
-
-    def open(self, actions: Collection[Action]) -> list[Action]:
-        """Those of some actions whose ends are not known yet."""
-        return [one for one in actions if one in self._waiting]
-
-    def before(self, action: Action) -> list[Action]:
-        """Actions whose ends are not known yet on ranks of this one."""
-        lanes = {part.lane for part in self._parts[action.node]}
-        return [one for one in self._waiting if any(part.lane in lanes for part in self._parts[one.node])]
-
-    def end(self, action: Action) -> Float64[np.ndarray, "instances"]:
-        """When an action ends, of those on the same ranks the first; the ranks of an instance go on together."""
-        begin, seconds = self._waiting.pop(action)
         grid, waits = self._grids[action.node], np.broadcast_to(self._bubbles(action), begin.shape)
         compute = 1.0 - np.divide(waits, seconds, out=np.ones_like(begin), where=seconds > 0)
         lines = _TimeLines(
@@ -131,7 +139,7 @@ class Beside:
             while self._over[part.lane] < len(others) and (others[self._over[part.lane]].end <= now.min()).all():
                 self._over[part.lane] += 1
         self.seconds[action], self.free[grid] = seconds, now[:, None]
-        return now
+        return begin, now
 
 
 class _TimeLines:

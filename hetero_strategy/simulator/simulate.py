@@ -81,7 +81,7 @@ def simulate(
         for source in schedule.dependencies.crossing(action):
             readers.setdefault(source, []).append(action)
     account = Account(schedule, host)
-    beside = None if bubbles is None else Beside(schedule, account.ranks, account.grids, bubbles)
+    beside = None if bubbles is None else Beside(schedule, account.ranks, account.grids, account.free, bubbles)
     transfers = _Transfers(schedule, links or Links(), rows)
     start: dict[Action, np.ndarray] = {}
     end: dict[Action, np.ndarray] = {}
@@ -90,28 +90,26 @@ def simulate(
         """Work out when some actions end that run beside others, and let their rows go."""
         for one in ended:
             assert beside is not None
-            end[one] = beside.end(one)
+            start[one], end[one] = beside.run(one, transfers.inbox.pop(one, (None, None))[1])
             for reader in readers.get(one, ()):
                 transfers.send(one, reader, end[one])
 
     for action in schedule.starts:
         grid = account.grids[action.node]
+        cost = np.asarray(costs(action), dtype=np.float64)
+        if cost.shape not in ((), (len(grid),)) or not (cost >= 0).all():
+            raise ValueError(f"cost of {action} must be >= 0, a number or [{len(grid)}] (instances), got {cost}")
         if beside is not None:
-            settle(beside.open(schedule.dependencies.crossing(action)))
             if action.node.module in beside.modules:
-                settle(beside.before(action))
-                _, arrived = transfers.inbox.pop(action, (None, None))
-                start[action] = beside.begin(action, arrived, np.asarray(costs(action), dtype=np.float64))
+                beside.wait(action, cost)
                 continue
+            settle(beside.needed(schedule.dependencies.crossing(action)))
         computed, arrived = transfers.inbox.pop(action, (None, None))
         begin = account.free[grid].max(axis=1)
         if arrived is not None:
             begin = np.maximum(begin, arrived)
         if action.microbatch < 0 or action.node in synchronous:
             begin = np.full_like(begin, begin.max())
-        cost = np.asarray(costs(action), dtype=np.float64)
-        if cost.shape not in ((), begin.shape) or not (cost >= 0).all():
-            raise ValueError(f"cost of {action} must be >= 0, a number or [{len(begin)}] (instances), got {cost}")
         start[action], end[action] = begin, begin + cost
         account.run(action, begin, end[action], computed, arrived)
         if beside is not None:
@@ -120,7 +118,7 @@ def simulate(
             transfers.send(action, reader, end[action])
     if beside is None:
         return account.close(start, end)
-    settle(beside.open(schedule.starts))
+    settle(beside.needed(schedule.starts))
     return account.close(start, end, beside)
 
 

@@ -27,7 +27,7 @@ from hetero_strategy.parallelize.offload import Offload
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
-from hetero_strategy.plan.ahead import ahead
+from hetero_strategy.plan.ahead import ahead, computing
 from hetero_strategy.plan.config import ModelContext
 from hetero_strategy.planner.context import model_context
 from hetero_strategy.runtime.connect import channel_sets, connect
@@ -141,7 +141,8 @@ def assemble(
     plan = plan or blueprint(model, placement.layouts, scheduling, recompute, compile, storage, offload)
     connected = torch.device("cpu") if device.type == "meta" else device  # no backend sends what is on meta
     modules, layouts, graph = model.modules_by_name, plan.layouts, plan.graph
-    registry = GroupRegistry(placement, tied_rank_sets(modules, layouts), connected.type, timeout)
+    apart = {computing(name) for name in graph.filling} if scheduling.tp_bubbles else set[str]()
+    registry = GroupRegistry(placement, tied_rank_sets(modules, layouts), connected.type, timeout, apart)
     rows = [
         (modules[s.module].hidden_width if s.module == t.module else modules[s.module].width, storage.compute)
         for s, t in graph.edges

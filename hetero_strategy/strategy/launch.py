@@ -176,15 +176,22 @@ def minutes(option: str, given: timedelta | float) -> timedelta:
     return found
 
 
-def prepare_device(device: torch.device) -> None:
+def prepare_device(device: torch.device, *, streams: bool = False) -> None:
     """Before CUDA is first used, let memory grow in segments unless the environment says how: every microbatch has
     other sizes. And let torch's flight recorder, which keeps a rank's last messages of NCCL, write them when one hangs.
+
+    Args:
+        streams: modules compute on two streams: collectives go before kernels of the one of low priority, and the
+            device has a queue for each of the streams.
     """
     if device.type != "cuda":
         return
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    if streams:
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def bound_device(device: torch.device, backend: str) -> torch.device | None:

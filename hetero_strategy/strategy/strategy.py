@@ -94,8 +94,8 @@ class HeteroStrategy(OwnCheckpoints):
             ``search`` (made shorter), ``coarse`` (around its work), ``decoupled`` (recomputed), ``none`` (``auto``).
         pieces: module that fills -> parts of about equal cost in which its forwards and backwards are cut to fit.
         prefetch: frozen encoder -> 1: in a step's bubbles it works for the next step, whose rows are held meanwhile.
-        tp_bubbles: module -> share of its time in which its ranks wait for tensor-parallel collectives: what fills then
-            runs there, too, on a CUDA stream of its own.
+        tp_bubbles: module -> share of its time in which its ranks wait for tensor-parallel collectives and others can
+            compute: what fills then runs there, too, on a CUDA stream of its own.
         cache: encoder with a frozen backbone -> folder: the backbone's rows are written once per item and then read.
         islands: parts of all modules' instances that exchange rows only within: bounds whom a rank meets.
         start_method: ``popen`` (re-runs the script per process), ``fork`` or ``spawn``. Ignored under torchrun, SLURM.
@@ -153,6 +153,10 @@ class HeteroStrategy(OwnCheckpoints):
             schedule, max_in_flight or {}, reshard_after_forward, fill, pieces or {}, prefetch or {}, islands,
             tp_bubbles or {},
         )  # fmt: skip
+        if tp_bubbles and (async_tp or self._auto):
+            option = "async_tp" if async_tp else "layouts='auto'"
+            why = "fused operators of two streams would share buffers" if async_tp else "plans do not choose it"
+            raise ConfigError(f"HeteroStrategy: tp_bubbles={tp_bubbles} with {option}: {why}; leave one of them out")
         self._start_method, self._process_group_backend = start_method, process_group_backend
         self._timeout = minutes("timeout", timeout)
         short = self._timeout if step_timeout is None else minutes("step_timeout", step_timeout)
@@ -249,7 +253,7 @@ class HeteroStrategy(OwnCheckpoints):
             stop_together(trainer, self._stop)
             # A sampler put in by Lightning shuffles training data even where it is not to be shuffled.
             trainer._accelerator_connector.use_distributed_sampler = False
-        prepare_device(self.root_device)
+        prepare_device(self.root_device, streams=bool(self._scheduling.tp_bubbles))
         super().setup_environment()
         if self._scheduling.tp_bubbles and self.root_device.type == "cuda":
             prefer_others(self.root_device)

@@ -40,6 +40,7 @@ def test_kernels_run_beside_a_stream_that_waits() -> None:
     device = torch.device("cuda", 0)
     main, side = torch.cuda.Stream(device, priority=-1), SideStream(device, {"vision"})
     rows = torch.randn(256, 256, device=device)
+    rows @ rows  # the first one loads what it needs, which may wait
     torch.cuda.synchronize()
     begun, slept, computed = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     with torch.cuda.stream(main):

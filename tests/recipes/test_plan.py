@@ -84,7 +84,7 @@ def test_bubbles_before_and_after_filling_are_said() -> None:
     assert taken[0] < taken[2] < taken[1]
     assert "warm-up" in steps[0] and "cool-down" in steps[0]
     (line,) = more["fine"]
-    found = re.fullmatch(r"beside +[\d.]+ ms, (0\.\d+) of that, .* strategy.tp_bubbles={vision:(.*),llm:(.*)}", line)
+    found = re.fullmatch(r"beside +[\d.]+ ms, (0\.\d+) of that, .* 'strategy.tp_bubbles={vision:(.*),llm:(.*)}'", line)
     assert found is not None and float(found[1]) < 1
     shares = {"vision": float(found[2]), "llm": float(found[3])}
     assert all(0.01 < share < 0.5 for share in shares.values())

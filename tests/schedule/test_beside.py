@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from hetero_strategy.errors import ConfigError
@@ -99,6 +100,38 @@ def test_what_orders_are_built_with_is_what_is_simulated(
         own = [a for a in made.of(rank) if a.node.module == "llm"]
         assert all(found.end[a] <= found.start[b] + 1e-9 for a, b in pairwise(own))
     assert found.busy + sum(found.idle.values()) == pytest.approx([found.time] * pp)
+    assert all((seconds >= -1e-9).all() for seconds in found.idle.values())
+
+
+@pytest.mark.parametrize("slow", [1.0, 4.0])
+def test_instances_that_take_longer_are_waited_for_where_their_rows_are_needed(slow: float) -> None:
+    """Two instances of the pipeline; orders know the mean of the encoders of each stage."""
+    layouts = {"vision": ModuleLayout(4, dp_shard=4), "llm": ModuleLayout(4, pp=2, dp_shard=2)}
+    layouts = {name: layout.resolved(name) for name, layout in layouts.items()}
+    trains = {StageId(n, s): True for n, x in layouts.items() for s in range(x.pipeline.stages)}
+    graph = stage_graph(list(layouts), EDGES, layouts, trains, apart=["vision"])
+    mean = costs((1 + slow) / 8)
+    made = make_schedule("1f1b", graph, work(8, "vision", "llm", edges=EDGES), mean, bubbles=bubbles(mean, 0.3))
+
+    def each(action: Action) -> np.ndarray:
+        own = np.array([2.0, 2.0 * slow]) / (1 + slow) if action.node.module == "vision" else np.ones(2)
+        return own * mean(action)
+
+    found = simulate(made, each, bubbles=lambda action: each(action) * (0.3 if action.node.module == "llm" else 0.0))
+    assert all((seconds >= -1e-9).all() for seconds in found.idle.values())
+    for rank in range(4):
+        instance = rank % 2
+        first, second = (
+            [a for a in made.of(rank) if (a.node.module == "llm") == llm and a.microbatch >= 0] for llm in (True, False)
+        )
+        for own in (first, second):
+            assert all(found.end[a][instance] <= found.start[b][instance] + 1e-9 for a, b in pairwise(own))
+        # What ran beside others went on no faster than these let it.
+        for action in second:
+            begin, end = found.start[action][instance], found.end[action][instance]
+            spans = [(found.start[a][instance], found.end[a][instance]) for a in first]
+            busy = sum(max(0.0, min(end, b) - max(begin, a)) for a, b in spans)
+            assert (end - begin) - 0.7 * busy == pytest.approx(each(action)[instance])
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
