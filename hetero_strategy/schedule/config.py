@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 from hetero_strategy.errors import ConfigError
@@ -239,7 +239,7 @@ def _shares(given: Any) -> dict[str, float]:
         ConfigError: something else.
     """
     shares: list[Any] = list(given.values()) if isinstance(given, Mapping) else [None]
-    if not all(isinstance(x, Real) and type(x) is not bool and 0 <= float(x) < 1 for x in shares):
+    if not all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < 1 for x in shares):
         raise ConfigError(
             f"HeteroStrategy: tp_bubbles={given!r}; give the share of each module's time in which its ranks wait for"
             " tensor-parallel collectives, such as tp_bubbles={'llm': 0.15}"

@@ -19,6 +19,13 @@ def apart(rank: int, world: int, job: Job) -> Result:
     """Train with both encoders on a stream of their own, which one process would not give them."""
     device = torch.device("cuda", 0)
     prefer_others(device)
+    try:
+        return _apart(rank, world, job, device)
+    finally:
+        torch.cuda.set_stream(torch.cuda.default_stream(device))
+
+
+def _apart(rank: int, world: int, job: Job, device: torch.device) -> Result:
     with patch.object(running, "side_stream", lambda *_: SideStream(device, {"vision", "audio"})):
         return train_on_rank(rank, world, job)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
+from hetero_strategy import HeteroStrategy
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
@@ -158,6 +160,7 @@ def test_bounds_on_memory_are_kept() -> None:
     ("given", "fill", "message"),
     [
         ({"llm": 1.5}, "fine", "share of each module's time"),
+        ({"llm": True}, "fine", "share of each module's time"),
         ({"llm": "much"}, "fine", "share of each module's time"),
         ({"llm": 0.1}, "search", "fill='search': encoders run in these bubbles with fill='fine'"),
         ({"llm": 0.1}, "auto", "fill='auto': encoders run"),
@@ -166,6 +169,12 @@ def test_bounds_on_memory_are_kept() -> None:
 def test_what_is_refused(given: dict[str, float], fill: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ScheduleConfig(fill=fill, tp_bubbles=given)
+
+
+@pytest.mark.parametrize("options", [{"async_tp": True}, {"layouts": "auto"}])
+def test_what_would_share_buffers_or_is_planned_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        HeteroStrategy(fill="fine", tp_bubbles={"llm": 0.1}, **options)
 
 
 def test_bubbles_of_what_has_none_are_refused() -> None:
