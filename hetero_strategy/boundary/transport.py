@@ -107,7 +107,8 @@ class Transport:
     ) -> None:
         self._transfers = transfers
         self.index = index
-        self._crossing = crossing
+        self._carries = None if crossing is None else crossing.carries
+        self._crosses: Collection[int] = () if crossing is None else crossing.transfers
         self._made: dict[int, torch.cuda.Event] = {}
         """Of what was given on another stream than it is taken on: when it is there."""
         self._given: dict[int, torch.Tensor] = {}
@@ -121,8 +122,8 @@ class Transport:
         if rows.shape[0] != transfer.inputs:
             raise RuntimeError(f"the plan says {transfer.inputs} rows on this rank, the module made {rows.shape[0]}")
         if transfer.first.sends or transfer.local[0].size:
-            self._given[number] = (rows if rows.dtype == channel.dtype else rows.to(channel.dtype)).contiguous()
-            if self._crosses(number):
+            self._given[number] = rows.to(channel.dtype).contiguous()
+            if number in self._crosses:
                 self._made[number] = torch.cuda.current_stream().record_event()
 
     def start(self, batches: Collection[Sequence[int]]) -> None:
@@ -136,7 +137,7 @@ class Transport:
         """Wait for the rows ``[outputs, width]``, zero where nothing arrives; or add them to ``add_to`` in place."""
         channel, transfer = self._transfers[number]
         rows = self._given.pop(number, None)
-        if self._crosses(number):
+        if number in self._crosses:
             self._cross(number, rows)
         if transfer.is_identity and rows is not None:
             return rows if add_to is None else add_to.add_(rows)
@@ -170,9 +171,6 @@ class Transport:
         for number in list(self._sent):
             self.free(number)
 
-    def _crosses(self, number: int) -> bool:
-        return self._crossing is not None and number in self._crossing.transfers
-
     def _cross(self, number: int, rows: torch.Tensor | None) -> None:
         """The current stream takes over rows of another one, and the memory in which others arrive."""
         stream = torch.cuda.current_stream()
@@ -186,15 +184,19 @@ class Transport:
     def _let_go(self) -> None:
         """Let buffers go whose messages are known to be over, oldest first; nothing waits (gloo does not say)."""
         for number in list(self._sent):
-            if all(work.is_completed() for work, _ in self._sent[number]):
+            for work, _ in self._sent[number]:
+                if not work.is_completed():
+                    break
+            else:
                 del self._sent[number]
-            elif self._crossing is None:  # else later ones of another stream may be over
+                continue
+            if self._carries is None:  # else later ones of another stream may be over
                 return
 
     def _start(self, numbers: Sequence[int], *, first: bool) -> None:
         ops: list[dist.P2POp] = []
         # Messages of one batch are of one edge.
-        around = self._crossing.carries if first and self._crossing and self._crosses(numbers[0]) else None
+        around = self._carries if first and numbers[0] in self._crosses else None
         # Of each message: its transfer, whether it leaves this rank, and where its rows go (None: they lie there).
         owners: list[tuple[int, bool, Rows | None]] = []
         for number in numbers:

@@ -63,9 +63,9 @@ class GroupRegistry:
         if (self._rank,) not in self._groups:
             alone = dist.new_group([self._rank], timeout=timeout, use_local_synchronization=True)
             self._groups[(self._rank,)] = alone
-        own = replace(placement, layouts={name: x for name, x in placement.layouts.items() if name in apart})
-        others = {ranks: self._new(ranks) for ranks in rank_sets(own, ()) if len(ranks) > 1}
-        self._apart = {(self._rank,): self._groups[self._rank,], **others}
+        those = replace(placement, layouts={name: x for name, x in placement.layouts.items() if name in apart})
+        own = {ranks: self._new(ranks) for ranks in rank_sets(those, ()) if len(ranks) > 1}
+        self._apart = {(self._rank,): self._groups[self._rank,], **own}
         self._meshes = {
             name: self._mesh(name, layout, self._apart if name in apart else self._groups)
             for name, layout in placement.layouts.items()

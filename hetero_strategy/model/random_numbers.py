@@ -69,8 +69,7 @@ class RandomNumbers:
     def again(self, seed: int) -> None:
         """Seed the generators for a microbatch as before, before its backward, which may run forward again."""
         self._microbatch, self._aside = seed, []
-        for generator in self._generators:
-            generator.manual_seed(seed)
+        self.seed(0)
 
     def seed(self, position: int) -> None:
         """Continue with the numbers that belong to this position in the module, see :func:`number_of`."""

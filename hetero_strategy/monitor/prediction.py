@@ -180,7 +180,7 @@ class Fitted:
 
     def _begins(self, step: Ran, begun: Sequence[Start]) -> dict[int, float]:
         """Rank -> seconds from the step's start until it could begin its first action; the mean where that waits."""
-        first = (s for s in begun if s.before is None and s.apart is False)
+        first = (s for s in begun if s.before is None and not s.apart)
         own = {s.rank: s.start - s.free for s in first if not self._waited(s)}
         usual = float(np.mean(list(own.values()))) if own else 0.0
         return {rank: asked - step.begin + own.get(rank, usual) for rank, (asked, _) in step.spans.items()}

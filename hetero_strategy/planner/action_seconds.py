@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hetero_strategy.plan.step_plan import StepPlan
-from hetero_strategy.planner.times import StageTimes
-from hetero_strategy.schedule.action import Action, StageId
+from hetero_strategy.schedule.action import Action
 from hetero_strategy.schedule.graph import sizes_of, usual
 
 if TYPE_CHECKING:
@@ -23,8 +22,8 @@ Not measured."""
 class ActionSeconds:
     """Seconds of the actions of one step."""
 
-    def __init__(self, plan: StepPlan, placed: Placed, times: Mapping[StageId, StageTimes] | None = None) -> None:
-        self._times, self._stages = times or placed.times, placed.graph.stages
+    def __init__(self, plan: StepPlan, placed: Placed) -> None:
+        self._times, self._stages = placed.times, placed.graph.stages
         self._sizes = {
             (name, i): sizes_of(plan, name, i) for name, parts in plan.assignments.items() for i in range(len(parts))
         }

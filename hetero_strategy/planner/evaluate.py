@@ -228,11 +228,15 @@ class Evaluator:
         times = {node: times[node.all_instances] for node in graph.stages}
         unlinked = None
         if candidate.tp_bubbles and not self.cluster.shares_cores:  # processors have no streams
-            unlinked = self.on(cluster=self.cluster.linked(Links())).place(replace(candidate, tp_bubbles=False)).times
+            unlinked = self.unlinked(candidate)
         return Placed(
             candidate, again, Placement(layouts, self.cluster.ranks), scheduling, graph, MappingProxyType(times),
             MappingProxyType(balanced), unlinked,
         )  # fmt: skip
+
+    def unlinked(self, candidate: Candidate) -> Mapping[StageId, StageTimes]:
+        """Times of its stages on links without latency and of any bandwidth."""
+        return self.on(cluster=self.cluster.linked(Links())).place(replace(candidate, tp_bubbles=False)).times
 
     def step(self, placed: Placed, batch: int = 0) -> Step:
         """Plan one of the batches, schedule it and simulate it."""
@@ -304,7 +308,7 @@ class Evaluator:
         """What of a plan's actions, in layouts whose bubbles of tensor parallelism are used, leaves room to compute."""
         assert placed.unlinked is not None
         fills = placed.graph.filling
-        return Bubbles(ActionSeconds(plan, placed), ActionSeconds(plan, placed, placed.unlinked), fills)
+        return Bubbles(ActionSeconds(plan, placed), ActionSeconds(plan, replace(placed, times=placed.unlinked)), fills)
 
     def _work(self, placed: Placed, plan: StepPlan, schedule: Schedule) -> Float64[np.ndarray, "ranks"]:
         """Seconds in which each rank needs a processor: its actions, collectives as far as it works for them, and what

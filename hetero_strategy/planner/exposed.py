@@ -12,7 +12,6 @@ from hetero_strategy.planner.action_seconds import ActionSeconds
 from hetero_strategy.planner.evaluate import Evaluator, Step
 from hetero_strategy.schedule.action import Action
 from hetero_strategy.simulator.bubbles import Collective
-from hetero_strategy.simulator.links import Links
 
 
 class ExposedCollectives:
@@ -24,13 +23,13 @@ class ExposedCollectives:
     """
 
     def __init__(self, evaluator: Evaluator, step: Step) -> None:
-        free = evaluator.on(cluster=evaluator.cluster.linked(Links()))
         placed, plan = step.placed, step.plan
+        unlinked = placed.unlinked or evaluator.unlinked(placed.candidate)
         whole_weights = {node: replace(times, once=True) for node, times in placed.times.items()}
         self._times = placed.times
         self._seconds = ActionSeconds(plan, placed)
         self._with_whole_weights = ActionSeconds(plan, replace(placed, times=whole_weights))
-        self._without_links = ActionSeconds(plan, replace(placed, times=free.place(placed.candidate).times))
+        self._without_links = ActionSeconds(plan, replace(placed, times=unlinked))
 
     def __call__(self, action: Action) -> Mapping[Collective, Float64[np.ndarray, "instances"]]:
         """Of one action."""

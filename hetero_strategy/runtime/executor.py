@@ -90,6 +90,8 @@ class Executor:
     """Bring inputs to the device; None where it is the host."""
     side: SideStream | None = field(init=False)
     """Where modules compute that fill bubbles inside actions."""
+    crossing: set[int] = field(init=False)
+    """Edges whose rows come from there or go there."""
     running: RunningStep | None = field(init=False, default=None)
     """The step in progress, or the one that failed."""
 
@@ -102,6 +104,7 @@ class Executor:
         self.coordinates = {name: seat for name, seat in seats.items() if seat is not None}
         graph = self.compiler.graph
         self.side = side = side_stream(self.device, graph, self.compiler.config.tp_bubbles)
+        self.crossing = side.crossing(graph) if side else set()
         self.local = {
             node: LocalStage.of(
                 node, stage, graph.stages[node], self.coordinates[node.module], side.of(node.module) if side else None
@@ -174,8 +177,7 @@ class Executor:
         transfers = [(self.channels[t.edge, t.backward], t.transfer) for t in program.transfers]
         crossing: Crossing | None = None
         if self.side is not None:
-            edges = self.side.crossing(self.compiler.graph)
-            numbers = {number for number, t in enumerate(program.transfers) if t.edge in edges}
+            numbers = {number for number, t in enumerate(program.transfers) if t.edge in self.crossing}
             crossing = Crossing(self.side.carries, numbers)
         transport = travels(transfers, without_waiting(batch.index, self.device), crossing)
         self.running = RunningStep(self, batch, program, transport, factors or {}, call)
@@ -328,8 +330,7 @@ class RunningStep:
             return None
         assert made is not None and step.gives[0] is not None
         dtype = self.executor.channels[self.program.transfers[step.gives[0]].edge, False].dtype
-        if made.dtype != dtype:
-            made = made.to(dtype)
+        made = made.to(dtype)
         given = made.detach()
         for number in step.gives:
             assert number is not None

@@ -12,7 +12,6 @@ from heapq import heappush
 
 from typing_extensions import override
 
-from hetero_strategy.schedule.action_index import ActionIndex
 from hetero_strategy.schedule.merge import Merge
 
 ROUNDED = 1e-12
@@ -33,23 +32,17 @@ def speed(spare: float, compute: float) -> float:
 class MergeBeside(Merge):
     """The simulation with bubbles inside actions, known to ``numbers``: what comes late runs beside the others."""
 
-    def __init__(
-        self,
-        numbers: ActionIndex,
-        programs: Sequence[Sequence[int]],
-        lanes: Sequence[tuple[int, ...]],
-        caps: Sequence[int],
-        late: Sequence[bool],
-    ) -> None:
-        super().__init__(numbers, programs, lanes, caps, late, apart=late)
-        assert numbers.bubbles is not None
-        self.bubbles = numbers.bubbles
+    @override
+    def run(self) -> list[int] | None:
+        assert self.numbers.bubbles is not None
+        self.bubbles = self.numbers.bubbles
         self.spare = dict.fromkeys(self.hosted, 1.0)
         """Share of a lane's time now in which there is room to compute."""
         self.served: dict[int, int] = {}
         """Lane -> action that runs beside others on it."""
         self.left_of: dict[int, tuple[float, float, float]] = {}
         """Of such actions: seconds left, as alone; as of when; their speed since then."""
+        return super().run()
 
     @override
     def start(self, touched: set[int]) -> None:

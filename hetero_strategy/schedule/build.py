@@ -170,10 +170,7 @@ def _pipelined(
             forwards_first(tried, lists, on, fills, lead)
         if last:
             backwards_last(tried, lists, on, fills)
-        if numbers.bubbles is None:
-            merge = Merge(tried, lists, lanes, caps, fills, patience)
-        else:
-            merge = MergeBeside(tried, lists, lanes, caps, fills)
+        merge = (MergeBeside if beside else Merge)(tried, lists, lanes, caps, fills, patience)
         if merge.run() is not None:
             merges.append(merge)
     if not merges:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
@@ -33,9 +33,11 @@ class ScheduleConfig:
     tp_bubbles: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tp_bubbles", _shares(self.tp_bubbles))
+        share = "the share of each module's time in which its ranks wait for tensor-parallel collectives"
+        object.__setattr__(self, "tp_bubbles", _by_module("tp_bubbles", self.tp_bubbles, _share, share, 0.15))
         for name in ("max_in_flight", "pieces", "prefetch"):
-            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+            given = _by_module(name, getattr(self, name), _whole, "a whole number for each module", 1)
+            object.__setattr__(self, name, given)
         if not _whole(self.islands):
             raise ConfigError(f"HeteroStrategy: islands={self.islands!r}; give a whole number of at least 1")
         for module, steps in self.prefetch.items():
@@ -219,32 +221,20 @@ def _on_pipeline(layout: ModuleLayout, other: ModuleLayout) -> bool:
     return other.pp > 1 and not {*layout.ranks}.isdisjoint(other.ranks)
 
 
-def _numbers(option: str, given: Mapping[str, int]) -> dict[str, int]:
-    """Whole numbers by module.
+def _by_module(option: str, given: Any, right: Callable[[Any], bool], what: str, such_as: float) -> dict[str, Any]:
+    """What is given by module.
 
     Raises:
         ConfigError: something else.
     """
-    if not isinstance(given, Mapping) or not all(map(_whole, given.values())):
-        raise ConfigError(
-            f"HeteroStrategy: {option}={given!r}; give a whole number for each module, such as {option}={{'llm': 1}}"
-        )
+    if not isinstance(given, Mapping) or not all(map(right, given.values())):
+        example = f"{option}={{'llm': {such_as}}}"
+        raise ConfigError(f"HeteroStrategy: {option}={given!r}; give {what}, such as {example}")
     return dict(given)
 
 
-def _shares(given: Any) -> dict[str, float]:
-    """Shares by module.
-
-    Raises:
-        ConfigError: something else.
-    """
-    shares: list[Any] = list(given.values()) if isinstance(given, Mapping) else [None]
-    if not all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < 1 for x in shares):
-        raise ConfigError(
-            f"HeteroStrategy: tp_bubbles={given!r}; give the share of each module's time in which its ranks wait for"
-            " tensor-parallel collectives, such as tp_bubbles={'llm': 0.15}"
-        )
-    return dict(given)
+def _share(number: object) -> bool:
+    return isinstance(number, (int, float)) and not isinstance(number, bool) and 0 <= number < 1
 
 
 def _whole(number: object) -> bool:

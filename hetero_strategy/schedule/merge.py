@@ -35,7 +35,6 @@ class Merge:
         caps: per node, microbatches that it may hold between F and the end of W, where W fills waits, or of B where the
             program does.
         late: programs that fill.
-        apart: programs that take no time of lanes, see ``schedule.beside``.
         patience: share of an action that fills within which another program must be about to be ready for its lane to
             wait for that one.
     """
@@ -48,13 +47,13 @@ class Merge:
         caps: Sequence[int],
         late: Sequence[bool],
         patience: float = 0.0,
-        apart: Sequence[bool] = (),
     ) -> None:
         self.numbers = numbers
         self.programs = programs
         self.caps = caps
         self.late = late
-        self.apart = apart or [False] * len(programs)
+        # Programs that take no time of lanes, see ``schedule.beside``.
+        self.apart = [False] * len(programs) if numbers.bubbles is None else late
         self.patience = patience
         self.waits = numbers.waits.copy()
         self.node = numbers.node_of

@@ -19,6 +19,7 @@ from hetero_strategy.simulator.bubbles import Filling
 from hetero_strategy.simulator.links import Links
 from hetero_strategy.simulator.result import Simulation
 from hetero_strategy.simulator.simulate import simulate
+from tests.schedule.test_beside import both, bubbles, costs, stages
 from tests.simulator.schedules import chain, random_schedule
 
 COSTS = {"F": 1e-3, "B": 2e-3, "I": 1e-3, "W": 1e-3, "UNSHARD": 5e-4, "REDUCE": 5e-4}
@@ -181,3 +182,20 @@ def test_draw_writes_png_and_svg(tmp_path: Path) -> None:
     with Image.open(tmp_path / "a.png") as image:
         assert image.width > 1000
     assert (tmp_path / "a.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_what_ran_beside_others_has_a_line_of_its_own_and_is_busy_once(tmp_path: Path) -> None:
+    graph, cost = stages(2), costs(0.5)
+    _, simulation = both(graph, 4, cost, bubbles(cost, 0.3))
+    timeline = from_simulation(simulation)
+    assert timeline.apart == {"vision"} and 0 <= timeline.bubble < 1
+    write_trace(tmp_path / "trace.json", timeline)
+    found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    modules = {tid: {e["args"]["module"] for e in found if e["ph"] == "X" and e["tid"] == tid} for tid in range(2)}
+    assert modules == {0: {"llm"}, 1: {"llm"}}
+    names = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    apart = {names[e["tid"]] for e in found if e["ph"] == "X" and e["args"]["module"] == "vision"}
+    assert apart == {"rank 0, beside", "rank 1, beside"}
+    events = {rank: simulation.of(rank) for rank in (0, 1)}
+    measured = from_measured(events, (0.0, simulation.time), apart=timeline.apart)
+    assert measured.bubble == pytest.approx(timeline.bubble, abs=1e-9)
