@@ -72,7 +72,7 @@ class _Message(dist.P2POp):
 
 
 class Crossing(NamedTuple):
-    """Transfers between streams of one device.
+    """Transfers that are given or taken on another stream of the device than the one on which transfers are started.
 
     Messages travel on a third stream, whose memory they arrive in: no stream that computes waits for what another one
     gives, but where it takes that. Messages of one edge follow each other.
@@ -117,7 +117,7 @@ class Transport:
         self._sent: dict[int, list[tuple[dist.Work, torch.Tensor]]] = {}
 
     def give(self, number: int, rows: torch.Tensor) -> None:
-        """Hand over the rows ``[inputs, width]`` of a transfer."""
+        """Hand over the rows ``[inputs, width]`` of a transfer, which the current stream makes."""
         channel, transfer = self._transfers[number]
         if rows.shape[0] != transfer.inputs:
             raise RuntimeError(f"the plan says {transfer.inputs} rows on this rank, the module made {rows.shape[0]}")
@@ -218,7 +218,7 @@ class Transport:
                     ops.append(_Message(dist.irecv, buffer, peer, group, tag, places[peer]))
                     owners.append((number, False, place))
             for peer, rows in hop.sends:
-                sent = self._pick(self._given[number], rows)
+                sent = self._leaving(number, rows, around)
                 ops.append(_Message(dist.isend, sent, peer, group, tag, places[peer]))
                 owners.append((number, True, None))
             if first and hop.sends and not transfer.local[0].size:
@@ -228,8 +228,6 @@ class Transport:
         if around is None:
             works = dist.batch_isend_irecv(ops)
         else:
-            if any(leaves for _, leaves, _ in owners):
-                around.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(around):
                 works = dist.batch_isend_irecv(ops)
         if len(works) < len(ops):  # the backend gives one handle for all of them
@@ -245,6 +243,16 @@ class Transport:
             work.wait()
             if rows is not None:
                 self._place(out, rows, buffer, adds)
+
+    def _leaving(self, number: int, take: Rows, carries: torch.cuda.Stream | None) -> torch.Tensor:
+        """Rows that are sent, on the stream that carries them where that is another one."""
+        given = self._given[number]
+        if carries is None:
+            return self._pick(given, take)
+        carries.wait_event(self._made[number])
+        given.record_stream(carries)
+        with torch.cuda.stream(carries):
+            return self._pick(given, take)
 
     def _empty(self, channel: Channel, transfer: Transfer[Rows]) -> torch.Tensor:
         """Memory for the rows of a transfer, zero where not all of them come."""

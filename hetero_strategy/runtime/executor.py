@@ -250,6 +250,8 @@ class RunningStep:
         else:
             with torch.cuda.stream(local.stream):
                 self._run(step, local)
+        if step.starts:  # not on the stream of this action: what arrives may be for another one
+            self.transport.start(step.starts)
 
     def _run(self, step: RankAction, local: LocalStage) -> None:
         action, recorder = step.action, self.executor.recorder
@@ -276,8 +278,6 @@ class RunningStep:
                 begin = recorder.now()
                 self.sums_under_way.append(self._start_sums(action.node, local))
         recorder.ran(action, begin)
-        if step.starts:
-            self.transport.start(step.starts)
 
     def _forward(self, step: RankAction, local: LocalStage, arrived: list[torch.Tensor]) -> None:
         stage_id, microbatch = step.action.node, step.action.microbatch

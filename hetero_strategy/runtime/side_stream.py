@@ -27,7 +27,7 @@ def prefer_others(device: torch.device) -> None:
 
 @dataclass
 class SideStream:
-    """The stream, and one that carries what crosses to and from it.
+    """The stream, one that carries what goes to it or comes from it, and the one of all other modules.
 
     Args:
         device: CUDA.
@@ -38,6 +38,8 @@ class SideStream:
     modules: Collection[str]
     computes: torch.cuda.Stream = field(init=False)
     carries: torch.cuda.Stream = field(init=False)
+    main: torch.cuda.Stream = field(init=False)
+    """Of the step in progress."""
 
     def __post_init__(self) -> None:
         self.computes, self.carries = torch.cuda.Stream(self.device, priority=0), torch.cuda.Stream(self.device)
@@ -47,8 +49,8 @@ class SideStream:
         return self.computes if computing(module) in self.modules else None
 
     def using(self, module: str) -> AbstractContextManager[Any]:
-        """Around what is done for a module."""
-        return torch.cuda.stream(self.of(module))
+        """Around what is done for a module, also while another one computes."""
+        return torch.cuda.stream(self.of(module) or self.main)
 
     def crossing(self, graph: StageGraph) -> set[int]:
         """Numbers of the edges whose rows come from it or go to it."""
@@ -62,13 +64,14 @@ class SideStream:
 
     def fork(self) -> None:
         """A step begins: what is on the current stream so far comes before it."""
+        self.main = torch.cuda.current_stream(self.device)
         for stream in (self.computes, self.carries):
-            stream.wait_stream(torch.cuda.current_stream(self.device))
+            stream.wait_stream(self.main)
 
     def join(self) -> None:
         """The current stream goes on after all of it."""
         for stream in (self.computes, self.carries):
-            torch.cuda.current_stream(self.device).wait_stream(stream)
+            self.main.wait_stream(stream)
 
 
 def side_stream(device: torch.device, graph: StageGraph, bubbles: Collection[str]) -> SideStream | None:

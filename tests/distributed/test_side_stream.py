@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from hetero_strategy.boundary.transport import Transport
+from hetero_strategy.model.inputs import ModuleInputs
 from hetero_strategy.runtime import executor as running
+from hetero_strategy.runtime.payload import Moving, Payload
 from hetero_strategy.runtime.side_stream import SideStream
 from tests.distributed.exact import compare, expected, on, setting_of
 from tests.distributed.harness import Pool
@@ -45,7 +47,9 @@ class Watch:
     def __init__(self) -> None:
         self.stack = [Stream()]
         self.given: dict[tuple[int, int], tuple[Stream, dict[int, int]]] = {}
-        self.crossed = self.unordered = self.kept = 0
+        self.arriving: dict[tuple[int, int], Stream] = {}
+        self.copied: dict[int, Stream] = {}
+        self.crossed = self.unordered = self.kept = self.astray = self.own = 0
 
     @contextmanager
     def using(self, stream: Stream | None) -> Iterator[None]:
@@ -64,6 +68,8 @@ class Watch:
     def take(self, original: Any) -> Any:
         def take(transport: Transport, number: int, *rest: Any) -> torch.Tensor:
             found: torch.Tensor = original(transport, number, *rest)
+            if (memory := self.arriving.get((id(transport), number))) is not None and number not in transport._crosses:
+                self.placed(memory)
             stream, event = self.given.get((id(transport), number), (self.stack[-1], {}))
             if stream is not self.stack[-1]:
                 here = self.stack[-1].before
@@ -73,11 +79,38 @@ class Watch:
 
         return take
 
+    def post(self, original: Any) -> Any:
+        """Where messages arrive that no other stream carries."""
+
+        def start(transport: Transport, numbers: Any, *, first: bool) -> None:
+            original(transport, numbers, first=first)
+            for number in set(numbers) & {*transport._arriving, *transport._out} if first else ():
+                self.arriving[id(transport), number] = self.stack[-1]
+
+        return start
+
+    def placed(self, memory: Stream) -> None:
+        """Memory of a stream is used on the current one."""
+        self.own += 1
+        self.astray += memory is not self.stack[-1]
+
+    def start(self, inputs: ModuleInputs) -> Moving:
+        self.copied[id(inputs)] = self.stack[-1]
+        return Moving(inputs)
+
+    def finish(self, moving: Moving) -> ModuleInputs:
+        self.placed(self.copied[id(moving.inputs)])
+        return moving.inputs
+
+    def payload(self, inputs: Any, uses: Any, copies: Any, on: Any) -> Payload:
+        """What modules take besides rows, copied by this one."""
+        return Payload(inputs, uses, self, on)
+
     def record_stream(self, *_: Any) -> None:
         self.kept += 1
 
 
-def on_rank(rank: int, world: int, setting: Setting, wanted: Any, waits: bool) -> tuple[Run, tuple[int, int, int]]:
+def on_rank(rank: int, world: int, setting: Setting, wanted: Any, waits: bool) -> tuple[Run, tuple[int, ...]]:
     watch = Watch()
     made = lambda device, graph, bubbles: SideStream(device, set(graph.filling))  # noqa: E731
     with (
@@ -85,12 +118,17 @@ def on_rank(rank: int, world: int, setting: Setting, wanted: Any, waits: bool) -
             torch.cuda, Stream=lambda *_, **__: Stream(), stream=watch.using, current_stream=lambda *_: watch.stack[-1]
         ),
         patch.object(torch.Tensor, "record_stream", watch.record_stream, create=True),
-        patch.object(running, "side_stream", made),
-        patch.multiple(Transport, give=watch.give(Transport.give), take=watch.take(Transport.take)),
+        patch.multiple(running, side_stream=made, Payload=watch.payload),
+        patch.multiple(
+            Transport,
+            give=watch.give(Transport.give),
+            take=watch.take(Transport.take),
+            _start=watch.post(Transport._start),
+        ),
         patch.object(Stream, "wait_event", Stream.wait_event if waits else lambda *_: None),
     ):
         run = steps_on_rank(rank, world, setting, wanted, (4,), 0)
-    return run, (watch.crossed, watch.unordered, watch.kept)
+    return run, (watch.crossed, watch.unordered, watch.kept, watch.own, watch.astray)
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -101,6 +139,7 @@ def test_what_crosses_is_waited_for(pool: Pool, tmp_path: Any, waits: bool) -> N
     wanted = expected(setting)
     found = pool.run(setting.world, on_rank, setting, wanted, waits, timeout=120)
     compare(wanted, [run for run, _ in found])
-    crossed, unordered, kept = map(sum, zip(*(counts for _, counts in found), strict=True))
+    crossed, unordered, kept, own, astray = map(sum, zip(*(counts for _, counts in found), strict=True))
     assert crossed and kept >= crossed
+    assert own and not astray  # memory of one stream, which nothing keeps for another, is used on that one
     assert unordered == (0 if waits else crossed)  # the control: streams that wait for nothing
