@@ -15,6 +15,7 @@ from hetero_strategy.model.adapter import NO_ROWS, Adapter, initialize_plain, li
 from hetero_strategy.model.hf_folder import HFWeights
 from hetero_strategy.model.inputs import CachedRows, EncoderInputs, Packing
 from hetero_strategy.model.kind import ModuleKind
+from hetero_strategy.model.random_numbers import number_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -111,6 +112,8 @@ class Keeper(Protocol):
         """
 
 
+PROJECTOR = number_of("projector")
+"""Where its random numbers begin."""
 _PLAIN = Adapter()
 """Stands for a backbone that is no adapter: it has the defaults."""
 
@@ -184,6 +187,8 @@ class Encoder(Adapter):
             inner = self.backbone(inputs, hidden) if isinstance(self.backbone, Backbone) else self.backbone(inputs)
         if not self.last_stage:
             return inner
+        if self.random_numbers is not None:  # the projector's do not depend on which rows were found
+            self.random_numbers.seed(PROJECTOR)
         projected: Tensor = self.projector(inner)
         if len(projected) != int(inputs.rows.sum()):
             raise DataError(self._miscounted(len(projected), inputs))

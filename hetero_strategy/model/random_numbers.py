@@ -29,6 +29,8 @@ class RandomNumbers:
         self._device: torch.device | None = None
         self._generators: list[torch.Generator] = []
         self._aside: list[torch.Tensor] = []
+        self._watched = self._drew = False
+        self._seeded: list[torch.Tensor] = []
         for fqn, block in blocks.items():
             block.register_forward_pre_hook(partial(_seed, self, number_of(fqn)))
             block.register_forward_hook(partial(_seed, self, number_of(f"after {fqn}")))
@@ -69,13 +71,31 @@ class RandomNumbers:
     def again(self, seed: int) -> None:
         """Seed the generators for a microbatch as before, before its backward, which may run forward again."""
         self._microbatch, self._aside = seed, []
+        self._drew, self._seeded = False, []
         self.seed(0)
 
     def seed(self, position: int) -> None:
         """Continue with the numbers that belong to this position in the module, see :func:`number_of`."""
-        if self._microbatch is not None:
-            for generator in self._generators:
-                generator.manual_seed(self._microbatch ^ position)
+        if self._microbatch is None:
+            return
+        self._look()
+        for generator in self._generators:
+            generator.manual_seed(self._microbatch ^ position)
+        if self._watched:
+            self._seeded = [generator.get_state() for generator in self._generators]
+
+    def watch(self) -> None:
+        """Look from now on whether numbers are drawn."""
+        self._watched = True
+
+    def drew(self) -> bool:
+        """Whether the microbatch has drawn any number so far, where that is watched."""
+        self._look()
+        return self._drew
+
+    def _look(self) -> None:
+        for generator, state in zip(self._generators, self._seeded, strict=False):
+            self._drew |= not torch.equal(generator.get_state(), state)
 
     def part(self, position: str) -> None:
         """Until :meth:`join`, use numbers of this rank alone: each tensor-parallel rank has other columns."""

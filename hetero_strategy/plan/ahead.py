@@ -42,4 +42,9 @@ def with_next(plan: StepPlan, following: StepPlan | None, modules: Collection[st
         for module in modules
     }
     loads = {ahead(module): following.loads[module] for module in modules if module in following.loads}
-    return replace(plan, assignments={**plan.assignments, **assignments}, loads={**plan.loads, **loads})
+    return replace(
+        plan,
+        assignments={**plan.assignments, **assignments},
+        loads={**plan.loads, **loads},
+        following=following.batch,
+    )

@@ -7,6 +7,7 @@ payload.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -172,6 +173,8 @@ class StepPlan:
     """Module -> costs of the step, where they are known; schedules are made with them."""
     held: frozenset[str] = frozenset()
     """Modules whose first stage did its work of this step in the step before, see :mod:`hetero_strategy.plan.ahead`."""
+    following: int = 0
+    """The :attr:`batch` of the next step, for which modules run ahead."""
 
     @property
     def loss_tokens(self) -> int:
@@ -189,6 +192,11 @@ class StepPlan:
     def samples(self) -> Int64[np.ndarray, "samples"]:
         """Data set index of each sample."""
         return self.metadata.samples
+
+    @cached_property
+    def batch(self) -> int:
+        """Tells global batches of other samples apart, 32 bits."""
+        return zlib.crc32(self.samples.tobytes())
 
     @cached_property
     def digest(self) -> int:

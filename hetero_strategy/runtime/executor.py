@@ -27,7 +27,7 @@ from hetero_strategy.model.kind import check_output
 from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.copies import copies_of, masters_kept
-from hetero_strategy.parallelize.gradients import settle
+from hetero_strategy.parallelize.gradients import local, settle
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.tied import Tied
 from hetero_strategy.plan.ahead import computing
@@ -84,7 +84,7 @@ class Executor:
     """This rank's parts, as they are while nothing is gathered."""
     local: dict[StageId, LocalStage] = field(init=False)
     """What actions need of each of ``stages``."""
-    held: Held = field(init=False, default_factory=Held)
+    held: Held = field(init=False)
     """Rows of modules that run a step ahead."""
     copies: Copies | None = field(init=False)
     """Bring inputs to the device; None where it is the host."""
@@ -111,6 +111,8 @@ class Executor:
             )
             for node, stage in self.stages.items()
         }
+        early = {node: self.parameters[node] for node, one in self.local.items() if one.early}
+        self.held = Held({computing(node.module): [local(p) for p in parts] for node, parts in early.items()})
 
     @property
     def exact(self) -> bool:

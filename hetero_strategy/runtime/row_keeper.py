@@ -7,7 +7,7 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from hetero_strategy.errors import DataError
 from hetero_strategy.model.inputs import CachedRows
 
 MOST = 2**28
-"""Bytes of rows that wait for the disk; what comes while there are more is not written."""
+"""Bytes of rows that wait for the disk, or one microbatch; what comes while there are more is not written."""
 WAIT = 60.0
 """Seconds in which what waits at the end is written, at most."""
 log = logging.getLogger(__name__)
@@ -44,11 +44,22 @@ class RowKeeper:
         folder: of a :class:`RowStore`.
         weights: parameters and buffers that the rows depend on, which may not change.
         items: of the data set.
+        draws: says whether layers of the backbone in training mode have drawn random numbers for the microbatch.
         always: see :class:`hetero_strategy.model.encoder.Keeper`.
     """
 
-    def __init__(self, module: str, folder: Path, weights: Sequence[torch.Tensor], items: int, *, always: bool) -> None:
+    def __init__(
+        self,
+        module: str,
+        folder: Path,
+        weights: Sequence[torch.Tensor],
+        items: int,
+        draws: Callable[[], bool],
+        *,
+        always: bool,
+    ) -> None:
         self.module, self.folder, self.items, self.always = module, folder, items, always
+        self._draws = draws
         self.found = 0
         """Items whose rows were read."""
         self.missed = 0
@@ -70,7 +81,8 @@ class RowKeeper:
         """Take note of one microbatch.
 
         Raises:
-            DataError: the weights are not those that the cache was opened for.
+            DataError: the weights are not those that the cache was opened for, or rows are not those of their items
+                alone.
         """
         if [tensor._version for tensor in self._weights] != self._versions:
             raise DataError(
@@ -81,9 +93,22 @@ class RowKeeper:
         self.missed += len(cached.keys)
         self.found += cached.found
         keep = int(cached.keep.sum())
-        if computed is None or not keep or len(computed) != cached.lengths.sum():  # wrong rows are refused further on
+        if computed is None or not keep:
             return
-        if self._over or self._given - self._done + computed.nbytes > MOST:
+        if self._draws():
+            raise DataError(
+                f"HeteroStrategy: the backbone of '{self.module}' drew random numbers (dropout, dropped layers or"
+                f" patches, noise): rows in its cache would be those of one step; call eval() of its backbone in"
+                f" configure_model() and leave it so, or leave '{self.module}' out of cache"
+            )
+        if len(computed) != (rows := cached.lengths.sum()):
+            raise DataError(
+                f"HeteroStrategy: the backbone of '{self.module}' made {len(computed)} rows of {len(cached.lengths)}"
+                f" items, its processor says {rows}, so nobody knows which row is whose; join rows inside the backbone,"
+                f" or leave '{self.module}' out of cache"
+            )
+        waiting = self._given - self._done
+        if self._over or (waiting and waiting + computed.nbytes > MOST):
             self.dropped += keep
             return
         self._given += computed.nbytes

@@ -150,11 +150,11 @@ class PlannedCosts:
             load = plan.loads.get(module)
             sizes = [sizes_of(plan, module, number) for number in range(len(plan.assignments[module]))]
             rows, squares = np.stack([r for r, _ in sizes]), np.stack([s for _, s in sizes])
-            of_stages = [stages[n] for n in graph.nodes_of(module)]
+            of_stages = [stages[n] for n in graph.nodes_of(computing(module))]  # of which the first may run ahead
             times = forward_times(of_stages, rows, squares, None if load is None else load.after)
             times = [0.0 * x if plan.holds(module, number) else x for number, x in enumerate(times)]
             for nodes in graph.chains[module]:
-                self._forward.update((n, graph.stages[n].own(x)) for n, x in zip(nodes, times, strict=True))
+                self._forward.update((n, graph.stages[n].own(x)) for n, x in zip(nodes, times, strict=False))
         self._usual = {node: usual(node, found).tolist() for node, found in self._forward.items()}
 
     def __call__(self, action: Action) -> float:

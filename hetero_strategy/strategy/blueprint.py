@@ -134,6 +134,11 @@ def _check_ahead(model: MultimodalModel, prefetch: Collection[str], trains: Mapp
                 f"HeteroStrategy: prefetch names '{name}', which {'reads rows' if name in fed else 'feeds no module'};"
                 " only an encoder of items that feeds others runs a step ahead"
             )
+        if module.kind.has_loss and StageId(name, 1) not in trains:
+            raise ConfigError(
+                f"HeteroStrategy: prefetch names '{name}', a {module.kind.name} in one stage, whose loss belongs to the"
+                f" step itself; give it a pipeline, of which the first stage runs ahead, or leave '{name}' out"
+            )
         if trains[StageId(name, 0)]:
             trained = [fqn for fqn, p in module.named_parameters() if p.requires_grad]
             alone = StageId(name, 1) not in trains

@@ -20,6 +20,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities import rank_zero_warn
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
@@ -192,6 +193,12 @@ def prepare_device(device: torch.device, *, streams: bool = False) -> None:
     if streams:
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        for name, enough in (("TORCH_NCCL_HIGH_PRIORITY", 1), ("CUDA_DEVICE_MAX_CONNECTIONS", 8)):
+            if os.environ[name].isdigit() and int(os.environ[name]) < enough:
+                rank_zero_warn(
+                    f"HeteroStrategy: {name}={os.environ[name]} is set, so what tp_bubbles puts beside collectives"
+                    f" waits for them; unset it, or set it to {enough} or more"
+                )
 
 
 def bound_device(device: torch.device, backend: str) -> torch.device | None:

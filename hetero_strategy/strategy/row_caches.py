@@ -7,10 +7,14 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, cast
 
+import numpy as np
 import torch
 from lightning.fabric.utilities import rank_zero_info
 from torch import nn
@@ -32,8 +36,8 @@ from hetero_strategy.schedule.action import StageId
 
 FORMAT = 1
 """Part of each folder's name; another number leaves all older folders alone."""
-OTHER = ("training", "checkpoint", "name")
-"""Attributes of modules on which rows do not depend."""
+OTHER = {"checkpoint", "name", *vars(nn.Module())}
+"""Attributes of modules on which rows do not depend, or that are looked at by themselves: parts and tensors."""
 
 
 class RowCaches:
@@ -119,7 +123,8 @@ class RowCaches:
         steps.caches[name] = RowCache(folder, inner=inner)
         if name not in self.keepers:
             weights = [local(tensor) for tensor in _tensors(stage.backbone).values()]
-            self.keepers[name] = stage.keeper = RowKeeper(name, folder, weights, items, always=always)
+            draws = _watched(stage)
+            self.keepers[name] = stage.keeper = RowKeeper(name, folder, weights, items, draws, always=always)
 
 
 def _check(name: str, executor: Executor) -> None:
@@ -166,6 +171,16 @@ def _random(part: nn.Module) -> str:
     return ", ".join(f"{key}={value}" for key, value in values.items())
 
 
+def _watched(stage: Encoder) -> Callable[[], bool]:
+    """Whether the backbone drew random numbers, whatever the names of the layers that do, and whoever put them into
+    training mode since.
+    """
+    numbers = stage.random_numbers
+    assert numbers is not None
+    numbers.watch()
+    return lambda: numbers.drew() and any(part.training for part in stage.backbone.modules())
+
+
 def _tensors(backbone: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(backbone.named_parameters()), **dict(backbone.named_buffers())}
 
@@ -197,12 +212,26 @@ def _structure(stage: Encoder) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _said(value: Any) -> str:
-    """A setting, or the name of a function; nothing of what is neither."""
-    if isinstance(value, (FunctionType, BuiltinFunctionType)):
-        return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, (list, tuple)):
-        return repr([_said(entry) for entry in value])
-    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__qualname__
+    """A setting, or the name of a function; of what is neither, the class and what it holds."""
+    match value:
+        case None | bool() | int() | float() | str() | bytes() | Enum() | torch.dtype():
+            return repr(value)
+        case FunctionType() | BuiltinFunctionType() | type():
+            return f"{value.__module__}.{value.__qualname__}"
+        case partial():
+            return _said([value.func, value.args, value.keywords])
+        case list() | tuple():
+            return repr([_said(entry) for entry in value])
+        case set() | frozenset():
+            return repr(sorted(map(_said, value)))
+        case Mapping():
+            return repr(sorted((_said(key), _said(entry)) for key, entry in value.items()))
+        case torch.Tensor() if value.is_meta:
+            return f"{value.dtype} {tuple(value.shape)}"
+        case torch.Tensor() | np.ndarray():
+            return f"{value.dtype} {value.tolist()}"
+    holds: Any = vars(value) if is_dataclass(value) else value.to_dict() if hasattr(value, "to_dict") else {}
+    return f"{type(value).__qualname__}({_said({key: held for key, held in holds.items() if key[:1] != '_'})})"
 
 
 def _bytes(module: Encoder, name: str, steps: StepDataset, exact: bool, inner: bool) -> float | None:

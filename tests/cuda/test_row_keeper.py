@@ -34,7 +34,7 @@ def computed(number: int, device: str) -> torch.Tensor:
 
 @EVERYWHERE
 def test_what_is_on_disk_is_what_was_computed(tmp_path: Path, device: str) -> None:
-    keeper = RowKeeper("vision", tmp_path, [], 12, always=False)
+    keeper = RowKeeper("vision", tmp_path, [], 12, bool, always=False)
     for number in (0, 1, 2, 0):  # one of them comes twice
         rows = computed(number, device)
         keeper(rows, missed(number))
@@ -55,7 +55,7 @@ def test_rows_that_come_faster_than_the_disk_takes_them_are_left_out_and_counted
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(row_keeper, "MOST", computed(0, device).nbytes)
-    keeper = RowKeeper("vision", tmp_path, [], 400, always=False)
+    keeper = RowKeeper("vision", tmp_path, [], 400, bool, always=False)
     append, slow = keeper._append, 0.05
     monkeypatch.setattr(keeper, "_append", lambda piece: (time.sleep(slow), append(piece)))
     began = time.perf_counter()
@@ -68,9 +68,29 @@ def test_rows_that_come_faster_than_the_disk_takes_them_are_left_out_and_counted
     assert f"{keeper.dropped} items were not written, as rows came faster" in caplog.text
 
 
+def test_a_microbatch_of_any_size_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_keeper, "MOST", 1)
+    keeper = RowKeeper("vision", tmp_path, [], 4, bool, always=False)
+    keeper(computed(0, "cpu"), missed(0))
+    keeper.close()
+    assert (keeper.written, keeper.dropped) == (3, 0)
+
+
+def test_rows_that_are_not_those_of_their_items_alone_are_refused(tmp_path: Path) -> None:
+    keeper = RowKeeper("vision", tmp_path, [], 4, lambda: True, always=False)
+    with pytest.raises(DataError, match="the backbone of 'vision' drew random numbers"):
+        keeper(computed(0, "cpu"), missed(0))
+    keeper.close()
+    keeper = RowKeeper("vision", tmp_path, [], 4, bool, always=False)
+    with pytest.raises(DataError, match=r"made 1 rows of 4 items, its processor says \d+, so nobody knows"):
+        keeper(computed(0, "cpu")[:1], missed(0))
+    keeper.close()
+    assert keeper.written == 0
+
+
 def test_weights_that_change_are_noticed(tmp_path: Path) -> None:
     weight = torch.zeros(3)
-    keeper = RowKeeper("vision", tmp_path, [weight], 4, always=False)
+    keeper = RowKeeper("vision", tmp_path, [weight], 4, bool, always=False)
     keeper(computed(0, "cpu"), missed(0))
     weight[0] = 1
     with pytest.raises(DataError, match="weights of 'vision' have changed since this fit began"):

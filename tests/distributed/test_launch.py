@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -280,6 +281,20 @@ def test_the_last_messages_of_nccl_are_written_unless_the_person_says_otherwise(
     monkeypatch.setenv(name, "0")
     prepare_device(torch.device("cuda", 0))
     assert os.environ[name] == "0"
+
+
+def test_settings_that_keep_streams_from_running_beside_each_other_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("TORCH_NCCL_HIGH_PRIORITY", "CUDA_DEVICE_MAX_CONNECTIONS")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare_device(torch.device("cuda", 0), streams=True)
+    assert [os.environ[name] for name in names] == ["1", "32"]
+    monkeypatch.setenv(names[1], "1")  # as Megatron asks for
+    prepare_device(torch.device("cuda", 0))
+    with pytest.warns(UserWarning, match="CUDA_DEVICE_MAX_CONNECTIONS=1 is set, so what tp_bubbles puts beside"):
+        prepare_device(torch.device("cuda", 0), streams=True)
 
 
 def test_nccl_is_told_of_the_device() -> None:

@@ -21,8 +21,9 @@ from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineM
 from hetero_strategy.plan.ahead import ahead
 from hetero_strategy.runtime.held import Held
 from hetero_strategy.runtime.memory import owners
-from hetero_strategy.schedule.action import StageId
+from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.schedule.graph import PlannedCosts
 from hetero_strategy.simulator.simulate import simulate
 from hetero_strategy.strategy.blueprint import blueprint
 from hetero_strategy.strategy.dry_run import dry_run
@@ -87,8 +88,8 @@ STEPS = 20
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
-    """Data without drawings."""
-    return {False: data(tmp_path_factory.mktemp("prefetch"))}
+    """Data without drawings, and with."""
+    return {draws: data(tmp_path_factory.mktemp(f"prefetch {draws}"), draws=draws) for draws in (False, True)}
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -217,6 +218,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r"prefetch names 'vision', whose first stage has parameters that train .* pieces=\{'vision': 2\}",
     ),
     "no such module": (FROZEN, {"prefetch": {"image": 1}}, r"prefetch names 'image'; the modules are vision, audio"),
+    "has a loss": (
+        {"freeze": ("llm",), "edges": (("llm", "draw"),)},
+        {"prefetch": {"llm": 1}},
+        r"prefetch names 'llm', a CausalLM in one stage, whose loss belongs to the step itself",
+    ),
     "reads rows": ({"freeze": ("llm",)}, {"prefetch": {"llm": 1}}, r"prefetch names 'llm', which reads rows"),
     "two steps": (FROZEN, {"prefetch": {"vision": 2}}, r"prefetch of 'vision' is 2; a module runs 1 step ahead"),
     "sequential": (FROZEN, {"schedule": "sequential"}, r"prefetch=\{'vision': 1\} with schedule='sequential'"),
@@ -227,10 +233,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_run_ahead_is_refused_before_anything_is_built(folders: dict[bool, str], case: str) -> None:
     options, given, message = REFUSED[case]
-    setting = setting_of(folders, STAGES, "1f1b", **options)
+    stages = {"llm": on(0), "draw": on(1)} if "edges" in options else STAGES
+    setting = setting_of(folders, stages, "gpipe", **options)
     layouts = placed(setting, 2).layouts
     with pytest.raises(ConfigError, match=message):
-        blueprint(empty_model(setting), layouts, ScheduleConfig(**{"schedule": "1f1b", **AHEAD_ONLY, **given}))
+        blueprint(empty_model(setting), layouts, ScheduleConfig(**{"schedule": "gpipe", **AHEAD_ONLY, **given}))
 
 
 def test_rows_of_a_step_that_did_not_run_are_missed_by_name(folders: dict[bool, str]) -> None:
@@ -241,6 +248,73 @@ def test_rows_of_a_step_that_did_not_run_are_missed_by_name(folders: dict[bool, 
     held.turn(steps[0, 1, True].plan, train=True)
     with pytest.raises(DataError, match=r"step 3 of epoch 0 needs rows of vision that step 2 makes, but step 1 of"):
         held.turn(steps[0, 3, True].plan, train=True)
+
+
+def test_batches_of_two_loaders_are_not_mixed_up(folders: dict[bool, str]) -> None:
+    """They have the same epoch and step, and other samples."""
+    one = setting_of(folders, STAGES, "1f1b", **AHEAD)
+    other = replace(one, batches=((1, 2, 3), *BATCHES[1:]))
+    a, b = (steps_of(setting, 3, share_of(placed(setting, 2), setting, 0)) for setting in (one, other))
+    held = Held()
+    held.turn(a[0, 0].plan, train=True)
+    held.keep(a[0, 0].plan, "vision", 0, torch.zeros(1), train=True)
+    held.turn(b[0, 0].plan, train=True)
+    held.keep(b[0, 0].plan, "vision", 0, torch.ones(1), train=True)
+    held.turn(b[0, 1, True].plan, train=True)
+    assert held.rows(b[0, 1, True].plan, "vision", 0) == 1
+    mixed = steps_of(replace(one, batches=(BATCHES[0], BATCHES[2])), 3, share_of(placed(one, 2), one, 0))
+    held.turn(a[0, 0].plan, train=True)
+    with pytest.raises(DataError, match=r"step 0 of epoch 0, which other samples follow, was run before it"):
+        held.turn(mixed[0, 1, True].plan, train=True)
+
+
+def test_training_batches_are_evaluated_in_their_turn_and_training_goes_on(folders: dict[bool, str]) -> None:
+    setting = setting_of(folders, STAGES, "1f1b", **AHEAD)
+    steps, held = steps_of(setting, 3, share_of(placed(setting, 2), setting, 0)), Held()
+    plans = [steps[0, number, number > 0].plan for number in range(4)]
+
+    def through(number: int, value: float, *, train: bool) -> None:
+        held.turn(plans[number], train=train)
+        held.keep(plans[number], "vision", 0, torch.tensor(value), train=train)
+
+    for number in (0, 1):
+        through(number, number, train=True)
+    through(0, 10, train=False)
+    for number, made in ((1, 0), (2, 1), (3, 12)):  # by training, as far as that is, or by the evaluation itself
+        through(number, 10 + number, train=False)
+        assert held.rows(plans[number], "vision", 0) == made
+    held.turn(plans[2], train=True)
+    assert held.rows(plans[2], "vision", 0) == 1
+    assert [float(rows) for _, rows in held.all_rows()] == [1]
+    with pytest.raises(DataError, match="step 3 of epoch 0 needs rows"):
+        Held().turn(plans[3], train=False)
+
+
+def test_weights_that_change_between_two_steps_are_noticed(folders: dict[bool, str]) -> None:
+    setting = setting_of(folders, STAGES, "1f1b", **AHEAD)
+    steps = steps_of(setting, 3, share_of(placed(setting, 2), setting, 0))
+    teacher = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    held = Held({"vision": [teacher]})
+    held.turn(steps[0, 0].plan, train=True)
+    held.turn(steps[0, 1, True].plan, train=True)
+    teacher.mul_(0.9)
+    with pytest.raises(DataError, match="weights of vision have changed since step 1 computed rows for step 2"):
+        held.turn(steps[0, 2, True].plan, train=True)
+
+
+def test_a_stage_ahead_is_planned_with_its_own_share_of_the_work(folders: dict[bool, str]) -> None:
+    options = {**AHEAD, "vision_layers": 4, "balance": {"policy": "auto"}}
+    setting = setting_of(folders, STAGES, "1f1b", **options)
+    placement = placed(setting, 2)
+    config = ScheduleConfig("1f1b", fill="fine", pieces={"vision": 2}, prefetch={"vision": 1})
+    made = blueprint(empty_model(setting), placement.layouts, config)
+    steps = steps_of(setting, 3, share_of(placement, setting, 0))
+    early, later = (PlannedCosts(plan, made.graph, made.costs) for plan in (steps[0, 0].plan, steps.plan(0, 1)))
+    for number in steps.plan(0, 1).active("vision"):
+        first, second = (later(Action("F", node, number)) for node in made.graph.chains["vision"][0])
+        (node,) = made.graph.chains[ahead("vision")][0]
+        assert early(Action("F", node, number)) == pytest.approx(first)
+        assert first and second
 
 
 def test_a_rank_without_memory_says_what_is_held(folders: dict[bool, str]) -> None:

@@ -86,6 +86,24 @@ def test_a_backward_that_runs_forward_again_draws_what_the_forward_drew() -> Non
     assert drawn() == forward != other
 
 
+def test_what_draws_is_seen_in_and_around_blocks_and_forgotten_with_the_next_microbatch() -> None:
+    blocks = {"0": Noisy(), "1": nn.Identity()}
+    numbers, metadata = RandomNumbers(1, "vision", blocks), SimpleNamespace(epoch=0, step=0)
+
+    def drew(*what: Any) -> bool:
+        numbers.start(metadata, 0, 0, 0, 0, CPU, rows_apart=False)
+        for one in what:
+            one()
+        return numbers.drew()
+
+    quiet = lambda: blocks["1"](torch.zeros(1))  # noqa: E731
+    assert not drew(blocks["0"]), "nobody looks yet"
+    numbers.watch()
+    assert not drew() and not drew(quiet)
+    assert drew(blocks["0"]) and drew(blocks["0"], quiet) and drew(quiet, lambda: torch.rand(1))
+    assert not drew(quiet)
+
+
 def test_the_process_draws_on_as_if_nothing_had_happened() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
