@@ -64,9 +64,8 @@ def test_more_than_the_bound_is_noticed() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "pair", [pytest.param("dp4 -> tp2*dp2 sp", marks=pytest.mark.full), "2 + 2 ranks, dp2 -> tp2 sp"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("pair", ["dp4 -> tp2*dp2 sp", "2 + 2 ranks, dp2 -> tp2 sp"])
 def test_runs_count_what_was_planned(pool, pair: str, tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bytes.json"
     sizes = f"--assign round_robin --samples 8 --width 8 --run-width 8 --rounds 2 --json {file}"

@@ -42,6 +42,7 @@ def test_every_way_of_table_4_has_a_layout() -> None:
     assert found["filled"][0] < found["in turns"][0]
 
 
+@pytest.mark.full
 def test_two_encoders_are_longer_before_a_pipeline_than_in_its_bubbles() -> None:
     found = optimus_tables.table_6(Cluster("h100", 128, 64), (16, 4096))
     assert len(found) == len(optimus_tables.TABLE_6)

@@ -32,6 +32,7 @@ def test_settings_drawn_at_random(pool: Pool, data: dict[bool, Data], count: int
     assert sum(f.kind == "right" for f in found) >= 0.8 * count
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_fault_is_found_and_made_small(pool: Pool, data: dict[bool, Data]) -> None:
     """With the gradients of the first edge halved."""

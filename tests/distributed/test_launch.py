@@ -149,10 +149,15 @@ def check_message(way: str, run: Run, text: str, seconds: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_or_is_killed_ends_the_job(start: Starter) -> None:
-    runs = {"popen 0": start("--fail", "0", "2"), "killed": start("--kill", "1", "2")}
-    raised, (_, killed, text, seconds) = watch_all(runs)
+def test_a_rank_that_raises_ends_the_job(start: Starter) -> None:
+    (raised,) = watch_all({"popen 0": start("--fail", "0", "2")})
     check_message(*raised)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_job(start: Starter) -> None:
+    ((_, killed, text, seconds),) = watch_all({"killed": start("--kill", "1", "2")})
     assert killed.process.returncode != 0
     assert seconds < SECONDS, text
     assert survivors(killed) == []

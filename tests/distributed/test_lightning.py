@@ -191,7 +191,7 @@ def check_optimization(runs: dict[str, tuple[Seen, list[Seen]]]) -> None:
             assert seen.samples == expected.samples, name
 
 
-OTHERS = ("clip by value", "accumulation scheduler", "adamw")
+OTHERS = ("clip by value", "clip by hand", "accumulation scheduler", "other weights", "rate finder", "adamw")
 """What needs no comparison with the rest."""
 
 

@@ -32,7 +32,7 @@ def test_peaks_are_predicted(pool: Pool, name: str) -> None:
     assert (apart > NOTICED.get(name, WITHIN)).any(), "nothing would be noticed"
 
 
-@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_copies_of_inputs_are_predicted(pool: Pool, trains: bool) -> None:
     """Of pictures that are most of what a step needs: microbatch by microbatch, and whole."""
     sizes = {"vision": (16, 1), "llm": (16, 1), "cells": (5, 8), "samples": 32, "microbatches": 8, "schedule": "gpipe"}

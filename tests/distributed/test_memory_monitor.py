@@ -42,8 +42,8 @@ AHEAD: dict[str, Any] = {"fill": "fine", "prefetch": {"vision": 1}}
     ("layouts", "precision", "summed", "options"),
     [
         pytest.param(ALL, "32-true", 1, {}, marks=pytest.mark.full),
-        (ALL, "bf16-mixed", 2, {}),
-        (PIPELINE, "32-true", 3, {}),
+        pytest.param(ALL, "bf16-mixed", 2, {}, marks=pytest.mark.full),
+        pytest.param(PIPELINE, "32-true", 3, {}, marks=pytest.mark.full),
         (PIPELINE, "bf16-mixed", 1, AHEAD),
         pytest.param(IDLE, "32-true", 1, {}, marks=pytest.mark.full),
     ],

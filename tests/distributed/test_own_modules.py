@@ -190,7 +190,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.full] * name.startswith("sharded once")) for name in LAYOUTS]
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (name in ("replicated", "sharded once a step")))
+        for name in LAYOUTS
+    ],
 )
 def test_own_backbones(pool: Pool, tmp_path: Path, layout: str) -> None:
     """Two samples a microbatch: some instance often has no picture, and of some parameters no gradient."""

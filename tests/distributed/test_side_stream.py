@@ -131,7 +131,7 @@ def on_rank(rank: int, world: int, setting: Setting, wanted: Any, waits: bool) -
     return run, (watch.crossed, watch.unordered, watch.kept, watch.own, watch.astray)
 
 
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_what_crosses_is_waited_for(pool: Pool, tmp_path: Any, waits: bool) -> None:
     layouts = {"vision": on(0, 1, 2, 3, tp=2), "audio": on(0, 1, 2, 3), "llm": on(0, 1, 2, 3, tp=2, pp=2)}
     folders, bubbles = {False: data(tmp_path / "data", draws=False)}, {"llm": 0.5}

@@ -49,9 +49,8 @@ def test_ranks_of_instances_and_of_tensor_parallelism_stay_together() -> None:
     assert sum(sum(blocks) for _, blocks in pipeline.stages.values()) == 8
 
 
-@pytest.mark.parametrize(
-    ("encoder", "llm", "ranks"), [pytest.param((1, 256), (5, 512), 3, marks=pytest.mark.full), ((1, 384), (3, 512), 2)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("encoder", "llm", "ranks"), [((1, 256), (5, 512), 3), ((1, 384), (3, 512), 2)])
 def test_it_is_chosen_where_links_are_slow(encoder: tuple[int, int], llm: tuple[int, int], ranks: int) -> None:
     made = planner(model(encoder, llm), ranks, bandwidth=4e7)
     best = made.plan().best

@@ -51,9 +51,11 @@ def key(partition: object, ranks: Any, degrees: Mapping[str, Degrees], microbatc
     [
         (model(tp=(1, 2, 4)), cluster(6, 2, memory=1.8e8), Given()),
         (model(frozen=True), cluster(8, 4, bandwidth=1e8), Given(reshard_after_forward="never")),
-        (model(), cluster(4, memory=1.6e8), Given(reshard_after_forward="always")),
-        (three(), cluster(5), Given(recompute={"llm": Recompute(2)})),
-        (three(), cluster(4, 2, memory=1.5e8), Given(offload={"vision": Offload()})),
+        pytest.param(model(), cluster(4, memory=1.6e8), Given(reshard_after_forward="always"), marks=pytest.mark.full),
+        pytest.param(three(), cluster(5), Given(recompute={"llm": Recompute(2)}), marks=pytest.mark.full),
+        pytest.param(
+            three(), cluster(4, 2, memory=1.5e8), Given(offload={"vision": Offload()}), marks=pytest.mark.full
+        ),
         (three(), two_pools(), Given()),
     ],
     ids=["little memory", "never", "always", "recompute", "offload", "two pools"],

@@ -134,6 +134,7 @@ def test_what_no_layout_can_run_is_refused_before_planning(given: Given, match: 
         Planner(model(), cluster(2), [batch(8)], allowed=Allowed(given=given))
 
 
+@pytest.mark.full
 def test_kept_matmuls_are_measured_where_they_are_asked_for() -> None:
     made = TEXT.model()
     around: Any = (made, shape_of(made), cluster(2), FP32)

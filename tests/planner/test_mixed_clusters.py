@@ -150,6 +150,7 @@ def test_tensor_parallelism_crosses_no_node_of_any_pool(monkeypatch: pytest.Monk
     assert any(layout.tp > 1 and layout.ranks[0] not in (0, 3) for layout in layouts)
 
 
+@pytest.mark.full
 @few_simulations
 def test_one_more_node_is_of_its_pool_and_never_buys_less_than_nothing(simulations: int) -> None:
     on = mixed((1, 2, 1.0), (1, 1, 0.5))

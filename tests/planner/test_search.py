@@ -81,21 +81,22 @@ def test_what_no_formula_names_is_found_on_few_ranks(
     assert made.plan().best.seconds <= made.evaluator.seconds(best) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_no_step_is_shorter_than_what_ranks_compute_at_least(frozen: bool) -> None:
     made = planner(model((4, 512), (6, 512), frozen=frozen), 4, 8, simulations=4)
     over = [r.seconds / made._least(r.candidate) for r in made.plan().ranked]
     assert 1 <= min(over) < 1.2
 
 
+@pytest.mark.full  # test_mixed_clusters.py: test_no_placement_is_faster
 @pytest.mark.parametrize(
     ("encoder", "llm", "ranks", "options"),
     [
         ((4, 256), (4, 512), 2, {}),
-        pytest.param((4, 768), (4, 512), 3, {}, marks=pytest.mark.full),
-        pytest.param((6, 256), (4, 768), 4, {"bandwidth": 2e8}, marks=pytest.mark.full),
-        pytest.param((2, 512), (8, 256), 4, {"launch": 3e-4}, marks=pytest.mark.full),
-        pytest.param((4, 512), (6, 512), 3, {"memory": 3e8}, marks=pytest.mark.full),
+        ((4, 768), (4, 512), 3, {}),
+        ((6, 256), (4, 768), 4, {"bandwidth": 2e8}),
+        ((2, 512), (8, 256), 4, {"launch": 3e-4}),
+        ((4, 512), (6, 512), 3, {"memory": 3e8}),
     ],
 )
 def test_no_candidate_is_faster(
@@ -408,7 +409,8 @@ def test_parameters_are_gathered_once_where_links_are_slow_and_there_is_memory()
     assert made.variants.whole(each) == []
 
 
-@pytest.mark.parametrize("reshard", [pytest.param("never", marks=pytest.mark.full), "always"])
+@pytest.mark.full
+@pytest.mark.parametrize("reshard", ["never", "always"])
 def test_when_parameters_are_freed_is_kept_as_a_person_says_it(reshard: str) -> None:
     """Over slow links, where the one is much slower than the other; nothing is tried that a run would refuse."""
     given = Given(reshard_after_forward=reshard)

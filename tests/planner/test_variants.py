@@ -210,7 +210,11 @@ def test_what_a_person_gave_is_not_contradicted() -> None:
         assert not asked.instead_of_auto(planned).prefetch
 
 
-@pytest.mark.parametrize("freeze", [(), ("vision",), ("vision.backbone",)], ids=str)
+@pytest.mark.parametrize(
+    "freeze",
+    [pytest.param((), marks=pytest.mark.full), ("vision",), pytest.param(("vision.backbone",), marks=pytest.mark.full)],
+    ids=str,
+)
 def test_nothing_that_is_planned_is_refused(freeze: tuple[str, ...]) -> None:
     """Every candidate that was simulated is one of which a run's stages and schedule can be made."""
     layouts = dict.fromkeys(("vision", "llm"), ModuleLayout(range(4)))

@@ -90,6 +90,7 @@ def together(rank: int, world: int) -> Communication:
     return communication(torch.device("cpu"))
 
 
+@pytest.mark.full
 def test_what_ranks_measure_together_is_the_cluster_that_is_planned_for(pool: Pool) -> None:
     """Their links, what shards take, and what each works for them."""
     unknown = Cluster((NodePool(DEVICE, 1, 2, Links(1.0, 1.0)),), Links(1.0, 1.0))

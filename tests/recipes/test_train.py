@@ -112,6 +112,7 @@ def test_a_run_that_fills_bubbles_says_how_much_lies_there(pool: Pool, tmp_path:
     assert [said in e["args"]["name"] for e in trace if e["name"] == "process_name"] == [True, False]
 
 
+@pytest.mark.full  # tests/distributed/test_auto.py trains what is planned
 def test_the_planner_chooses_where_the_layout_is_auto(pool: Pool, tmp_path: Path, given: tuple[str, ...]) -> None:
     cache = f"++hydra.job.env_set.XDG_CACHE_HOME={tmp_path}"
     ended = run_on_ranks(pool, 2, tmp_path / "run", *given, *SMALL, "layout=auto", "trainer.devices=2", cache)

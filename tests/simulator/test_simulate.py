@@ -270,6 +270,7 @@ def test_what_has_another_shape_is_refused() -> None:
         simulate(chain(2, 2), uniform, rows=lambda source, target: np.ones((1, 1)))
 
 
+@pytest.mark.full
 def test_ten_thousand_ranks() -> None:
     schedule = chain(16, 64, instances=78, tp=8)
     rng = np.random.default_rng(0)
