@@ -76,8 +76,9 @@ class HeteroStrategy(OwnCheckpoints):
     schedulers need nothing special.
 
     Args:
-        layouts: module name -> :class:`ModuleLayout` or its fields; ``auto``: the planner chooses, also recompute and
-            schedule if not given. None (``strategy="hetero"``): every module sharded over all ranks.
+        layouts: module name -> :class:`ModuleLayout` or its fields; ``auto``: the planner chooses, also schedule, fill,
+            pieces, prefetch, recompute and reshard_after_forward if not given, and the data module's microbatches if
+            these are ``auto``. None (``strategy="hetero"``): every module sharded over all ranks.
         recompute: modules that compute activations again in backward; by module: all, every 2, all but matmuls, whole.
         offload: modules whose blocks keep activations in host memory until backward; by module: all, every 2.
         compile: modules whose blocks and loss torch compiles, for any number of rows; or by module: the backend.
@@ -89,9 +90,10 @@ class HeteroStrategy(OwnCheckpoints):
         max_in_flight: module -> most microbatches whose activations one of its stages holds.
         reshard_after_forward: when FSDP frees gathered parameters: ``never`` within a step (they are gathered once and
             gradients reduced once), ``always`` (with every microbatch), or ``auto``: never where a module is
-            pipelined, fills bubbles or runs ahead, or where the schedule splits backwards.
+            pipelined, fills bubbles or runs ahead, or where the schedule splits backwards; or as planned.
         fill: how modules that feed a pipeline on their ranks use its bubbles: ``fine`` (wherever a rank idles),
-            ``search`` (made shorter), ``coarse`` (around its work), ``decoupled`` (recomputed), ``none`` (``auto``).
+            ``search`` (made shorter), ``coarse`` (around its work), ``decoupled`` (recomputed), ``none``;
+            ``auto``: none, or as planned.
         pieces: module that fills -> parts of about equal cost in which its forwards and backwards are cut to fit.
         prefetch: frozen encoder -> 1: in a step's bubbles it works for the next step, whose rows are held meanwhile.
         tp_bubbles: module -> share of its time in which its ranks wait for tensor-parallel collectives and others can
