@@ -141,7 +141,7 @@ def _planner(
     cluster = this_cluster(strategy.root_device, strategy.num_nodes, strategy.num_processes)
     on_processors = strategy.root_device.type == "cpu"
     if on_processors:
-        cluster = cluster.changed(cores_per_node=os.cpu_count())
+        cluster = cluster.changed(cores_per_node=len(os.sched_getaffinity(0)))
     if together is not None:
         cluster = together.on(cluster)
     bounds = ScheduleConfig(max_in_flight=strategy.executor.compiler.config.max_in_flight)

@@ -140,7 +140,7 @@ def placement(cfg: DictConfig) -> Placement:
     """
     nodes, devices, given = int(cfg.trainer.num_nodes), cfg.trainer.devices, cfg.layout
     if given == "auto" and devices is None:
-        devices = torch.cuda.device_count() or os.cpu_count()
+        devices = (cfg.trainer.accelerator != "cpu" and torch.cuda.device_count()) or len(os.sched_getaffinity(0))
     if devices is not None and not (isinstance(devices, int) and devices > 0):
         raise ConfigError(f"trainer.devices={devices}; give a number of processes, or null for the layout's")
     if given == "auto":

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -36,12 +36,18 @@ PATIENCE = 5.0
 def rank() -> int:
     """Global rank of this process before any process group exists."""
     env = os.environ
-    return int(env.get("RANK") or env.get("SLURM_PROCID") or env.get("LOCAL_RANK") or 0)
+    return int(env.get("RANK") or env.get("LOCAL_RANK") or env.get("SLURM_PROCID") or 0)
 
 
 def external() -> bool:
     """Whether torchrun or SLURM started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+
+
+def srun() -> bool:
+    """Whether SLURM started this process, as one of several or for good."""
+    shell = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")  # as Lightning tells
+    return "SLURM_PROCID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ and not shell
 
 
 def start(task: Callable[[], None], outputs: str = "outputs") -> None:
@@ -186,10 +192,13 @@ def with_layout_file(arguments: list[str]) -> list[str]:
 
 
 def _agreed(outputs: str) -> str:
-    """A run folder that rank 0 names for all, through the store that torchrun keeps; SLURM's job number says it all."""
+    """A run folder that rank 0 names for all, through the store that torchrun keeps. Of processes that srun started,
+    job and step name it: a job that is queued again has the same.
+    """
     env = os.environ
-    if "SLURM_JOB_ID" in env:
-        return f"{outputs}/slurm-{env['SLURM_JOB_ID']}"
+    if srun():
+        step = int(env.get("SLURM_STEP_ID") or 0)
+        return f"{outputs}/slurm-{env['SLURM_JOB_ID']}" + f".{step}" * bool(step)
     mine = datetime.now().strftime(f"{outputs}/%Y-%m-%d/%H-%M-%S")
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return mine
@@ -245,6 +254,14 @@ def last_checkpoint(run: str | Path) -> Path | None:
         return None
 
 
+def saved_before(folder: Path) -> Path | None:
+    """The newest checkpoint in the folder of a job that SLURM has queued again; None: there is none, or it is new."""
+    if not srun() or int(os.environ.get("SLURM_RESTART_COUNT") or 0) < 1:
+        return None
+    found = [path for path in (*folder.glob("checkpoints/last.ckpt"), *folder.glob("hpc_ckpt_*.ckpt")) if path.is_dir()]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
 GROUPS = ("optimizer", "strategy", "checkpoint", "monitor", "report")
 """Nodes of the configuration that have the same fields in every run of one version."""
 
@@ -279,8 +296,20 @@ def saved_configuration(cfg: DictConfig, run: str | Path) -> DictConfig:
             if key == "experiment":
                 raise ConfigError(f"experiment: {run} has its configuration; name the fields to change one by one")
             OmegaConf.update(saved, key, OmegaConf.select(cfg, key), merge=False)
+            if key == "layout":  # a plan's file says these too, and they are for its layouts
+                for option, value in _planned(cfg).items():
+                    saved.strategy[option] = value
     OmegaConf.set_struct(saved, True)
     return saved
+
+
+def _planned(cfg: DictConfig) -> dict[str, Any]:
+    """Options of the strategy that go with the layouts of this command line, where those are not the run's."""
+    return {option: cfg.strategy[option] for option in ("schedule", "fill", "pieces", "prefetch")} | {
+        option: value
+        for option in ("recompute", "offload", "reshard_after_forward", "tp_bubbles")
+        if (value := cfg.strategy[option]) not in (None, "auto")
+    }
 
 
 RENAMED = {

@@ -41,20 +41,19 @@ def write_layout(path: Path, placed: Placed, what: str, command: str | None) -> 
         what: the first line says it.
         command: that trains with the file, for the second line; None: the data do not train.
     """
-    candidate = placed.candidate
-    strategy: dict[str, Any] = {"schedule": placed.scheduling.schedule}
+    candidate, scheduling = placed.candidate, placed.scheduling
+    strategy: dict[str, Any] = {"schedule": scheduling.schedule}
     if candidate.recompute:
         strategy["recompute"] = {name: str(how) for name, how in candidate.recompute.items()}
     if candidate.offload:
         strategy["offload"] = {name: str(how) for name, how in candidate.offload.items()}
-    if candidate.reshard_after_forward != "auto":
-        strategy["reshard_after_forward"] = candidate.reshard_after_forward
+    if scheduling.reshard_after_forward != "auto":
+        strategy["reshard_after_forward"] = scheduling.reshard_after_forward
     if placed.graph.filling:
-        strategy["fill"] = candidate.fill
-    if candidate.pieces:
-        strategy["pieces"] = dict(candidate.pieces)
-    if candidate.prefetch:
-        strategy["prefetch"] = dict(candidate.prefetch)
+        strategy["fill"] = scheduling.fill
+    for option, by_module in (("pieces", scheduling.pieces), ("prefetch", scheduling.prefetch)):
+        if by_module:
+            strategy[option] = dict(by_module)
     content: dict[str, Any] = {
         "layout": {name: _fields(x) for name, x in placed.scheduling.uncut(placed.placement.layouts).items()},
         "strategy": strategy,

@@ -12,12 +12,12 @@ from typing import Any
 
 import hydra
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hetero_strategy.errors import ConfigError, LayoutError
+from hetero_strategy.errors import ConfigError, HeteroError, LayoutError
 from hetero_strategy.layout.placement import place
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.monitor.timeline import from_simulation
@@ -33,7 +33,7 @@ from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Placed, Step
 from hetero_strategy.planner.explain import Explanation, Unfilled, beside_collectives, explain, unfilled
 from hetero_strategy.planner.from_run import Measured
-from hetero_strategy.planner.given import Given
+from hetero_strategy.planner.given import Given, check_schedule
 from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import shape_of
@@ -64,6 +64,7 @@ PRECISIONS = {"bf16-mixed": MIXED, "16-mixed": MIXED, "32-true": Precision(4, 4)
 def plan(cfg: DictConfig) -> None:
     """Plan, print, write."""
     ran, asked = None, cfg.run
+    refuse_what_plans_choose()
     if asked:
         ran = Measured.read(cli.folder_of(asked) / "measured.json")
         cfg = cli.saved_configuration(cfg, asked)
@@ -128,15 +129,16 @@ def plan(cfg: DictConfig) -> None:
 
 def as_it_ran(ran: Measured, cfg: DictConfig, answer: Answer, planner: Planner) -> str:
     """What the run's own layouts would take on the cluster that was planned for."""
-    count, said, asked = answer.best.candidate.microbatches, cfg.strategy, planner.estimates.given
+    count, said, asked = ran.microbatches, cfg.strategy, planner.estimates.given
     pieces = dict(said.pieces or {})
     early = dict(said.prefetch or {})
     options = said.schedule, asked.recompute, said.reshard_after_forward, said.fill, pieces, early, asked.offload
     given = Candidate(ran.layouts, count, *options, tp_bubbles=bool(said.tp_bubbles))
     given = replace(given, layouts=given.scheduling.uncut(ran.layouts))
-    try:
-        took = planner.evaluator.seconds(given)
-    except LayoutError as error:
+    evaluator = planner.evaluator
+    try:  # as it was scheduled, whatever is asked of plans
+        took = evaluator.on(cluster=evaluator.cluster, asked=ScheduleConfig()).seconds(given)
+    except HeteroError as error:
         return f"as it ran   not on this cluster: {error}"
     return f"as it ran   {seconds(took)} predicted, {took / answer.best.seconds:.2f} times the best"
 
@@ -171,6 +173,9 @@ def build_all(model: MultimodalModel, step: Step, planner: Planner, console: Con
             scheduling=placed.scheduling,
             recompute=placed.candidate.recompute,
             offload=placed.candidate.offload,
+            compile=planner.estimates.given.compile,
+            balance=planner.balance,
+            microbatch_rows=planner.estimates.given.microbatch_rows,
             storage=Storage(compute, master),
             memory=cluster.memory,
             progress=lambda what: status.update(f"dry run: {what}"),
@@ -196,13 +201,41 @@ def sampled(cfg: DictConfig) -> tuple[list[StepMetadata], int | None, BalanceCon
     return data.sampled_batches(count), data.microbatches, data.balance
 
 
+def refuse_what_plans_choose() -> None:
+    """Refuse on the command line what a plan would not keep to.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    for override in cli.asked():
+        name = override.lstrip("+~").partition("=")[0]
+        if name.split(".")[0] == "layout" or name in ("trainer.devices", "trainer.num_nodes", "strategy.tp_bubbles"):
+            why = "plans choose layouts" if name.startswith("layout") else "plans do not choose it"
+            why = "plans are for all ranks of cluster" if name.startswith("trainer") else why
+            raise ConfigError(f"{name}: {why}; leave it out")
+
+
 def allowed(cfg: DictConfig) -> Allowed:
-    """What a run's other options leave to the plan, whose file says schedule, fill and layouts itself, and keeps to."""
+    """What a run's other options leave to the plan, and keep it to. How a run was scheduled does not: its plans are for
+    other layouts.
+    """
     said = cfg.strategy
+    if cfg.run:
+        here = {override.lstrip("+~").partition("=")[0].removeprefix("strategy.") for override in cli.asked()}
+        usual: dict[str, Any] = {"schedule": "auto", "fill": "auto", "pieces": None, "prefetch": None}
+        said = OmegaConf.merge(said, {option: value for option, value in usual.items() if option not in here})
     payload = str(cfg.data.module.get("payload", "fetch")) if "module" in cfg.data else "fetch"
-    asked = ScheduleConfig("auto", said.max_in_flight or {}, pieces=said.pieces or {}, prefetch=said.prefetch or {})
-    batches, reshard = int(cfg.trainer.get("accumulate_grad_batches") or 1), str(said.reshard_after_forward)
-    given = Given(recomputes(said.recompute), offloads(said.offload), compiles(said.compile), batches, reshard)
+    check_schedule(said.schedule)
+    asked = ScheduleConfig(
+        said.schedule, said.max_in_flight or {}, said.reshard_after_forward, said.fill, said.pieces or {},
+        said.prefetch or {}, said.islands,
+    )  # fmt: skip
+    rows = dict((cfg.data.module.get("encoder_microbatch_rows") if "module" in cfg.data else None) or {})
+    given = Given(
+        recomputes(said.recompute), offloads(said.offload), compiles(said.compile),
+        int(cfg.trainer.get("accumulate_grad_batches") or 1), str(said.reshard_after_forward), [*(said.cache or ())],
+        rows,
+    )  # fmt: skip
     return Allowed.beside(asked, given, payload)
 
 

@@ -370,24 +370,29 @@ class MultimodalDataModule(L.LightningDataModule):
             raise ConfigError(f"MultimodalDataModule: {name} is {given!r}; use a number or 'auto'")
         return None
 
-    def check_microbatches(self) -> None:
+    def check_microbatches(self, *, fit: bool) -> None:
         """Refuse ``auto`` without a budget, where layouts are given and no plan says how many there are.
+
+        Args:
+            fit: whether batches are trained.
 
         Raises:
             ConfigError: naming the option.
         """
-        for split in (split for split, manifest in self.manifests.items() if manifest is not None):
-            self._count_in(split, None)
+        if fit and self.manifests["train"] is not None:
+            self._count_in("train", None)
 
     def _count_in(self, split: Split, planned: int | None) -> int | None:
-        """Microbatches of a step of a split; None: by budget."""
+        """Microbatches of a step of a split; None: by budget. An evaluation that nobody planned for has one."""
         training, first = split == "train", self.language_models[0]
         count = self.microbatches if training else self.eval_microbatches
         if count is not None or first in self.balance.budget:
             return count
+        if planned is None and not training:
+            return 1
         if planned is None:
             raise ConfigError(
-                f"MultimodalDataModule: {'' if training else 'eval_'}microbatches=auto follows from a budget, but"
+                "MultimodalDataModule: microbatches=auto follows from a budget, but"
                 f" balance.budget has none for '{first}'; give budget={{{first}: <tokens of an instance in a"
                 " microbatch>}, a number of microbatches, or HeteroStrategy(layouts='auto'), which plans it"
             )

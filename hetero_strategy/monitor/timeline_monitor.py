@@ -132,6 +132,7 @@ def _pair(executor: Executor, steps: Sequence[Ran]) -> MeasuredAndSimulated:
             layouts,
             {name: executor.compiler.costs[StageId(name, 0)].recomputed for name in layouts},
             fitted_stages(steps, synchronous),
+            steps[-1].plan.microbatches,
         ),
     )
 

@@ -32,7 +32,7 @@ from hetero_strategy.parallelize.fsdp import apply_fsdp
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.offload import HostMemory, Offload, apply_offload
 from hetero_strategy.parallelize.recompute import Recompute, apply_recompute
-from hetero_strategy.parallelize.stages import adopt, cut, owned_tensors, ties_kept
+from hetero_strategy.parallelize.stages import adopt, cut, in_no_stage, owned_tensors, ties_kept
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.traits import check_traits, restore_traits, traits_of
 
@@ -186,7 +186,7 @@ def _stage_faults(module: Adapter, layout: ModuleLayout) -> list[str]:
         faults.append(
             f"split={list(layout.split)} sums to {sum(layout.split)}, but {kind} has {blocks} blocks; give all of them"
         )
-    if pipeline.stages > 1 and (loose := _in_no_stage(module)):
+    if pipeline.stages > 1 and (loose := in_no_stage(module)):
         faults.append(
             f"pp={layout.pp}, but '{loose[0]}' of {kind} is in no block, and neither before nor after all blocks, so"
             " every stage would train a copy of its own; name it, or what holds it, in before_blocks or after_blocks"
@@ -199,13 +199,6 @@ def _stage_faults(module: Adapter, layout: ModuleLayout) -> list[str]:
             " or tie_word_embeddings=false"
         )
     return faults
-
-
-def _in_no_stage(module: Adapter) -> list[str]:
-    """Parameters of which nothing says which stage has them."""
-    parts = (*module.blocks(), *(fqn for around in module.around_blocks() for fqn in around))
-    known = tuple(f"{fqn}." for fqn in parts)
-    return [fqn for fqn, _ in module.named_parameters(remove_duplicate=False) if not f"{fqn}.".startswith(known)]
 
 
 def check_all(modules: dict[str, Adapter], layouts: dict[str, ModuleLayout]) -> None:

@@ -27,6 +27,13 @@ def cut(module: Adapter, split: Sequence[int], numbers: Iterable[int]) -> dict[i
     return stages
 
 
+def in_no_stage(module: Adapter) -> list[str]:
+    """Parameters of which nothing says which stage has them."""
+    parts = (*module.blocks(), *(fqn for around in module.around_blocks() for fqn in around))
+    known = tuple(f"{fqn}." for fqn in parts)
+    return [fqn for fqn, _ in module.named_parameters(remove_duplicate=False) if not f"{fqn}.".startswith(known)]
+
+
 def owned_tensors(stage: Adapter) -> dict[str, nn.Parameter]:
     """Return the parameters of a stage by their name in the whole module."""
     return {stage.global_name(fqn): parameter for fqn, parameter in stage.named_parameters()}

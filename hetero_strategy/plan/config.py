@@ -99,6 +99,8 @@ class BalanceConfig:
         """
         if isinstance(value, BalanceConfig):
             return value
+        if value == AS_SAMPLED:
+            return cls(policy=AS_SAMPLED, rearrange="none", reorder="none")
         if value is None or isinstance(value, str):
             return cls(policy=value or "auto")
         known = {f.name for f in fields(cls)}

@@ -41,7 +41,9 @@ class Chain(NamedTuple):
 
 
 def chain_degrees(shape: ModelShape, ranks: int, ranks_per_node: int, most_instances: int) -> Iterator[Degrees]:
-    """All ways to lay one pipeline over so many ranks."""
+    """All ways to lay one pipeline over so many ranks, where every module can be cut anywhere."""
+    if not all(module.cuttable for module in shape.modules.values()):
+        return iter(())
     blocks = sum(module.blocks for module in shape.modules.values())
     tp = sorted(set.intersection(*(set(module.tp) for module in shape.modules.values())))
     return (way for way in ways(tp, blocks, ranks, ranks_per_node, most_instances) if way.pp > 1)

@@ -49,7 +49,7 @@ class Device:
     """One accelerator, or one processor core.
 
     Args:
-        flops: most dense FLOP/s in the dtype that modules compute in.
+        flops: most dense FLOP/s in numbers of 2 bytes.
         memory: bytes.
         memory_bandwidth: bytes per second.
         matmul: share of ``flops`` that matrix products of a model's sizes reach.
@@ -57,6 +57,7 @@ class Device:
         launch: seconds of a block's forward that do not shrink with its rows: kernels begin and end.
         source: where the figures are from.
         sharding: what sharded parameters take besides collectives; measured on processors only.
+        flops_fp32: most FLOP/s in wider numbers, without TF32; 0: the same.
     """
 
     name: str
@@ -68,6 +69,11 @@ class Device:
     launch: float = 0.0
     source: str = ""
     sharding: Sharding = NO_SHARDING
+    flops_fp32: float = 0.0
+
+    def peak(self, width: int) -> float:
+        """Most FLOP/s in numbers of so many bytes."""
+        return self.flops_fp32 or self.flops if width > 2 else self.flops
 
 
 @dataclass(frozen=True)

@@ -258,8 +258,7 @@ class Estimates:
 
     def blocks(self, module: str) -> int:
         """Most stages that a module can be cut into."""
-        shape = self._shape.modules[module]
-        return shape.blocks if shape.has_blocks else 1
+        return self._shape.modules[module].most_stages
 
     def least_ranks(self, module: str, instances: int | None = None) -> float:
         """Ranks that are needed to hold a module, all of them as shards.

@@ -6,11 +6,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float64
 
+from hetero_strategy.layout.islands import check_islands
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.layout.spec import ModuleLayout
@@ -146,6 +147,8 @@ class Evaluator:
         overlap: which collectives run beside compute.
         measured: seconds of modules' blocks; others follow from FLOPs.
         accumulated: global batches of an optimizer step.
+        asked: how steps are scheduled, as far as a person says it; candidates say the rest.
+        microbatch_rows: see :func:`plan_step`.
     """
 
     def __init__(
@@ -159,12 +162,16 @@ class Evaluator:
         overlap: Overlap = OURS,
         measured: Mapping[str, ModuleSeconds] = MappingProxyType({}),
         accumulated: int = 1,
+        asked: ScheduleConfig = ScheduleConfig(),  # noqa: B008
+        microbatch_rows: Mapping[str, int | Literal["equal"]] = MappingProxyType({}),
     ) -> None:
         self.shape, self.cluster, self.batches = shape, cluster, tuple(batches)
         self.precision, self._measured = precision, measured
         self._balance = balance or BalanceConfig()
+        self._asked, self._microbatch_rows = asked, microbatch_rows
         given: Any = {"precision": precision, "overlap": overlap, "accumulated": accumulated}
         self._times: Callable[..., list[StageTimes]] = partial(module_times, **given)
+        given |= {"asked": asked, "microbatch_rows": microbatch_rows}
         self.on = partial(Evaluator, shape, batches=batches, balance=balance, measured=measured, **given)
         """The same on another ``cluster``."""
         self._fed = shape.fed_by_trainable()
@@ -177,13 +184,15 @@ class Evaluator:
         Raises:
             LayoutError: layouts that do not fit the cluster or the modules.
             ScheduleError: a schedule that does not fit the layouts.
+            ConfigError: what a person asks of schedules does not.
         """
-        asked = place(candidate.layouts, self.cluster.ranks).layouts
-        scheduling = candidate.scheduling.resolved(asked)
+        given = place(candidate.layouts, self.cluster.ranks).layouts
+        scheduling = self._asked.instead_of_auto(candidate.scheduling).resolved(given)
+        check_islands(given, scheduling.islands)
         others, edges = self.shape.others, self.shape.edges
-        filling, apart = scheduling.filling(others, asked, edges), scheduling.apart(others, asked, edges)
+        filling, apart = scheduling.filling(others, given, edges), scheduling.apart(others, given, edges)
         blocks = {name: module.blocks * module.has_blocks for name, module in self.shape.modules.items()}
-        asked = scheduling.most_ahead(scheduling.in_pieces(filling, asked), blocks)
+        given = scheduling.most_ahead(scheduling.in_pieces(filling, given), blocks)
         again = decoupled(candidate.recompute, scheduling.fill, filling)
         casts = self.precision.compute != self.precision.master
         layouts: dict[str, ModuleLayout] = {}
@@ -191,7 +200,7 @@ class Evaluator:
         trains: dict[StageId, bool] = {}
         for name, module in self.shape.modules.items():
             share = again[name].share(module.blocks) if name in again else 0.0
-            layouts[name] = layout = self._with_split(module, asked[name], share, self._fed[name], self.lengths[name])
+            layouts[name] = layout = self._with_split(module, given[name], share, self._fed[name], self.lengths[name])
             casting = casts and bool(module.trained.any())
             once = scheduling.gathered_once(layout, casts=casting, apart=name in {*apart, *scheduling.prefetch})
             stages = self._times(
@@ -294,7 +303,15 @@ class Evaluator:
         work, fill = work_of(plan, graph), scheduling.fill
         bubbles = None if placed.unlinked is None else self.bubbles(placed, plan)
         usual = None if bubbles is None else bubbles.usual
-        schedule = make_schedule(scheduling.schedule, graph, work, seconds.usual, fill=fill, bubbles=usual)
+        schedule = make_schedule(
+            scheduling.schedule,
+            graph,
+            work,
+            seconds.usual,
+            max_in_flight=scheduling.max_in_flight,
+            fill=fill,
+            bubbles=usual,
+        )
         rows = rows_between(plan, placed.graph, self.row_bytes(placed))
         together = placed.together
         simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=together, bubbles=bubbles)
@@ -337,6 +354,7 @@ class Evaluator:
             shape.samplewise,
             microbatches=microbatches,
             row_multiple={name: n for name, n in parts.items() if n > 1},
+            microbatch_rows=self._microbatch_rows,
             balancing=self._balance.resolve(instances, around),
         )
 

@@ -40,12 +40,15 @@ class Measured:
     recomputed: Mapping[str, float]
     """Module -> share of its forward that backward runs again; others: 0."""
     stages: StageSeconds
+    microbatches: int = 1
+    """Of its last step."""
 
     def write(self, file: Path) -> None:
         """As json."""
         data = {
             "layouts": {name: _plain(layout) for name, layout in self.layouts.items()},
             "recomputed": dict(self.recomputed),
+            "microbatches": self.microbatches,
             "stages": {str(stage): dict(of) for stage, of in self.stages.items()},
         }
         file.write_text(json.dumps(data, indent=1))
@@ -64,7 +67,7 @@ class Measured:
                 for name, _, number, of in ((*s.rpartition("."), of) for s, of in data["stages"].items())
             }
             layouts = {name: ModuleLayout.from_config(name, of) for name, of in data["layouts"].items()}
-            return cls(layouts, data["recomputed"], stages)
+            return cls(layouts, data["recomputed"], stages, int(data["microbatches"]))
         except FileNotFoundError:
             raise ConfigError(
                 f"{file} is missing: a run writes it at the end of training (TimelineMonitor), once it has made steps"

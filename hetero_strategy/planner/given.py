@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+from hetero_strategy.errors import ConfigError
 from hetero_strategy.parallelize.offload import Offload, check_offload, refusal
 from hetero_strategy.parallelize.per_module import check_blocks
 from hetero_strategy.parallelize.recompute import Recompute
-from hetero_strategy.planner.shape import ModelShape
+from hetero_strategy.planner.shape import ModelShape, ModuleShape
+
+
+def check_schedule(schedule: str) -> None:
+    """Refuse a schedule that plans cannot keep to.
+
+    Raises:
+        ConfigError: it is for layouts with virtual stages.
+    """
+    if schedule in ("interleaved_1f1b", "zbv"):
+        raise ConfigError(
+            f"schedule={schedule!r}: plans choose virtual stages and the schedule that goes with them; leave it out, or"
+            " give layouts"
+        )
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,10 @@ class Given:
     """Global batches of an optimizer step."""
     reshard_after_forward: str = "auto"
     """When FSDP frees what it gathered."""
+    cached: Collection[str] = ()
+    """Modules whose rows are read from disk."""
+    microbatch_rows: Mapping[str, int | Literal["equal"]] = field(default_factory=dict)
+    """``encoder_microbatch_rows`` of the data module."""
 
     def check(self, shape: ModelShape) -> None:
         """Refuse what no layout can run.
@@ -37,6 +55,19 @@ class Given:
         check_blocks("recompute", self.recompute, blocks)
         check_blocks("offload", self.offload, blocks)
         check_offload(self.offload, self.recompute, self.compile, dict.fromkeys(blocks, 1))
+
+    def narrowed(self, shape: ModelShape) -> ModelShape:
+        """Without tensor parallelism of modules that a run takes whole alone: those whose rows are read from disk, and
+        compiled ones that torch's compiler fails on.
+        """
+
+        def whole(name: str, module: ModuleShape) -> bool:
+            again = self.recompute.get(name)
+            keeps = again is not None and again.keeps_matmuls
+            return name in self.cached or (name in self.compile and (keeps or not module.tp_compiles))
+
+        modules = {n: replace(m, tp=(1,)) if whole(n, m) else m for n, m in shape.modules.items()}
+        return replace(shape, modules=modules)
 
     def recomputed(self, module: str, chosen: int) -> Recompute | None:
         """What of a module runs again, if a plan chooses one of so many blocks; 0: none."""

@@ -1,6 +1,7 @@
 """What known devices and links can do: plain data with sources, and the clusters that are built of them.
 
-Peaks are dense bf16 FLOP/s and links are bytes per second into one rank, as in datasheets. What is reached of them is
+Peaks are dense bf16 FLOP/s (in fp32 :data:`FP32`) and links are bytes per second into one rank, as in datasheets.
+What is reached of them is
 one share per device for matmuls, one for attention, and one for all links. Shares of attention and links are published
 measurements of kernels and collectives. A device's best matmul is published too (MAMF,
 github.com/stas00/ml-engineering: 0.803 of an H100's peak, 0.869 of an A100's), but the matmuls of a model in a long run
@@ -10,6 +11,7 @@ are slower, so their share is calibrated on one published training run per archi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -37,8 +39,14 @@ BLOCK_LAUNCH = 12 * 3.8e-6
 3.8 us in a stream (NVIDIA's "Getting Started with CUDA Graphs")."""
 GIGABIT = 1e9 / 8
 
+FP32 = {
+    "a40": 37.4e12, "a100": 19.5e12, "a800": 19.5e12, "h100": 67e12, "h800": 67e12, "h200": 67e12, "b200": 75e12,
+    "gb200": 80e12,
+}  # fmt: skip
+"""FLOP/s in fp32 without TF32, as torch computes unless it is told otherwise; of the same datasheets."""
+
 DEVICES: Mapping[str, Device] = {
-    device.name: device
+    device.name: replace(device, flops_fp32=FP32.get(device.name, 0.0))
     for device in (
         Device("a40", 149.7e12, 48e9, 696e9, *AMPERE, BLOCK_LAUNCH, "NVIDIA A40 datasheet; shares of an a100"),
         Device("a100", 312e12, 80e9, 2.039e12, *AMPERE, BLOCK_LAUNCH, "NVIDIA A100 80GB SXM datasheet"),
@@ -183,6 +191,15 @@ def _links(links: Links, where: str, overrides: Mapping[str, float]) -> Links:
     return Links(latency, LINK_SHARE * overrides.get(f"{where}_bandwidth", links.bandwidth))
 
 
+def known_device(name: str) -> str | None:
+    """The one of :data:`DEVICES` that CUDA calls so; None: there is none.
+
+    >>> known_device("NVIDIA A100-SXM4-40GB"), known_device("NVIDIA RTX A4000"), known_device("NVIDIA GH200 480GB")
+    ('a100', None, None)
+    """
+    return next((known for known in DEVICES if re.search(rf"(?<![A-Z0-9]){known}(?![0-9])", name, re.IGNORECASE)), None)
+
+
 def this_cluster(device: torch.device, nodes: int, ranks_per_node: int) -> Cluster:
     """Nodes like this machine, for plans that are made where they run.
 
@@ -192,9 +209,9 @@ def this_cluster(device: torch.device, nodes: int, ranks_per_node: int) -> Clust
     if device.type != "cuda":
         return cluster("cpu", nodes, ranks_per_node)
     found = torch.cuda.get_device_name(device)
-    for name in sorted(DEVICES, key=len, reverse=True):
-        if name.upper() in found.upper().replace(" ", ""):
-            return cluster(name, nodes, ranks_per_node)
+    if name := known_device(found):
+        there = float(torch.cuda.get_device_properties(device).total_memory)
+        return cluster(name, nodes, ranks_per_node, memory=min(DEVICES[name].memory, there))
     raise ConfigError(
         f"layouts='auto': nothing is known of {found}; known: {', '.join(DEVICES)}; give layouts, such as those of"
         " python -m recipes.plan with the figures of your device (+cluster.flops=...)"

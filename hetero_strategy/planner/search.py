@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
-from hetero_strategy.errors import ConfigError, LayoutError, ScheduleError
+from hetero_strategy.errors import ConfigError, HeteroError, LayoutError, ScheduleError
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.answer import Answer, Ranked, fastest, is_homogeneous
@@ -98,18 +98,23 @@ class Planner:
         if measured and len(cluster.pools) > 1:
             raise ConfigError(f"planner: blocks were measured on one kind of device, and the cluster is {cluster}")
         allowed.given.check(shape)
+        shape = allowed.given.narrowed(shape)
         given: Any = {"precision": precision, "measured": measured}
         self._with = partial(
             Planner, shape, batches=batches, microbatches=microbatches, balance=balance, allowed=allowed, **given
         )
-        accumulated = allowed.given.accumulated
-        self.evaluator = Evaluator(shape, cluster, batches, balance=balance, accumulated=accumulated, **given)
+        self.evaluator = Evaluator(
+            shape, cluster, batches, balance=balance, accumulated=allowed.given.accumulated, asked=allowed.asked,
+            microbatch_rows=allowed.given.microbatch_rows, **given,
+        )  # fmt: skip
         self.estimates = Estimates(shape, cluster, batches, given=allowed.given, **given)
+        self.balance = balance
         self.variants = Variants(self.evaluator, allowed, self._fits, microbatches)
         self._simulations = simulations
         self._tie = ON_SHARED_CORES if self.evaluator.cluster.shares_cores else Answer.tie
         self.proposer = Proposer(shape, self.estimates, batches, microbatches)
         self._done, self._tell = 0, _nobody
+        self._why_none: HeteroError | None = None
 
     def with_node(self, pool: int, simulations: int) -> Planner:
         """Plans for the same model and data on a cluster with one more node in a pool."""
@@ -132,7 +137,7 @@ class Planner:
             seconds: how long to simulate, the most promising first; at least one candidate is.
 
         Raises:
-            LayoutError: no candidate fits into memory.
+            LayoutError: no candidate fits into memory, or none runs.
         """
         proposals, lean, model = self.proposer.proposals(), list[tuple[Proposal, Candidate]](), None
         if proposals and memory is not None:
@@ -162,6 +167,8 @@ class Planner:
         else:
             self._vary_all(ranked, end)
         self._vary(self.variants.ahead, ranked, end, WORTH_ROWS)
+        if not ranked:
+            raise LayoutError(f"planner: no candidate runs; the last one: {self._why_none}")
         ranked.sort(key=lambda r: r.seconds)
         if model is None:
             return Answer(tuple(ranked), self.proposer.considered, tie=self._tie)
@@ -350,7 +357,8 @@ class Planner:
         enough = () if best is None else best.batches
         try:
             took = self.evaluator.of_batches(candidate, [BEHIND * one for one in enough])
-        except (LayoutError, ScheduleError, ConfigError):  # such as fewer samples than microbatches
+        except (LayoutError, ScheduleError, ConfigError) as error:  # such as fewer samples than microbatches
+            self._why_none = error
             return
         others = enough[len(took) :]  # left out: as much slower as the first
         took += [one * sum(took) / sum(enough[: len(took)]) for one in others]

@@ -15,6 +15,7 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.offload import Offload
 from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.parallelize.stages import in_no_stage
 from hetero_strategy.planner.layers import fed_by_trainable
 from hetero_strategy.schedule.action import StageId
 
@@ -44,7 +45,7 @@ class ModuleShape:
     trained_share: Float64[np.ndarray, "blocks"]
     """Share of a block's matmuls whose weights train."""
     has_blocks: bool
-    """Whether it can be cut into stages and recomputed."""
+    """Whether it can be recomputed, and most can be cut into stages."""
     width: int
     """Size of the rows between its blocks."""
     edge_width: int
@@ -64,10 +65,21 @@ class ModuleShape:
     """Bytes of the buffers of a stage, most of which are tables of positions that every stage has."""
     moved: Float64[np.ndarray, "blocks"] = field(default_factory=lambda: np.zeros(1))
     """Numbers per row that a block's forward writes or reads between its matmuls."""
+    cuttable: bool = True
+    """Whether every parameter is in a block, or before or after all: else there is one stage."""
+    tied: bool = False
+    """Whether its first and last stage share a parameter."""
+    tp_compiles: bool = True
+    """Whether torch's compiler takes its tensor-parallel layers."""
 
     @property
     def blocks(self) -> int:
         return len(self.per_row)
+
+    @property
+    def most_stages(self) -> int:
+        """Into how many stages it can be cut."""
+        return self.blocks if self.has_blocks and self.cuttable else 1
 
     def saved(self, recompute: Recompute | None = None, offload: Offload | None = None) -> float:
         """Numbers per row that autograd keeps on the device for the backward of all blocks.
@@ -152,6 +164,9 @@ def _module(module: Adapter) -> ModuleShape:
         stored=np.stack([_stored(s, module) for s in stages]),
         largest=np.array([max((p.numel() for p in s.parameters() if p.requires_grad), default=0) for s in stages]),
         buffers=max(sum(b.nbytes for b in s.buffers()) for s in stages),
+        cuttable=not in_no_stage(module),
+        tied=module.tied_weight() is not None,
+        tp_compiles=module.tp_compiles,
     )
 
 

@@ -104,8 +104,7 @@ def degrees(
         most_instances: units of a step; more instances would never all have work.
         mixed: all other mixtures of replicas and shards, too.
     """
-    most_stages = module.blocks if module.has_blocks else 1
-    return [*ways(module.tp, most_stages, ranks, ranks_per_node, most_instances, mixed)]
+    return [*ways(module.tp, module.most_stages, ranks, ranks_per_node, most_instances, mixed)]
 
 
 def ways(

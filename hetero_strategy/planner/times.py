@@ -245,7 +245,8 @@ def block_lines(
     Attention and what lies between matmuls have no weights: their backward belongs to the gradient of the rows.
     """
     device, tp = cluster.device, layout.tp
-    matmul, attention = device.flops * device.matmul * tp, device.flops * device.attention * tp
+    peak = device.peak(precision.compute) * tp
+    matmul, attention = peak * device.matmul, peak * device.attention
     moved = np.broadcast_to(shape.moved, shape.blocks) * precision.compute / device.memory_bandwidth / tp
     collectives = tp_collectives(shape, tp, cluster, precision)
     forward, again, weight = list[Line](), list[Line](), list[Line]()

@@ -28,6 +28,8 @@ class Allowed:
     """``prefetch``, and ``pieces`` for it."""
     given: Given = field(default_factory=Given)
     """What every candidate has."""
+    asked: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """How every candidate is scheduled, as far as a person says it."""
 
     @classmethod
     def beside(cls, asked: ScheduleConfig, given: Given, payload: str) -> Allowed:
@@ -37,10 +39,13 @@ class Allowed:
             payload: of the data module.
         """
         free = asked.fill == "auto"
+        if free and asked.pieces and not asked.prefetch:  # parts of what fills
+            asked = replace(asked, fill="fine")
         return cls(
             decoupled=free and not given.recompute and not given.offload and not asked.max_in_flight,
             prefetch=free and not asked.prefetch and not asked.pieces and payload != "all_to_all",
             given=given,
+            asked=asked,
         )
 
 
@@ -65,6 +70,7 @@ class Variants:
         self._evaluator, self._allowed, self._fits = evaluator, allowed, fits
         modules, fed = evaluator.shape.modules, {target for _, target in evaluator.shape.edges}
         self._blocks = {name: module.blocks if module.has_blocks else 1 for name, module in modules.items()}
+        self._tied = {name: module.tied for name, module in modules.items()}
         self._blocked = [name for name, module in modules.items() if module.has_blocks]
         self._first = {source for source, _ in evaluator.shape.edges} - fed
         """Modules that feed others and that nothing feeds."""
@@ -74,12 +80,15 @@ class Variants:
     def schedules(self, candidate: Candidate) -> list[Candidate]:
         """With other schedules, and with virtual stages."""
         piped = [name for name, layout in candidate.layouts.items() if layout.pp > 1]
-        if not piped:
+        if not piped or self._allowed.asked.schedule != "auto":
             return []
         ways = [replace(candidate, schedule="zb_h1")]
         if candidate.microbatches <= max(layout.pp for layout in candidate.layouts.values()):  # 1F1B holds all, too
             ways.append(replace(candidate, schedule="gpipe"))
+        tied = [name for name in piped if self._tied[name] and candidate.layouts[name].dp > 1]
         for vpp, style, schedule in ((2, "loop", "interleaved_1f1b"), (4, "loop", "interleaved_1f1b"), (2, "v", "zbv")):
+            if style == "v" and tied:  # a rank with both stages would reduce the gradient of what they share twice
+                continue
             layouts = dict(candidate.layouts)
             for name in piped:
                 if layouts[name].split is None and layouts[name].pp * vpp <= self._blocks[name]:
@@ -124,8 +133,9 @@ class Variants:
         generators that go with the first of these.
         """
         shape, fine = self._evaluator.shape, replace(candidate, fill="fine")
-        always = candidate.reshard_after_forward == "always"  # whose instances cannot act on their own
-        if always or candidate.pieces or not fine.scheduling.apart(shape.others, candidate.layouts, shape.edges):
+        # Instances that gather in each microbatch cannot act on their own.
+        fixed = candidate.reshard_after_forward == "always" or self._allowed.asked.fill != "auto"
+        if fixed or candidate.pieces or not fine.scheduling.apart(shape.others, candidate.layouts, shape.edges):
             return []
         around = ("coarse",) if self._filling(fine, candidate.layouts) else ()
         same = {"auto": "none"}.get(candidate.fill, candidate.fill)

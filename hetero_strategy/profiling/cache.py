@@ -29,6 +29,7 @@ from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.activations import Activations, BlockBytes, Head, HeadBytes
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.given import Given
+from hetero_strategy.planner.hardware import known_device
 from hetero_strategy.planner.memory import CPU, CUDA, MemoryModel
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.times import BlockSeconds, Line, Precision
@@ -64,7 +65,7 @@ def profile_on(
     """
     name, threads = cluster.device.name, torch.get_num_threads()
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else "none but processor cores"
-    if name != "cpu" and name not in here.lower().replace(" ", ""):
+    if name not in ("cpu", known_device(here)):
         raise ConfigError(
             f"profile: blocks are measured on the cluster's own device, {name}, and this machine has {here}; run this"
             " there, or leave profile out"
@@ -82,7 +83,7 @@ def profile_on(
         cluster = cluster.changed(device=reached)
     finally:
         torch.set_num_threads(threads)
-    return found, cluster.changed(cores_per_node=os.cpu_count()) if name == "cpu" else cluster
+    return found, cluster.changed(cores_per_node=len(os.sched_getaffinity(0))) if name == "cpu" else cluster
 
 
 def memory_model(
@@ -104,7 +105,8 @@ def memory_model(
     ways = [way for way in WAYS if keeps or way != MATMULS]
     of = {**structure(model), "activations": ways, "dtype": str(dtype), "buckets": buckets}
     activations = cached(lambda: activations_of(model, dtype, buckets=buckets, ways=ways), of, _activations)
-    return MemoryModel(shape, activations, precision, CPU if on_cpu else CUDA, given.accumulated > 1)
+    allocator = replace(CPU if on_cpu else CUDA, buckets=buckets)
+    return MemoryModel(shape, activations, precision, allocator, given.accumulated > 1)
 
 
 def cached(make: Callable[[], Result], of: Mapping[str, Any], read: Callable[[Any], Result]) -> Result:

@@ -106,8 +106,10 @@ def planned(
     shape, precision = shape_of(model), Precision(storage.compute.itemsize, storage.master.itemsize)
     device, batches = strategy.root_device, data.sampled_batches(BATCHES)
     cluster = this_cluster(device, strategy.num_nodes, strategy.num_processes)
-    more: Any = trainer.accumulate_grad_batches, asked.reshard_after_forward
-    options = Given(strategy.recompute, strategy.offload, strategy.compile, *more)
+    options = Given(
+        strategy.recompute, strategy.offload, strategy.compile, trainer.accumulate_grad_batches,
+        asked.reshard_after_forward, [*strategy.row_caches.folders], data.encoder_microbatch_rows,
+    )  # fmt: skip
     measured: Mapping[str, ModuleSeconds] = {}
     if device.type == "cpu":
         profiled, cluster = profile_on(cluster, model, batches, storage.compute, seconds=SECONDS)

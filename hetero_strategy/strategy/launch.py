@@ -157,9 +157,11 @@ def check_microbatches(given: Sequence[Any], trainer: Trainer | None) -> None:
         ConfigError: ``microbatches="auto"`` without a budget, and layouts are not planned.
     """
     context = getattr(trainer and trainer.strategy, "context", None)
+    if trainer is None or context is None or context.placed_later or context.microbatches is not None:
+        return
     for data in given:
-        if isinstance(data, MultimodalDataModule) and context is not None and not context.placed_later:
-            data.check_microbatches()
+        if isinstance(data, MultimodalDataModule):
+            data.check_microbatches(fit=trainer.state.fn == "fit")
 
 
 def minutes(option: str, given: timedelta | float) -> timedelta:

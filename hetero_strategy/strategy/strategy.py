@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import rank_zero_only
+from lightning.fabric.utilities import rank_zero_only, rank_zero_warn
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
@@ -41,6 +41,7 @@ from hetero_strategy.parallelize.kernels import async_tp, use_async_tp, use_flas
 from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.optimizer import choose_kernels
 from hetero_strategy.parallelize.recompute import recomputes
+from hetero_strategy.planner.given import check_schedule
 from hetero_strategy.runtime.agreement import Stop
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.runtime.memory import out_of_memory
@@ -155,6 +156,8 @@ class HeteroStrategy(OwnCheckpoints):
             schedule, max_in_flight or {}, reshard_after_forward, fill, pieces or {}, prefetch or {}, islands,
             tp_bubbles or {},
         )  # fmt: skip
+        if self._auto:
+            check_schedule(schedule)
         if tp_bubbles and (async_tp or self._auto):
             option = "async_tp" if async_tp else "layouts='auto'"
             why = "fused operators of two streams would share buffers" if async_tp else "plans do not choose it"
@@ -238,6 +241,7 @@ class HeteroStrategy(OwnCheckpoints):
         check_process_count(self.cluster_environment, world_size)
         if self._layouts is not None:
             self._placement = place(self._layouts, world_size)
+            self._check_names()
             self._scheduling.check(self._placement.layouts)
         if self.cluster_environment.creates_processes_externally:
             die_with_script()
@@ -246,6 +250,20 @@ class HeteroStrategy(OwnCheckpoints):
             self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
             self._launcher = MultiProcessingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
+
+    def _check_names(self) -> None:
+        """Refuse options of modules that have no layout, before processes start."""
+        scheduling, known = self._scheduling, [*(self._layouts or {})]
+        by_option: dict[str, Mapping[str, object]] = {
+            "recompute": self.recompute, "offload": self.offload, "compile": self.compile, "float8": self._float8,
+            "pieces": scheduling.pieces, "prefetch": scheduling.prefetch, "tp_bubbles": scheduling.tp_bubbles,
+            "cache": self.row_caches.folders,
+        }  # fmt: skip
+        for option, named in by_option.items():
+            if unknown := [repr(name) for name in named if name not in known]:
+                raise ConfigError(
+                    f"HeteroStrategy: {option} names {', '.join(unknown)}; the modules are {', '.join(known)}"
+                )
 
     def setup_environment(self) -> None:
         if self.lightning_module is not None:
@@ -324,6 +342,12 @@ class HeteroStrategy(OwnCheckpoints):
             ranks_per_node=self.num_processes, storage=storage, scheduling=self._scheduling, recompute=self.recompute,
             offload=self.offload, compile=self.compile, timeout=self._timeout, async_checkpoint=self._async_checkpoint,
         )  # fmt: skip
+        graph = assembled.executor.compiler.graph
+        if self._scheduling.fills and not graph.filling and all(node.cohort < 0 for node in graph.stages):
+            rank_zero_warn(
+                f"HeteroStrategy: fill={self._scheduling.fill!r} does nothing: no module shares ranks with a pipeline"
+                " that its rows reach"
+            )
         meshes = [mesh for name in asynchronous if (mesh := assembled.registry.mesh(name)) is not None]
         use_async_tp([mesh.get_group("tp") for mesh in meshes])
         self._owned, self.recompute, model = assembled.owned, dict(assembled.recompute), self._multimodal

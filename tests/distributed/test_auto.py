@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
@@ -61,9 +62,11 @@ def test_on_cuda_the_memory_of_its_device_is_kept_to_and_none_is_taken(
     with models_without_values():
         model = model_of(job, vocabulary=8)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=2**40))
     strategy: Any = SimpleNamespace(
-        root_device=torch.device("cuda", 0), num_nodes=1, num_processes=2, recompute={}, offload={}, compile={}
-    )
+        root_device=torch.device("cuda", 0), num_nodes=1, num_processes=2, recompute={}, offload={}, compile={},
+        row_caches=SimpleNamespace(folders={}),
+    )  # fmt: skip
     trainer: Any = SimpleNamespace(datamodule=datamodule(job), accumulate_grad_batches=1)
     storage, state = Storage(torch.bfloat16), torch.get_rng_state()
     caplog.set_level(logging.INFO)
@@ -83,6 +86,20 @@ def test_without_batches_to_plan_for_it_says_what_to_do() -> None:
     anyone: Any = SimpleNamespace(datamodule=None)
     with pytest.raises(ConfigError, match="MultimodalDataModule; pass one to the Trainer"):
         planned(anyone, anyone, anyone, anyone, anyone)
+
+
+def test_what_names_no_module_or_no_plan_keeps_to_is_refused_before_processes_start() -> None:
+    layouts = {"vision": {"ranks": [0]}, "llm": {"ranks": [0]}}
+    for option, named in {
+        "recompute": ["lm"], "offload": ["lm"], "compile": ["lm"], "float8": ["lm"], "prefetch": {"lm": 1},
+        "pieces": {"lm": 2}, "tp_bubbles": {"lm": 0.1},
+    }.items():  # fmt: skip
+        strategy = HeteroStrategy(layouts, **{option: named, **({"fill": "fine"} if option == "tp_bubbles" else {})})  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f"{option} names 'lm'; the modules are vision, llm"):
+            L.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False)
+    for schedule in ("zbv", "interleaved_1f1b"):
+        with pytest.raises(ConfigError, match=f"schedule='{schedule}': plans choose virtual stages"):
+            HeteroStrategy(layouts="auto", schedule=schedule)
 
 
 def test_another_word_is_refused() -> None:

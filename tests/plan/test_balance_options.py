@@ -56,6 +56,11 @@ def plan_of(
     return plan_step(metadata, count, ("llm",), microbatches=microbatches, balancing=balance.resolve(count, around))
 
 
+def test_without_balance_nothing_is_moved() -> None:
+    assert BalanceConfig.of("none") == BalanceConfig(policy="none", rearrange="none", reorder="none")
+    assert BalanceConfig.of("lpt") == BalanceConfig(policy="lpt") and BalanceConfig.of(None) == BalanceConfig()
+
+
 def places(plan: StepPlan, module: str, microbatch: int = 0) -> list[list[int]]:
     """Units of every instance."""
     made = plan.assignments[module][microbatch]

@@ -41,6 +41,7 @@ def module(
         stored=_divided(parameters, trains),
         largest=parameters // 3 * trains,
         buffers=0,
+        moved=np.zeros(blocks),
     )
 
 

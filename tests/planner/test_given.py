@@ -26,6 +26,7 @@ from hetero_strategy.planner.times import Precision
 from hetero_strategy.planner.variants import Allowed
 from hetero_strategy.profiling.activations import activations_of
 from hetero_strategy.profiling.cache import memory_model
+from hetero_strategy.schedule.config import ScheduleConfig
 from tests.planner.models import batch, cluster, model, module
 
 PLAIN = BalanceConfig(reorder="none")
@@ -141,6 +142,75 @@ def test_kept_matmuls_are_measured_where_they_are_asked_for() -> None:
     again = {"llm": Recompute(keeps_matmuls=True)}
     best = planner(Given(again)).plan(memory=lambda: memory_model(*around, Given(again))).best
     assert best.memory is not None and best.candidate.recompute == again
+
+
+def asked(config: ScheduleConfig, given: Given = Given(), shape: ModelShape | None = None) -> Planner:  # noqa: B008
+    return Planner(
+        shape or model((2, 128), (4, 128)), cluster(4, bandwidth=1e8), [batch(8)], balance=PLAIN, simulations=4,
+        allowed=Allowed.beside(config, given, "fetch"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ScheduleConfig("gpipe"),
+        ScheduleConfig("1f1b", max_in_flight={"llm": 2}, fill="coarse"),
+        ScheduleConfig(pieces={"vision": 2}),
+        ScheduleConfig(islands=2),
+    ],
+    ids=["schedule", "schedule, bound and fill", "pieces", "islands"],
+)
+def test_every_candidate_is_scheduled_as_a_person_says_it(config: ScheduleConfig) -> None:
+    """What is simulated is what runs: the strategy joins both in the same way."""
+    made = asked(config)
+    ranked = made.plan().ranked
+    assert len(ranked) > 3
+    for one in ranked:
+        placed = made.evaluator.place(one.candidate)
+        assert placed.scheduling == config.instead_of_auto(placed.scheduling).resolved(placed.placement.layouts)
+        for option in ("schedule", "max_in_flight", "fill", "pieces", "islands"):
+            if (wanted := getattr(config, option)) != getattr(ScheduleConfig(), option):
+                assert getattr(placed.scheduling, option) == wanted
+        assert all(layout.dp % config.islands == 0 for layout in placed.placement.layouts.values())
+
+
+def test_what_a_run_would_refuse_is_not_proposed() -> None:
+    """Tensor parallelism of compiled layers that torch's compiler fails on, or beside a cache; stages of a module with
+    loose parameters; both ends of tied weights on one of several instances.
+    """
+    plain = model((2, 128), (4, 128))
+    fast = replace(plain, modules={**plain.modules, "llm": replace(plain.modules["llm"], tp_compiles=False)})
+    for given, shape, name in (
+        (Given(compile=["llm"]), fast, "llm"),
+        (Given({"llm": Recompute(keeps_matmuls=True)}, compile=["llm"]), plain, "llm"),
+        (Given(cached=["vision"]), plain, "vision"),
+    ):
+        found, usual = (
+            {one.candidate.layouts[name].tp for one in asked(ScheduleConfig(), *way).proposer.proposals()}
+            for way in ((given, shape), ())
+        )
+        assert found == {1} < usual
+    loose = replace(plain, modules={**plain.modules, "llm": replace(plain.modules["llm"], cuttable=False)})
+    assert {one.candidate.layouts["llm"].pp for one in asked(ScheduleConfig(), shape=loose).plan().ranked} == {1}
+    tied = replace(plain, modules={**plain.modules, "llm": replace(plain.modules["llm"], tied=True)})
+    piped = Candidate({"vision": ModuleLayout(range(4)), "llm": ModuleLayout(range(4), pp=2, dp_shard=2)}, 4)
+    schedules = [
+        {c.schedule for c in asked(ScheduleConfig(), shape=s).variants.schedules(piped)} for s in (plain, tied)
+    ]
+    assert schedules[0] - schedules[1] == {"zbv"}
+
+
+def test_microbatches_of_encoders_are_those_of_the_data_module() -> None:
+    made = asked(ScheduleConfig(), Given(microbatch_rows={"vision": 1 << 20}))
+    layouts = {"vision": ModuleLayout(range(2)), "llm": ModuleLayout(range(2, 4))}
+    plan = made.evaluator.shown(made.evaluator.place(Candidate(layouts, 4))).plan
+    assert (len(plan.assignments["vision"]), len(plan.assignments["llm"])) == (1, 4)
+
+
+def test_why_no_candidate_runs_is_said() -> None:
+    with pytest.raises(LayoutError, match=r"no candidate runs; the last one: .*max_in_flight"):
+        asked(ScheduleConfig(max_in_flight={"lm": 2})).plan()
 
 
 def test_numbers_of_a_row_that_blocks_keep() -> None:

@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil, log2
 from pathlib import Path
+from types import SimpleNamespace
 
 import hydra
 import pytest
+import torch
 from hydra.utils import instantiate
 
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.planner.cluster import Cluster, NodePool
-from hetero_strategy.planner.hardware import DEVICES, LINK_SHARE, LINKS, NODES, cluster
+from hetero_strategy.planner.hardware import DEVICES, LINK_SHARE, LINKS, NODES, cluster, this_cluster
+from hetero_strategy.planner.times import MIXED, Precision, block_lines
 from hetero_strategy.simulator.links import Links
+from tests.planner.models import model
 
 CONF = Path(__file__).parents[2] / "conf"
 NAMES = sorted(path.stem for path in (CONF / "cluster").glob("*.yaml"))
@@ -27,6 +32,40 @@ def test_every_device_comes_in_a_node_and_says_its_source() -> None:
         assert 0 < device.matmul <= 1
         assert 0 < device.attention <= 1
         assert {NODES[name].within, NODES[name].across} <= set(LINKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "device", "memory"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 85e9, "a100", 80e9),
+        ("NVIDIA A100-SXM4-40GB", 42e9, "a100", 42e9),
+        ("NVIDIA H200", 150e9, "h200", 141e9),
+        ("NVIDIA GH200 480GB", 102e9, None, 0),
+        ("NVIDIA RTX A4000", 16e9, None, 0),
+    ],
+)
+def test_a_plan_that_is_made_where_it_runs_knows_the_device_and_the_memory_it_has(
+    monkeypatch: pytest.MonkeyPatch, name: str, there: float, device: str | None, memory: float
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=there))
+    if device is None:
+        with pytest.raises(ConfigError, match=f"nothing is known of {name}"):
+            this_cluster(torch.device("cuda"), 1, 8)
+    else:
+        found = this_cluster(torch.device("cuda"), 1, 8).device
+        assert (found.name, found.memory) == (device, memory)
+
+
+def test_wide_numbers_have_a_peak_of_their_own() -> None:
+    """Without TF32; processors have one figure."""
+    for device in DEVICES.values():
+        assert device.peak(2) == device.flops and (device.peak(4) < 0.3 * device.flops or device.name == "cpu")
+    shape, layout = model().modules["llm"], ModuleLayout((0,))
+    narrow, wide = (
+        block_lines(shape, layout, cluster("h100", 1), True, 0.0, p)[0][0] for p in (MIXED, Precision(4, 4))
+    )
+    assert wide.per_row > 10 * narrow.per_row
 
 
 def test_a_cluster_has_what_was_asked_for() -> None:

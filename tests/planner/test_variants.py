@@ -201,7 +201,7 @@ def test_what_a_person_gave_is_not_contradicted() -> None:
     for given in (Given(recompute={"vision": Recompute(2)}), Given(offload={"llm": Offload()})):
         assert Allowed.beside(none, given, "fetch") == Allowed(decoupled=False, prefetch=True, given=given)
     bound = ScheduleConfig(max_in_flight={"vision": 1})
-    assert Allowed.beside(bound, nothing, "fetch") == Allowed(decoupled=False, prefetch=True)
+    assert Allowed.beside(bound, nothing, "fetch") == Allowed(decoupled=False, prefetch=True, asked=bound)
     for asked in (ScheduleConfig(fill="fine"), ScheduleConfig(prefetch={"vision": 1})):
         assert not Allowed.beside(asked, nothing, "fetch").prefetch
     planned = Candidate(PIPED, fill="fine", prefetch={"vision": 1}, pieces={"vision": 2}).scheduling

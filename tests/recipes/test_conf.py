@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -335,6 +337,59 @@ data:
         max_seconds: 4.0
 """
 """What runs of before said of model, data, strategy and logger besides what is said today."""
+
+
+def goes_on(monkeypatch: pytest.MonkeyPatch, folder: Path, saved: DictConfig, *overrides: str) -> DictConfig:
+    """The configuration of a stopped run with what this command line says."""
+    (folder / ".hydra").mkdir(exist_ok=True)
+    OmegaConf.save(saved, folder / cli.SAVED)
+    asked = SimpleNamespace(overrides=SimpleNamespace(task=[*overrides]))
+    monkeypatch.setattr(cli.HydraConfig, "get", lambda: asked)
+    return cli.saved_configuration(compose(*overrides), folder)
+
+
+def test_a_run_that_goes_on_in_other_layouts_is_scheduled_for_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was said of the layouts of before is gone; what holds for any layout stays."""
+    before = compose(
+        "layout=pipelined", "strategy.schedule=zb_h1", "strategy.fill=fine", "strategy.pieces={vision: 2}",
+        "strategy.recompute=[llm]",
+    )  # fmt: skip
+    found = goes_on(monkeypatch, tmp_path, before, "layout=single", "strategy.recompute={llm: every 2}").strategy
+    assert (found.schedule, found.fill, found.pieces, found.recompute) == ("auto", "auto", None, {"llm": "every 2"})
+    found = goes_on(monkeypatch, tmp_path, before, "layout=single").strategy
+    assert (found.schedule, found.recompute) == ("auto", ["llm"])
+    found = goes_on(monkeypatch, tmp_path, before, "strategy.schedule=1f1b", "layout=colocated").strategy
+    assert found.schedule == "1f1b"
+    found = goes_on(monkeypatch, tmp_path, before, "strategy.recompute=null").strategy
+    assert (found.schedule, found.fill, found.recompute) == ("zb_h1", "fine", None)
+
+
+def test_folders_and_ranks_under_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is queued again goes on from its newest checkpoint; two steps of a job, and a shell, share none."""
+    for name in [name for name in os.environ if name.startswith(("SLURM", "TORCHELASTIC"))] + ["RANK", "LOCAL_RANK"]:
+        monkeypatch.delenv(name, raising=False)
+    newest = tmp_path / "checkpoints" / "last.ckpt"
+    older = tmp_path / "hpc_ckpt_1.ckpt"
+    for folder in (older, newest):
+        folder.mkdir(parents=True)
+    os.utime(older, (1, 1))
+
+    def under(**env: str) -> tuple[str, int, Path | None]:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        return cli._agreed("out"), cli.rank(), cli.saved_before(tmp_path)
+
+    by_time = re.compile(r"out/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d")
+    batch = under(SLURM_JOB_ID="7", SLURM_JOB_NAME="train")
+    assert by_time.fullmatch(batch[0]) and batch[1:] == (0, None)
+    assert under(SLURM_PROCID="3", SLURM_STEP_ID="0") == ("out/slurm-7", 3, None)
+    assert under(SLURM_RESTART_COUNT="1") == ("out/slurm-7", 3, newest)
+    assert under(SLURM_STEP_ID="2")[0] == "out/slurm-7.2"
+    shell = under(SLURM_JOB_NAME="bash", SLURM_PROCID="0", LOCAL_RANK="2")
+    assert by_time.fullmatch(shell[0]) and shell[1:] == (2, None)
+    assert by_time.fullmatch(under(SLURM_JOB_NAME="train", TORCHELASTIC_RUN_ID="x", RANK="5")[0]) and cli.rank() == 5
 
 
 def test_an_older_run_goes_on(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,9 @@ def test_what_one_more_node_of_each_kind_would_buy_is_said(pool: Pool, given: tu
         (("model=mllm_9b", "data=cornstarch_vision", "experiment=none"), "the data has no items of draw"),
         (("trainer.precision=bf16-true",), "trainer.precision=bf16-true: plans are made for bf16-mixed"),
         (("clusters=h100",), "clusters"),
+        (("layout=colocated",), "layout: plans choose layouts; leave it out"),
+        (("trainer.devices=2",), "trainer.devices: plans are for all ranks of cluster; leave it out"),
+        (("strategy.schedule=zbv",), "schedule='zbv': plans choose virtual stages"),
         (("cluster=h100", "profile=true"), "cluster's own device, h100, and this machine has none"),
     ],
 )
