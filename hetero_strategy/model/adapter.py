@@ -127,6 +127,10 @@ class Adapter(nn.Module):
         held = self.get_submodule(self.block_list)._modules
         return {f"{self.block_list}.{key}": block for key, block in held.items() if block is not None}
 
+    def recomputed_parts(self) -> list[nn.Module]:
+        """Return parts whose forward runs again in every backward."""
+        return []
+
     def around_blocks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the FQNs of the parts that run before the blocks, and of those that run after them."""
         return self.before_blocks, self.after_blocks

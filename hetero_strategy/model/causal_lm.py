@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
@@ -175,6 +175,12 @@ class CausalLM(Adapter):
             return hidden
         output = self.score(self.whole_rows(hidden), inputs)
         return replace(output, hidden=hidden, logits=self.head(hidden) if keep_logits else None)
+
+    @override
+    def recomputed_parts(self) -> list[nn.Module]:
+        """The head, whose chunks :meth:`score` computes again."""
+        named = dict(self.named_modules())
+        return [named[fqn] for fqn in self.around_blocks()[1] if fqn in named] if self.last_stage else []
 
     def score(self, rows: Tensor, inputs: SequenceInputs) -> LMOutput:
         """Loss and likeliest tokens of the labelled rows among ``[T, width]``; logits never exist for all of them."""

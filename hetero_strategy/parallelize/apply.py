@@ -28,7 +28,7 @@ from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.parallelize.compile import apply_compile
 from hetero_strategy.parallelize.copies import compute_with_copies
 from hetero_strategy.parallelize.float8 import apply_float8
-from hetero_strategy.parallelize.fsdp import apply_fsdp
+from hetero_strategy.parallelize.fsdp import apply_fsdp, compute_in
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.offload import HostMemory, Offload, apply_offload
 from hetero_strategy.parallelize.recompute import Recompute, apply_recompute
@@ -116,6 +116,8 @@ def parallelize(
             assert mesh is not None
             axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
             apply_fsdp(stage, mesh[axes], storage, precise)
+        else:
+            compute_in(storage, precise)
     with ties_kept(stages.values()):
         for stage in stages.values():
             stage.to_empty(device=device)

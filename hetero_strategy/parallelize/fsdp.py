@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_map_only
 
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.parallelize.copies import copies_of
@@ -45,16 +46,29 @@ def apply_fsdp(module: Adapter, mesh: DeviceMesh, storage: Storage = FP32, kept:
     if storage.mixed:
         policy = MixedPrecisionPolicy(storage.compute, storage.master, cast_forward_inputs=False)
         precise = MixedPrecisionPolicy(storage.master, storage.master, storage.compute)
-    inside = dict.fromkeys([*kept, *module.blocks().values()])  # a kept layer before the block that holds it
+    depth = {id(part): fqn.count(".") for fqn, part in module.named_modules()}
+    inside = sorted(dict.fromkeys([*kept, *module.blocks().values()]), key=lambda part: -depth[id(part)])  # inner first
     for part in (*(part for part in inside if any(p not in ignored for p in part.parameters())), module):
         fully_shard(part, mesh=mesh, mp_policy=precise if part in kept else policy, ignored_params=ignored)
     for part in _parts(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
+    compute_in(storage, [layer for layer in kept if not isinstance(layer, FSDPModule)])
     if mesh.size() > 1:
         units: dict[str, Any] = {n: p for n, p in module.named_modules() if isinstance(p, FSDPModule) and n}
         groups = [group for part in _parts(module) for group in _groups(part._get_fsdp_state())]
         take_part(module, units, lambda: all(group.reduce_grads for group in groups))
+
+
+def compute_in(storage: Storage, layers: Iterable[nn.Module]) -> None:
+    """Let frozen layers, which are in the masters' dtype, have their rows cast to it and back where FSDP does not."""
+
+    def cast(dtype: torch.dtype, values: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)
+
+    for layer in layers if storage.mixed else ():
+        layer.register_forward_pre_hook(lambda _, args, more: cast(storage.master, (args, more)), with_kwargs=True)
+        layer.register_forward_hook(lambda _, given, made: cast(storage.compute, made))
 
 
 def per_microbatch(stage: nn.Module, is_last: bool) -> None:
@@ -126,10 +140,14 @@ def reducing(stage: nn.Module) -> Iterator[None]:
     """
     groups = _gathered(stage)
     left, whole = deque(groups), set()
+    runs = {id(group): len(group._post_forward_indices) for group in groups}
+    """Backwards that are still to come: of a block that runs once per item one for each."""
 
     def ended(group: Any) -> None:
         type(group).post_backward(group)  # adds up
-        whole.add(id(group))
+        runs[id(group)] -= 1
+        if runs[id(group)] <= 0:
+            whole.add(id(group))
         while left and id(left[0]) in whole:
             _reduce(stage, left.popleft())
 
@@ -169,6 +187,8 @@ def _reduce(stage: nn.Module, group: Any) -> None:
     device, beside = context.device_handle, context.reduce_scatter_stream
     for parameter in group.fsdp_params:
         gradients = _add_missing(parameter)
+        if parameter.unsharded_accumulated_grad is None:
+            parameter.to_accumulated_grad_if_needed()  # in the dtype of the others, which are there
         if parameter.unsharded_param.device.type != "cpu":
             for gradient in gradients:
                 local(gradient).record_stream(beside)
@@ -194,9 +214,11 @@ def release(stage: nn.Module) -> None:
     if not isinstance(stage, FSDPModule) or _root_state(stage)._is_root is None:  # never ran
         return
     _let_hooks_communicate(stage, True)
+    _root_state(stage)._comm_ctx.post_forward_order.clear()  # which no backward does where there is none
     for part in _parts(stage):
         for group in _groups(part._get_fsdp_state()):
             group.wait_for_unshard()  # what no forward needed
+            group._post_forward_indices.clear()
         part.reshard()
 
 

@@ -122,6 +122,8 @@ class _Shards:
         return part
 
     def _give_back(self, p: Any, part: nn.Parameter) -> None:
+        if part.grad is not None:  # changed, as who compares versions has to see
+            torch.autograd.graph.increment_version(p)
         part.grad = None
         state, known = self._optimizer.state, self._values[p]
         if part in state:

@@ -8,7 +8,7 @@ before torch 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,9 @@ WeightsLater = Callable[[], None]
 """W: gradients of the weights, into ``.grad``."""
 
 
-def inputs_first(roots: Roots, inputs: Sequence[torch.Tensor], weights: list[nn.Parameter]) -> WeightsLater:
+def inputs_first(
+    roots: Roots, inputs: Sequence[torch.Tensor], weights: list[nn.Parameter], recomputed: Iterable[nn.Module] = ()
+) -> WeightsLater:
     """I: gradients of ``inputs`` (leaves) into ``.grad``; keeps what W needs.
 
     A weight that is used in several places, such as a tied embedding in a stage that holds both ends, gets its gradient
@@ -47,6 +49,8 @@ def inputs_first(roots: Roots, inputs: Sequence[torch.Tensor], weights: list[nn.
         roots: see :data:`Roots`.
         inputs: leaves that require a gradient.
         weights: trainable parameters of the stage.
+        recomputed: parts whose forward runs again in a backward; their weights get their gradients here, or it would
+            run once more for each of them.
     """
     if not inputs:  # nothing came in that trains, such as the rows of pictures in a microbatch of text
         return partial(whole, roots)
@@ -55,7 +59,12 @@ def inputs_first(roots: Roots, inputs: Sequence[torch.Tensor], weights: list[nn.
     input_nodes = [node for node in map(_get_grad_fn_or_grad_acc, inputs) if node is not None]
     accumulates: dict[Any, nn.Parameter] = {_get_grad_fn_or_grad_acc(weight): weight for weight in weights}
     groups = get_param_groups(input_nodes, list(accumulates), construct_reverse_graph(starts))
-    groups = [group for group in groups if len(group["intermediates"]) == 1]
+    at_once = {id(weight) for part in recomputed for weight in part.parameters()}
+    groups = [
+        group for group in groups
+        if len(group["intermediates"]) == 1
+        and not any(id(accumulates[node]) in at_once for node in group["params"])
+    ]  # fmt: skip
     later = {node for group in groups for node in group["params"]}
     now = [weight for node, weight in accumulates.items() if node not in later]
     handles = []

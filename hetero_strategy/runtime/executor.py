@@ -382,7 +382,8 @@ class RunningStep:
             live.come_back()
         if halved:
             weights = [p for p in local.adapter.parameters() if p.requires_grad]
-            live.later = backward.inputs_first(roots, [leaf for leaf in live.leaves if leaf.requires_grad], weights)
+            leaves = [leaf for leaf in live.leaves if leaf.requires_grad]
+            live.later = backward.inputs_first(roots, leaves, weights, local.recomputed)
             self._accumulate(local)
         elif local.wrapped is None:
             backward.whole(roots)

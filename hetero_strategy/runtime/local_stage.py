@@ -39,6 +39,8 @@ class LocalStage(NamedTuple):
     """Where its blocks put what they keep for backward."""
     trained: list[nn.Parameter]
     """This rank's parts of its parameters that train, as they are while nothing is gathered."""
+    recomputed: list[nn.Module]
+    """Parts whose forward runs again in a backward."""
     stream: torch.cuda.Stream | None
     """Where it computes; None: on the current stream."""
 
@@ -58,6 +60,7 @@ class LocalStage(NamedTuple):
             random_numbers=adapter.random_numbers,
             host=host_memory(adapter),
             trained=[p for p in adapter.parameters() if p.requires_grad],
+            recomputed=adapter.recomputed_parts(),
             stream=stream,
         )
 

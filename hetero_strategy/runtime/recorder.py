@@ -27,7 +27,6 @@ class Recording:
     compiler: StepCompiler
     plan: StepPlan
     train: bool
-    host_asked: float
     asked: Mark
     """When this rank was asked to run the step: it makes the schedule then."""
     begin: Mark
@@ -43,8 +42,6 @@ class Recording:
 
     def events(self) -> list[tuple[Action, float, float]]:
         """(action, start, end) in seconds of this machine's clock. Waits for the device."""
-        if isinstance(self.asked, torch.cuda.Event):
-            torch.cuda.synchronize()
         return [(action, self._seconds(begin), self._seconds(end)) for action, begin, end in self.marks]
 
     def span(self) -> tuple[float, float]:
@@ -60,8 +57,17 @@ class Recording:
     def _seconds(self, mark: Mark) -> float:
         if isinstance(mark, float):
             return mark
-        assert isinstance(self.asked, torch.cuda.Event)
-        return self.host_asked + self.asked.elapsed_time(mark) / 1000
+        clock, now = self._reference
+        return clock - mark.elapsed_time(now) / 1000
+
+    @cached_property
+    def _reference(self) -> tuple[float, torch.cuda.Event]:
+        """A moment on this machine's clock, and the same on the device's: the host was ahead of it during the step."""
+        torch.cuda.synchronize()
+        now = _event()
+        assert isinstance(now, torch.cuda.Event)
+        now.synchronize()
+        return time.perf_counter(), now
 
 
 class Recorder:
@@ -73,7 +79,7 @@ class Recorder:
         """This moment, on the device's own time line."""
         self.steps: deque[Recording] = deque(maxlen=STEPS)
         """The last training steps, oldest first."""
-        self._asked: tuple[float, Mark] = (0.0, 0.0)
+        self._asked: Mark = 0.0
         self._current: Recording | None = None
 
     @property
@@ -84,12 +90,12 @@ class Recorder:
 
     def open(self) -> None:
         """A step is asked for."""
-        self._asked = (time.perf_counter(), self.now())
+        self._asked = self.now()
 
     @contextmanager
     def step(self, plan: StepPlan, *, train: bool) -> Iterator[None]:
         """Around the actions of a step."""
-        self._current = Recording(self._compiler, plan, train, *self._asked, self.now())
+        self._current = Recording(self._compiler, plan, train, self._asked, self.now())
         yield
         self._current.end = self.now()
 

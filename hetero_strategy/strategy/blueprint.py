@@ -104,6 +104,8 @@ def blueprint(
             casts = storage.casts(stage.parameters())
             if scheduling.gathered_once(chosen[name], casts=casts, apart=name in {*apart, *scheduling.prefetch}):
                 gathered.add(node)
+            elif chosen[name].dp > 1 and stage.last_stage:
+                _check_kept(name, module, storage)
         ranks, waits = chosen[name].tp * chosen[name].cp, scheduling.tp_bubbles.get(name, 0.0)
         lines = _costs(module, split, again.get(name, 0.0), ranks, waits)
         costs |= {StageId(name, i): cost for i, cost in enumerate(lines)}
@@ -147,6 +149,19 @@ def _check_ahead(model: MultimodalModel, prefetch: Collection[str], trains: Mapp
                 f"HeteroStrategy: prefetch names '{name}', whose first stage has parameters that train (of"
                 f" {len(trained)}, the first is {trained[0]}): rows for the next step would be those of old weights;"
                 f" freeze them with MultimodalModel(freeze=...), take {fix}, or leave '{name}' out"
+            )
+
+
+def _check_kept(name: str, module: Adapter, storage: Storage) -> None:
+    """Refuse layers that compute in fp32 by themselves, and so are gathered by themselves, as often as a rank likes."""
+    chunked = {id(layer) for part in module.recomputed_parts() for layer in part.modules()}
+    for layer in storage.kept(name, module) if storage.mixed else ():
+        if id(layer) in chunked:
+            fqn = next(fqn for fqn, part in module.named_modules() if part is layer)
+            raise ConfigError(
+                f"HeteroStrategy: keep_fp32 names parameters of {name}.{fqn}, which runs once for each chunk of"
+                " labelled rows: ranks would gather it as often as each has chunks; use reshard_after_forward='never',"
+                " or leave it out"
             )
 
 

@@ -190,8 +190,11 @@ class HeteroStrategy(OwnCheckpoints):
 
     @property
     def background(self) -> dist.ProcessGroup:
-        """All ranks, on the host: for what runs beside training; after ``setup``."""
+        """All ranks, on the host: for what runs beside training; after ``setup``. A save that is under way in another
+        thread, which talks there too, is waited for.
+        """
         assert self._assembled is not None
+        self._assembled.state.finalize()
         return self._assembled.registry.background
 
     @property

@@ -24,7 +24,7 @@ from hetero_strategy.errors import DataError, ModelError
 from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.generator import Generator
-from hetero_strategy.model.inputs import GeneratorInputs, Packing, TargetPatches, host_index
+from hetero_strategy.model.inputs import GeneratorInputs, Packing, TargetPatches, host_index, without_waiting
 
 TIME_FEATURES = 64
 
@@ -279,7 +279,7 @@ def positions(inputs: GeneratorInputs, dim: int, like: Tensor) -> Tensor:
     cells = np.stack([np.where(drawn, row, -1), np.where(drawn, column, place)], axis=1)
     angles = np.arange(-1.0, cells.max(initial=0) + 1)[:, None] * (100.0 ** -np.linspace(0.0, 1.0, dim // 4))
     table = torch.from_numpy(np.concatenate([np.sin(angles), np.cos(angles)], axis=1)).to(like.dtype)
-    return table.to(like.device, non_blocking=True)[host_index(cells + 1, like)].reshape(-1, dim)
+    return without_waiting(table, like.device)[host_index(cells + 1, like)].reshape(-1, dim)
 
 
 def _first_rows(inputs: GeneratorInputs) -> Tensor:

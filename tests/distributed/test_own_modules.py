@@ -77,6 +77,14 @@ class CutBefore(Cut):
         return rows
 
 
+class Looped(Cut):
+    """Its blocks run once per picture."""
+
+    def transform(self, rows: torch.Tensor, inputs: EncoderInputs) -> torch.Tensor:
+        items = [super(Looped, self).transform(item, inputs) for item in rows.split(inputs.rows.tolist())]
+        return torch.cat([rows.new_zeros(0, 24), *items])
+
+
 class Bare(CutBefore):
     """What its last block makes is what the encoder gives: there is no projector."""
 
@@ -213,6 +221,17 @@ def test_own_backbones(pool: Pool, tmp_path: Path, layout: str) -> None:
             assert found[number].losses == pytest.approx(expected.losses, rel=1e-10)
     for _, messages in ranks:
         assert all("buffer 'vision.backbone.seen'" in one and "evaluation mode" in one for one in messages)
+
+
+def test_parts_that_run_as_often_as_a_rank_likes_where_gradients_are_summed_once(pool: Pool, tmp_path: Path) -> None:
+    """In fp64 blocks that run once per picture; in mixed precision weights that get no gradient beside some that do."""
+    plain = Job(str(data(tmp_path)), steps=3, batch=8, microbatches=2, precision="64-true")
+    job = replace(plain, strategy={"reshard_after_forward": "never"}).on(vision=SHARDED, audio=AUDIO, llm=SHARDED)
+    for precision, kind, bound in (("64-true", Looped, 1e-10), ("bf16-mixed", Branches, 0.05)):
+        expected = fit(replace(plain, precision=precision), kind)
+        ranks = pool.run(2, on_rank, replace(job, precision=precision), [kind], [], group=False, timeout=60)
+        worst, where = worst_gradient(expected, [found for (found,), _ in ranks])
+        assert worst < bound, (kind, where)
 
 
 def test_rows_joined_item_by_item_where_a_rank_has_none(pool: Pool, tmp_path: Path) -> None:

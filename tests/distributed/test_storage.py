@@ -62,6 +62,22 @@ def gradients_on_rank(rank: int, world: int, setting: Setting, keep: tuple[str, 
     return found
 
 
+def test_frozen_layers_may_compute_in_fp32_too(pool: Pool, tmp_path: Path) -> None:
+    """Where nothing wraps them, as nothing shards them: their rows are cast to fp32 and back."""
+    names = ("vision", "audio", "llm")
+    setting = Setting(
+        data(tmp_path), {n: on(0) for n in names}, freeze=("llm",), precision="bf16-mixed", microbatches=1
+    )
+    (kept,), (plain,) = (pool.run(1, gradients_on_rank, setting, keep) for keep in (("llm.*norm*",), ()))
+    assert "llm" not in kept["wrapped"]
+    norms = [name for name in kept["dtypes"] if name.startswith("llm") and "norm" in name]
+    assert norms and {kept["dtypes"][name] for name in norms} == {torch.float32}
+    assert {plain["dtypes"][name] for name in norms} == {torch.bfloat16}
+    for name, gradient in kept["gradients"].items():
+        other = plain["gradients"][name]
+        assert (gradient - other).norm() < 0.1 * other.norm() + 1e-6, name
+
+
 @pytest.mark.parametrize("reshard", ["auto", "always"])
 def test_gradients_are_those_of_half_precision_weights_bit_by_bit(pool: Pool, tmp_path: Path, reshard: str) -> None:
     """A plain model whose fp32 weights were rounded to bf16, which knows nothing of masters, copies and FSDP2."""

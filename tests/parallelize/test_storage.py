@@ -7,11 +7,18 @@ from collections.abc import Sequence
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from hetero_strategy.errors import ConfigError, HeteroError
-from hetero_strategy.model import Adapter, MultimodalModel
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.layout.fake import fake_world
+from hetero_strategy.model import Adapter, Backbone, MultimodalModel
+from hetero_strategy.parallelize.fsdp import apply_fsdp
 from hetero_strategy.parallelize.storage import Storage
+from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy import HeteroStrategy
+from hetero_strategy.strategy.blueprint import blueprint
 from hetero_strategy.strategy.precision import check_trainable, storage_of
 from hetero_strategy.zoo import hf_llama, siglip2_encoder
 from tests.model.helpers import LLAMA, VIT
@@ -48,6 +55,44 @@ class Bare(Adapter):
 def test_refused(storage: Storage, tied: bool, says: str) -> None:
     with pytest.raises(HeteroError, match=says.replace("*", r"\*").replace(".", r"\.")):
         storage.check({**model(tied).modules_by_name, "bare": Bare()})
+
+
+def test_layers_that_run_once_for_each_chunk_are_not_gathered_by_themselves() -> None:
+    """As often as a rank has chunks of labelled rows: others would wait for ever."""
+    built, storage = model(False), Storage(torch.bfloat16, keep=("llm.*norm*",))
+    layouts = {name: ModuleLayout(range(2), dp_shard=2).resolved() for name in built.modules_by_name}
+    with pytest.raises(
+        ConfigError, match=r"keep_fp32 names parameters of llm\.\S*norm, which runs once for each chunk"
+    ):
+        blueprint(built, layouts, ScheduleConfig(), storage=storage)
+    blueprint(built, layouts, ScheduleConfig(reshard_after_forward="never"), storage=storage)
+    blueprint(built, layouts, ScheduleConfig(), storage=Storage(torch.bfloat16, keep=("llm.*layers*norm*",)))
+
+
+class Attending(torch.nn.Module):
+    """Has a weight itself, beside that of a layer inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(8, 2)
+
+
+class Deep(Backbone):
+    block_list = "layers"
+    width = hidden_width = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Attending()])
+
+
+def test_a_kept_layer_may_hold_another_one() -> None:
+    storage, module = Storage(torch.bfloat16, keep=("m.*attention*",)), Deep()
+    kept = storage.kept("m", module)
+    assert [type(layer).__name__ for layer in kept] == ["MultiheadAttention", "NonDynamicallyQuantizableLinear"]
+    with fake_world(0, 2):
+        apply_fsdp(module, init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)), storage, kept)
+    assert all(isinstance(part, FSDPModule) for part in (*kept, module.layers[0], module))
 
 
 @pytest.mark.parametrize("given", [["llm.*.q_proj.weight"], ("llm.norm",), None])

@@ -11,6 +11,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from hetero_strategy.runtime.backward import Roots, inputs_first, whole
+from hetero_strategy.zoo import hf_llama
+from tests.model.helpers import LLAMA, ready, tokens
 
 Stage = Callable[..., Sequence[torch.Tensor]]
 
@@ -159,3 +161,20 @@ def test_an_input_that_nothing_reads_gets_no_gradient() -> None:
 def test_nothing_to_do() -> None:
     whole([])
     inputs_first([], [], [])()
+
+
+def test_a_head_in_chunks_is_computed_again_once() -> None:
+    """In I, which gives its weights their gradients too: in W each would have it computed once more."""
+    whole_model = ready(hf_llama(**LLAMA))
+    last = whole_model.stage([*whole_model.blocks()][-1:], first=False, last=True).double()
+    calls = list[str]()
+    last.model.lm_head.register_forward_hook(lambda *_: calls.append("head"))
+    (head, *others), inputs = last.recomputed_parts(), tokens([5, 3])
+    rows = torch.randn(8, last.hidden_width, dtype=torch.float64, requires_grad=True)
+    weights = [p for p in last.parameters() if p.requires_grad]
+    output = last(inputs, hidden=rows)
+    later = inputs_first([(get_gradient_edge(output.loss_sum), torch.ones((), dtype=torch.float64))], [rows], weights,
+                         last.recomputed_parts())  # fmt: skip
+    assert len(calls) == 2 and all(p.grad is not None for part in (head, *others) for p in part.parameters())
+    later()
+    assert len(calls) == 2 and all(p.grad is not None for p in weights)
