@@ -199,8 +199,8 @@ def tagged(side: Side, rank: int, width: int) -> torch.Tensor:
         return torch.empty(0, width)
     instance, shard = (int(x) for x in where[0])
     rows = torch.arange(int(side.totals[instance]), dtype=torch.float32) + 2.0**18 * (instance + 1)
-    if side.parts > 1:
-        rows = rows.chunk(side.parts)[shard]
+    if side.sharding.parts > 1:
+        rows = rows.chunk(side.sharding.parts)[shard]
     return rows[:, None].repeat(1, width)
 
 

@@ -260,7 +260,7 @@ class _Compiler:
         instance, part = side.seat(self.rank)
         if instance < 0 or source.module == target.module:
             return None
-        rows = side.local_slots(slots(self.blocks(edge, p, t), instance), instance, part)
+        rows = side.sharding.local(slots(self.blocks(edge, p, t), instance), int(side.totals[instance]), part)
         return self.index.rows(rows, always=True)
 
     def side(self, stage_id: StageId, microbatch: int, *, inner: bool) -> Side:
