@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.common import rearranged
 from hetero_strategy.boundary.route import Route, Side, Transfer, least_rows, route, stage_route
 from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.layout.row_sharding import RowSharding
@@ -110,17 +111,10 @@ def cases(draw: st.DrawFn) -> Case:
     items = {"vision": StepItems(array(sample), array(rows), array(start), array(rows))}
     metadata = StepMetadata(0, 0, np.arange(samples), array(tokens), np.ones(samples, np.int64), items)
 
-    def shuffled(module: str, units: np.ndarray, instances: int) -> np.ndarray:
-        return np.random.default_rng(draw(st.integers(0, 99))).integers(0, instances, len(units))
-
-    plan = plan_step(
-        metadata,
-        placement.instances(),
-        ("llm",),
-        microbatches=draw(st.integers(1, 2)),
-        row_multiple={"llm": parts},
-        assign=shuffled,
-    )
+    instances, rng = placement.instances(), np.random.default_rng(draw(st.integers(0, 99)))
+    shuffled = {name: rng.integers(0, n, len(metadata.sample_of(name))) for name, n in instances.items()}
+    plan = plan_step(metadata, instances, ("llm",), microbatches=draw(st.integers(1, 2)))
+    plan = rearranged(plan, instances, shuffled, {"llm": parts})
     assignments = {name: made[0] for name, made in plan.assignments.items()}
     source = Side(placement.layouts["vision"].stage_grid(0), assignments["vision"].totals())
     target = Side(placement.layouts["llm"].stage_grid(0), assignments["llm"].totals(), RowSharding(parts))
