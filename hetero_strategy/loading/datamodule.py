@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -264,6 +265,7 @@ class MultimodalDataModule(L.LightningDataModule):
         overfit = training and self.trainer is not None and bool(getattr(self.trainer, "overfit_batches", 0))
         share = self.share()
         context = TrainingContext.of(self.trainer)
+        compiler = context.compiler
         options: dict[str, Any] = {
             "language_models": self.language_models,
             "kinds": self.kinds,
@@ -277,7 +279,7 @@ class MultimodalDataModule(L.LightningDataModule):
             "drop_last": training and self.drop_last,
             "same_noise": not training,
             "compute_dtype": context.compute_dtype,
-            "compiler": None if context.compiler is None else context.compiler.of(context.rank, training),
+            "compiler": compiler and partial(compiler.program, rank=context.rank, train=training),
             "prefetch": self._prefetched(context) if training else (),
         }
         steps, finish = self._steps(split, index, share, options)

@@ -17,9 +17,8 @@ is what one action makes for one edge, which all ranks of the edge start at the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -122,11 +121,8 @@ class StepCompiler:
             bubbles=costs.bubbles if self.config.tp_bubbles else None,
         )
 
-    def of(self, rank: int, train: bool) -> Callable[[StepPlan], StepProgram]:
-        """What makes programs of one rank."""
-        return partial(self._program, rank=rank, train=train)
-
-    def _program(self, plan: StepPlan, rank: int, train: bool) -> StepProgram:
+    def program(self, plan: StepPlan, *, rank: int, train: bool) -> StepProgram:
+        """The program of one rank for a step of this plan."""
         return compile_step(plan, self.schedule(plan, train=train), rank)
 
 
