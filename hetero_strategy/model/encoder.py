@@ -38,8 +38,7 @@ class Projector(nn.Module):
 
     @override
     def forward(self, rows: Tensor) -> Tensor:
-        projected: Tensor = self.down(self.act(self.up(self.norm(rows))))
-        return projected
+        return self.down(self.act(self.up(self.norm(rows))))
 
 
 class Backbone(Adapter):
@@ -91,10 +90,7 @@ class EncoderKind(ModuleKind):
             return EncoderInputs(empty, items.sizes, items.rows, Packing.of(units.inner_rows))
         if units.cache is not None:
             return units.cache.inputs(units, items)
-        made: EncoderInputs = processor.collate(
-            units.content.values(units.module, units.numbers), items.sizes, items.rows
-        )
-        return made
+        return processor.collate(units.content.values(units.module, units.numbers), items.sizes, items.rows)
 
 
 class Keeper(Protocol):

@@ -108,8 +108,7 @@ def waited(trainer: L.Trainer) -> float | None:
 def over_ranks(trainer: L.Trainer, values: list[float], how: Literal["max", "mean"]) -> list[float]:
     """Reduce each value over all ranks to its maximum or mean; a collective, equal on all ranks."""
     tensor = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
-    reduced: list[float] = trainer.strategy.reduce(tensor, reduce_op=how).tolist()
-    return reduced
+    return trainer.strategy.reduce(tensor, reduce_op=how).tolist()
 
 
 def gather_on_first(value: Value, group: dist.ProcessGroup | None) -> list[Value] | None:

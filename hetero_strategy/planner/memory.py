@@ -98,8 +98,7 @@ class Memory:
     @property
     def peak(self) -> Float64[np.ndarray, "ranks"]:
         """Bytes on every rank."""
-        total: np.ndarray = self.bytes.sum(axis=0)
-        return total
+        return self.bytes.sum(axis=0)
 
 
 @dataclass(frozen=True)

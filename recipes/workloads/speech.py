@@ -68,5 +68,4 @@ def utterances(rng: np.random.Generator, n: int) -> np.ndarray:
 def frames(seconds: np.ndarray) -> np.ndarray:
     """Rows inside Whisper's encoder, int64 ``[n]``: at most 1500, at least 1."""
     rows = np.ceil(np.minimum(seconds, LONGEST) * FRAMES_PER_SECOND - 1e-9)
-    whole: np.ndarray = np.maximum(rows, 1).astype(np.int64)
-    return whole
+    return np.maximum(rows, 1).astype(np.int64)

@@ -42,8 +42,7 @@ class Workload:
 
     def tokens(self) -> np.ndarray:
         """The whole interleaved LLM sequence of each sample, text and the rows of its items; int64 ``[samples]``."""
-        total: np.ndarray = np.sum([self.text, *map(self._rows, self.items.values())], axis=0)
-        return total
+        return np.sum([self.text, *map(self._rows, self.items.values())], axis=0)
 
     def metadata(self) -> StepMetadata:
         """One global batch of all samples.
@@ -70,12 +69,10 @@ class Workload:
         return StepMetadata(0, 0, np.arange(count), self.tokens(), labels, placed)
 
     def _rows(self, items: WorkloadItems) -> np.ndarray:
-        rows: np.ndarray = np.bincount(items.sample, weights=items.rows, minlength=len(self.text)).astype(np.int64)
-        return rows
+        return np.bincount(items.sample, weights=items.rows, minlength=len(self.text)).astype(np.int64)
 
 
 def _number(sample: np.ndarray, samples: int) -> np.ndarray:
     """Number of each item within its sample, int64 ``[n]``."""
     first = np.concatenate([[0], np.cumsum(np.bincount(sample, minlength=samples))])
-    number: np.ndarray = np.arange(len(sample)) - first[sample]
-    return number
+    return np.arange(len(sample)) - first[sample]
