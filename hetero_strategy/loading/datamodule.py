@@ -125,10 +125,8 @@ class MultimodalDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.manifests: dict[Split, Path | None] = {
-            "train": _path(train),
-            "val": _path(val),
-            "test": _path(test),
-            "predict": _path(predict),
+            split: None if path is None else Path(path)
+            for split, path in zip(get_args(Split), (train, val, test, predict), strict=True)
         }
         model = _made(model)
         self.kinds = {name: module.kind for name, module in model.modules_by_name.items()}
@@ -267,7 +265,6 @@ class MultimodalDataModule(L.LightningDataModule):
         context = TrainingContext.of(self.trainer)
         compiler = context.compiler
         options: dict[str, Any] = {
-            "language_models": self.language_models,
             "kinds": self.kinds,
             "global_batch_size": self.global_batch_size if training else self.eval_batch_size,
             "microbatches": self._count_in(split, context.microbatches),
@@ -405,7 +402,3 @@ def _made(model: Any) -> MultimodalModel:
             " function that makes it"
         )
     return made
-
-
-def _path(path: PathLike | None) -> Path | None:
-    return None if path is None else Path(path)
