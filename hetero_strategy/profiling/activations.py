@@ -393,5 +393,5 @@ def inputs_of(module: Adapter, lengths: np.ndarray) -> EncoderInputs | Generator
             shape = (rows, given.channels * given.patch_size**2)
         else:
             return None
-        return EncoderInputs(torch.empty(shape), sizes, module.output_rows(sizes), packing)
+        return EncoderInputs(torch.empty(shape), sizes, module.backbone.output_rows(sizes), packing)
     return None
