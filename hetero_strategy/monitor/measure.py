@@ -88,18 +88,6 @@ class Watch:
         return spent
 
 
-class Waits:
-    """Seconds that training waited for each batch, where the loader counts them."""
-
-    def __init__(self) -> None:
-        self._before: float | None = None
-
-    def next(self, trainer: L.Trainer) -> float | None:
-        """Wait for the batch that has just come; None for the first one, or where the loader does not count."""
-        before, self._before = self._before, waited(trainer)
-        return None if before is None or self._before is None else self._before - before
-
-
 def waited(trainer: L.Trainer) -> float | None:
     """Seconds that training has waited for batches until now; None where the loader does not count them."""
     return getattr(trainer.train_dataloader, "waited", None)
