@@ -372,7 +372,7 @@ def test_tasks_run_in_the_order_submitted(script: list[tuple[str, int]]) -> None
 
 
 def test_a_thread_does_not_travel() -> None:
-    ahead = Ahead("name")
+    ahead = Ahead()
     assert ahead.submit(lambda: 3).result() == 3
     other = pickle.loads(pickle.dumps(ahead))
     assert not other.alive and other.submit(lambda: 4).result() == 4
