@@ -35,8 +35,3 @@ def patches(width: np.ndarray, height: np.ndarray, cap: int, patch: int) -> np.n
     # Rounded, so that a scaled side of exactly a whole number of patches does not start another one.
     across, down = (np.maximum(np.ceil(np.round(side * scale) / patch), 1) for side in (width, height))
     return (across * down).astype(np.int64)
-
-
-def downsampled(hidden: np.ndarray, rate: int) -> np.ndarray:
-    """Rows after joining ``rate`` rows into one, int64 ``[n]``."""
-    return -(-hidden // rate)

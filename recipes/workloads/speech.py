@@ -52,11 +52,6 @@ ASSUMPTIONS = (
 )
 
 
-def durations(rng: np.random.Generator, part: str, n: int) -> np.ndarray:
-    """Seconds of utterances of one part of LibriSpeech, float64 ``[n]``."""
-    return np.interp(rng.random(n), QUANTILES, PARTS[part].quantiles)
-
-
 def utterances(rng: np.random.Generator, n: int) -> np.ndarray:
     """Seconds of utterances of the 960 hours, float64 ``[n]``: a part has hours / mean of them."""
     part = choose(rng, [p.hours / p.mean for p in PARTS.values()], n)

@@ -51,7 +51,6 @@ class Workload:
         one has a loss. Where items lie does not change who computes what.
         """
         count = len(self.text)
-        number = {m: _number(items.sample, count) for m, items in self.items.items()}
         per_sample = {m: np.bincount(items.sample, minlength=count) for m, items in self.items.items()}
         gaps = np.sum([*per_sample.values()], axis=0) + 1
         before, items_before = np.zeros(count, np.int64), np.zeros(count, np.int64)
@@ -60,7 +59,7 @@ class Workload:
             s = items.sample
             total = ragged.starts(items.rows)
             within = total - total[np.searchsorted(s, s)]
-            text = self.text[s] * (items_before[s] + number[modality] + 1) // gaps[s]
+            text = self.text[s] * (items_before[s] + ragged.within(per_sample[modality]) + 1) // gaps[s]
             start = text + before[s] + within
             placed[modality] = StepItems(s, items.rows, start, items.inner_rows, items.targets)
             before = before + self._rows(items)
@@ -70,9 +69,3 @@ class Workload:
 
     def _rows(self, items: WorkloadItems) -> np.ndarray:
         return np.bincount(items.sample, weights=items.rows, minlength=len(self.text)).astype(np.int64)
-
-
-def _number(sample: np.ndarray, samples: int) -> np.ndarray:
-    """Number of each item within its sample, int64 ``[n]``."""
-    first = np.concatenate([[0], np.cumsum(np.bincount(sample, minlength=samples))])
-    return np.arange(len(sample)) - first[sample]
