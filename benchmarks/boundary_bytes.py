@@ -27,7 +27,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from benchmarks.common import arguments, ragged_step, report, write_json
+from benchmarks.common import arguments, ragged_step, rearranged, report, write_json
 from benchmarks.counting import counted
 from benchmarks.gather_then_slice import MIMO, Moved, refuses
 from hetero_strategy.boundary.exchange import cross
@@ -105,19 +105,11 @@ def edge_of(pair: Pair, assignment: str, samples: int, seed: int = 0) -> Edge:
     """A ragged global batch in one microbatch: 0 to 3 images of 16 to 256 rows per sample."""
     metadata = ragged_step(seed, samples, {"encoder": lambda rng, n: rng.integers(16, 257, n)})
     placement = pair.placement()
-    sample_of = {"encoder": metadata.items["encoder"].sample, "llm": np.arange(samples)}
-
-    def aligned(module: str, rows: np.ndarray, instances: int) -> np.ndarray:
-        return sample_of[module] * instances // samples
-
-    tp = placement.layouts["llm"].tp
-    plan = plan_step(
-        metadata,
-        placement.instances(),
-        ("llm",),
-        row_multiple={"llm": tp} if pair.sequence else {},
-        assign=aligned if assignment == "aligned" else None,
-    )
+    instances, multiple = placement.instances(), {"llm": placement.layouts["llm"].tp} if pair.sequence else {}
+    plan = plan_step(metadata, instances, ("llm",), row_multiple=multiple)
+    if assignment == "aligned":
+        aligned = {name: metadata.sample_of(name) * count // samples for name, count in instances.items()}
+        plan = rearranged(plan, instances, aligned, multiple)
     layouts, assignments = placement.layouts, plan.assignments
     source = Side(layouts["encoder"].stage_grid(0), assignments["encoder"][0].totals())
     sharding = RowSharding(layouts["llm"].tp if pair.sequence else 1)
@@ -199,8 +191,8 @@ def tagged(side: Side, rank: int, width: int) -> torch.Tensor:
         return torch.empty(0, width)
     instance, shard = (int(x) for x in where[0])
     rows = torch.arange(int(side.totals[instance]), dtype=torch.float32) + 2.0**18 * (instance + 1)
-    if side.parts > 1:
-        rows = rows.chunk(side.parts)[shard]
+    if side.sharding.parts > 1:
+        rows = rows.chunk(side.sharding.parts)[shard]
     return rows[:, None].repeat(1, width)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hetero_strategy import ragged
-from hetero_strategy.plan.step_plan import StepItems, StepMetadata
+from hetero_strategy.plan.assign import assignments_of
+from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 """(random numbers, n) -> rows of n items, int64 ``[n]``."""
@@ -53,6 +55,20 @@ def ragged_step(
         before = before + np.bincount(sample, weights=rows, minlength=samples).astype(np.int64)
     tail = rng.integers(text[0], text[1] + 1, samples)
     return StepMetadata(0, 0, np.arange(samples), before + tail, tail - 1, placed)
+
+
+def rearranged(
+    plan: StepPlan, instances: Mapping[str, int], instance_of: Mapping[str, np.ndarray], row_multiple: Mapping[str, int]
+) -> StepPlan:
+    """A plan with the same microbatches, and each unit of every module on the instance that is given."""
+    known, assignments = plan.metadata, {}
+    for name, chosen in instance_of.items():
+        number, items = plan.places(name).microbatch, known.items.get(name)
+        rows = (known.tokens, known.tokens) if items is None else (items.edge_rows, items.inner_rows)
+        assignments[name] = assignments_of(
+            number, len(plan.assignments[name]), chosen, number, *rows, instances[name], row_multiple.get(name, 1)
+        )
+    return replace(plan, assignments=assignments)
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:

@@ -49,6 +49,7 @@ from hetero_strategy.model.inputs import EncoderInputs
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from recipes.digits import write_digits
 from tests.distributed.harness import Pool
+from tests.small_models import kinds_of
 
 MODULES = ("vision", "audio", "llm")
 EDGES = (("vision", "llm"), ("audio", "llm"))
@@ -174,6 +175,7 @@ def measure_on_rank(rank: int, world: int, task: Task) -> Found:
     placement = place({n: ModuleLayout.from_config(n, dict(x)) for n, x in task.layouts.items()}, world)
     shares = [RankView.of(placement, MODULES, r) for r in range(world)]
     options: dict[str, Any] = {
+        "kinds": kinds_of(MODULES),
         "global_batch_size": task.samples,
         "microbatches": 2,
         "balancing": BalanceConfig.of("auto").resolve(shares[rank].instances, ModelContext()),

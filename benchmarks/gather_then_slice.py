@@ -63,7 +63,7 @@ class MIMO:
 
     def rows(self) -> Moved:
         """Rows between ranks, from the plan alone."""
-        gathered = self._in_groups(self.target, self.blocks.target_instance) if self.target.parts > 1 else 0
+        gathered = self._in_groups(self.target, self.blocks.target_instance) if self.target.sharding.parts > 1 else 0
         if self.colocated:
             sides = self.source, self.whole
             return Moved(least_rows(self.blocks, *sides), gathered + least_rows(self.blocks, *sides, backward=True))
@@ -116,10 +116,11 @@ class OnRank:
         if self.target.number is not None:
             every = slots(plan.blocks, self.target.number)
             self.rows_here = len(every)
-            shards = range(len(self.target.ranks)) if plan.target.parts > 1 else [0]
+            shards = range(len(self.target.ranks)) if plan.target.sharding.parts > 1 else [0]
             self.slices = [np.flatnonzero(_in_shard(every, plan.target, self.target.number, s)) for s in shards]
-            self.slots_here = plan.target.local_slots(every, self.target.number, self.target.shard)
-        self.sharded = plan.target.parts > 1
+            total = int(plan.target.totals[self.target.number])
+            self.slots_here = plan.target.sharding.local(every, total, self.target.shard)
+        self.sharded = plan.target.sharding.parts > 1
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Source rows ``[n, width]`` -> rows of the slots that this rank has, ``[m, width]``."""
@@ -203,7 +204,7 @@ class _Instance:
 
 
 def _in_shard(rows: np.ndarray, side: Side, instance: int, shard: int) -> np.ndarray:
-    if side.parts == 1:
+    if side.sharding.parts == 1:
         return np.ones(len(rows), bool)
     size = int(side.totals[instance]) // side.instances.shape[1]
     return rows // size == shard

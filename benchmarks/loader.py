@@ -44,6 +44,7 @@ from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.zoo import siglip2_encoder, titan_llama
 from recipes.digits import write_digits
+from tests.small_models import kinds_of
 
 GOAL = 0.02
 IMAGES = {1024: 1000, 512: 250}
@@ -103,8 +104,9 @@ def processor() -> ImageProcessor:
 
 def steps_of(index: DatasetIndex, images: int) -> StepDataset:
     """Steps of so many images."""
-    share = RankView.whole(("vision", "llm"))
-    return StepDataset(index, {"vision": processor()}, (("vision", "llm"),), share, global_batch_size=images, seed=1)
+    modules = ("vision", "llm")
+    options: dict[str, Any] = {"kinds": kinds_of(modules), "global_batch_size": images, "seed": 1}
+    return StepDataset(index, {"vision": processor()}, (modules,), RankView.whole(modules), **options)
 
 
 def model_of(layers: int) -> MultimodalModel:

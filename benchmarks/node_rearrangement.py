@@ -61,8 +61,7 @@ def home_of(flow: Flow, units: int, node: np.ndarray) -> np.ndarray:
     """Node with most bytes of each unit; -1 without bytes."""
     count = int(node.max()) + 1
     held = np.bincount(flow.unit * count + node[flow.source], flow.size, units * count).reshape(units, count)
-    home: np.ndarray = np.where(held.max(axis=1) > 0, held.argmax(axis=1), -1)
-    return home
+    return np.where(held.max(axis=1) > 0, held.argmax(axis=1), -1)
 
 
 def place(flow: Flow, batch: np.ndarray, node: np.ndarray) -> np.ndarray:

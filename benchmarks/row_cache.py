@@ -49,8 +49,7 @@ class _Lit(L.LightningModule):
         self.model = model_of()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self.model(batch).loss
-        return loss
+        return self.model(batch).loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)

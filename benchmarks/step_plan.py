@@ -88,7 +88,7 @@ def measure(
         wall, began = time.perf_counter(), time.thread_time()
         plan = plan_step(metadata, count, ("llm",), microbatches=microbatches, balancing=chosen)
         planned = time.thread_time()
-        compiler.of(instances // 3, train=True)(plan)
+        compiler.program(plan, rank=instances // 3, train=True)
         plans.append(1e3 * (planned - began))
         compiles.append(1e3 * (time.thread_time() - planned))
         walls.append(1e3 * (time.perf_counter() - wall))

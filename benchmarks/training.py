@@ -76,7 +76,7 @@ class Lit(L.LightningModule):
         """The batch as the data module's loader gives it: the program of its step is made ahead, like its inputs."""
         if id(batch) not in self.loaded:
             context = TrainingContext.of(self.trainer)
-            program = context.compiler and context.compiler.of(context.rank, True)(batch.plan)
+            program = context.compiler and context.compiler.program(batch.plan, rank=context.rank, train=True)
             made = batch if program is None else batch.with_program(program)
             self.loaded[id(batch)] = made.pin_memory() if self.device.type == "cuda" else made
         return self.loaded[id(batch)]

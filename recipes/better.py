@@ -75,15 +75,21 @@ def better_layouts(trainer: L.Trainer, module: LitMultimodal, folder: Path, budg
         together = communication(device, shards=False)
     if not trainer.is_global_zero:
         return None
-    ran = [c.last for c in trainer.callbacks if isinstance(c, TimelineMonitor) and c.last is not None]  # type: ignore[attr-defined]
-    if not ran:
+    ran = last_of(trainer, TimelineMonitor)
+    if ran is None:
         return {"why_not": "no step was measured"}
     if trainer.world_size > FEW:
         return {"why_not": f"there are more than {FEW} ranks, for which planning takes longer"}
     try:
-        return _compared(trainer, module, ran[0], together, folder / "layout" / "better.yaml", budget)
+        return _compared(trainer, module, ran, together, folder / "layout" / "better.yaml", budget)
     except (ConfigError, LayoutError) as error:
         return {"why_not": str(error)}
+
+
+def last_of(trainer: L.Trainer, kind: type[Any]) -> Any:
+    """What a callback of a kind has seen last; None where there is none, or it saw nothing."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((c.last for c in callbacks if isinstance(c, kind) and c.last is not None), None)
 
 
 def _compared(

@@ -26,7 +26,7 @@ from hetero_strategy.errors import ConfigError, DataError, HeteroError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.loading.datamodule import MultimodalDataModule
-from hetero_strategy.model import Adapter, Encoder, Generator, MultimodalModel
+from hetero_strategy.model import Adapter, Backbone, Encoder, Generator, MultimodalModel
 from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.strategy import HeteroStrategy
 from recipes.cli import rank
@@ -260,12 +260,12 @@ def _check_items(index: DatasetIndex, name: str, module: Adapter, processor: Med
                 f" model.modules.{name} draws rows of {module.feature}; use the same patch_size and channels in both"
             )
         return
-    if not isinstance(module, Encoder) or not module.sized:  # then its first step compares the rows
-        return
+    if not isinstance(module, Encoder) or not isinstance(module.backbone, Backbone):
+        return  # its first step compares the rows
     sizes = np.asarray(table.sizes)
     for what, expected, found in (
-        ("makes", module.output_rows(sizes), table.rows),
-        ("computes on", module.packing_rows(sizes), table.inner_rows),
+        ("makes", module.backbone.output_rows(sizes), table.rows),
+        ("computes on", module.backbone.packing_rows(sizes), table.inner_rows),
     ):
         wrong = np.flatnonzero(expected != found)
         if len(wrong):

@@ -58,12 +58,13 @@ def start(task: Callable[[], None], outputs: str = "outputs") -> None:
     try:
         from recipes import jobs
 
-        if (folder := resumed(sys.argv[1:])) and jobs.is_sweep(folder):
+        folder = Path(given := resumed(sys.argv[1:])).expanduser().absolute()
+        if given and (folder / jobs.STATE).is_file():
             if len(sys.argv) > 2:
                 raise ConfigError(
                     "a sweep goes on with the jobs that it has: give resume=<its folder> and nothing else"
                 )
-            if failed := jobs.go_on(folder):
+            if failed := jobs.run(jobs.Sweep.load(folder)):
                 fail(failed)
             return
         sys.argv[1:] = with_run_folder(with_layout_file(sys.argv[1:]), outputs)

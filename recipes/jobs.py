@@ -127,16 +127,6 @@ def prepare(
     return sweep
 
 
-def is_sweep(folder: str | Path) -> bool:
-    """Whether a folder is that of a sweep."""
-    return (Path(folder).expanduser() / STATE).is_file()
-
-
-def go_on(folder: str | Path) -> HeteroError | None:
-    """Run what is left of a sweep; see :func:`run`."""
-    return run(Sweep.load(Path(folder).expanduser().absolute()))
-
-
 def run(sweep: Sweep) -> HeteroError | None:
     """Run all jobs that are not done, one after another, and show what came of all.
 

@@ -355,8 +355,9 @@ def beside(evaluator: Evaluator, step: Step) -> list[str]:
     found = beside_collectives(evaluator, step)
     if found is None:
         return []
-    given = ",".join(f"{name}:{share}" for name, share in found.tp_bubbles.items())
-    took, option = f"{seconds(found.seconds)}, {found.seconds / step.seconds:.2f} of that", f"tp_bubbles={{{given}}}"
+    tp_bubbles, length = found
+    given = ",".join(f"{name}:{share}" for name, share in tp_bubbles.items())
+    took, option = f"{seconds(length)}, {length / step.seconds:.2f} of that", f"tp_bubbles={{{given}}}"
     return [f"beside      {took}, if encoders also run beside collectives of tensor parallelism: 'strategy.{option}'"]
 
 

@@ -27,7 +27,7 @@ from hetero_strategy.parallelize.tied import tied_rank_sets
 from hetero_strategy.planner.memory import KINDS
 from hetero_strategy.runtime.connect import connections, most_groups, process_groups
 from recipes import cli
-from recipes.better import better_layouts
+from recipes.better import better_layouts, last_of
 from recipes.drawings import Drawing, Judge, draw_grid, drawings_of
 from recipes.lit import LitMultimodal
 from recipes.terminal import GoesOn, draw_examples
@@ -205,6 +205,13 @@ def summarize(
     }
 
 
+BALANCE = (
+    "plan_seconds", "payload_seconds", "plan_hidden_share", "skipped_samples", "worker_restarts", "bytes_within_nodes",
+    "bytes_between_nodes",
+)  # fmt: skip
+"""What a report says as :class:`BalanceMonitor` does."""
+
+
 def write_report(
     folder: Path,
     trainer: L.Trainer,
@@ -217,8 +224,7 @@ def write_report(
     plan_seconds: float = 0.0,
 ) -> dict[str, Any]:
     """Write ``report.json`` and ``examples.png`` (the first rank does), and return the report."""
-    found = [c.last for c in trainer.callbacks if isinstance(c, ThroughputMonitor) and c.last is not None]  # type: ignore[attr-defined]
-    totals = found[0] if found else Totals(0, 0, Spent(), 0)
+    totals = last_of(trainer, ThroughputMonitor) or Totals(0, 0, Spent(), 0)
     report = summarize(trainer, module, placed, readback, checkpoint, split) | {
         "chosen_by": chosen_by(trainer),
         "steps": trainer.global_step,
@@ -257,10 +263,10 @@ def throughput(totals: Totals) -> dict[str, Any]:
 
 def last_steps(trainer: L.Trainer) -> dict[str, Any] | None:
     """The last training steps as measured and as simulated, medians; on the first rank, None on the others."""
-    pairs = [c.last for c in trainer.callbacks if isinstance(c, TimelineMonitor) and c.last is not None]  # type: ignore[attr-defined]
-    if not pairs:
+    pair = last_of(trainer, TimelineMonitor)
+    if pair is None:
         return None
-    pair, fitted = pairs[0], pairs[0].fitted
+    fitted = pair.fitted
     medians = {
         f"{name}_{what}": float(np.median(values[row]))
         for row, name in enumerate(("measured", "simulated"))
@@ -280,10 +286,9 @@ def last_steps(trainer: L.Trainer) -> dict[str, Any] | None:
 
 def peak_memory(trainer: L.Trainer) -> dict[str, Any] | None:
     """The most that a training step needed on the fullest rank, and as plans predict it; on the first rank."""
-    found = [c.last for c in trainer.callbacks if isinstance(c, MemoryMonitor) and c.last is not None]  # type: ignore[attr-defined]
-    if not found:
+    peak = last_of(trainer, MemoryMonitor)
+    if peak is None:
         return None
-    peak = found[0]
     rank, busy = int(peak.measured.argmax()), (peak.expected > 0) & (peak.measured > 0)  # others have no module
     ratios = peak.expected[busy] / peak.measured[busy]
     kinds = dict(zip(KINDS, peak.predicted.bytes[:, rank].tolist(), strict=True))
@@ -299,22 +304,16 @@ def peak_memory(trainer: L.Trainer) -> dict[str, Any] | None:
 
 def balance(trainer: L.Trainer, totals: Totals) -> dict[str, Any] | None:
     """How evenly the work was spread over instances, and whether training waited for it; None if nobody watched."""
-    found = [c.last for c in trainer.callbacks if isinstance(c, BalanceMonitor) and c.last is not None]  # type: ignore[attr-defined]
-    if not found:
+    seen = last_of(trainer, BalanceMonitor)
+    if seen is None:
         return None
-    seen = found[0]
+    known = seen.to_json()
     share = totals.spent.data / totals.spent.training if totals.spent.training else None
     return {
         "imbalance": {m: [round(s.imbalance_before, 4), round(s.imbalance_after, 4)] for m, s in seen.spreads.items()},
         "data_wait_share": None if share is None else round(share, 4),
         "workers": getattr(trainer.train_dataloader, "num_workers", None),
-        "plan_seconds": seen.plan_seconds,
-        "payload_seconds": seen.payload_seconds,
-        "plan_hidden_share": seen.plan_hidden_share,
-        "skipped_samples": seen.skipped_samples,
-        "worker_restarts": seen.worker_restarts,
-        "bytes_within_nodes": None if seen.traffic is None else round(seen.traffic.within),
-        "bytes_between_nodes": None if seen.traffic is None else round(seen.traffic.between),
+        **{name: known[name] for name in BALANCE},
     }
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from hetero_strategy.data.media import AudioProcessor, ImageProcessor, Processor, TargetProcessor
 from hetero_strategy.data.targets import ImageTarget
-from hetero_strategy.model import Encoder, MultimodalModel
+from hetero_strategy.model import CausalLM, Encoder, Generator, ModuleKind, MultimodalModel
 from hetero_strategy.zoo import flow_decoder, hf_llama, siglip2_encoder, whisper_encoder
 
 WIDTH = 16
@@ -26,6 +27,14 @@ def drawer() -> MultimodalModel:
     """Of pictures, which it reads and draws."""
     draw = flow_decoder(width=WIDTH, patch_size=2, channels=1, dim=16, n_layers=1)
     return MultimodalModel({"vision": _vision(), "llm": _llm(), "draw": draw})
+
+
+KINDS: dict[str, ModuleKind] = {"vision": Encoder.kind, "audio": Encoder.kind, "draw": Generator.kind}
+
+
+def kinds_of(modules: Iterable[str]) -> dict[str, ModuleKind]:
+    """By name; all others are language models."""
+    return {name: KINDS.get(name, CausalLM.kind) for name in modules}
 
 
 def _vision() -> Encoder:

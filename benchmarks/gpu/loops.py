@@ -56,8 +56,7 @@ def _loss(model: MultimodalModel, batch: Batch, number: int, order: Tensor | Non
     if "vision" in batch.inputs:
         made = model.modules_by_name["vision"](batch.inputs["vision"][number])
         rows["vision", number] = made if order is None else made.index_select(0, order)
-    loss: Tensor = model.modules_by_name["llm"](batch.inputs["llm"][number], rows).loss_sum
-    return loss
+    return model.modules_by_name["llm"](batch.inputs["llm"][number], rows).loss_sum
 
 
 def of_titan(

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int64
 
-from hetero_strategy.layout.row_sharding import RowSharding
-
 
 @dataclass(frozen=True)
 class Meetings:
@@ -39,28 +37,3 @@ class Meetings:
             both = len(np.intersect1d(one, other))
             pairs += len(one) * len(other) - both - both * (both - 1) // 2
         return pairs
-
-
-def within_module(
-    source: Int64[np.ndarray, "instances ranks"], target: Int64[np.ndarray, "instances ranks"], rows: RowSharding
-) -> Meetings:
-    """Meetings of two stages of one module, given by the global ranks of their instances.
-
-    Rows keep their instance and their part of it: ``rows`` says how they lie on its ranks.
-    """
-    return Meetings(rows.rank_sets(source), rows.rank_sets(target))
-
-
-def between_modules(
-    source: Int64[np.ndarray, "islands ranks"], target: Int64[np.ndarray, "islands target_ranks"]
-) -> Meetings:
-    """Meetings of two stages of different modules, given by the global ranks in each island.
-
-    Any instance may send to any other of its island: balancing decides that anew in every step.
-    """
-    return Meetings(source, target)
-
-
-def second_hop(receivers: Int64[np.ndarray, "sets replicas"]) -> Meetings:
-    """Meetings among the ranks that get the same rows, from the global ranks of each such set."""
-    return Meetings(receivers, receivers)

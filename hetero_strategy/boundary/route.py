@@ -29,7 +29,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from hetero_strategy import ragged
-from hetero_strategy.layout.row_sharding import REPLICATED, Pieces, RowSharding
+from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
 from hetero_strategy.plan.step_plan import EdgeBlocks
 
 
@@ -58,16 +58,6 @@ class Side:
     totals: Int64[np.ndarray, "instances"]
     sharding: RowSharding = REPLICATED
 
-    @property
-    def parts(self) -> int:
-        """Sets of ranks with rows of their own in one instance."""
-        return self.sharding.parts
-
-    @property
-    def rank_sets(self) -> Int64[np.ndarray, "sets replicas"]:
-        """Ranks that have the same rows, by instance and part."""
-        return self.sharding.rank_sets(self.instances)
-
     def seat(self, rank: int) -> tuple[int, int]:
         """(instance, part of its rows) of a rank; (-1, -1) where it has none."""
         places = np.argwhere(self.instances == rank)
@@ -79,16 +69,6 @@ class Side:
         """Rows of the side's module that the rank has at this edge."""
         instance, _ = self.seat(rank)
         return 0 if instance < 0 else self.sharding.rows(int(self.totals[instance]))
-
-    def cut(
-        self, start: Int64[np.ndarray, "runs"], rows: Int64[np.ndarray, "runs"], instance: Int64[np.ndarray, "runs"]
-    ) -> Pieces:
-        """Cut runs of rows of these instances where another part begins."""
-        return self.sharding.cut(start, rows, np.asarray(self.totals)[instance])
-
-    def local_slots(self, rows: Int64[np.ndarray, "rows"], instance: int, part: int) -> Int64[np.ndarray, "local"]:
-        """Those of an instance's rows that lie in a part, as row numbers of its ranks."""
-        return self.sharding.local(rows, int(self.totals[instance]), part)
 
 
 @dataclass(frozen=True)
@@ -178,8 +158,8 @@ def route(blocks: EdgeBlocks, source: Side, target: Side, rank: int) -> Route:
     """The route of one edge and microbatch for one rank.
 
     On the target side rows are numbered among the slots that the edge fills on that rank, ascending: the forward
-    output has exactly :meth:`Side.local_slots` rows. Only runs that touch this rank's instances are expanded to rows,
-    so the cost follows the rank's own rows.
+    output has exactly as many rows as those that :meth:`RowSharding.local` finds there. Only runs that touch this
+    rank's instances are expanded to rows, so the cost follows the rank's own rows.
 
     Args:
         blocks: runs of rows, ordered by (target instance, target start).
@@ -208,10 +188,12 @@ def _pieces(blocks: EdgeBlocks, source: Side, target: Side, rank: int | None) ->
         (i, source_part), (j, target_part) = source.seat(rank), target.seat(rank)
         near = np.flatnonzero((blocks.source_instance == i) | (blocks.target_instance == j))
     # Runs are cut where another part begins: at first on the source's side, then on the target's.
-    one = source.cut(blocks.source_start[near], blocks.rows[near], blocks.source_instance[near])
+    totals = source.totals[blocks.source_instance[near]]
+    one = source.sharding.cut(blocks.source_start[near], blocks.rows[near], totals)
     start, from_ = blocks.target_start[near][one.run] + one.offset, blocks.source_instance[near][one.run]
-    two = target.cut(start, one.rows, blocks.target_instance[near][one.run])
-    from_, to = from_[two.run], blocks.target_instance[near][one.run[two.run]]
+    to = blocks.target_instance[near][one.run]
+    two = target.sharding.cut(start, one.rows, target.totals[to])
+    from_, to = from_[two.run], to[two.run]
     from_part, length = one.part[two.run], two.rows
     held, needed = one.local[two.run] + two.offset, start[two.run] + two.offset
     part, wants = np.arange(len(length)), 0
@@ -219,7 +201,7 @@ def _pieces(blocks: EdgeBlocks, source: Side, target: Side, rank: int | None) ->
         holds, needs = (from_ == i) & (from_part == source_part), (to == j) & (two.part == target_part)
         part, wants = np.flatnonzero(holds | needs), int(length[needs].sum())
         needed = ragged.starts(np.where(needs, length, 0))  # among this rank's slots; no other's are looked at
-    holder, needer = from_ * source.parts + from_part, to * target.parts + two.part
+    holder, needer = from_ * source.sharding.parts + from_part, to * target.sharding.parts + two.part
     return _Pieces.of(held[part], needed[part], length[part], source, holder[part], target, needer[part]), wants
 
 
@@ -254,7 +236,7 @@ class _Pieces:
         needer: np.ndarray,
     ) -> _Pieces:
         """From runs of rows ``[n]``: first row on either side, length, and number of the rank set on either side."""
-        count_of = len(target.instances) * target.parts
+        count_of = len(target.instances) * target.sharding.parts
         pairs, group = np.unique(holder * count_of + needer, return_inverse=True)
         order = np.argsort(group, kind="stable")
         count = np.bincount(group, weights=length, minlength=len(pairs)).astype(np.int64)
@@ -267,9 +249,9 @@ class _Pieces:
             group=np.repeat(group, length),
             place=ragged.expand(place, length),
             count=count,
-            holders=source.rank_sets[one],
-            needers=target.rank_sets[other],
-            turn=one // source.parts + other // target.parts,
+            holders=source.sharding.rank_sets(source.instances)[one],
+            needers=target.sharding.rank_sets(target.instances)[other],
+            turn=one // source.sharding.parts + other // target.sharding.parts,
         )
 
     def turned(self) -> _Pieces:
@@ -342,10 +324,10 @@ def stage_route(source: Side, target: Side, rank: int) -> Route:
     Both sides have the same instances and totals. Where every rank has rows of its own it is one message to the rank of
     the same coordinate; only replicas need :func:`route`.
     """
-    if source.instances.shape[1] > source.parts:
+    if source.instances.shape[1] > source.sharding.parts:
         instance = np.flatnonzero(source.totals)
         zero = np.zeros(len(instance), dtype=np.int64)
-        blocks = EdgeBlocks(instance, zero, instance, zero, np.asarray(source.totals)[instance])
+        blocks = EdgeBlocks(instance, zero, instance, zero, source.totals[instance])
         return route(blocks, source, target, rank)
     return Route(_straight(source, target, rank), _straight(target, source, rank))
 

@@ -122,8 +122,7 @@ def write_tensors(path: Path, entries: Iterable[Entry]) -> StoredFile:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the host, sharing its memory."""
-    data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
-    return data
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Int64
@@ -201,22 +201,20 @@ class ModuleLayout:
         if values.get("ranks") is None:
             raise LayoutError(f"layout of '{module}': ranks is missing; give a list such as [0, 1] or a count")
         for name, value in values.items():
-            if (name == "pp_style" and isinstance(value, str)) or (name == "split" and value is None):
-                continue
-            whole = isinstance(value, int) and not isinstance(value, bool) and name not in ("split", "pp_style")
-            listed = name in ("ranks", "split") and not isinstance(value, str) and _all_ints(value)
-            if not (whole or listed):
-                expected = {
-                    "ranks": "a whole number or a list of them",
-                    "split": "a list of whole numbers",
-                    "pp_style": "'loop' or 'v'",
-                }.get(name, "a whole number")
+            whole, listed = isinstance(value, int) and not isinstance(value, bool), _all_ints(value)
+            fits, expected = {
+                "ranks": (whole or listed, "a whole number or a list of them"),
+                "split": (value is None or listed, "a list of whole numbers"),
+                "pp_style": (isinstance(value, str), "'loop' or 'v'"),
+            }.get(name, (whole, "a whole number"))
+            if not fits:
                 raise LayoutError(f"layout of '{module}': {name}={value!r} is not {expected}")
         return cls(**values)
 
 
-def _all_ints(value: object) -> bool:
+def _all_ints(value: Any) -> bool:
     try:
-        return all(isinstance(v, (int, np.integer)) and not isinstance(v, bool) for v in value)  # type: ignore[attr-defined]
+        every = all(isinstance(v, int | np.integer) and not isinstance(v, bool) for v in value)
     except TypeError:
         return False
+    return every and not isinstance(value, str)

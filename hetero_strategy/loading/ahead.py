@@ -30,13 +30,12 @@ class Ahead:
     keeps the interpreter alive.
     """
 
-    def __init__(self, name: str = "loading") -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._work = _Work()
 
-    def __reduce__(self) -> tuple[type[Ahead], tuple[str]]:
-        return Ahead, (self._name,)  # a data module goes to spawned processes, each of which has a thread of its own
+    def __reduce__(self) -> tuple[type[Ahead], tuple[()]]:
+        return Ahead, ()  # a data module goes to spawned processes, each of which has a thread of its own
 
     @property
     def alive(self) -> bool:
@@ -51,7 +50,7 @@ class Ahead:
         if not self.alive:
             # The thread holds its work alone, so an instance that nobody holds any more ends it.
             self._work = _Work()
-            self._thread = threading.Thread(target=_run, args=(self._work, _device()), name=self._name, daemon=True)
+            self._thread = threading.Thread(target=_run, args=(self._work, _device()), name="loading", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._work.tasks.put, None)
         future: Future[Result] = Future()

@@ -119,8 +119,7 @@ class Batch:
                     f"the batch says not which of {len(assignment.offsets) - 1} instances of {module} it is"
                 )
             instance = 0
-        found: np.ndarray = bad[self.plan.metadata.sample_of(module)[assignment.of(instance)]]
-        return found
+        return bad[self.plan.metadata.sample_of(module)[assignment.of(instance)]]
 
     def __len__(self) -> int:
         """Samples of the global batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -124,10 +125,8 @@ class MultimodalDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.manifests: dict[Split, Path | None] = {
-            "train": _path(train),
-            "val": _path(val),
-            "test": _path(test),
-            "predict": _path(predict),
+            split: None if path is None else Path(path)
+            for split, path in zip(get_args(Split), (train, val, test, predict), strict=True)
         }
         model = _made(model)
         self.kinds = {name: module.kind for name, module in model.modules_by_name.items()}
@@ -264,8 +263,8 @@ class MultimodalDataModule(L.LightningDataModule):
         overfit = training and self.trainer is not None and bool(getattr(self.trainer, "overfit_batches", 0))
         share = self.share()
         context = TrainingContext.of(self.trainer)
+        compiler = context.compiler
         options: dict[str, Any] = {
-            "language_models": self.language_models,
             "kinds": self.kinds,
             "global_batch_size": self.global_batch_size if training else self.eval_batch_size,
             "microbatches": self._count_in(split, context.microbatches),
@@ -277,7 +276,7 @@ class MultimodalDataModule(L.LightningDataModule):
             "drop_last": training and self.drop_last,
             "same_noise": not training,
             "compute_dtype": context.compute_dtype,
-            "compiler": None if context.compiler is None else context.compiler.of(context.rank, training),
+            "compiler": compiler and partial(compiler.program, rank=context.rank, train=training),
             "prefetch": self._prefetched(context) if training else (),
         }
         steps, finish = self._steps(split, index, share, options)
@@ -408,7 +407,3 @@ def _made(model: Any) -> MultimodalModel:
             " function that makes it"
         )
     return made
-
-
-def _path(path: PathLike | None) -> Path | None:
-    return None if path is None else Path(path)

@@ -53,7 +53,7 @@ class SampledDataset(StepDataset):
     ``max_tokens``, gives up all its items; what becomes of it all ranks decide together when the step is dispatched.
 
     Raises:
-        ConfigError: the index is measured, or ``window`` is not 1: tokens of samples are not known.
+        ConfigError: the index is measured.
     """
 
     def __init__(self, index: DatasetIndex, *args: Any, rank: int = 0, world: int = 1, **options: Any) -> None:
@@ -62,11 +62,6 @@ class SampledDataset(StepDataset):
             raise ConfigError(
                 f"{index.folder}: the index holds the sizes of all media; payload='all_to_all' needs one built with"
                 " measure=False, or use payload='fetch'"
-            )
-        if self.window != 1:
-            raise ConfigError(
-                f"balance: window is {self.window}, but with payload='all_to_all' the tokens of a sample are known only"
-                " once it is decoded, in its step; use window=1 or payload='fetch'"
             )
         self.rank, self.world = rank, world
 

@@ -26,9 +26,6 @@ from hetero_strategy.loading.metadata import step_metadata
 from hetero_strategy.loading.payload import Content, InstanceUnits, fetched
 from hetero_strategy.loading.row_cache import RowCache
 from hetero_strategy.loading.worker_pool import Place
-from hetero_strategy.model.causal_lm import CausalLM
-from hetero_strategy.model.encoder import Encoder
-from hetero_strategy.model.generator import Generator
 from hetero_strategy.model.inputs import ModuleInputs
 from hetero_strategy.model.kind import ModuleKind
 from hetero_strategy.plan.ahead import ahead, with_next
@@ -92,17 +89,6 @@ def epoch_order(samples: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
-def kinds_of(
-    processors: Mapping[str, Processor | TargetProcessor],
-    language_models: Sequence[str],
-    others: Mapping[str, ModuleKind] | None = None,
-) -> dict[str, ModuleKind]:
-    """The kind of every module that data is read for: of those with a processor, of language models, and of others."""
-    targets = {name: isinstance(processor, TargetProcessor) for name, processor in processors.items()}
-    kinds: dict[str, ModuleKind] = {name: Generator.kind if drawn else Encoder.kind for name, drawn in targets.items()}
-    return kinds | dict.fromkeys(language_models, CausalLM.kind) | dict(others or {})
-
-
 def check_counts(size: int, count: int | None, sizes: str = "global_batch_size", counts: str = "microbatches") -> None:
     """Refuse a global batch, or a number of its microbatches (None: found in every step), that cannot be.
 
@@ -129,8 +115,7 @@ class StepDataset(Dataset[Batch]):
 
     Args:
         edges: (source, target) pairs of modules.
-        language_models: their units are whole samples.
-        kinds: of modules of which neither a processor nor ``language_models`` says it; where both do, this holds.
+        kinds: of all modules; the first samplewise one decides which sample is in which microbatch.
         global_batch_size: samples per step, over all ranks.
         microbatches: per step; None: as few as the first language model's budget allows.
         microbatch_rows: encoders and generators with microbatches of their own; see `plan_step`.
@@ -151,8 +136,7 @@ class StepDataset(Dataset[Batch]):
         edges: tuple[tuple[str, str], ...],
         share: RankView,
         *,
-        language_models: tuple[str, ...] = ("llm",),
-        kinds: Mapping[str, ModuleKind] | None = None,
+        kinds: Mapping[str, ModuleKind],
         global_batch_size: int,
         microbatches: int | None = 1,
         microbatch_rows: Mapping[str, int | Literal["equal"]] | None = None,
@@ -168,8 +152,8 @@ class StepDataset(Dataset[Batch]):
     ) -> None:
         check_counts(global_batch_size, microbatches)
         self.index, self.processors, self.edges, self.share = index, dict(processors), edges, share
-        self.kinds = kinds_of(processors, language_models, kinds)
-        self.language_models, self.balancing, self.window = language_models, balancing, window
+        self.kinds, self.balancing, self.window = dict(kinds), balancing, window
+        self.language_models = tuple(name for name, kind in kinds.items() if kind.samplewise)
         self.microbatch_rows = dict(microbatch_rows or {})
         self.global_batch_size, self.microbatches = global_batch_size, microbatches
         self.seed, self.shuffle, self.drop_last, self.same_noise = seed, shuffle, drop_last, same_noise

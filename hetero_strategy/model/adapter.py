@@ -207,14 +207,12 @@ class Adapter(nn.Module):
             # Not through nn.Module: the copy is no submodule and appears in no state dict.
             for owner in (duplicate, self):
                 object.__setattr__(owner, "_meta_copy", duplicate)
-        original: Adapter = self.__dict__["_meta_copy"]
-        return original
+        return self.__dict__["_meta_copy"]
 
     def initial_values(self) -> dict[str, Tensor]:
         """Return, by FQN, the values that tensors had when the module was made (a ready backbone); memory is shared."""
         self.meta_copy()
-        values: dict[str, Tensor] = self.__dict__["_initial_values"]
-        return values
+        return self.__dict__["_initial_values"]
 
     def release_initial_values(self) -> None:
         """Free :meth:`initial_values`, once every rank that needs the values has its part."""

@@ -38,8 +38,7 @@ class Projector(nn.Module):
 
     @override
     def forward(self, rows: Tensor) -> Tensor:
-        projected: Tensor = self.down(self.act(self.up(self.norm(rows))))
-        return projected
+        return self.down(self.act(self.up(self.norm(rows))))
 
 
 class Backbone(Adapter):
@@ -91,10 +90,7 @@ class EncoderKind(ModuleKind):
             return EncoderInputs(empty, items.sizes, items.rows, Packing.of(units.inner_rows))
         if units.cache is not None:
             return units.cache.inputs(units, items)
-        made: EncoderInputs = processor.collate(
-            units.content.values(units.module, units.numbers), items.sizes, items.rows
-        )
-        return made
+        return processor.collate(units.content.values(units.module, units.numbers), items.sizes, items.rows)
 
 
 class Keeper(Protocol):
@@ -230,7 +226,8 @@ class Encoder(Adapter):
 
     @override
     def prune(self, blocks: Collection[str], *, before: bool, after: bool) -> None:
-        backbone = self._sized()
+        backbone = self.backbone
+        assert isinstance(backbone, Backbone)
         backbone.prune([fqn.removeprefix("backbone.") for fqn in blocks], before=before, after=after)
         backbone.first_stage, backbone.last_stage = not before, not after
         if after:
@@ -265,19 +262,6 @@ class Encoder(Adapter):
         weights = self._adapter.hf_weights()
         return None if weights is None else weights.below("backbone.")
 
-    @property
-    def sized(self) -> bool:
-        """Whether it says beforehand how many rows it makes of an item; only a :class:`Backbone` does."""
-        return isinstance(self.backbone, Backbone)
-
-    def output_rows(self, sizes: np.ndarray) -> np.ndarray:
-        """Return how many rows the edge carries for each item, int64 ``[n]``; needs :attr:`sized`."""
-        return self._sized().output_rows(sizes)
-
-    def packing_rows(self, sizes: np.ndarray) -> np.ndarray:
-        """Return how many rows the backbone's transformer sees of each item, int64 ``[n]``; needs :attr:`sized`."""
-        return self._sized().packing_rows(sizes)
-
     @override
     def flops_by_part(self, packing_lengths: np.ndarray) -> dict[str, float]:
         if not isinstance(self.backbone, Adapter):
@@ -293,11 +277,6 @@ class Encoder(Adapter):
         original: Any = self.meta_copy()
         projector = linear_flops(original.projector) * self.backbone.projected_rows(packing_lengths)
         return before, blocks, after + projector
-
-    def _sized(self) -> Backbone:
-        if not isinstance(self.backbone, Backbone):
-            raise NotImplementedError(f"{type(self.backbone).__name__} does not say how many rows it makes of an item")
-        return self.backbone
 
 
 def _out_width(projector: nn.Module) -> int:

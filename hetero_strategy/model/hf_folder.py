@@ -121,8 +121,7 @@ class TensorFolder(SafetensorFiles):
         """
         file = self._file(self._files[name])
         if not selection:
-            whole: Tensor = file.get_tensor(name)
-            return whole
+            return file.get_tensor(name)
         runs, order = [[slice(None)]] * (max(selection) + 1), {}
         for dim, index in selection.items():
             ascending, places = index.sort()
@@ -150,6 +149,5 @@ def _runs(ascending: Tensor) -> list[slice]:
 def _read_runs(source: Any, runs: list[list[slice]], at: tuple[slice, ...] = ()) -> Tensor:
     """Read the product of the runs of every dimension from a slice of safetensors."""
     if len(at) == len(runs):
-        read: Tensor = source[at]
-        return read
+        return source[at]
     return torch.cat([_read_runs(source, runs, (*at, run)) for run in runs[len(at)]], dim=len(at))

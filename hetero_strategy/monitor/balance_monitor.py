@@ -16,7 +16,7 @@ from typing_extensions import override
 from hetero_strategy.errors import ConfigError, require
 from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.fitted import fitted_costs
-from hetero_strategy.monitor.measure import Waits, over_ranks
+from hetero_strategy.monitor.measure import over_ranks, waited
 from hetero_strategy.monitor.traffic import Traffic, traffic
 from hetero_strategy.plan.step_plan import StepPlan, crossing
 
@@ -120,10 +120,12 @@ class BalanceMonitor(L.Callback):
         self.every_n_steps = every_n_steps
         self.last: BalanceSummary | None = None
         """Summary of the last run on every rank, with bytes on rank 0 only."""
+        self._waited: float | None
+        """Seconds waited for batches until the last one."""
         self._reset()
 
     def _reset(self) -> None:
-        self._window, self._total, self._waits = _Sums(), _Sums(), Waits()
+        self._window, self._total, self._waited = _Sums(), _Sums(), None
         self._step = 0
 
     # ---- hooks -----------------------------------------------------------------------------------------------------
@@ -138,7 +140,8 @@ class BalanceMonitor(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch that training has waited for."""
-        wait = self._waits.next(trainer)
+        before, self._waited = self._waited, waited(trainer)
+        wait = None if before is None or self._waited is None else self._waited - before
         if not hasattr(batch, "plan"):
             raise ConfigError(
                 f"BalanceMonitor: the batch is a {type(batch).__name__} without a step plan; "

@@ -88,18 +88,6 @@ class Watch:
         return spent
 
 
-class Waits:
-    """Seconds that training waited for each batch, where the loader counts them."""
-
-    def __init__(self) -> None:
-        self._before: float | None = None
-
-    def next(self, trainer: L.Trainer) -> float | None:
-        """Wait for the batch that has just come; None for the first one, or where the loader does not count."""
-        before, self._before = self._before, waited(trainer)
-        return None if before is None or self._before is None else self._before - before
-
-
 def waited(trainer: L.Trainer) -> float | None:
     """Seconds that training has waited for batches until now; None where the loader does not count them."""
     return getattr(trainer.train_dataloader, "waited", None)
@@ -108,8 +96,7 @@ def waited(trainer: L.Trainer) -> float | None:
 def over_ranks(trainer: L.Trainer, values: list[float], how: Literal["max", "mean"]) -> list[float]:
     """Reduce each value over all ranks to its maximum or mean; a collective, equal on all ranks."""
     tensor = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
-    reduced: list[float] = trainer.strategy.reduce(tensor, reduce_op=how).tolist()
-    return reduced
+    return trainer.strategy.reduce(tensor, reduce_op=how).tolist()
 
 
 def gather_on_first(value: Value, group: dist.ProcessGroup | None) -> list[Value] | None:

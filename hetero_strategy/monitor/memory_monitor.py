@@ -45,8 +45,7 @@ class PeakMemory:
     @property
     def expected(self) -> Float64[np.ndarray, "ranks"]:
         """Bytes that were predicted: of tensors, so without the last kind, what is reserved around them."""
-        tensors: np.ndarray = self.predicted.bytes[:-1].sum(axis=0)
-        return tensors
+        return self.predicted.bytes[:-1].sum(axis=0)
 
 
 class _Measured(NamedTuple):

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._pytree import tree_leaves
 
-from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.inputs import Movable, tensors_of
 from hetero_strategy.parallelize.per_module import per_module
 
@@ -24,11 +23,7 @@ def compiles(given: Iterable[str] | Mapping[str, str] | None) -> dict[str, str]:
     Raises:
         ConfigError: another backend.
     """
-    said = per_module("compile", given, BACKENDS[0])
-    for name, backend in said.items():
-        if backend not in BACKENDS:
-            raise ConfigError(f"HeteroStrategy: compile of '{name}' is {backend!r}; use one of {', '.join(BACKENDS)}")
-    return said
+    return per_module("compile", given, BACKENDS[0], BACKENDS)
 
 
 def apply_compile(blocks: Iterable[nn.Module], backend: str) -> None:

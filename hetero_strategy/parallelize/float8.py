@@ -4,7 +4,6 @@ scale per row, and their products kept in the compute dtype. Weights, optimizer 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, require
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.parallelize.kernels import device_name
@@ -37,12 +36,7 @@ def float8s(given: Iterable[str] | Mapping[str, str] | None) -> dict[str, str]:
     Raises:
         ConfigError: another recipe.
     """
-    said = per_module("float8", given, RECIPES[0])
-    for name, recipe in said.items():
-        if recipe.removesuffix(EMULATED) not in RECIPES:
-            known = ", ".join((*RECIPES, *(repr(one + EMULATED) for one in RECIPES)))
-            raise ConfigError(f"HeteroStrategy: float8 of '{name}' is {recipe!r}; use one of {known}")
-    return said
+    return per_module("float8", given, RECIPES[0], (*RECIPES, *(one + EMULATED for one in RECIPES)))
 
 
 def use_float8(
@@ -75,8 +69,7 @@ def use_float8(
                 f"{refusal}: none of its blocks has a linear map whose sizes, over tp={tp}, are multiples of"
                 f" {MULTIPLE}; leave '{name}' out"
             )
-        if importlib.util.find_spec("torchao") is None:
-            raise ConfigError(f"{refusal} needs torchao; pip install 'hetero-strategy[float8]'")
+        require("torchao", "float8", refusal)
         if recipe.endswith(EMULATED):
             continue
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < CAPABILITY:

@@ -28,9 +28,6 @@ from hetero_strategy.plan.nodes.slots import volumes
 from hetero_strategy.plan.packing import Packed, deal, level_islands, pack, pieces, regroup
 from hetero_strategy.plan.step_plan import Assignment, ModuleLoad, StepMetadata, StepPlan
 
-Assigner = Callable[[str, Int64[np.ndarray, "units"], int], Int64[np.ndarray, "units"]]
-"""(module, rows of each unit, number of instances) -> instance of each unit."""
-
 
 class Size(NamedTuple):
     """How much work one module has in a step."""
@@ -51,11 +48,6 @@ Orderer = Callable[[UnitSizes], Int64[np.ndarray, "microbatches"]]
 """Work of a step's microbatches -> the order in which to run them."""
 AS_SAMPLED = "none"
 """Policy under which samples are dealt in turn and items stay with their samples, whatever they cost."""
-
-
-def round_robin(module: str, rows: Int64[np.ndarray, "units"], instances: int) -> Int64[np.ndarray, "units"]:
-    """Give unit ``k`` to instance ``k mod instances``, whatever it costs."""
-    return np.arange(len(rows)) % instances
 
 
 @dataclass(frozen=True)
@@ -126,7 +118,6 @@ def plan_step(
     row_multiple: Mapping[str, int] | None = None,
     microbatch_rows: Mapping[str, int | Literal["equal"]] | None = None,
     balancing: ResolvedBalance | None = None,
-    assign: Assigner | None = None,
 ) -> StepPlan:
     """Plan one step: pack samples, order the microbatches, spread every other module's units over its instances.
 
@@ -141,17 +132,17 @@ def plan_step(
         microbatch_rows: encoder or generator -> about how many rows inside it an instance should have in a microbatch,
             for which step microbatches are joined or split; or ``equal``: as many microbatches as the step's, of equal
             cost, so that what is too much for one is computed with another. Others keep the step's.
-        balancing: how work is spread; default: all units are dealt in turn.
-        assign: chooses the instance of every unit in a microbatch in place of ``balancing``.
+        balancing: how work is spread; default: all units are dealt in turn, and the plan says no loads.
 
     Raises:
         ConfigError: a budget cannot be kept.
     """
     multiple, budgets = row_multiple or {}, microbatch_rows or {}
-    if balancing is None and assign is None:
-        assign = round_robin
-    balancing, samplewise = balancing or ResolvedBalance(), tuple(samplewise)
-    planner = _StepPlanner(metadata, instances, samplewise, balancing, assign)
+    samplewise = tuple(samplewise)
+    costed = [name for name in balancing.policy if name in instances] if balancing else []
+    if balancing is None:
+        balancing = ResolvedBalance({name: "round_robin" for name in instances if name not in samplewise[:1]})
+    planner = _StepPlanner(metadata, instances, samplewise, balancing)
     packed = planner.packed(microbatches)
     assignments: dict[str, tuple[Assignment, ...]] = {}
     for module in sorted(instances, key=lambda name: name not in samplewise):  # encoders look where their samples are
@@ -160,7 +151,6 @@ def plan_step(
         assignments[module] = assignments_of(
             group, groups, instance_of, of_step, *planner.rows(module), instances[module], multiple.get(module, 1)
         )
-    costed = [name for name in balancing.policy if name in instances]
     loads = {name: planner.load(name, assignments[name], packed.count) for name in costed}
     return StepPlan(metadata, packed.count, {name: assignments[name] for name in instances}, loads)
 
@@ -173,7 +163,6 @@ class _StepPlanner:
     instances: Mapping[str, int]
     samplewise: tuple[str, ...]
     balancing: ResolvedBalance
-    assign: Assigner | None
     instance_of: dict[str, np.ndarray] = field(default_factory=dict)
     """Language model -> instance of each sample."""
     island: np.ndarray | None = None
@@ -202,7 +191,7 @@ class _StepPlanner:
             microbatches,
             b.cost(first),
             module=first,
-            policy=None if b.policy_of(first) == AS_SAMPLED or self.assign else b.policy_of(first),
+            policy=None if b.policy_of(first) == AS_SAMPLED else b.policy_of(first),
             speeds=b.speeds_of(first),
             budget=b.budget.get(first),
             beside=None if microbatches == 1 else self._beside.sum(axis=0),
@@ -221,7 +210,7 @@ class _StepPlanner:
         """
         first, b = self.samplewise[0], self.balancing
         count = self.instances[first]
-        if self.assign is None and b.policy_of(first) != AS_SAMPLED and b.speeds_of(first) is None:
+        if b.policy_of(first) != AS_SAMPLED and b.speeds_of(first) is None:
             bin_of = packed.microbatch * count + packed.instance
             work = [np.bincount(bin_of, weights=w, minlength=packed.count * count) for w in self._beside]
             place = level_islands(np.array(work).reshape(len(work), packed.count, count), b.seats(first, count))
@@ -289,12 +278,12 @@ class _StepPlanner:
 
     def _instances(self, module: str, group: np.ndarray, groups: int, packed: Packed) -> np.ndarray:
         """Choose the instance of each unit, int64 ``[n]``."""
-        if module in self.samplewise[:1] and self.assign is None:
+        if module in self.samplewise[:1]:
             instance_of = packed.instance
         else:
             instance_of = np.zeros(len(group), dtype=np.int64)
             reader, sampled = self._reader(module), None
-            if self.balancing.policy_of(module) == AS_SAMPLED and self.assign is None:
+            if self.balancing.policy_of(module) == AS_SAMPLED:
                 sampled = self._sampled(module, packed.count)
             even = self._over_the_step(module)
             for units, seats in self._apart(module, group, groups):
@@ -325,7 +314,7 @@ class _StepPlanner:
         """
         b, inner_rows, count = self.balancing, self.rows(module)[1], self.instances[module]
         asked = b.policy_of(module) != "auto" or b.speeds_of(module) is not None
-        if module not in b.beside or asked or self.assign is not None:
+        if module not in b.beside or asked:
             return None
         others = np.zeros(count)
         for name, shares in b.beside[module].items():
@@ -371,8 +360,6 @@ class _StepPlanner:
         b, count = self.balancing, len(seats)
         rows, inner_rows = self.rows(module)
         lengths = inner_rows[units]
-        if self.assign is not None:
-            return np.asarray(self.assign(module, lengths, count), dtype=np.int64)
         policy, cost, speeds, limit = b.policy_of(module), b.cost(module), b.speeds_of(module), b.budget.get(module)
         speeds = None if speeds is None else speeds[seats]
         if sampled is not None:

@@ -297,8 +297,7 @@ def _shares(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Solution may be inaccurate")  # shares are rounded anyway
         program.solve(solver="CLARABEL")
-    found: np.ndarray = share.value[:count]
-    return found
+    return share.value[:count]
 
 
 @lru_cache(maxsize=64)

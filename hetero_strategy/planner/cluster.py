@@ -141,11 +141,6 @@ class Cluster:
         return gcd(*(pool.ranks_per_node for pool in self.pools))
 
     @cached_property
-    def within(self) -> Links:
-        """Links of one rank to others of its node."""
-        return _slowest([pool.within for pool in self.pools])
-
-    @cached_property
     def network(self) -> Network:
         """Its links as the simulator takes them."""
         nodes = [pool for pool in self.pools for _ in range(pool.nodes)]

@@ -105,19 +105,12 @@ def unfilled(evaluator: Evaluator, step: Step) -> Unfilled | None:
     return Unfilled(filling, explain(evaluator, alone), explain(evaluator, turns), turns.seconds)
 
 
-@dataclass(frozen=True)
-class BesideCollectives:
-    """A step whose encoders also run in bubbles of tensor parallelism."""
-
-    tp_bubbles: Mapping[str, float]
-    """What a run is told: module -> share of its actions in which others can compute."""
-    seconds: float
-    """Of a step."""
-
-
-def beside_collectives(evaluator: Evaluator, step: Step) -> BesideCollectives | None:
+def beside_collectives(evaluator: Evaluator, step: Step) -> tuple[dict[str, float], float] | None:
     """Simulate a step that is filled finely with bubbles of tensor parallelism filled, too; None where there are none,
     or ranks share cores.
+
+    Returns:
+        What a run is told, which is module -> share of its actions in which others can compute; and seconds of a step.
     """
     placed, layouts = step.placed, step.placed.placement.layouts
     parallel = [name for name, layout in layouts.items() if layout.tp > 1]
@@ -131,7 +124,7 @@ def beside_collectives(evaluator: Evaluator, step: Step) -> BesideCollectives | 
         whole[action.node.module] += float(step.simulation.seconds(action).sum())
         rooms[action.node.module] += float(part(action).sum())
     shares = {name: round(rooms[name] / whole[name], 3) for name in parallel if whole[name]}
-    return BesideCollectives(shares, evaluator.simulated(again, step.plan).seconds)
+    return shares, evaluator.simulated(again, step.plan).seconds
 
 
 def work_of(step: Step, modules: Collection[str]) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -85,25 +85,18 @@ LINKS: Mapping[str, Links] = {
 }
 
 
-@dataclass(frozen=True)
-class _Node:
-    ranks: int
-    within: str
-    across: str
-
-
-NODES: Mapping[str, _Node] = {
-    "a40": _Node(4, "pcie4", "200g"),
-    "a100": _Node(8, "nvlink3", "200g"),  # DGX A100: 8 x 200 Gb/s
-    "a800": _Node(8, "nvlink3_a800", "200g"),
-    "h100": _Node(8, "nvlink4", "400g"),  # DGX H100: 8 x 400 Gb/s
-    "h800": _Node(8, "nvlink4_h800", "400g"),
-    "h200": _Node(8, "nvlink4", "400g"),
-    "b200": _Node(8, "nvlink5", "400g"),
-    "gb200": _Node(72, "nvlink5", "400g"),
-    "cpu": _Node(1, "loopback", "loopback"),
+NODES: Mapping[str, tuple[int, str, str]] = {
+    "a40": (4, "pcie4", "200g"),
+    "a100": (8, "nvlink3", "200g"),  # DGX A100: 8 x 200 Gb/s
+    "a800": (8, "nvlink3_a800", "200g"),
+    "h100": (8, "nvlink4", "400g"),  # DGX H100: 8 x 400 Gb/s
+    "h800": (8, "nvlink4_h800", "400g"),
+    "h200": (8, "nvlink4", "400g"),
+    "b200": (8, "nvlink5", "400g"),
+    "gb200": (72, "nvlink5", "400g"),
+    "cpu": (1, "loopback", "loopback"),
 }
-"""What a device comes in."""
+"""What a device comes in: ranks of a node, links inside it and to other nodes."""
 
 _DEVICE_FIELDS = tuple(f.name for f in fields(Device) if f.name not in ("name", "source"))
 _FIELDS = (*_DEVICE_FIELDS, *(f"{where}_{f.name}" for where in ("within", "across") for f in fields(Links)))
@@ -133,13 +126,13 @@ def cluster(
         ConfigError: an unknown name, or a number that is not positive.
     """
     known = _known("device", device, DEVICES)
-    node = NODES[device]
-    inside = _known("within", within or node.within, LINKS)
-    between = _known("network", network or node.across, LINKS)
+    usual, inside_node, between_nodes = NODES[device]
+    inside = _known("within", within or inside_node, LINKS)
+    between = _known("network", network or between_nodes, LINKS)
     for name in overrides:
         if name not in _FIELDS:
             raise ConfigError(f"cluster: no field {name!r}; known: {', '.join(_FIELDS)}")
-    ranks = node.ranks if ranks_per_node is None else ranks_per_node
+    ranks = usual if ranks_per_node is None else ranks_per_node
     for name, value in {"nodes": nodes, "ranks_per_node": ranks, **overrides}.items():
         if not value > 0 and not (value == 0 and (name == "launch" or name.endswith("latency"))):
             raise ConfigError(f"cluster: {name}={value} must be positive")

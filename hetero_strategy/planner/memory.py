@@ -81,9 +81,6 @@ class Memory:
     step: Step
     bytes: Float64[np.ndarray, "kinds ranks"]
     """By :data:`KINDS`."""
-    stages: Mapping[StageId, Float64[np.ndarray, "kinds _ranks"]]
-    """The part of each stage, on its ranks in the order of its grid."""
-    changes: Changes = field(repr=False)
     needs: Mapping[StageId, StageNeeds] = field(repr=False)
 
     def kept(self) -> list[KeptByStage]:
@@ -101,12 +98,7 @@ class Memory:
     @property
     def peak(self) -> Float64[np.ndarray, "ranks"]:
         """Bytes on every rank."""
-        total: np.ndarray = self.bytes.sum(axis=0)
-        return total
-
-    def over_time(self, rank: int) -> tuple[Float64[np.ndarray, "times"], Float64[np.ndarray, "times"]]:
-        """Seconds of the simulated step, ascending, and the bytes alive from each of them on, the margin left out."""
-        return self.changes.over_time(rank, self.step.simulation)
+        return self.bytes.sum(axis=0)
 
 
 @dataclass(frozen=True)
@@ -131,7 +123,7 @@ class MemoryModel:
         ranks = placed.placement.world_size
         sizes = {stage_id: self._sizes(placed, stage_id) for stage_id in graph.stages}
         needs = self._needs(step, sizes)
-        changes = Changes(KINDS, list(graph.stages), graph)
+        changes = Changes(KINDS, graph)
         for stage_id, stage in graph.stages.items():
             size = sizes[stage_id]
             kept = size.sharded * self.accumulates
@@ -142,23 +134,9 @@ class MemoryModel:
         for stage_id, made in early.items():  # as much of the step before is there throughout
             changes.add(-1, stage_id, "rows", made.sum(axis=0))
         Walk(step, self._widths(placed), sizes, needs, early, self.allocator.holds_sent, changes).run()
-        bytes_, stages = changes.at_peak(ranks)
+        bytes_ = changes.at_peak(ranks)
         bytes_[-1] = self.allocator.margin * bytes_.sum(axis=0) + self.allocator.communicator * communicators(placed)
-        return Memory(step, bytes_, stages, changes, needs)
-
-    def least(self, placed: Placed) -> Float64[np.ndarray, "ranks"]:
-        """Bytes that every rank needs whatever the batch: parameters, optimizer states, gradients, and of one stage
-        the weights and gradients while they are whole; never more than :meth:`of` says.
-        """
-        fixed, most = (np.zeros(placed.placement.world_size) for _ in range(2))
-        for stage_id, stage in placed.graph.stages.items():
-            size = self._sizes(placed, stage_id)
-            ranks = stage.grid.ravel()
-            fixed[ranks] += size.masters + size.optimizer + size.sharded * self.accumulates
-            trains = placed.graph.stages[stage_id].trains
-            once = float(size.gathered.sum()) if size.once else 0.0
-            most[ranks] = np.maximum(most[ranks], once + (float(size.summed.sum()) if trains else 0.0))
-        return (fixed + most) * (1 + self.allocator.margin) + self.allocator.communicator * communicators(placed)
+        return Memory(step, bytes_, needs)
 
     def _sizes(self, placed: Placed, stage_id: StageId) -> StageBytes:
         name, times = computing(stage_id.module), placed.times[stage_id]

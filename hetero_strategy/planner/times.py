@@ -38,8 +38,7 @@ class Line(NamedTuple):
 
     def of(self, rows: Num[np.ndarray, "*n"], squares: Num[np.ndarray, "*n"]) -> Float64[np.ndarray, "*n"]:
         """Seconds of each; nothing where there are no rows."""
-        seconds: np.ndarray = np.where(rows > 0, self.fixed + self.per_row * rows + self.per_pair * squares, 0.0)
-        return seconds
+        return np.where(rows > 0, self.fixed + self.per_row * rows + self.per_pair * squares, 0.0)
 
     def plus(self, other: Line, times: float = 1.0) -> Line:
         """Both one after the other, the second ``times`` over."""

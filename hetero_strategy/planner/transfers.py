@@ -16,7 +16,6 @@ from hetero_strategy.plan.step_plan import StepPlan, edge_runs
 from hetero_strategy.planner.evaluate import Step
 from hetero_strategy.planner.stage_memory import StageBytes, StageNeeds
 from hetero_strategy.schedule.action import Action, StageGraph, StageId
-from hetero_strategy.simulator.result import Simulation
 
 BEFORE, DURING, AFTER = range(3)
 """Places at an action: what it lets go first, what it needs while it runs, what is there once it has run."""
@@ -29,8 +28,7 @@ class _Sorted(NamedTuple):
 
     ranks: Int64[np.ndarray, "changes"]
     places: Int64[np.ndarray, "changes"]
-    lines: Int64[np.ndarray, "changes"]
-    """Of the table of nodes and kinds."""
+    kinds: Int64[np.ndarray, "changes"]
     bytes: Float64[np.ndarray, "changes"]
 
 
@@ -39,15 +37,12 @@ class Changes:
 
     Args:
         kinds: what bytes are for.
-        nodes: of the graph.
     """
 
-    def __init__(self, kinds: Sequence[str], nodes: Sequence[StageId], graph: StageGraph) -> None:
+    def __init__(self, kinds: Sequence[str], graph: StageGraph) -> None:
         self._kinds = {kind: i for i, kind in enumerate(kinds)}
-        self._nodes = {node: i for i, node in enumerate(nodes)}
-        self._graph = graph
         self._made: list[tuple[int, int, np.ndarray, np.ndarray]] = []
-        """Place, line of the table of nodes and kinds, ranks, and bytes on each."""
+        """Place, number of the kind, ranks, and bytes on each."""
         self._alike = alike(graph)
         self._here = {node: _some(stage.grid, self._alike) for node, stage in graph.stages.items()}
 
@@ -57,8 +52,7 @@ class Changes:
         size = amount[instances]
         (some,) = np.nonzero(size)
         if len(some):
-            line = self._nodes[node] * len(self._kinds) + self._kinds[kind]
-            self._made.append((place, line, ranks[some], size[some]))
+            self._made.append((place, self._kinds[kind], ranks[some], size[some]))
 
     @cached_property
     def _all(self) -> _Sorted:
@@ -67,8 +61,8 @@ class Changes:
         counts = [len(ranks) for _, _, ranks, _ in made]
         ranks, sizes = (np.concatenate([one[i] for one in made]) for i in (2, 3))
         order = ragged.argsort_small(ranks)
-        places, lines = (np.repeat([one[i] for one in made], counts)[order] for i in (0, 1))
-        return _Sorted(ranks[order], places, lines, sizes[order])
+        places, kinds = (np.repeat([one[i] for one in made], counts)[order] for i in (0, 1))
+        return _Sorted(ranks[order], places, kinds, sizes[order])
 
     @cached_property
     def _alive(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -82,8 +76,8 @@ class Changes:
         before = np.insert(sums, 0, 0.0)[begin]
         return ranks, every.places[first], sums - np.repeat(before, np.diff(np.append(begin, len(ranks))))
 
-    def at_peak(self, world: int) -> tuple[np.ndarray, dict[StageId, np.ndarray]]:
-        """Bytes by kind, ``[kinds, ranks]``, where most is alive on each rank; and the same of every node's ranks."""
+    def at_peak(self, world: int) -> Float64[np.ndarray, "kinds ranks"]:
+        """Bytes by kind where most is alive on each rank."""
         ranks, places, alive = self._alive
         begin = np.flatnonzero(np.diff(ranks, prepend=-1))
         most = np.repeat(np.maximum.reduceat(alive, begin), np.diff(np.append(begin, len(ranks))))
@@ -92,27 +86,10 @@ class Changes:
         np.minimum.at(peak, ranks[highest], places[highest])
         every = self._all
         there = every.places <= peak[every.ranks]
-        cells = every.lines[there] * world + every.ranks[there]
-        shape = len(self._nodes), len(self._kinds), world
-        table = np.bincount(cells, every.bytes[there], int(np.prod(shape))).reshape(shape)
-        table[..., : len(self._alike)] = table[..., self._alike]
-        by_node = {node: table[i][:, self._graph.stages[node].grid.ravel()] for node, i in self._nodes.items()}
-        return table.sum(axis=0), by_node
-
-    def over_time(
-        self, rank: int, simulation: Simulation
-    ) -> tuple[Float64[np.ndarray, "times"], Float64[np.ndarray, "times"]]:
-        """Seconds of the simulated step, ascending, and what is alive from each of them on."""
-        ranks, places, alive = self._alive
-        mine = ranks == self._alike[rank]
-        starts = simulation.schedule.starts
-        seconds = []
-        for place in places[mine].tolist():
-            number, at = divmod(place, 3)
-            times = simulation.end if at == AFTER else simulation.start
-            ends = 0.0 if place < 0 else simulation.time
-            seconds.append(float(times[starts[number]].max()) if 0 <= number < len(starts) else ends)
-        return np.maximum.accumulate(np.array(seconds)), alive[mine]
+        cells = every.kinds[there] * world + every.ranks[there]
+        table = np.bincount(cells, every.bytes[there], len(self._kinds) * world).reshape(-1, world)
+        table[:, : len(self._alike)] = table[:, self._alike]
+        return table
 
 
 def alike(graph: StageGraph) -> Int64[np.ndarray, "ranks"]:

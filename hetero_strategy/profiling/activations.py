@@ -218,8 +218,7 @@ class _Fake(nn.Module):
         for fqn, p in self.named_parameters():
             made[fqn] = torch.empty(p.shape, dtype=self.dtype, requires_grad=p.requires_grad and self.learns)
         learnt = [w for w in made.values() if w.requires_grad]
-        found: list[float] = torch.func.functional_call(self, made, (partial(work, learnt),))
-        return found
+        return torch.func.functional_call(self, made, (partial(work, learnt),))
 
     @override
     def forward(self, work: Callable[[], list[float]]) -> list[float]:
@@ -394,5 +393,5 @@ def inputs_of(module: Adapter, lengths: np.ndarray) -> EncoderInputs | Generator
             shape = (rows, given.channels * given.patch_size**2)
         else:
             return None
-        return EncoderInputs(torch.empty(shape), sizes, module.output_rows(sizes), packing)
+        return EncoderInputs(torch.empty(shape), sizes, module.backbone.output_rows(sizes), packing)
     return None

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float64, Int64
-from scipy.optimize import nnls
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,7 +32,7 @@ from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.layers import fed_by_trainable
 from hetero_strategy.planner.times import NOTHING, BlockSeconds, Line, ModuleSeconds
 from hetero_strategy.profiling.activations import inputs_of, trainable, unit_of
-from hetero_strategy.profiling.device import T, clocked
+from hetero_strategy.profiling.device import T, clocked, relative_fit
 from hetero_strategy.runtime import backward
 
 MOST_ROWS = 16384
@@ -288,10 +287,7 @@ def fit(
     given: Float64[np.ndarray, "points 3"], seconds: Float64[np.ndarray, "points"]
 ) -> tuple[Line, Float64[np.ndarray, "points"]]:
     """The line with the least squared relative errors, of figures that are not negative, and these errors."""
-    scale = given.max(axis=0)
-    times = np.maximum(seconds, 1e-9)
     if not seconds.any():
         return NOTHING, np.zeros(len(seconds))
-    found, _ = nnls(given / scale / times[:, None], np.ones(len(times)))
-    line = Line(*(float(x) for x in found / scale))
-    return line, np.abs(given @ np.array(line) / times - 1)
+    found, errors = relative_fit(given, np.maximum(seconds, 1e-9))
+    return Line(*found), errors

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import ceil, log2
 from typing import NamedTuple, TypeVar
 
@@ -181,63 +180,64 @@ def _now(device: torch.device) -> float:
     return time.thread_time()
 
 
-def link_times(device: torch.device, group: dist.ProcessGroup | None = None) -> list[LinkTime]:
-    """Measure collectives and messages among the ranks of a group, all of one node. A collective."""
-    return [time for size in SIZES for time in _times(size, device, group)]
+def link_times(device: torch.device) -> list[LinkTime]:
+    """Measure collectives and messages among all ranks, which are of one node. A collective."""
+    return [time for size in SIZES for time in _times(size, device)]
 
 
-def _times(size: int, device: torch.device, group: dist.ProcessGroup | None) -> Iterator[LinkTime]:
-    ranks = dist.get_world_size(group)
+def _times(size: int, device: torch.device) -> Iterator[LinkTime]:
+    ranks = dist.get_world_size()
     part = torch.zeros(size // 4 // ranks, device=device)
     whole = torch.zeros(len(part) * ranks, device=device)
-    gathered, summed = (
-        partial(dist.all_gather_into_tensor, group=group),
-        partial(dist.reduce_scatter_tensor, group=group),
-    )
     hops, received = ceil(log2(ranks)), (ranks - 1) / ranks * whole.nbytes
     works: dict[str, tuple[Callable[[], object], float, float]] = {  # into memory that is new, as in a step
-        "all-gather": (lambda: gathered(torch.empty_like(whole), part), hops, received),
-        "reduce-scatter": (lambda: summed(torch.empty_like(part), whole), hops, received),
-        "all-reduce": (lambda: dist.all_reduce(whole, group=group), 2 * hops, 2 * received),
-        MESSAGE: (lambda: _pass_on(whole, group), 1.0, whole.nbytes),
+        "all-gather": (lambda: dist.all_gather_into_tensor(torch.empty_like(whole), part), hops, received),
+        "reduce-scatter": (lambda: dist.reduce_scatter_tensor(torch.empty_like(part), whole), hops, received),
+        "all-reduce": (lambda: dist.all_reduce(whole), 2 * hops, 2 * received),
+        MESSAGE: (lambda: _pass_on(whole), 1.0, whole.nbytes),
     }
     for kind, (work, latencies, own) in works.items():
-        seconds, processor = _usual(device, work, group)
+        seconds, processor = _usual(device, work)
         yield LinkTime(kind, whole.nbytes, seconds, latencies, own, processor)
 
 
-def _pass_on(rows: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+def _pass_on(rows: torch.Tensor) -> None:
     """Every rank sends to the next one."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    into = torch.empty_like(rows)
-    sends = dist.P2POp(dist.isend, rows, group=group, group_peer=(rank + 1) % ranks)
-    receives = dist.P2POp(dist.irecv, into, group=group, group_peer=(rank - 1) % ranks)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sends = dist.P2POp(dist.isend, rows, (rank + 1) % ranks)
+    receives = dist.P2POp(dist.irecv, torch.empty_like(rows), (rank - 1) % ranks)
     for request in dist.batch_isend_irecv([sends, receives]):
         request.wait()
 
 
-def _usual(device: torch.device, work: Callable[[], object], group: dist.ProcessGroup | None) -> tuple[float, float]:
+def _usual(device: torch.device, work: Callable[[], object]) -> tuple[float, float]:
     """Seconds of a round, on the slowest rank of each, and those that a process works, on average: both the median."""
     rounds, worked = torch.zeros(2, ROUNDS, device=device)
     for number in range(-1, ROUNDS):
-        dist.barrier(group)
+        dist.barrier()
         begin, busy = time.perf_counter(), time.process_time()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if number >= 0:
             rounds[number], worked[number] = time.perf_counter() - begin, time.process_time() - busy
-    dist.all_reduce(rounds, dist.ReduceOp.MAX, group=group)
-    dist.all_reduce(worked, group=group)
-    return float(rounds.median()), float(worked.median()) / dist.get_world_size(group)
+    dist.all_reduce(rounds, dist.ReduceOp.MAX)
+    dist.all_reduce(worked)
+    return float(rounds.median()), float(worked.median()) / dist.get_world_size()
 
 
 def fit_links(times: Sequence[LinkTime]) -> tuple[Links, Float64[np.ndarray, "times"]]:
     """Latency and bandwidth with the least squared relative errors, and how far each time is from them."""
     seconds = np.array([t.seconds for t in times])
-    given = np.array([[t.hops, t.received] for t in times])
-    scale = given.max(axis=0)
-    found, _ = nnls(given / scale / seconds[:, None], np.ones(len(times)))
-    latency, slope = (float(x) for x in found / scale)
-    errors = np.abs(given @ np.array([latency, slope]) / seconds - 1)
+    given = np.array([[t.hops, t.received] for t in times], np.float64)
+    (latency, slope), errors = relative_fit(given, seconds)
     return Links(latency, 1 / slope if slope else np.inf), errors
+
+
+def relative_fit(
+    given: Float64[np.ndarray, "points figures"], seconds: Float64[np.ndarray, "points"]
+) -> tuple[list[float], Float64[np.ndarray, "points"]]:
+    """Seconds of each given figure, not negative, with the least squared relative errors, and these errors."""
+    scale = given.max(axis=0)
+    found = nnls(given / scale / seconds[:, None], np.ones(len(seconds)))[0] / scale
+    return found.tolist(), np.abs(given @ found / seconds - 1)

@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from hetero_strategy.boundary.pairs import Meetings, between_modules, second_hop, within_module
+from hetero_strategy.boundary.pairs import Meetings
 from hetero_strategy.boundary.transport import Channel
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.layout.registry import rank_sets
@@ -104,14 +104,19 @@ def most_groups(made: Mapping[str, Sequence[tuple[int, ...]]]) -> dict[str, int]
 
 
 def meetings_of(graph: StageGraph, number: int) -> tuple[Meetings, Meetings, Meetings]:
-    """Of an edge: its first hop, and the second hops of rows and of gradients."""
+    """Of an edge: its first hop, and the second hops of rows and of gradients, among the ranks that get the same rows.
+
+    Between stages of a module rows keep their instance and their part of it. Between modules any instance may send to
+    any other of its island: balancing decides that anew in every step.
+    """
     source, target = (graph.stages[stage] for stage in graph.edges[number])
     if len({stage.module for stage in graph.edges[number]}) == 1:
-        first = within_module(source.grid, target.grid, source.row_sharding)
+        lie = source.row_sharding
+        first = Meetings(lie.rank_sets(source.grid), lie.rank_sets(target.grid))
     else:
-        first = between_modules(source.of_islands, target.of_islands)
-    rows, gradients = (second_hop(stage.row_sharding.rank_sets(stage.grid)) for stage in (target, source))
-    return first, rows, gradients
+        first = Meetings(source.of_islands, target.of_islands)
+    there, back = (stage.row_sharding.rank_sets(stage.grid) for stage in (target, source))
+    return first, Meetings(there, there), Meetings(back, back)
 
 
 def _meet(group: dist.ProcessGroup, tag: int, meetings: Meetings, rank: int, device: torch.device) -> set[int]:

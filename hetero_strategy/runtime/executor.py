@@ -204,7 +204,7 @@ class Executor:
         """The batch with its program, which the loader made for the kind of step that it expected."""
         if batch.program is not None and batch.program.train == train:
             return batch
-        return batch.with_program(self.compiler.of(self.rank, train)(batch.plan))
+        return batch.with_program(self.compiler.program(batch.plan, rank=self.rank, train=train))
 
 
 class RunningStep:

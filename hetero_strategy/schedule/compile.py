@@ -17,9 +17,8 @@ is what one action makes for one edge, which all ranks of the edge start at the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -122,11 +121,8 @@ class StepCompiler:
             bubbles=costs.bubbles if self.config.tp_bubbles else None,
         )
 
-    def of(self, rank: int, train: bool) -> Callable[[StepPlan], StepProgram]:
-        """What makes programs of one rank."""
-        return partial(self._program, rank=rank, train=train)
-
-    def _program(self, plan: StepPlan, rank: int, train: bool) -> StepProgram:
+    def program(self, plan: StepPlan, *, rank: int, train: bool) -> StepProgram:
+        """The program of one rank for a step of this plan."""
         return compile_step(plan, self.schedule(plan, train=train), rank)
 
 
@@ -260,7 +256,7 @@ class _Compiler:
         instance, part = side.seat(self.rank)
         if instance < 0 or source.module == target.module:
             return None
-        rows = side.local_slots(slots(self.blocks(edge, p, t), instance), instance, part)
+        rows = side.sharding.local(slots(self.blocks(edge, p, t), instance), int(side.totals[instance]), part)
         return self.index.rows(rows, always=True)
 
     def side(self, stage_id: StageId, microbatch: int, *, inner: bool) -> Side:

@@ -160,13 +160,11 @@ class PlannedCosts:
     def __call__(self, action: Action) -> float:
         if action.microbatch < 0:
             return 0.0
-        seconds: float = self._usual[action.node][action.microbatch] * self._times(action)
-        return seconds
+        return self._usual[action.node][action.microbatch] * self._times(action)
 
     def of_instances(self, action: Action) -> Float64[np.ndarray, "instances"]:
         """The same of every instance; not for UNSHARD and REDUCE."""
-        found: np.ndarray = self._forward[action.node][action.microbatch] * self._times(action)
-        return found
+        return self._forward[action.node][action.microbatch] * self._times(action)
 
     def bubbles(self, action: Action) -> float:
         """Part of an action in which its ranks wait for tensor-parallel collectives."""

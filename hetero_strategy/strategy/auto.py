@@ -71,10 +71,9 @@ def choose(
     together = None
     if strategy.root_device.type == "cpu" and strategy.world_size > 1:
         together = communication(strategy.root_device)
-    found: Candidate = strategy.broadcast(
+    return strategy.broadcast(
         planned(strategy, model, trainer, storage, scheduling, together) if strategy.is_global_zero else None
     )
-    return found
 
 
 def planned(

@@ -67,8 +67,7 @@ class Attention(nn.Module):
         split = (linear(rows).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))
         query, key, value = (part.transpose(0, 1)[None] for part in split)
         out = packed_attention(query, key, value, packing, causal=False)
-        mixed: Tensor = self.wo(out[0].transpose(0, 1).flatten(1))
-        return mixed
+        return self.wo(out[0].transpose(0, 1).flatten(1))
 
 
 class Block(nn.Module):
@@ -177,8 +176,7 @@ class FlowDecoder(Generator):
 
     def _condition(self, conditions: Tensor) -> Tensor:
         assert self.condition_norm is not None and self.condition_in is not None
-        rows: Tensor = self.condition_in(self.condition_norm(conditions.to(self.condition_norm.weight.dtype)))
-        return rows
+        return self.condition_in(self.condition_norm(conditions.to(self.condition_norm.weight.dtype)))
 
     def _rows(self, noised: Tensor, inputs: GeneratorInputs, conditions: Tensor, index: Tensor) -> Tensor:
         """Lay noised patches ``[R, feature]`` and projected conditions ``[C, dim]`` out as rows ``[T, dim]``, and add
@@ -204,8 +202,7 @@ class FlowDecoder(Generator):
         assert self.modulation_out is not None and self.patch_out is not None
         times, first = time_features(inputs.time, hidden.dtype), _first_rows(inputs)
         scale, shift = self.modulation_out(hidden, times, first, inputs.packing)
-        velocity: Tensor = self.patch_out((_normed(hidden) * (1 + scale) + shift)[self._patch_index(inputs)])
-        return velocity
+        return self.patch_out((_normed(hidden) * (1 + scale) + shift)[self._patch_index(inputs)])
 
     def _targets(self, inputs: GeneratorInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return values, noise and the time of every target row ``[R, 1]``, fp64 in an fp64 model, else fp32."""

@@ -60,8 +60,7 @@ class HFCausalLM(HFAdapter, CausalLM):
 
     @override
     def embed(self, ids: Tensor) -> Tensor:
-        rows: Tensor = self.model.model.embed_tokens(ids)
-        return rows
+        return self.model.model.embed_tokens(ids)
 
     @override
     def transform(self, hidden: Tensor, packing: Packing) -> Tensor:
@@ -75,8 +74,7 @@ class HFCausalLM(HFAdapter, CausalLM):
 
     @override
     def head(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.model.lm_head(self.model.model.norm(hidden))
-        return logits
+        return self.model.lm_head(self.model.model.norm(hidden))
 
     @override
     def tied_weight(self) -> tuple[str, str] | None:

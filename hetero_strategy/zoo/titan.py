@@ -103,8 +103,7 @@ class PackedAttention(nn.Module):
         query, key, value = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))
         query, key, value = (rows.transpose(1, 2) for rows in (rotate(query, freqs_cis), rotate(key, freqs_cis), value))
         out = packed_attention(query, key, value, attention_masks, causal=True)
-        rows: Tensor = self.wo(out.transpose(1, 2).flatten(2))
-        return rows
+        return self.wo(out.transpose(1, 2).flatten(2))
 
 
 def rotate(rows: Tensor, turns: Tensor) -> Tensor:
@@ -151,8 +150,7 @@ class TitanLlama(CausalLM):
 
     @override
     def embed(self, ids: Tensor) -> Tensor:
-        rows: Tensor = self.model.tok_embeddings(ids[None])[0]
-        return rows
+        return self.model.tok_embeddings(ids[None])[0]
 
     @override
     def transform(self, hidden: Tensor, packing: Packing) -> Tensor:
@@ -165,8 +163,7 @@ class TitanLlama(CausalLM):
 
     @override
     def head(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.model.output(self.model.norm(hidden))
-        return logits
+        return self.model.output(self.model.norm(hidden))
 
     @override
     def whole_rows(self, hidden: Tensor) -> Tensor:
@@ -288,8 +285,7 @@ class TitanLlama(CausalLM):
 
     def _ffn_width(self) -> int:
         block: Any = next(iter(self.meta_copy().blocks().values()))
-        width: int = block.feed_forward.w1.out_features
-        return width
+        return block.feed_forward.w1.out_features
 
 
 def titan_llama(

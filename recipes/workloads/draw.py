@@ -17,15 +17,13 @@ def tokens(
 ) -> np.ndarray:
     """Lognormal token counts between ``low`` and ``high``, int64 ``[n]``."""
     drawn = np.asarray(median) * np.exp(np.asarray(sigma) * rng.standard_normal(n))
-    counts: np.ndarray = np.clip(np.rint(drawn), low, high).astype(np.int64)
-    return counts
+    return np.clip(np.rint(drawn), low, high).astype(np.int64)
 
 
 def choose(rng: np.random.Generator, weights: Sequence[float], n: int) -> np.ndarray:
     """Numbers ``0 .. len(weights) - 1`` in proportion to the weights, int64 ``[n]``."""
     edges = np.cumsum(np.asarray(weights, dtype=np.float64))
-    chosen: np.ndarray = np.searchsorted(edges, rng.random(n) * edges[-1], side="right").astype(np.int64)
-    return chosen
+    return np.searchsorted(edges, rng.random(n) * edges[-1], side="right").astype(np.int64)
 
 
 def patches(width: np.ndarray, height: np.ndarray, cap: int, patch: int) -> np.ndarray:
@@ -36,10 +34,4 @@ def patches(width: np.ndarray, height: np.ndarray, cap: int, patch: int) -> np.n
     scale = np.minimum(1.0, cap / np.maximum(width, height))
     # Rounded, so that a scaled side of exactly a whole number of patches does not start another one.
     across, down = (np.maximum(np.ceil(np.round(side * scale) / patch), 1) for side in (width, height))
-    count: np.ndarray = (across * down).astype(np.int64)
-    return count
-
-
-def downsampled(hidden: np.ndarray, rate: int) -> np.ndarray:
-    """Rows after joining ``rate`` rows into one, int64 ``[n]``."""
-    return -(-hidden // rate)
+    return (across * down).astype(np.int64)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from recipes.workloads import llava
-from recipes.workloads.draw import choose, downsampled, generator, patches, tokens
+from recipes.workloads.draw import choose, generator, patches, tokens
 from recipes.workloads.speech import ASSUMPTIONS, LONGEST, frames, utterances
 from recipes.workloads.workload import Workload, WorkloadItems
 
@@ -63,8 +63,8 @@ def sample(model: str, samples: int, seed: int) -> Workload:
         model,
         text,
         {
-            "vision": WorkloadItems(seen, pixels, downsampled(pixels, made.vision)),
-            "audio": WorkloadItems(heard, sound, downsampled(sound, made.audio)),
+            "vision": WorkloadItems(seen, pixels, -(-pixels // made.vision)),
+            "audio": WorkloadItems(heard, sound, -(-sound // made.audio)),
         },
         {"vision": "none", "audio": "full", "llm": "none"},
         (

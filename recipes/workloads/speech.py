@@ -52,11 +52,6 @@ ASSUMPTIONS = (
 )
 
 
-def durations(rng: np.random.Generator, part: str, n: int) -> np.ndarray:
-    """Seconds of utterances of one part of LibriSpeech, float64 ``[n]``."""
-    return np.interp(rng.random(n), QUANTILES, PARTS[part].quantiles)
-
-
 def utterances(rng: np.random.Generator, n: int) -> np.ndarray:
     """Seconds of utterances of the 960 hours, float64 ``[n]``: a part has hours / mean of them."""
     part = choose(rng, [p.hours / p.mean for p in PARTS.values()], n)
@@ -68,5 +63,4 @@ def utterances(rng: np.random.Generator, n: int) -> np.ndarray:
 def frames(seconds: np.ndarray) -> np.ndarray:
     """Rows inside Whisper's encoder, int64 ``[n]``: at most 1500, at least 1."""
     rows = np.ceil(np.minimum(seconds, LONGEST) * FRAMES_PER_SECOND - 1e-9)
-    whole: np.ndarray = np.maximum(rows, 1).astype(np.int64)
-    return whole
+    return np.maximum(rows, 1).astype(np.int64)

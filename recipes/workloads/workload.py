@@ -42,8 +42,7 @@ class Workload:
 
     def tokens(self) -> np.ndarray:
         """The whole interleaved LLM sequence of each sample, text and the rows of its items; int64 ``[samples]``."""
-        total: np.ndarray = np.sum([self.text, *map(self._rows, self.items.values())], axis=0)
-        return total
+        return np.sum([self.text, *map(self._rows, self.items.values())], axis=0)
 
     def metadata(self) -> StepMetadata:
         """One global batch of all samples.
@@ -52,7 +51,6 @@ class Workload:
         one has a loss. Where items lie does not change who computes what.
         """
         count = len(self.text)
-        number = {m: _number(items.sample, count) for m, items in self.items.items()}
         per_sample = {m: np.bincount(items.sample, minlength=count) for m, items in self.items.items()}
         gaps = np.sum([*per_sample.values()], axis=0) + 1
         before, items_before = np.zeros(count, np.int64), np.zeros(count, np.int64)
@@ -61,7 +59,7 @@ class Workload:
             s = items.sample
             total = ragged.starts(items.rows)
             within = total - total[np.searchsorted(s, s)]
-            text = self.text[s] * (items_before[s] + number[modality] + 1) // gaps[s]
+            text = self.text[s] * (items_before[s] + ragged.within(per_sample[modality]) + 1) // gaps[s]
             start = text + before[s] + within
             placed[modality] = StepItems(s, items.rows, start, items.inner_rows, items.targets)
             before = before + self._rows(items)
@@ -70,12 +68,4 @@ class Workload:
         return StepMetadata(0, 0, np.arange(count), self.tokens(), labels, placed)
 
     def _rows(self, items: WorkloadItems) -> np.ndarray:
-        rows: np.ndarray = np.bincount(items.sample, weights=items.rows, minlength=len(self.text)).astype(np.int64)
-        return rows
-
-
-def _number(sample: np.ndarray, samples: int) -> np.ndarray:
-    """Number of each item within its sample, int64 ``[n]``."""
-    first = np.concatenate([[0], np.cumsum(np.bincount(sample, minlength=samples))])
-    number: np.ndarray = np.arange(len(sample)) - first[sample]
-    return number
+        return np.bincount(items.sample, weights=items.rows, minlength=len(self.text)).astype(np.int64)

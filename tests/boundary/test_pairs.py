@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_strategy.boundary.pairs import Meetings, between_modules, second_hop, within_module
-from hetero_strategy.layout.row_sharding import RowSharding
+from hetero_strategy.boundary.pairs import Meetings
 
 
 @st.composite
@@ -26,16 +25,10 @@ def plain(meetings: Meetings) -> set[frozenset[int]]:
 
 @given(source=grids(), target=grids())
 def test_pairs_and_partners(source: np.ndarray, target: np.ndarray) -> None:
-    between = between_modules(source.reshape(1, -1), target.reshape(1, -1))
+    between = Meetings(source.reshape(1, -1), target.reshape(1, -1))
     assert plain(between) == {frozenset((a, b)) for a in source.flat for b in target.flat if a != b}
-    for meetings in (between, second_hop(target)):
+    for meetings in (between, Meetings(target, target)):
         expected = plain(meetings)
         assert meetings.count == len(expected)
         for rank in range(10):
             assert meetings.partners(rank) == {r for pair in expected if rank in pair for r in pair} - {rank}
-
-
-def test_stages_of_one_module_keep_their_instance() -> None:
-    source, target = np.array([[0, 1], [2, 3]]), np.array([[4, 5], [6, 7]])
-    assert within_module(source, target, RowSharding(2)).partners(1) == {5}
-    assert within_module(source, target, RowSharding(1)).partners(1) == {4, 5}

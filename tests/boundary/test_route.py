@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.common import rearranged
 from hetero_strategy.boundary.route import Route, Side, Transfer, least_rows, route, stage_route
 from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.layout.row_sharding import RowSharding
@@ -42,8 +43,8 @@ class Case:
         if not len(where):
             return np.zeros((0, WIDTH))
         instance, among = (int(x) for x in where[0])
-        part = among // (self.target.instances.shape[1] // self.target.parts)
-        per_part = int(self.target.totals[instance]) // self.target.parts
+        part = among // (self.target.instances.shape[1] // self.target.sharding.parts)
+        per_part = int(self.target.totals[instance]) // self.target.sharding.parts
         found = []
         b = self.blocks
         for i in range(len(b.rows)):
@@ -110,17 +111,10 @@ def cases(draw: st.DrawFn) -> Case:
     items = {"vision": StepItems(array(sample), array(rows), array(start), array(rows))}
     metadata = StepMetadata(0, 0, np.arange(samples), array(tokens), np.ones(samples, np.int64), items)
 
-    def shuffled(module: str, units: np.ndarray, instances: int) -> np.ndarray:
-        return np.random.default_rng(draw(st.integers(0, 99))).integers(0, instances, len(units))
-
-    plan = plan_step(
-        metadata,
-        placement.instances(),
-        ("llm",),
-        microbatches=draw(st.integers(1, 2)),
-        row_multiple={"llm": parts},
-        assign=shuffled,
-    )
+    instances, rng = placement.instances(), np.random.default_rng(draw(st.integers(0, 99)))
+    shuffled = {name: rng.integers(0, n, len(metadata.sample_of(name))) for name, n in instances.items()}
+    plan = plan_step(metadata, instances, ("llm",), microbatches=draw(st.integers(1, 2)))
+    plan = rearranged(plan, instances, shuffled, {"llm": parts})
     assignments = {name: made[0] for name, made in plan.assignments.items()}
     source = Side(placement.layouts["vision"].stage_grid(0), assignments["vision"].totals())
     target = Side(placement.layouts["llm"].stage_grid(0), assignments["llm"].totals(), RowSharding(parts))
@@ -147,7 +141,7 @@ def test_backward_is_the_adjoint(case: Case, seed: int) -> None:
         x |= {int(r): by_instance[i] for r in ranks}
     y = run([r.forward for r in case.routes], x)
     g, left = {r: np.zeros((0, WIDTH)) for r in range(case.world)}, 0.0
-    for ranks in case.target.rank_sets:
+    for ranks in case.target.sharding.rank_sets(case.target.instances):
         shared = rng.integers(-9, 9, y[int(ranks[0])].shape).astype(float)
         g |= dict.fromkeys(map(int, ranks), shared)
         left += float((y[int(ranks[0])] * shared).sum())  # a replicated row counts once
@@ -177,7 +171,7 @@ def test_bytes_equal_the_lower_bound(case: Case) -> None:
 @given(cases())
 def test_rows_enter_a_replica_set_once(case: Case) -> None:
     """Rows that no member of a target instance has cross into it once."""
-    if case.target.parts > 1:
+    if case.target.sharding.parts > 1:
         return
     for j, members in enumerate(case.target.instances):
         members = {int(r) for r in members}
@@ -214,7 +208,7 @@ def test_colocated_equal_layout_moves_nothing() -> None:
         made = route(blocks, *sides, rank)
         assert made.forward.is_identity and made.backward.is_identity
         rows = slots(blocks, rank // 2)
-        assert made.forward.outputs == len(sides[1].local_slots(rows, rank // 2, 0))
+        assert made.forward.outputs == len(rows)
 
 
 @st.composite
@@ -243,8 +237,8 @@ def test_rows_between_stages_keep_their_coordinate(case: Case) -> None:
         here = Case(case.blocks, holders, needers, case.world, [])
         held = here.tags()
         for rank, (instance, among) in {int(r): w for w, r in np.ndenumerate(holders.instances)}.items():
-            size, replicas = int(holders.totals[instance]) // holders.parts, holders.instances.shape[1] // holders.parts
-            part = among // replicas
+            parts = holders.sharding.parts
+            size, part = int(holders.totals[instance]) // parts, among // (holders.instances.shape[1] // parts)
             held[rank] = held[rank][part * size : (part + 1) * size]
         out = run([getattr(r, way) for r in case.routes], held)
         for rank in range(case.world):

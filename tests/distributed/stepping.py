@@ -42,7 +42,7 @@ from hetero_strategy.strategy.row_caches import RowCaches
 from hetero_strategy.zoo import flow_decoder, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from recipes.digits import write_digits, write_digits_draw
 from tests.distributed.damage import damaged, late
-from tests.small_models import DRAWING, READING, drawer, reader
+from tests.small_models import DRAWING, READING, drawer, kinds_of, reader
 
 WIDTH = 32
 SAMPLES = 9
@@ -233,7 +233,7 @@ def steps_of(
         made.processors,
         setting.flows(),
         share,
-        language_models=setting.language_models,
+        kinds=kinds_of(setting.layouts),
         microbatches=microbatches,
         microbatch_rows=setting.tokens,
         balancing=None

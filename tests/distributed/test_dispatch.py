@@ -56,7 +56,7 @@ def sampled_like(fetch: StepDataset, setting: Setting, rank: int, world: int) ->
         fetch.processors,
         fetch.edges,
         fetch.share,
-        language_models=fetch.language_models,
+        kinds=fetch.kinds,
         global_batch_size=fetch.global_batch_size,
         microbatches=fetch.microbatches,
         microbatch_rows=fetch.microbatch_rows,
@@ -151,9 +151,8 @@ def bytes_on_rank(rank: int, world: int, setting: Setting) -> tuple[int, int, li
     least = []
     index = fetch.index
     for r in range(world):
-        batch = StepDataset(
-            index, fetch.processors, fetch.edges, shares[r], global_batch_size=SAMPLES, microbatches=2, shuffle=False
-        )[0]
+        options: dict[str, Any] = {"kinds": fetch.kinds, "global_batch_size": SAMPLES, "microbatches": 2}
+        batch = StepDataset(index, fetch.processors, fetch.edges, shares[r], shuffle=False, **options)[0]
         total = 0
         for name in fetch.processors:
             for number, inputs in enumerate(batch.inputs.get(name, ())):

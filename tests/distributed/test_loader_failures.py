@@ -31,7 +31,7 @@ from hetero_strategy.strategy import HeteroStrategy
 from tests.distributed.harness import Pool, WorkerError
 from tests.distributed.scenario import Job, Lit, data, model_of, worst_gradient, worst_loss
 from tests.distributed.scenario import Result as Ran
-from tests.small_models import READING, digit_processors
+from tests.small_models import READING, digit_processors, kinds_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {"vision": {"ranks": [0]}, "audio": {"ranks": [1]}, "llm": {"ranks": [0, 1]}}
 """Rank 0 alone sees images, rank 1 recordings; both have labels of every second sample."""
@@ -226,7 +226,8 @@ def agreed(rank: int, world: int, folder: str, workers: int) -> list[tuple[str, 
     loaders = {}
     for name in ("train", "val"):
         edges = (("vision", "llm"), ("audio", "llm"))
-        steps = Uneven(index, digit_processors(), edges, RankView.whole(modules), global_batch_size=10)
+        options: dict[str, Any] = {"kinds": kinds_of(modules), "global_batch_size": 10}
+        steps = Uneven(index, digit_processors(), edges, RankView.whole(modules), **options)
         steps.rank = rank
         loaders[name] = StepLoader(
             steps,

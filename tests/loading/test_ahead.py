@@ -26,7 +26,7 @@ from hetero_strategy.loading.ahead import Ahead, finished
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset
 from tests.loading.test_loader import EDGES, MODULES, flat
-from tests.small_models import digit_processors
+from tests.small_models import digit_processors, kinds_of
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ class Noting(StepDataset):
 
 
 def steps(index: DatasetIndex, folder: Path, **options: Any) -> Noting:
-    options = {"global_batch_size": 2, "seed": 5, **options}
+    options = {"kinds": kinds_of(MODULES), "global_batch_size": 2, "seed": 5, **options}
     made = Noting(index, digit_processors(), EDGES, RankView.whole(MODULES), **options)
     made.marks = folder / f"marks{len(list(folder.iterdir()))}"
     made.marks.mkdir()
@@ -372,7 +372,7 @@ def test_tasks_run_in_the_order_submitted(script: list[tuple[str, int]]) -> None
 
 
 def test_a_thread_does_not_travel() -> None:
-    ahead = Ahead("name")
+    ahead = Ahead()
     assert ahead.submit(lambda: 3).result() == 3
     other = pickle.loads(pickle.dumps(ahead))
     assert not other.alive and other.submit(lambda: 4).result() == 4

@@ -30,7 +30,7 @@ from hetero_strategy.plan.step_plan import StepItems
 from recipes.digits import write_digits
 from tests.loading.compared import differences
 from tests.manifests import entry, write_manifest
-from tests.small_models import READING, digit_processors, draw_processors, reader
+from tests.small_models import READING, digit_processors, draw_processors, kinds_of, reader
 
 READS = ("vision", "audio", "llm")
 DRAWS = ("vision", "draw", "llm")
@@ -45,7 +45,7 @@ def index_of(manifest: Path, tokenizer: Path, *, measure: bool = False, **option
 def both(folder: Path, modules: tuple[str, ...], share: RankView | None = None, **options: Any) -> tuple[Any, ...]:
     """(steps that fetch, steps that sample, dispatch) of the same data."""
     processors = draw_processors() if "draw" in modules else digit_processors()
-    options = {"global_batch_size": 16, "microbatches": 2, "seed": 5, **options}
+    options = {"kinds": kinds_of(modules), "global_batch_size": 16, "microbatches": 2, "seed": 5, **options}
     indices = (index_of(folder / "train.json", folder, measure=measure) for measure in (True, False))
     share = share or RankView.whole(modules)
     fetch, sampled = (
@@ -111,14 +111,12 @@ def test_nothing_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_refusals(digits: Path) -> None:
     index, full = index_of(digits / "train.json", digits), index_of(digits / "train.json", digits, measure=True)
-    options: dict[str, Any] = {"global_batch_size": 4, "microbatches": 1}
+    options: dict[str, Any] = {"kinds": kinds_of(READS), "global_batch_size": 4, "microbatches": 1}
     arguments = (digit_processors(), EDGES[READS], RankView.whole(READS))
     with pytest.raises(ConfigError, match="sizes are known only once items are decoded; use payload='all_to_all'"):
         StepDataset(index, *arguments, **options)[0]
     with pytest.raises(ConfigError, match="payload='all_to_all' needs one built with measure=False"):
         SampledDataset(full, *arguments, **options)
-    with pytest.raises(ConfigError, match="window is 2, but with payload='all_to_all'"):
-        SampledDataset(index, *arguments, window=2, **options)
     with pytest.raises(ConfigError, match="verify is 'header' but measure is False"):
         index_of(digits / "train.json", digits, verify="header")
     with pytest.raises(ValueError, match="rank 0 of 1 dispatches what is read as rank 1 of 2"):
@@ -130,10 +128,11 @@ def test_refusals(digits: Path) -> None:
 def test_every_sample_has_one_home(digits: Path) -> None:
     index = index_of(digits / "train.json", digits)
     arguments = (index, digit_processors(), EDGES[READS], RankView.whole(READS))
+    options: dict[str, Any] = {"kinds": kinds_of(READS), "global_batch_size": 13, "seed": 5}
     parts: list[Decoded] = []
     for rank in range(5):
-        parts.append(SampledDataset(*arguments, global_batch_size=13, seed=5, rank=rank, world=5)[2, 1])
-    whole = SampledDataset(*arguments, global_batch_size=13, seed=5)[2, 1]
+        parts.append(SampledDataset(*arguments, rank=rank, world=5, **options)[2, 1])
+    whole = SampledDataset(*arguments, **options)[2, 1]
     for name, items in whole.items.items():
         assert sum(len(part.items[name].numbers) for part in parts) == len(items.numbers)
         assert sum(part.items[name].values.sum(dtype=np.float64) for part in parts) == pytest.approx(
@@ -201,7 +200,8 @@ def broken(digits: Path, tmp_path: Path) -> Path:
 def steps_of(manifest: Path, tokenizer: Path, **options: Any) -> SampledDataset:
     index = index_of(manifest, tokenizer, **options)
     processors = digit_processors()
-    return SampledDataset(index, processors, EDGES[READS], RankView.whole(READS), global_batch_size=4, shuffle=False)
+    options: dict[str, Any] = {"kinds": kinds_of(READS), "global_batch_size": 4, "shuffle": False}
+    return SampledDataset(index, processors, EDGES[READS], RankView.whole(READS), **options)
 
 
 def test_what_cannot_be_read_stops(digits: Path, broken: Path) -> None:

@@ -17,7 +17,7 @@ from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset, epoch_order
 from hetero_strategy.model.inputs import EncoderInputs, GeneratorInputs, SequenceInputs
 from tests.manifests import entry, write_manifest
-from tests.small_models import digit_processors, draw_processors
+from tests.small_models import digit_processors, draw_processors, kinds_of
 
 EDGES = (("vision", "llm"), ("audio", "llm"))
 MODULES = ("vision", "audio", "llm")
@@ -29,7 +29,7 @@ def index(digits: Path) -> DatasetIndex:
 
 
 def steps(index: DatasetIndex, share: RankView | None = None, **options: object) -> StepDataset:
-    options = {"global_batch_size": 16, "microbatches": 2, "seed": 5, **options}
+    options = {"kinds": kinds_of(MODULES), "global_batch_size": 16, "microbatches": 2, "seed": 5, **options}
     return StepDataset(index, digit_processors(), EDGES, share or RankView.whole(MODULES), **options)  # type: ignore[arg-type]
 
 
@@ -86,7 +86,8 @@ def test_waits_are_the_loaders_time_and_nobody_elses(index: DatasetIndex, finish
             sleep(0.1)
             return super().__getitem__(place)
 
-    given = Slow(index, digit_processors(), EDGES, RankView.whole(MODULES), global_batch_size=4)
+    options: dict[str, Any] = {"kinds": kinds_of(MODULES), "global_batch_size": 4}
+    given = Slow(index, digit_processors(), EDGES, RankView.whole(MODULES), **options)
     loader = StepLoader(given, finish=finish, prefetch_factor=1)
     batches = iter(loader)
     next(batches)
@@ -161,8 +162,9 @@ def test_an_instance_without_units_gets_zero_rows(index: DatasetIndex) -> None:
 
 def drawing_steps(folder: Path, share: RankView | None = None, **options: object) -> StepDataset:
     index = build_index(folder / "train.json", ChatTokenizer(folder), draw_processors(), progress=False)
-    share = share or RankView.whole(("vision", "llm", "draw"))
-    options = {"global_batch_size": 16, "microbatches": 2, "seed": 5, **options}
+    modules = ("vision", "llm", "draw")
+    share = share or RankView.whole(modules)
+    options = {"kinds": kinds_of(modules), "global_batch_size": 16, "microbatches": 2, "seed": 5, **options}
     return StepDataset(index, draw_processors(), (("vision", "llm"), ("llm", "draw")), share, **options)  # type: ignore[arg-type]
 
 

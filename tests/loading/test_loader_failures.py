@@ -30,9 +30,10 @@ from hetero_strategy.model.inputs import IGNORE, EncoderInputs, GeneratorInputs,
 from hetero_strategy.zoo import flow_decoder, siglip2_encoder, titan_llama
 from tests.loading.test_loader import flat
 from tests.manifests import entry, write_manifest
-from tests.small_models import draw_processors
+from tests.small_models import draw_processors, kinds_of
 
 MODULES = ("vision", "audio", "llm")
+KINDS = kinds_of(MODULES)
 EDGES = (("vision", "llm"), ("audio", "llm"))
 
 
@@ -72,7 +73,7 @@ def index(digits: Path, tmp_path: Path) -> DatasetIndex:
 
 
 def in_order(index: DatasetIndex, cls: type[StepDataset] = StepDataset, **options: Any) -> Any:
-    options = {"global_batch_size": 2, "microbatches": 1, "shuffle": False, **options}
+    options = {"kinds": KINDS, "global_batch_size": 2, "microbatches": 1, "shuffle": False, **options}
     return cls(index, PROCESSORS, EDGES, RankView.whole(MODULES), **options)
 
 
@@ -237,8 +238,9 @@ def drawing_sample(folder: Path, tokenizer: Path, last: object) -> DatasetIndex:
 
 
 def eight(index: DatasetIndex, microbatches: int) -> StepDataset:
-    edges, share = (("vision", "llm"), ("llm", "draw")), RankView.whole(("vision", "llm", "draw"))
-    return StepDataset(index, draw_processors(), edges, share, global_batch_size=8, microbatches=microbatches)
+    edges, modules = (("vision", "llm"), ("llm", "draw")), ("vision", "llm", "draw")
+    options: dict[str, Any] = {"kinds": kinds_of(modules), "global_batch_size": 8, "microbatches": microbatches}
+    return StepDataset(index, draw_processors(), edges, RankView.whole(modules), **options)
 
 
 @pytest.mark.parametrize("damaged", ["7.jpg", "7.png"])
@@ -294,7 +296,9 @@ def test_ranks_with_several_instances_silence_their_own(digits: Path, tmp_path: 
     left = 0
     for rank in range(3):
         share = RankView({"vision": 3, "audio": 1, "llm": 3}, {"vision": rank, "audio": None, "llm": rank}, {"llm": 4})
-        steps = StepDataset(index, PROCESSORS, EDGES, share, global_batch_size=8, microbatches=2, shuffle=False)
+        steps = StepDataset(
+            index, PROCESSORS, EDGES, share, kinds=KINDS, global_batch_size=8, microbatches=2, shuffle=False
+        )
         before = steps[0, 0]
         after = before.without(bad)
         for number, (old, new) in enumerate(zip(before.inputs["llm"], after.inputs["llm"], strict=True)):

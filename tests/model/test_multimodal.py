@@ -19,7 +19,7 @@ from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.zoo import flow_decoder, hf_llama, siglip2_encoder, titan_llama, whisper_encoder
 from recipes.digits import write_digits_draw
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, HandBatch, clips, images, ready, tokens
-from tests.small_models import draw_processors
+from tests.small_models import draw_processors, kinds_of
 
 
 def vision():
@@ -249,8 +249,9 @@ def drawings(tmp_path_factory):
 
 def drawing_batch(index, **options):
     options = {"global_batch_size": 12, "microbatches": 3, **options}
-    edges = (("vision", "llm"), ("llm", "draw"))
-    return StepDataset(index, draw_processors(), edges, RankView.whole(("vision", "llm", "draw")), **options)[1, 0]
+    edges, modules = (("vision", "llm"), ("llm", "draw")), ("vision", "llm", "draw")
+    kinds = kinds_of(modules)
+    return StepDataset(index, draw_processors(), edges, RankView.whole(modules), kinds=kinds, **options)[1, 0]
 
 
 def drawing_model(**options):

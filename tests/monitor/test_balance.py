@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import numpy as np
@@ -21,7 +21,6 @@ from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor
 from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.balance_draw import SEPARATE, figure
 from hetero_strategy.monitor.balance_monitor import step_traffic
-from hetero_strategy.monitor.measure import Waits
 from hetero_strategy.monitor.traffic import Traffic
 from hetero_strategy.plan.step_plan import ModuleLoad, StepPlan
 from hetero_strategy.schedule.action import Stage, StageId
@@ -148,14 +147,15 @@ def test_the_two_monitors_measure_the_same_wait(tmp_path: Path) -> None:
     assert monitor.last.wait_seconds > 0
 
 
-def test_waits() -> None:
-    waits, loader = Waits(), SimpleNamespace(waited=5.0)
-    trainer: Any = SimpleNamespace(train_dataloader=loader)
-    assert waits.next(trainer) is None
-    loader.waited = 7.5
-    assert waits.next(trainer) == 2.5
-    trainer.train_dataloader = [1]  # does not say
-    assert waits.next(trainer) is None
+def test_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BalanceMonitor, "_moved", lambda *_: None)
+    monitor, batch, module = BalanceMonitor(), loaded_batch(LoadTimes(plan=1.0, payload=0.0)), cast(Any, None)
+    seen = []
+    for loader in (SimpleNamespace(waited=5.0), SimpleNamespace(waited=7.5), [1], SimpleNamespace(waited=9.0)):
+        trainer: Any = SimpleNamespace(train_dataloader=loader)  # of which the third does not say
+        monitor.on_train_batch_start(trainer, module, batch, 0)
+        seen.append((monitor._total.wait, monitor._total.known))
+    assert seen == [(0.0, 0.0), (2.5, 1.0), (2.5, 1.0), (2.5, 1.0)]
 
 
 def test_leaves_a_file_and_a_picture(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from hetero_strategy import errors
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.parallelize import float8
 from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.float8 import apply_float8, float8s, use_float8
 from hetero_strategy.parallelize.storage import Storage
@@ -107,9 +108,10 @@ def test_what_cannot_be_is_refused(recipes: dict[str, str], layout: dict[str, An
 
 
 def test_without_torchao_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "torchao", raising=False)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     layouts = {"llm": ModuleLayout.from_config("llm", {"ranks": [0]}).resolved()}
-    with pytest.raises(ConfigError, match=r"needs torchao; pip install 'hetero-strategy\[float8\]'"):
+    with pytest.raises(ConfigError, match=r"needs torchao, which is not installed: .* 'hetero-strategy\[float8\]'"):
         use_float8({"llm": "rowwise"}, {"llm": titan_llama(**TITAN)}, layouts, torch.bfloat16, CPU)
 
 

@@ -31,7 +31,7 @@ def test_every_device_comes_in_a_node_and_says_its_source() -> None:
         assert device.source
         assert 0 < device.matmul <= 1
         assert 0 < device.attention <= 1
-        assert {NODES[name].within, NODES[name].across} <= set(LINKS)
+        assert {*NODES[name][1:]} <= set(LINKS)
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_wide_numbers_have_a_peak_of_their_own() -> None:
 def test_a_cluster_has_what_was_asked_for() -> None:
     found = cluster("h100", 16)
     assert (found.ranks, found.ranks_per_node, found.device.flops) == (128, 8, 989e12)
-    assert found.within.bandwidth == pytest.approx(LINK_SHARE * 450e9)
+    assert found.pools[0].within.bandwidth == pytest.approx(LINK_SHARE * 450e9)
     assert found.across.bandwidth == pytest.approx(LINK_SHARE * 50e9)  # 400 Gb/s
     other = cluster("h100", 2, 4, "200g", "pcie5", memory=96e9, across_bandwidth=1e9, within_latency=0.0)
     assert (other.ranks, other.device.memory) == (8, 96e9)
     assert other.across.bandwidth == pytest.approx(LINK_SHARE * 1e9)
-    assert other.within == Links(0.0, LINK_SHARE * 63e9)
+    assert other.pools[0].within == Links(0.0, LINK_SHARE * 63e9)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_configurations_say_what_papers_say() -> None:
     """DistTrain: 300 GB/s of NVLink both ways, 4 x 200 Gb/s for 8 GPUs."""
     with hydra.initialize_config_dir(str(CONF), version_base=None):
         found = instantiate(hydra.compose("cluster/disttrain").cluster)
-    assert found.within.bandwidth == pytest.approx(LINK_SHARE * 150e9)
+    assert found.pools[0].within.bandwidth == pytest.approx(LINK_SHARE * 150e9)
     assert found.across.bandwidth == pytest.approx(LINK_SHARE * 4 * 200e9 / 8 / 8)
     assert found.ranks == 1296
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,10 +22,11 @@ from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.activations import Activations, BlockBytes, Head, HeadBytes, features
 from hetero_strategy.planner.cluster import Cluster, Device, NodePool
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
-from hetero_strategy.planner.memory import CPU, CUDA, KINDS, Allocator, Memory, MemoryModel
+from hetero_strategy.planner.memory import CPU, CUDA, KINDS, Allocator, Memory, MemoryModel, communicators
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
 from hetero_strategy.planner.stage_memory import stage_bytes, stage_needs
 from hetero_strategy.planner.times import MIXED, Precision
+from hetero_strategy.planner.transfers import Changes
 from hetero_strategy.profiling.activations import _Module
 from hetero_strategy.profiling.allocations import Allocations
 from hetero_strategy.simulator.links import Links
@@ -79,16 +81,47 @@ def memory(
     precision: Precision = FP32,
     allocator: Allocator = FLASH,
     of: Mapping[str, Activations] | None = None,
-) -> tuple[Memory, np.ndarray]:
-    """Of a step, and the least that it can be."""
+) -> Memory:
+    """Of a step."""
+    predicted, step = model_and_step(candidate, metadata, shape, precision, allocator, of)
+    return predicted.of(step)
+
+
+def model_and_step(
+    candidate: Candidate,
+    metadata: StepMetadata,
+    shape: ModelShape,
+    precision: Precision,
+    allocator: Allocator,
+    of: Mapping[str, Activations] | None = None,
+) -> tuple[MemoryModel, Step]:
     world = max(r for layout in candidate.layouts.values() for r in layout.ranks) + 1
     links = Links(1e-6, 1e9)
     cluster = Cluster((NodePool(Device("any", 1e9, 1e9, 1e9, 1.0, 1.0), 1, world, links),), links)
     evaluator = Evaluator(shape, cluster, [metadata], precision=precision)
-    placed = evaluator.place(candidate)
-    model = MemoryModel(shape, of or OF, precision, allocator)
-    step: Step = evaluator.step(placed)
-    return model.of(step), model.least(placed)
+    return MemoryModel(shape, of or OF, precision, allocator), evaluator.step(evaluator.place(candidate))
+
+
+def over_time(predicted: MemoryModel, step: Step) -> tuple[Memory, list[np.ndarray]]:
+    """Of a step, and the bytes alive on each rank from place to place of its actions, the margin left out."""
+    with patch.object(Changes, "at_peak", autospec=True, side_effect=Changes.at_peak) as looked:
+        found = predicted.of(step)
+    changes: Changes = looked.call_args.args[0]
+    ranks, _, alive = changes._alive
+    return found, [alive[ranks == alike] for alike in changes._alike]
+
+
+def least(predicted: MemoryModel, step: Step) -> np.ndarray:
+    """Bytes that every rank needs whatever the batch: parameters, optimizer states, and of one stage the weights and
+    gradients while they are whole.
+    """
+    placed, allocator = step.placed, predicted.allocator
+    fixed, most = np.zeros((2, placed.placement.world_size))
+    for stage_id, stage in placed.graph.stages.items():
+        size, ranks = predicted._sizes(placed, stage_id), stage.grid.ravel()
+        fixed[ranks] += size.masters + size.optimizer
+        most[ranks] = np.maximum(most[ranks], size.gathered.sum() * size.once + size.summed.sum() * stage.trains)
+    return (fixed + most) * (1 + allocator.margin) + allocator.communicator * communicators(placed)
 
 
 def of_kind(found: Memory, kind: str) -> list[float]:
@@ -97,7 +130,7 @@ def of_kind(found: Memory, kind: str) -> list[float]:
 
 def test_one_rank_in_closed_form() -> None:
     """Two microbatches of 3 samples, one after the other: the last backward is the peak, with all gradients."""
-    found, least = memory(Candidate({"llm": ModuleLayout((0,))}, 2), equal(6, 10))
+    found = memory(Candidate({"llm": ModuleLayout((0,))}, 2), equal(6, 10))
     parameters, rows = 4 * (4 * PER_BLOCK + 2 * AROUND), 30
     assert of_kind(found, "masters") == [parameters] and of_kind(found, "optimizer") == [2 * parameters]
     assert of_kind(found, "gradients") == [parameters]
@@ -106,24 +139,22 @@ def test_one_rank_in_closed_form() -> None:
     # Backward of the last block: its own most, the gradient of its rows where a head made it, one new gradient.
     assert of_kind(found, "moment") == [rows * (2 * PEAK + 4 * WIDTH) - kept + 4 * 200]
     assert found.peak.tolist() == [4 * parameters + 4 * kept + rows * (2 * PEAK + 4 * WIDTH) - kept + 4 * 200]
-    assert least.tolist() == [4 * parameters]
 
 
 def test_gradients_of_batches_before_are_there_throughout() -> None:
     """Of the layout above, in which all new gradients are there at the peak, too."""
     candidate = Candidate({"llm": ModuleLayout((0,))}, 2)
-    once, _ = memory(candidate, equal(6, 10))
+    once = memory(candidate, equal(6, 10))
     more = MemoryModel(SHAPE, OF, FP32, FLASH, accumulates=True)
     found = more.of(once.step)
     parameters = of_kind(once, "masters")[0]
     assert of_kind(found, "gradients") == [2 * parameters] and found.peak - once.peak == [parameters]
-    assert more.least(once.step.placed) == [5 * parameters]
 
 
 def test_stages_hold_as_many_microbatches_as_their_schedule() -> None:
     kept = 10 * 2 * (INSIDE + BETWEEN + WHOLE)
     for schedule, in_flight in (("gpipe", (6, 6)), ("1f1b", (2, 1))):
-        found, _ = memory(Candidate({"llm": ModuleLayout((0, 1), pp=2)}, 6, schedule), equal(6, 10))
+        found = memory(Candidate({"llm": ModuleLayout((0, 1), pp=2)}, 6, schedule), equal(6, 10))
         assert of_kind(found, "activations") == [n * kept for n in in_flight]
 
 
@@ -131,7 +162,7 @@ def test_every_other_block_in_host_memory_is_counted_from_the_first_of_the_modul
     blocks = OF["llm"].blocks["kept"]
     of = {"llm": replace(OF["llm"], blocks={"kept": replace(blocks, stays=blocks.kept / 4)})}
     candidate = Candidate({"llm": ModuleLayout((0, 1), pp=2, split=(1, 3))}, 2, offload={"llm": Offload(2)})
-    found, _ = memory(candidate, equal(6, 10), of=of)
+    found = memory(candidate, equal(6, 10), of=of)
     each = 30 * (INSIDE + BETWEEN + WHOLE)  # of a microbatch in a block
     assert [(one.host, one.device) for one in found.kept()] == [(0.75 * each, 0.25 * each), (0.75 * each, 2.25 * each)]
 
@@ -142,27 +173,23 @@ def test_what_stays_after_a_step() -> None:
     metadata = ragged_step(3, 8, {"vision": lambda rng, n: rng.integers(4, 9, n)}, text=(5, 20))
     for schedule, precision in (("1f1b", FP32), ("zb_h1", MIXED)):
         for allocator in (CPU, CUDA):
-            found, _ = memory(Candidate(layouts, 4, schedule), metadata, SHAPE, precision, allocator)
+            candidate = Candidate(layouts, 4, schedule)
+            found, alive = over_time(*model_and_step(candidate, metadata, SHAPE, precision, allocator))
             owned = found.bytes[:2].sum(axis=0)
             for rank in range(3):
-                seconds, alive = found.over_time(rank)
-                assert (np.diff(seconds) >= 0).all() and alive.min() >= owned[rank] - 1e-6
-                assert alive.max() == pytest.approx(found.bytes[:-1, rank].sum())
-                assert alive[-1] == pytest.approx(owned[rank] * 4 / 3)  # and the gradients' shards
-            parts = np.zeros_like(found.bytes)
-            for node, part in found.stages.items():
-                np.add.at(parts.T, found.step.placed.graph.stages[node].grid.ravel(), part.T)
-            np.testing.assert_allclose(parts[:-1], found.bytes[:-1])
+                assert alive[rank].min() >= owned[rank] - 1e-6
+                assert alive[rank].max() == pytest.approx(found.bytes[:-1, rank].sum())
+                assert alive[rank][-1] == pytest.approx(owned[rank] * 4 / 3)  # and the gradients' shards
 
 
 def test_shards_divide_states_and_recompute_leaves_rows() -> None:
-    alone, _ = memory(Candidate({"llm": ModuleLayout((0,))}, 2), equal(6, 10))
-    shards, _ = memory(Candidate({"llm": ModuleLayout((0, 1))}, 2, reshard_after_forward="never"), equal(6, 10))
+    alone = memory(Candidate({"llm": ModuleLayout((0,))}, 2), equal(6, 10))
+    shards = memory(Candidate({"llm": ModuleLayout((0, 1))}, 2, reshard_after_forward="never"), equal(6, 10))
     for kind in ("masters", "optimizer"):
         assert of_kind(shards, kind) == [x / 2 for x in of_kind(alone, kind) * 2]
     assert of_kind(shards, "gathered") == of_kind(alone, "masters") * 2
     again = {"llm": Recompute()}
-    less, _ = memory(Candidate({"llm": ModuleLayout((0,))}, 2, recompute=again), equal(6, 10))
+    less = memory(Candidate({"llm": ModuleLayout((0,))}, 2, recompute=again), equal(6, 10))
     assert of_kind(less, "activations") == [30 * 3 * 4 * WIDTH]  # inputs of all blocks but the first
     assert less.peak[0] < alone.peak[0]
 
@@ -196,8 +223,8 @@ def test_frozen_blocks_need_their_rows_which_none_keeps() -> None:
 
 
 def test_tensor_parallelism_divides_what_is_inside_its_columns() -> None:
-    alone, _ = memory(Candidate({"llm": ModuleLayout((0,))}, 2), equal(6, 10))
-    split, _ = memory(Candidate({"llm": ModuleLayout((0, 1), tp=2)}, 2), equal(6, 10))
+    alone = memory(Candidate({"llm": ModuleLayout((0,))}, 2), equal(6, 10))
+    split = memory(Candidate({"llm": ModuleLayout((0, 1), tp=2)}, 2), equal(6, 10))
     divided = 4 * 4 * PER_BLOCK // 2
     assert of_kind(split, "masters") == [of_kind(alone, "masters")[0] - divided / 2] * 2
     assert of_kind(split, "activations") == [4 * 30 * (INSIDE / 2 + BETWEEN + WHOLE)] * 2
@@ -208,7 +235,7 @@ def test_tensor_parallelism_divides_what_is_inside_its_columns() -> None:
 def test_communicators_and_margin_are_reserved() -> None:
     candidate = Candidate({"llm": ModuleLayout((0, 1), pp=2)}, 2)
     allocator = Allocator(margin=0.1, communicator=1000, buckets=False)
-    plain, more = (memory(candidate, equal(6, 10), allocator=a)[0] for a in (FLASH, allocator))
+    plain, more = (memory(candidate, equal(6, 10), allocator=a) for a in (FLASH, allocator))
     assert more.peak.tolist() == pytest.approx((1.1 * plain.peak + 2 * 1000).tolist())  # the world and one edge
 
 
@@ -234,10 +261,11 @@ def test_the_bound_is_never_above_the_peak(
     candidate: Candidate, seed: int, precision: Precision, allocator: Allocator
 ) -> None:
     metadata = ragged_step(seed, 6, {"vision": lambda rng, n: rng.integers(1, 9, n)}, items=(0, 2), text=(2, 20))
-    found, least = memory(candidate, metadata, SHAPE, precision, allocator)
+    predicted, step = model_and_step(candidate, metadata, SHAPE, precision, allocator)
+    found, bound = predicted.of(step), least(predicted, step)
     ranks = sorted({r for layout in candidate.layouts.values() for r in layout.ranks})
-    assert (least[ranks] <= found.peak[ranks] * (1 + 1e-9)).all()
-    assert (least[ranks] > 0).all() and (found.bytes >= -1e-6).all()
+    assert (bound[ranks] <= found.peak[ranks] * (1 + 1e-9)).all()
+    assert (bound[ranks] > 0).all() and (found.bytes >= -1e-6).all()
 
 
 @pytest.mark.parametrize("lengths", [(40,), (40, 13, 39, 7)], ids=["one sequence", "ragged"])

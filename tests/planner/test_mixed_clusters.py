@@ -180,7 +180,7 @@ def test_what_is_asked_of_several_pools_is_of_the_slowest() -> None:
     on = mixed_cluster({"h200": {"nodes": 1}, "a40": {"nodes": 2}, "h100": {"nodes": 1}}, "200g")
     assert str(on) == "8 x h200 and 8 x a40 and 8 x h100"
     assert (on.ranks, on.ranks_per_node, on.device.name, on.device.memory) == (24, 4, "a40", 48e9)
-    assert on.within == cluster("a40", 1).within
+    assert on.collective(1e6, 4) == cluster("a40", 1).collective(1e6, 4)
     fast = on.on([0, 23])
     assert (fast.device.flops, fast.device.memory, fast.ranks_per_node) == (989e12, 80e9, 8)
     assert fast.device.memory_bandwidth == DEVICES["h100"].memory_bandwidth
@@ -188,7 +188,7 @@ def test_what_is_asked_of_several_pools_is_of_the_slowest() -> None:
     assert list(on.network.nodes_of(np.arange(24))) == [0] * 8 + [1] * 4 + [2] * 4 + [3] * 8
     links, both = (on.network.between(np.array([[0], [8]]), np.array([[1 + 7 * i], [9]])) for i in (0, 1)), np.arange(2)
     near, far = (of(both, both)[1] for of in links)
-    assert near[0] == 1 / cluster("h200", 1).within.bandwidth < near[1] == 1 / on.within.bandwidth
+    assert near[0] == 1 / on.pools[0].within.bandwidth < near[1] == 1 / on.pools[1].within.bandwidth
     assert far[0] == 1 / on.across.bandwidth
 
 

@@ -26,7 +26,7 @@ from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.blueprint import blueprint
 from tests.planner.models import batch, cluster, model, module
-from tests.planner.test_memory import FP32, OF, SHAPE, activations
+from tests.planner.test_memory import FP32, OF, SHAPE, activations, over_time
 
 PLAIN = BalanceConfig(reorder="none")
 PIPED = {"vision": ModuleLayout(range(4), dp_shard=4), "llm": ModuleLayout(range(4), pp=4)}
@@ -111,13 +111,12 @@ def test_rows_of_two_steps_are_held_and_weights_are_there_once() -> None:
     shape = replace(SHAPE, modules={**SHAPE.modules, "vision": frozen})
     made = Evaluator(shape, cluster(2), [batch(8)], balance=PLAIN, precision=FP32)
     layouts = {"vision": ModuleLayout((0,)), "llm": ModuleLayout((1,))}
-    plain, early = (
-        MemoryModel(shape, OF, FP32).of(made.step(made.place(Candidate(layouts, 4, prefetch=p))))
-        for p in ({}, {"vision": 1})
+    predicted = MemoryModel(shape, OF, FP32)
+    (plain, before), (early, after) = (
+        over_time(predicted, made.step(made.place(Candidate(layouts, 4, prefetch=p)))) for p in ({}, {"vision": 1})
     )
     rows = 2 * 4 * vision.edge_width * int(made.batches[0].items["vision"].edge_rows.sum())
-    ends = [float(memory.over_time(0)[1][-1]) for memory in (plain, early)]
-    assert ends[1] - ends[0] == rows
+    assert after[0][-1] - before[0][-1] == rows
     for kind in ("masters", "optimizer", "payload"):
         assert (early.bytes[KINDS.index(kind)] == plain.bytes[KINDS.index(kind)]).all()
 

@@ -69,7 +69,7 @@ def test_every_kind_of_collective_has_links_of_its_own() -> None:
             times.append(LinkTime(kind, size, seconds, 2 * both, 0.75 * size * both, seconds / 4))
     found = fit_communication(times)
     cluster = found.on(Cluster((NodePool(DEVICE, 1, ranks, Links(1.0, 1.0)),), Links(1.0, 1.0)))
-    assert (cluster.within.latency, cluster.within.bandwidth) == (pytest.approx(1e-3), pytest.approx(1e9))
+    assert (cluster.network.within[0].latency, cluster.network.within[0].bandwidth) == pytest.approx((1e-3, 1e9))
     for kind, links in of.items():
         expected = 2 * links.latency + 0.75e6 / links.bandwidth
         assert cluster.collective(1e6, ranks, kind=kind) == pytest.approx(expected)

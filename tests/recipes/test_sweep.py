@@ -84,7 +84,6 @@ def test_a_folder_goes_on_with_its_own_jobs_only(compared: jobs.Sweep) -> None:
         jobs.prepare(compared.folder, "other", [job(0, "layout=tp")])
     longer = jobs.prepare(compared.folder, "other", [job(2, *compared.jobs[2].command[4:]), job(3, "lr=9")], first=2)
     assert [one.folder for one in longer.jobs] == ["0", "1", "2", "3"]
-    assert jobs.is_sweep(compared.folder) and not jobs.is_sweep(compared.folder / "0")
 
 
 def test_a_job_goes_on_at_its_checkpoint(compared: jobs.Sweep) -> None:
@@ -207,7 +206,7 @@ def killed(given: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
     here = Path.cwd()
     os.chdir(ROOT)
     try:
-        failed = jobs.go_on(folder)
+        failed = jobs.run(jobs.Sweep.load(folder))
     finally:
         os.chdir(here)
     return {"folder": folder, "said": said, "left": left, "state": state, "failed": str(failed)}

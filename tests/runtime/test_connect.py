@@ -10,7 +10,9 @@ import pytest
 
 from benchmarks.pipelines import Setting, planned
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.runtime.connect import channel_sets, meetings_of, process_groups
+from hetero_strategy.schedule.action import Stage, StageGraph, StageId
 from hetero_strategy.schedule.compile import compile_step
 
 LLM, EIGHT = ModuleLayout(range(8), pp=4, tp=2), {"llm": (128, 8), "vision": (128, 2), "samples": 24}
@@ -63,6 +65,14 @@ def test_how_many_groups_a_rank_of_a_sequence_parallel_pipeline_is_in() -> None:
         rank: node.stage for node, stage in graph.stages.items() if node.module == "llm" for rank in stage.ranks
     }
     assert [counted[rank] for rank in range(8)] == [1 + (1 if of_stage[rank] in (0, 3) else 2) for rank in range(8)]
+
+
+def test_stages_of_one_module_keep_their_instance() -> None:
+    for parts, met in ((2, {5}), (1, {4, 5})):
+        grids, sharding = (np.array([[0, 1], [2, 3]]), np.array([[4, 5], [6, 7]])), RowSharding(parts)
+        stages = {StageId("llm", n): Stage(grid, True, True, row_sharding=sharding) for n, grid in enumerate(grids)}
+        graph = StageGraph(stages, ((StageId("llm", 0), StageId("llm", 1)),), {})
+        assert meetings_of(graph, 0)[0].partners(1) == met
 
 
 def test_whether_ranks_meet() -> None:

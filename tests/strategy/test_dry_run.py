@@ -94,7 +94,7 @@ def really(rank: int, world: int, setting: Setting) -> Real:
         sum(local(p).nbytes for own in made.executor.parameters.values() for p in own),
         counts["groups"],
         counts["connections"],
-        made.executor.compiler.of(rank, True)(plan),
+        made.executor.compiler.program(plan, rank=rank, train=True),
     )
 
 

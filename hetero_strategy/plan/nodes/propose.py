@@ -97,5 +97,4 @@ def _urgency(sent: np.ndarray) -> np.ndarray:
     """
     part = np.maximum(sent, 1e-300) / max(float(sent.max()), 1e-300)
     squared = part * part
-    urgency: np.ndarray = np.maximum(squared * squared * part, 1e-30)
-    return urgency
+    return np.maximum(squared * squared * part, 1e-30)
