@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -143,4 +144,5 @@ def planned(
         f" {scheduling.schedule}, {candidate.microbatches} microbatches,"
         f" {1e3 * answer.best.seconds:.3g} ms a step predicted\n  " + "\n  ".join(lines)
     )
-    return candidate
+    names = ("schedule", "reshard_after_forward", "fill", "pieces", "prefetch")
+    return replace(candidate, **{name: getattr(scheduling, name) for name in names})
