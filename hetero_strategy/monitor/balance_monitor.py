@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
-import numpy as np
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
@@ -17,8 +16,7 @@ from hetero_strategy.errors import ConfigError, require
 from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.fitted import fitted_costs
 from hetero_strategy.monitor.measure import over_ranks, waited
-from hetero_strategy.monitor.traffic import Traffic, traffic
-from hetero_strategy.plan.step_plan import StepPlan, crossing
+from hetero_strategy.monitor.traffic import Traffic, sent
 
 if TYPE_CHECKING:
     from hetero_strategy.loading.batch import Batch
@@ -34,7 +32,7 @@ LOGGED = (
 
 @dataclass
 class _Sums:
-    """Sums over steps. Spreads and traffic are equal on all ranks, times are those of this rank, in seconds."""
+    """Sums over steps. Spreads are equal on all ranks; traffic and times, in seconds, are those of this rank."""
 
     steps: int = 0
     spreads: dict[str, Spread] = field(default_factory=dict)
@@ -94,10 +92,9 @@ class BalanceMonitor(L.Callback):
 
     :class:`ThroughputMonitor` logs how long training waits for data. Modules without loads in their plan are left out,
     as are bytes under a strategy without layouts and times that batches do not hold. Bytes are those of
-    :func:`hetero_strategy.monitor.traffic.traffic`: a row that its reader has already costs none, and rows between
-    stages of one module are not counted. Counting takes 30 to 50 ms of rank 0's main thread, once per window, at 2560
-    instances with 60 samples each. Times are those of the slowest rank, without validation. Every rank needs the
-    callback, as log points reduce over all ranks.
+    :func:`hetero_strategy.monitor.traffic.sent`, summed over all ranks: a row that its reader has already costs none,
+    and rows between stages of one module are not counted. Times are those of the slowest rank, without validation.
+    Every rank needs the callback, as log points reduce over all ranks.
 
     At the end of fit it writes ``balance.json`` and ``balance.png``: the load of every module's instances over the
     whole run, before and after. Under ``costs``, ``balance.json`` has the measured seconds of every module's forward in
@@ -119,7 +116,7 @@ class BalanceMonitor(L.Callback):
         self.folder = None if folder is None else Path(folder)
         self.every_n_steps = every_n_steps
         self.last: BalanceSummary | None = None
-        """Summary of the last run on every rank, with bytes on rank 0 only."""
+        """Summary of the last run, on every rank."""
         self._waited: float | None
         """Seconds waited for batches until the last one."""
         self._reset()
@@ -147,8 +144,8 @@ class BalanceMonitor(L.Callback):
                 f"BalanceMonitor: the batch is a {type(batch).__name__} without a step plan; "
                 "train with hetero_strategy's data module or remove the callback"
             )
-        # Counting looks at all items, which takes 30 to 50 ms for 150,000, so it is done in one step of a window.
-        moved = None if self._window.steps else self._moved(trainer, batch.plan)
+        # Counting looks at all transfers of the rank, so it is done in one step of a window.
+        moved = None if self._window.steps else self._moved(trainer, batch)
         spreads = {name: Spread.of(load) for name, load in batch.plan.loads.items()}
         for sums in (self._window, self._total):
             sums.add(batch, wait, spreads, moved)
@@ -177,12 +174,16 @@ class BalanceMonitor(L.Callback):
 
     # ---- numbers ---------------------------------------------------------------------------------------------------
 
-    def _moved(self, trainer: L.Trainer, plan: StepPlan) -> Traffic | None:
-        """Bytes of one step on the rank that logs, None on others."""
+    def _moved(self, trainer: L.Trainer, batch: Batch) -> Traffic | None:
+        """Bytes that this rank sends in one step at edges between modules; None under a strategy without layouts."""
         strategy: Any = trainer.strategy
-        if not trainer.is_global_zero or not hasattr(strategy, "executor"):
+        if not hasattr(strategy, "executor"):
             return None
-        return step_traffic(strategy.executor, plan, strategy.num_processes)
+        executor: Executor = strategy.executor
+        program = executor.ready(batch, train=True).program
+        assert program is not None
+        edges = {n for n, (s, t) in enumerate(executor.compiler.graph.edges) if s.module != t.module}
+        return sent(executor.rank, program, executor.row_bytes, strategy.num_processes, edges)
 
     def _log(self, trainer: L.Trainer) -> None:
         window, self._window = self._window, _Sums()
@@ -212,42 +213,21 @@ class BalanceMonitor(L.Callback):
                 logger.log_image("balance", [str(folder / "balance.png")])
 
 
-def step_traffic(executor: Executor, plan: StepPlan, ranks_per_node: int) -> Traffic:
-    """Count the bytes that a step moves between ranks at the edges between modules, and back where gradients flow.
-
-    Ranks ``[k * ranks_per_node, (k + 1) * ranks_per_node)`` share a node.
-    """
-    total, graph = Traffic(0.0, 0.0), executor.compiler.graph
-    for row_bytes, (source, target) in zip(executor.row_bytes, graph.edges, strict=True):
-        if source.module == target.module:
-            continue
-        ends = graph.stages[source], graph.stages[target]
-        blocks, p, t = crossing(plan, source.module, target.module, members=(ends[0].members, ends[1].members))
-        has, needs = (
-            np.array([stage.own(a.totals(inner=inner)) for a in plan.assignments[node.module]])
-            for node, stage, inner in ((source, ends[0], False), (target, ends[1], True))
-        )
-        totals = has[p, blocks.source_instance], needs[t, blocks.target_instance]
-        moved = traffic(blocks, totals, *ends, ranks_per_node)
-        for rows in moved if ends[0].backward else moved[:1]:
-            total += rows.times(row_bytes)
-    return total
-
-
 def _summary(trainer: L.Trainer, sums: _Sums) -> BalanceSummary:
-    """Summarise some steps; a collective, equal on all ranks but for bytes."""
+    """Summarise some steps; a collective, equal on all ranks."""
     own = [sums.wait, sums.timed, sums.plan, sums.payload, sums.known, sums.exposed / (sums.known or 1.0)]
     wait, timed, plan, payload, known, exposed = over_ranks(trainer, own, "max")
-    (restarts,) = over_ranks(trainer, [float(getattr(trainer.train_dataloader, "restarts", 0))], "mean")
+    own = [float(getattr(trainer.train_dataloader, "restarts", 0)), *(sums.traffic or Traffic(0.0, 0.0))]
+    restarts, *moved = (mean * trainer.world_size for mean in over_ranks(trainer, own, "mean"))
     return BalanceSummary(
         steps=sums.steps,
         spreads=dict(sums.spreads),
-        traffic=None if sums.traffic is None else sums.traffic.times(1 / sums.counted),
+        traffic=None if sums.traffic is None else Traffic(*moved).times(1 / sums.counted),
         wait_seconds=wait / sums.steps,
         plan_seconds=plan / timed if timed else None,
         payload_seconds=payload / timed if timed else None,
         plan_hidden_share=1.0 - exposed if known else None,
         microbatches=sums.microbatches / sums.steps,
         skipped_samples=sums.skipped,
-        worker_restarts=round(restarts * trainer.world_size),
+        worker_restarts=round(restarts),
     )

@@ -25,7 +25,7 @@ from hetero_strategy.layout.fake import fake_world
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.multimodal import MultimodalModel
-from hetero_strategy.monitor.traffic import Traffic
+from hetero_strategy.monitor.traffic import Traffic, sent
 from hetero_strategy.parallelize.fsdp import whole_bytes
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.offload import Offload
@@ -283,7 +283,7 @@ def _built(
         connections=sum(len(m.partners(rank)) for m in meetings),
         pieces=len(pieces),
         programs=programs,
-        sent=tuple(_sent(rank, program, executor.row_bytes, ranks_per_node) for program in programs),
+        sent=tuple(sent(rank, program, executor.row_bytes, ranks_per_node) for program in programs),
     )
 
 
@@ -346,17 +346,6 @@ def _held_rows(program: StepProgram, graph: StageGraph, row_bytes: Sequence[int]
         elif kind in ("B", "I"):
             held.pop((node, microbatch))
     return most
-
-
-def _sent(rank: int, program: StepProgram, row_bytes: Sequence[int], ranks_per_node: int) -> Traffic:
-    found = Traffic(0.0, 0.0)
-    for one in program.transfers:
-        for hop in (one.transfer.first, one.transfer.second):
-            for peer, rows in hop.sends:
-                size = float(rows.size * row_bytes[one.edge])
-                near = peer // ranks_per_node == rank // ranks_per_node
-                found += Traffic(size, 0.0) if near else Traffic(0.0, size)
-    return found
 
 
 def _program_faults(rank: int, steps: Sequence[_Programs], graph: StageGraph) -> Iterator[Fault]:

@@ -15,15 +15,16 @@ import torch
 from lightning.pytorch.loggers import Logger, WandbLogger
 from matplotlib.collections import PolyCollection
 
+from hetero_strategy.boundary.route import Hop, Rows, Transfer
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading.batch import LoadTimes
 from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor
 from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.balance_draw import SEPARATE, figure
-from hetero_strategy.monitor.balance_monitor import step_traffic
 from hetero_strategy.monitor.traffic import Traffic
-from hetero_strategy.plan.step_plan import ModuleLoad, StepPlan
-from hetero_strategy.schedule.action import Stage, StageId
+from hetero_strategy.plan.step_plan import ModuleLoad
+from hetero_strategy.schedule.action import StageId
+from hetero_strategy.schedule.compile import RankTransfer, StepProgram
 from tests.monitor.fakes import WAIT, Clock, Counted, CountedEncoder, Lit, Loader, Model, make_batch
 from tests.monitor.fakes import Remember as Throughput
 
@@ -182,32 +183,24 @@ def test_spread_is_the_imbalance_of_all_microbatches() -> None:
     assert (np.diff(spread.before) <= 0).all()
 
 
-def executor(*, backward: bool, plan: StepPlan, grids: dict[str, np.ndarray]) -> Any:
-    """As much of one as bytes need; the encoder is 2 ranks, a pipeline of 2 stages that this test does not count."""
+def test_bytes_between_stages_of_a_module_are_not_counted() -> None:
     nodes = [StageId("vision", 0), StageId("vision", 1), StageId("llm", 0)]
-
-    stages = {node: Stage(grids[node.module], True, backward) for node in nodes}
-    graph = SimpleNamespace(edges=((nodes[0], nodes[1]), (nodes[1], nodes[2])), stages=stages)
-    return SimpleNamespace(compiler=SimpleNamespace(graph=graph), row_bytes=[0, 5 * 2])
-
-
-@pytest.mark.parametrize(("backward", "directions"), [(True, 2), (False, 1)])
-def test_bytes_of_rows_and_of_gradients_where_they_flow(backward: bool, directions: int) -> None:
-    """One image of 4 rows: 4 rows x 5 numbers x 2 bytes a direction, if the encoder is on another rank."""
-    plan = make_batch().plan
-    own = {"vision": np.array([[0]]), "llm": np.array([[3]])}
-    far = step_traffic(executor(backward=backward, plan=plan, grids=own), plan, 2)
-    assert far == Traffic(0.0, 4 * 5 * 2.0 * directions)
-    near = step_traffic(executor(backward=backward, plan=plan, grids=own), plan, 4)
-    assert near == Traffic(4 * 5 * 2.0 * directions, 0.0)
-    shared = {"vision": np.array([[3]]), "llm": np.array([[3]])}
-    assert step_traffic(executor(backward=backward, plan=plan, grids=shared), plan, 2) == Traffic(0.0, 0.0)
+    none = (Rows(0, 0), Rows(0, 0))
+    transfers = [RankTransfer(n, False, (0, 0), Transfer(4, 4, none, Hop(((3, Rows(0, 4)),)))) for n in (0, 1)]
+    ready = SimpleNamespace(program=StepProgram(True, (), tuple(transfers)))
+    graph = SimpleNamespace(edges=((nodes[0], nodes[1]), (nodes[1], nodes[2])))
+    executor = SimpleNamespace(
+        compiler=SimpleNamespace(graph=graph), row_bytes=[7, 5 * 2], rank=0, ready=lambda batch, train: ready
+    )
+    for per_node, expected in ((2, Traffic(0.0, 4 * 5 * 2.0)), (4, Traffic(4 * 5 * 2.0, 0.0))):
+        trainer: Any = SimpleNamespace(strategy=SimpleNamespace(executor=executor, num_processes=per_node))
+        assert BalanceMonitor()._moved(trainer, loaded_batch()) == expected
 
 
 def test_bytes_are_those_of_a_windows_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[StepPlan] = []
+    counted: list[Any] = []
     monkeypatch.setattr(
-        BalanceMonitor, "_moved", lambda self, trainer, plan: counted.append(plan) or Traffic(1.0, len(counted))
+        BalanceMonitor, "_moved", lambda self, trainer, batch: counted.append(batch) or Traffic(1.0, len(counted))
     )
     monitor, batch = BalanceMonitor(every_n_steps=2), loaded_batch()
     trainer: Any = SimpleNamespace(

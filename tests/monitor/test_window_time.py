@@ -20,7 +20,9 @@ from hetero_strategy.plan.balance import Cost
 from hetero_strategy.plan.orchestrator import ResolvedBalance, plan_step
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan
 from hetero_strategy.schedule.action import StageId
-from hetero_strategy.schedule.graph import stage_graph
+from hetero_strategy.schedule.build import make_schedule
+from hetero_strategy.schedule.compile import compile_step
+from hetero_strategy.schedule.graph import stage_graph, work_of
 from hetero_strategy.zoo import hf_llama, siglip2_encoder
 
 ROWS = 2_000_000
@@ -66,7 +68,9 @@ def trainer_of(instances: int) -> Any:
     strategy = SimpleNamespace(
         root_device=torch.device("cpu"),
         reduce=lambda x, reduce_op: x,
-        executor=SimpleNamespace(compiler=SimpleNamespace(graph=graph), row_bytes=[8192]),
+        executor=SimpleNamespace(
+            compiler=SimpleNamespace(graph=graph), row_bytes=[8192], rank=0, ready=lambda batch, train: batch
+        ),
         placement=placement,
         num_processes=8,
     )
@@ -86,7 +90,9 @@ def test_a_window_takes_a_millisecond_per_million_rows(monitor: L.Callback, inst
     monitor.on_train_start(trainer, model)
     took = []
     for seed in range(8):
-        batch = SimpleNamespace(plan=planned(seed, instances, 8))
+        plan, graph = planned(seed, instances, 8), trainer.strategy.executor.compiler.graph
+        program = compile_step(plan, make_schedule("1f1b", graph, work_of(plan, graph)), 0)
+        batch = SimpleNamespace(plan=plan, program=program)
         begin = time.thread_time()
         monitor.on_train_batch_start(trainer, model, batch, seed)
         monitor.on_train_batch_end(trainer, model, None, batch, seed)
