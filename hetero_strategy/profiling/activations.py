@@ -11,14 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
@@ -44,6 +43,7 @@ from hetero_strategy.planner.activations import FEATURES, Activations, BlockByte
 from hetero_strategy.planner.layers import fed_by_trainable
 from hetero_strategy.profiling.allocations import Allocations
 from hetero_strategy.runtime import backward
+from hetero_strategy.runtime.local_stage import Output
 
 MATMULS = "all but matmuls"
 WAYS = {"kept": None, "all": Recompute(), MATMULS: Recompute(keeps_matmuls=True)}
@@ -234,7 +234,7 @@ def _whole(run: Callable[[], Any], counted: _Counted, trains: bool) -> list[floa
     if not trains:
         return [0.0, 0.0, 0.0, forward, 0.0]
     kept = counted.by_kind()
-    gradients = [torch.ones(root.shape, dtype=root.dtype) for root in roots]
+    gradients = [root.filled(1.0, torch.device("cpu")) for root in roots]
     own = sum(g.nbytes for g in gradients)
     counted.reset()
     backward.whole([(root.edge, g) for root, g in zip(roots, gradients, strict=True)])
@@ -262,7 +262,7 @@ class _Nowhere(HostMemory):
 def _halves(run: Callable[[], Any], counted: _Counted, leaves: Sequence[Tensor], weights: list[Any]) -> float:
     """What is kept between the halves of a backward, without the gradients of the leaves."""
     start = counted.reset()
-    roots = [(root.edge, torch.ones(root.shape, dtype=root.dtype)) for root in _roots(run())]
+    roots = [(root.edge, root.filled(1.0, torch.device("cpu"))) for root in _roots(run())]
     later = backward.inputs_first(roots, leaves, weights)
     for leaf in leaves:
         leaf.grad = None
@@ -271,17 +271,9 @@ def _halves(run: Callable[[], Any], counted: _Counted, leaves: Sequence[Tensor],
     return float(kept)
 
 
-class _Root(NamedTuple):
-    """An output whose memory has gone."""
-
-    edge: GradientEdge
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-def _roots(out: Any) -> list[_Root]:
+def _roots(out: Any) -> list[Output]:
     out = out if isinstance(out, Tensor) else out.loss_sum
-    return [_Root(get_gradient_edge(out), out.shape, out.dtype)] if out.requires_grad else []
+    return [Output.of(out)] if out.requires_grad else []
 
 
 class _Counted(Allocations):
