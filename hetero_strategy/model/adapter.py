@@ -273,7 +273,8 @@ class Adapter(nn.Module):
 
         Args:
             prefix: FQN of the block, or "" for the rest of the module (its blocks replaced by ``nn.Identity``).
-            unit: the copy; the caller reports whatever stays untouched as a ModelError.
+            unit: the copy; the caller reports whatever stays untouched as a ModelError. Parameters that a folder holds
+                may be on the meta device.
         """
         initialize_plain(unit)
 
