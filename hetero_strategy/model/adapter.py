@@ -98,6 +98,8 @@ class Adapter(nn.Module):
     """Size of the rows this module exchanges at its edges."""
     hidden_width: int
     """Size of the rows between its blocks, which one pipeline stage gives to the next."""
+    vocab_size: int | None = None
+    """Tokens of an embedding or head that tensor parallelism splits, into parts that need not be equal."""
     checkpoint: str | Path | None = None
     """Local Hugging Face folder that the initial values come from."""
     processor: Media | RawRows | None = None
@@ -273,7 +275,8 @@ class Adapter(nn.Module):
 
         Args:
             prefix: FQN of the block, or "" for the rest of the module (its blocks replaced by ``nn.Identity``).
-            unit: the copy; the caller reports whatever stays untouched as a ModelError.
+            unit: the copy; the caller reports whatever stays untouched as a ModelError. Parameters that a folder holds
+                may be on the meta device.
         """
         initialize_plain(unit)
 

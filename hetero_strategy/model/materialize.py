@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
@@ -40,13 +40,18 @@ def initial_units(
     """
     folder = None if adapter.checkpoint is None else TensorFolder(adapter.checkpoint)
     dtypes = {fqn: tensor.dtype for fqn, tensor in _tensors(adapter.meta_copy())}
+    parameters = {fqn for fqn, _ in adapter.meta_copy().named_parameters()}
     with folder or nullcontext():
         weights = adapter.hf_weights() if folder else None
         sources = _match(name, adapter, weights, folder) if folder else {}
         for prefix, fqns in unit_tensors(adapter).items():
             parts = {fqn: {} if wanted is None else wanted[fqn] for fqn in fqns if wanted is None or fqn in wanted}
             if any(fqn not in sources for fqn in parts):
-                initialized = _initialized(name, adapter, seed, prefix, fqns)
+                # An embedding is not drawn for a table beside it, but for what is drawn after it, which depends on it.
+                missing = [fqn for fqn in fqns if fqn not in sources]
+                initialized = _initialized(
+                    name, adapter, seed, prefix, missing if parameters.isdisjoint(missing) else fqns
+                )
                 made = ((fqn, value) for fqn, value in initialized if fqn in parts and fqn not in sources)
                 yield from ((fqn, select(value, parts[fqn])) for fqn, value in made)
             for fqn, part in parts.items():
@@ -89,7 +94,7 @@ def unit_tensors(adapter: Adapter) -> dict[str, list[str]]:
 
 
 def _initialized(name: str, adapter: Adapter, seed: int, prefix: str, fqns: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of one unit with their values at the adapter's making, or else newly initialised ones."""
+    """Yield tensors of one unit with their values at the adapter's making, or else newly initialised ones."""
     original = adapter.meta_copy()
     ready = adapter.initial_values()
     if all(fqn in ready for fqn in fqns):
@@ -101,7 +106,7 @@ def _initialized(name: str, adapter: Adapter, seed: int, prefix: str, fqns: list
     digest = hashlib.sha256(f"{seed}/{name}/{prefix}".encode()).digest()
     with _fp32_cpu(int.from_bytes(digest[:8], "little") >> 1):
         unit = copy.deepcopy(root, memo)
-        _fill_with_nothing(unit)
+        _fill_with_nothing(unit, {fqn.removeprefix(f"{prefix}.") for fqn in fqns})
         adapter.initialize(prefix, unit)
     values = {f"{prefix}.{fqn}" if prefix else fqn: value for fqn, value in _tensors(unit)}
     dtypes = {fqn: tensor.dtype for fqn, tensor in _tensors(original)}
@@ -171,10 +176,10 @@ def _replace(holders: _Holders, tensor: Tensor, value: Tensor) -> None:
         table[key] = new
 
 
-def _fill_with_nothing(unit: nn.Module) -> None:
-    """Give a unit real memory that shows whether it was written: NaN, or the least integer."""
+def _fill_with_nothing(unit: nn.Module, fqns: Collection[str]) -> None:
+    """Give tensors of a unit real memory that shows whether it was written: NaN, or the least integer."""
     holders = _holders(unit)
-    for _, tensor in list(_tensors(unit)):
+    for tensor in [tensor for fqn, tensor in _tensors(unit) if fqn in fqns]:
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
         _replace(holders, tensor, torch.full(tensor.shape, _nothing(dtype), dtype=dtype))
 

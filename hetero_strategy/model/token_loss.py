@@ -30,7 +30,7 @@ def token_loss(logits: Tensor, labels: Tensor, backend: str | None = None) -> tu
     """
     if isinstance(logits, DTensor):
         mesh = logits.device_mesh
-        first = sum(_sizes(logits.shape[-1], mesh.size())[: mesh.get_local_rank()])
+        first = sum(chunk_sizes(logits.shape[-1], mesh.size())[: mesh.get_local_rank()])
         return _Rows.apply(logits.to_local(), labels, first, mesh.get_group(), backend)
     if backend is not None:
         return _Rows.apply(logits, labels, 0, None, backend)
@@ -44,10 +44,10 @@ def _precise(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _sizes(vocabulary: int, ranks: int) -> list[int]:
-    """How many tokens each rank has, as torch.chunk deals them out."""
-    most = -(-vocabulary // ranks)
-    return [min(most, max(0, vocabulary - most * rank)) for rank in range(ranks)]
+def chunk_sizes(size: int, ranks: int) -> list[int]:
+    """How many tokens, or other elements, each rank has, as torch.chunk deals them out."""
+    most = -(-size // ranks)
+    return [min(most, max(0, size - most * rank)) for rank in range(ranks)]
 
 
 class _Rows(torch.autograd.Function):

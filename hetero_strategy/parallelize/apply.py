@@ -25,6 +25,7 @@ from hetero_strategy.model.chunked_linear import is_chunked
 from hetero_strategy.model.hf_folder import Selection
 from hetero_strategy.model.materialize import initial_units
 from hetero_strategy.model.random_numbers import random_state_kept
+from hetero_strategy.model.token_loss import chunk_sizes
 from hetero_strategy.parallelize.compile import apply_compile
 from hetero_strategy.parallelize.copies import compute_with_copies
 from hetero_strategy.parallelize.float8 import apply_float8
@@ -165,7 +166,22 @@ def check(name: str, module: Adapter, layout: ModuleLayout) -> list[str]:
     if module.tp_plan() is None:
         kind = type(module).__name__
         return [*faults, f"layout of '{name}': tp={layout.tp}, but {kind} has no tensor-parallel plan; set tp=1"]
+    if module.vocab_size is not None and not _shards_fit(module.vocab_size, layout.tp, layout.dp_shard):
+        size, tp = module.vocab_size, layout.tp
+        faults.append(
+            f"layout of '{name}': vocab_size={size} in tp={tp} parts that differ, each of which FSDP2 cuts in"
+            f" dp_shard={layout.dp_shard} otherwise than their DTensor says; set vocab_size={-(-size // tp) * tp} or"
+            " dp_shard=2"
+        )
     return faults + [f"layout of '{name}': {fault}" for fault in module.check_tp(layout.tp)]
+
+
+def _shards_fit(size: int, tp: int, dp_shard: int) -> bool:
+    """Whether FSDP2's parts of a dimension that tensor parallelism has cut are those of its DTensor: FSDP2 cuts each
+    part alone, DTensor what all parts of a ``dp_shard`` rank come to.
+    """
+    cut = [chunk_sizes(part, dp_shard) for part in chunk_sizes(size, tp)]
+    return all(list(parts) == chunk_sizes(sum(parts), tp) for parts in zip(*cut, strict=True))
 
 
 def _has_statistics(layer: nn.Module) -> bool:

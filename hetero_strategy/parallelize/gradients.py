@@ -23,7 +23,7 @@ BUCKET_BYTES = 32 * 2**20
 
 @torch.no_grad()
 def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup | None) -> Callable[[], None]:
-    """Bring gradients to their parameters' placements and start to sum them over replicas.
+    """Bring gradients to their parameters' placements and strides and start to sum them over replicas.
 
     A missing gradient counts as zero, so that each rank of the group brings as many bytes.
 
@@ -35,7 +35,7 @@ def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup
     Returns:
         What waits, on the device, for the sums.
     """
-    grads = []
+    grads, parameters = [], list(parameters)
     for p in parameters:
         if isinstance(p.grad, DTensor) and isinstance(p, DTensor) and p.grad.placements != p.placements:
             # Tensor-parallel norms and embeddings leave partial sums behind.
@@ -50,9 +50,13 @@ def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup
             grad.set_(part)  # lives in the flat piece from now on: one bucket at a time is there twice
         works.append(dist.all_reduce(flat, group=replicas, async_op=True))
 
+    @torch.no_grad()
     def finish() -> None:
         for work in works:
             work.wait()
+        for p in parameters:  # a flat piece, or half a backward, may leave other strides, and fused kernels walk memory
+            if p.grad is not None and (grad := local(p.grad)).stride() != (own := local(p)).stride():
+                grad.data = torch.empty_like(own).copy_(grad)
 
     return finish
 

@@ -205,8 +205,10 @@ class SavedBlock:
         return _Saved(memory, plain.dtype, place, around)
 
     def close(self) -> None:
-        """Nothing more is saved."""
-        self._memories = [weakref.ref(memory) for memory in self._known.values()]
+        """Nothing more is saved. What FSDP has freed already, a weight of a layer that is a unit of its own, stays: its
+        memory is gathered into again before the backward of that layer.
+        """
+        self._memories = [weakref.ref(memory) for memory in self._known.values() if memory.size]
         self._known.clear()
 
     def alive(self) -> list[_Memory]:

@@ -89,7 +89,8 @@ class _Shards:
         optimizer.step = MethodType(on_shards, optimizer)  # type: ignore[method-assign] # schedulers wrap a method
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
-                group["fused" if isinstance(optimizer, FUSED) else "foreach"] = True
+                fused = isinstance(optimizer, FUSED) and group.get("fused") is None
+                group["fused" if fused else "foreach"] = True
 
     @torch.no_grad()
     def _enter(self) -> None:

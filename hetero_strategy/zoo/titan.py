@@ -141,7 +141,7 @@ class TitanLlama(CausalLM):
         super().__init__(before=before)
         self.args = args
         self.width = self.hidden_width = args.dim
-        self.head_rows = head_rows_of(args.vocab_size)
+        self.vocab_size, self.head_rows = args.vocab_size, head_rows_of(args.vocab_size)
         self.max_length = args.max_seq_len
         self.checkpoint = checkpoint
         self.model = _titan().Transformer(args)

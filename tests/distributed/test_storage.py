@@ -117,6 +117,18 @@ def test_a_parameter_may_be_kept_in_fp32(pool: Pool, tmp_path: Path) -> None:
     assert not torch.equal(made["gradients"][KEPT], made["gradients"][KEPT].to(torch.bfloat16).float())
 
 
+@pytest.mark.parametrize("reshard", ["auto", "never"])
+def test_activations_leave_beside_a_layer_in_fp32(pool: Pool, tmp_path: Path, reshard: str) -> None:
+    """The layer is gathered and freed by itself, later and earlier than the block in which it lies."""
+    setting = Setting(data(tmp_path), {"llm": on(0, 1, dp_shard=2)}, microbatches=1, reshard_after_forward=reshard)
+    kept = ("llm.*.attention.wo.weight",)
+    ranks = [pool.run(2, gradients_on_rank, replace(setting, offload=way), kept) for way in ({}, {"llm": "all"})]
+    for stayed, left in zip(*ranks, strict=True):
+        assert left["gradients"].keys() == stayed["gradients"].keys()
+        for name, gradient in left["gradients"].items():
+            assert torch.equal(gradient, stayed["gradients"][name]), name
+
+
 @pytest.mark.parametrize("layouts", [
     {"vision": on(0, 1), "llm": on(0, 1, pp=2)},
     {"vision": on(0), "llm": on(1, 2, tp=2)},

@@ -51,6 +51,27 @@ def test_language_models_load_a_folder(tmp_path, kind):
     torch.testing.assert_close(out.logits, logits_of(theirs, inputs), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("make", [titan_llama, hf_llama])
+def test_what_a_folder_holds_is_not_drawn_first(tmp_path, make):
+    """Tables beside the embedding and the head, which are as large as all of a rank's shards, are made alone."""
+    LlamaForCausalLM(LlamaConfig(**LLAMA, max_position_embeddings=64)).save_pretrained(tmp_path)
+    ours, real = make(checkpoint=tmp_path), []
+
+    def initialize(prefix, unit):
+        real.extend(f"{prefix} {fqn}" for fqn, tensor in unit.named_parameters() if not tensor.is_meta)
+        type(ours).initialize(ours, prefix, unit)
+
+    ours.initialize = initialize
+    made = dict(initial_units("m", ours, 0))
+    assert not real
+    assert made.keys() == {fqn for tensors in unit_tensors(ours).values() for fqn in tensors}
+    ours.checkpoint = None
+    drawn = dict(initial_units("m", ours, 0))
+    assert real
+    for fqn, _ in ours.named_buffers():
+        assert torch.equal(made[fqn], drawn[fqn]), fqn
+
+
 def test_titan_takes_llama3_rope_scaling(tmp_path):
     rope = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}

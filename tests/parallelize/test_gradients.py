@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch import nn, optim
 
-from hetero_strategy.parallelize.gradients import scale
+from hetero_strategy.parallelize.gradients import scale, settle
+from tests.distributed.harness import Pool
 
 
 def test_gradients_of_every_dtype_are_scaled_and_no_gradients_are_none() -> None:
@@ -12,3 +16,31 @@ def test_gradients_of_every_dtype_are_scaled_and_no_gradients_are_none() -> None
     scale(grads, torch.tensor(0.5))
     assert [g.tolist() for g in grads] == [[1.5] * 2, [2.5] * 3, [3.5]]
     scale([], torch.tensor(0.5))  # of a rank on which nothing trains
+
+
+def steps_on_rank(rank: int, world: int) -> list[tuple[float, bool]]:
+    """Of a convolution in channels_last and a matrix, with and without replicas: how far a step of fused AdamW is from
+    one of contiguous tensors, and whether gradients lie as their parameters.
+    """
+    found = []
+    for replicas in (dist.group.WORLD, None):
+        parts = [nn.Conv2d(3, 4, 2).weight.detach().to(memory_format=torch.channels_last), torch.randn(4, 6)]
+        weights = [nn.Parameter(part) for part in parts]
+        plain = [nn.Parameter(part.clone(memory_format=torch.contiguous_format)) for part in parts]
+        for weight, same in zip(weights, plain, strict=True):
+            given = torch.randn(world, *weight.shape, generator=torch.Generator().manual_seed(5))
+            same.grad = given.sum(0) if replicas is not None else given[rank]
+            weight.grad = given[rank].transpose(0, 1).contiguous().transpose(0, 1)  # as that of half a backward may be
+        settle(weights, replicas)()
+        optim.AdamW(weights, lr=0.1, fused=True).step()
+        optim.AdamW(plain, lr=0.1, foreach=False).step()
+        for weight, same in zip(weights, plain, strict=True):
+            assert weight.grad is not None
+            found.append((float((weight - same).detach().abs().max()), weight.grad.stride() == weight.stride()))
+    return found
+
+
+@pytest.mark.distributed
+def test_gradients_lie_as_their_parameters_for_kernels_that_walk_memory(pool: Pool) -> None:
+    for found in pool.run(2, steps_on_rank):
+        assert all(apart < 1e-6 and alike for apart, alike in found), found

@@ -98,6 +98,14 @@ def test_a_parameter_may_have_its_first_gradient_later() -> None:
             torch.testing.assert_close(p, q, msg=kind.__name__)
 
 
+def test_kernels_that_a_person_chose_stay() -> None:
+    for kind in (optim.Adam, optim.AdamW):
+        for given, fused, foreach in ((None, True, None), (False, False, True), (True, True, None)):
+            optimizer = kind([nn.Parameter(torch.ones(2))], fused=given)
+            choose_kernels([optimizer], {}, lambda decision: decision)
+            assert [optimizer.param_groups[0][key] for key in ("fused", "foreach")] == [fused, foreach]
+
+
 def test_a_scheduler_may_be_made_after_an_optimizer_steps_on_shards() -> None:
     """As LearningRateFinder does."""
     parameter = nn.Parameter(torch.ones(2))

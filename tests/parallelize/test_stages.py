@@ -8,13 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize.apply import check_all
+from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.tied import tied_rank_sets
+from hetero_strategy.zoo import titan_llama
 from tests.distributed.harness import Pool
+from tests.model.helpers import TITAN
 from tests.parallelize.pieces import MAKE, Piece, evaluate_then_train, even_split, run, run_all, worst
 
 PIPE = {"ranks": 2, "pp": 2, "split": [1, 3]}
@@ -155,6 +164,37 @@ def test_layouts_that_do_not_fit_the_module_are_refused() -> None:
     assert "pp_style='v'" in text and "dp_shard=2" in text and "tie_word_embeddings=false" in text
     check_all({"llm": MAKE["tied"]()}, {"llm": ModuleLayout(ranks=2, pp=2, vpp=2, pp_style="v").resolved()})
     check_all({"llm": MAKE["titan"]()}, {"llm": ModuleLayout(ranks=1, split=[4]).resolved()})
+
+
+VOCABULARIES = range(30, 43)
+
+
+def shards_on_rank(rank: int, world: int, tp: int) -> list[bool]:
+    """Whether this rank's part of an embedding is what its DTensor says, by size of the vocabulary."""
+    mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp_shard", "tp"))
+    found = []
+    for size in VOCABULARIES:
+        tokens = nn.Embedding(size, 2)
+        parallelize_module(tokens, mesh["tp"], RowwiseParallel(input_layouts=Replicate()))
+        fully_shard(tokens, mesh=mesh["dp_shard"])
+        weight: Any = tokens.weight
+        said = distribute_tensor(torch.empty(size, 2), weight.device_mesh, weight.placements, src_data_rank=None)
+        found.append(local(weight).shape == local(said).shape)
+    return found
+
+
+@pytest.mark.distributed
+def test_vocabularies_are_refused_that_fsdp_shards_otherwise_than_its_dtensors_say(pool: Pool) -> None:
+    right = [all(each) for each in zip(*pool.run(6, shards_on_rank, 2), strict=True)]
+    assert {True, False} == set(right)
+    for size, fits in zip(VOCABULARIES, right, strict=True):
+        model = {"llm": titan_llama(**TITAN | {"vocab_size": size})}
+        layout = {"llm": ModuleLayout(ranks=6, tp=2, dp_shard=3).resolved()}
+        if fits:
+            check_all(model, layout)
+        else:
+            with pytest.raises(LayoutError, match=f"vocab_size={size} .* tp=2 .* dp_shard=3 .* vocab_size={size + 1}"):
+                check_all(model, layout)
 
 
 def test_even_splits_and_tied_pairs() -> None:
