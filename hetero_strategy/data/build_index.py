@@ -161,7 +161,7 @@ def _measure(
             if decode:
                 by_field[field].check(folder / name)
             return size
-        except DataError as error:
+        except (DataError, OSError) as error:
             return str(error)
 
     measured = {}
