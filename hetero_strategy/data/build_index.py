@@ -110,7 +110,8 @@ def build_index(
         faults.check()
         widths = [len(processor.size_names) for processor in processors.values()]
         header = {"settings": settings, "samples": len(samples), "modules": list(processors), "widths": widths}
-        _write(target, arrays, header | {"left_out": faults.left_out})
+        largest = int(arrays["ids"].max(initial=-1))
+        _write(target, arrays, header | {"left_out": faults.left_out, "largest_id": largest})
     return load_index(target, folder)
 
 

@@ -20,6 +20,7 @@ from hetero_strategy.loading.ahead import Ahead
 from hetero_strategy.loading.context import TrainingContext
 from hetero_strategy.loading.dispatch import Dispatch
 from hetero_strategy.loading.item_reader import OnError
+from hetero_strategy.loading.limits import Limits, check_limits
 from hetero_strategy.loading.loader import Engine, StepLoader
 from hetero_strategy.loading.metadata import step_metadata
 from hetero_strategy.loading.read_where_sampled import SampledDataset
@@ -133,6 +134,7 @@ class MultimodalDataModule(L.LightningDataModule):
         self.kinds = {name: module.kind for name, module in model.modules_by_name.items()}
         self.processors = processors_of(model, processors or {})
         self.language_models = model.language_models()
+        self._limits = {name: Limits.of(model.modules_by_name[name]) for name in self.language_models}
         self.edges = tuple((edge.source, edge.target) for edge in model.edges)
         self.encoder_microbatch_rows = dict(encoder_microbatch_rows or {})
         self._check_microbatch_rows()
@@ -244,7 +246,7 @@ class MultimodalDataModule(L.LightningDataModule):
     def _index(self, split: Split, progress: bool = True) -> DatasetIndex | None:
         manifest = self.manifests[split]
         if manifest is not None and split not in self.indices:
-            self.indices[split] = build_index(
+            index = build_index(
                 manifest,
                 self.tokenizer,
                 self.processors,
@@ -254,6 +256,8 @@ class MultimodalDataModule(L.LightningDataModule):
                 progress=progress,
                 **self._index_options,
             )
+            check_limits(index, str(manifest), self._limits, self.balance.budget)
+            self.indices[split] = index
         return self.indices.get(split)
 
     def _loader(self, split: Split) -> StepLoader:

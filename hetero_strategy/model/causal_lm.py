@@ -109,6 +109,8 @@ class CausalLM(Adapter):
     kind = CausalLMKind()
     max_length: int | None = None
     """Length of the longest sequence that the position tables reach; None if there is no limit."""
+    vocab_size: int | None = None
+    """Token ids that the embedding has rows for; None if it is not said."""
     head_rows: int = 1024
     """Labelled rows whose logits exist at once; backward makes them again. See :func:`head_rows_of`."""
 

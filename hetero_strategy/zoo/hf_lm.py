@@ -53,7 +53,7 @@ class HFCausalLM(HFAdapter, CausalLM):
         self.architecture = model_class.__name__
         self.config = self.model.config
         self.width = self.hidden_width = config.hidden_size
-        self.head_rows = head_rows_of(config.vocab_size)
+        self.vocab_size, self.head_rows = config.vocab_size, head_rows_of(config.vocab_size)
         self.checkpoint = checkpoint
         # Old folders hold rotary frequencies, and a tied head is the embedding.
         self.folder_ignored = ("*rotary_emb.inv_freq", *["lm_head.weight"] * config.tie_word_embeddings)

@@ -143,7 +143,7 @@ class TitanLlama(CausalLM):
         self.args = args
         self.width = self.hidden_width = args.dim
         self.head_rows = head_rows_of(args.vocab_size)
-        self.max_length = args.max_seq_len
+        self.vocab_size, self.max_length = args.vocab_size, args.max_seq_len
         self.checkpoint = checkpoint
         self.model = _titan().Transformer(args)
         for block in self.model.layers.values():
