@@ -82,7 +82,7 @@ def build_index(
             to be drawn.
     """
     manifest = Path(manifest)
-    folder = Path(media_folder) if media_folder is not None else manifest.parent
+    folder = (Path(media_folder) if media_folder is not None else manifest.parent).absolute()
     _check(manifest, processors, verify, measure)
     settings = {
         "version": VERSION,
@@ -91,13 +91,14 @@ def build_index(
         "verify": verify,
         "max_tokens": max_tokens,
         "answers": answers,
-        "media_folder": None if media_folder is None else str(Path(media_folder).absolute()),
+        # Beside its manifest an index may move with the data; in a folder of many the same manifest may be of others.
+        "media_folder": str(folder) if media_folder is not None or cache_folder is not None else None,
         **({} if measure else {"measure": False}),
         **({"leave_out": sorted(leave_out)} if leave_out else {}),
     }
     key = _key(settings, manifest, tokenizer.path)
     caches = Path(cache_folder) if cache_folder is not None else manifest.parent / ".hetero_index"
-    target = caches / f"{manifest.stem}-{key}"
+    target = caches.absolute() / f"{manifest.stem}-{key}"  # a Ray actor has another working directory
     if not (target / "header.json").is_file():
         faults = Faults(manifest)
         drawn = [p.field for p in processors.values() if isinstance(p, TargetProcessor)]
