@@ -17,7 +17,7 @@ from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.ahead import Ahead
-from hetero_strategy.loading.context import TrainingContext
+from hetero_strategy.loading.context import TrainingContext, finish_epoch
 from hetero_strategy.loading.dispatch import Dispatch
 from hetero_strategy.loading.item_reader import OnError
 from hetero_strategy.loading.limits import Limits, check_limits
@@ -191,6 +191,7 @@ class MultimodalDataModule(L.LightningDataModule):
         self._ahead.close()
 
     def train_dataloader(self) -> StepLoader:
+        finish_epoch(self.trainer)
         return self._loader("train")
 
     def val_dataloader(self) -> StepLoader | list[StepLoader]:

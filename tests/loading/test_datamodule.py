@@ -91,6 +91,23 @@ def test_resume_after_an_epoch_end_and_under_a_limit(digits: Path, tmp_path: Pat
     assert fit(tmp_path, data(digits), tmp_path / "epoch=0.ckpt", **options).seen == whole.seen[3:]
 
 
+@pytest.mark.parametrize("validated", [True, False])
+@pytest.mark.parametrize("limit", [None, 3])
+def test_resume_after_an_epoch_end_of_a_run_of_so_many_steps(
+    digits: Path, tmp_path: Path, validated: bool, limit: int | None
+) -> None:
+    options: dict[str, Any] = {"max_steps": 10, "limit_train_batches": limit}
+    if not validated:
+        options["limit_val_batches"] = 0
+    saver = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    whole = fit(tmp_path, data(digits), **options, callbacks=[saver])
+    each = limit or 4
+    assert [(epoch, step) for epoch, step, _ in whole.seen] == [divmod(n, each) for n in range(10)]
+    for epoch in range(2):
+        rest = fit(tmp_path, data(digits), tmp_path / f"epoch={epoch}.ckpt", **options)
+        assert rest.seen == whole.seen[(epoch + 1) * each :]
+
+
 def test_overfitting_repeats_the_same_batches(digits: Path, tmp_path: Path) -> None:
     seen = fit(tmp_path, data(digits), max_epochs=2, overfit_batches=2).seen
     assert [samples for *_, samples in seen] == [list(range(16)), list(range(16, 32))] * 2
