@@ -220,14 +220,6 @@ def check_model(make: Callable[[], MultimodalModel], data: MultimodalDataModule,
     with torch.device("meta"):
         modules = make().modules_by_name
     check_all(modules, dict(placed.layouts))
-    vocabulary = data.tokenizer.vocab_size
-    for name in data.language_models:
-        for parameter, tensor in modules[name].named_parameters():
-            if "embed" in parameter and tensor.dim() == 2 and tensor.shape[0] < vocabulary:
-                raise ConfigError(
-                    f"model.modules.{name}: the embedding has {tensor.shape[0]} rows, the tokenizer {vocabulary} ids;"
-                    f" set vocab_size to at least {vocabulary}"
-                )
     for index in data.indices.values():
         for name, table in index.items.items():
             if len(table.rows) and index.measured:  # otherwise sizes are known in their step

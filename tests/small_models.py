@@ -44,7 +44,7 @@ def _vision() -> Encoder:
 
 def _llm() -> Any:
     sizes = {"intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return hf_llama(vocab_size=8, hidden_size=WIDTH, **sizes)
+    return hf_llama(vocab_size=512, hidden_size=WIDTH, **sizes)
 
 
 def digit_processors() -> dict[str, Processor]:

@@ -32,7 +32,7 @@ from hetero_strategy.data.media import Media, TargetProcessor
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
 
-VERSION = 3
+VERSION = 4
 """Raised whenever the template, the arrays or a processor's rows change meaning."""
 
 DECODE_LIMIT = 20_000
@@ -82,7 +82,7 @@ def build_index(
             to be drawn.
     """
     manifest = Path(manifest)
-    folder = Path(media_folder) if media_folder is not None else manifest.parent
+    folder = (Path(media_folder) if media_folder is not None else manifest.parent).absolute()
     _check(manifest, processors, verify, measure)
     settings = {
         "version": VERSION,
@@ -91,13 +91,14 @@ def build_index(
         "verify": verify,
         "max_tokens": max_tokens,
         "answers": answers,
-        "media_folder": None if media_folder is None else str(Path(media_folder).absolute()),
+        # Beside its manifest an index may move with the data; in a folder of many the same manifest may be of others.
+        "media_folder": str(folder) if media_folder is not None or cache_folder is not None else None,
         **({} if measure else {"measure": False}),
         **({"leave_out": sorted(leave_out)} if leave_out else {}),
     }
     key = _key(settings, manifest, tokenizer.path)
     caches = Path(cache_folder) if cache_folder is not None else manifest.parent / ".hetero_index"
-    target = caches / f"{manifest.stem}-{key}"
+    target = caches.absolute() / f"{manifest.stem}-{key}"  # a Ray actor has another working directory
     if not (target / "header.json").is_file():
         faults = Faults(manifest)
         drawn = [p.field for p in processors.values() if isinstance(p, TargetProcessor)]
@@ -110,7 +111,8 @@ def build_index(
         faults.check()
         widths = [len(processor.size_names) for processor in processors.values()]
         header = {"settings": settings, "samples": len(samples), "modules": list(processors), "widths": widths}
-        _write(target, arrays, header | {"left_out": faults.left_out})
+        largest = int(arrays["ids"].max(initial=-1))
+        _write(target, arrays, header | {"left_out": faults.left_out, "largest_id": largest})
     return load_index(target, folder)
 
 
@@ -161,7 +163,7 @@ def _measure(
             if decode:
                 by_field[field].check(folder / name)
             return size
-        except DataError as error:
+        except (DataError, OSError) as error:
             return str(error)
 
     measured = {}

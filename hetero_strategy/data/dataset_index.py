@@ -68,6 +68,8 @@ class DatasetIndex:
     """Which of these tokens are to be predicted, bool."""
     offsets: np.ndarray
     """Sample ``s`` has the tokens ``offsets[s] : offsets[s + 1]``, int64 ``[samples + 1]``."""
+    largest_id: int
+    """Of ``ids``; -1 if there are none."""
     labels: np.ndarray
     """Loss tokens of each sample, int64 ``[samples]``."""
     names: Strings
@@ -148,6 +150,7 @@ def load_index(folder: Path, media_folder: Path) -> DatasetIndex:
         ids=array("ids"),
         loss=array("loss"),
         offsets=array("offsets"),
+        largest_id=header["largest_id"],
         labels=array("labels"),
         names=strings("names"),
         items=tables,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +118,14 @@ def parse_manifest(
         if any(entry.get(name) for name in leave_out):
             faults.left_out += 1
             continue
-        name = str(entry.get("id", position))
+        name = str(entry.get("id", position)).encode(errors="backslashreplace").decode()
         turns = _turns(entry.get("conversations"), answers, problems)
         items = _items(entry, turns, fields, drawn, problems)
+        try:
+            "".join((*(turn.text for turn in turns), *chain(*items.values()))).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])
+            problems.append(f"holds half a character, the lone surrogate {half}; write the manifest as UTF-8 anew")
         for problem in problems:
             faults.add(position, f"sample '{name}': {problem}")
         if not problems:
@@ -168,7 +174,7 @@ def _turns(conversations: Any, answers: bool, problems: list[str]) -> tuple[Turn
             continue
         role = ROLES.get(turn["from"])
         if role is None:
-            problems.append(f"turn {number} is from '{turn['from']}'; use one of {', '.join(ROLES)}")
+            problems.append(f"turn {number} is from {turn['from']!r}; use one of {', '.join(ROLES)}")
             continue
         if role == "gpt" and answers and not turn["value"].strip():
             problems.append(f"turn {number}: the answer is empty, so there is nothing to learn")

@@ -6,6 +6,8 @@ before anything is decoded; ``load`` then gives exactly these rows.
 
 from __future__ import annotations
 
+import os
+import stat
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,13 +18,15 @@ from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
 from hetero_strategy.errors import ConfigError, DataError, require
 from hetero_strategy.model.inputs import EncoderInputs, Packing
 
 Sizes = tuple[int, ...]
 Result = TypeVar("Result")
+UPRIGHT = dict(enumerate(map(Image.Transpose, (0, 3, 1, 5, 4, 6, 2)), 2))
+"""Orientation in EXIF -> what turns the image upright, as `ImageOps.exif_transpose` does."""
 
 
 class Media(Protocol):
@@ -191,7 +195,7 @@ class ImageProcessor(_FromFields):
 
     def _grid(self, image: Image.Image) -> tuple[int, int]:
         width, height = image.size
-        if _sideways(image):
+        if _orientation(image) >= 5:  # the camera was held sideways
             width, height = height, width
         unit, most = self.patch_size * self.merge, self.max_patches // self.merge**2
         h, w = max(1, round(height / unit)), max(1, round(width / unit))
@@ -204,8 +208,8 @@ class ImageProcessor(_FromFields):
     def _pixels(self, image: Image.Image, grid: tuple[int, int]) -> np.ndarray:
         """Pixels of the image resized to its grid, uint8 ``[height, width, channels]``."""
         image.load()
-        if _sideways(image) or image.format in ("JPEG", "MPO"):
-            image = ImageOps.exif_transpose(image)
+        if (turned := _orientation(image)) in UPRIGHT:
+            image = image.transpose(UPRIGHT[turned])
         if image.mode.startswith("I"):  # 16 bit: convert() would clip instead of scaling
             image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
         image = image.convert("RGB" if self.channels == 3 else "L")
@@ -324,9 +328,13 @@ def _mel_filters(sampling_rate: int, n_mels: int, n_fft: int) -> np.ndarray:
     )
 
 
-def _sideways(image: Image.Image) -> bool:
-    """Whether width and height trade places, as the camera was held sideways; only JPEG says so in its header."""
-    return image.format in ("JPEG", "MPO") and image.getexif().get(0x0112, 1) >= 5
+def _orientation(image: Image.Image) -> int:
+    """How the camera was held; only JPEG says so in its header. 1, upright, also where its EXIF is damaged."""
+    try:
+        turned = image.getexif().get(0x0112, 1) if image.format in ("JPEG", "MPO") else 1
+    except Exception:  # SyntaxError, struct.error, ...
+        return 1
+    return turned if isinstance(turned, int) and turned in UPRIGHT else 1
 
 
 def _same(path: str | Path, names: Sequence[str], sizes: Sizes, expected: Sizes | None) -> None:
@@ -346,7 +354,14 @@ def _reading(path: str | Path, kind: str, read: Callable[[Any], Result]) -> Resu
     except DataError:
         raise
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, LibsndfileError, ...
-        if not Path(path).is_file():
+        try:
+            there = stat.S_ISREG(os.stat(path).st_mode)
+        except FileNotFoundError:
+            there = False
+        except (OSError, ValueError) as unopened:  # no permission, a name too long, or one with a zero in it
+            why = getattr(unopened, "strerror", unopened)
+            raise DataError(f"{str(path)[:300]}: cannot be opened: {why}") from None
+        if not there:
             raise DataError(f"{path}: file is missing") from None
         reason = " ".join(str(error).split())
         raise DataError(f"{path}: not a readable {kind} file (truncated or damaged?): {reason}") from None

@@ -73,6 +73,8 @@ class ChatTokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"tokenizer: {self.path} cannot be read: {error}") from None
         self.tokenizer.encode_special_tokens = True
+        self.tokenizer.no_truncation()  # whoever saved the file may have left them on
+        self.tokenizer.no_padding()
         self.bos = self._stock_token("bos") if bos == "auto" else bos
         self.eos = self._stock_token("eos") if eos == "auto" else eos
         self._placeholders = dict(placeholders or {})

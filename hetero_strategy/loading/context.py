@@ -1,4 +1,4 @@
-"""What a strategy tells the data module."""
+"""What a strategy and its Trainer tell the data module, and what it tells them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loops.loop import _Loop
 
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.plan.config import ModelContext
@@ -45,3 +46,17 @@ class TrainingContext:
         if isinstance(context, TrainingContext):
             return context
         return TrainingContext()
+
+
+def finish_epoch(trainer: L.Trainer | None) -> None:
+    """Let Lightning see that a restored run ended an epoch.
+
+    With ``max_steps`` it takes every restored run for one in the middle of an epoch, goes once more through the end of
+    the one that was done, and so leaves out the next one.
+    """
+    loop = getattr(trainer, "fit_loop", None)
+    if loop is None or not loop.restarting:
+        return
+    total = loop.epoch_progress.total
+    if total.ready == total.started == total.processed == total.completed + 1:
+        _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]

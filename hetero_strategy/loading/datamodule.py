@@ -18,9 +18,10 @@ from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.ahead import Ahead
-from hetero_strategy.loading.context import TrainingContext
+from hetero_strategy.loading.context import TrainingContext, finish_epoch
 from hetero_strategy.loading.dispatch import Dispatch
 from hetero_strategy.loading.item_reader import OnError
+from hetero_strategy.loading.limits import Limits, check_limits
 from hetero_strategy.loading.loader import Engine, StepLoader
 from hetero_strategy.loading.metadata import step_metadata
 from hetero_strategy.loading.read_where_sampled import SampledDataset
@@ -132,6 +133,7 @@ class MultimodalDataModule(L.LightningDataModule):
         self.kinds = {name: module.kind for name, module in model.modules_by_name.items()}
         self.processors = processors_of(model, processors or {})
         self.language_models = model.language_models()
+        self._limits = {name: Limits.of(model.modules_by_name[name]) for name in self.language_models}
         self.edges = tuple((edge.source, edge.target) for edge in model.edges)
         self.encoder_microbatch_rows = dict(encoder_microbatch_rows or {})
         self._check_microbatch_rows()
@@ -188,6 +190,7 @@ class MultimodalDataModule(L.LightningDataModule):
         self._ahead.close()
 
     def train_dataloader(self) -> StepLoader:
+        finish_epoch(self.trainer)
         return self._loader("train")
 
     def val_dataloader(self) -> StepLoader | list[StepLoader]:
@@ -243,7 +246,7 @@ class MultimodalDataModule(L.LightningDataModule):
     def _index(self, split: Split, progress: bool = True) -> DatasetIndex | None:
         manifest = self.manifests[split]
         if manifest is not None and split not in self.indices:
-            self.indices[split] = build_index(
+            index = build_index(
                 manifest,
                 self.tokenizer,
                 self.processors,
@@ -253,6 +256,8 @@ class MultimodalDataModule(L.LightningDataModule):
                 progress=progress,
                 **self._index_options,
             )
+            check_limits(index, str(manifest), self._limits, self.balance.budget)
+            self.indices[split] = index
         return self.indices.get(split)
 
     def _loader(self, split: Split) -> StepLoader:

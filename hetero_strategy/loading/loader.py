@@ -98,6 +98,7 @@ class StepLoader:
         self.max_skipped = max(10, len(steps.index) // 100) if max_skipped is None else max_skipped
         self._skipped_in_epoch = 0
         self._resume_at = 0
+        self._changed = ""
         self._warned: set[str] = set()
         self._deadly: Place | None = None
         self._pool: WorkerPool | None = None
@@ -121,6 +122,8 @@ class StepLoader:
     def __iter__(self) -> Iterator[Batch]:
         asked = time.perf_counter()
         first, self._resume_at = self._resume_at, 0
+        if first and self._changed:
+            raise CheckpointError(self._changed)
         self.consumed = first
         self._skipped_in_epoch = self._skipped_in_epoch if first else 0
         places: list[Place] = [(self.epoch, step) for step in range(first, len(self))]
@@ -163,18 +166,18 @@ class StepLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken.
 
-        Raises:
-            CheckpointError: in the middle of an epoch, and the data set or the order is another one.
+        Where the data set or the order is another one, iterating in the middle of that epoch raises a
+        :class:`CheckpointError`. Only then is it known that the epoch goes on: a limit may have ended it there.
         """
         epoch, consumed = int(state["epoch"]), int(state["consumed"])
-        if 0 < consumed < int(state["steps"]):
-            was, now = {"window": 1, **state}, self._identity()  # older runs had no windows
-            changed = [f"{name} was {was[name]}, is {now[name]}" for name in now if was[name] != now[name]]
-            if changed:
-                raise CheckpointError(
-                    f"cannot resume in the middle of epoch {epoch}, after {consumed} of {state['steps']} steps:"
-                    f" {'; '.join(changed)}; use the old values or a checkpoint from the end of an epoch"
-                )
+        was, now = {"window": 1, **state}, self._identity()  # older runs had no windows
+        changed = [f"{name} was {was[name]}, is {now[name]}" for name in now if was[name] != now[name]]
+        self._changed = (
+            f"cannot resume in the middle of epoch {epoch}, after {consumed} of {state['steps']} steps:"
+            f" {'; '.join(changed)}; use the old values or a checkpoint from the end of an epoch"
+            if changed and 0 < consumed < int(state["steps"])
+            else ""
+        )
         self.epoch, self.consumed, self._resume_at = epoch, consumed, consumed
         self.skipped = int(state.get("skipped", 0))
         self._skipped_in_epoch = int(state.get("skipped_in_epoch", 0))

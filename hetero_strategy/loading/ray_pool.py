@@ -27,7 +27,7 @@ import signal
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,8 +61,8 @@ class RayPool:
         self._asked: list[deque[Any]] = [deque() for _ in range(size)]
         self._end = weakref.finalize(self, _kill, self._ray, self._actors)
         for worker in range(size):
-            self.replace(worker)
-        self._wait()
+            self._start(worker)
+        self._wait(range(size))
 
     def submit(self, worker: int, place: Place) -> None:
         self._asked[worker].append(self._actors[worker].make.remote(place))
@@ -70,9 +70,10 @@ class RayPool:
     def result(self, worker: int) -> Any:
         """The next step of an actor."""
         errors = self._ray.exceptions
+        deaths = (errors.RayActorError, errors.ObjectLostError, errors.RaySystemError)
         try:
             made = self._ray.get(self._asked[worker].popleft())
-        except (errors.RayActorError, errors.ObjectLostError, errors.RaySystemError) as error:
+        except (*deaths, errors.OutOfMemoryError, errors.LocalRayletDiedError) as error:
             raise WorkerDied(f"died ({_line(error)})") from None
         if isinstance(made, Exception):
             raise made
@@ -82,8 +83,8 @@ class RayPool:
 
     def replace(self, worker: int) -> None:
         _kill(self._ray, [self._actors[worker]])
-        self._actors[worker] = self._remote.remote(self._steps)
-        self._asked[worker].clear()
+        self._start(worker)
+        self._wait([worker])
 
     def close(self) -> None:
         self._end()
@@ -92,18 +93,22 @@ class RayPool:
         """Process ids, each on its actor's machine."""
         return list(self._ray.get([actor.pid.remote() for actor in self._actors]))
 
-    def _wait(self) -> None:
+    def _start(self, worker: int) -> None:
+        self._actors[worker] = self._remote.remote(self._steps)
+        self._asked[worker].clear()
+
+    def _wait(self, workers: Sequence[int]) -> None:
         """Actors that find no processor would wait for ever."""
         errors = self._ray.exceptions
-        greetings = [actor.pid.remote() for actor in self._actors]
-        ready, missing = self._ray.wait(greetings, num_returns=self.size, timeout=PATIENCE)
+        greetings = [self._actors[worker].pid.remote() for worker in workers]
+        ready, missing = self._ray.wait(greetings, num_returns=len(greetings), timeout=PATIENCE)
         if missing:
             total, free = (
                 what().get("CPU", 0) for what in (self._ray.cluster_resources, self._ray.available_resources)
             )
             self.close()
             raise ConfigError(
-                f"only {len(ready)} of {self.size} Ray actors have started within {PATIENCE:g} s: the cluster has"
+                f"only {len(ready)} of {len(greetings)} Ray actors have started within {PATIENCE:g} s: the cluster has"
                 f" {total:g} processors, {free:g} of them free, and every rank takes num_workers={self.size} for each"
                 " of its loaders; use fewer workers or add CPU nodes"
             )

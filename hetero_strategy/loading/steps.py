@@ -120,7 +120,7 @@ class StepDataset(Dataset[Batch]):
         microbatches: per step; None: as few as the first language model's budget allows.
         microbatch_rows: encoders and generators with microbatches of their own; see `plan_step`.
         balancing: how work is spread; default: all units are dealt in order.
-        window: steps among which samples move so that steps cost the same; 1: none leaves its step.
+        window: steps among which samples move so that steps have nearly as many tokens; 1: none leaves its step.
         shuffle: whether epochs are permuted; otherwise manifest order.
         drop_last: leave out the last step of an epoch if it is not full.
         same_noise: generators see the same noise and times in every epoch, so that validations compare.
@@ -200,9 +200,9 @@ class StepDataset(Dataset[Batch]):
         drawn = order[first * size : (first + self.window) * size]
         if self.window == 1 or len(drawn) < self.window * size:  # an epoch's last window keeps its steps
             return order[step * size : (step + 1) * size]
-        tokens = np.asarray(self.index.offsets[drawn + 1] - self.index.offsets[drawn])
-        costs = (self.balancing or ResolvedBalance()).cost(self.language_models[0]).alone(tokens)
-        return drawn[levelled(costs, size, self.window) == step - first]
+        # Not by costs, which layouts and options change: a run goes on with the same samples whatever they are.
+        tokens = np.asarray(self.index.offsets[drawn + 1] - self.index.offsets[drawn], np.float64)
+        return drawn[levelled(tokens, size, self.window) == step - first]
 
     def __getitem__(self, place: int | Place) -> Batch:
         """The batch of (epoch, step), or of a step of epoch 0. Raises DataError where a file has gone bad."""

@@ -99,7 +99,7 @@ class Adapter(nn.Module):
     hidden_width: int
     """Size of the rows between its blocks, which one pipeline stage gives to the next."""
     vocab_size: int | None = None
-    """Tokens of an embedding or head that tensor parallelism splits, into parts that need not be equal."""
+    """Token ids that its embedding and head have rows for; None if it has none, or does not say."""
     checkpoint: str | Path | None = None
     """Local Hugging Face folder that the initial values come from."""
     processor: Media | RawRows | None = None

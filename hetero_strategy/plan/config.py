@@ -55,7 +55,8 @@ class BalanceConfig:
             where their samples are), ``permute`` (balance, then permute whole batches: OrchMLLM, algorithm 3), ``ilp``
             (the same by integer program), ``none``.
         reorder: order of microbatches in pipelines: ``search``, ``interval`` (DistTrain, algorithm 3) or ``none``.
-        window: number of steps among which samples may move so that steps cost the same. Above 1 global batches change.
+        window: number of steps among which samples may move so that steps have nearly as many tokens.
+            Above 1 global batches change.
 
     Raises:
         ConfigError: an option or a value does not exist.

@@ -127,6 +127,31 @@ def test_cached_until_something_changes(digits: Path, tmp_path: Path, monkeypatc
     assert elsewhere.folder.parent == tmp_path / "cache"
 
 
+def test_equal_manifests_of_other_media_share_no_index(digits: Path, tmp_path: Path) -> None:
+    rows = []
+    for name, width in (("a", 16), ("b", 64)):
+        (tmp_path / name).mkdir()
+        Image.fromarray(np.zeros((16, width), np.uint8)).save(tmp_path / name / "x.png")
+        manifest = write_manifest(tmp_path / name, entry("x", "<image>", image="x.png"))
+        rows.append(build(manifest, digits, cache_folder=tmp_path / "cache").items["vision"].rows.tolist())
+    assert rows == [[1], [4]]
+
+
+def test_an_index_of_relative_paths_is_found_from_another_folder(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    media(tmp_path)
+    write_manifest(tmp_path, entry("x", "<image>", image="a.png"))
+    monkeypatch.chdir(tmp_path)
+    given: list[dict[str, Any]] = [{}, {"media_folder": ".", "cache_folder": "cache"}]
+    for options in given:
+        sent = pickle.dumps(build(Path("manifest.json"), digits, **options))
+        with monkeypatch.context() as elsewhere:
+            elsewhere.chdir("/")
+            copy = pickle.loads(sent)
+            assert copy.items["vision"].rows.tolist() == [2] and copy.path("vision", 0).is_file()
+
+
 def _build_one(folder: str, queue: Any) -> None:
     queue.put(build(Path(folder) / "train.json", Path(folder)).content)
 

@@ -77,6 +77,8 @@ def test_json_lines_and_media_folder(tmp_path: Path) -> None:
         (entry("x", "<image>", image=3), r"'image' must be a path or a list of paths, found 3"),
         ({"id": "x", "conversations": [{"from": "human", "value": "q"}]}, r"no turn is from 'gpt'"),
         ({"id": "x", "conversations": [{"from": "robot", "value": "q"}]}, r"turn 0 is from 'robot'"),
+        (entry("x", "half \ud83d"), r"'x': holds half a character, the lone surrogate '\\ud83d'"),
+        (entry("x\ud83d", "<image>", image="\ude00.png"), r"'x\\ud83d': holds half .* surrogate '\\ude00'"),
         ({"id": "x"}, r"'conversations' must be a list"),
         ("text", r"entry 1: expected an object, found str"),
     ],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from math import ceil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from hetero_strategy.data.media import AudioProcessor, ImageProcessor, TargetProcessor
 from hetero_strategy.data.targets import ImageTarget
@@ -90,6 +91,36 @@ def test_photographs_are_turned_upright(tmp_path: Path) -> None:
     processor = ImageProcessor(patch_size=16)
     assert processor.measure(tmp_path / "a.jpg")[0] == (4, 1)
     assert processor.load(tmp_path / "a.jpg").shape == (4, 768)
+
+
+@pytest.mark.parametrize("turned", range(1, 9))
+def test_photographs_are_turned_as_pillow_turns_them(tmp_path: Path, turned: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = turned
+    pixels = np.arange(64 * 32, dtype=np.uint8).reshape(32, 64) // 8
+    Image.fromarray(pixels).save(tmp_path / "a.jpg", exif=exif)
+    with Image.open(tmp_path / "a.jpg") as image:
+        expected = np.asarray(ImageOps.exif_transpose(image))
+    found = ImageProcessor(patch_size=32, channels=1).load(tmp_path / "a.jpg").reshape(2, 32, 32)
+    assert np.array_equal(np.concatenate(list(found), axis=int(turned < 5)), expected)
+
+
+def test_photographs_with_damaged_exif_are_upright(tmp_path: Path) -> None:
+    text = b"Exif\0\0II*\0" + struct.pack("<IHHHI4sI", 8, 1, 0x0112, 2, 2, b"6", 0)  # one tag, of type text
+    processor = ImageProcessor(patch_size=16)
+    for exif in (b"Exif\0\0no TIFF header", text):
+        Image.new("RGB", (64, 16), "red").save(tmp_path / "a.jpg", exif=exif, dpi=(72, 72))  # or Pillow looks there
+        processor.check(tmp_path / "a.jpg")
+        assert processor.measure(tmp_path / "a.jpg")[0] == (1, 4)
+        assert processor.load(tmp_path / "a.jpg", (1, 4)).shape == (4, 768)
+
+
+def test_what_cannot_be_opened(tmp_path: Path) -> None:
+    for name, reason in (("x" * 5000, "File name too long"), ("x\0.png", "embedded null byte")):
+        for processor in (ImageProcessor(), AudioProcessor()):
+            with pytest.raises(DataError, match=f"x.*: cannot be opened: {reason}") as caught:
+                processor.measure(tmp_path / name)
+            assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg"])

@@ -50,6 +50,19 @@ def test_nothing_predicts_the_first_token(digits: Path) -> None:
     assert encoded.loss.tolist() == [False, True, True]
 
 
+def test_truncation_and_padding_that_a_file_asks_for_are_off(digits: Path, tmp_path: Path) -> None:
+    talks = [[Turn(HUMAN, "abc"), Turn(GPT, "123456")], [Turn(HUMAN, "a"), Turn(GPT, "7")]]
+    whole = ChatTokenizer(digits)
+    saved = ChatTokenizer(digits).tokenizer
+    saved.enable_truncation(4)
+    saved.enable_padding(pad_id=whole.eos_id, pad_token="<eos>")
+    saved.save(str(tmp_path / "tokenizer.json"))
+    for one, other in zip(
+        ChatTokenizer(tmp_path).encode_batch(talks, [{}, {}]), whole.encode_batch(talks, [{}, {}]), strict=True
+    ):
+        assert one.ids.tolist() == other.ids.tolist() and one.loss.tolist() == other.loss.tolist()
+
+
 def test_missing_specials_and_files(digits: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no token '<s>' \(bos\).*<bos>"):
         ChatTokenizer(digits, bos="<s>")

@@ -158,7 +158,7 @@ def datamodule(job: Job, model: Callable[..., MultimodalModel] = model_of, **opt
     return MultimodalDataModule(
         train=folder / job.manifest,
         val=folder / job.val if job.val else None,
-        model=lambda: model(job, vocabulary=8),
+        model=lambda: model(job, vocabulary=512),
         tokenizer=folder / "tokenizer.json",
         processors=READING,
         global_batch_size=job.batch,

@@ -60,7 +60,7 @@ def test_on_cuda_the_memory_of_its_device_is_kept_to_and_none_is_taken(
     """No device is here: nothing of the plan needs one, and the random state stays that of the other ranks."""
     job = Job(str(data(tmp_path)), steps=1)
     with models_without_values():
-        model = model_of(job, vocabulary=8)
+        model = model_of(job, vocabulary=512)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=2**40))
     strategy: Any = SimpleNamespace(

@@ -236,7 +236,7 @@ def trained_on_rank(rank: int, world: int, job: scenario.Job, payload: str) -> s
         made = original(job)
         return MultimodalDataModule(
             made.manifests["train"],
-            model=lambda: scenario.model_of(job, vocabulary=8),
+            model=lambda: scenario.model_of(job, vocabulary=512),
             tokenizer=job.folder,
             processors=made.processors,
             global_batch_size=job.batch,

@@ -77,7 +77,7 @@ def fit(job: Job, options: dict[str, Any], mute: tuple[int, ...] = (), kill: int
     folder = Path(job.folder)
     dm = Loading(
         train=folder / "train.json",
-        model=lambda: model_of(job, vocabulary=8),
+        model=lambda: model_of(job, vocabulary=512),
         tokenizer=folder / "tokenizer.json",
         processors=READING,
         global_batch_size=job.batch,

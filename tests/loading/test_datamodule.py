@@ -6,17 +6,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, DataError, HeteroError
 from hetero_strategy.layout.placement import place
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.context import TrainingContext
 from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.loading.loader import StepLoader
+from hetero_strategy.model import MultimodalModel
 from tests.manifests import write_manifest
 from tests.small_models import DRAWING, READING, drawer, reader
 
@@ -89,6 +91,23 @@ def test_resume_after_an_epoch_end_and_under_a_limit(digits: Path, tmp_path: Pat
     assert fit(tmp_path, data(digits), tmp_path / "epoch=0.ckpt", **options).seen == whole.seen[3:]
 
 
+@pytest.mark.parametrize("validated", [True, False])
+@pytest.mark.parametrize("limit", [None, 3])
+def test_resume_after_an_epoch_end_of_a_run_of_so_many_steps(
+    digits: Path, tmp_path: Path, validated: bool, limit: int | None
+) -> None:
+    options: dict[str, Any] = {"max_steps": 10, "limit_train_batches": limit}
+    if not validated:
+        options["limit_val_batches"] = 0
+    saver = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    whole = fit(tmp_path, data(digits), **options, callbacks=[saver])
+    each = limit or 4
+    assert [(epoch, step) for epoch, step, _ in whole.seen] == [divmod(n, each) for n in range(10)]
+    for epoch in range(2):
+        rest = fit(tmp_path, data(digits), tmp_path / f"epoch={epoch}.ckpt", **options)
+        assert rest.seen == whole.seen[(epoch + 1) * each :]
+
+
 def test_overfitting_repeats_the_same_batches(digits: Path, tmp_path: Path) -> None:
     seen = fit(tmp_path, data(digits), max_epochs=2, overfit_batches=2).seen
     assert [samples for *_, samples in seen] == [list(range(16)), list(range(16, 32))] * 2
@@ -117,6 +136,53 @@ def test_microbatches_by_themselves_follow_from_a_budget_or_the_plan_of_layouts(
     module.trainer.strategy.context = replace(module.trainer.strategy.context, microbatches=4)
     assert next(iter(module.train_dataloader())).plan.microbatches == 4
     assert next(iter(module.val_dataloader())).plan.microbatches == 3  # of as many samples
+
+
+def limited(**limits: int) -> MultimodalModel:
+    model = reader()
+    for name, most in limits.items():
+        setattr(model.modules_by_name["llm"], name, most)
+    return model
+
+
+def test_what_a_budget_or_the_model_cannot_take_is_named_before_training(digits: Path, tmp_path: Path) -> None:
+    whole = data(digits)
+    whole.setup("fit")
+    index = whole.indices["train"]
+    tokens, images = np.diff(index.offsets), index.items["vision"]
+    longest, largest = int(tokens.max()), int(images.inner_rows.max())
+    first = index.names[int(np.flatnonzero(tokens == longest)[0])]
+    seen = index.names[int(images.sample[np.flatnonzero(images.inner_rows == largest)[0]])]
+    named = rf"train\.json: {longest} in sample '{first}'.*: more rows than the {longest - 1} that balance.budget gives"
+    refused: list[tuple[dict[str, Any], type[HeteroError], str]] = [
+        (
+            {"balance": {"budget": {"llm": longest - 1}}},
+            ConfigError,
+            named,
+        ),
+        (
+            {"balance": {"budget": {"vision": largest - 1}}},
+            ConfigError,
+            f"{largest} in sample '{seen}'.* 'vision' in a microbatch; raise it to at least {largest}",
+        ),
+        ({"model": lambda: limited(max_length=20)}, DataError, r"and \d+ more: .* than the 20 that 'llm' can take"),
+        (
+            {"model": lambda: limited(vocab_size=9)},
+            ConfigError,
+            rf"ids reach {index.largest_id}, but the embedding of 'llm' has 9 rows; .* at least {index.largest_id + 1}",
+        ),
+    ]
+    for options, error, message in refused:
+        with pytest.raises(error, match=message):
+            trainer(tmp_path).fit(Recorder(), datamodule=data(digits, **options))
+    just = {"llm": longest, "vision": largest}
+    roomy = data(
+        digits,
+        microbatches="auto",
+        balance={"budget": just},
+        model=lambda: limited(max_length=longest, vocab_size=index.largest_id + 1),
+    )
+    assert fit(tmp_path, roomy, max_steps=1).seen
 
 
 def placed(rank: int, world: int, **layouts: ModuleLayout) -> Any:

@@ -290,17 +290,25 @@ def test_resume_in_the_middle(index: DatasetIndex, workers: int) -> None:
         one.close()
 
 
+def resumed(made: StepDataset, state: dict[str, Any], epoch: int = 0) -> list[Batch]:
+    loader = StepLoader(made)
+    loader.load_state_dict(state)
+    loader.set_epoch(epoch)
+    return list(loader)
+
+
 def test_resume_refuses_another_order(index: DatasetIndex) -> None:
     loader = StepLoader(steps(index))
     next(iter(loader))
     state = loader.state_dict()
     with pytest.raises(CheckpointError, match=r"after 1 of 4 steps: .*global_batch_size was 16, is 8"):
-        StepLoader(steps(index, global_batch_size=8)).load_state_dict(state)
+        resumed(steps(index, global_batch_size=8), state)
     with pytest.raises(CheckpointError, match="seed was 5, is 6"):
-        StepLoader(steps(index, seed=6)).load_state_dict(state)
-    StepLoader(steps(index, microbatches=1)).load_state_dict(state)  # does not change the global batches
+        resumed(steps(index, seed=6), state)
+    assert len(resumed(steps(index, microbatches=1), state)) == 3  # does not change the global batches
     done = {**state, "consumed": 4}
-    StepLoader(steps(index, seed=6)).load_state_dict(done)
+    assert not resumed(steps(index, seed=6), done)
+    assert len(resumed(steps(index, seed=6), state, epoch=1)) == 4  # a limit had ended the epoch there
 
 
 def test_files_that_change_after_indexing(digits: Path, tmp_path: Path) -> None:
@@ -353,6 +361,6 @@ def test_a_window_levels_steps_and_keeps_every_sample(index: DatasetIndex) -> No
     assert spread[1] < 0.3 * spread[0]
     assert np.array_equal(moved[2, 1].plan.samples, levelled[1])
     state = {**StepLoader(alone).state_dict(), "consumed": 2}
-    StepLoader(alone).load_state_dict({name: value for name, value in state.items() if name != "window"})
+    assert resumed(alone, {name: value for name, value in state.items() if name != "window"})
     with pytest.raises(CheckpointError, match="window was 1, is 4"):
-        StepLoader(moved).load_state_dict(state)
+        resumed(moved, state)

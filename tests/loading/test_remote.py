@@ -6,8 +6,10 @@ import os
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.loading import ray_pool as remote
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.ray_pool import RayPool
+from hetero_strategy.loading.worker_pool import WorkerDied
 from tests.loading.test_ahead import ended, settled, steps
 from tests.loading.test_loader import flat
 from tests.small_models import digit_processors
@@ -111,11 +114,35 @@ def test_a_dead_actor_stops_in_the_loading_thread_too(index: DatasetIndex, tmp_p
     assert "loading" not in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.parametrize("death", ["OutOfMemoryError", "LocalRayletDiedError"])
+def test_an_actor_that_ends_for_want_of_memory_or_a_node_is_dead(death: str) -> None:
+    def get(asked: object) -> None:
+        raise getattr(ray.exceptions, death)("no more room")
+
+    pool = object.__new__(RayPool)
+    pool._ray, pool._asked = SimpleNamespace(exceptions=ray.exceptions, get=get), [deque([None])]
+    with pytest.raises(WorkerDied, match="died "):
+        pool.result(0)
+
+
 def test_too_few_processors(index: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PATIENCE", 3.0)
     loader = StepLoader(steps(index, tmp_path), num_workers=200, engine="ray")
     with pytest.raises(ConfigError, match=r"only \d+ of 200 Ray actors .* num_workers=200"):
         next(iter(loader))
+
+
+def test_an_actor_that_finds_no_processor_in_its_turn_is_not_waited_for(
+    index: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = StepLoader(steps(index, tmp_path), num_workers=1, engine="ray")
+    next(iter(loader))
+    pool = crew(loader)
+    monkeypatch.setattr(remote, "PATIENCE", 3.0)
+    pool._remote = pool._remote.options(num_cpus=10**6)  # as if others had taken them all
+    with pytest.raises(ConfigError, match=r"only 0 of 1 Ray actors have started within 3 s: .* num_workers=1 "):
+        pool.replace(0)
+    loader.close()
 
 
 def test_several_processes_need_an_address(

@@ -15,6 +15,7 @@ from hetero_strategy.plan.nodes.near_home import TOLERANCE, balance_near_home
 from hetero_strategy.plan.nodes.placement_ilp import place_by_program, solve_placement
 from hetero_strategy.plan.nodes.propose import place_items
 from hetero_strategy.plan.nodes.slots import volumes
+from hetero_strategy.plan.nodes.swap_batches import _CANDIDATES, _largest
 
 
 def array(values: list[int]) -> np.ndarray:
@@ -176,6 +177,15 @@ def test_items_and_their_matrix_give_the_same_placement() -> None:
     volume = volumes(weights, source, batch, 24, 24)
     from_items = bytes_between(volume, node, node, place_items(weights, source, batch, node, node)).max()
     assert from_items == bytes_between(volume, node, node, fast(volume, node, node)).max()
+
+
+@pytest.mark.parametrize("batches", [3, 40, 1000])
+def test_of_batches_of_equal_size_the_first_are_candidates(batches: int) -> None:
+    """Not those that a partition leaves in front, which depends on the processor's vectors."""
+    held = np.ones(batches)
+    held[1], held[-1] = 0.0, 2.0
+    expected = sorted([batches - 1, *(b for b in range(batches - 1) if b != 1)][:_CANDIDATES])
+    assert _largest(held).tolist() == expected
 
 
 def test_unequal_sizes_and_disjoint_nodes() -> None:

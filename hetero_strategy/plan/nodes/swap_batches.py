@@ -107,6 +107,11 @@ def _move(flow: Flow, tables: _Tables, sent: np.ndarray, batch: int, before: int
         np.add.at(sent, flow.source[local], sign * flow.size[local])
 
 
+def _largest(held: np.ndarray) -> np.ndarray:
+    """The batches looked at, in order; of equal ones the first: a partition finds others on other processors."""
+    return np.sort(np.argsort(-held, kind="stable")[: min(_CANDIDATES, np.count_nonzero(held))])
+
+
 def _best_swap(
     flow: Flow, tables: _Tables, cell: np.ndarray, sent: np.ndarray, worst: int, spare: float
 ) -> tuple[int, int, float] | None:
@@ -126,9 +131,7 @@ def _best_swap(
     residents = np.flatnonzero(cell == here)
     held = np.bincount(flow.batch[own], flow.size[own], flow.batches)
     held[residents] = 0.0
-    joining = np.flatnonzero(held)
-    if len(joining) > _CANDIDATES:
-        joining = np.sort(np.argpartition(-held, _CANDIDATES)[:_CANDIDATES])
+    joining = _largest(held)
     if not len(joining) or not len(residents):
         return None
     there = cell[joining]

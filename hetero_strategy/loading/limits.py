@@ -1,0 +1,78 @@
+"""Samples that a language model or a budget cannot take, found before training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from hetero_strategy.data.dataset_index import DatasetIndex
+from hetero_strategy.errors import ConfigError, DataError
+from hetero_strategy.model.causal_lm import CausalLM
+
+SHOWN = 10
+"""Samples that one error names."""
+
+
+class Limits(NamedTuple):
+    """What a language model can take; None: anything."""
+
+    max_length: int | None
+    """Tokens of a sample."""
+    vocab_size: int | None
+    """Token ids."""
+
+    @classmethod
+    def of(cls, model: CausalLM) -> Limits:
+        return cls(model.max_length, model.vocab_size)
+
+
+def check_limits(index: DatasetIndex, where: str, models: Mapping[str, Limits], budget: Mapping[str, int]) -> None:
+    """Refuse a data set that cannot be trained to its end.
+
+    Lengths are compared where the index is measured; otherwise they are known only in their step.
+
+    Args:
+        where: what a person calls the data set.
+        models: of language models.
+        budget: module -> most rows of an instance in a microbatch.
+
+    Raises:
+        ConfigError: a token id is not in a model's embedding, or a sample or an item is more than a budget.
+        DataError: a sample is longer than a model's ``max_length``.
+    """
+    for module, limits in models.items():
+        if limits.vocab_size is not None and index.largest_id >= limits.vocab_size:
+            raise ConfigError(
+                f"{where}: token ids reach {index.largest_id}, but the embedding of '{module}' has"
+                f" {limits.vocab_size} rows; set vocab_size to at least {index.largest_id + 1}"
+            )
+    if not index.measured:
+        return
+    samples, tokens = np.arange(len(index)), np.diff(index.offsets)
+    for module, limits in models.items():
+        if limits.max_length is not None and (worst := _longer(index, samples, tokens, limits.max_length)):
+            raise DataError(f"{where}: {worst} '{module}' can take (max_length); shorten these samples or raise it")
+    for module, most in budget.items():
+        if module in models:
+            owner, rows, fix = samples, tokens, "leave longer samples out"
+        elif module in index.items:
+            owner, rows = index.items[module].sample, index.items[module].inner_rows
+            fix = "make items smaller in its processor"
+        else:
+            continue
+        if worst := _longer(index, owner, rows, most):
+            raise ConfigError(
+                f"{where}: {worst} balance.budget gives an instance of '{module}' in a microbatch; raise it to at least"
+                f" {int(rows.max())}, or {fix}"
+            )
+
+
+def _longer(index: DatasetIndex, owner: np.ndarray, rows: np.ndarray, most: int) -> str:
+    """Name the samples whose sequences or items have more rows, the largest first; empty: there are none."""
+    over = np.flatnonzero(rows > most)
+    worst = over[np.argsort(-rows[over], kind="stable")]
+    named = [f"{rows[unit]} in sample '{index.names[owner[unit]]}'" for unit in worst[:SHOWN]]
+    rest = [f"and {len(worst) - SHOWN} more"] if len(worst) > SHOWN else []
+    return f"{', '.join([*named, *rest])}: more rows than the {most} that" if named else ""
