@@ -9,6 +9,7 @@ import numpy as np
 
 from hetero_strategy.data.dataset_index import DatasetIndex
 from hetero_strategy.errors import ConfigError, DataError
+from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import CausalLM
 
 SHOWN = 10
@@ -24,8 +25,9 @@ class Limits(NamedTuple):
     """Token ids."""
 
     @classmethod
-    def of(cls, model: CausalLM) -> Limits:
-        return cls(model.max_length, model.vocab_size)
+    def of(cls, model: Adapter) -> Limits:
+        """Of a module whose units are samples."""
+        return cls(model.max_length if isinstance(model, CausalLM) else None, model.vocab_size)
 
 
 def check_limits(index: DatasetIndex, where: str, models: Mapping[str, Limits], budget: Mapping[str, int]) -> None:
