@@ -15,6 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
+from threading import Event
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,7 +31,7 @@ from hetero_strategy.loading.item_reader import OnError
 from hetero_strategy.loading.process_pool import ProcessPool
 from hetero_strategy.loading.ray_pool import RayPool
 from hetero_strategy.loading.steps import StepDataset
-from hetero_strategy.loading.worker_pool import Place, PooledSteps, WorkerPool
+from hetero_strategy.loading.worker_pool import Place, PooledSteps, WorkerDied, WorkerPool
 
 Engine = Literal["local", "ray"]
 log = logging.getLogger(__name__)
@@ -101,6 +103,7 @@ class StepLoader:
         self._changed = ""
         self._warned: set[str] = set()
         self._deadly: Place | None = None
+        self._left = Event()
         self._pool: WorkerPool | None = None
         self._line: PooledSteps | None = None
         self._finish = _with_agreement(finish) if on_error == "skip" else tuple(finish)
@@ -143,13 +146,16 @@ class StepLoader:
         """Stop the workers; the next iteration starts new ones. Waits no longer than some seconds for a thread that
         hangs in a collective whose peer is gone.
         """
-        background = self._background
+        background, stop = self._background, partial(self._stop, self._pool)
         if background is None or not background.alive:
-            self._stop()
+            stop()
             return
-        if not finished(background.submit(self._stop, always=True)):  # after an epoch that was left early
+        if not finished(background.submit(stop, always=True)):  # after an epoch that was left early
             log.warning("the loading thread does not end: it waits for another rank; it is left behind")
-            self._stop()
+            self._left.set()  # should it ever go on, its pass is over, and no failure of other loaders
+            self._left = Event()
+            stop()
+            background.forgive()
         if self._own_background:
             background.close()
 
@@ -186,19 +192,19 @@ class StepLoader:
         """Started by the caller's thread: a Ray ends with the thread that starts it."""
         if self.num_workers and self._line is None:
             make = ProcessPool if self.engine == "local" else RayPool
-            self._pool = make(self.steps, self.num_workers)
-            self._line = PooledSteps(self._pool, self.prefetch_factor, self._died)
+            self._pool = pool = make(self.steps, self.num_workers)
+            self._line = PooledSteps(pool, self.prefetch_factor, partial(self._died, pool))
         return self._line
 
     def _handed(self, given: Iterator[Any], count: int, background: Ahead) -> Iterator[Batch]:
         """Finished batches of what is given, made in the background; errors at the step they belong to."""
-        finish, pin = self._finish, self._pin  # tasks do not keep the loader alive
+        finish, pin, left = self._finish, self._pin, self._left  # tasks do not keep the loader alive
         failed = dropped = False
 
         def step() -> Batch | None:
             """Make the next batch; none where the pass is over by a failure."""
             nonlocal failed
-            if failed:
+            if failed or left.is_set():
                 return None
             try:
                 batch = next(given)
@@ -208,7 +214,7 @@ class StepLoader:
             except BaseException:
                 failed = True
                 # Of several processes others wait for this one in a collective: nothing may follow as if all were well.
-                if dropped and not _several():
+                if left.is_set() or (dropped and not _several()):
                     return None
                 raise
 
@@ -221,17 +227,18 @@ class StepLoader:
         finally:
             dropped = True  # the epoch was left early, or it failed; what is submitted runs, as it does on other ranks
 
-    def _stop(self) -> None:
-        pool, self._pool, self._line = self._pool, None, None
+    def _stop(self, pool: WorkerPool | None) -> None:
+        """End a pool, and leave one alone that was started since."""
+        if pool is self._pool:
+            self._pool = self._line = None
         if pool is not None:
             pool.close()
 
-    def _died(self, place: Place, worker: int, how: str) -> None:
-        assert self._pool is not None
+    def _died(self, pool: WorkerPool, place: Place, worker: int, how: str) -> None:
+        if pool is not self._pool:  # closed under a thread that was left behind
+            raise WorkerDied(how)
         again = place == self._deadly
-        text = (
-            f"{self._pool.kind} {worker} of {self.num_workers} {how} while it made step {place[1]} of epoch {place[0]}"
-        )
+        text = f"{pool.kind} {worker} of {self.num_workers} {how} while it made step {place[1]} of epoch {place[0]}"
         if again or self.on_error == "stop":
             fix = "look at this step's files" if again else "on_error='skip' to replace workers that die"
             raise DataError(

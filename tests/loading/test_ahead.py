@@ -243,6 +243,36 @@ def test_closing_does_not_wait_for_a_peer_that_is_gone(
     hanging.set()
 
 
+@pytest.mark.parametrize("where", ["finish", "worker"])
+def test_a_thread_that_was_left_behind_goes_on_without_harm(
+    index: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    hanging, background = threading.Event(), Ahead()
+
+    def finish(batch: Any) -> Any:
+        if where == "finish" and batch.plan.metadata.step == 2:
+            hanging.wait(60)
+        return batch
+
+    slow = steps(index, tmp_path)
+    slow.seconds = 1.0 if where == "worker" else 0.0
+    monkeypatch.setattr(loading, "finished", lambda future: finished(future, 0.3))
+    loader = StepLoader(slow, num_workers=1, finish=(finish,), background=background, on_error="skip")
+    other = StepLoader(steps(index, tmp_path), finish=(lambda b: b,), background=background)
+    kept = iter(loader)
+    next(kept)
+    loader.close()
+    slow.seconds = 0.0
+    restarted = iter(loader)
+    hanging.set()
+    assert next(restarted).plan.metadata.step == 0
+    assert len(list(other)) == 30 and len(list(restarted)) == 29
+    monkeypatch.undo()
+    for one in (loader, other):
+        one.close()
+    assert background.close() and loader.restarts == 0 and not threads()
+
+
 def started(index: DatasetIndex, folder: Path) -> Any:
     """A loader with workers whose thread waits for ever, as in a collective whose peer is gone."""
 
