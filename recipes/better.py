@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import lightning as L
 import numpy as np
 import torch
 
-from hetero_strategy.errors import ConfigError, LayoutError
+from hetero_strategy.errors import HeteroError
 from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.monitor.timeline_monitor import MeasuredAndSimulated, TimelineMonitor
 from hetero_strategy.planner.answer import Ranked
@@ -27,7 +26,7 @@ from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import Precision
 from hetero_strategy.planner.variants import Allowed
 from hetero_strategy.profiling.cache import memory_model
-from hetero_strategy.profiling.device import Communication, communication
+from hetero_strategy.profiling.device import Communication, communication, cores_of_node
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.strategy.precision import storage_of
@@ -82,7 +81,7 @@ def better_layouts(trainer: L.Trainer, module: LitMultimodal, folder: Path, budg
         return {"why_not": f"there are more than {FEW} ranks, for which planning takes longer"}
     try:
         return _compared(trainer, module, ran, together, folder / "layout" / "better.yaml", budget)
-    except (ConfigError, LayoutError) as error:
+    except HeteroError as error:
         return {"why_not": str(error)}
 
 
@@ -147,12 +146,15 @@ def _planner(
     cluster = this_cluster(strategy.root_device, strategy.num_nodes, strategy.num_processes)
     on_processors = strategy.root_device.type == "cpu"
     if on_processors:
-        cluster = cluster.changed(cores_per_node=len(os.sched_getaffinity(0)))
+        cluster = cluster.changed(cores_per_node=cores_of_node())
     if together is not None:
         cluster = together.on(cluster)
-    bounds = ScheduleConfig(max_in_flight=strategy.executor.compiler.config.max_in_flight)
-    batches = trainer.accumulate_grad_batches
-    given = Given(offload=strategy.offload, compile=strategy.compile, accumulated=batches)
+    config, batches = strategy.executor.compiler.config, trainer.accumulate_grad_batches
+    bounds = ScheduleConfig(max_in_flight=config.max_in_flight, islands=config.islands)
+    given = Given(
+        offload=strategy.offload, compile=strategy.compile, accumulated=batches, cached=[*strategy.row_caches.folders],
+        microbatch_rows=data.encoder_microbatch_rows,
+    )  # fmt: skip
     planner = Planner(
         shape,
         cluster,

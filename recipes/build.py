@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.model import Adapter, Backbone, Encoder, Generator, MultimodalModel
 from hetero_strategy.parallelize.apply import check_all
+from hetero_strategy.profiling.device import cores_of_node
 from hetero_strategy.strategy import HeteroStrategy
 from recipes.cli import rank
 from recipes.drawings import Judge
@@ -140,7 +140,7 @@ def placement(cfg: DictConfig) -> Placement:
     """
     nodes, devices, given = int(cfg.trainer.num_nodes), cfg.trainer.devices, cfg.layout
     if given == "auto" and devices is None:
-        devices = (cfg.trainer.accelerator != "cpu" and torch.cuda.device_count()) or len(os.sched_getaffinity(0))
+        devices = (cfg.trainer.accelerator != "cpu" and torch.cuda.device_count()) or cores_of_node()
     if devices is not None and not (isinstance(devices, int) and devices > 0):
         raise ConfigError(f"trainer.devices={devices}; give a number of processes, or null for the layout's")
     if given == "auto":

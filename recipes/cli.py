@@ -259,7 +259,8 @@ def saved_before(folder: Path) -> Path | None:
     """The newest checkpoint in the folder of a job that SLURM has queued again; None: there is none, or it is new."""
     if not srun() or int(os.environ.get("SLURM_RESTART_COUNT") or 0) < 1:
         return None
-    found = [path for path in (*folder.glob("checkpoints/last.ckpt"), *folder.glob("hpc_ckpt_*.ckpt")) if path.is_dir()]
+    last = folder / "checkpoints" / "last.ckpt"
+    found = [path for path in (last, *folder.glob("hpc_ckpt_*.ckpt")) if path.is_dir()]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
@@ -306,9 +307,9 @@ def saved_configuration(cfg: DictConfig, run: str | Path) -> DictConfig:
 
 def _planned(cfg: DictConfig) -> dict[str, Any]:
     """Options of the strategy that go with the layouts of this command line, where those are not the run's."""
-    return {option: cfg.strategy[option] for option in ("schedule", "fill", "pieces", "prefetch")} | {
+    return {option: cfg.strategy[option] for option in ("schedule", "fill", "pieces", "prefetch", "tp_bubbles")} | {
         option: value
-        for option in ("recompute", "offload", "reshard_after_forward", "tp_bubbles")
+        for option in ("recompute", "offload", "reshard_after_forward")
         if (value := cfg.strategy[option]) not in (None, "auto")
     }
 

@@ -136,8 +136,9 @@ def as_it_ran(ran: Measured, cfg: DictConfig, answer: Answer, planner: Planner) 
     given = Candidate(ran.layouts, count, *options, tp_bubbles=bool(said.tp_bubbles))
     given = replace(given, layouts=given.scheduling.uncut(ran.layouts))
     evaluator = planner.evaluator
+    bounds = ScheduleConfig(max_in_flight=said.max_in_flight or {}, islands=said.islands)
     try:  # as it was scheduled, whatever is asked of plans
-        took = evaluator.on(cluster=evaluator.cluster, asked=ScheduleConfig()).seconds(given)
+        took = evaluator.on(cluster=evaluator.cluster, asked=bounds).seconds(given)
     except HeteroError as error:
         return f"as it ran   not on this cluster: {error}"
     return f"as it ran   {seconds(took)} predicted, {took / answer.best.seconds:.2f} times the best"
@@ -165,7 +166,7 @@ def build_all(model: MultimodalModel, step: Step, planner: Planner, console: Con
     with console.status("dry run") as status:
         found = dry_run(
             model,
-            placed.placement.layouts,
+            placed.scheduling.uncut(placed.placement.layouts),
             [step.plan.metadata],
             world_size=cluster.ranks,
             ranks_per_node=cluster.ranks_per_node,

@@ -35,7 +35,7 @@ def train(cfg: DictConfig) -> None:
     checkpoint = cli.last_checkpoint(resume) if resume else None
     build.check_configuration(cfg)
     folder = cli.run_folder()
-    checkpoint = checkpoint or cli.saved_before(folder)
+    checkpoint = cli.saved_before(folder) or checkpoint
 
     # All that a person can get wrong is found here, in the first process, before it starts the others.
     placed = build.placement(cfg)

@@ -96,7 +96,7 @@ class Transport:
     Args:
         transfers: with the channel of each.
         index: int64 on the device, the row numbers that the transfers' :class:`Rows` point to.
-        crossing: those that are given and taken on different streams; None: there is one.
+        crossing: those that a third stream carries; None: there is one stream.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Transport:
         self._carries = None if crossing is None else crossing.carries
         self._crosses: Collection[int] = () if crossing is None else crossing.transfers
         self._made: dict[int, torch.cuda.Event] = {}
-        """Of what was given on another stream than it is taken on: when it is there."""
+        """Of what another stream carries: when it is there."""
         self._given: dict[int, torch.Tensor] = {}
         self._out: dict[int, torch.Tensor] = {}
         self._arriving: dict[int, list[Arriving]] = {}
@@ -165,6 +165,9 @@ class Transport:
         """Let the buffers of a transfer go whose rows are known to have arrived (stream-ordered on CUDA)."""
         for work, _ in self._sent.pop(number, ()):
             work.wait()
+            if number in self._crosses:  # the stream that carried the rows has their memory again
+                with torch.cuda.stream(self._carries):
+                    work.wait()
 
     def drain(self) -> None:
         """Let all buffers go once they are sent."""

@@ -31,7 +31,7 @@ class Limits(NamedTuple):
 
 
 def check_limits(index: DatasetIndex, where: str, models: Mapping[str, Limits], budget: Mapping[str, int]) -> None:
-    """Refuse a data set that cannot be trained to its end.
+    """Refuse a data set that cannot be trained to its end, whether or not a run comes to its last sample.
 
     Lengths are compared where the index is measured; otherwise they are known only in their step.
 
@@ -57,7 +57,7 @@ def check_limits(index: DatasetIndex, where: str, models: Mapping[str, Limits], 
         if limits.max_length is not None and (worst := _longer(index, samples, tokens, limits.max_length)):
             raise DataError(f"{where}: {worst} '{module}' can take (max_length); shorten these samples or raise it")
     for module, most in budget.items():
-        if module in models:
+        if module == next(iter(models)):  # whose budget says how samples are packed; that of others is not read
             owner, rows, fix = samples, tokens, "leave longer samples out"
         elif module in index.items:
             owner, rows = index.items[module].sample, index.items[module].inner_rows

@@ -99,7 +99,7 @@ class Adapter(nn.Module):
     hidden_width: int
     """Size of the rows between its blocks, which one pipeline stage gives to the next."""
     vocab_size: int | None = None
-    """Token ids that its embedding and head have rows for; None if it has none, or does not say."""
+    """Token ids that its embedding and head, which tensor parallelism cuts, have rows for; None: it does not say."""
     checkpoint: str | Path | None = None
     """Local Hugging Face folder that the initial values come from."""
     processor: Media | RawRows | None = None

@@ -96,14 +96,11 @@ def _reduce_all(group: Any) -> None:
     type(group).post_backward(group)
 
 
-def _add_missing(parameter: Any) -> list[torch.Tensor]:
-    """The gradients of a parameter of FSDP, zeros where there were none."""
+def _add_missing(parameter: Any) -> None:
+    """Let the gradient of a parameter of FSDP be zeros where there is none."""
     whole = parameter.unsharded_param
-    gradients = [g for g in (whole.grad, parameter.unsharded_accumulated_grad) if g is not None]
-    if not gradients and whole.requires_grad:
+    if whole.grad is None and parameter.unsharded_accumulated_grad is None and whole.requires_grad:
         whole.grad = torch.zeros_like(whole)
-        gradients = [whole.grad]
-    return gradients
 
 
 def accumulate(stage: nn.Module) -> None:
@@ -186,9 +183,10 @@ def _reduce(stage: nn.Module, group: Any) -> None:
     context = _root_state(stage)._comm_ctx
     device, beside = context.device_handle, context.reduce_scatter_stream
     for parameter in group.fsdp_params:
-        gradients = _add_missing(parameter)
+        _add_missing(parameter)
         if parameter.unsharded_accumulated_grad is None:
             parameter.to_accumulated_grad_if_needed()  # in the dtype of the others, which are there
+        gradients = [g for g in (parameter.unsharded_param.grad, parameter.unsharded_accumulated_grad) if g is not None]
         if parameter.unsharded_param.device.type != "cpu":
             for gradient in gradients:
                 local(gradient).record_stream(beside)

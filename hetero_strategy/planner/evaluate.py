@@ -168,7 +168,7 @@ class Evaluator:
         self.shape, self.cluster, self.batches = shape, cluster, tuple(batches)
         self.precision, self._measured = precision, measured
         self._balance = balance or BalanceConfig()
-        self._asked, self._microbatch_rows = asked, microbatch_rows
+        self.asked, self._microbatch_rows = asked, microbatch_rows
         given: Any = {"precision": precision, "overlap": overlap, "accumulated": accumulated}
         self._times: Callable[..., list[StageTimes]] = partial(module_times, **given)
         given |= {"asked": asked, "microbatch_rows": microbatch_rows}
@@ -187,7 +187,7 @@ class Evaluator:
             ConfigError: what a person asks of schedules does not.
         """
         given = place(candidate.layouts, self.cluster.ranks).layouts
-        scheduling = self._asked.instead_of_auto(candidate.scheduling).resolved(given)
+        scheduling = self.asked.instead_of_auto(candidate.scheduling).resolved(given)
         check_islands(given, scheduling.islands)
         others, edges = self.shape.others, self.shape.edges
         filling, apart = scheduling.filling(others, given, edges), scheduling.apart(others, given, edges)
@@ -300,17 +300,13 @@ class Evaluator:
         """Schedule a plan and simulate it; of its modules those that are placed."""
         seconds = ActionSeconds(plan, placed)
         graph, scheduling = placed.graph, placed.scheduling
-        work, fill = work_of(plan, graph), scheduling.fill
+        work = work_of(plan, graph)
+        fill = "fine" if scheduling.fill == "search" else scheduling.fill  # from which each step of a run is searched
+        bound = {name: most for name, most in scheduling.max_in_flight.items() if name in graph.pipelines}
         bubbles = None if placed.unlinked is None else self.bubbles(placed, plan)
         usual = None if bubbles is None else bubbles.usual
         schedule = make_schedule(
-            scheduling.schedule,
-            graph,
-            work,
-            seconds.usual,
-            max_in_flight=scheduling.max_in_flight,
-            fill=fill,
-            bubbles=usual,
+            scheduling.schedule, graph, work, seconds.usual, max_in_flight=bound, fill=fill, bubbles=usual
         )
         rows = rows_between(plan, placed.graph, self.row_bytes(placed))
         together = placed.together

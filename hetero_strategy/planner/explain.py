@@ -99,8 +99,10 @@ def unfilled(evaluator: Evaluator, step: Step) -> Unfilled | None:
     if not modules:
         return None
     alone = evaluator.simulated(placed.without(modules), step.plan)
-    one_after_other = evaluator.place(replace(placed.candidate, fill="none", pieces={}, prefetch={}))
-    turns = evaluator.step_of(one_after_other, step.plan.metadata, step.plan.microbatches)
+    asked = replace(evaluator.asked, fill="auto", pieces={}, prefetch={}, tp_bubbles={})
+    unasked = evaluator.on(cluster=evaluator.cluster, asked=asked)
+    one_after_other = unasked.place(replace(placed.candidate, fill="none", pieces={}, prefetch={}))
+    turns = unasked.step_of(one_after_other, step.plan.metadata, step.plan.microbatches)
     filling = Filling(modules, alone.seconds, step.seconds, work_of(step, modules))
     return Unfilled(filling, explain(evaluator, alone), explain(evaluator, turns), turns.seconds)
 

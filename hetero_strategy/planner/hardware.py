@@ -118,9 +118,9 @@ def cluster(
         ranks_per_node: default: as the device comes (:data:`NODES`).
         network: links between nodes, one of :data:`LINKS`; default: as the device comes.
         within: links inside a node, likewise.
-        **overrides: other figures of the device (``flops, memory, memory_bandwidth, matmul, attention, launch``) or the
-            links (``within_bandwidth, across_bandwidth``: of the datasheet, bytes per second into one rank;
-            ``within_latency, across_latency``: seconds).
+        **overrides: other figures of the device (``flops, flops_fp32, memory, memory_bandwidth, matmul, attention,
+            launch``; ``flops`` alone counts for all dtypes) or the links (``within_bandwidth, across_bandwidth``: of
+            the datasheet, bytes per second into one rank; ``within_latency, across_latency``: seconds).
 
     Raises:
         ConfigError: an unknown name, or a number that is not positive.
@@ -140,6 +140,8 @@ def cluster(
         if overrides.get(name, 0.5) > 1:
             raise ConfigError(f"cluster: {name}={overrides[name]} is a share of flops; give at most 1")
     figures: dict[str, Any] = {name: value for name, value in overrides.items() if name in _DEVICE_FIELDS}
+    if "flops" in figures:  # a person who knows one figure means all dtypes
+        figures.setdefault("flops_fp32", 0.0)
     pool = NodePool(replace(known, **figures), nodes, ranks, _links(inside, "within", overrides))
     return Cluster((pool,), _links(between, "across", overrides))
 

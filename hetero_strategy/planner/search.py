@@ -98,6 +98,7 @@ class Planner:
         if measured and len(cluster.pools) > 1:
             raise ConfigError(f"planner: blocks were measured on one kind of device, and the cluster is {cluster}")
         allowed.given.check(shape)
+        allowed.check(shape)
         shape = allowed.given.narrowed(shape)
         given: Any = {"precision": precision, "measured": measured}
         self._with = partial(
@@ -139,12 +140,12 @@ class Planner:
         Raises:
             LayoutError: no candidate fits into memory, or none runs.
         """
-        proposals, lean, model = self.proposer.proposals(), list[tuple[Proposal, Candidate]](), None
+        proposals, lean, model = self._proposed(), list[tuple[Proposal, Candidate]](), None
         if proposals and memory is not None:
             model = memory()
             proposals, lean = self._that_fit(proposals, model)
         if not proposals and not lean:
-            raise LayoutError(self.why_not())
+            raise LayoutError(self._none_runs() if self._why_none else self.why_not())
         chosen = promising(proposals, self._simulations)
         ranked: list[Ranked] = []
         self._done, self._tell = 0, _nobody if progress is None else partial(self._told, progress, ranked)
@@ -168,7 +169,7 @@ class Planner:
             self._vary_all(ranked, end)
         self._vary(self.variants.ahead, ranked, end, WORTH_ROWS)
         if not ranked:
-            raise LayoutError(f"planner: no candidate runs; the last one: {self._why_none}")
+            raise LayoutError(self._none_runs())
         ranked.sort(key=lambda r: r.seconds)
         if model is None:
             return Answer(tuple(ranked), self.proposer.considered, tie=self._tie)
@@ -197,7 +198,7 @@ class Planner:
                         return
                     if (made, ahead) in known:
                         continue
-                    other = next(iter(v.ahead(made) if ahead else ()), made)
+                    other = next(iter(v.ahead(made) if ahead and self._runs(made) else ()), made)
                     if other not in known and self._least(other) < least:
                         self._simulate(other, best.estimate, ranked, below)
                         tried, least = tried + best.share, min(least, ranked[-1].seconds)
@@ -277,7 +278,11 @@ class Planner:
             if not proposals:
                 break
             best = proposals[0]
-            found = self._needs(best.candidate, memory)
+            try:
+                found = self._needs(best.candidate, memory)
+            except HeteroError as error:  # as in _simulate
+                self._why_none, proposals = error, proposals[1:]
+                continue
             rank = int((found.peak / self.room).argmax())
             here = [name for name, layout in best.candidate.layouts.items() if rank in layout.ranks]
             estimated = sum(self.estimates.activations(name, best.degrees[name], best.microbatches) for name in here)
@@ -287,8 +292,26 @@ class Planner:
             ways = ((p, other) for p in proposals[:LEANER] for other in self.variants.leaner(p.candidate))
             lean += [(p, other) for p, other in ways if (self._needs(other, memory).peak <= self.room).all()]
             self.estimates.kept *= ratio
-            proposals = self.proposer.proposals()
+            proposals = self._proposed()
         return proposals, lean
+
+    def _proposed(self) -> list[Proposal]:
+        """Proposals that can be run as a person asks."""
+        return [proposal for proposal in self.proposer.proposals() if self._runs(proposal.candidate)]
+
+    def _runs(self, candidate: Candidate) -> bool:
+        """Whether its layouts go with what a person asks of the schedule, as far as that depends on them alone."""
+        asked = self.evaluator.asked
+        if asked.pieces or asked.prefetch or asked.islands > 1:
+            try:
+                self.evaluator.place(candidate)
+            except HeteroError as error:
+                self._why_none = error
+                return False
+        return True
+
+    def _none_runs(self) -> str:
+        return f"planner: no candidate runs; the last one: {self._why_none}"
 
     def _needs(self, candidate: Candidate, memory: MemoryModel) -> Memory:
         return memory.of(self.evaluator.shown(self.evaluator.place(candidate)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, islice, product
 from math import inf, lcm
 
+from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.planner.chain import moved
@@ -14,6 +15,7 @@ from hetero_strategy.planner.estimate import EVERY
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Placed
 from hetero_strategy.planner.every import FEW
 from hetero_strategy.planner.given import Given
+from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import degrees, divisors, one_after_another
 from hetero_strategy.schedule.config import ScheduleConfig
 
@@ -47,6 +49,16 @@ class Allowed:
             given=given,
             asked=asked,
         )
+
+    def check(self, shape: ModelShape) -> None:
+        """Refuse what is asked of modules that there are not.
+
+        Raises:
+            ConfigError: naming them.
+        """
+        for option in ("pieces", "prefetch", "max_in_flight"):
+            if unknown := sorted({*getattr(self.asked, option)} - {*shape.modules}):
+                raise ConfigError(f"planner: {option} names {unknown}; the modules are {', '.join(shape.modules)}")
 
 
 class Variants:

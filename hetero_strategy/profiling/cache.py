@@ -35,7 +35,7 @@ from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.times import BlockSeconds, Line, Precision
 from hetero_strategy.profiling.activations import DTYPES, MATMULS, WAYS, activations_of
 from hetero_strategy.profiling.blocks import SECONDS, Fit, Profiled, Progress, profile
-from hetero_strategy.profiling.device import sharding, with_optimizer
+from hetero_strategy.profiling.device import cores_of_node, sharding, with_optimizer
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -83,7 +83,7 @@ def profile_on(
         cluster = cluster.changed(device=reached)
     finally:
         torch.set_num_threads(threads)
-    return found, cluster.changed(cores_per_node=len(os.sched_getaffinity(0))) if name == "cpu" else cluster
+    return found, cluster.changed(cores_per_node=cores_of_node()) if name == "cpu" else cluster
 
 
 def memory_model(

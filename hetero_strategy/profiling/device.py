@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -46,6 +47,11 @@ class LinkTime(NamedTuple):
     """Bytes that a rank receives."""
     processor: float = 0.0
     """Seconds that a rank's process works for it, the threads of its backend included, on average."""
+
+
+def cores_of_node() -> int:
+    """Cores of this machine that a run may use: those of its job, where SLURM gives each task some of them."""
+    return int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
 
 
 def with_optimizer(device: Device, on: torch.device) -> Device:

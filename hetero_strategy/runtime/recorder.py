@@ -22,7 +22,7 @@ Mark = float | torch.cuda.Event
 
 @dataclass
 class Recording:
-    """One step. An action's time begins when its inputs have arrived and ends when its outputs are on their way."""
+    """One step. An action's time begins when its inputs have arrived and ends when it has made its outputs."""
 
     compiler: StepCompiler
     plan: StepPlan

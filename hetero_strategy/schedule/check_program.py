@@ -113,7 +113,7 @@ def _due(plan: StepPlan, graph: StageGraph, rank: int, one: RankTransfer) -> int
     here, reads = places_among(blocks.target_instance, graph.stages[target].members)
     instances, start = (there, blocks.source_start) if one.backward else (here, blocks.target_start)
     mine = (instances == instance) & sends & reads
-    pieces = side.sharding.cut(start[mine], blocks.rows[mine], totals[instances[mine]])
+    pieces = side.sharding.cut(start[mine], blocks.rows[mine], side.totals[instances[mine]])
     return int(pieces.rows[pieces.part == part].sum())
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -230,7 +230,8 @@ def _said(value: Any) -> str:
             return f"{value.dtype} {tuple(value.shape)}"
         case torch.Tensor() | np.ndarray():
             return f"{value.dtype} {value.tolist()}"
-    holds: Any = vars(value) if is_dataclass(value) else value.to_dict() if hasattr(value, "to_dict") else {}
+    own = {one.name: getattr(value, one.name) for one in fields(value)} if is_dataclass(value) else None
+    holds: Any = own if own is not None else value.to_dict() if hasattr(value, "to_dict") else {}
     return f"{type(value).__qualname__}({_said({key: held for key, held in holds.items() if key[:1] != '_'})})"
 
 

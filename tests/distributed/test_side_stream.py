@@ -49,7 +49,7 @@ class Watch:
         self.given: dict[tuple[int, int], tuple[Stream, dict[int, int]]] = {}
         self.arriving: dict[tuple[int, int], Stream] = {}
         self.copied: dict[int, Stream] = {}
-        self.crossed = self.unordered = self.kept = self.astray = self.own = 0
+        self.crossed = self.unordered = self.kept = self.astray = self.own = self.sent = 0
 
     @contextmanager
     def using(self, stream: Stream | None) -> Iterator[None]:
@@ -89,6 +89,22 @@ class Watch:
 
         return start
 
+    def leave(self, original: Any) -> Any:
+        """Rows that another stream carries away: it waits for them, and their memory is kept for it."""
+
+        def leaving(transport: Transport, number: int, take: Any, carries: Stream | None) -> torch.Tensor:
+            kept = self.kept
+            found: torch.Tensor = original(transport, number, take, carries)
+            if carries is not None:
+                _, event = self.given[id(transport), number]
+                self.sent += 1
+                self.unordered += any(carries.before.get(other, 0) < count for other, count in event.items())
+                self.astray += self.kept == kept
+                self.kept = kept
+            return found
+
+        return leaving
+
     def placed(self, memory: Stream) -> None:
         """Memory of a stream is used on the current one."""
         self.own += 1
@@ -124,11 +140,12 @@ def on_rank(rank: int, world: int, setting: Setting, wanted: Any, waits: bool) -
             give=watch.give(Transport.give),
             take=watch.take(Transport.take),
             _start=watch.post(Transport._start),
+            _leaving=watch.leave(Transport._leaving),
         ),
         patch.object(Stream, "wait_event", Stream.wait_event if waits else lambda *_: None),
     ):
         run = steps_on_rank(rank, world, setting, wanted, (4,), 0)
-    return run, (watch.crossed, watch.unordered, watch.kept, watch.own, watch.astray)
+    return run, (watch.crossed, watch.unordered, watch.kept, watch.own, watch.astray, watch.sent)
 
 
 @pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.full)])
@@ -139,7 +156,7 @@ def test_what_crosses_is_waited_for(pool: Pool, tmp_path: Any, waits: bool) -> N
     wanted = expected(setting)
     found = pool.run(setting.world, on_rank, setting, wanted, waits, timeout=120)
     compare(wanted, [run for run, _ in found])
-    crossed, unordered, kept, own, astray = map(sum, zip(*(counts for _, counts in found), strict=True))
-    assert crossed and kept >= crossed
+    crossed, unordered, kept, own, astray, sent = map(sum, zip(*(counts for _, counts in found), strict=True))
+    assert crossed and sent and kept >= crossed
     assert own and not astray  # memory of one stream, which nothing keeps for another, is used on that one
-    assert unordered == (0 if waits else crossed)  # the control: streams that wait for nothing
+    assert unordered == (0 if waits else crossed + sent)  # the control: streams that wait for nothing

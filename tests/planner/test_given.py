@@ -164,6 +164,7 @@ def asked(config: ScheduleConfig, given: Given = Given(), shape: ModelShape | No
 def test_every_candidate_is_scheduled_as_a_person_says_it(config: ScheduleConfig) -> None:
     """What is simulated is what runs: the strategy joins both in the same way."""
     made = asked(config)
+    assert all(made.evaluator.place(proposal.candidate) for proposal in made._proposed())
     ranked = made.plan().ranked
     assert len(ranked) > 3
     for one in ranked:
@@ -209,8 +210,11 @@ def test_microbatches_of_encoders_are_those_of_the_data_module() -> None:
 
 
 def test_why_no_candidate_runs_is_said() -> None:
-    with pytest.raises(LayoutError, match=r"no candidate runs; the last one: .*max_in_flight"):
-        asked(ScheduleConfig(max_in_flight={"lm": 2})).plan()
+    with pytest.raises(LayoutError, match=r"no candidate runs; the last one: .*islands"):
+        asked(ScheduleConfig(islands=3)).plan()
+    for option in ("pieces", "prefetch", "max_in_flight"):
+        with pytest.raises(ConfigError, match=rf"planner: {option} names \['lm'\]; the modules are vision, llm"):
+            asked(ScheduleConfig(**{option: {"lm": 1}}))  # type: ignore[arg-type]
 
 
 def test_numbers_of_a_row_that_blocks_keep() -> None:

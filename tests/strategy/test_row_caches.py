@@ -23,7 +23,7 @@ class Layer(Enum):
     SECOND_TO_LAST = -2
 
 
-@dataclass
+@dataclass(slots=True)
 class Config:
     layer: Layer = Layer.LAST
     scale: float = 1.0
