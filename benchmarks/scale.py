@@ -107,7 +107,7 @@ def held(chosen: Setting, rank: int) -> Iterator[Stages]:
 def of_rank(chosen: Setting, rank: int, sets: Sequence[Sequence[int]], step: StepPlan) -> dict[str, int]:
     """Figures of one rank, by the last two of :data:`PER_RANK`, joined by a blank."""
     plan, graph, layouts = chosen.blueprint, chosen.blueprint.graph, chosen.blueprint.layouts
-    program = StepCompiler(graph, plan.costs, chosen.scheduling).of(rank, train=True)(step)
+    program = StepCompiler(graph, plan.costs, chosen.scheduling).program(step, rank=rank, train=True)
     met = [m.partners(rank) for number in range(len(graph.edges)) for m in meetings_of(graph, number)]
     done = [(action.action.node, action.action.kind) for action in program.actions]
     model = chosen.model().modules_by_name

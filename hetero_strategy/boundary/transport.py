@@ -8,6 +8,7 @@ agree.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -163,11 +164,10 @@ class Transport:
 
     def free(self, number: int) -> None:
         """Let the buffers of a transfer go whose rows are known to have arrived (stream-ordered on CUDA)."""
-        for work, _ in self._sent.pop(number, ()):
-            work.wait()
-            if number in self._crosses:  # the stream that carried the rows has their memory again
-                with torch.cuda.stream(self._carries):
-                    work.wait()
+        # The stream that carries rows has their memory again.
+        with torch.cuda.stream(self._carries) if number in self._crosses else nullcontext():
+            for work, _ in self._sent.pop(number, ()):
+                work.wait()
 
     def drain(self) -> None:
         """Let all buffers go once they are sent."""

@@ -211,7 +211,7 @@ def test_microbatches_of_encoders_are_those_of_the_data_module() -> None:
 
 def test_why_no_candidate_runs_is_said() -> None:
     with pytest.raises(LayoutError, match=r"no candidate runs; the last one: .*islands"):
-        asked(ScheduleConfig(islands=3)).plan()
+        asked(ScheduleConfig(islands=5)).plan()
     for option in ("pieces", "prefetch", "max_in_flight"):
         with pytest.raises(ConfigError, match=rf"planner: {option} names \['lm'\]; the modules are vision, llm"):
             asked(ScheduleConfig(**{option: {"lm": 1}}))  # type: ignore[arg-type]
