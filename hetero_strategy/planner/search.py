@@ -140,6 +140,7 @@ class Planner:
         Raises:
             LayoutError: no candidate fits into memory, or none runs.
         """
+        self._why_none = None
         proposals, lean, model = self._proposed(), list[tuple[Proposal, Candidate]](), None
         if proposals and memory is not None:
             model = memory()
