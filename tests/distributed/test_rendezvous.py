@@ -40,12 +40,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
 
 def start_early(actions: int) -> None:
     """From now on receives start so many actions before the one that reads them."""
-    program = StepCompiler._program
+    program = StepCompiler.program
 
-    def moved(self: StepCompiler, plan: Any, rank: int, train: bool) -> StepProgram:
-        return ahead(program(self, plan, rank, train), actions)
+    def moved(self: StepCompiler, plan: Any, *, rank: int, train: bool) -> StepProgram:
+        return ahead(program(self, plan, rank=rank, train=train), actions)
 
-    StepCompiler._program = moved  # type: ignore[method-assign]
+    StepCompiler.program = moved  # type: ignore[method-assign]
 
 
 SOON = 2.0
