@@ -208,11 +208,12 @@ def refuse_what_plans_choose() -> None:
     Raises:
         ConfigError: naming it.
     """
+    ranks = "plans are for all ranks of cluster"
+    refused = {"trainer.devices": ranks, "trainer.num_nodes": ranks, "strategy.tp_bubbles": "plans do not choose it"}
     for override in cli.asked():
         name = override.lstrip("+~").partition("=")[0]
-        if name.split(".")[0] == "layout" or name in ("trainer.devices", "trainer.num_nodes", "strategy.tp_bubbles"):
-            why = "plans choose layouts" if name.startswith("layout") else "plans do not choose it"
-            why = "plans are for all ranks of cluster" if name.startswith("trainer") else why
+        why = "plans choose layouts" if name.split(".")[0] == "layout" else refused.get(name)
+        if why is not None:
             raise ConfigError(f"{name}: {why}; leave it out")
 
 

@@ -8,12 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_strategy.data.dataset_index import DatasetIndex
+from hetero_strategy.data.manifest import SHOWN
 from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import CausalLM
-
-SHOWN = 10
-"""Samples that one error names."""
 
 
 class Limits(NamedTuple):

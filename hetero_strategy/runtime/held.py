@@ -29,7 +29,10 @@ class _Rows:
 
     def leads_to(self, place: Place) -> bool:
         """Whether that step is the one for which this one computed."""
-        return self.place is not None and (*self.place[:1], self.place[1] + 1, self.following) == place
+        if self.place is None:
+            return False
+        epoch, step, _ = self.place
+        return place == (epoch, step + 1, self.following)
 
 
 class Held:

@@ -230,8 +230,9 @@ def _said(value: Any) -> str:
             return f"{value.dtype} {tuple(value.shape)}"
         case torch.Tensor() | np.ndarray():
             return f"{value.dtype} {value.tolist()}"
-    own = {one.name: getattr(value, one.name) for one in fields(value)} if is_dataclass(value) else None
-    holds: Any = own if own is not None else value.to_dict() if hasattr(value, "to_dict") else {}
+    holds: dict[str, Any] = value.to_dict() if hasattr(value, "to_dict") else {}
+    if is_dataclass(value):
+        holds = {one.name: getattr(value, one.name) for one in fields(value)}
     return f"{type(value).__qualname__}({_said({key: held for key, held in holds.items() if key[:1] != '_'})})"
 
 
