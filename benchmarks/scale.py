@@ -6,7 +6,7 @@ holds, from its stages on the meta device. A rank's figures are those of the bus
 language model. Bytes are those handed to the backend; its own algorithms may send more.
 
   groups       process groups made on CUDA, and those that a rank is in; two of all ranks are on the host
-  connect      ranks that a rank meets before the first step, one number each way, hops and edges counted apart
+  connect      messages of one number before the first step, to each rank to which it may send rows or gradients
   weights      read by a rank from folders in bf16
   rows         messages along edges and between stages in a step, in bf16
   gathers      shards handed to all-gathers in a step, in bf16
@@ -49,7 +49,7 @@ MICROBATCHES = 16
 Stages = Mapping[StageId, Adapter]
 PER_RANK = (
     ("start", "groups", "groups"),
-    ("start", "connect", "partners"),
+    ("start", "connect", "messages"),
     ("start", "weights", "bytes"),
     ("step", "rows", "messages"),
     ("step", "rows", "bytes"),
@@ -108,7 +108,8 @@ def of_rank(chosen: Setting, rank: int, sets: Sequence[Sequence[int]], step: Ste
     """Figures of one rank, by the last two of :data:`PER_RANK`, joined by a blank."""
     plan, graph, layouts = chosen.blueprint, chosen.blueprint.graph, chosen.blueprint.layouts
     program = StepCompiler(graph, plan.costs, chosen.scheduling).program(step, rank=rank, train=True)
-    met = [m.partners(rank) for number in range(len(graph.edges)) for m in meetings_of(graph, number)]
+    ways = [hops for number in range(len(graph.edges)) for hops in meetings_of(graph, number).values()]
+    met = [meetings.peers(rank) for hops in ways for meetings in hops]
     done = [(action.action.node, action.action.kind) for action in program.actions]
     model = chosen.model().modules_by_name
     widths = [model[t.module].hidden_width if s.module == t.module else model[s.module].width for s, t in graph.edges]
@@ -125,7 +126,7 @@ def of_rank(chosen: Setting, rank: int, sets: Sequence[Sequence[int]], step: Ste
         plan_bytes = len(pickle.dumps((inventory.digest, coordinates)))
     return {
         "groups groups": sum(rank in ranks for ranks in sets),
-        "connect partners": sum(map(len, met)),
+        "connect messages": sum(map(len, met)),
         "weights bytes": weights,
         "rows messages": sum(len(hop.sends) for _, hop in hops),
         "rows bytes": sum(hop.rows_sent * widths[edge] * COMPUTE.itemsize for edge, hop in hops),
@@ -161,7 +162,7 @@ def measure(chosen: Setting) -> dict[str, Any]:
     step = chosen.plan(0)
     ranks = [of_rank(chosen, rank, sets, step) for rank in first]
     most = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
-    every = {"groups groups": len(sets), "connect partners": 2 * connections(graph)}
+    every = {"groups groups": len(sets), "connect messages": connections(graph)}
     every["plan bytes"] = chosen.world // len(first) * sum(rank["plan bytes"] for rank in ranks)
     every["inventory bytes"] = sum(rank["inventory bytes"] for rank in ranks)  # each stage has its own
     return {"world": chosen.world, "rank": most, "all": every}

@@ -83,7 +83,7 @@ def _network_line(groups: dict[str, int], pairs: int) -> str:
     """What ranks made before the first step."""
     kinds = ", ".join(f"{count} for {kind}" for kind, count in groups.items())
     most = f"most {sum(groups.values())} process groups on a rank ({kinds})"
-    return f"{most}, {pairs} pairs of ranks joined at start (hops and edges apart)"
+    return f"{most}, {pairs} pairs of ranks joined at start (hops, directions and edges apart)"
 
 
 PARTS = {

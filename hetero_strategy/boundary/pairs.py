@@ -10,30 +10,34 @@ from jaxtyping import Int64
 
 @dataclass(frozen=True)
 class Meetings:
-    """Sets of global ranks: each rank in a row of ``one`` may exchange rows with each in the same row of ``other``."""
+    """Sets of global ranks: each in a row of ``sources`` may send to every other one in the same row of ``targets``.
 
-    one: Int64[np.ndarray, "sets ranks"]
-    other: Int64[np.ndarray, "sets other_ranks"]
+    Sets of one side have no rank in common.
+    """
+
+    sources: Int64[np.ndarray, "sets ranks"]
+    targets: Int64[np.ndarray, "sets other_ranks"]
 
     def __bool__(self) -> bool:
         """Whether any two different ranks meet."""
-        return self.one.shape[1] > 1 or self.other.shape[1] > 1 or bool((self.one != self.other).any())
+        return self.sources.shape[1] > 1 or self.targets.shape[1] > 1 or bool((self.sources != self.targets).any())
 
     @property
     def ranks(self) -> list[int]:
         """All of them, ascending."""
-        return [int(rank) for rank in np.union1d(self.one, self.other)]
+        return [int(rank) for rank in np.union1d(self.sources, self.targets)]
 
-    def partners(self, rank: int) -> set[int]:
-        """Whom a rank meets."""
-        met = [b[(a == rank).any(axis=1)].ravel() for a, b in ((self.one, self.other), (self.other, self.one))]
-        return {int(other) for other in np.concatenate(met)} - {rank}
+    @property
+    def back(self) -> Meetings:
+        """The other way round."""
+        return Meetings(self.targets, self.sources)
+
+    def peers(self, rank: int) -> set[int]:
+        """To whom a rank may send."""
+        return {int(other) for other in self.targets[(self.sources == rank).any(axis=1)].ravel()} - {rank}
 
     @property
     def count(self) -> int:
-        """Number of pairs of different ranks, counted in each set; sets of one side have no rank in common."""
-        pairs = 0
-        for one, other in zip(self.one, self.other, strict=True):
-            both = len(np.intersect1d(one, other))
-            pairs += len(one) * len(other) - both - both * (both - 1) // 2
-        return pairs
+        """Number of pairs of a rank and one to which it may send."""
+        both = sum(len(np.intersect1d(one, other)) for one, other in zip(self.sources, self.targets, strict=True))
+        return self.sources.size * self.targets.shape[1] - both

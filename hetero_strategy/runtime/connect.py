@@ -36,13 +36,12 @@ def connect(graph: StageGraph, channels: Mapping[tuple[int, bool], Channel], ran
     """
     partners: set[int] = set()
     for number in range(len(graph.edges)):
-        if (number, False) not in channels:
-            continue
-        there, back = channels[number, False], channels[number, True]
-        ways = ((there.group, 2 * there.tag), (there.second, 2 * there.tag + 1), (back.second, 2 * back.tag + 1))
-        for (group, tag), meetings in zip(ways, meetings_of(graph, number), strict=True):
-            if group is not None:
-                partners |= _meet(group, tag, meetings, rank, there.device)
+        for back, meetings in meetings_of(graph, number).items():
+            if (channel := channels.get((number, back))) is None:
+                continue
+            for wire, met in zip(channel.hops, meetings, strict=True):
+                if wire.group is not None:
+                    partners |= _meet(wire.group, wire.tag, met, rank, channel.device)
     if rank == 0 and len(partners) > MANY:
         log.warning(
             "rank 0 exchanges rows with %d others, since balancing may send them between any two instances;"
@@ -52,22 +51,23 @@ def connect(graph: StageGraph, channels: Mapping[tuple[int, bool], Channel], ran
 
 
 def connections(graph: StageGraph) -> int:
-    """Pairs of ranks that the connect phase joins in the whole world, hops and edges counted apart."""
-    return sum(meetings.count for number in range(len(graph.edges)) for meetings in meetings_of(graph, number))
+    """Pairs of a rank and one to which it may send in the whole world; hops, directions and edges counted apart."""
+    ways = [meetings for number in range(len(graph.edges)) for meetings in meetings_of(graph, number).values()]
+    return sum(meetings.count for meetings in chain.from_iterable(ways))
 
 
-def channel_sets(graph: StageGraph, number: int) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
-    """Ranks between which an edge's rows travel: in its first hop, and in the second hops of rows and of gradients.
+def channel_sets(graph: StageGraph, number: int) -> dict[bool, tuple[frozenset[int], frozenset[int]]]:
+    """Ranks between which an edge's rows travel (False), and their gradients where there are any (True), in each hop.
 
     Edges between cohorts of the same two stages share them. A hop in which no two ranks meet has no ranks: rows that
     stay where they are, and the second one of a stage whose ranks have no row in common.
     """
-    alike = [n for n, first in enumerate(graph.firsts) if first == graph.firsts[number]]
-    first, rows, gradients = (
-        frozenset(rank for meetings in hop if meetings for rank in meetings.ranks)
-        for hop in zip(*(meetings_of(graph, n) for n in alike), strict=True)
-    )
-    return first, rows, gradients
+    alike = [meetings_of(graph, n) for n, first in enumerate(graph.firsts) if first == graph.firsts[number]]
+
+    def ranks(back: bool, hop: int) -> frozenset[int]:
+        return frozenset(rank for ways in alike if ways[back][hop] for rank in ways[back][hop].ranks)
+
+    return {back: (ranks(back, 0), ranks(back, 1)) for back in alike[0]}
 
 
 def process_groups(
@@ -89,8 +89,8 @@ def process_groups(
     alone = [(rank,) for rank in everyone]
     sets = [ranks for ranks in rank_sets(placement, owners) if len(ranks) > 1]
     modules = list(dict.fromkeys([everyone, *sets, *alone]))
-    channels = [tuple(sorted(s)) for number in sorted({*graph.firsts}) for s in channel_sets(graph, number)]
-    edges = [ranks for ranks in channels if len(ranks) > 1]
+    ways = [hops for number in sorted({*graph.firsts}) for hops in channel_sets(graph, number).values()]
+    edges = [tuple(sorted(ranks)) for ranks in chain.from_iterable(ways) if ranks]
     if device_type != "cuda":
         edges = [ranks for ranks in dict.fromkeys(edges) if ranks not in set(modules)]
     return {"modules": modules, "edges": edges, "host": [everyone, everyone]}
@@ -103,8 +103,9 @@ def most_groups(made: Mapping[str, Sequence[tuple[int, ...]]]) -> dict[str, int]
     return {kind: count[rank] for kind, count in joined.items()}
 
 
-def meetings_of(graph: StageGraph, number: int) -> tuple[Meetings, Meetings, Meetings]:
-    """Of an edge: its first hop, and the second hops of rows and of gradients, among the ranks that get the same rows.
+def meetings_of(graph: StageGraph, number: int) -> dict[bool, tuple[Meetings, Meetings]]:
+    """Of an edge, for its rows (False) and their gradients where there are any (True): who meets in the first hop, and
+    in the second one, among the ranks that get the same rows.
 
     Between stages of a module rows keep their instance and their part of it. Between modules any instance may send to
     any other of its island: balancing decides that anew in every step.
@@ -116,22 +117,19 @@ def meetings_of(graph: StageGraph, number: int) -> tuple[Meetings, Meetings, Mee
     else:
         first = Meetings(source.of_islands, target.of_islands)
     there, back = (stage.row_sharding.rank_sets(stage.grid) for stage in (target, source))
-    return first, Meetings(there, there), Meetings(back, back)
+    rows, gradients = (first, Meetings(there, there)), (first.back, Meetings(back, back))
+    return {False: rows, True: gradients} if source.backward else {False: rows}
 
 
 def _meet(group: dist.ProcessGroup, tag: int, meetings: Meetings, rank: int, device: torch.device) -> set[int]:
-    """One message each way between this rank and each of its partners, who are returned."""
-    partners = meetings.partners(rank)
+    """One message to each rank to which this one may send, and from each that may send to it; returns all these."""
+    to, of = meetings.peers(rank), meetings.back.peers(rank)
     for partner in rounds(meetings.ranks, rank):
-        if partner not in partners:
-            continue
-        ops = [
-            dist.P2POp(way, torch.zeros(1, device=device), partner, group, tag)
-            for way in ((dist.isend, dist.irecv) if rank < partner else (dist.irecv, dist.isend))
-        ]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-    return partners
+        if ways := [way for way, there in ((dist.isend, to), (dist.irecv, of)) if partner in there]:
+            ops = [dist.P2POp(way, torch.zeros(1, device=device), partner, group, tag) for way in ways]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+    return to | of
 
 
 def rounds(ranks: Sequence[int], rank: int) -> Iterator[int]:

@@ -203,19 +203,18 @@ def _channels(
 ) -> dict[tuple[int, bool], Channel]:
     """(edge, whether backward) -> where this rank's rows travel.
 
-    Both directions of an edge share the first hop's group, since all ranks start transfers in one order; edges between
-    cohorts of the same two stages share all. What replicas pass on among themselves travels in a group of theirs.
+    Each direction of an edge, and what replicas pass on among themselves, has a group of its own, so that neither waits
+    for the other; edges between cohorts of the same two stages share them.
     """
     channels = {}
-    groups: dict[int, tuple[dist.ProcessGroup | None, list[dist.ProcessGroup | None]]] = {}
+    groups: dict[int, dict[bool, list[dist.ProcessGroup | None]]] = {}
     for number, (edge, alike) in enumerate(zip(graph.edges, graph.firsts, strict=True)):
         if alike not in groups:
-            ranks, *replicas = channel_sets(graph, number)
-            groups[alike] = registry.channel(ranks), [registry.channel(needed) for needed in replicas]
-        first, second = groups[alike]
+            hops = channel_sets(graph, number)
+            groups[alike] = {back: [registry.channel(ranks) for ranks in sets] for back, sets in hops.items()}
         if any(rank in graph.stages[node].ranks for node in edge):
-            for back in (False, True):
-                channels[number, back] = Channel(first, second[back], 2 * number + back, *rows[number], device)
+            for back, (first, second) in groups[alike].items():
+                channels[number, back] = Channel(first, second, 2 * number + back, *rows[number], device)
     return channels
 
 

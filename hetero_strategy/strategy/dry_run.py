@@ -86,7 +86,7 @@ class BuiltRank:
     channels: int
     """Groups of its own for rows, which NCCL needs beside these."""
     connections: int
-    """Ranks that it meets at start, edges and hops counted apart."""
+    """Ranks to which it may send and sends at start; edges, directions and hops counted apart."""
     pieces: int
     """Tensors of the model of which it brings a piece to a checkpoint."""
     programs: tuple[StepProgram, ...]
@@ -261,14 +261,13 @@ def _built(
     coverage.add(rank, tuple(s for s in stages if s.module in executor.modules), tensors, pieces)
     programs = tuple(step.of(rank) for step in steps)
     ahead = max((_ahead_rows(executor, step.plan) for step in steps), default=0)
-    meetings = [
-        m for number in range(len(executor.compiler.graph.edges)) for m in meetings_of(executor.compiler.graph, number)
-    ]
+    graph = executor.compiler.graph
+    peers = _peers(graph, rank)
     groups = [ranks for ranks in made.registry.created[1:] if rank in ranks]
     channels = {
-        (executor.compiler.graph.firsts[edge], place)
+        (graph.firsts[edge], back, hop)
         for (edge, back), channel in executor.channels.items()
-        for place, group in ((-1, channel.group), (back, channel.second))
+        for hop, group in enumerate((channel.group, channel.second))
         if group is not None
     }
     return BuiltRank(
@@ -280,7 +279,7 @@ def _built(
         tensors={name: tuple(local(tensor).shape) for name, tensor in tensors.items()},
         groups=len(groups),
         channels=len(channels),
-        connections=sum(len(m.partners(rank)) for m in meetings),
+        connections=sum(len(sent_to) for hops in peers.values() for sent_to, _ in hops),
         pieces=len(pieces),
         programs=programs,
         sent=tuple(sent(rank, program, executor.row_bytes, ranks_per_node) for program in programs),
@@ -348,9 +347,18 @@ def _held_rows(program: StepProgram, graph: StageGraph, row_bytes: Sequence[int]
     return most
 
 
+def _peers(graph: StageGraph, rank: int) -> dict[tuple[int, bool], list[tuple[set[int], set[int]]]]:
+    """(edge, whether backward) -> for each hop, to whom a rank may send at start, and who may send to it."""
+    return {
+        (number, back): [(meetings.peers(rank), meetings.back.peers(rank)) for meetings in hops]
+        for number in range(len(graph.edges))
+        for back, hops in meetings_of(graph, number).items()
+    }
+
+
 def _program_faults(rank: int, steps: Sequence[_Programs], graph: StageGraph) -> Iterator[Fault]:
     """Of a rank's programs: rows that are missing, messages that do not fit, peers that it does not meet at start."""
-    partners = [[m.partners(rank) for m in meetings_of(graph, number)] for number in range(len(graph.edges))]
+    met = _peers(graph, rank)
     for step in steps:
         program = step.of(rank)
         for stage, message in program_faults(step.plan, step.schedule, rank, program, step.of):
@@ -358,9 +366,10 @@ def _program_faults(rank: int, steps: Sequence[_Programs], graph: StageGraph) ->
         strangers = {
             (one.edge, peer)
             for one in program.transfers
-            for hop, met in ((one.transfer.first, 0), (one.transfer.second, 1 + one.backward))
-            for peer, _ in (*hop.sends, *hop.receives)
-            if peer not in partners[one.edge][met]
+            for hop, peers in zip((one.transfer.first, one.transfer.second), met[one.edge, one.backward], strict=True)
+            for messages, known in zip((hop.sends, hop.receives), peers, strict=True)
+            for peer, _ in messages
+            if peer not in known
         }
         for edge, peer in sorted(strangers):
             source, target = graph.edges[edge]

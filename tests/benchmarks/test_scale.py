@@ -37,7 +37,7 @@ class Counted:
     def batch_isend_irecv(self, ops: list[dist.P2POp]) -> Any:
         sent = [op.tensor.nbytes for op in ops if op.op is dist.isend]
         if self.phase == "connect":
-            self.found["connect partners"] += len(sent)
+            self.found["connect messages"] += len(sent)
         else:
             self.found["rows messages"] += len(sent)
             self.found["rows bytes"] += sum(sent)
@@ -107,4 +107,4 @@ def test_what_is_counted_is_what_is_sent(pool: Pool, tmp_path: Path) -> None:
                 assert inventory == 0
             del counted["inventory bytes"]
             assert counted == found, rank
-    assert 2 * connections(graph) == sum(rank["connect partners"] for rank in ranks)
+    assert connections(graph) == sum(rank["connect messages"] for rank in ranks)

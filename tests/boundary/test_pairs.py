@@ -18,17 +18,18 @@ def grids(draw: st.DrawFn) -> np.ndarray:
     return np.array(ranks).reshape(instances, size)
 
 
-def plain(meetings: Meetings) -> set[frozenset[int]]:
-    rows = zip(meetings.one.tolist(), meetings.other.tolist(), strict=True)
-    return {frozenset(pair) for one, other in rows for pair in product(one, other) if len(set(pair)) == 2}
+def plain(meetings: Meetings) -> set[tuple[int, int]]:
+    rows = zip(meetings.sources.tolist(), meetings.targets.tolist(), strict=True)
+    return {(a, b) for source, target in rows for a, b in product(source, target) if a != b}
 
 
 @given(source=grids(), target=grids())
-def test_pairs_and_partners(source: np.ndarray, target: np.ndarray) -> None:
+def test_pairs_and_peers(source: np.ndarray, target: np.ndarray) -> None:
     between = Meetings(source.reshape(1, -1), target.reshape(1, -1))
-    assert plain(between) == {frozenset((a, b)) for a in source.flat for b in target.flat if a != b}
+    assert plain(between) == {(a, b) for a in source.flat for b in target.flat if a != b}
     for meetings in (between, Meetings(target, target)):
         expected = plain(meetings)
         assert meetings.count == len(expected)
         for rank in range(10):
-            assert meetings.partners(rank) == {r for pair in expected if rank in pair for r in pair} - {rank}
+            assert meetings.peers(rank) == {b for a, b in expected if a == rank}
+            assert meetings.back.peers(rank) == {a for a, b in expected if b == rank}

@@ -36,9 +36,8 @@ def unforgiving(kind: str, patience: float = PATIENCE) -> Iterator[None]:
             sends = op.op is dist.isend
             way = (me, op.peer) if sends else (op.peer, me)
             group = dist.get_process_group_ranks(op.group or dist.group.WORLD)
-            # NCCL knows no tags: both directions of an edge's first hop have one group, each second hop has its own.
-            own = op.tag // 4 if kind == "first message" and op.tag % 2 == 0 else -op.tag
-            place = (*way, tuple(group), own)
+            # NCCL knows no tags: each hop and direction of an edge has a group of its own.
+            place = (*way, tuple(group), op.tag)
             if (turn := before[sends, op.peer]) == len(rounds):
                 rounds.append([])
             rounds[turn].append((place, counted[place], sends))

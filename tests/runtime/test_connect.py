@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -39,24 +40,24 @@ def setting_of(name: str) -> Setting:
 def test_a_hop_has_a_group_if_and_only_if_it_has_messages(name: str) -> None:
     setting = setting_of(name)
     graph = setting.blueprint.graph
-    used: set[tuple[int, int]] = set()
+    used: set[tuple[int, bool, int]] = set()
     for seed in range(2):
         plan, _, _, schedule = planned(setting, seed)
         for rank in range(setting.world):
             for transfer in compile_step(plan, schedule, rank).transfers:
                 for hop, messages in enumerate((transfer.transfer.first, transfer.transfer.second)):
                     if messages.sends or messages.receives:
-                        sets = channel_sets(graph, transfer.edge)
-                        place = hop and 1 + transfer.backward
+                        sets = channel_sets(graph, transfer.edge)[transfer.backward]
                         peers = [peer for peer, _ in (*messages.sends, *messages.receives)]
-                        assert {rank, *peers} <= sets[place]
-                        used.add((graph.firsts[transfer.edge], place))
-    number = range(len(graph.edges))
-    assert used == {(graph.firsts[n], place) for n in number for place in range(3) if channel_sets(graph, n)[place]}
+                        assert {rank, *peers} <= sets[hop]
+                        used.add((graph.firsts[transfer.edge], transfer.backward, hop))
+    sets_of = {first: channel_sets(graph, number) for number, first in enumerate(graph.firsts)}
+    ways = [(first, back, hops) for first, sets in sets_of.items() for back, hops in sets.items()]
+    assert used == {(first, back, hop) for first, back, hops in ways for hop, ranks in enumerate(hops) if ranks}
 
 
 def test_how_many_groups_a_rank_of_a_sequence_parallel_pipeline_is_in() -> None:
-    """One for each neighbouring stage; those of the first stage and of the encoder's, one more between them."""
+    """One each way for each neighbouring stage; those of the first stage and of the encoder's, as many between them."""
     setting = setting_of("sequence parallel")
     graph, placement = setting.blueprint.graph, setting.placement
     edges = process_groups(placement, graph, (), "cuda")["edges"]
@@ -64,7 +65,8 @@ def test_how_many_groups_a_rank_of_a_sequence_parallel_pipeline_is_in() -> None:
     of_stage = {
         rank: node.stage for node, stage in graph.stages.items() if node.module == "llm" for rank in stage.ranks
     }
-    assert [counted[rank] for rank in range(8)] == [1 + (1 if of_stage[rank] in (0, 3) else 2) for rank in range(8)]
+    ends = [of_stage[rank] in (0, 3) for rank in range(8)]
+    assert [counted[rank] for rank in range(8)] == [2 + (2 if end else 4) for end in ends]
 
 
 def test_stages_of_one_module_keep_their_instance() -> None:
@@ -72,13 +74,14 @@ def test_stages_of_one_module_keep_their_instance() -> None:
         grids, sharding = (np.array([[0, 1], [2, 3]]), np.array([[4, 5], [6, 7]])), RowSharding(parts)
         stages = {StageId("llm", n): Stage(grid, True, True, row_sharding=sharding) for n, grid in enumerate(grids)}
         graph = StageGraph(stages, ((StageId("llm", 0), StageId("llm", 1)),), {})
-        assert meetings_of(graph, 0)[0].partners(1) == met
+        assert meetings_of(graph, 0)[False][0].peers(1) == met
+        assert meetings_of(graph, 0)[True][0].peers(5) == {1} if parts == 2 else {0, 1}
 
 
 def test_whether_ranks_meet() -> None:
     for name in SETTINGS:
         graph = setting_of(name).blueprint.graph
         for number in range(len(graph.edges)):
-            for meetings in meetings_of(graph, number):
+            for meetings in itertools.chain(*meetings_of(graph, number).values()):
                 assert bool(meetings) == (meetings.count > 0)
-                assert np.unique(meetings.one[0]).size == meetings.one.shape[1]
+                assert np.unique(meetings.sources[0]).size == meetings.sources.shape[1]

@@ -253,8 +253,8 @@ def test_parts_that_make_up_no_tensor_are_found() -> None:
 def test_peers_that_do_not_meet_at_start_are_found() -> None:
     from hetero_strategy.boundary.pairs import Meetings
 
-    right = Meetings.partners
-    with patch.object(Meetings, "partners", lambda self, rank: right(self, rank) - {3}):
+    right = Meetings.peers
+    with patch.object(Meetings, "peers", lambda self, rank: right(self, rank) - {3}):
         found = dry(SMALL)
     assert found.faults and {f.check for f in found.faults} == {"connect"}
     assert all("with rank 3, which it does not meet" in f.message for f in found.faults)
