@@ -57,7 +57,7 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
         ran[fqn] = [x for x in leaves if empty or not x.numel()]
 
     def join(stage: Adapter, given: Any, made: Any) -> Any:
-        if not torch.is_grad_enabled() or not applies():
+        if not applies():
             return None
         if missing := [fqn for fqn in units if fqn not in ran]:
             raise ModelError(
@@ -66,7 +66,7 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
                 " in every forward, with no rows where there are no items, or set reshard_after_forward='never'"
             )
         rows = made.loss_sum if isinstance(made, LossOutput) else made
-        if not isinstance(rows, Tensor):
+        if not isinstance(rows, Tensor) or not torch.is_grad_enabled():
             return None
         others = [x for found in ran.values() for x in found]
         # FSDP sees the end of a forward by its output, so that follows from something that trains.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities import rank_zero_warn
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
 from torch.optim import Optimizer
 
@@ -59,12 +59,15 @@ class OwnCheckpoints(WorldCollectives):
         self.state.save(checkpoint, Path(self.broadcast(os.fspath(filepath))))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Fill owned tensors in place, from any layout; returns the rest of Lightning's checkpoint."""
+        """Fill owned tensors in place, from any layout; returns the rest of Lightning's checkpoint.
+
+        Optimizers are filled to train on, and not by an evaluation, which may come after a ``fit`` that made them.
+        """
         assert self.lightning_module is not None
         torch.cuda.empty_cache()
         return self.state.load(
             Path(self.broadcast(os.fspath(checkpoint_path))),
-            self.optimizers,
+            self.optimizers if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else [],
             self.state.rest_of(self.lightning_module),
             strict=self.lightning_module.strict_loading,
             verify=self._verify,

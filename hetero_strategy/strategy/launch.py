@@ -27,6 +27,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher, _WorkerOutput
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.call import _interrupt
+from lightning.pytorch.trainer.states import TrainerFn
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading.datamodule import MultimodalDataModule
@@ -271,7 +272,8 @@ def stop_together(trainer: Trainer, stop: Stop) -> None:
     connector = trainer._signal_connector
     stop.asked = stop.agreed = stop.requeue = stop.requeue_agreed = False
     # A checkpoint has no gradients, so no run ends between batches whose gradients are added up.
-    stop.may = may = lambda: not trainer.training or not trainer.fit_loop.epoch_loop._should_accumulate()
+    fitting, batches = TrainerFn.FITTING, trainer.fit_loop.epoch_loop
+    stop.may = may = lambda: trainer.state.fn != fitting or not batches._should_accumulate()
     stop.tell = lambda: setattr(connector, "received_sigterm", True)
 
     def told(signum: Any, frame: Any) -> None:
@@ -291,7 +293,7 @@ def stop_together(trainer: Trainer, stop: Stop) -> None:
     vars(connector)["_sigterm_notifier_fn"] = told
     if trainer.world_size > 1:  # else Lightning has no such moment between batches, and its handlers wait for nobody
         vars(connector)["_slurm_sigusr_handler_fn"] = told_to_requeue
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = between_batches  # type: ignore[method-assign]
+    batches._broadcast_sigterm_tensor = between_batches  # type: ignore[method-assign]
 
 
 def end_together(error: BaseException, rank: int, launcher: _Launcher | None, told_to_end: bool) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
     WeightAveraging,
 )
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.utils.data import DataLoader, RandomSampler
 
 from hetero_strategy.errors import ConfigError
@@ -25,12 +26,18 @@ CALLBACKS: dict[type, str] = {
 }
 
 
-def check_callbacks(trainer: Trainer) -> None:
-    """Refuse callbacks that need the whole model.
+def check_plugins(trainer: Trainer) -> None:
+    """Refuse callbacks that need the whole model, and a plugin that would write checkpoints.
 
     Raises:
-        ConfigError: naming the callback, why, and what to do.
+        ConfigError: naming the callback or plugin, why, and what to do.
     """
+    plugin = trainer.strategy._checkpoint_io
+    if plugin is not None and type(plugin) is not TorchCheckpointIO:  # which Lightning makes by itself
+        raise ConfigError(
+            f"HeteroStrategy: the plugin {type(plugin).__name__} would write nothing, as every rank writes its part of"
+            " a checkpoint itself; leave it out (HeteroStrategy(async_checkpoint=True) saves in the background)"
+        )
     callbacks = cast(list[Any], trainer.callbacks)  # type: ignore[attr-defined]
     for callback in callbacks:
         for kind, why in CALLBACKS.items():

@@ -64,7 +64,7 @@ from hetero_strategy.strategy.launch import (
     stop_together,
 )
 from hetero_strategy.strategy.precision import check_trainable, kept, seed_scale, stand_in, storage_of
-from hetero_strategy.strategy.refusals import check_callbacks, check_dataloader, without_inference_mode
+from hetero_strategy.strategy.refusals import check_dataloader, check_plugins, without_inference_mode
 from hetero_strategy.strategy.row_caches import RowCaches
 from hetero_strategy.strategy.zeroing import about_to_zero_gradients
 
@@ -271,7 +271,7 @@ class HeteroStrategy(OwnCheckpoints):
     def setup_environment(self) -> None:
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
-            check_callbacks(trainer)
+            check_plugins(trainer)
             check_trainable(self.precision_plugin, fit=trainer.state.fn == TrainerFn.FITTING)
             stop_together(trainer, self._stop)
             # A sampler put in by Lightning shuffles training data even where it is not to be shuffled.
@@ -385,8 +385,8 @@ class HeteroStrategy(OwnCheckpoints):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """A :class:`Batch` stays on the host: each microbatch's part goes to the device just before it is computed."""
-        if isinstance(batch, Batch):
-            return batch
+        if isinstance(batch, Batch) and self.lightning_module is not None:
+            return self.lightning_module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def process_dataloader(self, dataloader: object) -> object:
