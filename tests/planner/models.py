@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata
 from hetero_strategy.planner.cluster import Cluster, Device, NodePool
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
 from hetero_strategy.simulator.links import Links
 
-few_simulations = pytest.mark.parametrize("simulations", [8, pytest.param(24, marks=pytest.mark.full)])
+SIMULATIONS = 8
 """How many candidates are simulated: where the best is known, a third of what people get finds it too."""
 DEVICE = Device("test", 1e12, 4e9, 1e11, 0.5, 0.4, 1e-5)
 

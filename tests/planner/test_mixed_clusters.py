@@ -21,7 +21,7 @@ from hetero_strategy.planner.memory import MemoryModel
 from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.space import compositions, degrees, partitions, place_groups
 from hetero_strategy.simulator.links import Links
-from tests.planner.models import DEVICE, batch, few_simulations, model
+from tests.planner.models import DEVICE, SIMULATIONS, batch, model
 from tests.planner.test_hardware import CONF
 from tests.planner.test_memory import FP32, OF, TEXT
 
@@ -95,13 +95,12 @@ def test_no_placement_is_faster(encoder: tuple[int, int], llm: tuple[int, int], 
     assert made.plan().best.seconds <= 1.01 * best
 
 
-@few_simulations
 @pytest.mark.parametrize("weak_first", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_the_encoder_takes_the_weak_pool_and_all_else_is_slower(weak_first: bool, simulations: int) -> None:
+def test_the_encoder_takes_the_weak_pool_and_all_else_is_slower(weak_first: bool) -> None:
     """The language model would be as slow as the weak devices where it had one of them."""
     nodes = [(1, 2, 1.0), (1, 2, 0.5)]
     on = mixed(*(nodes[::-1] if weak_first else nodes))
-    made = planner((4, 256), (8, 512), on, 16, simulations)
+    made = planner((4, 256), (8, 512), on, 16, SIMULATIONS)
     best = made.plan().best
     weak = 0 if weak_first else 1
     assert on.pools_of(best.candidate.layouts["vision"].ranks) == (weak,)
@@ -122,15 +121,14 @@ def test_a_pool_that_only_holds_others_up_is_left_idle() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("simulations", [4, pytest.param(24, marks=pytest.mark.timeout(600))])
-def test_on_many_ranks_borders_are_those_of_pools_where_that_is_best(simulations: int) -> None:
+def test_on_many_ranks_borders_are_those_of_pools_where_that_is_best() -> None:
     """Devices of half the speed would be left idle: one layout on the strong ones, gathered once, is faster then."""
     on = mixed((3, 8, 1.0), (2, 4, 0.7))
-    made = planner((4, 256), (16, 512), on, 96, simulations)
+    made = planner((4, 256), (16, 512), on, 96, 4)
     answer = made.plan()
     assert on.pools_of(answer.best.candidate.layouts["vision"].ranks) == (1,)
     assert on.pools_of(answer.best.candidate.layouts["llm"].ranks) == (0,)
-    strong = planner((4, 256), (16, 512), mixed((3, 8, 1.0)), 96, simulations).plan()
+    strong = planner((4, 256), (16, 512), mixed((3, 8, 1.0)), 96, 4).plan()
     assert answer.best.seconds < strong.best.seconds
     where = {on.pools_of(r) for p in made.proposer.proposals() for r in p.ranks}
     assert where == {(0,), (1,), (0, 1)}
@@ -151,10 +149,9 @@ def test_tensor_parallelism_crosses_no_node_of_any_pool(monkeypatch: pytest.Monk
 
 
 @pytest.mark.full
-@few_simulations
-def test_one_more_node_is_of_its_pool_and_never_buys_less_than_nothing(simulations: int) -> None:
+def test_one_more_node_is_of_its_pool_and_never_buys_less_than_nothing() -> None:
     on = mixed((1, 2, 1.0), (1, 1, 0.5))
-    made = planner((4, 384), (6, 512), on, simulations=simulations)
+    made = planner((4, 384), (6, 512), on, simulations=SIMULATIONS)
     best, more = made.plan().best, dict[int, float]()
     for pool, ranks in ((0, 5), (1, 4)):
         bigger = made.with_node(pool, 4)

@@ -28,7 +28,7 @@ from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import Degrees, compositions, degrees, idle_places, partitions, places
 from hetero_strategy.planner.turns import BEHIND, hopeless, promising
 from hetero_strategy.planner.variants import Allowed
-from tests.planner.models import batch, cluster, few_simulations, model, module
+from tests.planner.models import SIMULATIONS, batch, cluster, model, module
 from tests.planner.test_memory import FP32, OF, TEXT
 
 PLAIN = BalanceConfig(reorder="none")
@@ -146,9 +146,8 @@ def test_proposals_are_ranked_much_as_simulation_ranks_them(monkeypatch: pytest.
     assert np.median(np.abs(both[:, 0] / both[:, 1] - 1)) < 0.1
 
 
-@few_simulations
-def test_a_small_encoder_stays_with_the_language_model(simulations: int) -> None:
-    answer = planner(model((2, 64), (8, 512)), 4, 32, simulations).plan()
+def test_a_small_encoder_stays_with_the_language_model() -> None:
+    answer = planner(model((2, 64), (8, 512)), 4, 32, SIMULATIONS).plan()
     assert is_homogeneous(answer.best.candidate)
     alike = answer.homogeneous()
     assert alike is not None
@@ -156,12 +155,11 @@ def test_a_small_encoder_stays_with_the_language_model(simulations: int) -> None
 
 
 @pytest.mark.full
-@few_simulations
-def test_the_best_is_never_slower_than_one_layout_for_all(simulations: int) -> None:
+def test_the_best_is_never_slower_than_one_layout_for_all() -> None:
     for seed in range(3):
         rng = np.random.default_rng(seed)
         encoder, llm = ((int(rng.integers(2, 6)), int(rng.choice([128, 256, 512]))) for _ in range(2))
-        answer = planner(model(encoder, llm, frozen=bool(seed % 2)), 4, 12, simulations).plan()
+        answer = planner(model(encoder, llm, frozen=bool(seed % 2)), 4, 12, SIMULATIONS).plan()
         alike = answer.homogeneous()
         assert alike is not None
         assert answer.best.seconds <= alike.seconds
