@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from hetero_strategy.strategy.dry_run import BuiltRank, DryRun, Fault
+from recipes import terminal
 
 CATEGORIES = ("parameters", "buffers", "gradients", "states", "gathered", "rows")
 COUNTS = ("groups", "channels", "meets", "pieces", "actions", "transfers", "MB in a node", "MB between nodes")
@@ -19,7 +19,7 @@ WIDTH = 110
 
 def report(found: DryRun) -> None:
     """Print a row for every set of ranks that host the same stages, of its rank with the most bytes; then faults."""
-    console = Console(highlight=False)
+    console = terminal.console()
     console.width = max(console.width, WIDTH)
     lanes: dict[int, list[BuiltRank]] = {}
     for one in found.ranks:
@@ -37,7 +37,7 @@ def report(found: DryRun) -> None:
     console.print(sizes, counts)
     console.print(f"{len(found.faults)} faults" if found.faults else "no faults")
     for fault in found.faults[:SHOWN]:
-        console.print(f"  {_where(fault)}: {fault.message}", markup=False, soft_wrap=True)
+        console.print(f"  {_where(fault)}: {fault.message}", soft_wrap=True)
     if len(found.faults) > SHOWN:
         console.print(f"  and {len(found.faults) - SHOWN} more")
 

@@ -20,10 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-
 from hetero_strategy.errors import CheckpointError, ConfigError, HeteroError
-from recipes import cli
+from recipes import cli, terminal
 
 STATE = "sweep.json"
 OUTPUT = "output.log"
@@ -142,7 +140,7 @@ def run(sweep: Sweep) -> HeteroError | None:
 
     if cli.external():
         raise ConfigError("a sweep starts the processes of its jobs itself; start it without torchrun or srun")
-    console, began = Console(highlight=False), time.monotonic()
+    console, began = terminal.console(), time.monotonic()
     os.environ.update(sweep.environment)
     with _alone(sweep.folder):
         console.print(f"sweep       {cli.near(sweep.folder)}, jobs: {len(sweep.jobs)}", soft_wrap=True)

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from hetero_strategy.errors import ConfigError, HeteroError, LayoutError
 from hetero_strategy.layout.placement import place
@@ -44,7 +45,7 @@ from hetero_strategy.profiling.cache import memory_model, profile_on
 from hetero_strategy.runtime.memory import size
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.dry_run import dry_run
-from recipes import build, cli
+from recipes import build, cli, terminal
 from recipes.dry_run import report
 from recipes.layout_file import train_with, write_layout
 from recipes.terminal import seconds
@@ -69,7 +70,7 @@ def plan(cfg: DictConfig) -> None:
         ran = Measured.read(cli.folder_of(asked) / "measured.json")
         cfg = cli.saved_configuration(cfg, asked)
     build.check_configuration(cfg, *OWN_FIELDS)
-    console = Console(highlight=False)
+    console = terminal.console()
     if "module" in cfg.data:
         build.write_data(cfg)
     make_model = build.model_maker(cfg)
@@ -148,10 +149,10 @@ def profiled(
     model: MultimodalModel, batches: Sequence[StepMetadata], cluster: Cluster, precision: Precision, console: Console
 ) -> tuple[Mapping[str, ModuleSeconds], Cluster]:
     """Seconds of all blocks, and the cluster with what else is measured; see :func:`profile_on`."""
-    with console.status("profile") as status:
+    with console.status(Text("profile")) as status:
 
         def tell(done: int, total: int, what: str) -> None:
-            status.update(f"profile {done + 1} of {total}: {what}")
+            status.update(Text(f"profile {done + 1} of {total}: {what}"))
 
         found, cluster = profile_on(cluster, model.train(), batches, DTYPES[precision.compute], tp=TP, progress=tell)
     fits = ", ".join(f"{module} {fit.median:.1%} (worst {fit.worst:.0%})" for module, fit in found.fits.items())
@@ -163,7 +164,7 @@ def build_all(model: MultimodalModel, step: Step, planner: Planner, console: Con
     """Build the plan at its full number of ranks, without them, and print what that finds."""
     cluster, placed = planner.evaluator.cluster, step.placed
     compute, master = (DTYPES[n] for n in (planner.evaluator.precision.compute, planner.evaluator.precision.master))
-    with console.status("dry run") as status:
+    with console.status(Text("dry run")) as status:
         found = dry_run(
             model,
             placed.scheduling.uncut(placed.placement.layouts),
@@ -179,7 +180,7 @@ def build_all(model: MultimodalModel, step: Step, planner: Planner, console: Con
             microbatch_rows=planner.estimates.given.microbatch_rows,
             storage=Storage(compute, master),
             memory=cluster.memory,
-            progress=lambda what: status.update(f"dry run: {what}"),
+            progress=lambda what: status.update(Text(f"dry run: {what}")),
         )
     report(found)
 
@@ -261,7 +262,7 @@ def search(
     limit: float = float("inf"),
 ) -> Answer:
     """Plan with a bar of progress, for so many seconds."""
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn(what, markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as progress:
         task = progress.add_task("", total=None)
 

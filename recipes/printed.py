@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_only
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.runtime.memory import size
-from recipes import cli
+from recipes import cli, terminal
 from recipes.better import lines as better_lines
 from recipes.terminal import blocks, loudness, picture
 
@@ -23,7 +22,7 @@ SOUNDS = (".wav", ".flac", ".ogg", ".mp3")
 @rank_zero_only
 def print_start(placed: Placement | None, folder: Path, checkpoint: Path | None) -> None:
     """Where every module lives, unless the planner says it later, and how to go on if the run is stopped."""
-    console = Console(highlight=False)
+    console = terminal.console()
     if placed is not None:
         console.print(_placement(placed.table(), f"{placed.world_size} processes", {}))
     console.print(f"run folder  {_short(folder)}" + (f"   from {_short(checkpoint)}" if checkpoint else ""))
@@ -33,7 +32,7 @@ def print_start(placed: Placement | None, folder: Path, checkpoint: Path | None)
 @rank_zero_only
 def print_report(report: dict[str, Any], folder: Path) -> None:
     """The report for a person."""
-    console = Console(highlight=False)
+    console = terminal.console()
     console.rule("examples")
     for example in report["examples"]:
         for file in map(Path, example["files"]):

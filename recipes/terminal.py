@@ -15,6 +15,11 @@ from rich.console import Console
 from hetero_strategy.loading.batch import Batch
 
 
+def console(**options: Any) -> Console:
+    """A terminal in which text is what it says: paths, commands and messages hold brackets and colons of their own."""
+    return Console(**options, highlight=False, markup=False, emoji=False)
+
+
 class ProgressBar(TQDMProgressBar):
     """Lightning's, with the numbers that matter and without the version of the logger."""
 
@@ -51,7 +56,7 @@ class GoesOn(L.Callback):
     def _say(self, step: int, epoch: int, samples: list[str]) -> None:
         shown = ", ".join([*samples[:3], *(["..."] if len(samples) > 3 else [])])
         where = f"at step {step} (epoch {epoch}), with samples {shown}"
-        Console(highlight=False).print(f"goes on     {where}", markup=False, soft_wrap=True)
+        console().print(f"goes on     {where}", soft_wrap=True)
 
 
 def picture(path: Path, columns: int, height: int = 16) -> str:

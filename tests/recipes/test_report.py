@@ -16,7 +16,7 @@ from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.measure import Spent
 from hetero_strategy.monitor.throughput import Totals
 from hetero_strategy.monitor.traffic import Traffic
-from recipes.printed import _balance_lines, _network_line, _spent_line
+from recipes.printed import _balance_lines, _network_line, _spent_line, print_report
 from recipes.report import _question, balance, throughput
 from tests import stock
 from tests.small_models import READING, reader
@@ -72,6 +72,18 @@ def test_says_only_what_is_known(seconds: float) -> None:
 def test_what_was_skipped_is_said() -> None:
     found = reported(BalanceSummary(5, {}, None, 0.0, None, None, None, 1.0, 3, 1))
     assert _balance_lines(found) == [("data", "5.0% of the time waiting, 3 samples skipped, 1 workers replaced")]
+
+
+def test_commands_are_printed_as_they_are_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    better = {f"{name}_seconds": 1.0 for name in ("predicted", "measured", "best")} | {"simulated": 3, "took": 2.0}
+    better |= {"layout": "better.yaml", "layouts": [], "command": "train model.freeze=[llm] layout=[/mnt/better.yaml]"}
+    report = {
+        "examples": [], "layouts": [], "processes": 1, "parameters": {}, "drawings": 0, "exact_match": None,
+        "checkpoint": "", "better": better, "resume": "train resume=[/mnt/run]",
+    }  # fmt: skip
+    print_report(report, tmp_path)
+    said = " ".join(capsys.readouterr().out.split())
+    assert better["command"] in said and "resume train resume=[/mnt/run]" in said
 
 
 def test_questions_are_shown_as_they_were_asked(small: Path, tmp_path: Path) -> None:

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import yaml
 from PIL import Image
-from rich.console import Console
 from wandb.proto.wandb_internal_pb2 import Record
 from wandb.wandb_agent import Agent
 
 from hetero_strategy.errors import ConfigError
-from recipes import build, cli, comparison, jobs, sweep
+from recipes import build, cli, comparison, jobs, sweep, terminal
 from tests.recipes.commands import ROOT, SMALL, wait_until_gone
 from tests.recipes.test_conf import compose
 
@@ -65,7 +64,7 @@ def test_table_and_picture_say_what_differed(compared: jobs.Sweep, capsys: pytes
     where = "vision 0; llm 0-1 dp_shard=2"
     assert rows[1] == ["1", "colocated", "1", "done", "0.500", "1.2500", "4,000", "20 s", "2", "test", where]
     assert rows[0][4] == "" and rows[2] == ["2", "colocated", "2", "failed", "", "", "", "3 s", "", "", ""]
-    comparison.show(compared, Console(width=100))
+    comparison.show(compared, terminal.console(width=100))
     said = capsys.readouterr().out
     assert "job 2 failed: layout=colocated lr=2, exit code 1: lr is $2, too | much" in said
     assert "job 0, 1: vision 0; llm 0-1 dp_shard=2" in said
@@ -74,6 +73,19 @@ def test_table_and_picture_say_what_differed(compared: jobs.Sweep, capsys: pytes
     assert "Job 2 failed: layout=colocated lr=2, exit code 1" in written[6]
     with Image.open(compared.folder / "sweep.png") as picture:
         assert picture.width > 900 and len(picture.convert("RGB").getcolors(10**6) or []) > 10
+
+
+def test_brackets_of_messages_and_settings_are_no_markup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs.cli, "external", lambda: False)
+    found = [job(number, f"model.freeze=[/{name}]", state="done") for number, name in enumerate(("llm", "audio"))]
+    made = jobs.prepare(tmp_path / "swept", "a/b", found)
+    assert jobs.run(made) is None
+    assert "[/llm]" in capsys.readouterr().out
+    made.jobs[1].state, made.jobs[1].message = "failed", "[/__w/pytorch/gloo/pair.cc:538] Connection closed"
+    comparison.show(made, terminal.console(width=200))
+    assert "job 1 failed: model.freeze=[/audio], exit code None: [/__w/pytorch/gloo/pair.cc" in capsys.readouterr().out
 
 
 def test_a_folder_goes_on_with_its_own_jobs_only(compared: jobs.Sweep) -> None:
