@@ -14,9 +14,7 @@ from hetero_strategy.layout.placement import Placement
 from hetero_strategy.runtime.memory import size
 from recipes import cli, terminal
 from recipes.better import lines as better_lines
-from recipes.terminal import blocks, loudness, picture
-
-SOUNDS = (".wav", ".flac", ".ogg", ".mp3")
+from recipes.terminal import blocks, shown
 
 
 @rank_zero_only
@@ -36,7 +34,7 @@ def print_report(report: dict[str, Any], folder: Path) -> None:
     console.rule("examples")
     for example in report["examples"]:
         for file in map(Path, example["files"]):
-            console.print(loudness(file) if file.suffix.lower() in SOUNDS else picture(file, console.width - 2))
+            console.print(shown(file, console.width - 2))
         for drawn in example["drawn"]:
             console.print(blocks(np.array(drawn)))
         mark = Text("right", "green") if example["exact"] else Text("wrong", "red")

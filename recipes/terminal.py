@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from PIL import Image
 from rich.console import Console
 
 from hetero_strategy.loading.batch import Batch
+
+SOUNDS = (".wav", ".flac", ".ogg", ".mp3", ".opus", ".aiff", ".aif")
 
 
 def console(**options: Any) -> Console:
@@ -59,6 +62,17 @@ class GoesOn(L.Callback):
         console().print(f"goes on     {where}", soft_wrap=True)
 
 
+UNREADABLE = (OSError, RuntimeError, ValueError, SyntaxError, Image.DecompressionBombError)
+"""What Pillow and soundfile raise for files that are not theirs, damaged or gone."""
+
+
+def shown(path: Path, columns: int) -> str:
+    """A picture, or a recording; any other file by its name."""
+    with suppress(*UNREADABLE):
+        return loudness(path) if path.suffix.lower() in SOUNDS else picture(path, columns)
+    return path.name
+
+
 def picture(path: Path, columns: int, height: int = 16) -> str:
     """A small picture in half blocks, two pixels per character, at most so wide; bright pixels are filled."""
     with Image.open(path) as image:
@@ -97,7 +111,10 @@ def draw_examples(examples: list[dict[str, Any]], path: Path) -> None:
         for axis in axes:
             axis.set_axis_off()
         for file in example["files"]:
-            _draw_file(axes, Path(file))
+            try:
+                _draw_file(axes, Path(file))
+            except UNREADABLE:
+                axes[0].text(0.5, 0.5, Path(file).name, ha="center", va="center", fontsize=8, parse_math=False)
         if example["drawn"]:
             pictures = [np.pad(np.array(drawn), 1, constant_values=255) for drawn in example["drawn"]]
             axes[1].imshow(np.concatenate(pictures, axis=1), cmap="gray", vmin=0, vmax=255)
@@ -108,7 +125,7 @@ def draw_examples(examples: list[dict[str, Any]], path: Path) -> None:
 
 
 def _draw_file(axes: list[Any], path: Path) -> None:
-    if path.suffix.lower() in (".wav", ".flac", ".ogg", ".mp3"):
+    if path.suffix.lower() in SOUNDS:
         import soundfile
 
         samples, rate = soundfile.read(path, always_2d=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 
 from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.monitor import BalanceMonitor
@@ -18,6 +19,7 @@ from hetero_strategy.monitor.throughput import Totals
 from hetero_strategy.monitor.traffic import Traffic
 from recipes.printed import _balance_lines, _network_line, _spent_line, print_report
 from recipes.report import _question, balance, throughput
+from recipes.terminal import draw_examples
 from tests import stock
 from tests.small_models import READING, reader
 
@@ -84,6 +86,25 @@ def test_commands_are_printed_as_they_are_typed(tmp_path: Path, capsys: pytest.C
     print_report(report, tmp_path)
     said = " ".join(capsys.readouterr().out.split())
     assert better["command"] in said and "resume train resume=[/mnt/run]" in said
+
+
+def test_files_that_are_neither_pictures_nor_recordings_are_shown_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "rows.npy", np.zeros(3))
+    (tmp_path / "speech.opus").write_bytes(b"no sound")
+    soundfile.write(tmp_path / "speech.aiff", np.random.default_rng(0).choice([-0.5, 0.5], 8000), 8000)
+    files = [str(tmp_path / name) for name in ("rows.npy", "speech.opus", "gone.png", "speech.aiff")]
+    example = {"files": files, "drawn": [], "exact": True, "question": "q", "answer": "a", "prediction": "p"}
+    report = {
+        "examples": [example], "layouts": [], "processes": 1, "parameters": {}, "drawings": 0, "exact_match": None,
+        "checkpoint": "",
+    }  # fmt: skip
+    print_report(report, tmp_path)
+    said = capsys.readouterr().out.splitlines()
+    assert said[1:4] == ["rows.npy", "speech.opus", "gone.png"] and set(said[4]) == {"█"}
+    draw_examples([example], tmp_path / "examples.png")
+    assert (tmp_path / "examples.png").stat().st_size > 1000
 
 
 def test_questions_are_shown_as_they_were_asked(small: Path, tmp_path: Path) -> None:
