@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.utilities import _is_max_limit_reached
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from hetero_strategy.checkpoint.folder import old_of
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model import ModelOutput, MultimodalModel
@@ -82,8 +85,32 @@ def logged(losses: Sequence[str]) -> list[str]:
     return [*names, *(f"train/{name}" for name in ("loss", "accuracy", *shares)), "tokens/s"]
 
 
-class LastCheckpoint(ModelCheckpoint):
-    """A checkpoint every so many steps to go on from; where validation comes after the step, it is saved after that.
+class MovableCheckpoint(ModelCheckpoint):
+    """A checkpoint that a run finds again after its folder was moved."""
+
+    @property
+    def state_key(self) -> str:
+        """Lightning's, by which runs have saved it before."""
+        return super().state_key.replace(f"{MovableCheckpoint.__qualname__}{{", f"{ModelCheckpoint.__qualname__}{{")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Paths lead to where the folder is now; where the best one did not come along, another one is chosen."""
+        before, now = Path(state_dict["dirpath"]), Path(str(self.dirpath))
+
+        def here(path: str) -> str:
+            return str(now / Path(path).relative_to(before)) if Path(path).is_relative_to(before) else path
+
+        names = ("best_model_path", "kth_best_model_path", "last_model_path")
+        found = state_dict | {name: here(state_dict[name]) for name in names} | {"dirpath": self.dirpath}
+        found["best_k_models"] = {here(path): score for path, score in state_dict["best_k_models"].items()}
+        best = found["best_model_path"]
+        if not best or Path(best).exists() or old_of(Path(best)).exists():
+            super().load_state_dict(found)
+
+
+class LastCheckpoint(MovableCheckpoint):
+    """A checkpoint to go on from, every so many steps and after the last one of the run, whatever ends it; where
+    validation comes after the step, it is saved after that.
 
     Saved before, it would lose a validation: Lightning goes on with the next step, and neither the callback that keeps
     the best checkpoint nor a scheduler would hear of what it said. Callbacks that choose by validation come before this
@@ -93,16 +120,35 @@ class LastCheckpoint(ModelCheckpoint):
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Save, or let `on_validation_end` do it."""
         loop = trainer.fit_loop
-        due = trainer.global_step % self._every_n_train_steps == 0
-        if due and loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+        ends, val_loop = run_ends(trainer), loop.epoch_loop.val_loop
+        if not ends and trainer.global_step % self._every_n_train_steps:
+            return
+        validated = not (val_loop._combined_loader is not None and val_loop.skip)  # otherwise there is no such data
+        if validated and loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
             self._defer_save_until_validation = True  # ModelCheckpoint's own, for metrics that only validation has
-        else:
-            super().on_train_batch_end(trainer, *args)
+        elif not self._should_skip_saving_checkpoint(trainer):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save if it is due, or if validation has ended the run."""
+        self._defer_save_until_validation |= run_ends(trainer)
+        super().on_validation_end(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Save where all ranks were told to end, such as by a scheduler that needs the nodes."""
         if isinstance(exception, SIGTERMException):
             super().on_exception(trainer, pl_module, exception)
+
+
+def run_ends(trainer: L.Trainer) -> bool:
+    """Whether the batch that was trained last is the last one of the run, as Lightning will find: by its steps or
+    epochs, or because somebody asked it to stop.
+    """
+    loop = trainer.fit_loop
+    steps = _is_max_limit_reached(trainer.global_step, loop.max_steps)
+    epochs = _is_max_limit_reached(loop.epoch_progress.current.processed + 1, loop.max_epochs)
+    epochs &= loop.epoch_loop._num_ready_batches_reached()
+    return steps or epochs or (trainer.should_stop and loop._can_stop_early)
 
 
 def adamw_cosine(

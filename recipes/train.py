@@ -5,9 +5,11 @@ The whole recipe, from top to bottom: data, model, Trainer with HeteroStrategy, 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import hydra
 import lightning as L
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from omegaconf import DictConfig, OmegaConf
 
 from hetero_strategy.layout.placement import Placement
@@ -21,7 +23,7 @@ from hetero_strategy.monitor import (
 )
 from hetero_strategy.strategy import HeteroStrategy
 from recipes import build, cli
-from recipes.lit import LastCheckpoint, LitMultimodal
+from recipes.lit import LastCheckpoint, LitMultimodal, MovableCheckpoint
 from recipes.printed import print_report, print_start
 from recipes.report import Readback, evaluate_checkpoint, write_report
 from recipes.terminal import GoesOn, ProgressBar
@@ -65,13 +67,19 @@ def train(cfg: DictConfig) -> None:
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     placed = strategy.placement or placed
 
-    best, last = (callback.best_model_path for callback in trainer.checkpoint_callbacks)
-    split = evaluate_checkpoint(trainer, module, data, best or None)
+    kept = to_report(trainer, checkpoint)
+    split = evaluate_checkpoint(trainer, module, data, kept or None)
     seconds = float(cfg.report.plan_seconds)
-    report = write_report(
-        folder, trainer, module, placed, readback, checkpoint=best or last, split=split, plan_seconds=seconds
-    )
+    report = write_report(folder, trainer, module, placed, readback, checkpoint=kept, split=split, plan_seconds=seconds)
     print_report(report, folder)
+
+
+def to_report(trainer: L.Trainer, resumed: Path | None) -> str:
+    """The checkpoint that the report names and evaluates: the best, else the last, else what a run that was over went
+    on from; empty for a run of no steps. Where Lightning gets no path it may load what SLURM's signal made it save.
+    """
+    best, last = (callback.best_model_path for callback in trainer.checkpoint_callbacks)
+    return best or last or str(resumed or "")
 
 
 def callbacks(cfg: DictConfig, placed: Placement) -> list[Callback]:
@@ -79,13 +87,11 @@ def callbacks(cfg: DictConfig, placed: Placement) -> list[Callback]:
     place = cli.run_folder() / "checkpoints"
     shared = {"dirpath": place, "enable_version_counter": False, "save_on_train_epoch_end": False}
     every = int(cfg.checkpoint.every_n_steps)
-    if cfg.trainer.max_steps > 0:  # a run shorter than that leaves a checkpoint too
-        every = min(every, int(cfg.trainer.max_steps))
     made: list[Callback] = [
         ThroughputMonitor(cfg.monitor.every_n_steps, cfg.monitor.peak_flops),
         BalanceMonitor(cli.run_folder(), cfg.monitor.every_n_steps),
         TimelineMonitor(cli.run_folder()),
-        ModelCheckpoint(filename="best", monitor=cfg.checkpoint.monitor, mode=cfg.checkpoint.mode, **shared),
+        MovableCheckpoint(filename="best", monitor=cfg.checkpoint.monitor, mode=cfg.checkpoint.mode, **shared),
         LastCheckpoint(filename="last", every_n_train_steps=every, save_on_exception=True, **shared),
     ]
     if cfg.monitor.memory:

@@ -1,16 +1,16 @@
-"""A run that goes on knows every validation that a run without a stop knows."""
+"""A run that goes on knows every validation that a run without a stop knows, whatever ended it."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
-from recipes.lit import LastCheckpoint
+from recipes.lit import LastCheckpoint, MovableCheckpoint
 
 
 class Killed(Exception):
@@ -41,25 +41,50 @@ class Lit(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(folder: Path, lit: Lit, checkpoint: Path | None = None) -> tuple[list[int], float, dict[str, Any]]:
-    """Steps before which validation ran, the best one's score, and the weights at the end."""
+class Stop(L.Callback):
+    """Asks the run to end, as max_time does after a step and early stopping after a validation."""
+
+    def __init__(self, after: str, step: int) -> None:
+        self.after, self.step = after, step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        trainer.should_stop |= (self.after, self.step) == ("training", trainer.global_step)
+
+    def on_validation_end(self, trainer: L.Trainer, *args: Any) -> None:
+        trainer.should_stop |= (self.after, self.step) == ("validation", trainer.global_step)
+
+
+def checkpoints(folder: Path, every: int = 2) -> tuple[MovableCheckpoint, LastCheckpoint]:
     shared: dict[str, Any] = {"dirpath": folder, "enable_version_counter": False, "save_on_train_epoch_end": False}
-    best = ModelCheckpoint(filename="best", monitor="val/loss", **shared)
+    best = MovableCheckpoint(filename="best", monitor="val/loss", **shared)
+    return best, LastCheckpoint(filename="last", every_n_train_steps=every, **shared)
+
+
+def fit(
+    folder: Path, lit: Lit, checkpoint: Path | None = None, *, every: int = 2, val: int = 1, **options: Any
+) -> tuple[list[int], float, dict[str, Any]]:
+    """Steps before which validation ran, the best one's score, and the weights at the end."""
+    best, last = checkpoints(folder, every)
     trainer = L.Trainer(
         accelerator="cpu",
-        max_steps=12,
         val_check_interval=4,
         check_val_every_n_epoch=None,
-        callbacks=[best, LastCheckpoint(filename="last", every_n_train_steps=2, **shared)],
+        callbacks=[best, last, *options.pop("callbacks", [])],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
+        **{"max_steps": 12} | options,
     )
     data = torch.utils.data.DataLoader(torch.ones(7, 2), batch_size=1)
-    trainer.fit(lit, data, torch.utils.data.DataLoader(torch.ones(1, 2)), ckpt_path=checkpoint)
-    assert best.best_model_score is not None
-    return lit.validated, float(best.best_model_score), lit.state_dict()
+    validated = torch.utils.data.DataLoader(torch.ones(1, 2)) if val else []
+    trainer.fit(lit, data, validated, ckpt_path=checkpoint)
+    score = best.best_model_score
+    return lit.validated, math.inf if score is None else float(score), lit.state_dict()
+
+
+def saved_step(checkpoint: Path) -> int:
+    return int(torch.load(checkpoint, weights_only=False)["global_step"])
 
 
 @pytest.mark.parametrize(
@@ -75,8 +100,59 @@ def test_no_validation_is_lost_or_repeated(tmp_path: Path, killed_in: tuple[str,
     with pytest.raises(Killed):
         fit(tmp_path / "run", first)
     last = tmp_path / "run" / "last.ckpt"
-    assert torch.load(last, weights_only=False)["global_step"] == goes_on_at
+    assert saved_step(last) == goes_on_at
     again = fit(tmp_path / "run", Lit(), last)
     before = [step for step in first.validated if step <= goes_on_at]
     assert (before + again[0], again[1]) == expected[:2]
     assert all(torch.equal(value, again[2][name]) for name, value in expected[2].items())
+
+
+@pytest.mark.parametrize(
+    ("ended", "step"),
+    [
+        ({"max_steps": 5}, 5),
+        ({"max_steps": 2}, 2),
+        ({"max_steps": -1, "max_epochs": 1}, 7),
+        ({"callbacks": [Stop("training", 5)]}, 5),
+        ({"callbacks": [Stop("validation", 4)]}, 4),
+        ({"callbacks": [Stop("training", 6)], "accumulate_grad_batches": 2}, 6),
+    ],
+    ids=["steps", "few steps", "epochs", "asked in training", "asked in validation", "accumulating"],
+)
+def test_whatever_ends_a_run_leaves_its_last_step(tmp_path: Path, ended: dict[str, Any], step: int) -> None:
+    torch.manual_seed(1)
+    same = {name: value for name, value in ended.items() if name == "accumulate_grad_batches"}
+    expected = fit(tmp_path / "whole", Lit(), **same)
+    torch.manual_seed(1)
+    first = Lit()
+    fit(tmp_path / "run", first, every=3, **ended)
+    last = tmp_path / "run" / "last.ckpt"
+    assert saved_step(last) == step
+    again = fit(tmp_path / "run", Lit(), last, every=3, **same)
+    assert all(torch.equal(value, again[2][name]) for name, value in expected[2].items())
+    if "callbacks" not in ended:  # one that is asked to stop validates once more
+        assert (first.validated + again[0], again[1]) == expected[:2]
+
+
+def test_a_run_without_samples_for_validation_is_saved_too(tmp_path: Path) -> None:
+    fit(tmp_path, Lit(), val=0, max_steps=4)
+    assert saved_step(tmp_path / "last.ckpt") == 4
+
+
+@pytest.mark.parametrize("came_along", [True, False])
+def test_a_run_that_was_moved_keeps_its_best_checkpoint(tmp_path: Path, came_along: bool) -> None:
+    fit(tmp_path / "before", Lit(), max_steps=6)
+    (tmp_path / "before").rename(tmp_path / "now")
+    states = torch.load(tmp_path / "now" / "last.ckpt", weights_only=False)["callbacks"]
+    if not came_along:
+        (tmp_path / "now" / "best.ckpt").unlink()
+    best, last = checkpoints(tmp_path / "now")
+    for callback in (best, last):
+        callback.load_state_dict(states[callback.state_key])
+    assert best.state_key.startswith("ModelCheckpoint{"), "as runs of before have it"
+    path = str(tmp_path / "now" / "best.ckpt") if came_along else ""
+    assert (best.best_model_path, list(best.best_k_models)) == (path, [path] if came_along else [])
+    assert (best.best_model_score is not None) == came_along
+    assert last.best_model_path == str(tmp_path / "now" / "last.ckpt")
+    again = fit(tmp_path / "now", Lit(), tmp_path / "now" / "last.ckpt")
+    assert again[1] == (4.0 if came_along else 8.0)

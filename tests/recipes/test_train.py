@@ -14,6 +14,8 @@ import subprocess
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from hetero_strategy.checkpoint import describe
 from hetero_strategy.errors import CheckpointError
 from hetero_strategy.plan.config import BalanceConfig
 from recipes import cli
+from recipes.train import to_report
 from tests.distributed.harness import Pool
 from tests.recipes.commands import ROOT, SMALL, Ended, run_forked, run_on_ranks, start, wait_until_gone
 
@@ -190,6 +193,13 @@ def test_killed_and_resumed_is_the_same_run(tmp_path: Path, whole: tuple[Path, E
     unbroken = json.loads((whole[0] / "report.json").read_text())
     for name in ("steps", "exact_match", "loss", "chosen_by", "examples"):
         assert report[name] == unbroken[name], name
+
+
+@pytest.mark.parametrize(("best", "last", "named"), [("b", "l", "b"), ("", "l", "l"), ("", "", "/r/hpc_ckpt_1.ckpt")])
+def test_the_report_is_of_the_checkpoint_that_it_names(best: str, last: str, named: str) -> None:
+    kept = [SimpleNamespace(best_model_path=path) for path in (best, last)]
+    trainer: Any = SimpleNamespace(checkpoint_callbacks=kept)
+    assert to_report(trainer, Path("/r/hpc_ckpt_1.ckpt")) == named
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
