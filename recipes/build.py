@@ -77,7 +77,7 @@ VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "trainer.gradient_clip_val": ("a norm of at least 0, or null: none", lambda v: v is None or _number(v)),
     "trainer.val_check_interval": (
         "a whole number of batches, at least 1",
-        lambda v: not isinstance(v, int | float) or v > 0,  # a time in words is Lightning's to read
+        lambda v: not isinstance(v, int | float) or v > 0,  # a time in words is the strategy's to refuse
     ),
 }
 """Field -> what it may be, in words and as a predicate."""

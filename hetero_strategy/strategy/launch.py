@@ -20,6 +20,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import LightningModule, Trainer
@@ -209,12 +210,18 @@ def bound_device(device: torch.device, backend: str) -> torch.device | None:
     return device if device.type == "cuda" and "nccl" in backend else None
 
 
-def check_process_count(environment: ClusterEnvironment, expected: int) -> None:
+def check_process_count(environment: ClusterEnvironment, nodes: int, expected: int) -> None:
     """Compare what an outside launcher (torchrun, SLURM) started with what the Trainer was told.
 
     Raises:
-        ConfigError: when they differ.
+        ConfigError: when they differ, or nobody starts the processes of other nodes.
     """
+    alone = type(environment) is LightningEnvironment and not environment.creates_processes_externally
+    if nodes > 1 and alone and not {"MASTER_ADDR", "NODE_RANK", "GROUP_RANK"} & set(os.environ):
+        raise ConfigError(
+            f"Trainer(num_nodes={nodes}) starts processes on this node only: start the script on every node by torchrun"
+            " or srun, or with Lightning's variables MASTER_ADDR, MASTER_PORT and NODE_RANK; or set num_nodes=1"
+        )
     if environment.creates_processes_externally and environment.world_size() != expected:
         raise ConfigError(
             f"the launcher started {environment.world_size()} processes, but Trainer(devices x num_nodes) says"

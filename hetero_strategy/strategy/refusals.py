@@ -26,17 +26,23 @@ CALLBACKS: dict[type, str] = {
 }
 
 
-def check_plugins(trainer: Trainer) -> None:
-    """Refuse callbacks that need the whole model, and a plugin that would write checkpoints.
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse callbacks that need the whole model, a plugin that would write checkpoints, and validation by time.
 
     Raises:
-        ConfigError: naming the callback or plugin, why, and what to do.
+        ConfigError: naming the callback, plugin or option, why, and what to do.
     """
     plugin = trainer.strategy._checkpoint_io
     if plugin is not None and type(plugin) is not TorchCheckpointIO:  # which Lightning makes by itself
         raise ConfigError(
             f"HeteroStrategy: the plugin {type(plugin).__name__} would write nothing, as every rank writes its part of"
             " a checkpoint itself; leave it out (HeteroStrategy(async_checkpoint=True) saves in the background)"
+        )
+    time = cast(Any, trainer)._val_check_time_interval
+    if time is not None and trainer.world_size > 1:
+        raise ConfigError(
+            f"HeteroStrategy: val_check_interval is a time of {time:g} s, and every rank would look at its own clock,"
+            " so that some validate while others train; give a number of batches"
         )
     callbacks = cast(list[Any], trainer.callbacks)  # type: ignore[attr-defined]
     for callback in callbacks:

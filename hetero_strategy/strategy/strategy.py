@@ -64,7 +64,7 @@ from hetero_strategy.strategy.launch import (
     stop_together,
 )
 from hetero_strategy.strategy.precision import check_trainable, kept, seed_scale, stand_in, storage_of
-from hetero_strategy.strategy.refusals import check_dataloader, check_plugins, without_inference_mode
+from hetero_strategy.strategy.refusals import check_dataloader, check_trainer, without_inference_mode
 from hetero_strategy.strategy.row_caches import RowCaches
 from hetero_strategy.strategy.zeroing import about_to_zero_gradients
 
@@ -241,7 +241,7 @@ class HeteroStrategy(OwnCheckpoints):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         world_size = self.num_nodes * self.num_processes
-        check_process_count(self.cluster_environment, world_size)
+        check_process_count(self.cluster_environment, self.num_nodes, world_size)
         if self._layouts is not None:
             self._placement = place(self._layouts, world_size)
             self._check_names()
@@ -271,7 +271,7 @@ class HeteroStrategy(OwnCheckpoints):
     def setup_environment(self) -> None:
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
-            check_plugins(trainer)
+            check_trainer(trainer)
             check_trainable(self.precision_plugin, fit=trainer.state.fn == TrainerFn.FITTING)
             stop_together(trainer, self._stop)
             # A sampler put in by Lightning shuffles training data even where it is not to be shuffled.

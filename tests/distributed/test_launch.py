@@ -256,6 +256,18 @@ def test_weights_that_ended_with_their_processes_are_missed(monkeypatch: pytest.
     assert launcher.launch(print, L.LightningModule(), None, None, trainer=trainer) == "ran"
 
 
+def test_nodes_on_which_nobody_starts_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be waited for until the time limit."""
+    for name in ("MASTER_ADDR", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    layouts = {"llm": {"ranks": 4, "dp_shard": 4}}
+    options = {"accelerator": "cpu", "devices": 2, "num_nodes": 2, "logger": False, "enable_checkpointing": False}
+    with pytest.raises(ConfigError, match=r"Trainer\(num_nodes=2\) starts processes on this node only.*NODE_RANK"):
+        L.Trainer(strategy=HeteroStrategy(layouts), **options)
+    monkeypatch.setenv("NODE_RANK", "1")
+    assert L.Trainer(strategy=HeteroStrategy(layouts), **options).world_size == 4
+
+
 def test_another_start_method_is_refused() -> None:
     with pytest.raises(ConfigError, match="start_method='threads'; use one of popen, "):
         HeteroStrategy({"llm": {"ranks": [0]}}, start_method="threads")

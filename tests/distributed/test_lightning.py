@@ -586,6 +586,7 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
     }
     for name, callback in unfinished.items():
         attempt(name, replace(case, trainer={"callbacks": [callback]}))
+    attempt("by time", replace(case, trainer={"val_check_interval": "00:00:30:00", "check_val_every_n_epoch": None}))
     said["early"] = str(torch.distributed.is_initialized())
     attempt("in init", replace(case, lit=InInit))
     attempt("outside", replace(case, lit=Outside))
@@ -655,6 +656,7 @@ def test_what_cannot_be_done_is_said(pool: Pool, digits: Path) -> None:
         "EMAWeightAveraging": "copies the whole model",
         "StochasticWeightAveraging": "copies the model before it is built",
         "BackboneFinetuning": "MultimodalModel(freeze=...)",
+        "by time": "val_check_interval is a time of 1800 s",
         "early": "False",
         "in init": "has values already",
         "outside": "parameter 'temperature' of Outside lies outside",
