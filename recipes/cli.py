@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,14 +40,25 @@ def rank() -> int:
 
 
 def external() -> bool:
-    """Whether torchrun or SLURM started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    """Whether torchrun or SLURM started this process as one of several."""
+    several = int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    return "TORCHELASTIC_RUN_ID" in os.environ or (several and not _shell())
 
 
 def srun() -> bool:
     """Whether SLURM started this process, as one of several or for good."""
-    shell = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")  # as Lightning tells
-    return "SLURM_PROCID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ and not shell
+    return "SLURM_PROCID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ and not _shell()
+
+
+def _shell() -> bool:
+    """Whether a job of SLURM is a person's shell, as Lightning tells."""
+    return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+
+
+def _step() -> int | None:
+    """Number of the step of a SLURM job, where srun made it for this process; a batch script is no step."""
+    given = os.environ.get("SLURM_STEP_ID", "")
+    return int(given) if srun() and given.isdigit() and int(given) < 0xFFFFFFF0 else None
 
 
 def start(task: Callable[[], None], outputs: str = "outputs") -> None:
@@ -152,7 +163,7 @@ def run_folder() -> Path:
 def resumed(arguments: list[str]) -> str:
     """What ``resume=`` names on a command line; empty: nothing."""
     given = [a.removeprefix("resume=").strip("'\"") for a in arguments if a.startswith("resume=")]
-    return given[-1].replace("null", "") if given else ""
+    return given[-1] if given and given[-1] != "null" else ""
 
 
 def with_run_folder(arguments: list[str], outputs: str = "outputs") -> list[str]:
@@ -160,13 +171,18 @@ def with_run_folder(arguments: list[str], outputs: str = "outputs") -> list[str]
     every rank composes its configuration at another second.
 
     Raises:
-        ConfigError: ``resume=`` names neither a run folder nor a checkpoint in one.
+        ConfigError: ``resume=`` names neither a run folder nor a checkpoint in one, or does not go with the rest.
     """
     given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     added = []
     if resume := resumed(arguments):
-        added += [f'hydra.run.dir="{folder_of(resume)}"', "hydra.output_subdir=null"]
-    elif external() and not {"hydra.run.dir", "hydra.sweep.dir"} & set(given):
+        folder, other = folder_of(resume), given.get("hydra.run.dir", "").strip("'\"")
+        if {"-m", "--multirun"} & set(arguments) or given.get("hydra.mode") == "MULTIRUN":
+            raise ConfigError(f"resume={resume}: jobs of a sweep are new runs; go on with one run, without -m")
+        if other and Path(other).expanduser().resolve() != folder.resolve():
+            raise ConfigError(f"resume={resume}: a run goes on in its own folder; leave out hydra.run.dir={other}")
+        added += [f'hydra.run.dir="{folder}"', "hydra.output_subdir=null"]
+    elif (external() or _step() is not None) and not {"hydra.run.dir", "hydra.sweep.dir"} & set(given):
         added.append(f'hydra.run.dir="{_agreed(outputs)}"')
         added += ["hydra.output_subdir=null"] if rank() else []
     return [*arguments, *(a for a in added if a.split("=")[0] not in given)]
@@ -178,7 +194,7 @@ def with_layout_file(arguments: list[str]) -> list[str]:
     Raises:
         ConfigError: the file does not exist, or does not lie in a folder called layout.
     """
-    for i, argument in enumerate(arguments):
+    for argument in arguments:
         name, _, value = argument.partition("=")
         if name != "layout" or not value.endswith(".yaml"):
             continue
@@ -187,9 +203,44 @@ def with_layout_file(arguments: list[str]) -> list[str]:
             raise ConfigError(f"layout={value}: there is no such file; python -m recipes.plan writes one")
         if file.parent.name != "layout":
             raise ConfigError(f"layout={value}: hydra finds layouts in folders called layout; move it into one")
-        found = [f"layout={file.stem}", f"hydra.searchpath=[file://{file.parent.parent}]"]
-        return [*arguments[:i], *found, *arguments[i + 1 :]]
+        said = [a for a in arguments if a.startswith("hydra.searchpath=")]
+        parsed = OverridesParser.create().parse_overrides(said[-1:])
+        others = [path for override in parsed for path in _list(override.value())]
+        found = [f"layout={file.stem}", searchpath([f"file://{file.parent}{ABOVE}", *others])]
+        return [*(a for a in arguments if a not in (argument, *said)), *found]
     return arguments
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+ABOVE = "/.."
+"""Ends the search path of a layout file, which a command with another one leaves out."""
+
+
+def searchpath(folders: Sequence[str]) -> str:
+    """The override that lets hydra find files in these folders, too."""
+    quoted = ",".join(f'"{folder}"' for folder in folders)
+    return f"hydra.searchpath=[{quoted}]"
+
+
+def searched(run: Path | None = None) -> list[str]:
+    """Absolute folders, besides conf/, that a run's first command line let hydra search, without those of layout files;
+    without a run those of this process.
+    """
+    saved = None if run is None else run / SAVED.with_name("hydra.yaml")
+    if saved is None:
+        runtime = HydraConfig.get().runtime if HydraConfig.initialized() else None
+    else:
+        runtime = OmegaConf.select(OmegaConf.load(saved), "hydra.runtime") if saved.is_file() else None
+    sources = runtime.config_sources if runtime is not None else []
+    found = [
+        f"{one.schema}://{Path(runtime.cwd, one.path) if one.schema == 'file' else one.path}"
+        for one in sources
+        if "command-line" in one.provider
+    ]
+    return [folder for folder in found if not folder.endswith(ABOVE)]
 
 
 def _agreed(outputs: str) -> str:
@@ -198,8 +249,7 @@ def _agreed(outputs: str) -> str:
     """
     env = os.environ
     if srun():
-        step = int(env.get("SLURM_STEP_ID") or 0)
-        return f"{outputs}/slurm-{env['SLURM_JOB_ID']}" + f".{step}" * bool(step)
+        return f"{outputs}/slurm-{env['SLURM_JOB_ID']}" + (f".{step}" if (step := _step()) else "")
     mine = datetime.now().strftime(f"{outputs}/%Y-%m-%d/%H-%M-%S")
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return mine
@@ -259,9 +309,10 @@ def saved_before(folder: Path) -> Path | None:
     """The newest checkpoint in the folder of a job that SLURM has queued again; None: there is none, or it is new."""
     if not srun() or int(os.environ.get("SLURM_RESTART_COUNT") or 0) < 1:
         return None
-    last = folder / "checkpoints" / "last.ckpt"
-    found = [path for path in (last, *folder.glob("hpc_ckpt_*.ckpt")) if path.is_dir()]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    places = (*folder.glob("checkpoints/last.ckpt*"), *folder.glob("hpc_ckpt_*.ckpt*"))
+    found = [path for path in places if path.is_dir() and path.name.endswith((".ckpt", ".ckpt.old"))]
+    newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
+    return newest and newest.with_name(newest.name.removesuffix(".old"))  # which stands for either
 
 
 GROUPS = ("optimizer", "strategy", "checkpoint", "monitor", "report")
@@ -327,9 +378,11 @@ RENAMED = {
 def save_configuration(cfg: DictConfig, folder: Path) -> None:
     """The run's configuration is what ran last, and its command line what was ever said."""
     if rank() == 0:
-        OmegaConf.save(cfg, folder / SAVED)
         now = [override for override in asked() if not override.startswith("resume=")]
-        OmegaConf.save(OmegaConf.create([*asked(folder), *now]), folder / ASKED)
+        for content, path in ((cfg, SAVED), (OmegaConf.create([*asked(folder), *now]), ASKED)):
+            new = folder / path.with_suffix(".new")
+            OmegaConf.save(content, new)
+            new.replace(folder / path)  # whole or not at all: there is no other copy
 
 
 def asked(run: Path | None = None) -> list[str]:

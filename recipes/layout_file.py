@@ -28,9 +28,11 @@ def train_with(file: Path, microbatches: int, *, own: Sequence[str] = (), run: P
         run: folder of a run whose configuration this program took; this command line changed it.
     """
     given = dict.fromkeys([*(cli.asked(run) if run else ()), *cli.asked()])
+    folders = [*dict.fromkeys([*cli.searched(), *(cli.searched(run) if run else ())])]
     left_out = (*IN_FILE, *(f"{name}{mark}" for name in own for mark in "=."))
     kept = [shlex.quote(override) for override in given if not override.lstrip("+~").startswith(left_out)]
-    said = [f"layout={shlex.quote(str(cli.near(file)))}", f"data.module.microbatches={microbatches}"]
+    said = [shlex.quote(cli.searchpath(folders))] if folders else []
+    said += [f"layout={shlex.quote(str(cli.near(file)))}", f"data.module.microbatches={microbatches}"]
     return " ".join([cli.command("recipes.train"), *kept, *said])
 
 

@@ -59,6 +59,8 @@ TP = (1, 2, 4, 8)
 """Degrees of tensor parallelism that a profile measures; others follow from these."""
 OWN_FIELDS = ("cluster", "batches", "simulations", "microbatches", "one_more_node", "run", "profile", "dry_run")
 """Of conf/plan.yaml, besides those of a training run."""
+RANKS = ("trainer.devices", "trainer.num_nodes")
+"""Of a run, which a plan for another cluster does not keep."""
 PRECISIONS = {"bf16-mixed": MIXED, "16-mixed": MIXED, "32-true": Precision(4, 4), "64-true": Precision(8, 8)}
 
 
@@ -116,7 +118,7 @@ def plan(cfg: DictConfig) -> None:
     file, command = folder / "layout" / "planned.yaml", None
     if "module" in cfg.data:
         run = cli.folder_of(asked) if asked else None
-        command = train_with(file, answer.best.candidate.microbatches, own=OWN_FIELDS, run=run)
+        command = train_with(file, answer.best.candidate.microbatches, own=(*OWN_FIELDS, *RANKS), run=run)
     write_layout(file, placed, said(answer, planner), command)
     timeline = from_simulation(step.simulation, MOST_RANKS, before and before.filling)
     draw(folder / "timeline.png", timeline, title=said(answer, planner))
@@ -210,7 +212,7 @@ def refuse_what_plans_choose() -> None:
         ConfigError: naming it.
     """
     ranks = "plans are for all ranks of cluster"
-    refused = {"trainer.devices": ranks, "trainer.num_nodes": ranks, "strategy.tp_bubbles": "plans do not choose it"}
+    refused = {**dict.fromkeys(RANKS, ranks), "strategy.tp_bubbles": "plans do not choose it"}
     for override in cli.asked():
         name = override.lstrip("+~").partition("=")[0]
         why = "plans choose layouts" if name.split(".")[0] == "layout" else refused.get(name)

@@ -47,13 +47,15 @@ def test_a_plan_is_printed_checked_drawn_and_trained(pool: Pool, given: tuple[st
     assert f"# {command}" in file.read_text() and {f"layout={file}", *given} <= set(shlex.split(command))
     assert not any(option.startswith(("cluster", "dry_run", "strategy")) for option in shlex.split(command))
     faster = [o for o in SMALL if not o.startswith(("model.", "data."))]  # what the command says itself
-    ended = run_on_ranks(pool, 2, tmp_path / "run", *shlex.split(command)[3:], *faster, "trainer.max_steps=2")
+    faster += ["trainer.max_steps=2", "trainer.devices=2"]
+    ended = run_on_ranks(pool, 2, tmp_path / "run", *shlex.split(command)[3:], *faster)
     assert "2 steps" in ended.output
     again = planned(tmp_path / "again", f"run={tmp_path / 'run'}", "cluster.ranks_per_node=2")
     assert again.code == 0, again.output
     assert "as it ran   " in again.output
     after, other = tmp_path / "again" / "layout" / "planned.yaml", said_command(again.output)
     assert {f"layout={after}", *given, *small} <= set(shlex.split(other)) and f"layout={file}" not in other
+    assert "trainer.devices" not in other and "hydra.searchpath" not in other
 
 
 def said_command(output: str) -> str:

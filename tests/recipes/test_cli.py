@@ -1,0 +1,156 @@
+"""Command lines: which run folder they lead to, what goes together, and where configuration files are searched."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hydra
+import pytest
+from omegaconf import OmegaConf
+
+from hetero_strategy.errors import ConfigError
+from recipes import cli
+from recipes.layout_file import train_with
+from tests.recipes.test_conf import compose
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Without what launchers set."""
+    for name in [name for name in os.environ if name.startswith(("SLURM", "TORCHELASTIC"))] + ["RANK", "LOCAL_RANK"]:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def run_at(folder: Path) -> Path:
+    """A run folder."""
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / cli.SAVED).write_text("a: 1")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("set_by_slurm", "folder", "external"),
+    [
+        ({}, False, False),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, True, False),
+        ({"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}, True, True),
+        ({"SLURM_PROCID": "0"}, False, False),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": str(0xFFFFFFFB)}, False, False),
+        (
+            {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_NAME": "interactive"},
+            False,
+            False,
+        ),
+    ],
+    ids=["no job", "one process of srun", "one of two", "batch script", "its step", "shell of four tasks"],
+)
+def test_what_srun_started_has_the_folder_of_its_job(
+    environment: pytest.MonkeyPatch, set_by_slurm: dict[str, str], folder: bool, external: bool
+) -> None:
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", **set_by_slurm}.items():
+        environment.setenv(name, value)
+    assert ('hydra.run.dir="out/slurm-7"' in cli.with_run_folder([], "out")) == folder
+    assert cli.with_run_folder(["hydra.run.dir=mine"], "out") == ["hydra.run.dir=mine"]
+    assert cli.external() == external
+
+
+def test_a_checkpoint_that_waited_for_its_successor_is_gone_on_from(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("SLURM_PROCID", "SLURM_RESTART_COUNT"):
+        environment.setenv(name, "1")
+    assert cli.saved_before(tmp_path) is None
+    (tmp_path / "hpc_ckpt_1.ckpt").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt.old").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "last.ckpt.tmp-0a").mkdir()
+    os.utime(tmp_path / "hpc_ckpt_1.ckpt", (1, 1))
+    assert cli.saved_before(tmp_path) == tmp_path / "checkpoints" / "last.ckpt"
+
+
+def test_a_run_goes_on_in_its_own_folder_alone(tmp_path: Path) -> None:
+    run = run_at(tmp_path / "nullable" / "run")
+    own = f'hydra.run.dir="{run}"'
+    assert cli.resumed([f"resume={run}"]) == str(run) and cli.resumed(["resume=null"]) == ""
+    assert cli.with_run_folder([f"resume={run}"]) == [f"resume={run}", own, "hydra.output_subdir=null"]
+    assert cli.with_run_folder([own, f"resume={run}"]) == [own, f"resume={run}", "hydra.output_subdir=null"]
+    with pytest.raises(ConfigError, match=r"a run goes on in its own folder; leave out hydra.run.dir=other"):
+        cli.with_run_folder([f"resume={run}", "hydra.run.dir=other"])
+    for sweep in ("-m", "--multirun", "hydra.mode=MULTIRUN"):
+        with pytest.raises(ConfigError, match="jobs of a sweep are new runs"):
+            cli.with_run_folder([f"resume={run}", sweep])
+
+
+def test_a_configuration_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed, or whose disk is full, while it is written keeps the one of before."""
+    run, save = run_at(tmp_path / "run"), OmegaConf.save
+    monkeypatch.setattr(cli, "rank", lambda: 0)
+
+    def cut_short(content: Any, path: Path) -> None:
+        path.write_text("a:")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(cli.OmegaConf, "save", cut_short)
+    with pytest.raises(OSError):
+        cli.save_configuration(compose(), run)
+    assert (run / cli.SAVED).read_text() == "a: 1"
+    monkeypatch.setattr(cli.OmegaConf, "save", save)
+    cli.save_configuration(OmegaConf.create({"a": 2}), run)
+    assert OmegaConf.load(run / cli.SAVED) == {"a": 2} and len(list((run / ".hydra").iterdir())) == 2
+
+
+def test_a_layout_file_is_found_beside_other_folders(tmp_path: Path) -> None:
+    mine, plan = tmp_path / "mine", tmp_path / "a plan" / "layout"
+    for folder in (mine / "seeds", plan):
+        folder.mkdir(parents=True)
+    (mine / "seeds" / "five.yaml").write_text("# @package _global_\nseed: 5\n")
+    (plan / "planned.yaml").write_text("# @package _global_\nlayout: {llm: {ranks: [0]}}\n")
+    given = ["+seeds=five", f"hydra.searchpath=[file://{mine}]", f"layout={plan}/planned.yaml"]
+    found = cli.with_layout_file(given)
+    assert [a for a in found if "searchpath" in a] == [cli.searchpath([f"file://{plan}/..", f"file://{mine}"])]
+    cfg = compose(*found)
+    assert (cfg.seed, cfg.layout.llm.ranks) == (5, [0])
+
+
+def test_commands_to_copy_find_what_this_one_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of the run and of this command line, absolute, and neither ranks of the run nor its layout file's."""
+    run, mine = run_at(tmp_path / "run"), tmp_path / "mine"
+    asked = ["data=mine", "trainer.devices=2", "trainer.num_nodes=3", "trainer.devices_kept=1", "layout=planned"]
+    OmegaConf.save(OmegaConf.create(asked), run / cli.ASKED)
+
+    def sources(*paths: str) -> dict[str, Any]:
+        listed = [{"path": p, "schema": "file", "provider": "hydra.searchpath in command-line"} for p in paths]
+        listed += [{"path": "/conf", "schema": "file", "provider": "main"}]
+        return {"runtime": {"cwd": str(tmp_path), "config_sources": listed}}
+
+    OmegaConf.save({"hydra": sources("theirs", "/plan/layout/..")}, run / ".hydra" / "hydra.yaml")
+    here = OmegaConf.create(sources(str(mine)))
+    config = SimpleNamespace(runtime=here.runtime, overrides=SimpleNamespace(task=["cluster=h100"]))
+    monkeypatch.setattr(cli.HydraConfig, "get", lambda: config)
+    monkeypatch.setattr(cli.HydraConfig, "initialized", lambda: True)
+    own = ("cluster", "trainer.devices", "trainer.num_nodes")
+    words = shlex.split(train_with(tmp_path / "layout" / "planned.yaml", 4, own=own, run=run))
+    assert cli.searchpath([f"file://{mine}", f"file://{tmp_path}/theirs"]) in words
+    assert "data=mine" in words and not [
+        w for w in words if w.startswith(("cluster", "trainer.devices=", "trainer.num"))
+    ]
+    assert words[-2:] == [f"layout={tmp_path}/layout/planned.yaml", "data.module.microbatches=4"]
+
+
+@pytest.mark.parametrize("way", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
+def test_hydra_tells_where_it_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    found: list[str] = []
+
+    @hydra.main(version_base=None, config_path=cli.CONF, config_name="config")
+    def main(cfg: Any) -> None:
+        found.extend(cli.searched())
+
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["program", way.format("mine"), f"hydra.run.dir={tmp_path}/run"])
+    main()
+    assert found == cli.searched(tmp_path / "run") == [f"file://{tmp_path}/mine"]
