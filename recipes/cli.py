@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import time
 import warnings
@@ -21,11 +22,12 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, InstantiationException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from hetero_strategy.errors import CheckpointError, ConfigError, HeteroError
-from hetero_strategy.strategy.launch import die_with_script, lost_a_rank
+from hetero_strategy.strategy.launch import STARTED_BY, die_with_script, lost_a_rank
 
 CONF = str(Path(__file__).parent.parent / "conf")
 SAVED, ASKED = Path(".hydra") / "config.yaml", Path(".hydra") / "overrides.yaml"
@@ -100,12 +102,18 @@ def hush() -> None:
 
 
 def one_message(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
-    """Turn a person's error into one message and a non-zero exit; other exceptions keep their traceback."""
+    """Turn a person's error, and an end by SIGTERM, into one message and a non-zero exit; other exceptions keep their
+    traceback.
+    """
 
     @functools.wraps(task)
     def run(cfg: DictConfig) -> None:
         try:
             task(cfg)
+        except SIGTERMException:
+            if STARTED_BY in os.environ and rank():  # the first rank tells, and takes any other code for a failure
+                raise
+            told_to_end()
         except OmegaConfBaseException as error:
             fail(ConfigError(str(error).splitlines()[0]))
         except Exception as error:
@@ -131,6 +139,13 @@ def fail(error: HeteroError) -> NoReturn:
         time.sleep(PATIENCE)
     print(f"\nerror: {error}", file=sys.stderr, flush=True)
     os._exit(1)  # not sys.exit: threads of a process group must not hold the end up
+
+
+def told_to_end() -> NoReturn:
+    """Say, once over all ranks, how a run that SIGTERM ended goes on, and end with the code of that signal."""
+    if not rank():
+        print(f"\nerror: ended by SIGTERM; {command('recipes.train', resume=run_folder())} goes on", file=sys.stderr)
+    sys.exit(128 + signal.SIGTERM)
 
 
 def _explained(error: HydraException) -> str:

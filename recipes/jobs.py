@@ -27,6 +27,8 @@ STATE = "sweep.json"
 OUTPUT = "output.log"
 REPORTED = ("split", "exact_match", "loss", "tokens_per_second", "steps", "processes", "layouts")
 """Of a job's report, what a sweep compares."""
+REPORTING = ("recipes.train", "recipes.evaluate")
+"""Programs that leave one."""
 ENDING = 10.0
 """Seconds that a job has after Ctrl-C."""
 
@@ -211,11 +213,19 @@ def _run(sweep: Sweep, number: int) -> None:
         job.seconds = round(job.seconds + time.monotonic() - began, 2)
         sweep.save()
     job.code = process.wait()
-    job.state, job.message = ("failed", cause(output, job.code)) if job.code else ("done", None)
-    if job.state == "done" and (folder / "report.json").is_file():
-        found = json.loads((folder / "report.json").read_text())
-        job.report = {name: found[name] for name in REPORTED if name in found}
+    conclude(job, output, folder)
     sweep.save()
+
+
+def conclude(job: Job, output: str, folder: Path) -> None:
+    """Note what came of a job that has ended: one that should have left a report, and did not, is not done."""
+    report = folder / "report.json"
+    job.state, job.message = ("failed", cause(output, job.code)) if job.code else ("done", None)
+    if job.state == "done" and report.is_file():
+        found = json.loads(report.read_text())
+        job.report = {name: found[name] for name in REPORTED if name in found}
+    elif job.state == "done" and set(REPORTING) & set(job.command):
+        job.state, job.message = "failed", f"it left no {report.name}"
 
 
 def command_of(job: Job, folder: Path) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import hydra
 import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 
 from hetero_strategy.errors import ConfigError
@@ -154,3 +155,28 @@ def test_hydra_tells_where_it_searched(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.argv", ["program", way.format("mine"), f"hydra.run.dir={tmp_path}/run"])
     main()
     assert found == cli.searched(tmp_path / "run") == [f"file://{tmp_path}/mine"]
+
+
+def test_a_run_that_was_told_to_end_says_how_it_goes_on(
+    environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    environment.setattr(cli, "run_folder", lambda: tmp_path)
+    environment.delenv(cli.STARTED_BY, raising=False)
+
+    @cli.one_message
+    def task(cfg: Any) -> None:
+        raise SIGTERMException
+
+    with pytest.raises(SystemExit) as ended:
+        task(None)
+    assert ended.value.code == 143
+    how = cli.command("recipes.train", resume=tmp_path)
+    assert f"error: ended by SIGTERM; {how} goes on" in capsys.readouterr().err
+    environment.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit) as ended:
+        task(None)
+    assert ended.value.code == 143 and not capsys.readouterr().err, "one that torchrun started"
+    environment.setenv(cli.STARTED_BY, "1")
+    with pytest.raises(SIGTERMException) as ended:
+        task(None)
+    assert not ended.value.code and not capsys.readouterr().err, "one that the first rank started and watches"

@@ -127,6 +127,26 @@ def test_why_a_job_failed(output: str, code: int, message: str) -> None:
     assert jobs.cause(output, code) == message
 
 
+@pytest.mark.parametrize(
+    ("program", "code", "reported", "state", "message"),
+    [
+        ("recipes.train", 0, True, "done", None),
+        ("recipes.train", 0, False, "failed", "it left no report.json"),
+        ("recipes.plan", 0, False, "done", None),
+        ("recipes.train", 143, False, "failed", "ended by SIGTERM; train goes on"),
+    ],
+)
+def test_a_job_without_its_report_is_not_done(
+    tmp_path: Path, program: str, code: int, reported: bool, state: str, message: str | None
+) -> None:
+    ended = jobs.Job(["python", "-m", program, "seed=1"], "0", code=code)
+    if reported:
+        (tmp_path / "report.json").write_text('{"loss": 1.0, "steps": 3, "drawings": 0}')
+    jobs.conclude(ended, "step 3\nerror: ended by SIGTERM; train goes on\n" if code else "", tmp_path)
+    assert (ended.state, ended.message) == (state, message)
+    assert ended.report == ({"loss": 1.0, "steps": 3} if reported else None)
+
+
 # ---- Weights & Biases' format ----------------------------------------------------------------------------------------
 
 
