@@ -60,7 +60,7 @@ VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "optimizer.warmup_steps": ("a number of steps, at least 0", _number),
     "optimizer.final_lr": ("a share of lr, at least 0, such as 0.02", _number),
     "checkpoint.every_n_steps": ("a whole number of steps, at least 1", lambda v: _whole(v, 1)),
-    "checkpoint.mode": ("max (the more the better) or min", lambda v: v in ("max", "min")),
+    "checkpoint.mode": ("max (the more the better), min or auto", lambda v: v in ("max", "min", "auto")),
     "monitor.every_n_steps": ("a whole number of steps, at least 1", lambda v: _whole(v, 1)),
     "monitor.peak_flops": ("operations per second of a device, above 0, or null", lambda v: v is None or _number(v)),
     "monitor.memory": ("true or false", lambda v: isinstance(v, bool)),
@@ -235,6 +235,13 @@ def check_monitor(cfg: DictConfig, data: MultimodalDataModule) -> None:
     names = logged([name for name, kind in data.kinds.items() if kind.has_loss])
     if cfg.checkpoint.monitor not in (None, *names):
         raise ConfigError(f"checkpoint.monitor={cfg.checkpoint.monitor}; give one of {', '.join(names)}")
+
+
+def mode(cfg: DictConfig) -> str:
+    """Whether the checkpoint with most or least of what is monitored is the best: of a loss the least."""
+    if cfg.checkpoint.mode != "auto":
+        return str(cfg.checkpoint.mode)
+    return "min" if "loss" in str(cfg.checkpoint.monitor) else "max"
 
 
 def _check_items(index: DatasetIndex, name: str, module: Adapter, processor: Media) -> None:

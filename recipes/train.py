@@ -91,7 +91,7 @@ def callbacks(cfg: DictConfig, placed: Placement) -> list[Callback]:
         ThroughputMonitor(cfg.monitor.every_n_steps, cfg.monitor.peak_flops),
         BalanceMonitor(cli.run_folder(), cfg.monitor.every_n_steps),
         TimelineMonitor(cli.run_folder()),
-        MovableCheckpoint(filename="best", monitor=cfg.checkpoint.monitor, mode=cfg.checkpoint.mode, **shared),
+        MovableCheckpoint(filename="best", monitor=cfg.checkpoint.monitor, mode=build.mode(cfg), **shared),
         LastCheckpoint(filename="last", every_n_train_steps=every, save_on_exception=True, **shared),
     ]
     if cfg.monitor.memory:

@@ -14,6 +14,7 @@ import hydra
 import pytest
 import torch
 from hydra.errors import HydraException, InstantiationException
+from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 
 from hetero_strategy.data.media import AudioProcessor, ImageProcessor
@@ -25,6 +26,7 @@ from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.zoo import hf_llama
 from recipes import build, cli
 from recipes.drawings import DigitJudge
+from recipes.train import callbacks
 from tests.model.helpers import LLAMA
 from tests.recipes.conftest import data_at
 
@@ -114,7 +116,7 @@ def test_a_misspelt_field_is_named(field: str, hint: str) -> None:
         ("optimizer.warmup_steps=-3", "optimizer.warmup_steps=-3; give a number of steps, at least 0"),
         ("optimizer.final_lr=null", "optimizer.final_lr=null; give a share of lr"),
         ("checkpoint.every_n_steps=0", "checkpoint.every_n_steps=0; give a whole number of steps, at least 1"),
-        ("checkpoint.mode=up", "checkpoint.mode=up; give max (the more the better) or min"),
+        ("checkpoint.mode=up", "checkpoint.mode=up; give max (the more the better), min or auto"),
         ("monitor.every_n_steps=few", "monitor.every_n_steps=few; give a whole number of steps"),
         ("report.examples=-1", "report.examples=-1; give a whole number of samples, at least 0"),
         ("report.plan_seconds=-1", "report.plan_seconds=-1; give a number of seconds"),
@@ -221,6 +223,26 @@ def test_the_best_checkpoint_is_chosen_by_what_is_logged(small: Path, small_draw
         with pytest.raises(ConfigError, match=f"checkpoint.monitor={monitor}; give one of val/loss, val/exact_match,"):
             build.check_monitor(cfg, data)
     build.check_monitor(*drawing(small_drawings, "checkpoint.monitor=val/loss_draw"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mode"),
+    [
+        ((), "max"),
+        (("checkpoint.monitor=val/loss",), "min"),
+        (("checkpoint.monitor=train/loss_llm",), "min"),
+        (("checkpoint.monitor=tokens/s",), "max"),
+        (("checkpoint.monitor=val/loss", "checkpoint.mode=max"), "max"),
+        (("checkpoint.mode=min",), "min"),
+        (("checkpoint.monitor=null",), "max"),
+        (("experiment=digits_draw",), "min"),
+    ],
+)
+def test_the_best_loss_is_the_least(overrides: tuple[str, ...], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = compose("logger=none", *overrides)
+    monkeypatch.setattr(cli, "run_folder", lambda: Path("run"))
+    best = next(c for c in callbacks(cfg, build.placement(cfg)) if isinstance(c, ModelCheckpoint))
+    assert (best.monitor, best.mode) == (cfg.checkpoint.monitor, mode)
 
 
 @pytest.mark.parametrize(
