@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -14,11 +12,11 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, InstantiationException
@@ -28,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hetero_strategy.errors import CheckpointError, ConfigError, HeteroError
 from hetero_strategy.strategy.launch import STARTED_BY, die_with_script, lost_a_rank
+from recipes.hints import explained
 
 CONF = str(Path(__file__).parent.parent / "conf")
 SAVED, ASKED = Path(".hydra") / "config.yaml", Path(".hydra") / "overrides.yaml"
@@ -85,7 +84,7 @@ def start(task: Callable[[], None], outputs: str = "outputs") -> None:
     except HydraException as error:
         if isinstance(error, InstantiationException):
             raise
-        fail(ConfigError(_explained(error)))
+        fail(ConfigError(explained(error, CONF, sys.argv, _saved(sys.argv[1:]))))
     except HeteroError as error:
         fail(error)
     except ValueError as error:
@@ -148,23 +147,12 @@ def told_to_end() -> NoReturn:
     sys.exit(128 + signal.SIGTERM)
 
 
-def _explained(error: HydraException) -> str:
-    """Hydra's message; for a field that does not exist, with the one that was probably meant."""
-    found = re.search(r"Could not override '([^']+)'", str(error))
-    if found is None:
-        return str(error).split("Config search path")[0].strip()
-    if found[1] == "sweep":
-        return "sweep: python -m recipes.sweep sweep=<name> runs it; -m with lists of values needs no file"
-    missing = re.search(r"full_key: (\S+)", str(error.__cause__))  # where a mapping is given, one of its keys
-    path, _, name = (missing[1] if missing else found[1]).rpartition(".")
-    with hydra.initialize_config_dir(CONF, version_base=None):
-        cfg = hydra.compose("evaluate", overrides=["run=none"])
-    node = OmegaConf.select(cfg, path) if path else cfg
-    if not isinstance(node, DictConfig):
-        return f"{found[1]}: there is no {path} to hold a field '{name}'"
-    close = difflib.get_close_matches(name, [str(key) for key in node], n=1)
-    hint = f"did you mean {close[0]}?" if close else f"the fields are {', '.join(map(str, node))}"
-    return f"{path or 'configuration'}: no field '{name}'; {hint}"
+def _saved(arguments: list[str]) -> DictConfig | None:
+    """Configuration of the run that a command line names, if it does."""
+    given = [a.partition("=")[2].strip("'\"") for a in arguments if a.startswith(("resume=", "run="))]
+    with suppress(ConfigError):
+        return OmegaConf.load(folder_of(given[-1]) / SAVED) if given else None  # type: ignore[return-value]
+    return None
 
 
 # ---- run folders -----------------------------------------------------------------------------------------------------

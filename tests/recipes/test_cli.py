@@ -81,6 +81,7 @@ def test_a_run_goes_on_in_its_own_folder_alone(tmp_path: Path) -> None:
     assert cli.with_run_folder([own, f"resume={run}"]) == [own, f"resume={run}", "hydra.output_subdir=null"]
     with pytest.raises(ConfigError, match=r"a run goes on in its own folder; leave out hydra.run.dir=other"):
         cli.with_run_folder([f"resume={run}", "hydra.run.dir=other"])
+    assert cli._saved([f"run={run}"]) == {"a": 1} and cli._saved([]) is cli._saved(["resume=elsewhere"]) is None
     for sweep in ("-m", "--multirun", "hydra.mode=MULTIRUN"):
         with pytest.raises(ConfigError, match="jobs of a sweep are new runs"):
             cli.with_run_folder([f"resume={run}", sweep])

@@ -26,6 +26,7 @@ from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.zoo import hf_llama
 from recipes import build, cli
 from recipes.drawings import DigitJudge
+from recipes.hints import explained
 from recipes.train import callbacks
 from tests.model.helpers import LLAMA
 from tests.recipes.conftest import data_at
@@ -280,7 +281,26 @@ def test_layouts_that_cannot_be(override: str, message: str) -> None:
 def test_a_key_that_hydra_refuses_is_named(override: str, message: str) -> None:
     with pytest.raises(HydraException) as error:
         compose(override)
-    assert cli._explained(error.value) == message
+    assert explained(error.value, cli.CONF, [], None) == message
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "saved", "message"),
+    [
+        ("train", ("experiment=digits_draw", "layout.draw.ppp=2"), (), "layout.draw: no field 'ppp'; did you mean pp?"),
+        ("plan", ("cluster.nodez=2",), (), "cluster: no field 'nodez'; did you mean nodes?"),
+        ("train", ("resume=r", "layout.draw.ppp=2"), ("experiment=digits_draw",), "layout.draw: no field 'ppp'; did"),
+        ("train", ("resume=r", "layout.draw.pp=2"), ("experiment=digits_draw",), "layout.draw.pp: the run has this"),
+    ],
+)
+def test_a_key_is_named_by_what_the_command_line_changes(
+    program: str, arguments: tuple[str, ...], saved: tuple[str, ...], message: str
+) -> None:
+    config = "plan" if program == "plan" else "config"
+    with pytest.raises(HydraException) as error, hydra.initialize_config_dir(cli.CONF, version_base=None):
+        hydra.compose(config, overrides=list(arguments))
+    words = [f"recipes/{program}.py", *arguments]
+    assert explained(error.value, cli.CONF, words, compose(*saved) if saved else None).startswith(message)
 
 
 def test_a_module_can_be_left_out_of_the_layouts_by_name() -> None:
@@ -384,6 +404,8 @@ def test_a_run_that_goes_on_in_other_layouts_is_scheduled_for_these(
     assert (found.schedule, found.recompute) == ("auto", ["llm"])
     found = goes_on(monkeypatch, tmp_path, before, "strategy.schedule=1f1b", "layout=colocated").strategy
     assert found.schedule == "1f1b"
+    draws = goes_on(monkeypatch, tmp_path, compose("experiment=digits_draw"), "++layout.draw.tp=2")
+    assert draws.layout.draw.tp == 2 and "llm" in draws.layout
     found = goes_on(monkeypatch, tmp_path, before, "strategy.recompute=null").strategy
     assert (found.schedule, found.fill, found.recompute) == ("zb_h1", "fine", None)
 

@@ -1,0 +1,52 @@
+"""What was probably meant by a field that hydra does not find."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+
+def explained(error: HydraException, conf: str, arguments: Sequence[str], saved: DictConfig | None) -> str:
+    """Hydra's message; for a field that does not exist, with the one that was probably meant.
+
+    Args:
+        conf: folder of configuration files.
+        arguments: of the command line, the program first.
+        saved: configuration of the run that the command line names.
+    """
+    found = re.search(r"Could not override '([^']+)'", str(error))
+    if found is None:
+        return str(error).split("Config search path")[0].strip()
+    if found[1] == "sweep":
+        return "sweep: python -m recipes.sweep sweep=<name> runs it; -m with lists of values needs no file"
+    missing = re.search(r"full_key: (\S+)", str(error.__cause__))  # where a mapping is given, one of its keys
+    key = missing[1] if missing and missing[1].startswith(found[1]) else found[1]
+    node, path = (_composed(conf, arguments) if saved is None else saved), ""
+    for name in key.split("."):
+        if not isinstance(node, DictConfig):
+            return f"{found[1]}: there is no {path} to hold a field '{name}'"
+        if name not in node:
+            break
+        node, path = node[name], f"{path}.{name}".lstrip(".")
+    else:
+        if saved is None:
+            return str(error)
+        return f"{found[1]}: the run has this field, which the default experiment lacks; write ++{found[1]}=..."
+    close = difflib.get_close_matches(name, [str(key) for key in node], n=1)
+    hint = f"did you mean {close[0]}?" if close else f"the fields are {', '.join(map(str, node))}"
+    return f"{path or 'configuration'}: no field '{name}'; {hint}"
+
+
+def _composed(conf: str, arguments: Sequence[str]) -> DictConfig:
+    """The program's own configuration, with the groups that the command line chooses."""
+    program = Path(arguments[0]).stem if arguments else ""
+    config = program if Path(conf, f"{program}.yaml").is_file() else "config"
+    groups = [a for a in arguments[1:] if Path(conf, a.partition("=")[0]).is_dir() or a.startswith("hydra.searchpath=")]
+    with hydra.initialize_config_dir(conf, version_base=None):
+        return hydra.compose(config, overrides=groups)
