@@ -195,7 +195,7 @@ def with_layout_file(arguments: list[str]) -> list[str]:
     """Command-line arguments where ``layout=<file>``, as the planner writes it, names a choice that hydra finds.
 
     Raises:
-        ConfigError: the file does not exist, or does not lie in a folder called layout.
+        ConfigError: the file does not exist, is not in a folder called layout, or has a name that conf/layout has.
     """
     for argument in arguments:
         name, _, value = argument.partition("=")
@@ -206,6 +206,9 @@ def with_layout_file(arguments: list[str]) -> list[str]:
             raise ConfigError(f"layout={value}: there is no such file; python -m recipes.plan writes one")
         if file.parent.name != "layout":
             raise ConfigError(f"layout={value}: hydra finds layouts in folders called layout; move it into one")
+        ours = Path(CONF, "layout", file.name)
+        if ours.is_file() and not ours.samefile(file):
+            raise ConfigError(f"layout={value}: conf/layout has one of this name, which hydra finds first; rename it")
         said = [a for a in arguments if a.startswith("hydra.searchpath=")]
         parsed = OverridesParser.create().parse_overrides(said[-1:])
         others = [path for override in parsed for path in _list(override.value())]

@@ -116,6 +116,10 @@ def test_a_layout_file_is_found_beside_other_folders(tmp_path: Path) -> None:
     assert [a for a in found if "searchpath" in a] == [cli.searchpath([f"file://{plan}/..", f"file://{mine}"])]
     cfg = compose(*found)
     assert (cfg.seed, cfg.layout.llm.ranks) == (5, [0])
+    (plan / "planned.yaml").rename(plan / "single.yaml")
+    with pytest.raises(ConfigError, match="conf/layout has one of this name, which hydra finds first; rename it"):
+        cli.with_layout_file([f"layout={plan}/single.yaml"])
+    assert cli.with_layout_file([f"layout={cli.CONF}/layout/single.yaml"])[0] == "layout=single"
 
 
 def test_commands_to_copy_find_what_this_one_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
