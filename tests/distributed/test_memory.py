@@ -12,7 +12,7 @@ from benchmarks.pipelines import Setting
 from benchmarks.predicted_memory import ALONE, SETTINGS, predicted, steps_on_rank
 from tests.distributed.harness import Pool
 
-NAMES = ("offload all", "offload every 2, bf16", "recompute all but matmuls, bf16", "colocated, dp_shard 2, bf16",
+NAMES = ("offload every 2, bf16", "recompute all but matmuls, bf16", "colocated, dp_shard 2, bf16",
          "llm pp 2, gpipe, bf16",
          "encoder in the bubbles of pp 4, bf16", "decoupled from pp 4, bf16")  # fmt: skip
 WITHIN = 0.05
