@@ -94,8 +94,7 @@ def test_no_step_is_shorter_than_what_ranks_compute_at_least(frozen: bool) -> No
     [
         ((4, 256), (4, 512), 2, {}),
         ((4, 768), (4, 512), 3, {}),
-        ((6, 256), (4, 768), 4, {"bandwidth": 2e8}),
-        ((2, 512), (8, 256), 4, {"launch": 3e-4}),
+        ((2, 512), (8, 256), 4, {"launch": 3e-4, "bandwidth": 2e8}),
         ((4, 512), (6, 512), 3, {"memory": 3e8}),
     ],
 )
