@@ -338,7 +338,7 @@ def _fields_of(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
         **(config.get("rope_scaling") or {}),
         "rope_theta": config.get("rope_theta", 10000.0),
     }
-    kind = rope.get("rope_type", "default")
+    kind = rope.get("rope_type") or rope.get("type", "default")  # older folders say "type"
     if kind not in ("default", "llama3"):
         raise ModelError(f"titan_llama: {folder}/config.json has rope_type {kind!r}, known are default and llama3")
     dim, heads = config["hidden_size"], config["num_attention_heads"]

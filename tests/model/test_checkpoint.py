@@ -85,6 +85,14 @@ def test_titan_takes_llama3_rope_scaling(tmp_path):
     torch.testing.assert_close(out.logits, logits_of(theirs, inputs), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["rope_type", "type"])
+def test_titan_refuses_rope_scaling_that_it_does_not_compute(tmp_path, name):
+    config = {**LLAMA, "model_type": "llama", "rope_scaling": {name: "linear", "factor": 4.0}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="rope_type 'linear', known are default and llama3"):
+        titan_llama(checkpoint=tmp_path)
+
+
 def export(tmp_path, **modules):
     """What the command writes of a run's checkpoint."""
     state = TrainingState("net", modules, group=None)
