@@ -36,6 +36,7 @@ from hetero_strategy.schedule.action import StageGraph, StageId
 from hetero_strategy.schedule.compile import StepCompiler
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.blueprint import Blueprint, blueprint
+from hetero_strategy.strategy.first_values import check_first_values
 
 Row = tuple[int, torch.dtype]
 """Width and dtype of a row."""
@@ -135,12 +136,15 @@ def assemble(
         plan: what :func:`blueprint` makes of the same; None: it is made here.
 
     Raises:
-        see :func:`blueprint`.
+        ConfigError: a module came with other values on other ranks.
+        others: see :func:`blueprint`.
     """
     scheduling = scheduling.resolved(placement.layouts)
     plan = plan or blueprint(model, placement.layouts, scheduling, recompute, compile, storage, offload)
     connected = torch.device("cpu") if device.type == "meta" else device  # no backend sends what is on meta
     modules, layouts, graph = model.modules_by_name, plan.layouts, plan.graph
+    if device.type != "meta":
+        check_first_values(modules, layouts, device)
     apart = {computing(name) for name in graph.filling} if scheduling.tp_bubbles else set[str]()
     registry = GroupRegistry(placement, tied_rank_sets(modules, layouts), connected.type, timeout, apart)
     rows = [

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hetero_strategy.model import Encoder, EncoderInputs, MultimodalModel, Projector
 from tests.distributed import scenario
-from tests.distributed.harness import Pool
+from tests.distributed.harness import Pool, WorkerError
 from tests.distributed.scenario import WIDTH, Job, Lit, data
 
 
@@ -42,6 +44,7 @@ def merged(inputs: EncoderInputs) -> torch.Tensor:
 class WithReady(Lit):
     random: torch.Tensor
     """State in which the backbone was made."""
+    backbone: Callable[[], Flat] = Flat
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -49,7 +52,7 @@ class WithReady(Lit):
             assert self.model is not None
             modules: dict[str, Any] = dict(self.model.modules_by_name)
             self.random = torch.get_rng_state()
-            modules["vision"] = Encoder(Flat(), Projector(24, WIDTH))
+            modules["vision"] = Encoder(self.backbone(), Projector(24, WIDTH))
             self.model = MultimodalModel(modules, seed=11)
 
 
@@ -59,9 +62,17 @@ def on_rank(rank: int, world: int, job: Job) -> dict[str, Any]:
     return first_values(job)
 
 
-def first_values(job: Job) -> dict[str, Any]:
+def made_before(rank: int, world: int, job: Job) -> dict[str, Any]:
+    torch.manual_seed(rank)
+    made = Flat()
+    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    return first_values(job, lambda: made)
+
+
+def first_values(job: Job, backbone: Callable[[], Flat] = Flat) -> dict[str, Any]:
     trainer, module, datamodule = scenario.build(job)
     module = WithReady(job, module.vocabulary)
+    module.backbone = backbone
     found: dict[str, Any] = {}
 
     def at_start() -> None:
@@ -91,3 +102,10 @@ def test_values_are_kept(pool: Pool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     alone = first_values(Job(str(folder), steps=2, capture=False))
     torch.testing.assert_close(results[0]["losses"], alone["losses"], rtol=1e-5, atol=0)
+
+
+def test_values_that_each_process_drew_are_refused(pool: Pool, tmp_path: Path) -> None:
+    layouts: dict[str, Any] = {"vision": {"ranks": [0, 1]}, "audio": {"ranks": [0]}, "llm": {"ranks": [0, 1]}}
+    job = Job(str(data(tmp_path / "digits")), steps=1, capture=False, layouts=layouts)
+    with pytest.raises(WorkerError, match="'vision' was given with values that are not the same on ranks 0 and 1"):
+        pool.run(2, made_before, job, timeout=60)
