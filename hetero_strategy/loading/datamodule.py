@@ -58,8 +58,9 @@ class MultimodalDataModule(L.LightningDataModule):
             ``{"max_patches": 1024}`` (see `ImageProcessor`, `AudioProcessor`, `ImageTarget`), or another processor.
         global_batch_size: samples per optimizer step (per batch of an accumulation), over all ranks.
         eval_batch_size: the same for val, test and predict; default: ``global_batch_size``.
-        microbatches: pieces of a global batch; ``auto``: as few as the first language model's ``balance.budget``
-            allows, or, without one, as many as ``HeteroStrategy(layouts="auto")`` plans.
+        microbatches: pieces of a global batch, or more in steps where these cannot keep the first language model's
+            ``balance.budget``; ``auto``: as few as can, or, without a budget, as many as
+            ``HeteroStrategy(layouts="auto")`` plans.
         eval_microbatches: the same for val, test and predict; default: ``microbatches``, at most ``eval_batch_size``.
         encoder_microbatch_rows: encoders and generators with microbatches of their own: about this many rows inside
             the module per instance and microbatch, or ``equal``; others keep the step's. See `plan_step`.

@@ -50,7 +50,7 @@ class BalanceConfig:
             scaled so that an item of 128 rows costs what it costs by default.
         speeds: module -> relative speed of each of its instances; default: all 1.
         budget: module -> most rows inside it that an instance may have in a microbatch. An encoder's or a generator's
-            microbatches are split until they keep it; so are the language model's if ``microbatches`` is ``auto``.
+            microbatches are split until they keep it; a step has as many as the first language model's takes.
         rearrange: how items are kept near their samples where modules share ranks or nodes: ``home`` (balance around
             where their samples are), ``permute`` (balance, then permute whole batches: OrchMLLM, algorithm 3), ``ilp``
             (the same by integer program), ``none``.

@@ -126,7 +126,8 @@ def plan_step(
         instances: module -> number of its data-parallel instances.
         samplewise: modules whose units are whole samples (language models); all others have items. The first one
             decides which sample is in which microbatch.
-        microbatches: number of microbatches; None: as few as the first language model's budget allows.
+        microbatches: number of microbatches, or more where these cannot keep the first language model's budget; None:
+            as few as can.
         row_multiple: module -> number (the tensor-parallel degree where rows are sharded over it) of which the rows of
             every instance must be a positive multiple; :attr:`Assignment.padding` fills up.
         microbatch_rows: encoder or generator -> about how many rows inside it an instance should have in a microbatch,
@@ -194,7 +195,7 @@ class _StepPlanner:
             policy=None if b.policy_of(first) == AS_SAMPLED else b.policy_of(first),
             speeds=b.speeds_of(first),
             budget=b.budget.get(first),
-            beside=None if microbatches == 1 else self._beside.sum(axis=0),
+            beside=None if microbatches == 1 and first not in b.budget else self._beside.sum(axis=0),
         )
         if (own := b.islands.get(first)) is not None:
             packed = self._in_islands(packed, own)

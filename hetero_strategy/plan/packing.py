@@ -17,7 +17,7 @@ from scipy.optimize import linear_sum_assignment
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.plan.balance import Cost, balance, loads
+from hetero_strategy.plan.balance import Cost, OverLimit, balance, loads
 
 LEVEL_WITHIN = 1.01
 """Most that the language model's time may grow so that microbatches are level for the other modules too."""
@@ -71,7 +71,7 @@ def pack(
     bins are too unequal for that, each microbatch gets bins as equal as possible.
 
     Args:
-        microbatches: number of microbatches; None: as few as the budget allows.
+        microbatches: number of microbatches, or more where these cannot keep the budget; None: as few as can.
         instances, cost, module: of the language model; its name is for messages.
         policy: policy of :func:`hetero_strategy.plan.balance.balance`; None: samples are dealt in turn.
         speeds: relative speeds of the instances; None: equal.
@@ -79,30 +79,57 @@ def pack(
         beside: what each sample costs other modules; None: nothing.
 
     Raises:
-        ConfigError: the budget cannot be kept.
+        ConfigError: a sample is more than the budget, or nothing says how many microbatches there are.
     """
     if budget is not None and len(tokens) and int(tokens.max()) > budget:
         raise ConfigError(
             f"a sample has {int(tokens.max())} tokens, more than the budget of {budget} of '{module}' for an instance"
             f" and microbatch; raise the budget to at least {int(tokens.max())}, or leave longer samples out"
         )
+    into = partial(_into, tokens, instances, cost, module=module, policy=policy, speeds=speeds, beside=beside)
+    if budget is not None:
+        return _fewest(partial(into, budget=budget), tokens, instances, budget, microbatches or 1)
     if microbatches is None:
-        into = partial(pack, tokens, instances, cost=cost, module=module, policy=policy, speeds=speeds, beside=beside)
-        return _fewest(into, tokens, instances, budget, module)
+        raise ConfigError(
+            f"the number of microbatches is to follow from a budget, but '{module}' has none; give"
+            f" budget={{{module}: tokens}}, or a number of microbatches"
+        )
+    return into(microbatches, budget=None)
+
+
+def _fewest(into: Callable[[int], Packed], tokens: np.ndarray, instances: int, budget: int, least: int) -> Packed:
+    """Pack into as few microbatches as the budget allows, at least so many; ``into`` packs into a number of them."""
+    first = max(least, -(-int(tokens.sum()) // (budget * instances)))
+    for count in range(first, max(first, len(tokens)) + 1):
+        with suppress(OverLimit):  # whole samples leave gaps: one microbatch more
+            return into(count)
+    return deal(len(tokens), instances, max(least, len(tokens)))  # a sample at a time: each of them fits
+
+
+def _into(
+    tokens: np.ndarray,
+    instances: int,
+    cost: Cost,
+    microbatches: int,
+    *,
+    module: str,
+    policy: str | None,
+    speeds: np.ndarray | None,
+    beside: np.ndarray | None,
+    budget: int | None,
+) -> Packed:
+    """As :func:`pack`, into this number of microbatches; raise OverLimit where they do not keep the budget."""
     if policy is None:
         dealt = deal(len(tokens), instances, microbatches)
         most = int(np.bincount(dealt.microbatch * instances + dealt.instance, weights=tokens, minlength=1).max())
         if budget is not None and most > budget:
-            raise ConfigError(
-                f"as sampled, an instance of '{module}' has {most} tokens in a microbatch, more than the budget of"
-                f" {budget}; let it be balanced, take more microbatches, or raise the budget"
-            )
+            raise OverLimit(f"as sampled, an instance of '{module}' has {most} tokens in a microbatch, not {budget}")
         return dealt
     bins, pace = instances * microbatches, None if speeds is None else np.tile(speeds, microbatches)
     try:
         bin_of = balance(tokens, bins, cost, policy=policy, speeds=pace, limit=budget)
     except ConfigError as error:
-        raise ConfigError(f"'{module}', {microbatches} microbatches x {instances} instances: {error}") from None
+        raise type(error)(f"'{module}', {microbatches} microbatches x {instances} instances: {error}") from None
     if microbatches == 1:
         return Packed(np.zeros(len(tokens), dtype=np.int64), bin_of, 1)
     load = loads(tokens, bin_of, bins, cost)
@@ -111,19 +138,6 @@ def pack(
         return Packed(number[bin_of], bin_of % instances, microbatches)
     number, instance = _together(load, np.bincount(bin_of, weights=beside, minlength=bins), instances, microbatches)
     return Packed(number[bin_of], instance[bin_of], microbatches)
-
-
-def _fewest(into: Callable[..., Packed], tokens: np.ndarray, instances: int, budget: int | None, module: str) -> Packed:
-    """Pack into as few microbatches as the budget allows; ``into`` packs into a number of them."""
-    if budget is None:
-        raise ConfigError(
-            f"the number of microbatches is to follow from a budget, but '{module}' has none; give"
-            f" budget={{{module}: tokens}}, or a number of microbatches"
-        )
-    for count in range(max(1, -(-int(tokens.sum()) // (budget * instances))), len(tokens) + 1):
-        with suppress(ConfigError):  # whole samples leave gaps: one microbatch more
-            return into(microbatches=count, budget=budget)
-    return deal(len(tokens), instances, max(1, len(tokens)))  # a sample at a time: each of them fits
 
 
 def _together(load: np.ndarray, beside: np.ndarray, instances: int, microbatches: int) -> tuple[np.ndarray, np.ndarray]:

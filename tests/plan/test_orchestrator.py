@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.plan.balance import Cost, loads
+from hetero_strategy.plan.balance import POLICIES, Cost, loads
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.orchestrator import Near, ResolvedBalance, UnitSizes, plan_step
 from hetero_strategy.plan.packing import levelled, pack, pieces
@@ -131,6 +131,33 @@ def test_budgets_choose_microbatches_and_split_those_of_encoders(seed: int) -> N
     assert roomy.microbatches == 1
 
 
+@pytest.mark.parametrize("policy", ["auto", "none"])
+def test_a_number_of_microbatches_that_cannot_keep_a_budget_is_raised(policy: str) -> None:
+    metadata = step(0)
+    longest = int(metadata.tokens.max())
+    tight = full(budget={"llm": longest}, policy=dict.fromkeys(MODULES, policy))
+    fewest = plan_step(metadata, MODULES, ("llm",), microbatches=None, balancing=tight)
+    assert fewest.microbatches > 1
+    for asked in (1, fewest.microbatches):
+        plan = plan_step(metadata, MODULES, ("llm",), microbatches=asked, balancing=tight)
+        assert plan.digest == fewest.digest
+    for asked in (fewest.microbatches + 3, len(metadata.samples) + 5):
+        more = plan_step(metadata, MODULES, ("llm",), microbatches=asked, balancing=tight)
+        check(more)
+        rows = max(int(a.totals(inner=True).max()) for a in more.assignments["llm"])
+        assert rows <= longest and more.microbatches >= asked
+        assert policy == "none" or more.microbatches == asked
+
+
+def test_a_policy_of_ones_own_that_fails_is_not_taken_for_a_budget_that_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(POLICIES, "wrong", lambda lengths, bins, cost, speeds: lengths * 0.5)
+    wrong = full(budget={"llm": 10**6}, policy={"llm": "wrong"})
+    with pytest.raises(ConfigError, match=r"'llm', 1 microbatches x 4 instances: balance: policy 'wrong' gave float64"):
+        plan_step(step(0), MODULES, ("llm",), microbatches=None, balancing=wrong)
+
+
 def test_a_budget_that_cannot_be_kept_is_named() -> None:
     metadata = step(0)
     with pytest.raises(ConfigError, match=r"a sample has \d+ tokens, more than the budget of 5 of 'llm'"):
@@ -138,8 +165,6 @@ def test_a_budget_that_cannot_be_kept_is_named() -> None:
     with pytest.raises(ConfigError, match=r"an item has \d+ rows in 'vision', more than its budget of 3"):
         plan_step(metadata, MODULES, ("llm",), balancing=full(budget={"vision": 3}))
     longest = int(metadata.tokens.max())
-    with pytest.raises(ConfigError, match=r"'llm', 1 microbatches x 4 instances: .*limit"):
-        plan_step(metadata, MODULES, ("llm",), microbatches=1, balancing=full(budget={"llm": longest}))
     two = {"llm": 4, "caption": 2}
     with pytest.raises(ConfigError, match=r"'caption', 2 instances: balance: \d+ rows do not fit into 2 bins"):
         plan_step(

@@ -15,9 +15,9 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance.auto import automatic, greedy
 from hetero_strategy.plan.balance.cost import Cost, Speeds, fit_cost, loads
 from hetero_strategy.plan.balance.greedy import descending, whole
-from hetero_strategy.plan.balance.limits import fits, keep_limit
+from hetero_strategy.plan.balance.limits import OverLimit, fits, keep_limit
 
-__all__ = ["POLICIES", "Cost", "balance", "fit_cost", "loads", "register_policy"]
+__all__ = ["POLICIES", "Cost", "OverLimit", "balance", "fit_cost", "loads", "register_policy"]
 
 Policy = Callable[[Int64[np.ndarray, "items"], int, Cost, Speeds], Int64[np.ndarray, "items"]]
 """(Lengths, longest first; number of bins; what a bin costs; speeds of bins) -> bin of each item. It has to be a
@@ -67,7 +67,7 @@ def balance(
         limit: most rows that a bin may hold (memory); None: any.
 
     Raises:
-        ConfigError: no assignment was found that keeps the limit.
+        ConfigError: no assignment was found that keeps the limit (:class:`OverLimit`), or a policy gave none.
     """
     if speeds is not None and not np.ptp(speeds):
         speeds = None
@@ -78,7 +78,7 @@ def balance(
         return bin_of
     within_limit = keep_limit(lengths, bins, cost, speeds, limit)
     if within_limit is None:
-        raise ConfigError(
+        raise OverLimit(
             f"balance: no assignment of {len(lengths)} items with {int(lengths.sum())} rows in all to {bins} bins was "
             f"found with at most limit={limit} in each; raise the limit or give more bins (microbatches)."
         )
@@ -105,12 +105,12 @@ def _assigned(lengths: np.ndarray, bins: int, cost: Cost, policy: str, speeds: n
 def _check_limit(lengths: np.ndarray, bins: int, limit: int) -> None:
     longest, total = int(lengths.max()), int(lengths.sum())
     if longest > limit:
-        raise ConfigError(
+        raise OverLimit(
             f"balance: item {int(lengths.argmax())} has {longest} rows and no bin may hold more than limit={limit}; "
             "raise the limit or leave the item out."
         )
     if total > limit * bins:
-        raise ConfigError(
+        raise OverLimit(
             f"balance: {total} rows do not fit into {bins} bins of limit={limit}; give at least {-(-total // limit)} "
             "bins (microbatches) or raise the limit."
         )

@@ -6,12 +6,17 @@ import numpy as np
 from jaxtyping import Int64
 
 from hetero_strategy import ragged
+from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance.auto import best, greedy, runs
 from hetero_strategy.plan.balance.cost import Cost, Speeds
 from hetero_strategy.plan.balance.greedy import descending, exchange, whole
 
 BLENDS = 8
 """Bisections of the share that sizes have in the weights."""
+
+
+class OverLimit(ConfigError):
+    """No assignment was found that keeps a limit: more bins may."""
 
 
 def keep_limit(
