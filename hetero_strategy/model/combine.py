@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hetero_strategy import ragged
 from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.causal_lm import CausalLMKind
 from hetero_strategy.model.inputs import ModuleInputs, Ragged, host_index
 from hetero_strategy.model.kind import LossOutput
 
@@ -25,9 +26,9 @@ class ModelOutput:
     loss_tokens: int
     """Loss tokens of the global batch: the N of language models."""
     accuracy: Tensor
-    """Scalar: the share of loss tokens predicted right, averaged over language models."""
+    """Scalar: the share of loss tokens predicted right, averaged over language models; NaN where none counts it."""
     exact_match: Tensor
-    """Scalar: the share of samples with labels whose every label is predicted right, averaged over language models."""
+    """Scalar: the share of samples with labels whose every label is predicted right, likewise."""
     predictions: Ragged | None = None
     """Evaluation only: the first language model's predicted tokens at label positions; run ``i`` is sample ``i``."""
     logits: tuple[Tensor, ...] | None = None
@@ -103,17 +104,23 @@ class StepSums:
             name: {metric: (sums[1 + i] / max(1, count)).float() for i, (metric, count) in enumerate(counts.items())}
             for (name, sums), counts in zip(self._of.items(), self._counts.values(), strict=True)
         }
-        language_models = [name for name, kind in self._kinds.items() if kind.samplewise]
-        first, labels = self.results.get(language_models[0]), self._plan.metadata.labels
+        language_models = [name for name, kind in self._kinds.items() if isinstance(kind, CausalLMKind)]
+        first = next((self.results[name] for name in language_models if name in self.results), None)
+        labels = self._plan.metadata.labels
         others = {name: rows for name, rows in self.results.items() if name not in language_models and len(rows)}
         return ModelOutput(
             loss=loss,
             loss_tokens=int(labels.sum()),
-            accuracy=torch.stack([metrics[name]["accuracy"] for name in language_models]).mean(),
-            exact_match=torch.stack([metrics[name]["exact_match"] for name in language_models]).mean(),
+            accuracy=self._mean("accuracy", metrics),
+            exact_match=self._mean("exact_match", metrics),
             predictions=None if first is None else Ragged(first, ragged.offsets(labels)),
             logits=logits,
             losses=losses,
             drawn=others or None,
             metrics=metrics,
         )
+
+    def _mean(self, metric: str, metrics: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
+        """Of the modules whose units are samples and that count it."""
+        found = [metrics[n][metric] for n, kind in self._kinds.items() if kind.samplewise and metric in metrics[n]]
+        return torch.stack(found).mean() if found else self.totals.new_full((), torch.nan, dtype=torch.float32)

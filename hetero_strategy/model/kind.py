@@ -146,6 +146,11 @@ def check_edges(kinds: Mapping[str, ModuleKind], edges: Sequence[tuple[str, str]
                 f"{where} leads from a {kinds[source].name} to a {kinds[target].name}: between these modules edges may"
                 f" lead from {', '.join(sorted(allowed)) or 'none to none'}"
             )
+        if kinds[source].samplewise and kinds[target].samplewise:
+            raise error(
+                f"{where}: the units of both are whole samples, between which no edge brings rows; let {target}'s kind"
+                " say in units() what its units are, in place of samplewise"
+            )
     if len(set(edges)) != len(edges):
         raise error("an edge is given twice")
     for name, kind in kinds.items():
