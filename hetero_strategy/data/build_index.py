@@ -32,7 +32,7 @@ from hetero_strategy.data.media import Media, TargetProcessor
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
 
-VERSION = 4
+VERSION = 5
 """Raised whenever the template, the arrays or a processor's rows change meaning."""
 
 DECODE_LIMIT = 20_000

@@ -329,9 +329,9 @@ def _mel_filters(sampling_rate: int, n_mels: int, n_fft: int) -> np.ndarray:
 
 
 def _orientation(image: Image.Image) -> int:
-    """How the camera was held; only JPEG says so in its header. 1, upright, also where its EXIF is damaged."""
+    """How the camera was held, of formats that say so once opened. 1, upright, also where their EXIF is damaged."""
     try:
-        turned = image.getexif().get(0x0112, 1) if image.format in ("JPEG", "MPO") else 1
+        turned = image.getexif().get(0x0112, 1) if image.format in ("JPEG", "MPO", "WEBP", "AVIF") else 1
     except Exception:  # SyntaxError, struct.error, ...
         return 1
     return turned if isinstance(turned, int) and turned in UPRIGHT else 1

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, features
 
 from hetero_strategy.data.media import AudioProcessor, ImageProcessor, TargetProcessor
 from hetero_strategy.data.targets import ImageTarget
 from hetero_strategy.errors import ConfigError, DataError
+
+SUFFIXES = ["jpg", "webp", *(["avif"] if features.check("avif") else [])]
+"""Of pictures that say how the camera was held."""
 
 RNG = np.random.default_rng(0)
 
@@ -84,24 +87,27 @@ def test_sixteen_bit_is_scaled_not_clipped(tmp_path: Path) -> None:
     np.testing.assert_allclose(patches.reshape(8, 8), values / 65535, atol=1 / 200)
 
 
-def test_photographs_are_turned_upright(tmp_path: Path) -> None:
-    exif = Image.Exif()
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_photographs_are_turned_upright(tmp_path: Path, suffix: str) -> None:
+    exif, path = Image.Exif(), tmp_path / f"a.{suffix}"
     exif[0x0112] = 6
-    Image.new("RGB", (64, 16), "red").save(tmp_path / "a.jpg", exif=exif)
+    Image.new("RGB", (64, 16), "red").save(path, exif=exif)
     processor = ImageProcessor(patch_size=16)
-    assert processor.measure(tmp_path / "a.jpg")[0] == (4, 1)
-    assert processor.load(tmp_path / "a.jpg").shape == (4, 768)
+    assert processor.measure(path)[0] == (4, 1)
+    assert processor.load(path).shape == (4, 768)
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("turned", range(1, 9))
-def test_photographs_are_turned_as_pillow_turns_them(tmp_path: Path, turned: int) -> None:
+def test_photographs_are_turned_as_pillow_turns_them(tmp_path: Path, turned: int, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
     exif = Image.Exif()
     exif[0x0112] = turned
     pixels = np.arange(64 * 32, dtype=np.uint8).reshape(32, 64) // 8
-    Image.fromarray(pixels).save(tmp_path / "a.jpg", exif=exif)
-    with Image.open(tmp_path / "a.jpg") as image:
-        expected = np.asarray(ImageOps.exif_transpose(image))
-    found = ImageProcessor(patch_size=32, channels=1).load(tmp_path / "a.jpg").reshape(2, 32, 32)
+    Image.fromarray(pixels).save(path, exif=exif)
+    with Image.open(path) as image:
+        expected = np.asarray(ImageOps.exif_transpose(image).convert("L"))
+    found = ImageProcessor(patch_size=32, channels=1).load(path).reshape(2, 32, 32)
     assert np.array_equal(np.concatenate(list(found), axis=int(turned < 5)), expected)
 
 
