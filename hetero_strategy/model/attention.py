@@ -27,8 +27,10 @@ def _takes(kernel: Any) -> tuple[bool, bool]:
 
 VARLEN, TOLD_OF_SHARED_HEADS = _takes(varlen_attn)
 HALF = (torch.float16, torch.bfloat16)
-WIDEST = 256
-"""Head dimension above which torch's flash kernels stop."""
+WIDEST, MULTIPLE = 256, 8
+"""Head dimension above which torch's flash kernels stop, and of which they take multiples alone."""
+FLASH_MAJOR = 8
+"""Major compute capability of the GPUs that they start with."""
 NOT_HERE = ("s_aux", "position_bias", "head_mask")
 """What transformers' layers may pass to an attention that would change what comes out, and no kernel here takes."""
 HF_ATTENTION = "hetero_packed"
@@ -59,10 +61,11 @@ def packed_attention(
 ) -> Tensor:
     """Compute scaled dot-product attention inside every sequence of ``packing``, never across.
 
-    On CUDA in half precision torch's flash kernel for packed sequences takes the rows as they are. Elsewhere, and with
-    dropout or a soft cap, sequences of similar length are padded together and each such bucket is one call: causal
-    attention needs no mask for right padding; bidirectional attention gets a key mask only where a bucket has padding,
-    and attention in a window a band where sequences are longer than it.
+    On CUDA in half precision torch's flash kernel for packed sequences takes the rows as they are, from compute
+    capability 8.0 on and where 8 divides head_dim. Elsewhere, and with dropout or a soft cap, sequences of similar
+    length are padded together and each such bucket is one call: causal attention needs no mask for right padding;
+    bidirectional attention gets a key mask only where a bucket has padding, and attention in a window a band where
+    sequences are longer than it.
 
     Args:
         query: ``[1, heads, T, head_dim]``.
@@ -82,18 +85,18 @@ def packed_attention(
     if packing.rows == 0:
         return query + (key.sum() + value.sum())  # empty, yet a gradient (zero) reaches all three
     options = _Options(causal, window, scale, dropout, softcap)
-    if (
-        query.is_cuda
-        and query.dtype in HALF
-        and not dropout
-        and softcap is None
-        and query.shape[-1] <= WIDEST
-        and VARLEN
-    ):
-        return _flash(query, key, value, packing, options)
+    if query.is_cuda and not dropout and softcap is None and VARLEN:
+        device = torch.cuda.get_device_properties(query.device)  # which torch keeps, and its compiler takes as constant
+        if _flash_takes(query.dtype, query.shape[-1], device.major):
+            return _flash(query, key, value, packing, options)
     if torch.compiler.is_compiling():  # code that must not depend on how many buckets there are
         return _masked(query, key, value, packing, options)
     return _in_buckets(query, key, value, packing, options)
+
+
+def _flash_takes(dtype: torch.dtype, head_dim: int, major: int) -> bool:
+    """Whether torch's flash kernels for packed sequences take such rows on GPUs of this major compute capability."""
+    return dtype in HALF and head_dim <= WIDEST and head_dim % MULTIPLE == 0 and major >= FLASH_MAJOR
 
 
 def _in_buckets(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options: _Options) -> Tensor:

@@ -32,6 +32,21 @@ def reference(query, key, value, lengths, causal, scale, window=99):
     return torch.cat(outs, 2)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "major", "takes"),
+    [
+        (torch.bfloat16, 128, 9, True),
+        (torch.float16, 8, 8, True),
+        (torch.float32, 128, 9, False),
+        (torch.bfloat16, 264, 9, False),
+        (torch.bfloat16, 36, 9, False),
+        (torch.float16, 64, 7, False),
+    ],
+)
+def test_flash_kernels_are_taken_where_they_run(dtype, head_dim, major, takes):
+    assert attention._flash_takes(dtype, head_dim, major) is takes
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("causal", [True, False])
 def test_scores_have_a_soft_cap_as_in_gemma_2(causal, window):
