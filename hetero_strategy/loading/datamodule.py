@@ -21,7 +21,7 @@ from hetero_strategy.loading.ahead import Ahead
 from hetero_strategy.loading.context import TrainingContext, finish_epoch
 from hetero_strategy.loading.dispatch import Dispatch
 from hetero_strategy.loading.item_reader import OnError
-from hetero_strategy.loading.limits import Limits, check_limits
+from hetero_strategy.loading.limits import Limits, check_limits, item_limits
 from hetero_strategy.loading.loader import Engine, StepLoader
 from hetero_strategy.loading.metadata import step_metadata
 from hetero_strategy.loading.read_where_sampled import SampledDataset
@@ -135,6 +135,7 @@ class MultimodalDataModule(L.LightningDataModule):
         self.processors = processors_of(model, processors or {})
         self.language_models = model.language_models()
         self._limits = {name: Limits.of(model.modules_by_name[name]) for name in self.language_models}
+        self._item_limits = item_limits(model.modules_by_name)
         self.edges = tuple((edge.source, edge.target) for edge in model.edges)
         self.encoder_microbatch_rows = dict(encoder_microbatch_rows or {})
         self._check_microbatch_rows()
@@ -257,7 +258,7 @@ class MultimodalDataModule(L.LightningDataModule):
                 progress=progress,
                 **self._index_options,
             )
-            check_limits(index, str(manifest), self._limits, self.balance.budget)
+            check_limits(index, str(manifest), self._limits, self._item_limits, self.balance.budget)
             self.indices[split] = index
         return self.indices.get(split)
 

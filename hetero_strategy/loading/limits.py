@@ -1,4 +1,4 @@
-"""Samples that a language model or a budget cannot take, found before training starts."""
+"""Samples and items that a module or a budget cannot take, found before training starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,31 @@ class Limits(NamedTuple):
         return cls(model.max_length if isinstance(model, CausalLM) else None, model.vocab_size)
 
 
-def check_limits(index: DatasetIndex, where: str, models: Mapping[str, Limits], budget: Mapping[str, int]) -> None:
+class ItemLimit(NamedTuple):
+    """What an encoder can take of an item."""
+
+    rows: int
+    """Inside the module."""
+    fixed: bool
+    """Whether its weights are in a folder, and have no more."""
+
+
+def item_limits(modules: Mapping[str, Adapter]) -> dict[str, ItemLimit]:
+    """Of modules whose positions end."""
+    return {
+        name: ItemLimit(module.max_item_rows, module.checkpoint is not None)
+        for name, module in modules.items()
+        if module.max_item_rows is not None
+    }
+
+
+def check_limits(
+    index: DatasetIndex,
+    where: str,
+    models: Mapping[str, Limits],
+    items: Mapping[str, ItemLimit],
+    budget: Mapping[str, int],
+) -> None:
     """Refuse a data set that cannot be trained to its end, whether or not a run comes to its last sample.
 
     Lengths are compared where the index is measured; otherwise they are known only in their step.
@@ -36,11 +60,12 @@ def check_limits(index: DatasetIndex, where: str, models: Mapping[str, Limits], 
     Args:
         where: what a person calls the data set.
         models: of language models.
+        items: of other modules.
         budget: module -> most rows of an instance in a microbatch.
 
     Raises:
         ConfigError: a token id is not in a model's embedding, or a sample or an item is more than a budget.
-        DataError: a sample is longer than a model's ``max_length``.
+        DataError: a sample is longer than a model's ``max_length``, or an item than a module's positions reach.
     """
     for module, limits in models.items():
         if limits.vocab_size is not None and index.largest_id >= limits.vocab_size:
@@ -54,6 +79,11 @@ def check_limits(index: DatasetIndex, where: str, models: Mapping[str, Limits], 
     for module, limits in models.items():
         if limits.max_length is not None and (worst := _longer(index, samples, tokens, limits.max_length)):
             raise DataError(f"{where}: {worst} '{module}' can take (max_length); shorten these samples or raise it")
+    for module, limit in items.items():
+        measured = index.items.get(module)
+        if measured is not None and (worst := _longer(index, measured.sample, measured.inner_rows, limit.rows)):
+            fix = "" if limit.fixed else ", or give it more (max_source_positions of whisper_encoder)"
+            raise DataError(f"{where}: {worst} '{module}' has positions for; cut these items, or leave them out{fix}")
     for module, most in budget.items():
         if module == next(iter(models)):  # whose budget says how samples are packed; that of others is not read
             owner, rows, fix = samples, tokens, "leave longer samples out"

@@ -100,6 +100,8 @@ class Adapter(nn.Module):
     """Size of the rows between its blocks, which one pipeline stage gives to the next."""
     vocab_size: int | None = None
     """Token ids that its embedding and head, which tensor parallelism cuts, have rows for; None: it does not say."""
+    max_item_rows: int | None = None
+    """Most rows inside it of an item that its positions reach; None: any number."""
     checkpoint: str | Path | None = None
     """Local Hugging Face folder that the initial values come from."""
     processor: Media | RawRows | None = None

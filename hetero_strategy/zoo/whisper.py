@@ -62,6 +62,7 @@ class WhisperBackbone(HFAdapter, Backbone):
         self.hidden_width = config.d_model
         self.width = config.d_model * stack
         self.checkpoint = checkpoint
+        self.max_item_rows = config.max_source_positions
         self.processor = MelFrames(config.num_mel_bins, stack)
 
     @override
@@ -141,10 +142,8 @@ class WhisperBackbone(HFAdapter, Backbone):
             raise DataError("whisper: frames must be positive and the packing's lengths ceil(frames / 2)")
         limit = self.config.max_source_positions
         if inputs.packing.longest > limit:
-            raise DataError(
-                f"whisper: a clip of {int(frames.max())} frames exceeds {2 * limit}: split it or raise "
-                "max_source_positions"
-            )
+            raised = "" if self.checkpoint else " or raise max_source_positions"
+            raise DataError(f"whisper: a clip of {int(frames.max())} frames exceeds {2 * limit}: split it{raised}")
         if inputs.values.shape != (int(frames.sum()), self.config.num_mel_bins):
             raise DataError(
                 f"whisper: mel frames have shape {tuple(inputs.values.shape)}, expected "

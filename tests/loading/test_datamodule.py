@@ -138,10 +138,10 @@ def test_microbatches_by_themselves_follow_from_a_budget_or_the_plan_of_layouts(
     assert next(iter(module.val_dataloader())).plan.microbatches == 3  # of as many samples
 
 
-def limited(**limits: int) -> MultimodalModel:
+def limited(module: str = "llm", **limits: Any) -> MultimodalModel:
     model = reader()
     for name, most in limits.items():
-        setattr(model.modules_by_name["llm"], name, most)
+        setattr(model.modules_by_name[module], name, most)
     return model
 
 
@@ -151,6 +151,8 @@ def test_what_a_budget_or_the_model_cannot_take_is_named_before_training(digits:
     index = whole.indices["train"]
     tokens, images = np.diff(index.offsets), index.items["vision"]
     longest, largest = int(tokens.max()), int(images.inner_rows.max())
+    clip = int(index.items["audio"].inner_rows.max())
+    assert reader().modules_by_name["audio"].max_item_rows == 1500  # as Whisper's own tables
     first = index.names[int(np.flatnonzero(tokens == longest)[0])]
     seen = index.names[int(images.sample[np.flatnonzero(images.inner_rows == largest)[0]])]
     named = rf"train\.json: {longest} in sample '{first}'.*: more rows than the {longest - 1} that balance.budget gives"
@@ -170,6 +172,16 @@ def test_what_a_budget_or_the_model_cannot_take_is_named_before_training(digits:
             {"model": lambda: limited(vocab_size=9)},
             ConfigError,
             rf"ids reach {index.largest_id}, but the embedding of 'llm' has 9 rows; .* at least {index.largest_id + 1}",
+        ),
+        (
+            {"model": lambda: limited("audio", max_item_rows=clip - 1)},
+            DataError,
+            rf"{clip} in sample .*: more rows than the {clip - 1} that 'audio' has positions for; .*source_positions",
+        ),
+        (
+            {"model": lambda: limited("audio", max_item_rows=clip - 1, checkpoint="whisper")},
+            DataError,
+            r"'audio' has positions for; cut these items, or leave them out$",
         ),
     ]
     for options, error, message in refused:
