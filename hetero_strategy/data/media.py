@@ -6,25 +6,22 @@ before anything is decoded; ``load`` then gives exactly these rows.
 
 from __future__ import annotations
 
-import os
-import stat
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import ceil, gcd, sqrt
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
 from PIL import Image
 
+from hetero_strategy.data.media_file import length_of, reading, waveform_of
 from hetero_strategy.errors import ConfigError, DataError, require
 from hetero_strategy.model.inputs import EncoderInputs, Packing
 
 Sizes = tuple[int, ...]
-Result = TypeVar("Result")
 UPRIGHT = dict(enumerate(map(Image.Transpose, (0, 3, 1, 5, 4, 6, 2)), 2))
 """Orientation in EXIF -> what turns the image upright, as `ImageOps.exif_transpose` does."""
 
@@ -163,23 +160,23 @@ class ImageProcessor(_FromFields):
         return ("grid_h", "grid_w")
 
     def measure(self, path: str | Path) -> tuple[Sizes, int]:
-        with _reading(path, "image", Image.open) as image:
+        with reading(path, "image", Image.open) as image:
             grid = self._grid(image)
         return grid, grid[0] * grid[1] // self.merge**2
 
     def check(self, path: str | Path) -> None:
         """Verify checksums, then decode all pixels."""
-        with _reading(path, "image", Image.open) as image:
-            _reading(path, "image", lambda _: image.verify())  # checksums; load() forgives a PNG without its end
-        with _reading(path, "image", Image.open) as image:
-            _reading(path, "image", lambda _: image.load())
+        with reading(path, "image", Image.open) as image:
+            reading(path, "image", lambda _: image.verify())  # checksums; load() forgives a PNG without its end
+        with reading(path, "image", Image.open) as image:
+            reading(path, "image", lambda _: image.load())
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
         """Patches of the resized image, uint8."""
-        with _reading(path, "image", Image.open) as image:
+        with reading(path, "image", Image.open) as image:
             grid = self._grid(image)
             _same(path, self.size_names, grid, sizes)
-            pixels = _reading(path, "image", lambda _: self._pixels(image, grid))
+            pixels = reading(path, "image", lambda _: self._pixels(image, grid))
         p, (h, w) = self.patch_size, grid
         patches = pixels.reshape(h, p, w, p, self.channels).transpose(0, 2, 1, 3, 4)
         return np.ascontiguousarray(patches.reshape(h * w, self.feature))
@@ -262,13 +259,13 @@ class AudioProcessor(_FromFields):
         return (frames,), ceil(ceil(frames / 2) / self.stack)
 
     def check(self, path: str | Path) -> None:
-        _waveform(path)
+        waveform_of(path)
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
         """Log-mel frames of the resampled clip."""
         frames = self._frames(path)
         _same(path, self.size_names, (frames,), sizes)
-        waveform, rate = _waveform(path)
+        waveform, rate = waveform_of(path)
         if rate != self.sampling_rate:
             from scipy.signal import resample_poly
 
@@ -285,19 +282,14 @@ class AudioProcessor(_FromFields):
         return self.sampling_rate // common, rate // common
 
     def _frames(self, path: str | Path) -> int:
-        import soundfile
-
-        info = _reading(path, "audio", soundfile.info)
-        if info.frames <= 0:
-            raise DataError(f"{path}: audio of zero length")
-        _check_riff(path)
-        if info.frames > self.max_seconds * info.samplerate:
+        samples, rate = length_of(path)
+        if samples > self.max_seconds * rate:
             raise DataError(
-                f"{path}: {info.frames / info.samplerate:.1f} s of audio, more than max_seconds={self.max_seconds:g};"
-                " cut the clip or raise max_seconds"
+                f"{path}: {samples / rate:.1f} s of audio, more than max_seconds={self.max_seconds:g}; cut the clip or"
+                " raise max_seconds"
             )
-        up, down = self._ratio(info.samplerate)
-        return max(1, ceil(info.frames * up / down) // self.hop_length)
+        up, down = self._ratio(rate)
+        return max(1, ceil(samples * up / down) // self.hop_length)
 
 
 def log_mel(
@@ -343,53 +335,3 @@ def _same(path: str | Path, names: Sequence[str], sizes: Sizes, expected: Sizes 
             f"{path}: {', '.join(names)} is {tuple(sizes)} but {tuple(int(s) for s in expected)} when it was indexed;"
             " the file has changed: delete the index folder (.hetero_index) beside the manifest"
         )
-
-
-def _reading(path: str | Path, kind: str, read: Callable[[Any], Result]) -> Result:
-    """Call ``read(path)`` and turn whatever a decoder raises into a DataError that names the file."""
-    try:
-        return read(str(path))
-    except FileNotFoundError:
-        raise DataError(f"{path}: file is missing") from None
-    except DataError:
-        raise
-    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, LibsndfileError, ...
-        try:
-            there = stat.S_ISREG(os.stat(path).st_mode)
-        except FileNotFoundError:
-            there = False
-        except (OSError, ValueError) as unopened:  # no permission, a name too long, or one with a zero in it
-            why = getattr(unopened, "strerror", unopened)
-            raise DataError(f"{str(path)[:300]}: cannot be opened: {why}") from None
-        if not there:
-            raise DataError(f"{path}: file is missing") from None
-        reason = " ".join(str(error).split())
-        raise DataError(f"{path}: not a readable {kind} file (truncated or damaged?): {reason}") from None
-
-
-def _waveform(path: str | Path) -> tuple[np.ndarray, int]:
-    """Samples averaged over channels, float32 ``[n]``, and their sampling rate."""
-    import soundfile
-
-    info = _reading(path, "audio", soundfile.info)
-    samples, rate = _reading(path, "audio", lambda p: soundfile.read(p, dtype="float32", always_2d=True))
-    if len(samples) != info.frames:
-        raise DataError(f"{path}: truncated audio: {len(samples)} of {info.frames} samples could be read")
-    return samples.mean(axis=1), rate
-
-
-def _check_riff(path: str | Path) -> None:
-    """Refuse a WAV whose data chunk ends beyond the file: libsndfile would silently give the part that is there."""
-    with open(path, "rb") as file:
-        if file.read(4) != b"RIFF":
-            return
-        size = file.seek(0, 2)
-        chunk = 12  # position of the first one
-        while chunk + 8 <= size:
-            file.seek(chunk)
-            name, length = struct.unpack("<4sI", file.read(8))
-            if name == b"data":
-                if length != 0xFFFFFFFF and chunk + 8 + length > size:  # 0xFFFFFFFF: written as a stream
-                    raise DataError(f"{path}: truncated audio: {size - chunk - 8} of {length} bytes are there")
-                return
-            chunk += 8 + length + length % 2

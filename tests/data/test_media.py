@@ -12,6 +12,7 @@ import torch
 from PIL import Image, ImageOps, features
 
 from hetero_strategy.data.media import AudioProcessor, ImageProcessor, TargetProcessor
+from hetero_strategy.data.media_file import _streamed, reading
 from hetero_strategy.data.targets import ImageTarget
 from hetero_strategy.errors import ConfigError, DataError
 
@@ -207,6 +208,35 @@ def test_bad_audio(tmp_path: Path) -> None:
             read(tmp_path / "none.wav")
     with pytest.raises(ConfigError, match="hop_length is 0"):
         AudioProcessor(hop_length=0)
+
+
+@pytest.mark.skipif("MP3" not in soundfile.available_formats(), reason="this libsndfile has no MP3")
+@pytest.mark.parametrize("tag", [b"", b"ID3\4\0\0\0\0\2\1" + bytes(257)], ids=["bare", "tagged"])
+def test_an_mp3_without_a_header_is_as_long_as_what_can_be_read(tmp_path: Path, tag: bytes) -> None:
+    path, rate = tmp_path / "a.mp3", 16000
+    quiet = 0.1 * np.sin(np.arange(2 * rate) / 9)
+    processor = AudioProcessor(n_mels=20)
+    for samples in (
+        np.concatenate([quiet, RNG.standard_normal(rate)]),
+        np.concatenate([RNG.standard_normal(rate), quiet]),
+    ):
+        soundfile.write(path, samples, rate, bitrate_mode="VARIABLE")
+        assert processor.measure(path) == ((300,), 150)
+        data = path.read_bytes()
+        path.write_bytes(tag + data[data.find(data[:2], 4) :])  # its first frame counts the others
+        assert soundfile.info(path).frames != len(samples)  # a guess
+        (frames,), _ = processor.measure(path)
+        assert 300 <= frames <= 330  # the encoder's own silence is no longer cut off
+        assert processor.load(path, (frames,)).shape == (frames, 20)
+        processor.check(path)
+    with pytest.raises(DataError, match=r"more than max_seconds=3;"):
+        AudioProcessor(max_seconds=3).measure(path)
+
+
+def test_a_file_that_no_decoder_takes_from_a_pipe_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.mp3").write_bytes(bytes(1 << 20))
+    with pytest.raises(DataError, match=r"a\.mp3: not a readable audio file"):
+        reading(tmp_path / "a.mp3", "audio", lambda path: list(_streamed(path)))
 
 
 def test_collate(tmp_path: Path) -> None:

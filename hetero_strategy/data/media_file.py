@@ -1,0 +1,132 @@
+"""What media files hold: whatever a decoder raises names the file, and recordings are as long as what can be read."""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hetero_strategy.errors import DataError
+
+Result = TypeVar("Result")
+BLOCK = 1 << 16
+"""Samples, or bytes, that are read at a time."""
+
+
+def reading(path: str | Path, kind: str, read: Callable[[Any], Result]) -> Result:
+    """Call ``read(path)`` and turn whatever a decoder raises into a DataError that names the file."""
+    try:
+        return read(str(path))
+    except FileNotFoundError:
+        raise DataError(f"{path}: file is missing") from None
+    except DataError:
+        raise
+    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, LibsndfileError, ...
+        try:
+            there = stat.S_ISREG(os.stat(path).st_mode)
+        except FileNotFoundError:
+            there = False
+        except (OSError, ValueError) as unopened:  # no permission, a name too long, or one with a zero in it
+            why = getattr(unopened, "strerror", unopened)
+            raise DataError(f"{str(path)[:300]}: cannot be opened: {why}") from None
+        if not there:
+            raise DataError(f"{path}: file is missing") from None
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path}: not a readable {kind} file (truncated or damaged?): {reason}") from None
+
+
+def length_of(path: str | Path) -> tuple[int, int]:
+    """Samples of a recording and how many of them are a second.
+
+    Raises:
+        DataError: it cannot be read, holds nothing, or ends before its header says.
+    """
+    import soundfile
+
+    info = reading(path, "audio", soundfile.info)
+    samples = info.frames
+    if info.format == "MP3" and not _says_its_length(path):
+        samples = reading(path, "audio", lambda p: sum(map(len, _streamed(p))))
+    if samples <= 0:
+        raise DataError(f"{path}: audio of zero length")
+    _check_riff(path)
+    return samples, info.samplerate
+
+
+def waveform_of(path: str | Path) -> tuple[np.ndarray, int]:
+    """Samples averaged over channels, float32 ``[n]``, and their sampling rate."""
+    import soundfile
+
+    info = reading(path, "audio", soundfile.info)
+    if info.format == "MP3" and not _says_its_length(path):
+        samples = reading(path, "audio", lambda p: np.concatenate(list(_streamed(p))))
+        return samples.mean(axis=1), info.samplerate
+    samples, rate = reading(path, "audio", lambda p: soundfile.read(p, dtype="float32", always_2d=True))
+    if len(samples) != info.frames:
+        raise DataError(f"{path}: truncated audio: {len(samples)} of {info.frames} samples could be read")
+    return samples.mean(axis=1), rate
+
+
+def _says_its_length(path: str | Path) -> bool:
+    """Whether an MP3 begins with a frame that counts the others; otherwise libsndfile guesses from the first ones."""
+    with open(path, "rb") as file:
+        start = 0
+        while (head := file.read(10))[:3] == b"ID3":  # tags, each with its size in four times seven bits
+            high, *low = head[6:10]
+            size = high
+            for seven in low:
+                size = size << 7 | seven
+            start += 10 + size
+            file.seek(start)
+        frame = head + file.read(54)
+    places = [place + 4 for name in (b"Xing", b"Info") if (place := frame.find(name)) > 0]
+    return any(int.from_bytes(frame[place : place + 4], "big") & 1 for place in places)
+
+
+def _streamed(path: str) -> Iterator[np.ndarray]:
+    """Decode a file through a pipe, float32 ``[n, channels]`` at a time: of a file libsndfile reads as much as it takes
+    it to be long, of a stream all there is.
+    """
+    import soundfile
+
+    out, into = os.pipe()
+    feeder = Thread(target=_feed, args=(path, into), daemon=True)
+    feeder.start()
+    try:
+        with soundfile.SoundFile(out, closefd=False) as stream:
+            while len(block := stream.read(BLOCK, dtype="float32", always_2d=True)):
+                yield block
+    finally:
+        os.close(out)
+        feeder.join()
+
+
+def _feed(path: str, into: int) -> None:
+    """Write a file to a pipe, until nobody reads it any more."""
+    with suppress(BrokenPipeError), open(into, "wb") as pipe, open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            pipe.write(block)
+
+
+def _check_riff(path: str | Path) -> None:
+    """Refuse a WAV whose data chunk ends beyond the file: libsndfile would silently give the part that is there."""
+    with open(path, "rb") as file:
+        if file.read(4) != b"RIFF":
+            return
+        size = file.seek(0, 2)
+        chunk = 12  # position of the first one
+        while chunk + 8 <= size:
+            file.seek(chunk)
+            name, length = struct.unpack("<4sI", file.read(8))
+            if name == b"data":
+                if length != 0xFFFFFFFF and chunk + 8 + length > size:  # 0xFFFFFFFF: written as a stream
+                    raise DataError(f"{path}: truncated audio: {size - chunk - 8} of {length} bytes are there")
+                return
+            chunk += 8 + length + length % 2
