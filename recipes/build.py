@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ import hydra
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
@@ -29,15 +31,18 @@ from hetero_strategy.model import Adapter, Backbone, Encoder, Generator, Multimo
 from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.profiling.device import cores_of_node
 from hetero_strategy.strategy import HeteroStrategy
-from recipes.cli import rank
+from recipes.cli import external, rank
 from recipes.drawings import Judge
-from recipes.lit import adamw_cosine, logged
+from recipes.lit import LitMultimodal, adamw_cosine, logged
 
+log = logging.getLogger(__name__)
 Made = TypeVar("Made")
 FIELDS = (
     *("seed", "resume", "optimizer", "strategy", "checkpoint", "monitor", "report"),
     *("model", "data", "layout", "trainer", "logger"),
 )
+POLL, SAY = 0.2, 300.0
+"""Seconds between two looks at what the first process writes, and between two words of it."""
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true")
 
 
@@ -166,7 +171,8 @@ def write_data(cfg: DictConfig) -> None:
 
 
 def datamodule(cfg: DictConfig, make_model: Callable[[], MultimodalModel]) -> MultimodalDataModule:
-    """The data module of the model; the first process indexes the data set.
+    """The data module of the model; the first process indexes the data set, before it starts the others. Processes that
+    torchrun or SLURM started would not wait longer for it than :class:`Indexed` lets them.
 
     Raises:
         ConfigError, DataError: see `MultimodalDataModule`.
@@ -179,15 +185,37 @@ def datamodule(cfg: DictConfig, make_model: Callable[[], MultimodalModel]) -> Mu
     if out:
         read = {processor.field for processor in data.processors.values()}
         data.leave_out += tuple(field for field in MEDIA_FIELDS if field not in read)
-    if rank() == 0:
+    if rank() == 0 and not external():
         data.prepare_data()
-        for split, index in data.indices.items():
-            if index.left_out:
-                print(
-                    f"{split}: {index.left_out} of {len(index) + index.left_out} samples are left out,"
-                    f" as they hold {' or '.join(data.leave_out)}"
-                )
+        _say_left_out(data)
     return data
+
+
+def _say_left_out(data: MultimodalDataModule) -> None:
+    for split, index in data.indices.items():
+        if index.left_out:
+            print(
+                f"{split}: {index.left_out} of {len(index) + index.left_out} samples are left out,"
+                f" as they hold {' or '.join(data.leave_out)}"
+            )
+
+
+class Indexed(Callback):
+    """Where torchrun or SLURM started the processes, these have met when Lightning lets the first one index the data
+    set, and wait for it however long that takes. What is known of the data only then is looked at here.
+    """
+
+    _said = False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Raise as :func:`check_model`."""
+        assert isinstance(pl_module, LitMultimodal)
+        data: MultimodalDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        if trainer.is_global_zero and not self._said:
+            _say_left_out(data)
+        self._said = True
+        with torch.device("meta"):
+            _check_indices(data, pl_module.make_model().modules_by_name)
 
 
 def judge(cfg: DictConfig) -> Judge | None:
@@ -220,6 +248,10 @@ def check_model(make: Callable[[], MultimodalModel], data: MultimodalDataModule,
     with torch.device("meta"):
         modules = make().modules_by_name
     check_all(modules, dict(placed.layouts))
+    _check_indices(data, modules)
+
+
+def _check_indices(data: MultimodalDataModule, modules: Mapping[str, Adapter]) -> None:
     for index in data.indices.values():
         for name, table in index.items.items():
             if len(table.rows) and index.measured:  # otherwise sizes are known in their step
@@ -284,6 +316,8 @@ def trainer(cfg: DictConfig, placed: Placement, **more: Any) -> L.Trainer:
     nodes = int(cfg.trainer.num_nodes)
     options = OmegaConf.merge(cfg.trainer, {"devices": placed.world_size // nodes})
     assert isinstance(options, DictConfig)
+    if external():
+        more["callbacks"] = [*more.get("callbacks", ()), Indexed()]
     try:
         return call("trainer", options, L.Trainer, **more)
     except HeteroError:
@@ -325,8 +359,13 @@ def _only(path: str, node: Any, names: tuple[str, ...] | list[str]) -> None:
         raise ConfigError(f"{path or 'configuration'}: no field '{unknown[0]}'; {hint}")
 
 
-def _wait_for(folder: Path, seconds: float = 1800.0) -> None:
-    """Until the first process has written the data; it appears all at once."""
-    end = time.monotonic() + seconds
-    while not folder.is_dir() and time.monotonic() < end:
-        time.sleep(0.2)
+def _wait_for(folder: Path) -> None:
+    """Until the first process has written the data; it appears all at once. Whoever started the processes ends them if
+    the first one fails.
+    """
+    began = said = time.monotonic()
+    while not folder.is_dir():
+        time.sleep(POLL)
+        if (now := time.monotonic()) - said > SAY:
+            said = now
+            log.warning("rank %d has waited %.0f min for rank 0 to write %s", rank(), (now - began) / 60, folder)

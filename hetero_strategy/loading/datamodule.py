@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.distributed import _InfiniteBarrier
 from torch import nn
 
 from hetero_strategy.data.build_index import DatasetIndex, Verify, build_index
@@ -126,6 +127,7 @@ class MultimodalDataModule(L.LightningDataModule):
         placeholders: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
+        self.prepare_data_per_node = False
         self.manifests: dict[Split, Path | None] = {
             split: None if path is None else Path(path)
             for split, path in zip(get_args(Split), (train, val, test, predict), strict=True)
@@ -172,17 +174,25 @@ class MultimodalDataModule(L.LightningDataModule):
         return tuple(self.kinds)
 
     def prepare_data(self) -> None:
-        """Build the missing indices: Lightning calls this on one rank, the others wait."""
-        function = getattr(getattr(self.trainer, "state", None), "fn", None)
-        for split in STAGES.get(str(getattr(function, "value", function)), tuple(self.manifests)):
-            self._index(split)
+        """Build the missing indices: Lightning calls this on rank 0, the others wait."""
+        self._map(getattr(getattr(self.trainer, "state", None), "fn", None))
 
     def setup(self, stage: str | None = None) -> None:
-        """Map the indices, and refuse a run that would read its data wrongly."""
+        """Map the indices, and refuse a run that would read its data wrongly.
+
+        A node that does not see the folder in which rank 0 built them builds its own, once.
+        """
         if not TrainingContext.of(self.trainer).placed_later:
             self.share()
+        if getattr(self.trainer, "num_nodes", 1) > 1:
+            with _InfiniteBarrier():
+                if self.trainer is not None and self.trainer.local_rank == 0:
+                    self._map(stage, progress=False)
+        self._map(stage, progress=False)
+
+    def _map(self, stage: Any, progress: bool = True) -> None:
         for split in STAGES.get(str(getattr(stage, "value", stage)), tuple(self.manifests)):
-            self._index(split, progress=False)
+            self._index(split, progress)
 
     def teardown(self, stage: str | None = None) -> None:
         """Stop the workers."""

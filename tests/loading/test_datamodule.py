@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from hetero_strategy.errors import ConfigError, DataError, HeteroError
 from hetero_strategy.layout.placement import place
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.loading import datamodule
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.context import TrainingContext
 from hetero_strategy.loading.datamodule import MultimodalDataModule
@@ -200,6 +201,28 @@ def test_what_a_budget_or_the_model_cannot_take_is_named_before_training(digits:
 def placed(rank: int, world: int, **layouts: ModuleLayout) -> Any:
     strategy = SimpleNamespace(context=TrainingContext(place(layouts, world), row_multiple={"llm": 2}))
     return SimpleNamespace(strategy=strategy, global_rank=rank, world_size=world, state=None, overfit_batches=0)
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_a_node_that_sees_no_index_builds_one_once(
+    digits: Path, monkeypatch: pytest.MonkeyPatch, local_rank: int
+) -> None:
+    module, found = data(digits), list[set[str]]()
+
+    class Barrier:
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None:
+            found.append({*module.indices})
+
+    monkeypatch.setattr(datamodule, "_InfiniteBarrier", Barrier)
+    ranks = {name: ModuleLayout((0, 1)) for name in ("vision", "audio", "llm")}
+    module.trainer = placed(local_rank, 2, **ranks)
+    module.trainer.num_nodes, module.trainer.local_rank = 2, local_rank
+    assert not module.prepare_data_per_node  # rank 0 alone prepares
+    module.setup("fit")
+    assert found == [{"train", "val"} if local_rank == 0 else set()]
+    assert module.indices.keys() == {"train", "val"}
 
 
 def test_share_follows_the_placement(digits: Path) -> None:

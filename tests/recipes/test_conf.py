@@ -27,6 +27,7 @@ from hetero_strategy.zoo import hf_llama
 from recipes import build, cli
 from recipes.drawings import DigitJudge
 from recipes.hints import explained
+from recipes.lit import LitMultimodal
 from recipes.train import callbacks
 from tests.model.helpers import LLAMA
 from tests.recipes.conftest import data_at
@@ -327,6 +328,46 @@ def test_one_setting_takes_a_module_out(small: Path, capsys: pytest.CaptureFixtu
     assert heard["train"] and {split: index.left_out for split, index in data.indices.items()} == heard
     said = capsys.readouterr().out
     assert f"train: {heard['train']} of 48 samples are left out, as they hold audio" in said
+
+
+def test_processes_of_torchrun_meet_before_the_first_one_indexes(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    cfg = compose(*data_at(small), "model.modules.audio=null", "trainer.accelerator=cpu")
+    make = build.model_maker(cfg)
+    data = build.datamodule(cfg, make)
+    assert not data.indices
+    trainer = build.trainer(cfg, build.placement(compose("layout=single")), callbacks=[], logger=False)
+    (indexed,) = (callback for callback in trainer.callbacks if isinstance(callback, build.Indexed))
+    data.prepare_data()  # by Lightning, in fit
+    fitted: Any = SimpleNamespace(datamodule=data, is_global_zero=True)
+    for stage in ("fit", "validate"):
+        indexed.setup(fitted, LitMultimodal(make, {}), stage)
+    assert capsys.readouterr().out.count("train: ") == 1
+    data.processors["vision"] = ImageProcessor(patch_size=8, channels=1)
+    data.indices.clear()
+    data.prepare_data()
+    with pytest.raises(DataError, match="use the same merge or stack in both"):
+        indexed.setup(fitted, LitMultimodal(make, {}), "fit")
+
+
+def test_data_is_waited_for_as_long_as_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slept = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 5:
+            (tmp_path / "data").mkdir()
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: 1200.0 * len(slept))
+    monkeypatch.setattr(build, "time", clock)
+    monkeypatch.setenv("RANK", "3")
+    build._wait_for(tmp_path / "data")
+    assert len(slept) == 5
+    assert f"rank 3 has waited 20 min for rank 0 to write {tmp_path / 'data'}" in caplog.text
 
 
 def test_a_generator_taken_out_leaves_what_is_read(small_drawings: Path) -> None:
