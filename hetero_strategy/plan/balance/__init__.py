@@ -86,6 +86,12 @@ def balance(
 
 
 def _assigned(lengths: np.ndarray, bins: int, cost: Cost, policy: str, speeds: np.ndarray | None) -> np.ndarray:
+    if policy not in POLICIES:
+        raise ConfigError(
+            f"balance: no policy {policy!r} was registered in this process, which makes plans; call register_policy"
+            " where all processes do, at the top of the script or of a module that it imports and not below"
+            " if __name__ == '__main__': workers that are spawned, and actors of Ray, run nothing of that"
+        )
     assign = POLICIES[policy]
     if assign is None:
         return np.arange(len(lengths), dtype=np.int64) % bins

@@ -45,6 +45,13 @@ def test_it_makes_the_plan() -> None:
     assert found == [[1, 9], [2, 7], [3, 5]]
 
 
+def test_a_process_in_which_it_is_not_registered_says_so() -> None:
+    del POLICIES["snake"]
+    with pytest.raises(ConfigError, match=r"no policy 'snake' was registered in this process.* __name__ == '__main__'"):
+        balance(np.array([1, 9, 5]), 3, Cost(), policy="snake")
+    register_policy("snake", snake)
+
+
 def test_names_are_taken_once() -> None:
     with pytest.raises(ConfigError, match="'lpt' is known already"):
         register_policy("lpt", snake)
