@@ -81,9 +81,9 @@ class RankView:
         return cls(dict.fromkeys(modules, 1), dict.fromkeys(modules, 0))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=1)
 def epoch_order(samples: int, seed: int, epoch: int) -> np.ndarray:
-    """Order of an epoch: int64 [samples], a function of its arguments alone."""
+    """Order of an epoch: int64 [samples], a function of its arguments alone. Each worker keeps the last one."""
     order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
     order.flags.writeable = False  # shared by all callers
     return order

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from itertools import chain
 from pathlib import Path
 from time import sleep
@@ -230,6 +231,13 @@ def test_inner_stages_read_no_targets_but_know_the_times(drawings: Path) -> None
     assert torch.equal(made["first"].values, whole.values) and len(whole.values)  # type: ignore[union-attr]
     assert inner.values.shape == inner.noise.shape == (0, 4)
     assert torch.equal(inner.time, whole.time) and (inner.packing.lengths == whole.packing.lengths).all()
+
+
+def test_the_order_of_one_epoch_is_kept() -> None:
+    first = weakref.ref(epoch_order(60, 5, 0))
+    assert epoch_order(60, 5, 0) is first()
+    epoch_order(60, 5, 1)
+    assert first() is None
 
 
 def test_order_depends_on_seed_and_epoch_alone(index: DatasetIndex) -> None:
