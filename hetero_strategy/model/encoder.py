@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -124,7 +125,7 @@ class Encoder(Adapter):
         projector: rows ``[R, in_dim]`` -> ``[R, out_dim]``.
         width: ``out_dim``; taken from ``projector.out_dim`` or its last Linear by default.
         before: called with the inputs on the device, returns inputs with the same sizes, rows and packing.
-        after: called with the projected rows and the inputs, returns rows.
+        after: called with the projected rows and the inputs without their values, returns rows.
         processor: makes the inputs of files; by default what the backbone's own :attr:`processor` says.
     """
 
@@ -189,7 +190,10 @@ class Encoder(Adapter):
         projected: Tensor = self.projector(inner)
         if len(projected) != int(inputs.rows.sum()):
             raise DataError(self._miscounted(len(projected), inputs))
-        return projected if self.after is None else self.after(projected, inputs)
+        if self.after is None:
+            return projected
+        # A later stage has no values, and one with a cache has some: what comes out must not depend on the layout.
+        return self.after(projected, replace(inputs, values=inputs.values[:0], cached=None))
 
     def _completed(self, inputs: EncoderInputs, cached: CachedRows) -> Tensor:
         """Rows of all items, of which the backbone computes those that were not found."""

@@ -168,6 +168,19 @@ def test_before_and_after_run_at_their_ends_only() -> None:
     assert seen == ["before", "stage", "stage", "after", "stage"]
 
 
+def test_after_sees_the_same_inputs_in_every_layout() -> None:
+    def after(rows, inputs):
+        assert inputs.values.shape[0] == 0 and inputs.cached is None
+        return rows + torch.from_numpy(np.repeat(inputs.rows, inputs.rows))[:, None]
+
+    module = ready(siglip2_encoder(out_width=8, after=after, **VIT | DEEP))
+    inputs, hidden = images([(2, 2), (2, 4)]), None
+    for stage in cut(module, (2, 1, 2)):
+        hidden = stage(inputs, {}, hidden)
+        inputs = replace(inputs, values=inputs.values[:0])  # as later stages get them
+    assert torch.equal(hidden, module(images([(2, 2), (2, 4)])))
+
+
 def test_stages_are_in_the_mode_of_the_whole() -> None:
     """Dropout of a module around the blocks: on in training, off in evaluation, however the mode is set."""
     module = ready(whisper_encoder(out_width=8, **WHISPER, dropout=0.5))
