@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -168,8 +169,8 @@ def _measure(
 
     measured = {}
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        for start in range(0, len(first), CHUNK * 16):  # bounded, as ``map`` would queue a future per file at once
-            files = list(first)[start : start + CHUNK * 16]
+        rest = iter(first)
+        while files := list(islice(rest, CHUNK * 16)):  # bounded, as ``map`` would queue a future per file at once
             label = "check media" if decode else "measure media"
             for file, result in zip(files, _bar(pool.map(read, files), label, len(files), progress), strict=True):
                 if isinstance(result, str):
@@ -190,7 +191,8 @@ def _arrays(
 ) -> dict[str, np.ndarray]:
     if measured is not None:
         samples = [s for s in samples if all((f, name) in measured for f, names in s.items.items() for name in names)]
-    ids, loss = [np.zeros(0, np.int32)], [np.zeros(0, bool)]
+    ids, loss = bytearray(), bytearray()  # which grow in place: of all tokens there is never a second copy
+    lengths, labels = list[int](), list[int]()
     starts = {name: [np.zeros(0, np.int64)] for name in processors}
     for chunk in _bar(range(0, len(samples), CHUNK), "tokenise", None, progress):
         batch = samples[chunk : chunk + CHUNK]
@@ -205,16 +207,18 @@ def _arrays(
                 faults.add(sample.position, f"{of_sample}: {count} tokens, more than max_tokens={max_tokens}; {fix}")
             if not count:
                 faults.add(sample.position, f"{of_sample}: the conversation has no tokens; give it some text")
-            ids.append(encoded.ids)
-            loss.append(encoded.loss)
+            ids += np.ascontiguousarray(encoded.ids, np.int32).data
+            loss += np.ascontiguousarray(encoded.loss, bool).data
+            lengths.append(count)
+            labels.append(int(encoded.loss.sum()))
             for name, processor in processors.items():
                 if processor.field in encoded.starts:
                     starts[name].append(encoded.starts[processor.field])
     arrays = {
-        "ids": np.concatenate(ids),
-        "loss": np.concatenate(loss),
-        "offsets": ragged.offsets(np.array([len(i) for i in ids[1:]], np.int64)),
-        "labels": np.array([mask.sum() for mask in loss[1:]], np.int64),
+        "ids": np.frombuffer(ids, np.int32),
+        "loss": np.frombuffer(loss, bool),
+        "offsets": ragged.offsets(np.array(lengths, np.int64)),
+        "labels": np.array(labels, np.int64),
         **_strings("names", [sample.id for sample in samples]),
     }
     for number, (module, processor) in enumerate(processors.items()):
@@ -248,7 +252,7 @@ def _write(target: Path, arrays: Mapping[str, np.ndarray], header: Mapping[str, 
         digest = hashlib.sha256()
         for name, values in sorted(arrays.items()):
             digest.update(name.encode())
-            digest.update(values.tobytes())
+            digest.update(np.ascontiguousarray(values).data)
         (folder / "header.json").write_text(json.dumps({**header, "content": digest.hexdigest()[:20]}, indent=1))
 
 

@@ -15,7 +15,7 @@ is that of LLaVA's training code (Liu et al. 2023).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -138,21 +138,15 @@ def parse_manifest(
 
 def _entries(path: Path, faults: Faults) -> Iterator[tuple[int, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".jsonl":
+            with path.open(encoding="utf-8") as file:
+                yield from _lines(file, faults)
+            return
+        entries = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{path}: manifest is missing; check the path, or write it first") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: manifest cannot be read as UTF-8 text: {error}") from None
-    if path.suffix == ".jsonl":
-        for number, line in enumerate(text.split("\n")):
-            if line.strip():
-                try:
-                    yield number, json.loads(line)
-                except json.JSONDecodeError as error:
-                    faults.add(number, f"line {number + 1}: not valid JSON: {error.msg} at column {error.colno}")
-        return
-    try:
-        entries = json.loads(text)
     except json.JSONDecodeError as error:
         hint = "; JSON lines need the ending .jsonl" if error.msg == "Extra data" else ""
         raise DataError(
@@ -161,6 +155,15 @@ def _entries(path: Path, faults: Faults) -> Iterator[tuple[int, Any]]:
     if not isinstance(entries, list):
         raise DataError(f"{path}: expected a JSON list of samples, found {type(entries).__name__}")
     yield from enumerate(entries)
+
+
+def _lines(file: Iterable[str], faults: Faults) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(file):
+        if line.strip():
+            try:
+                yield number, json.loads(line.rstrip("\n"))
+            except json.JSONDecodeError as error:
+                faults.add(number, f"line {number + 1}: not valid JSON: {error.msg} at column {error.colno}")
 
 
 def _turns(conversations: Any, answers: bool, problems: list[str]) -> tuple[Turn, ...]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import pickle
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from PIL import Image
 
 from hetero_strategy.data import build_index as index_room
 from hetero_strategy.data.build_index import DatasetIndex, build_index
+from hetero_strategy.data.manifest import Faults, parse_manifest
 from hetero_strategy.data.media import ImageProcessor
-from hetero_strategy.data.tokenizer import ChatTokenizer
+from hetero_strategy.data.tokenizer import ChatTokenizer, Encoded
 from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.loading.metadata import step_metadata
 from recipes.digits import write_digits
@@ -30,6 +32,27 @@ def media(folder: Path) -> None:
     Image.fromarray(np.zeros((16, 40), np.uint8)).save(folder / "a.png")
     Image.fromarray(np.zeros((16, 90), np.uint8)).save(folder / "b.png")
     soundfile.write(folder / "c.wav", np.zeros(1600), 8000, subtype="PCM_16")
+
+
+def test_tokens_are_in_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    each, count = 20_000, 200
+    monkeypatch.setattr(index_room, "CHUNK", 10)
+
+    class Tokenizer:
+        def encode_batch(self, turns: list[Any], rows: list[Any]) -> list[Encoded]:
+            return [Encoded(np.arange(each, dtype=np.int32), np.ones(each, bool), {}) for _ in turns]
+
+    path = write_manifest(tmp_path, *(entry(str(number), "q") for number in range(count)))
+    faults = Faults(path)
+    samples = parse_manifest(path, [], True, faults)
+    tracemalloc.start()
+    arrays = index_room._arrays(samples, Tokenizer(), {}, None, None, faults, False)  # type: ignore[arg-type]
+    index_room._write(tmp_path / "index", arrays, {})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert arrays["ids"].shape == arrays["loss"].shape == (each * count,) and arrays["loss"].dtype == bool
+    assert arrays["labels"].tolist() == [each] * count and np.array_equal(arrays["ids"][-each:], np.arange(each))
+    assert peak < 1.5 * sum(values.nbytes for values in arrays.values())
 
 
 def test_by_hand(digits: Path, tmp_path: Path) -> None:

@@ -64,6 +64,13 @@ def test_json_lines_and_media_folder(tmp_path: Path) -> None:
         read_manifest(path)
 
 
+def test_json_lines_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text("\r\n".join(json.dumps(entry(str(number), "q")) for number in range(3)))
+    monkeypatch.delattr(Path, "read_text")
+    assert [sample.id for sample in read_manifest(path)] == ["0", "1", "2"]
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -134,6 +141,12 @@ def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"line 3, column 8: not valid JSON"):
         read_manifest(broken)
     lines = tmp_path / "broken.jsonl"
+    lines.write_text('{"id":\n')
+    with pytest.raises(DataError, match=r"line 1: not valid JSON: Expecting value at column 7"):
+        read_manifest(lines)
+    lines.write_bytes(json.dumps(entry("a", "q")).encode() + b"\n\xff\xfe\xff")
+    with pytest.raises(DataError, match="UTF-8"):
+        read_manifest(lines)
     lines.write_text(json.dumps(entry("a", "q")) + "\n\n{oops\n" + json.dumps(entry("b", "q", "")) + "\n")
     with pytest.raises(DataError, match=r"(?s)2 faults.*line 3: not valid JSON.*'b'"):
         read_manifest(lines)
