@@ -255,7 +255,7 @@ class AudioProcessor(_FromFields):
         return ("frames",)
 
     def measure(self, path: str | Path) -> tuple[Sizes, int]:
-        frames = self._frames(path)
+        frames = self._frames(path, *length_of(path))
         return (frames,), ceil(ceil(frames / 2) / self.stack)
 
     def check(self, path: str | Path) -> None:
@@ -263,9 +263,9 @@ class AudioProcessor(_FromFields):
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
         """Log-mel frames of the resampled clip."""
-        frames = self._frames(path)
-        _same(path, self.size_names, (frames,), sizes)
         waveform, rate = waveform_of(path)
+        frames = self._frames(path, len(waveform), rate)
+        _same(path, self.size_names, (frames,), sizes)
         if rate != self.sampling_rate:
             from scipy.signal import resample_poly
 
@@ -281,8 +281,9 @@ class AudioProcessor(_FromFields):
         common = gcd(self.sampling_rate, rate)
         return self.sampling_rate // common, rate // common
 
-    def _frames(self, path: str | Path) -> int:
-        samples, rate = length_of(path)
+    def _frames(self, path: str | Path, samples: int, rate: int) -> int:
+        if samples <= 0:
+            raise DataError(f"{path}: audio of zero length")
         if samples > self.max_seconds * rate:
             raise DataError(
                 f"{path}: {samples / rate:.1f} s of audio, more than max_seconds={self.max_seconds:g}; cut the clip or"

@@ -46,7 +46,7 @@ def length_of(path: str | Path) -> tuple[int, int]:
     """Samples of a recording and how many of them are a second.
 
     Raises:
-        DataError: it cannot be read, holds nothing, or ends before its header says.
+        DataError: it cannot be read, or ends before its header says.
     """
     import soundfile
 
@@ -54,19 +54,22 @@ def length_of(path: str | Path) -> tuple[int, int]:
     samples = info.frames
     if info.format == "MP3" and not _says_its_length(path):
         samples = reading(path, "audio", lambda p: sum(map(len, _streamed(p))))
-    if samples <= 0:
-        raise DataError(f"{path}: audio of zero length")
     _check_riff(path)
     return samples, info.samplerate
 
 
 def waveform_of(path: str | Path) -> tuple[np.ndarray, int]:
-    """Samples averaged over channels, float32 ``[n]``, and their sampling rate."""
+    """Samples averaged over channels, float32 ``[n]``, and their sampling rate.
+
+    Raises:
+        DataError: as :func:`length_of`.
+    """
     import soundfile
 
     info = reading(path, "audio", soundfile.info)
+    _check_riff(path)
     if info.format == "MP3" and not _says_its_length(path):
-        samples = reading(path, "audio", lambda p: np.concatenate(list(_streamed(p))))
+        samples = reading(path, "audio", lambda p: np.concatenate([np.zeros((0, info.channels), "f4"), *_streamed(p)]))
         return samples.mean(axis=1), info.samplerate
     samples, rate = reading(path, "audio", lambda p: soundfile.read(p, dtype="float32", always_2d=True))
     if len(samples) != info.frames:

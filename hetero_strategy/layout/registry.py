@@ -70,7 +70,7 @@ class GroupRegistry:
             name: self._mesh(name, layout, self._apart if name in apart else self._groups)
             for name, layout in placement.layouts.items()
         }
-        with _connected_on_demand():
+        with connected_on_demand():
             self.background = dist.new_group(backend=host, timeout=timeout)
             """All ranks on the host, for what runs beside training (checkpoints)."""
             self.loading = dist.new_group(backend=host, timeout=timeout)
@@ -157,7 +157,7 @@ class GroupRegistry:
 
 
 @contextmanager
-def _connected_on_demand() -> Iterator[None]:
+def connected_on_demand() -> Iterator[None]:
     """Two ranks of a gloo group that is made meanwhile connect when they first talk: thousands of ranks, of which each
     talks to few, need no connection of each with each.
     """

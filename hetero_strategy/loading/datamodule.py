@@ -17,6 +17,7 @@ from hetero_strategy.data.media import Media
 from hetero_strategy.data.processors import processors_of
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.registry import connected_on_demand
 from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.ahead import Ahead
 from hetero_strategy.loading.context import TrainingContext, finish_epoch
@@ -185,7 +186,7 @@ class MultimodalDataModule(L.LightningDataModule):
         if not TrainingContext.of(self.trainer).placed_later:
             self.share()
         if getattr(self.trainer, "num_nodes", 1) > 1:
-            with _InfiniteBarrier():
+            with connected_on_demand(), _InfiniteBarrier():
                 if self.trainer is not None and self.trainer.local_rank == 0:
                     self._map(stage, progress=False)
         self._map(stage, progress=False)

@@ -82,7 +82,7 @@ def check_limits(
     for module, limit in items.items():
         measured = index.items.get(module)
         if measured is not None and (worst := _longer(index, measured.sample, measured.inner_rows, limit.rows)):
-            fix = "" if limit.fixed else ", or give it more (max_source_positions of whisper_encoder)"
+            fix = "" if limit.fixed else ", or give it more positions"
             raise DataError(f"{where}: {worst} '{module}' has positions for; cut these items, or leave them out{fix}")
     for module, most in budget.items():
         if module == next(iter(models)):  # whose budget says how samples are packed; that of others is not read

@@ -57,7 +57,12 @@ def apply_fsdp(module: Adapter, mesh: DeviceMesh, storage: Storage = FP32, kept:
     if mesh.size() > 1:
         units: dict[str, Any] = {n: p for n, p in module.named_modules() if isinstance(p, FSDPModule) and n}
         groups = [group for part in _parts(module) for group in _groups(part._get_fsdp_state())]
-        take_part(module, units, lambda: all(group.reduce_grads for group in groups))
+
+        def applies() -> bool:
+            meets = torch.is_grad_enabled() or not alone  # replicas meet in backward alone
+            return meets and all(group.reduce_grads for group in groups)
+
+        take_part(module, units, applies)
 
 
 def compute_in(storage: Storage, layers: Iterable[nn.Module]) -> None:

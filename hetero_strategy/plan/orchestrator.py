@@ -18,7 +18,7 @@ from jaxtyping import Float64, Int64
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.assign import assignments_of, members_of
-from hetero_strategy.plan.balance import Cost, balance, loads
+from hetero_strategy.plan.balance import Cost, OverLimit, balance, loads
 from hetero_strategy.plan.balance.greedy import deal as deal_to_least
 from hetero_strategy.plan.balance.greedy import descending, whole
 from hetero_strategy.plan.nodes.near_home import balance_near_home
@@ -271,7 +271,7 @@ class _StepPlanner:
         while True:  # whole items leave gaps: split until all items fit, at worst into one item per microbatch
             try:
                 return group, groups, self._instances(module, group, groups, packed)
-            except ConfigError:
+            except OverLimit:
                 group, groups = regroup(of_step, inner_rows, packed.count, most)
                 if most == 1:
                     return group, groups, self._instances(module, group, groups, packed)
@@ -294,7 +294,7 @@ class _StepPlanner:
                     spread = self._spread(module, units, seats, stays, near) if even is None else even(units, seats)
                     instance_of[units] = seats[spread]
                 except ConfigError as error:
-                    raise ConfigError(f"'{module}', {len(seats)} instances: {error}") from None
+                    raise type(error)(f"'{module}', {len(seats)} instances: {error}") from None
         if module in self.samplewise:
             self.instance_of[module] = instance_of
         return instance_of
@@ -366,7 +366,7 @@ class _StepPlanner:
         if sampled is not None:
             most = loads(lengths, sampled, count, Cost()).max(initial=0.0)
             if limit is not None and most > limit:
-                raise ConfigError(f"as sampled, an instance of '{module}' has {most:.0f} rows; its budget is {limit}")
+                raise OverLimit(f"as sampled, an instance of '{module}' has {most:.0f} rows; its budget is {limit}")
             return sampled
         if reader is None:
             return balance(lengths, count, cost, policy=policy, speeds=speeds, limit=limit)

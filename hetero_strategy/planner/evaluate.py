@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float64
 
+from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.islands import check_islands
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.row_sharding import RowSharding
@@ -344,7 +345,7 @@ class Evaluator:
         parts = {
             name: placed.graph.stages[chains[0][0]].row_sharding.parts for name, chains in placed.graph.chains.items()
         }
-        return plan_step(
+        plan = plan_step(
             metadata,
             instances,
             shape.samplewise,
@@ -353,6 +354,11 @@ class Evaluator:
             microbatch_rows=self._microbatch_rows,
             balancing=self._balance.resolve(instances, around),
         )
+        if plan.microbatches > microbatches:  # a run takes more, too; what is planned for is another candidate
+            raise ConfigError(
+                f"planner: with {microbatches} microbatches no instance keeps its budget in every step; plan for more"
+            )
+        return plan
 
     def row_bytes(self, placed: Placed) -> Widths:
         """Bytes of a row between two stages, into one rank."""

@@ -36,7 +36,7 @@ def unforgiving(kind: str, patience: float = PATIENCE) -> Iterator[None]:
             sends = op.op is dist.isend
             way = (me, op.peer) if sends else (op.peer, me)
             group = dist.get_process_group_ranks(op.group or dist.group.WORLD)
-            # NCCL knows no tags: each hop and direction of an edge has a group of its own.
+            # Each hop and direction of an edge has a group of its own; edges of cohorts, which share one, count apart.
             place = (*way, tuple(group), op.tag)
             if (turn := before[sends, op.peer]) == len(rounds):
                 rounds.append([])

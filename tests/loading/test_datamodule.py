@@ -177,7 +177,7 @@ def test_what_a_budget_or_the_model_cannot_take_is_named_before_training(digits:
         (
             {"model": lambda: limited("audio", max_item_rows=clip - 1)},
             DataError,
-            rf"{clip} in sample .*: more rows than the {clip - 1} that 'audio' has positions for; .*source_positions",
+            rf"{clip} in sample .*: more rows than the {clip - 1} that 'audio' has positions for; .*more positions",
         ),
         (
             {"model": lambda: limited("audio", max_item_rows=clip - 1, checkpoint="whisper")},

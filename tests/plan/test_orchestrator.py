@@ -156,6 +156,9 @@ def test_a_policy_of_ones_own_that_fails_is_not_taken_for_a_budget_that_is_not_k
     wrong = full(budget={"llm": 10**6}, policy={"llm": "wrong"})
     with pytest.raises(ConfigError, match=r"'llm', 1 microbatches x 4 instances: balance: policy 'wrong' gave float64"):
         plan_step(step(0), MODULES, ("llm",), microbatches=None, balancing=wrong)
+    wrong = full(budget={"vision": 10**6}, policy={"vision": "wrong"})
+    with pytest.raises(ConfigError, match=r"'vision', 3 instances: balance: policy 'wrong' gave float64"):
+        plan_step(step(0), MODULES, ("llm",), microbatches=2, balancing=wrong)
 
 
 def test_a_budget_that_cannot_be_kept_is_named() -> None:

@@ -476,3 +476,13 @@ def test_an_optimizer_step_of_several_batches_is_shared_by_them() -> None:
     for name, module_ in once.evaluator.shape.modules.items():
         more = shared.estimates.held(name, degrees) - once.estimates.held(name, degrees)
         assert more == 4 * module_.trained.sum()
+
+
+def test_a_number_of_microbatches_that_cannot_keep_a_budget_is_no_candidate() -> None:
+    """A run takes more in such a step, which is another candidate."""
+    layouts, metadata = {name: ModuleLayout((0,)) for name in ("vision", "llm")}, batch(8)
+    tight = BalanceConfig(reorder="none", budget={"llm": int(metadata.tokens.max())})
+    evaluator = Evaluator(model(), cluster(1), [metadata], balance=tight)
+    with pytest.raises(ConfigError, match="with 1 microbatches no instance keeps its budget"):
+        evaluator.seconds(Candidate(layouts, 1))
+    assert evaluator.seconds(Candidate(layouts, 8)) > 0
