@@ -47,7 +47,7 @@ def test_where_the_time_went() -> None:
 def test_what_was_made_before_the_first_step() -> None:
     assert _network_line({"modules": 4, "edges": 1, "host": 2}, 24) == (
         "most 7 process groups on a rank (4 for modules, 1 for edges, 2 for host), 24 pairs of ranks joined at start"
-        " (hops and edges apart)"
+        " (hops, directions and edges apart)"
     )
 
 
