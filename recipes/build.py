@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -187,13 +187,13 @@ def datamodule(cfg: DictConfig, make_model: Callable[[], MultimodalModel]) -> Mu
         data.leave_out += tuple(field for field in MEDIA_FIELDS if field not in read)
     if rank() == 0 and not external():
         data.prepare_data()
-        _say_left_out(data)
+        _say_left_out(data, ())
     return data
 
 
-def _say_left_out(data: MultimodalDataModule) -> None:
+def _say_left_out(data: MultimodalDataModule, said: Collection[str]) -> None:
     for split, index in data.indices.items():
-        if index.left_out:
+        if index.left_out and split not in said:
             print(
                 f"{split}: {index.left_out} of {len(index) + index.left_out} samples are left out,"
                 f" as they hold {' or '.join(data.leave_out)}"
@@ -205,15 +205,16 @@ class Indexed(Callback):
     set, and wait for it however long that takes. What is known of the data only then is looked at here.
     """
 
-    _said = False
+    def __init__(self) -> None:
+        self._said: set[str] = set()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Raise as :func:`check_model`."""
         assert isinstance(pl_module, LitMultimodal)
         data: MultimodalDataModule = trainer.datamodule  # type: ignore[attr-defined]
-        if trainer.is_global_zero and not self._said:
-            _say_left_out(data)
-        self._said = True
+        if trainer.is_global_zero:
+            _say_left_out(data, self._said)
+        self._said |= {*data.indices}
         with torch.device("meta"):
             _check_indices(data, pl_module.make_model().modules_by_name)
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import lightning as L
 import torch
 from lightning.fabric.utilities.distributed import _InfiniteBarrier
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from hetero_strategy.data.build_index import DatasetIndex, Verify, build_index
@@ -175,8 +176,9 @@ class MultimodalDataModule(L.LightningDataModule):
         return tuple(self.kinds)
 
     def prepare_data(self) -> None:
-        """Build the missing indices: Lightning calls this on rank 0, the others wait."""
-        self._map(getattr(getattr(self.trainer, "state", None), "fn", None))
+        """Build missing indices, before training all, as faults are best found then; Lightning calls this on rank 0."""
+        stage = getattr(getattr(self.trainer, "state", None), "fn", None)
+        self._map(None if stage == TrainerFn.FITTING else stage)
 
     def setup(self, stage: str | None = None) -> None:
         """Map the indices, and refuse a run that would read its data wrongly.

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hydra.errors import HydraException, InstantiationException
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig, OmegaConf
 
 from hetero_strategy.data.media import AudioProcessor, ImageProcessor
@@ -340,11 +341,15 @@ def test_processes_of_torchrun_meet_before_the_first_one_indexes(
     assert not data.indices
     trainer = build.trainer(cfg, build.placement(compose("layout=single")), callbacks=[], logger=False)
     (indexed,) = (callback for callback in trainer.callbacks if isinstance(callback, build.Indexed))
-    data.prepare_data()  # by Lightning, in fit
+    fitting: Any = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.FITTING))
+    data.trainer = fitting
+    data.prepare_data()
+    assert {*data.indices} == {"train", "val", "test"}, "what is tested after training is looked at before it"
     fitted: Any = SimpleNamespace(datamodule=data, is_global_zero=True)
     for stage in ("fit", "validate"):
         indexed.setup(fitted, LitMultimodal(make, {}), stage)
-    assert capsys.readouterr().out.count("train: ") == 1
+    said = capsys.readouterr().out
+    assert said.count("train: ") == said.count("test: ") == 1
     data.processors["vision"] = ImageProcessor(patch_size=8, channels=1)
     data.indices.clear()
     data.prepare_data()
