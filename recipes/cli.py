@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import os
 import shlex
@@ -186,7 +187,7 @@ def with_run_folder(arguments: list[str], outputs: str = "outputs") -> list[str]
             raise ConfigError(f"resume={resume}: a run goes on in its own folder; leave out hydra.run.dir={other}")
         added += [f'hydra.run.dir="{folder}"', "hydra.output_subdir=null"]
     elif (external() or _step() is not None) and not {"hydra.run.dir", "hydra.sweep.dir"} & set(given):
-        added.append(f'hydra.run.dir="{_agreed(outputs)}"')
+        added.append(f'hydra.run.dir="{_agreed(outputs, arguments)}"')
         added += ["hydra.output_subdir=null"] if rank() else []
     return [*arguments, *(a for a in added if a.split("=")[0] not in given)]
 
@@ -249,13 +250,14 @@ def searched(run: Path | None = None) -> list[str]:
     return [folder for folder in found if not folder.endswith(ABOVE)]
 
 
-def _agreed(outputs: str) -> str:
+def _agreed(outputs: str, arguments: Sequence[str]) -> str:
     """A run folder that rank 0 names for all, through the store that torchrun keeps. Of processes that srun started,
-    job and step name it: a job that is queued again has the same.
+    job, step and arguments name it: a job that is queued again has the same, and other runs of a step have others.
     """
     env = os.environ
     if srun():
-        return f"{outputs}/slurm-{env['SLURM_JOB_ID']}" + (f".{step}" if (step := _step()) else "")
+        step, said = _step(), hashlib.sha256("\0".join(arguments).encode()).hexdigest()[:8]
+        return f"{outputs}/slurm-{env['SLURM_JOB_ID']}" + (f".{step}" if step else "") + (f"-{said}" * bool(arguments))
     mine = datetime.now().strftime(f"{outputs}/%Y-%m-%d/%H-%M-%S")
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return mine

@@ -60,6 +60,21 @@ def test_what_srun_started_has_the_folder_of_its_job(
     assert cli.external() == external
 
 
+def test_runs_of_one_step_of_srun_have_folders_of_their_own(environment: pytest.MonkeyPatch) -> None:
+    """Such as those that an agent of a sweep starts; a job that is queued again finds the one of before."""
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}.items():
+        environment.setenv(name, value)
+
+    def folder(rank: int, *arguments: str) -> str:
+        environment.setenv("SLURM_PROCID", str(rank))
+        (found,) = (a for a in cli.with_run_folder([*arguments], "out") if a.startswith("hydra.run.dir="))
+        return found
+
+    assert folder(0) == 'hydra.run.dir="out/slurm-7.2"'
+    first, second = folder(0, "seed=1"), folder(0, "seed=2")
+    assert first != second and first == folder(1, "seed=1") and first.startswith('hydra.run.dir="out/slurm-7.2-')
+
+
 def test_a_checkpoint_that_waited_for_its_successor_is_gone_on_from(
     environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -469,7 +469,7 @@ def test_folders_and_ranks_under_slurm(tmp_path: Path, monkeypatch: pytest.Monke
     def under(**env: str) -> tuple[str, int, Path | None]:
         for name, value in env.items():
             monkeypatch.setenv(name, value)
-        return cli._agreed("out"), cli.rank(), cli.saved_before(tmp_path)
+        return cli._agreed("out", ()), cli.rank(), cli.saved_before(tmp_path)
 
     by_time = re.compile(r"out/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d")
     batch = under(SLURM_JOB_ID="7", SLURM_JOB_NAME="train")
