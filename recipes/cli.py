@@ -113,7 +113,7 @@ def one_message(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], No
         except SIGTERMException:
             if STARTED_BY in os.environ and rank():  # the first rank tells, and takes any other code for a failure
                 raise
-            told_to_end()
+            told_to_end(trains="run" not in cfg)
         except OmegaConfBaseException as error:
             fail(ConfigError(str(error).splitlines()[0]))
         except Exception as error:
@@ -141,10 +141,11 @@ def fail(error: HeteroError) -> NoReturn:
     os._exit(1)  # not sys.exit: threads of a process group must not hold the end up
 
 
-def told_to_end() -> NoReturn:
-    """Say, once over all ranks, how a run that SIGTERM ended goes on, and end with the code of that signal."""
+def told_to_end(*, trains: bool) -> NoReturn:
+    """Say, once over all ranks, that SIGTERM ended this and how a training run goes on; end with that signal's code."""
     if not rank():
-        print(f"\nerror: ended by SIGTERM; {command('recipes.train', resume=run_folder())} goes on", file=sys.stderr)
+        how = f"; {command('recipes.train', resume=run_folder())} goes on" if trains else ""
+        print(f"\nerror: ended by SIGTERM{how}", file=sys.stderr)
     sys.exit(128 + signal.SIGTERM)
 
 

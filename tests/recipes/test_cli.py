@@ -188,15 +188,19 @@ def test_a_run_that_was_told_to_end_says_how_it_goes_on(
         raise SIGTERMException
 
     with pytest.raises(SystemExit) as ended:
-        task(None)
+        task({"run": "outputs/of/a/run"})
+    assert ended.value.code == 143
+    assert capsys.readouterr().err == "\nerror: ended by SIGTERM\n", "an evaluation starts anew"
+    with pytest.raises(SystemExit) as ended:
+        task({})
     assert ended.value.code == 143
     how = cli.command("recipes.train", resume=tmp_path)
     assert f"error: ended by SIGTERM; {how} goes on" in capsys.readouterr().err
     environment.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit) as ended:
-        task(None)
+        task({})
     assert ended.value.code == 143 and not capsys.readouterr().err, "one that torchrun started"
     environment.setenv(cli.STARTED_BY, "1")
     with pytest.raises(SIGTERMException) as ended:
-        task(None)
+        task({})
     assert not ended.value.code and not capsys.readouterr().err, "one that the first rank started and watches"
