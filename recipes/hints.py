@@ -44,9 +44,14 @@ def explained(error: HydraException, conf: str, arguments: Sequence[str], saved:
 
 
 def _composed(conf: str, arguments: Sequence[str]) -> DictConfig:
-    """The program's own configuration, with the groups that the command line chooses."""
+    """The program's own configuration, with the groups that the command line chooses; where these are several, or not
+    found from here, with its own.
+    """
     program = Path(arguments[0]).stem if arguments else ""
     config = program if Path(conf, f"{program}.yaml").is_file() else "config"
     groups = [a for a in arguments[1:] if Path(conf, a.partition("=")[0]).is_dir() or a.startswith("hydra.searchpath=")]
     with hydra.initialize_config_dir(conf, version_base=None):
-        return hydra.compose(config, overrides=groups)
+        try:
+            return hydra.compose(config, overrides=groups)
+        except HydraException:
+            return hydra.compose(config)
