@@ -6,8 +6,10 @@ import difflib
 import inspect
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +33,7 @@ from hetero_strategy.model import Adapter, Backbone, Encoder, Generator, Multimo
 from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.profiling.device import cores_of_node
 from hetero_strategy.strategy import HeteroStrategy
-from recipes.cli import external, rank
+from recipes.cli import external, rank, srun
 from recipes.drawings import Judge
 from recipes.lit import LitMultimodal, adamw_cosine, logged
 
@@ -163,11 +165,26 @@ def placement(cfg: DictConfig) -> Placement:
 
 def write_data(cfg: DictConfig) -> None:
     """Let the first process write the data set, if it is made here."""
-    if cfg.data.write is not None:
-        if rank() == 0:
-            hydra.utils.instantiate(cfg.data.write)
-        else:
-            _wait_for(Path(cfg.data.write.folder))
+    if cfg.data.write is None:
+        return
+    folder = Path(cfg.data.write.folder)
+    if rank():
+        _wait_for(folder)
+        return
+    try:
+        hydra.utils.instantiate(cfg.data.write)
+    except BaseException:
+        if srun():  # which ends the others only where it is told to
+            with suppress(OSError):
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                _failed(folder).touch()
+        raise
+
+
+def _failed(folder: Path) -> Path:
+    """What the first process of this step of a SLURM job leaves beside a folder that it could not write."""
+    step = [os.environ.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")]
+    return folder.with_name(f".{folder.name}.failed-{'.'.join(step)}")
 
 
 def datamodule(cfg: DictConfig, make_model: Callable[[], MultimodalModel]) -> MultimodalDataModule:
@@ -361,11 +378,16 @@ def _only(path: str, node: Any, names: tuple[str, ...] | list[str]) -> None:
 
 
 def _wait_for(folder: Path) -> None:
-    """Until the first process has written the data; it appears all at once. Whoever started the processes ends them if
-    the first one fails.
+    """Until the first process has written the data; it appears all at once. Where that one is killed, whoever started
+    the processes ends them: torchrun, or srun with ``--kill-on-bad-exit=1``.
+
+    Raises:
+        DataError: the first process could not write them.
     """
     began = said = time.monotonic()
     while not folder.is_dir():
+        if srun() and _failed(folder).exists():
+            raise DataError(f"{folder}: rank 0 could not write the data; its own message tells why")
         time.sleep(POLL)
         if (now := time.monotonic()) - said > SAY:
             said = now

@@ -377,6 +377,27 @@ def test_data_is_waited_for_as_long_as_it_takes(
     assert f"rank 3 has waited 20 min for rank 0 to write {tmp_path / 'data'}" in caplog.text
 
 
+def test_nobody_waits_for_data_that_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun leaves the other processes alone when one fails."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name, value in {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train"}.items():
+        monkeypatch.setenv(name, value)
+
+    def full(node: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(build.hydra.utils, "instantiate", full)
+    cfg = compose(f"data.write.folder={tmp_path}/new/data")
+    with pytest.raises(OSError):
+        build.write_data(cfg)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(build.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    with pytest.raises(DataError, match="data: rank 0 could not write the data; its own message tells why"):
+        build.write_data(cfg)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert not build._failed(tmp_path / "new" / "data").exists(), "a job that is queued again is another attempt"
+
+
 def test_a_generator_taken_out_leaves_what_is_read(small_drawings: Path) -> None:
     cfg, data = drawing(
         small_drawings, "model.modules.draw=null", "layout.draw=null", "layout.llm.pp=1", "layout.llm.ranks=[1]"
