@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.utilities import _is_max_limit_reached
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -117,8 +118,16 @@ class LastCheckpoint(MovableCheckpoint):
     one.
     """
 
+    _asked = False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Nobody has asked this run to end."""
+        self._asked = False
+        super().on_train_start(trainer, pl_module)
+
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Save, or let `on_validation_end` do it."""
+        self._to_end_of_window(trainer)
         loop = trainer.fit_loop
         ends, val_loop = run_ends(trainer), loop.epoch_loop.val_loop
         if not ends and trainer.global_step % self._every_n_train_steps:
@@ -131,13 +140,22 @@ class LastCheckpoint(MovableCheckpoint):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save if it is due, or if validation has ended the run."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._to_end_of_window(trainer)
         self._defer_save_until_validation |= run_ends(trainer)
         super().on_validation_end(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Save where all ranks were told to end, such as by a scheduler that needs the nodes."""
-        if isinstance(exception, SIGTERMException):
+        if isinstance(exception, SIGTERMException) and trainer.state.fn == TrainerFn.FITTING:
             super().on_exception(trainer, pl_module, exception)
+
+    def _to_end_of_window(self, trainer: L.Trainer) -> None:
+        """Who asks the run to end between batches whose gradients add up waits for the last of them, as no checkpoint
+        holds gradients.
+        """
+        self._asked |= trainer.should_stop
+        trainer.should_stop = self._asked and not trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 def run_ends(trainer: L.Trainer) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from recipes.lit import LastCheckpoint, MovableCheckpoint
 
@@ -42,16 +43,19 @@ class Lit(L.LightningModule):
 
 
 class Stop(L.Callback):
-    """Asks the run to end, as max_time does after a step and early stopping after a validation."""
+    """Asks the run to end, as max_time does after a batch and early stopping after a validation."""
 
-    def __init__(self, after: str, step: int) -> None:
-        self.after, self.step = after, step
+    def __init__(self, after: str, step: int, batch: int | None = None) -> None:
+        self.asks, self.batch = (after, step), batch
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        trainer.should_stop |= (self.after, self.step) == ("training", trainer.global_step)
+        self._ask(trainer, "training", args[-1])
 
     def on_validation_end(self, trainer: L.Trainer, *args: Any) -> None:
-        trainer.should_stop |= (self.after, self.step) == ("validation", trainer.global_step)
+        self._ask(trainer, "validation", trainer.fit_loop.epoch_loop.batch_idx)
+
+    def _ask(self, trainer: L.Trainer, after: str, batch: int) -> None:
+        trainer.should_stop |= (after, trainer.global_step) == self.asks and self.batch in (None, batch)
 
 
 def checkpoints(folder: Path, every: int = 2) -> tuple[MovableCheckpoint, LastCheckpoint]:
@@ -116,8 +120,13 @@ def test_no_validation_is_lost_or_repeated(tmp_path: Path, killed_in: tuple[str,
         ({"callbacks": [Stop("training", 5)]}, 5),
         ({"callbacks": [Stop("validation", 4)]}, 4),
         ({"callbacks": [Stop("training", 6)], "accumulate_grad_batches": 2}, 6),
+        ({"callbacks": [Stop("training", 1, batch=2)], "accumulate_grad_batches": 2}, 2),
+        ({"callbacks": [Stop("validation", 1, batch=3)], "accumulate_grad_batches": 3}, 2),
     ],
-    ids=["steps", "few steps", "epochs", "asked in training", "asked in validation", "accumulating"],
+    ids=[
+        *("steps", "few steps", "epochs", "asked in training", "asked in validation", "accumulating"),
+        *("asked within a window", "and in validation"),
+    ],
 )
 def test_whatever_ends_a_run_leaves_its_last_step(tmp_path: Path, ended: dict[str, Any], step: int) -> None:
     torch.manual_seed(1)
@@ -132,6 +141,25 @@ def test_whatever_ends_a_run_leaves_its_last_step(tmp_path: Path, ended: dict[st
     assert all(torch.equal(value, again[2][name]) for name, value in expected[2].items())
     if "callbacks" not in ended:  # one that is asked to stop validates once more
         assert (first.validated + again[0], again[1]) == expected[:2]
+
+
+def test_nothing_is_saved_where_a_test_is_told_to_end(tmp_path: Path) -> None:
+    """Weights that are tested may be those of the best checkpoint."""
+    fit(tmp_path, Lit(), max_steps=4)
+    _, last = checkpoints(tmp_path)
+    last._save_on_exception = last.save_on_exception = True
+    trainer, lit = L.Trainer(accelerator="cpu", logger=False, callbacks=[last], max_steps=4), Lit()
+    data = torch.utils.data.DataLoader(torch.ones(7, 2), batch_size=1)
+    trainer.fit(lit, data, ckpt_path=tmp_path / "last.ckpt")
+    before = (tmp_path / "last.ckpt").stat().st_mtime_ns
+
+    def told(batch: torch.Tensor, batch_idx: int) -> None:
+        raise SIGTERMException
+
+    lit.test_step = told
+    with pytest.raises(SIGTERMException):
+        trainer.test(lit, data)
+    assert (tmp_path / "last.ckpt").stat().st_mtime_ns == before
 
 
 def test_a_run_without_samples_for_validation_is_saved_too(tmp_path: Path) -> None:
