@@ -145,6 +145,13 @@ class LastCheckpoint(MovableCheckpoint):
         self._defer_save_until_validation |= run_ends(trainer)
         super().on_validation_end(trainer, pl_module)
 
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save where the run ends with this epoch and none of its batches knew, or where no validation came."""
+        ends = trainer.should_stop and trainer.fit_loop._can_stop_early
+        if (ends or self._defer_save_until_validation) and not self._should_skip_saving_checkpoint(trainer):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+        self._defer_save_until_validation = False
+
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Save where all ranks were told to end, such as by a scheduler that needs the nodes."""
         if isinstance(exception, SIGTERMException) and trainer.state.fn == TrainerFn.FITTING:

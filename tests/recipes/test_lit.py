@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from hetero_strategy.loading.context import finish_epoch
 from recipes.lit import LastCheckpoint, MovableCheckpoint
 
 
@@ -38,6 +39,10 @@ class Lit(L.LightningModule):
         if self.killed_in == (stage, self.global_step):
             raise Killed
 
+    def train_dataloader(self) -> torch.utils.data.DataLoader:
+        finish_epoch(self.trainer)
+        return torch.utils.data.DataLoader(torch.ones(7, 2), batch_size=1)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
@@ -53,6 +58,9 @@ class Stop(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, *args: Any) -> None:
         self._ask(trainer, "validation", trainer.fit_loop.epoch_loop.batch_idx)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self._ask(trainer, "epoch", trainer.fit_loop.epoch_loop.batch_idx)
 
     def _ask(self, trainer: L.Trainer, after: str, batch: int) -> None:
         trainer.should_stop |= (after, trainer.global_step) == self.asks and self.batch in (None, batch)
@@ -71,18 +79,16 @@ def fit(
     best, last = checkpoints(folder, every)
     trainer = L.Trainer(
         accelerator="cpu",
-        val_check_interval=4,
-        check_val_every_n_epoch=None,
+        val_check_interval=None if "check_val_every_n_epoch" in options else 4,
         callbacks=[best, last, *options.pop("callbacks", [])],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        **{"max_steps": 12} | options,
+        **{"max_steps": 12, "check_val_every_n_epoch": None} | options,
     )
-    data = torch.utils.data.DataLoader(torch.ones(7, 2), batch_size=1)
     validated = torch.utils.data.DataLoader(torch.ones(1, 2)) if val else []
-    trainer.fit(lit, data, validated, ckpt_path=checkpoint)
+    trainer.fit(lit, val_dataloaders=validated, ckpt_path=checkpoint)
     score = best.best_model_score
     return lit.validated, math.inf if score is None else float(score), lit.state_dict()
 
@@ -122,10 +128,13 @@ def test_no_validation_is_lost_or_repeated(tmp_path: Path, killed_in: tuple[str,
         ({"callbacks": [Stop("training", 6)], "accumulate_grad_batches": 2}, 6),
         ({"callbacks": [Stop("training", 1, batch=2)], "accumulate_grad_batches": 2}, 2),
         ({"callbacks": [Stop("validation", 1, batch=3)], "accumulate_grad_batches": 3}, 2),
+        ({"callbacks": [Stop("training", 0, batch=0)], "accumulate_grad_batches": 2, "min_epochs": 1}, 4),
+        ({"callbacks": [Stop("epoch", 7)]}, 7),
     ],
     ids=[
         *("steps", "few steps", "epochs", "asked in training", "asked in validation", "accumulating"),
-        *("asked within a window", "and in validation"),
+        *("asked within a window", "and in validation", "and in the first of an epoch"),
+        "asked after an epoch",
     ],
 )
 def test_whatever_ends_a_run_leaves_its_last_step(tmp_path: Path, ended: dict[str, Any], step: int) -> None:
@@ -163,8 +172,10 @@ def test_nothing_is_saved_where_a_test_is_told_to_end(tmp_path: Path) -> None:
 
 
 def test_a_run_without_samples_for_validation_is_saved_too(tmp_path: Path) -> None:
-    fit(tmp_path, Lit(), val=0, max_steps=4)
-    assert saved_step(tmp_path / "last.ckpt") == 4
+    fit(tmp_path / "steps", Lit(), val=0, max_steps=4)
+    assert saved_step(tmp_path / "steps" / "last.ckpt") == 4
+    fit(tmp_path / "epochs", Lit(), val=0, every=14, check_val_every_n_epoch=2, max_steps=16, max_epochs=2)
+    assert saved_step(tmp_path / "epochs" / "last.ckpt") == 14
 
 
 @pytest.mark.parametrize("came_along", [True, False])
