@@ -217,7 +217,7 @@ def check_process_count(environment: ClusterEnvironment, nodes: int, expected: i
         ConfigError: when they differ, or nobody starts the processes of other nodes.
     """
     alone = type(environment) is LightningEnvironment and not environment.creates_processes_externally
-    if nodes > 1 and alone and not {"MASTER_ADDR", "NODE_RANK", "GROUP_RANK"} & set(os.environ):
+    if nodes > 1 and alone and not {"NODE_RANK", "GROUP_RANK"} & set(os.environ):
         raise ConfigError(
             f"Trainer(num_nodes={nodes}) starts processes on this node only: start the script on every node by torchrun"
             " or srun, or with Lightning's variables MASTER_ADDR, MASTER_PORT and NODE_RANK; or set num_nodes=1"

@@ -254,6 +254,9 @@ def test_nodes_on_which_nobody_starts_processes_are_refused(monkeypatch: pytest.
     options = {"accelerator": "cpu", "devices": 2, "num_nodes": 2, "logger": False, "enable_checkpointing": False}
     with pytest.raises(ConfigError, match=r"Trainer\(num_nodes=2\) starts processes on this node only.*NODE_RANK"):
         L.Trainer(strategy=HeteroStrategy(layouts), **options)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")  # without its number every node would be the first
+    with pytest.raises(ConfigError, match="NODE_RANK"):
+        L.Trainer(strategy=HeteroStrategy(layouts), **options)
     monkeypatch.setenv("NODE_RANK", "1")
     assert L.Trainer(strategy=HeteroStrategy(layouts), **options).world_size == 4
 
