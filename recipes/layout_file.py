@@ -19,19 +19,23 @@ IN_FILE = ("layout", "resume", "data.module.microbatches", *(f"strategy.{name}" 
 """Beginnings of what a command line need not say beside a layout file."""
 
 
-def train_with(file: Path, microbatches: int, *, own: Sequence[str] = (), run: Path | None = None) -> str:
+def train_with(
+    file: Path, microbatches: int, *, own: Sequence[str] = (), run: Path | None = None, nodes: int = 1
+) -> str:
     """The command that trains what this program was asked for with the layouts of a file, and without what that says.
 
     Args:
         microbatches: said by the file, too, whose value an ``experiment`` may replace.
         own: fields of this program that training does not have.
         run: folder of a run whose configuration this program took; this command line changed it.
+        nodes: said where there are several and ``own`` names those of the run.
     """
     given = dict.fromkeys([*(cli.asked(run) if run else ()), *cli.asked()])
     folders = [*dict.fromkeys([*cli.searched(), *(cli.searched(run) if run else ())])]
     left_out = (*IN_FILE, *(f"{name}{mark}" for name in own for mark in "=."))
     kept = [shlex.quote(override) for override in given if not override.lstrip("+~").startswith(left_out)]
     said = [shlex.quote(cli.searchpath(folders))] if folders else []
+    said += [f"trainer.num_nodes={nodes}"] if nodes > 1 else []
     said += [f"layout={shlex.quote(str(cli.near(file)))}", f"data.module.microbatches={microbatches}"]
     return " ".join([cli.command("recipes.train"), *kept, *said])
 

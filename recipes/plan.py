@@ -117,8 +117,8 @@ def plan(cfg: DictConfig) -> None:
     console.print(kept(answer.best.memory))
     file, command = folder / "layout" / "planned.yaml", None
     if "module" in cfg.data:
-        run = cli.folder_of(asked) if asked else None
-        command = train_with(file, answer.best.candidate.microbatches, own=(*OWN_FIELDS, *RANKS), run=run)
+        run, nodes = cli.folder_of(asked) if asked else None, sum(pool.nodes for pool in cluster.pools)
+        command = train_with(file, answer.best.candidate.microbatches, own=(*OWN_FIELDS, *RANKS), run=run, nodes=nodes)
     write_layout(file, placed, said(answer, planner), command)
     timeline = from_simulation(step.simulation, MOST_RANKS, before and before.filling)
     draw(folder / "timeline.png", timeline, title=said(answer, planner))

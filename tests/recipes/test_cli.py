@@ -160,6 +160,8 @@ def test_commands_to_copy_find_what_this_one_found(tmp_path: Path, monkeypatch: 
         w for w in words if w.startswith(("cluster", "trainer.devices=", "trainer.num"))
     ]
     assert words[-2:] == [f"layout={tmp_path}/layout/planned.yaml", "data.module.microbatches=4"]
+    words = shlex.split(train_with(tmp_path / "layout" / "planned.yaml", 4, own=own, run=run, nodes=2))
+    assert [w for w in words if w.startswith("trainer.num")] == ["trainer.num_nodes=2"], "those of the plan"
 
 
 @pytest.mark.parametrize("way", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
