@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -66,11 +67,11 @@ PRECISIONS = {"bf16-mixed": MIXED, "16-mixed": MIXED, "32-true": Precision(4, 4)
 
 def plan(cfg: DictConfig) -> None:
     """Plan, print, write."""
-    ran, asked = None, cfg.run
+    ran = None
     refuse_what_plans_choose()
-    if asked:
-        ran = Measured.read(cli.folder_of(asked) / "measured.json")
-        cfg = cli.saved_configuration(cfg, asked)
+    if cfg.run:
+        ran = Measured.read(cli.folder_of(cfg.run) / "measured.json")
+        cfg = cli.saved_configuration(cfg, cfg.run)
     build.check_configuration(cfg, *OWN_FIELDS)
     console = terminal.console()
     if "module" in cfg.data:
@@ -98,14 +99,12 @@ def plan(cfg: DictConfig) -> None:
     )
     memory = cache(lambda: memory_model(model.train(), shape, cluster, precision(cfg), planner.estimates.given))
     answer = search(planner, console, memory)
-    evaluator = planner.evaluator
     assert answer.best.memory is not None
-    step = answer.best.memory.step
-    placed = step.placed
+    evaluator, step = planner.evaluator, answer.best.memory.step
     folder = cli.run_folder()
     tokens = sum(int(b.tokens.sum()) for b in batches) / len(batches)
     console.print(candidates(answer, planner, tokens))
-    console.print(modules(placed, planner))
+    console.print(modules(step.placed, planner))
     if ran is not None:
         console.print(as_it_ran(ran, cfg, answer, planner), soft_wrap=True)
     found, before = explain(evaluator, step), unfilled(evaluator, step)
@@ -115,11 +114,9 @@ def plan(cfg: DictConfig) -> None:
     for line in one_more_node(planner, answer, tokens, memory, console, float(cfg.one_more_node)):
         console.print(line, soft_wrap=True)
     console.print(kept(answer.best.memory))
-    file, command = folder / "layout" / "planned.yaml", None
-    if "module" in cfg.data:
-        run, nodes = cli.folder_of(asked) if asked else None, sum(pool.nodes for pool in cluster.pools)
-        command = train_with(file, answer.best.candidate.microbatches, own=(*OWN_FIELDS, *RANKS), run=run, nodes=nodes)
-    write_layout(file, placed, said(answer, planner), command)
+    file = folder / "layout" / "planned.yaml"
+    command = train_command(cfg, file, answer, cluster)
+    write_layout(file, step.placed, said(answer, planner), command)
     timeline = from_simulation(step.simulation, MOST_RANKS, before and before.filling)
     draw(folder / "timeline.png", timeline, title=said(answer, planner))
     console.print(f"pictures    {cli.near(folder / 'timeline.png')}")
@@ -128,6 +125,14 @@ def plan(cfg: DictConfig) -> None:
         build_all(model, step, planner, console)
     if command is not None:
         console.print(f"train       {command}", soft_wrap=True)
+
+
+def train_command(cfg: DictConfig, file: Path, answer: Answer, cluster: Cluster) -> str | None:
+    """Trains in a file's layouts, as what was asked for; None where that says sizes of data in place of data."""
+    if "module" not in cfg.data:
+        return None
+    nodes, run = sum(pool.nodes for pool in cluster.pools), cli.folder_of(cfg.run) if cfg.run else None
+    return train_with(file, answer.best.candidate.microbatches, own=(*OWN_FIELDS, *RANKS), run=run, nodes=nodes)
 
 
 def as_it_ran(ran: Measured, cfg: DictConfig, answer: Answer, planner: Planner) -> str:
