@@ -257,7 +257,7 @@ def test_nodes_on_which_nobody_starts_processes_are_refused(monkeypatch: pytest.
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")  # without its number every node would be the first
     with pytest.raises(ConfigError, match="NODE_RANK"):
         L.Trainer(strategy=HeteroStrategy(layouts), **options)
-    monkeypatch.setenv("NODE_RANK", "1")
+    monkeypatch.setenv("NODE_RANK", "0")
     assert L.Trainer(strategy=HeteroStrategy(layouts), **options).world_size == 4
 
 
