@@ -160,7 +160,7 @@ def test_best_is_never_worse_than_either(seed: int, total: int, microbatches: in
     for believed in (model, {name: as_if_trained(p) for name, p in model.items()}):
         splits = allocate(believed, STAR, microbatches, total=total).splits
         took = simulated({n: staged(model[n], c) for n, c in splits.items()}, STAR, microbatches)
-        assert best.seconds <= took
+        assert best.seconds <= took * (1 + 1e-12)  # the same step may be added up in another order
 
 
 def test_simulated_allocation() -> None:
