@@ -44,7 +44,8 @@ def measure(size: int, count: int, rounds: int, device: torch.device = CPU, warm
     steps = {}
     for way in WAYS:
         own = parameters(size, count, device, mixed=way != "fused")
-        optimizer = torch.optim.AdamW(own, lr=1e-3, foreach=None if way == "ours" else False, fused=way == "fused")
+        kernels: dict[str, Any] = {} if way == "ours" else {"foreach": False, "fused": way == "fused"}
+        optimizer = torch.optim.AdamW(own, lr=1e-3, **kernels)
         if way == "ours":
             choose_kernels([optimizer], {}, lambda decision: decision)
         steps[way] = optimizer.step
