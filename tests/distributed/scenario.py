@@ -216,7 +216,6 @@ def train(job: Job) -> Result:
 
 
 def train_on_rank(rank: int, world: int, job: Job) -> Result:
-    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     return train(job)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,12 +40,7 @@ class Looking(Lit):
         self.may.append((self.trainer.fit_loop.epoch_loop.batch_idx, may is None or may()))
 
 
-def as_torchrun(rank: int, world: int) -> None:
-    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-
-
 def looked(rank: int, world: int, job: Job, folder: str) -> tuple[list[bool], int, list[tuple[int, bool]]]:
-    as_torchrun(rank, world)
     trainer, module, dm = scenario.build(job)
     module = Looking(job, module.vocabulary)
     trainer.fit(module, dm)
@@ -71,7 +65,6 @@ def test_hooks_find_what_lightning_promises(pool: Pool, tmp_path: Path) -> None:
 
 
 def refused(rank: int, world: int, job: Job) -> str:
-    as_torchrun(rank, world)
     with pytest.raises(ConfigError) as error:
         trainer, module, dm = scenario.build(replace(job, trainer={"plugins": [AsyncCheckpointIO()]}))
         trainer.fit(module, dm)
@@ -84,7 +77,6 @@ def test_a_plugin_for_checkpoints_is_refused(pool: Pool, tmp_path: Path) -> None
 
 
 def skipping(rank: int, world: int, job: Job) -> None:
-    as_torchrun(rank, world)
     trainer, module, dm = scenario.build(job)
     own = Own(job, module.vocabulary)
     own.kind = Skipping

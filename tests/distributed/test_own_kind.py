@@ -7,7 +7,6 @@ is a sum over samples, whatever shares a microbatch with them.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -177,7 +176,6 @@ def fit(job: Job) -> Fitted:
 
 
 def on_rank(rank: int, world: int, jobs: Sequence[Job]) -> list[Fitted]:
-    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     return [fit(job) for job in jobs]
 
 
@@ -258,7 +256,6 @@ def test_a_sample_that_counts_for_nothing(job: Job) -> None:
 def plain_on_rank(rank: int, world: int, job: Job) -> str:
     forward = Match.forward
     Match.forward = lambda *given: forward(*given).loss_sum  # type: ignore[assignment, method-assign]
-    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     with pytest.raises(ModelError) as error:
         fit(job)
     return str(error.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,7 +175,6 @@ def fit(job: Job, kind: type[nn.Module]) -> Result:
 def on_rank(
     rank: int, world: int, job: Job, kinds: list[type[nn.Module]], refused: list[type[nn.Module]]
 ) -> tuple[list[Result], list[str]]:
-    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     found = [fit(job, kind) for kind in kinds]
     messages = []
     for kind in refused:
@@ -252,7 +250,6 @@ def test_blocks_that_do_not_run_where_their_weights_are_gathered_are_refused(poo
 
 
 def skipping(rank: int, world: int, job: Job) -> None:
-    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     fit(job, Skipping)
 
 

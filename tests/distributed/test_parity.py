@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -164,7 +163,6 @@ def test_same_curve_and_damage_is_noticed(pool: Pool, digits: Path, name: str) -
 
 
 def where_values_are(rank: int, world: int, job: Job) -> dict[str, str]:
-    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     trainer, module, datamodule = build(job)
     trainer.fit(module, datamodule=datamodule)
     return {name: p.device.type for name, p in module.named_parameters()}

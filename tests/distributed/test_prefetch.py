@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,7 +190,6 @@ def test_a_run_is_bit_by_bit_the_one_without_over_epochs_validations_and_a_resum
 
 def lived(rank: int, world: int, job: Job) -> tuple[list[float], list[float]]:
     """Validations before and after a fit whose loaders are new in each epoch; losses, and those of the validations."""
-    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     trainer, module, dm = build(job)
     seen = [trainer.validate(module, datamodule=dm, verbose=False)[0]["val/loss"]]
     trainer.fit(module, datamodule=dm)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,6 @@ class WithReady(Lit):
 
 
 def on_rank(rank: int, world: int, job: Job) -> dict[str, Any]:
-    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     torch.manual_seed(rank)  # as where nobody seeds: every process has random numbers of its own
     return first_values(job)
 
@@ -65,7 +63,6 @@ def on_rank(rank: int, world: int, job: Job) -> dict[str, Any]:
 def made_before(rank: int, world: int, job: Job) -> dict[str, Any]:
     torch.manual_seed(rank)
     made = Flat()
-    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     return first_values(job, lambda: made)
 
 

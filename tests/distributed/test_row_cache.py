@@ -225,7 +225,6 @@ def ran(
     """
     if largest is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
-    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     found, heard = Ran(), logging.Handler()
     heard.emit = lambda record: found.said.append(record.getMessage())  # type: ignore[method-assign]
     for name in ("hetero_strategy", "lightning.fabric.utilities.rank_zero", "lightning.pytorch.utilities.rank_zero"):
