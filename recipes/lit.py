@@ -142,7 +142,7 @@ class LastCheckpoint(MovableCheckpoint):
         """Save if it is due, or if validation has ended the run."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._to_end_of_window(trainer)
-        self._defer_save_until_validation |= run_ends(trainer)
+            self._defer_save_until_validation |= run_ends(trainer)
         super().on_validation_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -187,9 +187,9 @@ class MultimodalDataModule(L.LightningDataModule):
         """
         if not TrainingContext.of(self.trainer).placed_later:
             self.share()
-        if getattr(self.trainer, "num_nodes", 1) > 1:
+        if self.trainer is not None and self.trainer.num_nodes > 1:
             with connected_on_demand(), _InfiniteBarrier():
-                if self.trainer is not None and self.trainer.local_rank == 0:
+                if self.trainer.local_rank == 0:
                     self._map(stage, progress=False)
         self._map(stage, progress=False)
 

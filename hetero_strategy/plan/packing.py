@@ -86,15 +86,17 @@ def pack(
             f"a sample has {int(tokens.max())} tokens, more than the budget of {budget} of '{module}' for an instance"
             f" and microbatch; raise the budget to at least {int(tokens.max())}, or leave longer samples out"
         )
-    into = partial(_into, tokens, instances, cost, module=module, policy=policy, speeds=speeds, beside=beside)
+    into = partial(
+        _into, tokens, instances, cost, module=module, policy=policy, speeds=speeds, beside=beside, budget=budget
+    )
     if budget is not None:
-        return _fewest(partial(into, budget=budget), tokens, instances, budget, microbatches or 1)
+        return _fewest(into, tokens, instances, budget, microbatches or 1)
     if microbatches is None:
         raise ConfigError(
             f"the number of microbatches is to follow from a budget, but '{module}' has none; give"
             f" budget={{{module}: tokens}}, or a number of microbatches"
         )
-    return into(microbatches, budget=None)
+    return into(microbatches)
 
 
 def _fewest(into: Callable[[int], Packed], tokens: np.ndarray, instances: int, budget: int, least: int) -> Packed:

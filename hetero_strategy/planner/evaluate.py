@@ -356,7 +356,8 @@ class Evaluator:
         )
         if plan.microbatches > microbatches:  # a run takes more, too; what is planned for is another candidate
             raise ConfigError(
-                f"planner: with {microbatches} microbatches no instance keeps its budget in every step; plan for more"
+                f"planner: with {microbatches} microbatches a step does not keep the budget of every instance; plan for"
+                " more"
             )
         return plan
 

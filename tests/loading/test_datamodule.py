@@ -200,7 +200,9 @@ def test_what_a_budget_or_the_model_cannot_take_is_named_before_training(digits:
 
 def placed(rank: int, world: int, **layouts: ModuleLayout) -> Any:
     strategy = SimpleNamespace(context=TrainingContext(place(layouts, world), row_multiple={"llm": 2}))
-    return SimpleNamespace(strategy=strategy, global_rank=rank, world_size=world, state=None, overfit_batches=0)
+    return SimpleNamespace(
+        strategy=strategy, global_rank=rank, world_size=world, num_nodes=1, state=None, overfit_batches=0
+    )
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])

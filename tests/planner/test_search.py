@@ -483,6 +483,6 @@ def test_a_number_of_microbatches_that_cannot_keep_a_budget_is_no_candidate() ->
     layouts, metadata = {name: ModuleLayout((0,)) for name in ("vision", "llm")}, batch(8)
     tight = BalanceConfig(reorder="none", budget={"llm": int(metadata.tokens.max())})
     evaluator = Evaluator(model(), cluster(1), [metadata], balance=tight)
-    with pytest.raises(ConfigError, match="with 1 microbatches no instance keeps its budget"):
+    with pytest.raises(ConfigError, match="with 1 microbatches a step does not keep the budget of every instance"):
         evaluator.seconds(Candidate(layouts, 1))
     assert evaluator.seconds(Candidate(layouts, 8)) > 0
