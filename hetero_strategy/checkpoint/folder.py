@@ -172,7 +172,13 @@ def read_index(folder: Path) -> Description:
     except OSError as fault:
         raise CheckpointError(f"{folder / INDEX}: cannot be read: {fault}") from fault
     index = _parse_index(data, folder / INDEX)
-    for name, file in index.files.items():
+    check_files(folder, index.files)
+    return index
+
+
+def check_files(folder: Path, files: Mapping[str, StoredFile]) -> None:
+    """Raise CheckpointError unless every file is there in full length."""
+    for name, file in files.items():
         try:
             nbytes = os.path.getsize(folder / name)
         except OSError as fault:
@@ -181,7 +187,6 @@ def read_index(folder: Path) -> Description:
             raise CheckpointError(
                 f"{folder / name} has {nbytes} bytes instead of {file.nbytes}; the checkpoint is damaged"
             )
-    return index
 
 
 def write_index(folder: Path, index: Description) -> None:

@@ -143,6 +143,13 @@ def _write(
 
     def publish(written: list[dict[str, StoredFile]]) -> list[None]:
         every_file = {name: file for part in written for name, file in part.items()}
+        try:
+            folders.check_files(temporary, every_file)
+        except CheckpointError as fault:
+            raise CheckpointError(
+                f"cannot write checkpoint {index.path}: rank 0 does not see what another rank has written ({fault});"
+                " the folder must lie on a file system that all ranks share; a previous checkpoint there is untouched"
+            ) from fault
         folders.write_index(temporary, dataclasses.replace(index, files=every_file))
         folders.publish(temporary, index.path)
         return [None] * team.size
@@ -167,12 +174,11 @@ def _begin(path: Path) -> tuple[Path, Path]:
 
 @contextmanager
 def _or_discarded(team: AllOrNone, temporary: Path) -> Iterator[None]:
-    """Delete the temporary folder if something goes wrong."""
+    """Delete the temporary folder if something goes wrong, wherever a rank has made it."""
     try:
         yield
     except Exception:
-        if team.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 

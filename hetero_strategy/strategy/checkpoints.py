@@ -18,6 +18,7 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.runtime.agreement import Stop
 from hetero_strategy.strategy.assembly import Assembled, move_rest
 from hetero_strategy.strategy.collectives import WorldCollectives
+from hetero_strategy.strategy.refusals import check_folder
 
 
 class OwnCheckpoints(WorldCollectives):
@@ -51,6 +52,7 @@ class OwnCheckpoints(WorldCollectives):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise ConfigError("HeteroStrategy: storage_options is not supported; a checkpoint is a local directory")
+        check_folder(filepath)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED and not self._stop.agreed:
             # Other ranks may not come: a collective save would hang and hide the error.
@@ -64,6 +66,7 @@ class OwnCheckpoints(WorldCollectives):
         Optimizers are filled to train on, and not by an evaluation, which may come after a ``fit`` that made them.
         """
         assert self.lightning_module is not None
+        check_folder(checkpoint_path)
         torch.cuda.empty_cache()
         return self.state.load(
             Path(self.broadcast(os.fspath(checkpoint_path))),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, cast
 
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    Checkpoint,
     ModelPruning,
     StochasticWeightAveraging,
     ThroughputMonitor,
@@ -27,7 +29,7 @@ CALLBACKS: dict[type, str] = {
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Refuse callbacks that need the whole model, a plugin that would write checkpoints, and validation by time.
+    """Refuse callbacks that need the whole model, checkpoints by a plugin or at an address, and validation by time.
 
     Raises:
         ConfigError: naming the callback, plugin or option, why, and what to do.
@@ -45,6 +47,8 @@ def check_trainer(trainer: Trainer) -> None:
             " so that some validate while others train; give a number of batches"
         )
     callbacks = cast(list[Any], trainer.callbacks)  # type: ignore[attr-defined]
+    for owner in (*(c for c in callbacks if isinstance(c, Checkpoint)), trainer):
+        check_folder(getattr(owner, "dirpath", None) or trainer.default_root_dir)
     for callback in callbacks:
         for kind, why in CALLBACKS.items():
             if isinstance(callback, kind):
@@ -58,6 +62,19 @@ def check_trainer(trainer: Trainer) -> None:
         rank_zero_warn(
             f"{name}(log_model=...) uploads files, but checkpoints here are folders of files of all ranks: none is"
             " uploaded; leave it out, and upload the folder or an export of it yourself"
+        )
+
+
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """Refuse an address, such as ``s3://bucket/run``: as a path it would be a folder ``s3:`` of the working folder.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    if "://" in os.fspath(path):
+        raise ConfigError(
+            f"HeteroStrategy: checkpoints cannot lie at {os.fspath(path)}: all ranks write files of one folder;"
+            " give one on a file system that they share, such as a mounted bucket"
         )
 
 

@@ -261,8 +261,17 @@ def refusals(rank: int, world: int, path: str) -> dict[str, str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         return message
 
+    def disk_of_its_own() -> str:
+        def elsewhere(file: Path, pieces: Any) -> Any:
+            return write(file if first else file.with_name("elsewhere"), pieces)
+
+        write = saving.write_tensors
+        with patch.object(saving, "write_tensors", elsewhere):
+            return attempt(good)
+
     messages = {
         "disk": full_disk(),
+        "apart": disk_of_its_own(),
         "shapes": attempt({"model.w": torch.ones(2 if first else 3)}),
         "dtypes": attempt({"model.w": torch.ones(2, dtype=torch.float32 if first else torch.int64)}),
         "half": attempt({"model.w": sharded} if first else {}),
@@ -311,6 +320,7 @@ def test_every_rank_is_told_the_same(pool: Pool, tmp_path: Path) -> None:
     assert others == [first, first]
     for name, said in {
         "disk": "File too large; a previous checkpoint there is untouched [rank 1]",
+        "apart": "must lie on a file system that all ranks share",
         "shapes": "model.w is torch.float32 (2,) on rank 0 but torch.float32 (3,) on rank 1",
         "dtypes": "model.w is torch.float32 (2,) on rank 0 but torch.int64 (2,) on rank 1",
         "half": "model.w has 4 elements but the ranks hold 2 of them",

@@ -586,6 +586,7 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
     }
     for name, callback in unfinished.items():
         attempt(name, replace(case, trainer={"callbacks": [callback]}))
+    attempt("address", replace(case, trainer={"callbacks": [ModelCheckpoint("memory://run")], "enable_checkpointing": True}))
     attempt("by time", replace(case, trainer={"val_check_interval": "00:00:30:00", "check_val_every_n_epoch": None}))
     said["early"] = str(torch.distributed.is_initialized())
     attempt("in init", replace(case, lit=InInit))
@@ -595,6 +596,8 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
     attempt("hooked", replace(case, lit=Hooked))
     attempt("lists", replace(case, lit=Lists), lambda t, lit, dm: t.fit(lit))
     attempt("shuffled", replace(case, lit=Shuffled), lambda t, lit, dm: t.fit(lit))
+    attempt("save at", case, lambda t, lit, dm: (t.fit(lit, dm), t.save_checkpoint("memory://run/a.ckpt")))
+    attempt("load from", case, lambda t, lit, dm: t.fit(lit, dm, ckpt_path="memory://run/a.ckpt"))
     attempt("storage", case, lambda t, lit, dm: (t.fit(lit, dm), t.save_checkpoint("/x", storage_options=object())))
 
     def twice(trainer: L.Trainer, lit: Probe, dm: Any) -> None:
@@ -656,6 +659,7 @@ def test_what_cannot_be_done_is_said(pool: Pool, digits: Path) -> None:
         "EMAWeightAveraging": "copies the whole model",
         "StochasticWeightAveraging": "copies the model before it is built",
         "BackboneFinetuning": "MultimodalModel(freeze=...)",
+        "address": "checkpoints cannot lie at memory://run",
         "by time": "val_check_interval is a time of 1800 s",
         "early": "False",
         "in init": "has values already",
@@ -669,6 +673,8 @@ def test_what_cannot_be_done_is_said(pool: Pool, digits: Path) -> None:
         "lists": "got a Tensor",
         "shuffled": "DataLoader(shuffle=True)",
         "storage": "storage_options",
+        "save at": "checkpoints cannot lie at memory://run/a.ckpt",
+        "load from": "checkpoints cannot lie at memory://run/a.ckpt",
         "lacking": "plain.ckpt lacks 1 tensors of the model: model.count",
         "order": str([list(range(8)), list(range(8, 16))]),
     }.items():
