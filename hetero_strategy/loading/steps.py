@@ -29,6 +29,7 @@ from hetero_strategy.loading.worker_pool import Place
 from hetero_strategy.model.inputs import ModuleInputs
 from hetero_strategy.model.kind import ModuleKind
 from hetero_strategy.plan.ahead import ahead, with_next
+from hetero_strategy.plan.check_units import check_units
 from hetero_strategy.plan.orchestrator import ResolvedBalance, plan_step
 from hetero_strategy.plan.packing import levelled
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan, edge_blocks, slots
@@ -181,7 +182,9 @@ class StepDataset(Dataset[Batch]):
         items = dict(metadata.items)
         for name, kind in self.kinds.items():
             if name not in items and not kind.samplewise:
-                items[name] = kind.units(metadata, [source for source, target in self.edges if target == name])
+                sources = [source for source, target in self.edges if target == name]
+                items[name] = kind.units(metadata, sources)
+                check_units(name, items[name], replace(metadata, items=items), sources)
         return plan_step(
             replace(metadata, items=items),
             self.share.instances,
