@@ -126,6 +126,8 @@ class _Drawing:
         losses = [name for name in modules if ITEM_MODULES.get(name) != "encoder"]
         splits = schedule in ("zb_h1", "zbv")
         compiles = self.often(0.1) and "attention_dropout" not in dropout  # whose numbers are others in compiled blocks
+        recompute = {n: self.one_of(RECOMPUTES) for n in modules if self.often(0.2)}
+        backends = {n: "aot_eager" if n in recompute else "eager" for n in modules if self.often(0.3)}
         setting = Setting(
             self.data.folder,
             {name: self.written(one) for name, one in layouts.items()},
@@ -136,8 +138,8 @@ class _Drawing:
             kv_heads=self.one_of({4: 8, 2: 1}),
             **layers,
             freeze=self.freeze(modules, lm),
-            recompute={n: self.one_of(RECOMPUTES) for n in modules if self.often(0.2)},
-            compile={n: "eager" for n in modules if self.often(0.3)} if compiles else {},
+            recompute=recompute,
+            compile=backends if compiles else {},
             reshard_after_forward=self.one_of({"auto": 6, "never": 2, "always": 0.2 if splits else 2}),
             max_in_flight={rng.choice(modules): rng.randint(1, 4)} if self.often(0.12) else {},
             tokens=tokens,

@@ -9,7 +9,7 @@ from jaxtyping import Int64
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.plan.step_plan import StepItems, StepMetadata, UnitRuns
+from hetero_strategy.plan.step_plan import StepItems, StepMetadata
 
 
 def check_units(module: str, units: StepItems, metadata: StepMetadata, sources: Sequence[str]) -> None:

@@ -68,19 +68,7 @@ def blueprint(
     blocks = {name: bool(module.blocks()) for name, module in modules.items()}
     for option, named in (("recompute", recompute), ("compile", compile), ("offload", offload)):
         check_blocks(option, named, blocks)
-    for name in compile:
-        if layouts[name].tp == 1:
-            continue
-        refusal = f"HeteroStrategy: compile names '{name}', which has tp={layouts[name].tp}"
-        if not modules[name].tp_compiles:
-            raise ConfigError(
-                f"{refusal}: torch's compiler fails on its tensor-parallel layers; set tp=1 or leave '{name}' out"
-            )
-        if name in recompute and recompute[name].keeps_matmuls:
-            raise ConfigError(
-                f"{refusal}: torch's compiler fails on recompute='all but matmuls' there; set recompute of '{name}' to"
-                " 'all' or 'every 2'"
-            )
+    _check_compile(modules, layouts, recompute, compile)
     edges = [(e.source, e.target) for e in model.edges]
     others = {*modules} - {*model.language_models()}
     filling, apart = scheduling.filling(others, layouts, edges), scheduling.apart(others, layouts, edges)
@@ -162,6 +150,31 @@ def _check_kept(name: str, module: Adapter, storage: Storage) -> None:
                 f"HeteroStrategy: keep_fp32 names parameters of {name}.{fqn}, which runs once for each chunk of"
                 " labelled rows: ranks would gather it as often as each has chunks; use reshard_after_forward='never',"
                 " or leave it out"
+            )
+
+
+def _check_compile(
+    modules: Mapping[str, Adapter],
+    layouts: Mapping[str, ModuleLayout],
+    recompute: Mapping[str, Recompute],
+    compile: Mapping[str, str],
+) -> None:
+    for name, backend in compile.items():
+        tp, again = layouts[name].tp, recompute.get(name)
+        refusal = f"HeteroStrategy: compile names '{name}', which has tp={tp}"
+        if tp > 1 and not modules[name].tp_compiles:
+            raise ConfigError(
+                f"{refusal}: torch's compiler fails on its tensor-parallel layers; set tp=1 or leave '{name}' out"
+            )
+        if tp > 1 and again is not None and again.keeps_matmuls:
+            raise ConfigError(
+                f"{refusal}: torch's compiler fails on recompute='all but matmuls' there; set recompute of '{name}' to"
+                " 'all' or 'every 2'"
+            )
+        if tp == 1 and backend == "eager" and again is not None and not again.whole:
+            raise ConfigError(
+                f"HeteroStrategy: compile of '{name}' is 'eager', with which torch would draw other random numbers when"
+                f" blocks run again in backward; use 'aot_eager', or leave '{name}' out of recompute"
             )
 
 

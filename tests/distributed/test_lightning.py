@@ -586,7 +586,8 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
     }
     for name, callback in unfinished.items():
         attempt(name, replace(case, trainer={"callbacks": [callback]}))
-    attempt("address", replace(case, trainer={"callbacks": [ModelCheckpoint("memory://run")], "enable_checkpointing": True}))
+    saving = {"callbacks": [ModelCheckpoint("memory://run")], "enable_checkpointing": True}
+    attempt("address", replace(case, trainer=saving))
     attempt("by time", replace(case, trainer={"val_check_interval": "00:00:30:00", "check_val_every_n_epoch": None}))
     said["early"] = str(torch.distributed.is_initialized())
     attempt("in init", replace(case, lit=InInit))

@@ -116,14 +116,17 @@ def test_other_backends_are_refused(given: Any) -> None:
         ("lm", 1, {}, r"compile names \['lm'\]; the modules are vision, audio, llm"),
         ("vision", 2, {}, "compile names 'vision', which has tp=2: .*; set tp=1 or leave 'vision' out"),
         ("llm", 2, {"llm": "all but matmuls"}, "fails on recompute='all but matmuls' there; set recompute of 'llm'"),
+        ("llm: eager", 1, {"llm": "every 2"}, "compile of 'llm' is 'eager', .* other random numbers .*'aot_eager'"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(module: str, tp: int, recompute: dict[str, str], message: str) -> None:
     model = reader()
     modules = dict(model.modules_by_name) | {"llm": titan_llama(**TITAN | {"dim": 16})}
     layouts = {n: ModuleLayout.from_config(n, {"ranks": [0, 1], "tp": tp}).resolved() for n in modules}
+    name, _, backend = module.partition(": ")
+    given = {name: backend or "aot_eager"}
     with pytest.raises(ConfigError, match=message):
-        blueprint(MultimodalModel(modules), layouts, ScheduleConfig(), recomputes(recompute), {module: "aot_eager"})
+        blueprint(MultimodalModel(modules), layouts, ScheduleConfig(), recomputes(recompute), given)
 
 
 def test_a_module_without_blocks_is_refused() -> None:
