@@ -200,12 +200,16 @@ def _arrays(
             {f: [1 if measured is None else measured[f, name][1] for name in names] for f, names in s.items.items()}
             for s in batch
         ]
-        for sample, encoded in zip(batch, tokenizer.encode_batch([s.turns for s in batch], rows), strict=True):
+        refused: dict[int, str] = {}
+        encodings = tokenizer.encode_batch([s.turns for s in batch], rows, refused.__setitem__)
+        for number, (sample, encoded) in enumerate(zip(batch, encodings, strict=True)):
             count, of_sample = len(encoded.ids), f"sample '{sample.id}'"
             if max_tokens is not None and count > max_tokens:
                 fix = "shorten it or raise max_tokens"
                 faults.add(sample.position, f"{of_sample}: {count} tokens, more than max_tokens={max_tokens}; {fix}")
-            if not count:
+            if number in refused:
+                faults.add(sample.position, f"{of_sample}: {refused[number]}")
+            elif not count:
                 faults.add(sample.position, f"{of_sample}: the conversation has no tokens; give it some text")
             ids += np.ascontiguousarray(encoded.ids, np.int32).data
             loss += np.ascontiguousarray(encoded.loss, bool).data

@@ -1,28 +1,30 @@
 """Conversations to token ids and loss masks.
 
-The template is the same for every model::
+Without a chat template the form is the same for every model::
 
     <bos>{human}\\n{gpt}<eos>\\n{human}\\n{gpt}<eos>
 
 A ``system`` turn is written like a human one. Every turn but the last is followed by a newline, a ``gpt`` turn first
 by ``<eos>``. The loss is on the text of ``gpt`` turns and their ``<eos>``, nothing else. Each piece of text between
 special tokens is tokenised on its own, so the mask is exact for any tokenizer. Text that merely looks like a special
-token is tokenised as text.
+token is tokenised as text. With a chat template (:mod:`hetero_strategy.data.chat_template`) the same holds of what its
+turns say.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from hetero_strategy.data.chat_template import ChatTemplate, Written, read_template
 from hetero_strategy.data.manifest import Turn, placeholder
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, DataError
 
 USUAL = {
     "bos": ("<bos>", "<s>", "<|begin_of_text|>"),
@@ -43,7 +45,7 @@ class Encoded(NamedTuple):
 
 
 class ChatTokenizer:
-    """A Hugging Face ``tokenizer.json`` with the template above.
+    """A Hugging Face ``tokenizer.json``, with the form above or a chat template.
 
     Args:
         path: the ``tokenizer.json``, or the folder it lies in.
@@ -51,6 +53,8 @@ class ChatTokenizer:
             ``tokenizer_config.json`` or ``special_tokens_map.json`` beside it say, or one of :data:`USUAL`, or none.
         eos: token that ends every answer, found in the same way with ``auto``.
         placeholders: media field -> token that fills the rows of an item; default ``<field>``, such as ``<image>``.
+        chat_template: ``auto`` writes conversations with the chat template beside the tokenizer, a path with that Jinja
+            file, None in the form above. A template writes bos itself, and what ends an answer is its token.
 
     Raises:
         ConfigError: a file is missing or unreadable, or a special token is not in the vocabulary.
@@ -63,6 +67,7 @@ class ChatTokenizer:
         bos: str | None = "auto",
         eos: str = "auto",
         placeholders: Mapping[str, str] | None = None,
+        chat_template: str | Path | None = None,
     ) -> None:
         path = Path(path)
         self.path = path / "tokenizer.json" if path.is_dir() else path
@@ -76,11 +81,16 @@ class ChatTokenizer:
         self.tokenizer.no_truncation()  # whoever saved the file may have left them on
         self.tokenizer.no_padding()
         self.bos = self._stock_token("bos") if bos == "auto" else bos
-        self.eos = self._stock_token("eos") if eos == "auto" else eos
+        self.eos = (self._stock_token("eos") or USUAL["eos"][0]) if eos == "auto" else eos
         self._placeholders = dict(placeholders or {})
         self.bos_id = None if self.bos is None else self._special("bos", self.bos)
-        self.eos_id = self._special("eos", USUAL["eos"][0] if self.eos is None else self.eos)
-        self._ends = {"bos": [] if self.bos_id is None else [self.bos_id], "eos": [self.eos_id]}
+        self.eos_id = self._special("eos", self.eos)
+        self._template: ChatTemplate | None = None
+        if chat_template is not None:
+            source = read_template(str(chat_template), self.path.parent)
+            known = [t.content for t in self.tokenizer.get_added_tokens_decoder().values() if t.special]
+            named = {"bos_token": self.bos or "", "eos_token": self.eos or ""}
+            self._template = ChatTemplate(source, known, named)
 
     @property
     def vocab_size(self) -> int:
@@ -89,7 +99,8 @@ class ChatTokenizer:
 
     def settings(self) -> dict[str, object]:
         """Settings that decide the ids besides the file's bytes; they are part of the index's key."""
-        return {"bos": self.bos, "eos": self.eos, "placeholders": self._placeholders}
+        template = {} if self._template is None else {"chat_template": self._template.source}
+        return {"bos": self.bos, "eos": self.eos, "placeholders": self._placeholders, **template}
 
     def placeholder_id(self, media_field: str, *, seen: bool = False) -> int:
         """Token id that fills the rows of the field's items.
@@ -111,15 +122,31 @@ class ChatTokenizer:
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def encode_batch(
-        self, conversations: Sequence[Sequence[Turn]], rows: Sequence[Mapping[str, Sequence[int]]]
+        self,
+        conversations: Sequence[Sequence[Turn]],
+        rows: Sequence[Mapping[str, Sequence[int]]],
+        fault: Callable[[int, str], None] | None = None,
     ) -> list[Encoded]:
         """Tokenise conversations.
 
         Args:
             conversations: turns of each sample, with as many placeholders of a field as ``rows`` has counts.
             rows: for each sample, media field -> rows of each of its items, in the order of the placeholders.
+            fault: is told the number of a conversation that the chat template refuses, which then has no tokens, and
+                why. None: the error is raised.
+
+        Raises:
+            DataError: the chat template refuses a conversation.
         """
-        parts = [self._parts(turns, fields) for turns, fields in zip(conversations, rows, strict=True)]
+        parts = []
+        for number, (turns, fields) in enumerate(zip(conversations, rows, strict=True)):
+            try:
+                parts.append(self._parts(turns, fields))
+            except DataError as error:
+                if fault is None:
+                    raise
+                fault(number, str(error))
+                parts.append([])
         texts = [text for sample in parts for kind, text, _ in sample if kind == "text"]
         encodings = iter(self.tokenizer.encode_batch(texts, add_special_tokens=False))
         encoded = []
@@ -130,8 +157,8 @@ class ChatTokenizer:
             for kind, value, learn in sample:
                 if kind == "text":
                     new = next(encodings).ids
-                elif kind in self._ends:
-                    new = self._ends[kind]
+                elif kind == "token":
+                    new = [self._special("chat_template", value)]
                 else:
                     new = [self.placeholder_id(value)] * int(fields[value][len(starts[value])])
                     starts[value].append(len(ids))
@@ -144,24 +171,28 @@ class ChatTokenizer:
         return encoded
 
     def _parts(self, turns: Sequence[Turn], fields: Mapping[str, Sequence[int]]) -> list[tuple[str, str, bool]]:
-        """Pieces as (``text``, ``bos``, ``eos`` or ``item``; the text or field; whether it is learnt)."""
+        """Pieces as (``text``, ``token`` or ``item``; the text, token or field; whether it is learnt)."""
         marks = {placeholder(name): name for name in fields}
         pattern = re.compile("(" + "|".join(map(re.escape, marks)) + ")") if marks else None
-        parts = [("bos", "", False)]
-        for number, turn in enumerate(turns):
-            learn = turn.role == "gpt"
-            newline = "\n" if number + 1 < len(turns) else ""
-            text = turn.text if learn else turn.text + newline
-            for piece in pattern.split(text) if pattern else [text]:
+        parts = []
+        for text, token, learn in self._plain(turns) if self._template is None else self._template.written(turns):
+            for piece in pattern.split(text) if pattern and not token else [text]:
                 if piece in marks:
                     parts.append(("item", marks[piece], False))
                 elif piece:
-                    parts.append(("text", piece, learn))
-            if learn:
-                parts.append(("eos", "", True))
-                if newline:
-                    parts.append(("text", newline, False))
+                    parts.append(("token" if token else "text", piece, learn))
         return parts
+
+    def _plain(self, turns: Sequence[Turn]) -> list[Written]:
+        """The conversation in the form that is the same for every model."""
+        pieces = [] if self.bos is None else [Written(self.bos, True, False)]
+        for number, turn in enumerate(turns):
+            learn = turn.role == "gpt"
+            newline = "\n" if number + 1 < len(turns) else ""
+            pieces.append(Written(turn.text if learn else turn.text + newline, False, learn))
+            if learn:
+                pieces += [Written(self.eos, True, True), Written(newline, False, False)]
+        return pieces
 
     def _stock_token(self, name: str) -> str | None:
         """The token that the tokenizer's files or its vocabulary name for ``bos`` or ``eos``; None: there is none."""

@@ -87,7 +87,7 @@ class MultimodalDataModule(L.LightningDataModule):
         cache_folder: where indices lie; default: ``.hetero_index`` beside each manifest.
         verify: see `build_index`.
         max_tokens: longer samples are refused.
-        bos, eos, placeholders: see `ChatTokenizer`.
+        bos, eos, placeholders, chat_template: see `ChatTokenizer`.
 
     Raises:
         ConfigError, DataError: before training starts; see `build_index`.
@@ -127,6 +127,7 @@ class MultimodalDataModule(L.LightningDataModule):
         bos: str | None = "auto",
         eos: str = "auto",
         placeholders: Mapping[str, str] | None = None,
+        chat_template: PathLike | None = None,
     ) -> None:
         super().__init__()
         self.prepare_data_per_node = False
@@ -165,7 +166,9 @@ class MultimodalDataModule(L.LightningDataModule):
             "max_tokens": max_tokens,
         }
         self.leave_out = tuple(leave_out)
-        self.tokenizer = ChatTokenizer(tokenizer, bos=bos, eos=eos, placeholders=placeholders)
+        self.tokenizer = ChatTokenizer(
+            tokenizer, bos=bos, eos=eos, placeholders=placeholders, chat_template=chat_template
+        )
         self.indices: dict[Split, DatasetIndex] = {}
         self._loaders: dict[Split, StepLoader] = {}
         self._ahead = Ahead()

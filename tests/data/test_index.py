@@ -39,7 +39,7 @@ def test_tokens_are_in_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(index_room, "CHUNK", 10)
 
     class Tokenizer:
-        def encode_batch(self, turns: list[Any], rows: list[Any]) -> list[Encoded]:
+        def encode_batch(self, turns: list[Any], rows: list[Any], fault: Any) -> list[Encoded]:
             return [Encoded(np.arange(each, dtype=np.int32), np.ones(each, bool), {}) for _ in turns]
 
     path = write_manifest(tmp_path, *(entry(str(number), "q") for number in range(count)))

@@ -1,0 +1,160 @@
+"""Chat templates of Hugging Face tokenizers: which text stands around the turns of a conversation.
+
+A template is rendered with a mark in place of each turn's text, so what it adds is told from what the turns say:
+special tokens in the former are tokens, in the latter they are text. The loss is on an answer and on the special token
+that the template writes behind it, with which an instruct model ends its turn.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from hetero_strategy.data.manifest import Turn
+from hetero_strategy.errors import ConfigError, DataError
+
+ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+"""What templates call the roles of a manifest."""
+_SPACE = "\u2003"  # one that no template writes, and that is missing where a template trims
+_MARK = re.compile(f"({_SPACE}?)\ue000(\\d+)\ue001({_SPACE}?)")
+_GENERATION = re.compile(r"{%([-+]?)\s*(end)?generation\s*([-+]?)%}")
+
+
+class Written(NamedTuple):
+    """A part of a written conversation."""
+
+    text: str
+    token: bool
+    """Whether it is a special token, and not text."""
+    learn: bool
+    """Whether it is to be predicted."""
+
+
+class ChatTemplate:
+    """A Jinja template as in ``chat_template.jinja`` or ``tokenizer_config.json``.
+
+    It is rendered in a sandbox without a clock: a template that writes the date writes the one it falls back to.
+
+    Args:
+        source: text of the template.
+        specials: special tokens of the tokenizer.
+        variables: what it may name beside ``messages``, such as ``bos_token``.
+
+    Raises:
+        ConfigError: it is no Jinja template.
+    """
+
+    def __init__(self, source: str, specials: Collection[str], variables: dict[str, Any]) -> None:
+        self.source, self._variables = source, {"add_generation_prompt": False, **variables}
+        longest_first = sorted(specials, key=len, reverse=True)
+        self._specials = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if specials else None
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _refuse
+        try:  # where a template says what a model generates, that is an answer, which is known here
+            plain = _GENERATION.sub(lambda tag: f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}", source)
+            self._template = environment.from_string(plain)
+        except TemplateError as error:
+            raise ConfigError(f"chat_template: not a Jinja template: {error}") from None
+
+    def written(self, turns: Sequence[Turn]) -> list[Written]:
+        """Return the conversation as the template writes it.
+
+        Raises:
+            DataError: the template refuses it, leaves a turn out or repeats one, or lets an answer end without a
+                special token.
+        """
+        messages = [
+            {"role": ROLES.get(turn.role, turn.role), "content": f"{_SPACE}\ue000{number}\ue001{_SPACE}"}
+            for number, turn in enumerate(turns)
+        ]
+        try:
+            rendered = self._template.render(messages=messages, **self._variables)
+        except TemplateError as error:
+            raise DataError(f"the chat template refuses the conversation: {error}") from None
+        around = _MARK.split(rendered)
+        numbers = list(map(int, around[2::4]))
+        if numbers != list(range(len(turns))):
+            lost = next((n for n in range(len(turns)) if numbers.count(n) != 1), 0)
+            raise DataError(
+                f"the chat template writes turn {lost + 1} ({turns[lost].role}) {numbers.count(lost)} times and turns"
+                f" in the order {[n + 1 for n in numbers]}; merge turns, or leave that one out"
+            )
+        pieces = self._added(around[0])
+        for number, turn in enumerate(turns):
+            before, _, after, rest = around[4 * number + 1 : 4 * number + 5]
+            text = turn.text if before else turn.text.lstrip()
+            pieces.append(Written(text if after else text.rstrip(), False, turn.role == "gpt"))
+            pieces += self._ending(rest) if turn.role == "gpt" else self._added(rest)
+        return _joined(pieces)
+
+    def _added(self, text: str) -> list[Written]:
+        """What the template adds, special tokens apart."""
+        parts = self._specials.split(text) if self._specials else [text]
+        return [Written(part, bool(n % 2), False) for n, part in enumerate(parts) if part]
+
+    def _ending(self, text: str) -> list[Written]:
+        """What follows an answer: up to the first special token it is learnt."""
+        pieces = self._added(text)
+        end = next((n for n, piece in enumerate(pieces) if piece.token), None)
+        if end is None or any(piece.text.strip() for piece in pieces[:end]):
+            raise DataError(
+                "the chat template writes no special token right behind an answer, so a model would not learn to end"
+                " it; use a template that does"
+            )
+        return [piece._replace(learn=n <= end) for n, piece in enumerate(pieces)]
+
+
+def read_template(chat_template: str, folder: Path) -> str:
+    """Return the text of a template.
+
+    Args:
+        chat_template: ``auto``: the one beside the tokenizer, ``chat_template.jinja`` or in ``tokenizer_config.json``;
+            else a file.
+        folder: the tokenizer's.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    file = folder / "chat_template.jinja" if chat_template == "auto" else Path(chat_template)
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    if chat_template != "auto":
+        raise ConfigError(f"chat_template: {file} is missing; give a Jinja file, or auto for the tokenizer's own")
+    config = folder / "tokenizer_config.json"
+    found = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+    if isinstance(found, list):  # several by name
+        found = {one["name"]: one["template"] for one in found}.get("default")
+    if not isinstance(found, str):
+        raise ConfigError(
+            f"chat_template: neither {file} nor {config} has one; name a Jinja file, or leave chat_template out"
+        )
+    return found
+
+
+def _joined(pieces: Sequence[Written]) -> list[Written]:
+    """Texts that follow each other become one, as they are tokenised where a whole conversation is."""
+    joined: list[Written] = []
+    for piece in pieces:
+        if joined and not (piece.token or joined[-1].token) and piece.learn == joined[-1].learn:
+            joined[-1] = piece._replace(text=joined[-1].text + piece.text)
+        else:
+            joined.append(piece)
+    return joined
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    """As transformers writes it: jinja2's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)

@@ -1,0 +1,139 @@
+"""Chat templates: the ids are those of transformers, and the loss is on answers and on what ends them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from hetero_strategy.data.build_index import build_index
+from hetero_strategy.data.manifest import Turn
+from hetero_strategy.data.tokenizer import ChatTokenizer, Encoded
+from hetero_strategy.errors import ConfigError, DataError
+
+MARKED = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '[' + message['role'] + ']\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{ message['content'] + '[end]' }}{% endgeneration %}
+    {%- else %}
+        {{- message['content'] + '[end]' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '[assistant]\\n' }}{% endif %}
+"""
+TRIMMED = """\
+{%- if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}
+{%- for message in messages -%}
+  {{ '[user]' if loop.index0 is even else '[assistant]' }}{{ message['content'] | trim }}
+  {%- if loop.index0 is odd %} {{ eos_token }}{% endif %}
+{%- endfor %}
+"""
+SPECIALS = ("[user]", "[assistant]", "[system]", "[end]")
+TALK = [("human", " 12 <image>\n34"), ("gpt", "5 [end] 6 "), ("human", "7"), ("gpt", "89")]
+
+
+@pytest.fixture
+def folder(digits: Path, tmp_path: Path) -> Path:
+    """A tokenizer with markers of turns, and a chat template of its own."""
+    tokenizer = Tokenizer.from_file(str(digits / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(MARKED)
+    return tmp_path
+
+
+def turns(talk: Sequence[tuple[str, str]]) -> list[Turn]:
+    return [Turn(role, text) for role, text in talk]
+
+
+def texts(tokenizer: ChatTokenizer, encoded: Encoded, learnt: bool) -> list[str]:
+    """Runs of tokens that are learnt, or that are not."""
+    edges = np.flatnonzero(np.diff(encoded.loss)) + 1
+    runs = zip(np.split(encoded.ids, edges), np.split(encoded.loss, edges), strict=True)
+    return [tokenizer.tokenizer.decode(ids, skip_special_tokens=False) for ids, loss in runs if loss[0] == learnt]
+
+
+@pytest.mark.parametrize("system", [False, True])
+def test_ids_and_loss_are_those_of_transformers(folder: Path, system: bool) -> None:
+    talk = [("system", "be\nbrief"), *TALK][0 if system else 1 :]
+    plain = [(role, text.replace("[end]", "").replace("<image>", "")) for role, text in talk]
+    tokenizer = ChatTokenizer(folder, chat_template="auto")
+    encoded = tokenizer.encode_batch([turns(plain)], [{}])[0]
+    roles = {"human": "user", "gpt": "assistant", "system": "system"}
+    peer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_file(str(folder / "tokenizer.json")), bos_token="<bos>", chat_template=MARKED
+    )
+    expected = peer.apply_chat_template(
+        [{"role": roles[role], "content": text} for role, text in plain],
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    assert encoded.ids.tolist() == expected["input_ids"]
+    assert encoded.loss.astype(int).tolist() == expected["assistant_masks"]
+    assert encoded.loss.any() and not encoded.loss.all()
+
+
+def test_what_turns_say_is_text_and_media_are_rows(folder: Path) -> None:
+    tokenizer = ChatTokenizer(folder, chat_template=folder / "chat_template.jinja")
+    encoded = tokenizer.encode_batch([turns(TALK)], [{"image": [3]}])[0]
+    assert texts(tokenizer, encoded, True) == ["5 [end] 6 [end]", "89[end]"]
+    assert texts(tokenizer, encoded, False)[0] == "<bos>[user]\n 12 <image><image><image>\n34[end]\n[assistant]\n"
+    ends = (encoded.ids == tokenizer.tokenizer.token_to_id("[end]")).sum()
+    assert ends == 4 and encoded.starts["image"].tolist() == [len("?? 12 ") + 1]
+
+
+def test_a_template_that_trims_and_ends_with_eos(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    several = [{"name": "tool_use", "template": "{{ x"}, {"name": "default", "template": TRIMMED}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": several}))
+    tokenizer = ChatTokenizer(folder, chat_template="auto")
+    assert tokenizer.settings()["chat_template"] == TRIMMED and "chat_template" not in ChatTokenizer(folder).settings()
+    talk = [("human", " 1 "), ("gpt", "2\n"), ("human", "3"), ("gpt", " 4")]
+    encoded = tokenizer.encode_batch([turns(talk)], [{}])[0]
+    assert texts(tokenizer, encoded, False) == ["[user]1[assistant]", "[user]3[assistant]"]
+    assert texts(tokenizer, encoded, True) == ["2 <eos>", "4 <eos>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (TRIMMED, "refuses the conversation: no system turns"),
+        ("{{ messages[1]['content'] }}[end]", "writes turn 1 (system) 0 times"),
+        ("{% for m in messages %}{{ m.content + m.content }}[end]{% endfor %}", "writes turn 1 (system) 2 times"),
+        ("{% for m in messages %}{{ m.content }}\nEND[end]{% endfor %}", "no special token right behind an answer"),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "no special token right behind an answer"),
+        ("{{ messages[5].content }}", "refuses the conversation: "),
+    ],
+)
+def test_a_conversation_that_it_cannot_write_is_a_fault(folder: Path, digits: Path, template: str, words: str) -> None:
+    file = folder / "own.jinja"
+    file.write_text(template)
+    tokenizer = ChatTokenizer(folder, chat_template=file)
+    talk = [("system", "0"), ("human", "1"), ("gpt", "2")]
+    with pytest.raises(DataError) as error:
+        tokenizer.encode_batch([turns(talk)], [{}])
+    assert words in str(error.value)
+    manifest = folder / "talk.json"
+    said = [{"from": role, "value": text} for role, text in talk]
+    manifest.write_text(json.dumps([{"id": "a", "conversations": said}]))
+    with pytest.raises(DataError) as error:
+        build_index(manifest, tokenizer, {}, progress=False)
+    assert "sample 'a': the chat template" in str(error.value) and "no tokens" not in str(error.value)
+
+
+def test_what_is_no_template_is_refused(folder: Path) -> None:
+    for name, words in (("nowhere.jinja", "is missing"), ("bad.jinja", "not a Jinja template")):
+        (folder / "bad.jinja").write_text("{% for")
+        with pytest.raises(ConfigError, match=words):
+            ChatTokenizer(folder, chat_template=folder / name)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match=r"neither .*chat_template.jinja nor .*tokenizer_config.json has one"):
+        ChatTokenizer(folder, chat_template="auto")
