@@ -206,20 +206,28 @@ class TrainingState:
                 keys.setdefault(fqn, []).append(key)
         state: dict[Any, dict[str, torch.Tensor]] = {}
         for group, p in ((g, p) for g in optimizer.param_groups for p in g["params"]):
-            # As Optimizer.load_state_dict does: counters lie beside the parameter for kernels that read them there.
-            beside = p.device if group.get("fused") or group.get("capturable") else None
             fqn = self._names.get(id(p), "")
+            saved, kernel = stored.get(f"model.{fqn}"), group.get("fused") or group.get("capturable")
             for key in keys.get(fqn, []):
                 entry = stored[f"{start}{fqn}.{key}"]
-                if tuple(entry.shape) == tuple(p.shape) and p.dim() > 0:
-                    value = torch.zeros_like(p, dtype=entry.dtype)
-                else:
-                    value = torch.zeros(entry.shape, dtype=entry.dtype, device=beside)
-                    if isinstance(p, DTensor) and value.dim():  # as what follows from a sharded gradient
-                        whole = [Replicate()] * p.device_mesh.ndim
-                        value = DTensor.from_local(value.to(p.device), p.device_mesh, whole, run_check=False)
-                state.setdefault(p, {})[key] = value.detach()
+                # As Optimizer.load_state_dict does: all but counters goes with the parameter, and those lie beside it
+                # for kernels that read them there. A dtype that was not the parameter's was chosen, and stays.
+                goes = key != "step" and saved is not None and entry.dtype == saved.dtype
+                device = p.device if key != "step" or kernel else None
+                empty = _empty(p, entry.shape, p.dtype if goes else entry.dtype, device)
+                state.setdefault(p, {})[key] = empty.detach()
         return state
+
+
+def _empty(p: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+    """Allocate a state of a parameter, sharded as it is if they have one shape."""
+    if tuple(shape) == tuple(p.shape) and p.dim() > 0:
+        return torch.zeros_like(p, dtype=dtype)
+    value = torch.zeros(shape, dtype=dtype, device=device)
+    if not isinstance(p, DTensor) or not value.dim():
+        return value
+    whole = [Replicate()] * p.device_mesh.ndim  # as what follows from a sharded gradient
+    return DTensor.from_local(value, p.device_mesh, whole, run_check=False)
 
 
 def _room_for(saved: StoredTensor | None, value: torch.Tensor) -> torch.Tensor:

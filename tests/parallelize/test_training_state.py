@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from hetero_strategy.checkpoint.folder import describe
 from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.layout.registry import GroupRegistry
@@ -151,3 +152,46 @@ def test_states_of_another_shape_than_their_parameter_go_on(pool: Pool, tmp_path
     for found in pool.run(4, go_on, LAYOUTS["pp2 dp2"], path):
         for name, value in found.items():
             assert np.allclose(value, expected[name], rtol=1e-5, atol=1e-6), name
+
+
+def _saved(path: Path, optimizer: str, **state: torch.dtype) -> None:
+    """A run's checkpoint in fp32, whose states of these names have these dtypes."""
+    module = MAKE["titan"]()
+    materialize(module, 3, name="m")
+    made = getattr(torch.optim, optimizer)(module.parameters(), foreach=False)
+    _train(module, made)
+    for of in made.state.values():
+        of.update({key: of[key].to(dtype) for key, dtype in state.items()})
+    saving = TrainingState("model", {"m": module}, group=None)
+    saving.save({"state_dict": saving.model_tensors(), "optimizer_states": [saving.optimizer_tensors(made)]}, path)
+
+
+def test_states_take_the_precision_of_their_parameter_unless_they_had_one_of_their_own(tmp_path: Path) -> None:
+    _saved(tmp_path / "c", "AdamW", exp_avg_sq=torch.float64)
+    module = MAKE["titan"]()
+    materialize(module, 8, name="m")
+    module.double()
+    optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
+    TrainingState("model", {"m": module}, group=None).load(tmp_path / "c", [optimizer])
+    _train(module, optimizer)
+    (dtypes,) = {tuple((k, v.dtype) for k, v in of.items()) for of in optimizer.state.values()}
+    assert dict(dtypes) == {"step": torch.float32, "exp_avg": torch.float64, "exp_avg_sq": torch.float64}
+    module.bfloat16()
+    state = TrainingState("model", {"m": module}, group=None)
+    empty = state._empty_state(0, torch.optim.AdamW(module.parameters()), describe(tmp_path / "c").tensors)
+    (dtypes,) = {tuple((k, v.dtype) for k, v in of.items()) for of in empty.values()}
+    assert dict(dtypes) == {"step": torch.float32, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.float64}
+
+
+def test_states_lie_beside_their_parameter_and_counters_where_kernels_read_them(tmp_path: Path) -> None:
+    """The meta device stands for one that is not here."""
+    _saved(tmp_path / "c", "Adafactor")
+    module = MAKE["titan"]()
+    state = TrainingState("model", {"m": module.to("meta")}, group=None)
+    state._names = {id(p): f"model.m.{fqn}" for fqn, p in module.named_parameters()}
+    optimizer = torch.optim.Adafactor(module.parameters())
+    for fused, step in ((False, "cpu"), (True, "meta")):
+        optimizer.param_groups[0]["fused"] = fused
+        empty = state._empty_state(0, optimizer, describe(tmp_path / "c").tensors)
+        where = {key: value.device.type for of in empty.values() for key, value in of.items()}
+        assert where == dict.fromkeys(("row_var", "col_var", "variance"), "meta") | {"step": step}
