@@ -20,12 +20,16 @@ from hetero_strategy.parallelize.per_module import per_module
 
 WAYS = "all, every 2 (or another number), all but matmuls, whole"
 _ATEN = torch.ops.aten
+_C10D = torch.ops._c10d_functional
 MATMULS: list[Any] = [
     _ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default,
     _ATEN._scaled_dot_product_flash_attention.default, _ATEN._scaled_dot_product_efficient_attention.default,
     _ATEN._scaled_dot_product_cudnn_attention.default, _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    _C10D.reduce_scatter_tensor.default, _C10D.all_reduce.default,
 ]  # fmt: skip
-"""Operators whose results are worth their memory: products of matrices, and attention."""
+"""Operators whose results are worth their memory: products of matrices, attention, and what tensor parallelism sums
+over its ranks. What it gathers, which is as large as the rows of all of them, is gathered again.
+"""
 if VARLEN:
     MATMULS.append(torch.ops.torch_attn._varlen_attn.default)
 
@@ -51,7 +55,9 @@ class Recompute(SomeBlocks):
     """What of a module runs again in backward; the other blocks keep their activations."""
 
     keeps_matmuls: bool = False
-    """Results of matrix products and of attention are kept; only what is cheap runs again."""
+    """What :data:`MATMULS` make is kept, and all else runs again. Plans take it for nothing, also the gathers of tensor
+    parallelism.
+    """
     whole: bool = False
     """The whole forward of a stage runs again, and nothing is kept but what came in."""
 

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.layout.fake import fake_world
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.inputs import SequenceInputs
 from hetero_strategy.parallelize.apply import parallelize
@@ -21,8 +24,8 @@ from hetero_strategy.parallelize.compile import compiles
 from hetero_strategy.parallelize.float8 import float8s
 from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.recompute import Recompute, decoupled, recomputes
-from hetero_strategy.zoo import titan_llama
-from tests.model.helpers import TITAN, tokens
+from hetero_strategy.zoo import hf_llama, titan_llama
+from tests.model.helpers import LLAMA, TITAN, tokens
 
 
 def made(recompute: str | None) -> Adapter:
@@ -71,6 +74,39 @@ def test_what_is_kept_does_not_run_again() -> None:
     plain, again = flops(None), flops("all")
     assert again > plain == flops("all but matmuls")
     assert flops("every 2") == pytest.approx((plain + again) / 2, rel=0.01)
+
+
+class Sums(TorchDispatchMode):
+    """Counts what tensor parallelism sums over its ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name().startswith(("_c10d_functional::reduce_scatter", "_c10d_functional::all_reduce"))
+        return func(*args, **(kwargs or {}))
+
+
+def sums_of_backward(make: Callable[[], Adapter], recompute: str | None) -> int:
+    module, how = make(), None if recompute is None else recomputes({"llm": recompute})["llm"]
+    layout = ModuleLayout.from_config("llm", {"ranks": [0, 1], "tp": 2}).resolved()
+    with fake_world(0, 2):
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+        parallelize("llm", module, layout, mesh, torch.device("cpu"), seed=1, recompute=how)
+        loss = module(tokens([40, 24])).loss_sum
+        with Sums() as sums:
+            loss.backward()
+    return sums.count
+
+
+MAKES = (lambda: titan_llama(**TITAN | {"n_layers": 1}), lambda: hf_llama(**LLAMA | {"num_hidden_layers": 1}))
+
+
+@pytest.mark.parametrize("make", MAKES, ids=["titan", "hf"])
+def test_what_tensor_parallelism_sums_is_kept_with_the_matmuls(make: Callable[[], Adapter]) -> None:
+    plain, again = (sums_of_backward(make, way) for way in (None, "all"))
+    assert again > plain == sums_of_backward(make, "all but matmuls")
 
 
 @pytest.mark.parametrize("way", ["every 0", "every two", "some", 2, True])
