@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 TITAN_VERSION = "0.2.2"
 """The only release this file is written for: others renamed or removed what it uses."""
 _PROJECTIONS = ("wq", "wk", "wv", "wo")
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @functools.cache
@@ -128,6 +129,8 @@ class TitanLlama(CausalLM):
     tp_columns = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
     tp_rows = ("attention.wo", "feed_forward.w2")
     tp_compiles = True
+    token_ids: Mapping[str, Any] = dict.fromkeys(_TOKEN_IDS)
+    """What config.json says of them. Where it says nothing, transformers takes Llama 2's, so null is said."""
     rows_mesh: DeviceMesh | None = None
     """Of the tensor-parallel ranks that each have a part of the rows."""
 
@@ -263,6 +266,7 @@ class TitanLlama(CausalLM):
             "tie_word_embeddings": False,
             "attention_bias": False,
             "mlp_bias": False,
+            **self.token_ids,
             "rope_parameters": {
                 "rope_type": "llama3",
                 "rope_theta": float(args.rope_theta),
@@ -306,9 +310,11 @@ def titan_llama(
     Raises:
         ModelError: an unknown field, sizes that do not fit, or a folder this model cannot hold.
     """
+    config: Mapping[str, Any] = {}
     if checkpoint is not None:
         check_no_fields("titan_llama", fields)
-        fields = _fields_of(read_config(checkpoint), str(checkpoint))
+        config = read_config(checkpoint)
+        fields = _fields_of(config, str(checkpoint))
     titan = _titan()
     allowed = {field.name for field in dataclasses.fields(titan.TransformerModelArgs)}
     allowed -= {"attn_type", "attn_mask_type", "eos_id"}  # attention is always packed and causal
@@ -322,7 +328,10 @@ def titan_llama(
             f"titan_llama: dim {args.dim} must be a multiple of n_heads {args.n_heads}, and that of n_kv_heads "
             f"{args.n_kv_heads}"
         )
-    return TitanLlama(args, checkpoint=checkpoint, before=before)
+    module = TitanLlama(args, checkpoint=checkpoint, before=before)
+    if checkpoint is not None:  # what it leaves out is left out again
+        module.token_ids = {name: config[name] for name in _TOKEN_IDS if name in config}
+    return module
 
 
 def _fields_of(config: Mapping[str, Any], folder: str) -> dict[str, Any]:

@@ -116,7 +116,14 @@ def test_language_models_export_a_folder(tmp_path, make, fields):
     inputs = tokens([11, 3])
     out = ours(inputs, {}, keep_logits=True)
     torch.testing.assert_close(out.logits, logits_of(theirs, inputs), rtol=1e-4, atol=1e-5)
+    if make is titan_llama:
+        assert {theirs.config.bos_token_id, theirs.config.eos_token_id, theirs.config.pad_token_id} == {None}
+        theirs.config.eos_token_id, theirs.config.pad_token_id = [7, 9], 3
+        theirs.config.save_pretrained(folder)
     again = make(checkpoint=folder)
+    if make is titan_llama:
+        config = again.hf_weights().config
+        assert [config.get(f"{name}_token_id") for name in ("bos", "eos", "pad")] == [None, [7, 9], 3]
     materialize(again, 5)
     expected = ours.state_dict()
     for fqn, value in again.state_dict().items():
