@@ -176,12 +176,9 @@ class _Block:
         self.cold = torch.empty(CACHES, dtype=torch.uint8, device=device)
         self.parts = module.row_sharding(ModuleLayout(tuple(range(task.tp)), tp=task.tp).resolved()).parts
         self.stage = self._made(task)
-        samplewise = module.kind.samplewise
-        self.share = sum(int(b.labels.sum()) for b in batches) / max(1, sum(int(b.tokens.sum()) for b in batches))
-        """Of a language model's rows that have a label."""
-        lengths = np.concatenate([b.tokens if samplewise else b.items[task.module].inner_rows for b in batches])
-        unit = unit_of(module)
-        self.lengths = -(-lengths[lengths > 0] // unit) * unit
+        self.share = labelled_share(batches)
+        lengths, unit = lengths_of(task.module, module, batches), unit_of(module)
+        self.lengths = -(-lengths // unit) * unit
 
     def _made(self, task: _Task) -> Adapter:
         """The stage alone, with values on the device."""
@@ -274,11 +271,26 @@ class _Block:
         return [(get_gradient_edge(out), torch.ones_like(out))] if out.requires_grad else []
 
 
+def labelled_share(batches: Sequence[StepMetadata]) -> float:
+    """Share of a language model's rows that have a label."""
+    return sum(int(b.labels.sum()) for b in batches) / max(1, sum(int(b.tokens.sum()) for b in batches))
+
+
+def lengths_of(name: str, module: Adapter, batches: Sequence[StepMetadata]) -> Int64[np.ndarray, "units"]:
+    """Rows of each of a module's units that has any."""
+    lengths = np.concatenate([b.tokens if module.kind.samplewise else b.items[name].inner_rows for b in batches])
+    return lengths[lengths > 0]
+
+
+def thirds(lengths: Int64[np.ndarray, "units"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The short ones, all as they come, and the long ones."""
+    ascending, third = np.sort(lengths), max(1, len(lengths) // 3)
+    return ascending[:third], lengths, ascending[-third:]
+
+
 def packings(lengths: Int64[np.ndarray, "units"], most: float) -> Iterator[Int64[np.ndarray, "packed"]]:
     """Packings of up to ``most`` rows: of short units, of units as they come, and of long ones."""
-    ascending = np.sort(lengths)
-    third = max(1, len(lengths) // 3)
-    for given in (ascending[:third], lengths, ascending[-third:]):
+    for given in thirds(lengths):
         for count in sorted({max(1, round(part * most / given.mean())) for part in PARTS} | {1}):
             yield np.resize(given, count)
 

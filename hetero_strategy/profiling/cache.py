@@ -34,7 +34,17 @@ from hetero_strategy.planner.memory import CPU, CUDA, MemoryModel
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.times import BlockSeconds, Line, Precision
 from hetero_strategy.profiling.activations import DTYPES, MATMULS, WAYS, activations_of
-from hetero_strategy.profiling.blocks import SECONDS, Fit, Profiled, Progress, profile
+from hetero_strategy.profiling.blocks import (
+    MOST_ROWS,
+    SECONDS,
+    Fit,
+    Profiled,
+    Progress,
+    labelled_share,
+    lengths_of,
+    profile,
+    thirds,
+)
 from hetero_strategy.profiling.device import cores_of_node, sharding, with_optimizer
 
 _log = logging.getLogger(__name__)
@@ -75,7 +85,7 @@ def profile_on(
     measure = partial(profile, model, batches, device, dtype, tp=degrees, seconds=seconds, progress=progress)
     torch.set_num_threads(1)
     try:
-        found = cached(measure, seconds_of(model, device, dtype, degrees), _profiled)
+        found = cached(measure, seconds_of(model, device, dtype, degrees, batches, seconds), _profiled)
         reached = with_optimizer(cluster.device, device)
         if name == "cpu" and not dist.is_initialized():
             with fake_world(0, 2):
@@ -146,16 +156,38 @@ def digest(of: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def seconds_of(model: MultimodalModel, device: torch.device, dtype: torch.dtype, tp: Collection[int]) -> dict[str, Any]:
-    """All that seconds depend on: the model, the dtype and degrees, and the device with its threads."""
-    cuda = device.type == "cuda"
+def seconds_of(
+    model: MultimodalModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    tp: Collection[int],
+    batches: Sequence[StepMetadata],
+    seconds: float,
+) -> dict[str, Any]:
+    """What tells profiles apart: the model, the dtype and degrees, the device with its threads, about which data was
+    packed, and for how long blocks were measured. How busy the machine was is not in it.
+    """
+    cuda, of = device.type == "cuda", structure(model)
     return {
-        **structure(model),
+        **of,
         "dtype": str(dtype),
         "tp": sorted({1, *tp}),
         "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} {_processor()}",
         "threads": None if cuda else torch.get_num_threads(),
+        "data": [round(labelled_share(batches), 1), {name: _sizes(name, model, batches) for name in of["modules"]}],
+        "seconds": seconds,
     }
+
+
+def _sizes(name: str, model: MultimodalModel, batches: Sequence[StepMetadata]) -> list[int]:
+    """Of a module's units, so coarse that other batches of the same data are mostly the same: steps of a doubling of
+    all rows, up to what is packed, and of half a doubling of mean lengths.
+    """
+    lengths = lengths_of(name, model.modules_by_name[name], batches)
+    if not len(lengths):
+        return []
+    rows = min(MOST_ROWS, int(lengths.sum()))
+    return [round(np.log2(rows)), *(round(2 * np.log2(part.mean())) for part in thirds(lengths))]
 
 
 def structure(model: MultimodalModel) -> dict[str, Any]:

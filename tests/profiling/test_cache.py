@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,6 +32,7 @@ from hetero_strategy.profiling.cache import (
 ALONE, CPU = ModuleLayout((0,)), torch.device("cpu")
 SETTING = Setting("", {"vision": ALONE, "llm": ALONE}, vision=(64, 1), llm=(64, 2))
 BLOCK = BlockSeconds(*(Line(1e-3 * n, 2e-5, 3e-8) for n in range(4)))
+BATCHES = [SETTING.metadata(0)]
 FOUND = Profiled({"llm": {1: [BLOCK, BLOCK], 2: [BLOCK, BLOCK]}}, {"llm": Fit(0.02, 0.1)})
 
 
@@ -42,7 +44,7 @@ def test_what_was_measured_is_found_again(tmp_path: Path, monkeypatch: pytest.Mo
         made.append(1)
         return FOUND
 
-    of = seconds_of(SETTING.model(), CPU, torch.float32, (1, 2))
+    of = seconds_of(SETTING.model(), CPU, torch.float32, (1, 2), BATCHES, 2.0)
     first, again = (cached(make, of, _profiled) for _ in range(2))
     assert first == again == FOUND
     assert len(made) == 1
@@ -53,16 +55,29 @@ def test_what_was_measured_is_found_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(made) == 2
 
 
-def test_another_model_dtype_or_degree_is_another_profile() -> None:
+def test_another_model_dtype_degree_budget_or_data_is_another_profile() -> None:
     model, frozen = SETTING.model(), SETTING.model()
     frozen.modules_by_name["vision"].requires_grad_(False)
     wider = replace(SETTING, llm=(128, 2)).model()
     heads, bfloat = SETTING.model(), torch.bfloat16
     next(iter(heads.modules_by_name["llm"].blocks().values())).attention.head_dim //= 2
-    digests = [digest(seconds_of(m, CPU, torch.float32, (1,))) for m in (model, frozen, wider, heads)]
-    digests += [digest(seconds_of(model, CPU, *more)) for more in ((bfloat, (1,)), (torch.float32, (1, 2)))]
-    assert len(set(digests)) == 6
-    assert digest(seconds_of(SETTING.model(), CPU, torch.float32, (1,))) == digests[0]
+    batch = SETTING.metadata(0)
+    longer = replace(batch, tokens=4 * batch.tokens, labels=4 * batch.labels)
+    unlabelled = replace(batch, labels=0 * batch.labels)
+    digests = [digest(seconds_of(m, CPU, torch.float32, (1,), BATCHES, 2.0)) for m in (model, frozen, wider, heads)]
+    digests += [
+        digest(seconds_of(model, CPU, *more))
+        for more in (
+            (bfloat, (1,), BATCHES, 2.0),
+            (torch.float32, (1, 2), BATCHES, 2.0),
+            (torch.float32, (1,), [longer], 2.0),
+            (torch.float32, (1,), [unlabelled], 2.0),
+            (torch.float32, (1,), BATCHES, 0.5),
+        )
+    ]
+    assert len(set(digests)) == 9
+    nearly = replace(batch, tokens=batch.tokens + (np.arange(len(batch.tokens)) == 0))
+    assert digest(seconds_of(SETTING.model(), CPU, torch.float32, (1,), [nearly], 2.0)) == digests[0]
 
 
 def test_other_code_of_a_module_is_another_profile(tmp_path: Path) -> None:
@@ -104,6 +119,6 @@ def test_where_nothing_can_be_written_what_was_measured_is_used(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    of = seconds_of(SETTING.model(), CPU, torch.float32, (1,))
+    of = seconds_of(SETTING.model(), CPU, torch.float32, (1,), BATCHES, 2.0)
     assert cached(lambda: FOUND, of, _profiled) == FOUND
     assert "set XDG_CACHE_HOME" in caplog.text
