@@ -66,7 +66,9 @@ class ToCuda:
             return pairs[-1][0]
 
         placed, computes = inputs.each(place), torch.cuda.current_stream(self._device)
-        stream = self._streams.setdefault(computes, torch.cuda.Stream(self._device))
+        if computes not in self._streams:
+            self._streams[computes] = torch.cuda.Stream(self._device)
+        stream = self._streams[computes]
         stream.wait_stream(computes)
         with torch.cuda.stream(stream):
             for there, here in pairs:

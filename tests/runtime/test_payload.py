@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -58,6 +60,18 @@ def test_copies_are_made_one_microbatch_ahead_and_let_go_after_their_last_forwar
         assert len(copies.alive) == alive, use
         del inputs
     assert not copies.alive
+
+
+def test_a_stream_that_computes_has_one_stream_for_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only how many are made: there is no CUDA device here."""
+    made: list[MagicMock] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "computes")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(MagicMock()) or made[-1])
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    copies = ToCuda(torch.device("cuda"))
+    for _ in range(3):
+        copies.start(MagicMock())
+    assert len(made) == 1
 
 
 @pytest.mark.cuda
