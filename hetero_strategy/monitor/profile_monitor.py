@@ -14,6 +14,9 @@ from typing_extensions import override
 
 from hetero_strategy.errors import ConfigError
 
+ENTRIES = 100_000
+"""Allocations of which a history is kept, the last ones: torch's own bound is none, and the host's memory has one."""
+
 
 class ProfileMonitor(L.Callback):
     """Runs torch's profiler in some training steps and writes ``rank<n>.json`` (for ui.perfetto.dev), one per rank.
@@ -27,8 +30,8 @@ class ProfileMonitor(L.Callback):
         steps: first batch that is profiled, at least 1 as the one before warms up, and the first that no longer is;
             batches of this process are counted from 0.
         ranks: ranks to profile.
-        memory_history: keep the history of all allocations on every CUDA device, which slows training down. A rank that
-            runs out of memory writes it as ``memory<n>.pickle`` (for docs.pytorch.org/memory_viz).
+        memory_history: keep the history of the last 100,000 allocations on every CUDA device, which slows training
+            down. A rank that runs out of memory writes it as ``memory<n>.pickle`` (for docs.pytorch.org/memory_viz).
 
     Raises:
         ConfigError: an option is wrong; at the start of training, a rank does not exist, or there is no CUDA device to
@@ -48,6 +51,7 @@ class ProfileMonitor(L.Callback):
         self.steps, self.ranks, self.memory_history = (steps[0], steps[1]), tuple(ranks), memory_history
         self._batch = 0
         self._profile: profile | None = None
+        self._remembers = False
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -60,7 +64,8 @@ class ProfileMonitor(L.Callback):
         if self.memory_history:
             if trainer.strategy.root_device.type != "cuda":
                 raise ConfigError("ProfileMonitor: memory_history=True needs CUDA devices; leave it out")
-            torch.cuda.memory._record_memory_history()
+            torch.cuda.memory._record_memory_history(max_entries=ENTRIES)
+            self._remembers = True
 
     @override
     def on_train_batch_start(
@@ -92,9 +97,7 @@ class ProfileMonitor(L.Callback):
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write what there is of a run that ends within these steps, and end the history."""
-        self._stop()
-        if self.memory_history:
-            torch.cuda.memory._record_memory_history(enabled=None)
+        self._end()
         if self._batch <= self.steps[0]:
             rank_zero_warn(
                 f"ProfileMonitor: no trace, as the run had {self._batch} batches; give steps below that, not"
@@ -104,14 +107,20 @@ class ProfileMonitor(L.Callback):
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Write what there is of a run that fails within these steps, and the history where memory ran out."""
-        if self.memory_history and isinstance(exception, torch.OutOfMemoryError):
+        if self._remembers and isinstance(exception, torch.OutOfMemoryError):
             torch.cuda.memory._dump_snapshot(str(self._path(trainer, f"memory{trainer.global_rank}.pickle")))
-        self._stop()
+        self._end()
 
     def _path(self, trainer: L.Trainer, name: str) -> Path:
         folder = self.folder or Path(trainer.default_root_dir) / "profile"
         folder.mkdir(parents=True, exist_ok=True)
         return folder / name
+
+    def _end(self) -> None:
+        self._stop()
+        if self._remembers:
+            self._remembers = False
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def _stop(self) -> None:
         running, self._profile = self._profile, None

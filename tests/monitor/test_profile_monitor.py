@@ -58,13 +58,20 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, ProfileMonitor(memory_history=True), 1)
 
 
-def test_the_history_is_written_where_memory_ran_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_history_is_bounded_and_written_where_memory_ran_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only that CUDA is asked for it: there is none here."""
-    called: list[str] = []
+    called: list[Any] = []
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", called.append)
-    trainer: Any = SimpleNamespace(default_root_dir=tmp_path, global_rank=3)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: called.append(options))
+    device = SimpleNamespace(root_device=torch.device("cuda"))
+    trainer: Any = SimpleNamespace(default_root_dir=tmp_path, global_rank=3, world_size=4, strategy=device)
     module: Any = None
     for history in (False, True):
         for error in (torch.OutOfMemoryError("out of memory"), ValueError("another")):
-            ProfileMonitor(memory_history=history).on_exception(trainer, module, error)
-    assert called == [str(tmp_path / "profile" / "memory3.pickle")]
+            monitor = ProfileMonitor(memory_history=history)
+            monitor.on_train_start(trainer, module)
+            monitor.on_exception(trainer, module, error)
+    begin, end = {"max_entries": 100_000}, {"enabled": None}
+    assert called == [begin, str(tmp_path / "profile" / "memory3.pickle"), end, begin, end]
