@@ -1,6 +1,7 @@
 """Utilisation from counted FLOPs, seconds and peaks. Plain arithmetic.
 
-Model FLOPs are what the mathematics of a step needs; hardware FLOPs add what recompute repeats (PaLM, appendix B).
+Model FLOPs are what the mathematics of a step needs; hardware FLOPs add the forwards that backward runs again (PaLM,
+appendix B): those of recompute, and of a language model's head.
 """
 
 from __future__ import annotations

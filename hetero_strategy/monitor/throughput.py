@@ -75,7 +75,7 @@ class ThroughputMonitor(L.Callback):
     ======================================== ====================================================================
     ``throughput/tokens_per_second``         tokens of the samples (encoder rows in them included, padding not)
     ``throughput/samples_per_second``        samples of the global batches
-    ``throughput/<module>/rows_per_second``  rows the module computed for the step, over all its instances
+    ``throughput/<module>/rows_per_second``  rows of the module's units on its edges (merged ones, if it merges rows)
     ``throughput/step_seconds``              wall time of a step and of what lies between it and the next
     ``throughput/data_wait_seconds``         part of it: waiting for the next batch, where the loader counts that
     ``throughput/checkpoint_seconds``        part of it: writing and removing checkpoints, under HeteroStrategy
@@ -85,7 +85,7 @@ class ThroughputMonitor(L.Callback):
     ``throughput/padding_share``             share of alignment rows in all rows, over all modules
     ``tflops/total``, ``tflops/<module>``    model FLOPs per second over all ranks, in 1e12
     ``mfu/total``, ``mfu/<module>``          model FLOPs over the peak of all ranks, or of the module's own ranks
-    ``hfu/total``, ``hfu/<module>``          the same with what recompute repeats; MFU and HFU need a known peak
+    ``hfu/total``, ``hfu/<module>``          the same with what backward runs again; MFU and HFU need a known peak
     ``memory/max_allocated_gib``             peak of the fullest rank (``memory/max_rss_gib`` on CPU)
     ``memory/max_offloaded_gib``             most activations in host memory on any rank, where there is ``offload``
     ======================================== ====================================================================
@@ -275,15 +275,19 @@ def _parts(adapter: Adapter, name: str, window: _Window, strategy: Any) -> list[
     original = adapter.meta_copy()  # before it was parallelised: FSDP modules cannot be copied, which counting may need
     how, blocks = getattr(strategy, "recompute", {}).get(name), tuple(original.blocks())
     again, whole = (0.0, False) if how is None else (how.share(len(blocks)), how.whole)
-    # Rows without a label do not reach a language model's head.
-    unlabelled = 1 - window.labels / max(window.tokens, 1)
-    unused = unlabelled * original.part_flops(lengths)[2] if adapter.kind.samplewise else 0.0
-    return [
+    # Rows without a label do not reach a language model's head, whose chunks run again in every backward.
+    head = original.part_flops(lengths)[2] if adapter.kind.samplewise else 0.0
+    labelled = head * window.labels / max(window.tokens, 1)
+    chunked = labelled if original.recomputed_parts() else 0.0
+    parts = [
         Part(
-            flops - unused, _trainable(adapter.get_submodule(part)), again * (whole or not part or _holds(part, blocks))
+            flops - (head - labelled) - chunked,
+            _trainable(adapter.get_submodule(part)),
+            again * (whole or not part or _holds(part, blocks)),
         )
         for part, flops in original.flops_by_part(lengths).items()
     ]
+    return [*parts, Part(chunked, parts[-1].trainable, 1.0 + whole)] if chunked else parts
 
 
 def _holds(part: str, blocks: tuple[str, ...]) -> bool:

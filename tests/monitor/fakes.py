@@ -45,6 +45,9 @@ class Counted(Adapter):
         rows = float(np.sum(packing_lengths))
         return (self.per_row - self.head) * rows, np.zeros(0), self.head * rows
 
+    def recomputed_parts(self) -> list[nn.Module]:
+        return [self] if self.head else []
+
 
 class CountedEncoder(Encoder):
     """Backbone 1000 FLOPs a row, projector 10."""

@@ -126,11 +126,15 @@ def test_a_frozen_backbone_has_no_backward(tmp_path: Path) -> None:
     assert rows[0][1]["mfu/llm"] == pytest.approx(2 * LLM / (STEP * 1e5))
 
 
-def test_a_head_works_for_labelled_rows_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recompute", "body", "head"), [((), 3, 4), (("llm",), 4, 4), ({"llm": "whole"}, 4, 5)])
+def test_a_head_works_for_labelled_rows_alone_and_always_again(
+    tmp_path: Path, recompute: Any, body: int, head: int
+) -> None:
     """3 of 60 tokens have a label."""
     model = Model(llm=Counted(100.0, head=40.0), vision=CountedEncoder())
-    rows, _ = fit(tmp_path, steps=1, every_n_steps=1, peak_flops=1e5, model=model)
+    rows, _ = fit(tmp_path, steps=1, every_n_steps=1, peak_flops=1e5, model=model, recompute=recompute)
     assert rows[0][1]["mfu/llm"] == pytest.approx(3 * (60 * 60 + 3 * 40) / (STEP * 1e5))
+    assert rows[0][1]["hfu/llm"] == pytest.approx((body * 60 * 60 + head * 3 * 40) / (STEP * 1e5))
 
 
 def test_recompute_counts_for_hardware_only(tmp_path: Path) -> None:
