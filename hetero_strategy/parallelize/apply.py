@@ -1,5 +1,5 @@
-"""How one module is put on its mesh, from outside: stages, tensor parallel, recompute, compile, offload, FSDP2, values,
-copies.
+"""How one module is put on its mesh, from outside: stages, float8, tensor parallel, recompute, compile, offload, FSDP2,
+values, copies. Where there is tensor parallelism, compile comes before recompute.
 
 The module is built on the meta device and what this rank does not own stays there. Of the rest only this rank's shards
 are ever allocated: initial values are made one block at a time and each rank keeps its part, so the weights are the
