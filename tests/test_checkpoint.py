@@ -723,6 +723,10 @@ def test_export_one_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "not an empty folder" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "c"), str(tmp_path / "new"), "--module", "audio"]) == 1
     assert "no parameters for module 'audio': there is count, llm, vision" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=r"cast to torch.float8_e4m3fn; give one of float64, float32, bfloat16,"):
+        ck.export(tmp_path / "c", tmp_path / "new", dtype=torch.float8_e4m3fn)
+    with pytest.raises(SystemExit):
+        main(["export", str(tmp_path / "c"), str(tmp_path / "new"), "--dtype", "float8_e4m3fn"])
     recorded = {"llm": {"names": {"lost": "w"}}}
     ck.Checkpointer().save(owned(), {ck.EXPORT_KEY: recorded}, tmp_path / "d")
     with pytest.raises(CheckpointError, match="lacks 1 parameters of a module, such as 'lost'"):

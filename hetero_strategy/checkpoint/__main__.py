@@ -6,9 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hetero_strategy.checkpoint.exporting import EXTRA, FILE_BYTES, Exported, export
+from hetero_strategy.checkpoint.exporting import CASTS, EXTRA, FILE_BYTES, Exported, export
 from hetero_strategy.checkpoint.folder import describe
-from hetero_strategy.checkpoint.tensorfile import DTYPES
 from hetero_strategy.errors import CheckpointError
 
 EXPORT_HELP = f"""
@@ -30,8 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out.add_argument("checkpoint", help="of a run, in any layout")
     out.add_argument("folder", help="must not exist or be empty; every module becomes a folder in it")
     out.add_argument("--module", help="only this module, such as vision, right in the folder")
-    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values() if dtype.is_floating_point}
-    out.add_argument("--dtype", choices=sorted(dtypes), help="cast floating tensors; default: as stored")
+    out.add_argument("--dtype", choices=list(CASTS), help="cast floating tensors; default: as stored")
     out.add_argument(
         "--file-gb", type=float, default=FILE_BYTES / 1e9, help="greatest size of a file (default %(default)s)"
     )
@@ -45,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 dtype = str(stored.dtype).removeprefix("torch.")
                 lines.append(f"{key}  {dtype} {list(stored.shape)}  in {len(stored.pieces)} pieces")
         else:
-            cast, file_bytes = dtypes.get(chosen.dtype), int(chosen.file_gb * 1e9)
+            cast, file_bytes = CASTS.get(chosen.dtype), int(chosen.file_gb * 1e9)
             written = export(chosen.checkpoint, chosen.folder, module=chosen.module, dtype=cast, file_bytes=file_bytes)
             lines = [_summary(exported) for exported in written]
     except CheckpointError as fault:

@@ -29,6 +29,10 @@ EXPORT_KEY = "hetero_export"
 EXTRA = "extra.safetensors"
 """Tensors that have no place in the Hugging Face model, under our own names."""
 FILE_BYTES = 5 * 10**9
+CASTS = {
+    "float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+}  # fmt: skip
+"""Dtypes of weights that mean the same without a scale beside them, as float8 needs one."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +78,15 @@ def export(
     Args:
         folder: where to write; it must not exist or be empty.
         module: export only this module (``vision`` or a dotted path), right in ``folder``.
-        dtype: dtype that floating tensors are cast to; by default they stay as stored.
+        dtype: one of :data:`CASTS`, which floating tensors are cast to; by default they stay as stored.
         file_bytes: greatest size of a file of model weights, unless a single tensor is larger.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, has no such module, or ``folder`` cannot be written.
+        CheckpointError: the checkpoint is damaged, has no such module, ``dtype`` is another, or ``folder`` cannot be
+            written.
     """
+    if dtype is not None and dtype not in CASTS.values():
+        raise CheckpointError(f"export: weights cannot be cast to {dtype}; give one of {', '.join(CASTS)}")
     index = folders.describe(checkpoint)
     metadata = folders.read_values(index, METADATA)
     record = metadata.get(EXPORT_KEY, {}) if isinstance(metadata, dict) else {}
