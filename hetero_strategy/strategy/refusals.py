@@ -29,7 +29,8 @@ CALLBACKS: dict[type, str] = {
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Refuse callbacks that need the whole model, checkpoints by a plugin or at an address, and validation by time.
+    """Refuse callbacks that need the whole model, checkpoints by a plugin, at an address or linked to before they are
+    written, and validation by time.
 
     Raises:
         ConfigError: naming the callback, plugin or option, why, and what to do.
@@ -47,6 +48,14 @@ def check_trainer(trainer: Trainer) -> None:
             " so that some validate while others train; give a number of batches"
         )
     callbacks = cast(list[Any], trainer.callbacks)  # type: ignore[attr-defined]
+    if cast(Any, trainer.strategy)._async_checkpoint and any(
+        getattr(c, "save_last", None) == "link" for c in callbacks
+    ):
+        raise ConfigError(
+            "HeteroStrategy: ModelCheckpoint(save_last='link') with async_checkpoint=True would link to a checkpoint"
+            " that is still being written, and a run that ends meanwhile leaves no last one; set save_last=True or"
+            " async_checkpoint=False"
+        )
     for owner in (*(c for c in callbacks if isinstance(c, Checkpoint)), trainer):
         check_folder(getattr(owner, "dirpath", None) or trainer.default_root_dir)
     for callback in callbacks:

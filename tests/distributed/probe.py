@@ -132,7 +132,7 @@ def ranked(case: Case) -> tuple[L.Trainer, Probe, Any]:
     if case.layouts is not None:
         devices = int(os.environ["WORLD_SIZE"])
         plugins.append(TorchElasticEnvironment())
-        strategy = case.layouts if isinstance(case.layouts, str) else HeteroStrategy(case.layouts)
+        strategy = case.layouts if isinstance(case.layouts, str) else HeteroStrategy(case.layouts, **job.strategy)
     precision: dict[str, Any] = {"precision": job.precision}
     if case.scaler:
         scaler = torch.amp.GradScaler("cpu", **case.scaler)

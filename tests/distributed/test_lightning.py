@@ -586,8 +586,10 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
     }
     for name, callback in unfinished.items():
         attempt(name, replace(case, trainer={"callbacks": [callback]}))
-    saving = {"callbacks": [ModelCheckpoint("memory://run")], "enable_checkpointing": True}
-    attempt("address", replace(case, trainer=saving))
+    address, link = ModelCheckpoint("memory://run"), ModelCheckpoint(save_last="link")
+    attempt("address", replace(case, trainer={"callbacks": [address], "enable_checkpointing": True}))
+    behind = replace(job, strategy={"async_checkpoint": True})
+    attempt("link", replace(case, job=behind, trainer={"callbacks": [link], "enable_checkpointing": True}))
     attempt("by time", replace(case, trainer={"val_check_interval": "00:00:30:00", "check_val_every_n_epoch": None}))
     said["early"] = str(torch.distributed.is_initialized())
     attempt("in init", replace(case, lit=InInit))
@@ -661,6 +663,7 @@ def test_what_cannot_be_done_is_said(pool: Pool, digits: Path) -> None:
         "StochasticWeightAveraging": "copies the model before it is built",
         "BackboneFinetuning": "MultimodalModel(freeze=...)",
         "address": "checkpoints cannot lie at memory://run",
+        "link": "save_last='link') with async_checkpoint=True",
         "by time": "val_check_interval is a time of 1800 s",
         "early": "False",
         "in init": "has values already",
