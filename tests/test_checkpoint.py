@@ -677,6 +677,32 @@ def test_background_save_keeps_the_values_of_its_moment(tmp_path: Path) -> None:
     assert same(into, owned())
 
 
+def test_background_saves_copy_to_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, empty = [], torch.empty
+    tensors = owned()
+
+    def counted(*size: Any, **options: Any) -> torch.Tensor:
+        made.append(empty(*size, **options))
+        return made[-1]
+
+    saver = ck.Checkpointer()
+    monkeypatch.setattr(torch, "empty", counted)
+    for scale in (1.0, 2.0):
+        saver.save(owned(scale), {}, tmp_path / f"{scale}", async_=True)
+    saver.finalize()
+    assert [tensor.numel() for tensor in made] == [0, 5 * 64], "of five tensors that are not empty"
+    saver.save(tensors | {"model.more": torch.ones(100)}, {}, tmp_path / "more", async_=True)
+    saver.finalize()
+    monkeypatch.undo()
+    for name, scale in (("1.0", 1.0), ("2.0", 2.0)):
+        into = blank()
+        ck.load(into, tmp_path / name)
+        assert same(into, owned(scale))
+    into = {"model.more": torch.zeros(100)}
+    ck.load(into, tmp_path / "more", strict=False)
+    assert into["model.more"].eq(1).all()
+
+
 def test_background_fault_is_raised_where_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = ck.Checkpointer()
     saver.save(owned(), {}, tmp_path / "c")

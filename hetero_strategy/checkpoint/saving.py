@@ -11,15 +11,18 @@ import dataclasses
 import os
 import secrets
 import shutil
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed.tensor import DTensor
 
 from hetero_strategy.checkpoint import folder as folders
@@ -29,6 +32,9 @@ from hetero_strategy.checkpoint.folder import METADATA, Description, StoredTenso
 from hetero_strategy.checkpoint.inventory import Coordinates, Inventory, stored_tensors, take_inventory
 from hetero_strategy.checkpoint.tensorfile import Entry, StoredFile, check_dtype, write_tensors
 from hetero_strategy.errors import CheckpointError
+
+ALIGNED = 64
+"""Bytes that the copy of every piece begins at a multiple of: all dtypes, and a line of a processor's cache."""
 
 
 class Checkpointer:
@@ -44,6 +50,7 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(1, "checkpoint")  # a program that ends early still gets its checkpoint
         self._pending: Future[None] | None = None
         self._plan: _Plan | None = None
+        self._staging = _Staging()
 
     def save(
         self,
@@ -89,7 +96,7 @@ class Checkpointer:
             self._plan = plan
             values = team.together(lambda: {stem: encode(dict(value)) for stem, value in told.items()})
             if async_:
-                pieces = team.together(lambda: _staged(pieces))
+                pieces = team.together(lambda: self._staging.copies(pieces))
         epoch, step = (n if isinstance(n := metadata.get(key), int) else None for key in ("epoch", "global_step"))
         left = (team, temporary, pieces, values, Description(target, team.size, epoch, step, plan.stored, {}))
         if async_:
@@ -237,13 +244,31 @@ def _check_owned(key: str, tensor: torch.Tensor) -> None:
     check_dtype(key, tensor.dtype)
 
 
-def _staged(entries: list[Entry]) -> list[Entry]:
-    """Copy the entries to the host, so that training may go on changing the originals."""
-    staged = []
-    for entry in entries:
-        value = entry.get().detach()
-        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        staged.append(Entry.of(entry.name, host.copy_(value, non_blocking=True)))
-    if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()
-    return staged
+class _Staging:
+    """Memory of the host that one save in the background after another copies to, and then writes from.
+
+    It is of exactly the bytes of the largest one: what torch page-locks by itself it rounds up to a power of two.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def copies(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Copy the entries to the host, so that training may go on changing the originals. Of a save before nothing
+        may be needed any more.
+        """
+        values = [entry.get().detach() for entry in entries]
+        ends = [*accumulate((-(-entry.nbytes // ALIGNED) * ALIGNED for entry in entries), initial=0)]
+        if len(self._bytes) < ends[-1]:
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # which lets go of it before more is taken
+            self._bytes = torch.empty(ends[-1], dtype=torch.uint8)
+            if any(value.is_cuda for value in values):
+                pin_memory(self._bytes.data_ptr(), ends[-1])
+                weakref.finalize(self._bytes, unpin_memory, self._bytes.data_ptr())
+        staged = []
+        for entry, value, start in zip(entries, values, ends[:-1], strict=True):
+            host = self._bytes[start : start + entry.nbytes].view(value.dtype).view(value.shape)
+            staged.append(Entry.of(entry.name, host.copy_(value, non_blocking=True)))
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        return staged
