@@ -105,3 +105,18 @@ def gather_on_first(value: Value, group: dist.ProcessGroup | None) -> list[Value
     first = dist.get_rank() == 0
     dist.gather_object(value, values if first else None, group=group)
     return values if first else None  # type: ignore[return-value]
+
+
+_peaks: dict[torch.device, int] = {}
+"""Bytes at most until a peak was last begun anew."""
+
+
+def begin_peak(device: torch.device) -> None:
+    """Let torch measure a peak of a CUDA device from now on; :func:`most_allocated` knows of those before."""
+    _peaks[device] = most_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def most_allocated(device: torch.device) -> int:
+    """Bytes of tensors on a CUDA device, when they were most in this process."""
+    return max(_peaks.get(device, 0), torch.cuda.max_memory_allocated(device))

@@ -16,7 +16,7 @@ from typing_extensions import override
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model.multimodal import MultimodalModel
-from hetero_strategy.monitor.measure import check_strategy, gather_on_first
+from hetero_strategy.monitor.measure import begin_peak, check_strategy, gather_on_first
 from hetero_strategy.planner.action_seconds import ActionSeconds
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
 from hetero_strategy.planner.given import Given
@@ -61,7 +61,7 @@ class _Measured(NamedTuple):
 class MemoryMonitor(L.Callback):
     """Measures the peak memory of one training step on every rank, optimizer included, and predicts it as plans do.
 
-    On CUDA devices it is what the allocator gave out at most, whose peak is forgotten when the step begins; on
+    On CUDA devices it is what the allocator gave out at most, which torch counts anew when the step begins; on
     processors tensors are counted as operators make and free them, which that one step takes longer for, and compiled
     blocks are not counted. The prediction is made by the first rank when training is over: it measures what blocks keep
     on tensors without values, unless it has done so before.
@@ -105,7 +105,7 @@ class MemoryMonitor(L.Callback):
         if self._seen <= self.batch or self._measured or (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         if strategy.root_device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(strategy.root_device)
+            begin_peak(strategy.root_device)
         elif strategy.compile or not isinstance(batch, Batch):
             return
         else:

@@ -18,7 +18,7 @@ from typing_extensions import override
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.monitor.flops import Part, device_peak_flops, utilization, work
-from hetero_strategy.monitor.measure import Spent, Watch, over_ranks, waited
+from hetero_strategy.monitor.measure import Spent, Watch, most_allocated, over_ranks, waited
 from hetero_strategy.parallelize.offload import host_memory
 from hetero_strategy.plan.ahead import computing
 from hetero_strategy.planner.layers import fed_by_trainable
@@ -311,6 +311,6 @@ def _offloaded(trainer: L.Trainer) -> float | None:
 def _memory(device: torch.device) -> tuple[str, float]:
     """Name and peak of this rank's memory in GiB."""
     if device.type == "cuda":
-        return "memory/max_allocated_gib", torch.cuda.max_memory_allocated(device) / GIB
+        return "memory/max_allocated_gib", most_allocated(device) / GIB
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, KiB elsewhere
     return "memory/max_rss_gib", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB

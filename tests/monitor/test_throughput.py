@@ -2,16 +2,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.monitor import ThroughputMonitor, wandb_logger
+from hetero_strategy.monitor import MemoryMonitor, ThroughputMonitor, wandb_logger
 from hetero_strategy.monitor.measure import Spent
+from hetero_strategy.monitor.throughput import _memory
 from hetero_strategy.parallelize.recompute import recomputes
 from tests.monitor.fakes import (
     STEP,
@@ -175,3 +178,18 @@ def test_loggers(tmp_path: Path) -> None:
     logger = wandb_logger(tmp_path / "new", name="run")
     assert logger.save_dir == str(tmp_path / "new") and (tmp_path / "new").is_dir()
     assert logger._offline
+
+
+def test_a_peak_that_another_monitor_begins_anew_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a stand-in: there is no CUDA device here."""
+    device, peak = torch.device("cuda:7"), [5 * 2**30]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, 2**30))
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=device), accumulate_grad_batches=1)
+    module: Any = None
+    monitor = MemoryMonitor(batch=1)
+    for number in range(2):
+        monitor.on_train_batch_start(trainer, module, None, number)
+    assert peak == [2**30] and _memory(device) == ("memory/max_allocated_gib", 5.0)
+    peak[0] = 6 * 2**30
+    assert _memory(device)[1] == 6.0
