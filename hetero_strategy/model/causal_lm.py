@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import partial, reduce
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -179,8 +179,10 @@ class CausalLM(Adapter):
     @override
     def recomputed_parts(self) -> list[nn.Module]:
         """The head, whose chunks :meth:`score` computes again."""
-        named = dict(self.named_modules())
-        return [named[fqn] for fqn in self.around_blocks()[1] if fqn in named] if self.last_stage else []
+        if not self.last_stage:
+            return []
+        found = (reduce(_part, fqn.split("."), cast("nn.Module | None", self)) for fqn in self.around_blocks()[1])
+        return [part for part in found if part is not None]
 
     def score(self, rows: Tensor, inputs: SequenceInputs) -> LMOutput:
         """Loss and likeliest tokens of the labelled rows among ``[T, width]``; logits never exist for all of them."""
@@ -200,6 +202,10 @@ class CausalLM(Adapter):
 
     def _of_chunk(self, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return token_loss(self.head(rows), labels, self.compiled_by)
+
+
+def _part(holder: nn.Module | None, name: str) -> nn.Module | None:
+    return getattr(holder, name, None)
 
 
 def head_rows_of(vocabulary: int) -> int:
