@@ -87,7 +87,13 @@ def logged(losses: Sequence[str]) -> list[str]:
 
 
 class MovableCheckpoint(ModelCheckpoint):
-    """A checkpoint that a run finds again after its folder was moved."""
+    """A checkpoint that a run finds again after its folder was moved. Of equal scores the last one is the best."""
+
+    def check_monitor_top_k(self, trainer: L.Trainer, current: torch.Tensor | None = None) -> bool:
+        """Otherwise a metric that is 0 for long, such as an exact match, would keep the weights of the beginning."""
+        best = self.best_k_models.get(self.kth_best_model_path)
+        equal = best is not None and trainer.strategy.reduce_boolean_decision(bool(current == best))
+        return equal or super().check_monitor_top_k(trainer, current)
 
     @property
     def state_key(self) -> str:

@@ -239,6 +239,7 @@ def test_the_best_checkpoint_is_chosen_by_what_is_logged(small: Path, small_draw
         (("checkpoint.mode=min",), "min"),
         (("checkpoint.monitor=null",), "max"),
         (("experiment=digits_draw",), "min"),
+        (("experiment=none", "trainer.accelerator=cpu"), "min"),
     ],
 )
 def test_the_best_loss_is_the_least(overrides: tuple[str, ...], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:

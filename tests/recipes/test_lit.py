@@ -20,10 +20,11 @@ class Killed(Exception):
 
 
 class Lit(L.LightningModule):
-    """Validation is best in its first run, then gets worse."""
+    """Validation is best in its first run, then gets worse, up to ``worst``."""
 
-    def __init__(self, killed_in: tuple[str, int] | None = None) -> None:
+    def __init__(self, killed_in: tuple[str, int] | None = None, worst: float = math.inf) -> None:
         super().__init__()
+        self.worst = worst
         self.layer, self.killed_in, self.validated = torch.nn.Linear(2, 1), killed_in, []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -33,7 +34,7 @@ class Lit(L.LightningModule):
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self._maybe_end("validation")
         self.validated.append(self.global_step)
-        self.log("val/loss", float(self.global_step))
+        self.log("val/loss", min(self.worst, float(self.global_step)))
 
     def _maybe_end(self, stage: str) -> None:
         if self.killed_in == (stage, self.global_step):
@@ -150,6 +151,12 @@ def test_whatever_ends_a_run_leaves_its_last_step(tmp_path: Path, ended: dict[st
     assert all(torch.equal(value, again[2][name]) for name, value in expected[2].items())
     if "callbacks" not in ended:  # one that is asked to stop validates once more
         assert (first.validated + again[0], again[1]) == expected[:2]
+
+
+@pytest.mark.parametrize(("worst", "step"), [(math.inf, 4), (4.0, 12)])
+def test_of_equal_scores_the_last_one_is_the_best(tmp_path: Path, worst: float, step: int) -> None:
+    fit(tmp_path, Lit(worst=worst))
+    assert saved_step(tmp_path / "best.ckpt") == step
 
 
 def test_nothing_is_saved_where_a_test_is_told_to_end(tmp_path: Path) -> None:
