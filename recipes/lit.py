@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from hetero_strategy.checkpoint.folder import old_of
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading.batch import Batch
-from hetero_strategy.model import ModelOutput, MultimodalModel
+from hetero_strategy.model import MultimodalModel
 
 
 class LitMultimodal(L.LightningModule):
@@ -35,6 +35,8 @@ class LitMultimodal(L.LightningModule):
         self.make_model = make_model
         self.optimizer = dict(optimizer)
         self.model: MultimodalModel | None = None
+        self._sums: dict[str, tuple[torch.Tensor, int]] = {}
+        """Of an evaluation: what is logged of it -> its sum over what it counts, and how much that is."""
 
     def configure_model(self) -> None:
         """Build the model where the strategy wants it."""
@@ -46,29 +48,48 @@ class LitMultimodal(L.LightningModule):
         out = self.model(batch)
         self.log("train/loss", out.loss, prog_bar=True)
         self.log("train/accuracy", out.accuracy, prog_bar=True)
-        self._log_losses("train", out, batch)
+        if len(out.losses) > 1:  # the share of every module
+            self.log_dict({f"train/loss_{name}": share.detach() for name, share in out.losses.items()})
         return out.loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         """Loss and exact match; predicted tokens and drawings are for callbacks."""
-        return self._evaluate("val", batch)
+        return self._evaluate(batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         """The same of samples that choose no checkpoint."""
-        return self._evaluate("test", batch)
+        return self._evaluate(batch)
 
-    def _evaluate(self, stage: str, batch: Batch) -> dict[str, Any]:
+    def on_validation_epoch_start(self) -> None:
+        """Nothing is counted yet."""
+        self._sums = {}
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the loss per loss token, and per target element of a generator, whatever batches these came in."""
+        self._log_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        """The same of the test."""
+        self._log_evaluation("test")
+
+    def _evaluate(self, batch: Batch) -> dict[str, Any]:
         out = self.model(batch)
-        self.log(f"{stage}/loss", out.loss, batch_size=len(batch), sync_dist=True)
-        self.log(f"{stage}/exact_match", out.exact_match, batch_size=len(batch), prog_bar=True, sync_dist=True)
-        self._log_losses(stage, out, batch)
+        found = {f"loss_{name}": (share, batch.plan.counted(name)) for name, share in out.losses.items()}
+        found["exact_match"] = out.exact_match, int((batch.plan.metadata.labels > 0).sum())
+        for name, (mean, count) in found.items():
+            total, counted = self._sums.get(name, (0.0, 0))
+            self._sums[name] = total + mean.detach().double() * count, counted + count
         return {"predictions": out.predictions, "drawn": out.drawn}
 
-    def _log_losses(self, stage: str, out: ModelOutput, batch: Batch) -> None:
-        """The share of every module, where several have a loss."""
-        if len(out.losses) > 1:
-            shares = {f"{stage}/loss_{name}": share.detach() for name, share in out.losses.items()}
-            self.log_dict(shares, batch_size=len(batch), sync_dist=stage != "train")
+    def _log_evaluation(self, stage: str) -> None:
+        means = {name: (total / max(1, counted)).float() for name, (total, counted) in self._sums.items()}
+        exact_match = means.pop("exact_match")
+        self.log(f"{stage}/loss", torch.stack([*means.values()]).sum(), sync_dist=True)
+        self.log(f"{stage}/exact_match", exact_match, prog_bar=True, sync_dist=True)
+        if len(means) > 1:
+            self.log_dict({f"{stage}/{name}": mean for name, mean in means.items()}, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         """AdamW, with warm-up and cosine decay over all steps of the run."""

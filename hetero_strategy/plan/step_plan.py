@@ -183,10 +183,14 @@ class StepPlan:
 
     def normalizer(self, module: str) -> int:
         """What one module's loss is divided by: loss tokens or a generator's target elements, at least 1."""
+        return max(1, self.counted(module))
+
+    def counted(self, module: str) -> int:
+        """What one module's loss counts: loss tokens or a generator's target elements."""
         items = self.metadata.items.get(module)
         if items is None:
-            return max(1, self.loss_tokens)
-        return max(1, 0 if items.targets is None else int(items.targets.sum()))
+            return self.loss_tokens
+        return 0 if items.targets is None else int(items.targets.sum())
 
     @property
     def samples(self) -> Int64[np.ndarray, "samples"]:

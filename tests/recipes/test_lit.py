@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from hetero_strategy.loading.context import finish_epoch
-from recipes.lit import LastCheckpoint, MovableCheckpoint
+from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan
+from recipes.lit import LastCheckpoint, LitMultimodal, MovableCheckpoint
 
 
 class Killed(Exception):
@@ -202,3 +205,35 @@ def test_a_run_that_was_moved_keeps_its_best_checkpoint(tmp_path: Path, came_alo
     assert last.best_model_path == str(tmp_path / "now" / "last.ckpt")
     again = fit(tmp_path / "now", Lit(), tmp_path / "now" / "last.ckpt")
     assert again[1] == (4.0 if came_along else 8.0)
+
+
+class Scored(torch.nn.Module):
+    """Says of every batch what the batch says."""
+
+    def forward(self, batch: SimpleNamespace) -> SimpleNamespace:
+        return batch.out
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_an_evaluation_is_per_token_and_per_sample_that_counts(draws: bool) -> None:
+    batches = []
+    for labels, targets, loss, drawn, exact in (
+        ([9, 0, 0], 2, 1.0, 4.0, 1.0),
+        ([1, 2], 6, 5.0, 8.0, 0.5),
+        ([0], 0, 0, 0, 0),
+    ):
+        zeros = np.zeros(1, np.int64)
+        items = {"draw": StepItems(zeros, zeros, zeros, zeros, np.array([targets]))} if draws else {}
+        numbers = np.arange(len(labels))
+        plan = StepPlan(StepMetadata(0, 0, numbers, numbers, np.array(labels), items), 1, {})
+        losses = {"llm": torch.tensor(float(loss))} | ({"draw": torch.tensor(float(drawn))} if draws else {})
+        out = SimpleNamespace(losses=losses, exact_match=torch.tensor(float(exact)), predictions=None, drawn=None)
+        batches.append(SimpleNamespace(plan=plan, out=out))
+    lit = LitMultimodal(Scored, {})
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    for run, stage in ((trainer.validate, "val"), (trainer.test, "test")):
+        (found,) = run(lit, torch.utils.data.DataLoader(batches, batch_size=None), verbose=False)
+        of_llm, of_draw = (9 * 1 + 3 * 5) / 12, (2 * 4 + 6 * 8) / 8
+        expected = {"loss": of_llm + of_draw * draws, "exact_match": (1 * 1 + 2 * 0.5) / 3}
+        expected |= {"loss_llm": of_llm, "loss_draw": of_draw} if draws else {}
+        assert found == pytest.approx({f"{stage}/{name}": value for name, value in expected.items()})
