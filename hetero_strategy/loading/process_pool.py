@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,8 +44,11 @@ class ProcessPool:
     def __init__(self, steps: Steps, size: int) -> None:
         self.size, self.kind = size, "loader worker"
         self._steps = steps
-        self._workers = [_Worker(steps) for _ in range(size)]
-        self._end = weakref.finalize(self, _kill, self._workers, os.getpid())
+        self._workers: list[_Worker] = []
+        # multiprocessing runs this before it sends its daemons SIGTERM, which these ignore, and waits for them.
+        self._end = Finalize(self, _kill, (self._workers, os.getpid()), exitpriority=0)
+        for _ in range(size):
+            self._workers.append(_Worker(steps))
 
     def submit(self, worker: int, place: Place) -> None:
         self._workers[worker].submit(place)
@@ -77,7 +81,7 @@ class _Worker:
         self._free: deque[int] = deque()
         self._files: dict[int, int] = {}
         self._maps: dict[int, mmap.mmap] = {}
-        # A daemon: it has no children, and ends with this process even where nothing is closed.
+        # A daemon: it has no children.
         self.process: BaseProcess = context.Process(
             target=_work, args=(theirs, self.pipe, os.getpid(), steps), daemon=True
         )
@@ -149,8 +153,10 @@ def _work(pipe: Connection, other: Connection, parent: int, steps: Steps) -> Non
     starter = multiprocessing.parent_process()  # not os.getppid(): under forkserver that is the server
     other.close()  # or this process would itself keep the other end open
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends this one
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not what a trainer has put there before the fork
+    # Ctrl-C and an end that all processes of a job are told of are for the main process, which ends this one: until it
+    # has made its last step it needs this one.
+    for told in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(told, signal.SIG_IGN)
     blocks: list[Any] = []
     with contextlib.suppress(EOFError, OSError):
         while True:
