@@ -21,6 +21,9 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model import MultimodalModel
 
+CONFIGURED = ("initial_lr", "betas", "weight_decay")
+"""Options of a group of parameters that a checkpoint has, too."""
+
 
 class LitMultimodal(L.LightningModule):
     """A multimodal language model that learns to answer.
@@ -91,12 +94,24 @@ class LitMultimodal(L.LightningModule):
         if len(means) > 1:
             self.log_dict({f"{stage}/{name}": mean for name, mean in means.items()}, sync_dist=True)
 
+    def on_train_start(self) -> None:
+        """What is configured holds, also where the checkpoint that a run goes on from has it otherwise."""
+        (optimizer,), (config,) = self.trainer.optimizers, self.trainer.lr_scheduler_configs
+        scheduler = config.scheduler
+        assert isinstance(scheduler, LambdaLR)
+        scheduler.base_lrs = [options["initial_lr"] for options in self._options]
+        rates = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        scheduler._last_lr = [base * rate(scheduler.last_epoch) for base, rate in rates]
+        for group, options, lr in zip(optimizer.param_groups, self._options, scheduler._last_lr, strict=True):
+            group.update(options, lr=lr)
+
     def configure_optimizers(self) -> Any:
         """AdamW, with warm-up and cosine decay over all steps of the run."""
         steps = self.trainer.estimated_stepping_batches
         if not math.isfinite(steps):
             raise ConfigError("trainer: the learning rate decays over the run, so give max_steps or max_epochs")
         optimizer, scheduler = adamw_cosine(self, int(steps), **self.optimizer)
+        self._options = [{name: group[name] for name in CONFIGURED} for group in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 

@@ -237,3 +237,32 @@ def test_an_evaluation_is_per_token_and_per_sample_that_counts(draws: bool) -> N
         expected = {"loss": of_llm + of_draw * draws, "exact_match": (1 * 1 + 2 * 0.5) / 3}
         expected |= {"loss_llm": of_llm, "loss_draw": of_draw} if draws else {}
         assert found == pytest.approx({f"{stage}/{name}": value for name, value in expected.items()})
+
+
+class Learns(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def forward(self, batch: torch.Tensor) -> SimpleNamespace:
+        loss = self.layer(batch).square().mean()
+        return SimpleNamespace(loss=loss, accuracy=torch.zeros(()), losses={"llm": loss})
+
+
+def tuned(folder: Path, steps: int, checkpoint: Path | None = None, **changed: Any) -> tuple[list[Any], list[Any]]:
+    """Options of the groups of parameters after so many steps, and the rates of the schedule."""
+    optimizer = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1, "warmup_steps": 2, "final_lr": 0.1}
+    lit = LitMultimodal(Learns, optimizer | changed)
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_steps=8,
+        callbacks=[LastCheckpoint(dirpath=folder, filename="last", every_n_train_steps=2), Stop("training", steps)],
+    )  # fmt: skip
+    trainer.fit(lit, torch.utils.data.DataLoader(torch.ones(8, 2)), ckpt_path=checkpoint)
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizers[0].param_groups]
+    return groups, trainer.lr_scheduler_configs[0].scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize("changed", [{}, {"lr": 0.3, "betas": (0.8, 0.9), "weight_decay": 0.2}])
+def test_what_a_command_line_changes_holds_where_a_run_goes_on(tmp_path: Path, changed: dict[str, Any]) -> None:
+    tuned(tmp_path, 4)
+    assert tuned(tmp_path, 6, tmp_path / "last.ckpt", **changed) == tuned(tmp_path / "whole", 6, **changed)
