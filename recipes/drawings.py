@@ -73,7 +73,7 @@ def _asked(target: Path) -> str:
 
 
 def drawings_of(batch: Batch, drawn: dict[str, Any], index: DatasetIndex, processors: dict[str, Any]) -> list[Drawing]:
-    """Drawings of one batch.
+    """Drawings of one batch, without those of samples that were skipped.
 
     Args:
         batch: as it was validated.
@@ -92,6 +92,8 @@ def drawings_of(batch: Batch, drawn: dict[str, Any], index: DatasetIndex, proces
         numbers = index.item_numbers(generator, batch.plan.samples)
         sizes = index.items[generator].sizes
         for place, item in enumerate(numbers.tolist()):
+            if not items.targets[place]:
+                continue
             sample = int(batch.plan.samples[items.sample[place]])
             pixels = processor.pixels(parts[place], sizes[item])
             found.append(Drawing(sample, index.path(generator, item), pixels))

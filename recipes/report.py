@@ -115,7 +115,7 @@ class Readback(L.Callback):
                     "id": self.index.names[sample],
                     "kind": kind_of(self.index, sample),
                     "files": [str(f) for f in files_of(self.index, sample)],
-                    "drawn": [d.pixels.squeeze(-1).tolist() for d in self.drawings if d.sample == sample],
+                    "drawn": [_pixels(d) for d in self.drawings if d.sample == sample],
                     "question": _question(data, self.index, sample),
                     "answer": tokenizer.decode(wanted(self.index, sample)),
                     "prediction": tokenizer.decode(self.answers[sample]),
@@ -123,6 +123,12 @@ class Readback(L.Callback):
                 }
             )
         return shown
+
+
+def _pixels(drawing: Drawing) -> list[Any]:
+    """``[height][width]`` where it is grey, else ``[height][width][channels]``."""
+    grey = drawing.pixels.shape[-1] == 1
+    return (drawing.pixels[..., 0] if grey else drawing.pixels).tolist()
 
 
 def wanted(index: DatasetIndex, sample: int) -> list[int]:

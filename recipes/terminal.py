@@ -83,7 +83,9 @@ def picture(path: Path, columns: int, height: int = 16) -> str:
 
 
 def blocks(pixels: np.ndarray) -> str:
-    """Grey pixels ``[even height, width]`` in half blocks; bright ones are filled."""
+    """Pixels ``[height, width]`` or ``[height, width, channels]`` in half blocks; bright ones are filled."""
+    pixels = pixels.mean(axis=2) if pixels.ndim == 3 else pixels
+    pixels = np.pad(pixels, ((0, len(pixels) % 2), (0, 0)), constant_values=pixels.min())
     bright = (pixels > (pixels.min() + pixels.max()) / 2).astype(int)
     rows = zip(bright[::2], bright[1::2], strict=True)
     return "\n".join("".join(" ▀▄█"[upper + 2 * lower] for upper, lower in zip(*row, strict=True)) for row in rows)
@@ -116,12 +118,20 @@ def draw_examples(examples: list[dict[str, Any]], path: Path) -> None:
             except UNREADABLE:
                 axes[0].text(0.5, 0.5, Path(file).name, ha="center", va="center", fontsize=8, parse_math=False)
         if example["drawn"]:
-            pictures = [np.pad(np.array(drawn), 1, constant_values=255) for drawn in example["drawn"]]
-            axes[1].imshow(np.concatenate(pictures, axis=1), cmap="gray", vmin=0, vmax=255)
+            axes[1].imshow(_side_by_side(example["drawn"]))
         text = f"{example['question']}\nanswer      {example['answer']}\nprediction  {example['prediction']}"
         color = "black" if example["exact"] else "firebrick"
         axes[2].text(0, 0.5, text, va="center", family="monospace", fontsize=8, color=color, parse_math=False)
     figure.savefig(path, dpi=110)
+
+
+def _side_by_side(drawings: list[Any]) -> np.ndarray:
+    """Grey and coloured pictures of any sizes in one, uint8 ``[height, width, 3]``."""
+    pictures = [np.array(drawn, np.uint8) for drawn in drawings]
+    pictures = [np.stack([one] * 3, axis=2) if one.ndim == 2 else one for one in pictures]
+    height = max(map(len, pictures))
+    framed = [np.pad(one, ((1, 1 + height - len(one)), (1, 1), (0, 0)), constant_values=255) for one in pictures]
+    return np.concatenate(framed, axis=1)
 
 
 def _draw_file(axes: list[Any], path: Path) -> None:

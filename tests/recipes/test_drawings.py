@@ -19,8 +19,8 @@ from tests.recipes.conftest import data_at
 from tests.small_models import DRAWING, drawer
 
 
-def perfect(folder: Path, **options: object) -> list[Drawing]:
-    """What a generator that draws its targets exactly would leave, in batches of 5 test samples."""
+def perfect(folder: Path, skipped: tuple[int, ...] = (), **options: object) -> list[Drawing]:
+    """What a generator that draws its targets exactly would leave, in batches of 5 test samples without ``skipped``."""
     data = MultimodalDataModule(
         test=folder / "test.json",
         tokenizer=folder,
@@ -31,6 +31,7 @@ def perfect(folder: Path, **options: object) -> list[Drawing]:
     )
     found = []
     for batch in data.test_dataloader():
+        batch = batch.without(np.isin(batch.plan.samples, skipped))
         items = batch.plan.metadata.items["draw"]
         rows: list[torch.Tensor] = [torch.zeros(0, 4)] * len(items.edge_rows)
         for assignment, given in zip(batch.plan.assignments["draw"], batch.inputs["draw"], strict=True):
@@ -50,6 +51,13 @@ def test_drawings_are_those_of_their_files(small_drawings: Path, microbatches: i
     for drawing in found:
         with Image.open(drawing.target) as image:
             assert np.array_equal(drawing.pixels[:, :, 0], np.asarray(image))
+
+
+def test_what_a_skipped_sample_draws_is_left_out(small_drawings: Path) -> None:
+    """Its target may be what could not be read."""
+    samples = [drawing.sample for drawing in perfect(small_drawings)]
+    found = [drawing.sample for drawing in perfect(small_drawings, (samples[0],))]
+    assert found == [sample for sample in samples if sample != samples[0]]
 
 
 def test_the_judge_reads_digits(small_drawings: Path, tmp_path: Path) -> None:

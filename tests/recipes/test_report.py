@@ -17,9 +17,10 @@ from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.measure import Spent
 from hetero_strategy.monitor.throughput import Totals
 from hetero_strategy.monitor.traffic import Traffic
+from recipes.drawings import Drawing
 from recipes.printed import _balance_lines, _network_line, _spent_line, print_report
-from recipes.report import _question, balance, throughput
-from recipes.terminal import draw_examples
+from recipes.report import _pixels, _question, balance, throughput
+from recipes.terminal import _side_by_side, draw_examples
 from tests import stock
 from tests.small_models import READING, reader
 
@@ -105,6 +106,24 @@ def test_files_that_are_neither_pictures_nor_recordings_are_shown_by_name(
     assert said[1:4] == ["rows.npy", "speech.opus", "gone.png"] and set(said[4]) == {"█"}
     draw_examples([example], tmp_path / "examples.png")
     assert (tmp_path / "examples.png").stat().st_size > 1000
+
+
+def test_drawings_are_shown_in_any_size_and_colour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sides = ((3, 4, 1), (2, 2, 3), (1, 1, 1))
+    drawings = [Drawing(0, tmp_path, np.full(shape, 200, np.uint8)) for shape in sides]
+    for drawing in drawings:
+        drawing.pixels[0, 0] = 0
+    example = {"files": [], "drawn": [_pixels(d) for d in drawings], "exact": True} | dict.fromkeys(
+        ("question", "answer", "prediction"), "x"
+    )
+    report = {
+        "examples": [example], "layouts": [], "processes": 1, "parameters": {}, "drawings": 0, "exact_match": None,
+        "checkpoint": "",
+    }  # fmt: skip
+    print_report(report, tmp_path)
+    assert capsys.readouterr().out.splitlines()[1:4] == ["▄███", "▀▀▀▀", "▄█"]
+    assert _side_by_side(example["drawn"]).shape == (5, 13, 3)
+    draw_examples([example], tmp_path / "examples.png")
 
 
 def test_questions_are_shown_as_they_were_asked(small: Path, tmp_path: Path) -> None:
