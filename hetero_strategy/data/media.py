@@ -160,7 +160,7 @@ class ImageProcessor(_FromFields):
         return ("grid_h", "grid_w")
 
     def measure(self, path: str | Path) -> tuple[Sizes, int]:
-        with reading(path, "image", Image.open) as image:
+        with _opened(path) as image:
             grid = self._grid(image)
         return grid, grid[0] * grid[1] // self.merge**2
 
@@ -173,7 +173,7 @@ class ImageProcessor(_FromFields):
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
         """Patches of the resized image, uint8."""
-        with reading(path, "image", Image.open) as image:
+        with _opened(path) as image:
             grid = self._grid(image)
             _same(path, self.size_names, grid, sizes)
             pixels = reading(path, "image", lambda _: self._pixels(image, grid))
@@ -321,10 +321,24 @@ def _mel_filters(sampling_rate: int, n_mels: int, n_fft: int) -> np.ndarray:
     )
 
 
+def _opened(path: str | Path) -> Image.Image:
+    """Raises DataError, also where nobody knows which of its numbers are black and white."""
+    image = reading(path, "image", Image.open)
+    if image.mode == "F":
+        image.close()
+        raise DataError(
+            f"{path}: its pixels are floating-point numbers (Pillow's mode F), of no known range; scale them and save 8"
+            " or 16 bits per channel"
+        )
+    return image
+
+
 def _orientation(image: Image.Image) -> int:
     """How the camera was held, of formats that say so once opened. 1, upright, also where their EXIF is damaged."""
     try:
-        turned = image.getexif().get(0x0112, 1) if image.format in ("JPEG", "MPO", "WEBP", "AVIF") else 1
+        # Not image.getexif(): where a PNG has said nothing yet, that decodes it.
+        exif = Image.Image.getexif(image) if image.format in ("JPEG", "MPO", "WEBP", "AVIF", "PNG") else {}
+        turned = exif.get(0x0112, 1)
     except Exception:  # SyntaxError, struct.error, ...
         return 1
     return turned if isinstance(turned, int) and turned in UPRIGHT else 1

@@ -16,7 +16,7 @@ from hetero_strategy.data.media_file import _streamed, reading
 from hetero_strategy.data.targets import ImageTarget
 from hetero_strategy.errors import ConfigError, DataError
 
-SUFFIXES = ["jpg", "webp", *(["avif"] if features.check("avif") else [])]
+SUFFIXES = ["jpg", "png", "webp", *(["avif"] if features.check("avif") else [])]
 """Of pictures that say how the camera was held."""
 
 RNG = np.random.default_rng(0)
@@ -86,6 +86,13 @@ def test_sixteen_bit_is_scaled_not_clipped(tmp_path: Path) -> None:
     Image.fromarray(values).save(tmp_path / "a.png")
     patches = numbers(ImageProcessor(patch_size=8, channels=1, mean=0.0, std=1.0), tmp_path / "a.png")
     np.testing.assert_allclose(patches.reshape(8, 8), values / 65535, atol=1 / 200)
+
+
+def test_pixels_of_no_known_range_are_refused(tmp_path: Path) -> None:
+    Image.fromarray(np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)).save(tmp_path / "a.tiff")
+    for read in (ImageProcessor().measure, ImageProcessor().load):
+        with pytest.raises(DataError, match=r"a.tiff: its pixels are floating-point numbers .*; scale them and save 8"):
+            read(tmp_path / "a.tiff")
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
