@@ -62,7 +62,7 @@ def waveform_of(path: str | Path) -> tuple[np.ndarray, int]:
     """Samples averaged over channels, float32 ``[n]``, and their sampling rate.
 
     Raises:
-        DataError: as :func:`length_of`.
+        DataError: as :func:`length_of`; also where samples are NaN or infinite.
     """
     import soundfile
 
@@ -70,11 +70,23 @@ def waveform_of(path: str | Path) -> tuple[np.ndarray, int]:
     _check_riff(path)
     if info.format == "MP3" and not _says_its_length(path):
         samples = reading(path, "audio", lambda p: np.concatenate([np.zeros((0, info.channels), "f4"), *_streamed(p)]))
-        return samples.mean(axis=1), info.samplerate
+        return _mono(path, samples), info.samplerate
     samples, rate = reading(path, "audio", lambda p: soundfile.read(p, dtype="float32", always_2d=True))
     if len(samples) != info.frames:
         raise DataError(f"{path}: truncated audio: {len(samples)} of {info.frames} samples could be read")
-    return samples.mean(axis=1), rate
+    return _mono(path, samples), rate
+
+
+def _mono(path: str | Path, samples: np.ndarray) -> np.ndarray:
+    """The mean over channels of float32 ``[n, channels]``; DataError where it is no number: WAVs of floats may say so."""
+    mono = samples.mean(axis=1)
+    bad = np.flatnonzero(~np.isfinite(mono))
+    if len(bad):
+        raise DataError(
+            f"{path}: {len(bad)} of {len(mono)} audio samples are NaN or infinite, the first of them number {bad[0]};"
+            " write the recording anew"
+        )
+    return mono
 
 
 def _says_its_length(path: str | Path) -> bool:

@@ -213,6 +213,13 @@ def test_bad_audio(tmp_path: Path) -> None:
             read(path)
         with pytest.raises(DataError, match="file is missing"):
             read(tmp_path / "none.wav")
+    for number in (np.nan, np.inf):
+        samples = np.zeros((800, 2), np.float32)
+        samples[7, 1] = number
+        soundfile.write(tmp_path / "a.wav", samples, 16000, subtype="FLOAT")
+        for read in (processor.check, processor.load):
+            with pytest.raises(DataError, match=r"a\.wav: 1 of 800 audio samples are NaN or .* the first .* number 7;"):
+                read(tmp_path / "a.wav")
     with pytest.raises(ConfigError, match="hop_length is 0"):
         AudioProcessor(hop_length=0)
 
