@@ -78,7 +78,7 @@ def waveform_of(path: str | Path) -> tuple[np.ndarray, int]:
 
 
 def _mono(path: str | Path, samples: np.ndarray) -> np.ndarray:
-    """The mean over channels of float32 ``[n, channels]``; DataError where it is no number: WAVs of floats may say so."""
+    """The mean over channels of float32 ``[n, channels]``; DataError where it is no number, as in a WAV of floats."""
     mono = samples.mean(axis=1)
     bad = np.flatnonzero(~np.isfinite(mono))
     if len(bad):

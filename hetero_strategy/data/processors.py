@@ -67,13 +67,13 @@ def _own(name: str, module: Adapter, given: Mapping[str, Any]) -> Any:
         )
     said: dict[str, Any] = {}
     if type(own) in PROCESSORS:
-        said = asdict(own)
+        said = {field: value for field, value in asdict(own).items() if value is not None}
         own = PROCESSORS[type(own)](**said)
     known = [field.name for field in fields(own)] if is_dataclass(own) else []
     for field, value in given.items():
         if field in said and value != said[field]:
             raise ConfigError(
-                f"processors.{name}: {field} is {value}, but the module has {said[field]}; give it to the module alone"
+                f"processors.{name}: {field} is {value}, but the module has {said[field]}; leave it out here"
             )
         if field not in known:
             close = difflib.get_close_matches(field, known, n=1)

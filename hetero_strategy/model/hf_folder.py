@@ -57,7 +57,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     Raises:
         ModelError: there is none, or it is not JSON.
     """
-    path = Path(folder) / "config.json"
+    return read_json(Path(folder) / "config.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file of a folder; errors as :func:`read_config`."""
     try:
         config: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:

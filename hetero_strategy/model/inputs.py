@@ -33,6 +33,10 @@ class MelFrames:
 
     n_mels: int
     stack: int
+    sampling_rate: int | None = None
+    """None, here and below: no weights were trained with one."""
+    hop_length: int | None = None
+    n_fft: int | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from hetero_strategy.errors import DataError, ModelError
 from hetero_strategy.model.adapter import block_linear_flops, divisible
 from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
+from hetero_strategy.model.hf_folder import read_json
 from hetero_strategy.model.inputs import EncoderInputs, MelFrames, host_index
 from hetero_strategy.zoo.hf import HFAdapter, at_least_one_row, make_config
 
@@ -63,7 +64,8 @@ class WhisperBackbone(HFAdapter, Backbone):
         self.width = config.d_model * stack
         self.checkpoint = checkpoint
         self.max_item_rows = config.max_source_positions
-        self.processor = MelFrames(config.num_mel_bins, stack)
+        heard = {} if checkpoint is None else _heard(checkpoint)
+        self.processor = MelFrames(config.num_mel_bins, stack, **heard)
 
     @override
     def embed(self, inputs: EncoderInputs) -> Tensor:
@@ -149,6 +151,16 @@ class WhisperBackbone(HFAdapter, Backbone):
                 f"whisper: mel frames have shape {tuple(inputs.values.shape)}, expected "
                 f"({int(frames.sum())}, {self.config.num_mel_bins})"
             )
+
+
+def _heard(checkpoint: str | Path) -> dict[str, int]:
+    """How the recordings were read that a folder's weights were trained with: as it says, or as Whisper does."""
+    path = Path(checkpoint) / "preprocessor_config.json"
+    said = read_json(path) if path.is_file() else {}
+    return {name: said.get(name, usual) for name, usual in USUAL.items()}
+
+
+USUAL = {"sampling_rate": 16000, "hop_length": 160, "n_fft": 400}
 
 
 def clip_spans(sizes: np.ndarray) -> np.ndarray:

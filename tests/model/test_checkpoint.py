@@ -21,7 +21,8 @@ from transformers import (
 
 from hetero_strategy.checkpoint.__main__ import main
 from hetero_strategy.checkpoint.training import TrainingState
-from hetero_strategy.errors import ModelError
+from hetero_strategy.data.processors import processors_of
+from hetero_strategy.errors import ConfigError, ModelError
 from hetero_strategy.model import Encoder, MultimodalModel, Projector
 from hetero_strategy.model.materialize import initial_units, materialize, unit_tensors
 from hetero_strategy.zoo import flow_decoder, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
@@ -171,11 +172,19 @@ def test_whisper_loads_from_a_whole_model(tmp_path):
     special = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "decoder_start_token_id": 0}
     theirs = WhisperForConditionalGeneration(WhisperConfig(**fields, **special))
     theirs.save_pretrained(tmp_path)
-    encoder = whisper_encoder(out_width=8, checkpoint=tmp_path)
+    encoder = whisper_encoder(out_width=16, checkpoint=tmp_path)
     materialize(encoder, 0)
     inputs = clips([24])
     expected = theirs.model.encoder(inputs.values.T[None]).last_hidden_state[0]
     torch.testing.assert_close(encoder.backbone(inputs), expected, rtol=1e-5, atol=1e-5)
+    model = MultimodalModel({"audio": encoder, "llm": hf_llama(**LLAMA)})
+    for given in ({"sampling_rate": 8000}, {"hop_length": 80}, {"n_fft": 200}):
+        with pytest.raises(ConfigError, match=r"processors.audio: \w+ is \d+, but the module has \d+; leave it out"):
+            processors_of(model, {"audio": given})
+    (tmp_path / "preprocessor_config.json").write_text('{"sampling_rate": 8000, "hop_length": 80}')
+    model = MultimodalModel({"audio": whisper_encoder(out_width=16, checkpoint=tmp_path), "llm": hf_llama(**LLAMA)})
+    audio = processors_of(model, {"audio": {"sampling_rate": 8000}})["audio"]
+    assert (audio.sampling_rate, audio.hop_length, audio.n_fft) == (8000, 80, 400)
 
 
 def test_faults_of_a_folder_are_named(tmp_path):
