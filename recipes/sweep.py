@@ -79,7 +79,31 @@ def read(name: str) -> dict[str, Any]:
     sweep: dict[str, Any] = yaml.safe_load(path.read_text()) or {}
     if missing := [field for field in ("method", "parameters", "program", "command") if not sweep.get(field)]:
         raise ConfigError(f"{path}: {', '.join(missing)} missing; conf/sweep/layouts.yaml shows what a sweep needs")
+    for parameter in filter(lambda given: isinstance(given, dict), sweep["parameters"].values()):
+        if "value" in parameter:
+            parameter["value"] = as_typed(parameter["value"])
+        if isinstance(parameter.get("values"), list):
+            parameter["values"] = [as_typed(value) for value in parameter["values"]]
     return {"name": path.stem, **sweep}
+
+
+def as_typed(value: Any) -> Any:
+    """What hydra takes for this value on a command line, where Weights & Biases would write a null or a mapping as
+    Python prints it; any other value as it is.
+    """
+    if value is None or isinstance(value, (dict, list)):
+        return _typed(value)
+    return value
+
+
+def _typed(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_typed(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_typed, value)) + "]"
+    if isinstance(value, str):
+        return "'" + value.replace("'", "\\'") + "'"
+    return "null" if value is None else str(value)
 
 
 def online() -> bool:
@@ -98,7 +122,8 @@ def _register(sweep: dict[str, Any], count: int) -> None:
     import wandb
 
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    wandb.agent(wandb.sweep(sweep), project=sweep.get("project"), entity=sweep.get("entity"), count=count or None)
+    whose = {"project": sweep.get("project"), "entity": sweep.get("entity")}
+    wandb.agent(wandb.sweep(sweep, **whose), **whose, count=count or None)
 
 
 # ---- offline ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from PIL import Image
 from wandb.proto.wandb_internal_pb2 import Record
 from wandb.wandb_agent import Agent
@@ -162,6 +163,26 @@ def test_parameters_are_fields(name: str) -> None:
         build.check_configuration(cfg)
         build.placement(cfg)
         assert cfg.logger.group == found["name"] and str(cfg.optimizer.lr) == str(settings["optimizer.lr"])
+
+
+def test_values_reach_hydra_as_what_they_are(tmp_path: Path) -> None:
+    values = [None, ["llm"], {"llm": "every 2", "vision": True}, [None, {"llm": 1}]]
+    given = {"method": "grid", "program": "p", "command": ["${args_no_hyphens}"]}
+    given["parameters"] = {"strategy.recompute": {"values": values}, "strategy.pieces": {"value": None}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(given))
+    found = sweep.read(str(tmp_path / "mine.yaml"))
+    made = [compose(*sweep.command(found, one)).strategy for one in sweep.expand(found, 0, random.Random())]
+    assert [OmegaConf.to_container(one)["recompute"] for one in made] == values
+    assert all(one.pieces is None for one in made)
+
+
+def test_a_sweep_is_registered_where_its_agent_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    told: list[Any] = []
+    monkeypatch.setattr("wandb.sweep", lambda sweep, **whose: told.append(whose) or "id")
+    monkeypatch.setattr("wandb.agent", lambda sweep, count, **whose: told.append(whose))
+    sweep._register({"project": "p", "entity": "team"}, 1)
+    assert told == [{"project": "p", "entity": "team"}] * 2
 
 
 def test_grid_and_random_search() -> None:
