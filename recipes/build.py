@@ -197,15 +197,23 @@ def datamodule(cfg: DictConfig, make_model: Callable[[], MultimodalModel]) -> Mu
     node = cfg.data.module.copy()
     node._set_parent(cfg.data)  # for interpolations
     out = taken_out(cfg)
-    node.processors = {n: given for n, given in node.processors.items() if given is not None and n not in out}
+    given = {name: one for name, one in node.processors.items() if one is not None}
+    node.processors = {name: one for name, one in given.items() if name not in out}
     data: MultimodalDataModule = hydra.utils.instantiate(node, model=make_model, _convert_="all")
     if out:
         read = {processor.field for processor in data.processors.values()}
-        data.leave_out += tuple(field for field in MEDIA_FIELDS if field not in read)
+        own = [_field(one) for name, one in given.items() if name in out]
+        data.leave_out += tuple(one for one in dict.fromkeys((*MEDIA_FIELDS, *own)) if one and one not in read)
     if rank() == 0 and not external():
         data.prepare_data()
         _say_left_out(data, ())
     return data
+
+
+def _field(processor: DictConfig) -> str | None:
+    """The field of manifests that a processor reads, where its configuration says so."""
+    made = hydra.utils.instantiate(processor, _convert_="all")
+    return made.get("field") if isinstance(made, Mapping) else getattr(made, "field", None)
 
 
 def _say_left_out(data: MultimodalDataModule, said: Collection[str]) -> None:

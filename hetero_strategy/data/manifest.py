@@ -191,6 +191,9 @@ def _items(
     entry: Mapping[str, Any], turns: Sequence[Turn], fields: Sequence[str], drawn: Sequence[str], problems: list[str]
 ) -> dict[str, tuple[str, ...]]:
     items = {}
+    for media_field in MEDIA_FIELDS:
+        if entry.get(several := f"{media_field}s") and several not in fields:
+            problems.append(f"has '{several}', which nothing reads; call the field '{media_field}', which takes a list")
     for media_field in dict.fromkeys((*fields, *MEDIA_FIELDS)):
         value = entry.get(media_field)
         names = [] if value is None or value == "" else [value] if isinstance(value, str) else value

@@ -100,6 +100,9 @@ def test_samples_with_media_that_nothing_reads_are_refused_or_left_out(digits: P
     for _ in range(2):  # built, then read from its folder
         index = build_index(manifest, ChatTokenizer(digits), vision, leave_out=["audio"], progress=False)
         assert [index.names[i] for i in range(len(index))] == ["text", "seen"] and index.left_out == 1
+    near = write_manifest(tmp_path, entry("x", "what?", images=["a.png"]), name="near.json")
+    with pytest.raises(DataError, match="'x': has 'images', which nothing reads; call the field 'image'"):
+        build_index(near, ChatTokenizer(digits), vision, progress=False)
     with pytest.raises(DataError, match="no samples without image, and all others are left out"):
         only = write_manifest(tmp_path, entry("x", "<image>", image="a.png"), name="only.json")
         build_index(only, ChatTokenizer(digits), {}, leave_out=["image"], progress=False)

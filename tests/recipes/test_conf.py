@@ -318,8 +318,19 @@ def test_a_module_can_be_left_out_of_the_layouts_by_name() -> None:
         build.check_all(modules, dict(placed.layouts))
 
 
-def test_one_setting_takes_a_module_out(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cfg = compose(*data_at(small), "model.modules.audio=null")
+@pytest.mark.parametrize("field", ["audio", "speech"])
+def test_one_setting_takes_a_module_out(
+    small: Path, tmp_path: Path, field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "val", "test"):
+        text = (small / f"{split}.json").read_text()
+        (tmp_path / f"{split}.json").write_text(
+            text.replace('"audio":', f'"{field}":').replace("<audio>", f"<{field}>")
+        )
+    read = (f"data.module.media_folder={small}", f"+data.module.processors.audio.field={field}")
+    cfg = compose(*data_at(small), "model.modules.audio=null", *read)
+    for split in ("train", "val", "test"):
+        cfg.data.module[split] = str(tmp_path / f"{split}.json")
     build.check_configuration(cfg)
     placed = build.placement(cfg)
     make = build.model_maker(cfg)
