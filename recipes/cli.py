@@ -80,7 +80,7 @@ def start(task: Callable[[], None], outputs: str = "outputs") -> None:
             if failed := jobs.run(jobs.Sweep.load(folder)):
                 fail(failed)
             return
-        sys.argv[1:] = with_run_folder(with_layout_file(sys.argv[1:]), outputs)
+        sys.argv[1:] = of_no_experiment(with_run_folder(with_layout_file(sys.argv[1:]), outputs))
         task()
     except HydraException as error:
         if isinstance(error, InstantiationException):
@@ -191,6 +191,19 @@ def with_run_folder(arguments: list[str], outputs: str = "outputs") -> list[str]
         added.append(f'hydra.run.dir="{_agreed(outputs, arguments)}"')
         added += ["hydra.output_subdir=null"] if rank() else []
     return [*arguments, *(a for a in added if a.split("=")[0] not in given)]
+
+
+NO_EXPERIMENT = "experiment='none'"
+"""In quotes, as nobody writes it."""
+
+
+def of_no_experiment(arguments: list[str]) -> list[str]:
+    """Command-line arguments; where they name a run, whose configuration holds, groups that they choose are as in conf/
+    and not as the default experiment changes them.
+    """
+    runs = any(argument.startswith(("resume=", "run=")) for argument in arguments)
+    said = any(argument.startswith("experiment=") for argument in arguments)
+    return [*arguments, *([NO_EXPERIMENT] if runs and not said else [])]
 
 
 def with_layout_file(arguments: list[str]) -> list[str]:
@@ -343,7 +356,8 @@ def saved_configuration(cfg: DictConfig, run: str | Path) -> DictConfig:
         text = text.replace(f"_target_: {old}\n", f"_target_: {new}\n")
     saved = OmegaConf.create(text)
     assert isinstance(saved, DictConfig)
-    overrides = OverridesParser.create().parse_overrides(list(HydraConfig.get().overrides.task))
+    said = [override for override in HydraConfig.get().overrides.task if override != NO_EXPERIMENT]
+    overrides = OverridesParser.create().parse_overrides(said)
     with open_dict(saved):
         for name in set(cfg) - set(saved):  # fields of `evaluate`, or of a newer version
             saved[name] = cfg[name]
@@ -354,8 +368,8 @@ def saved_configuration(cfg: DictConfig, run: str | Path) -> DictConfig:
             for field in set(cfg[name]) - set(saved[name]):
                 saved[name][field] = cfg[name][field]
         for override in overrides:
-            key = str(override.key_or_group).replace("/", ".").split("@")[0]
-            if key == "experiment":
+            key = str(override.package or override.key_or_group).replace("/", ".")
+            if override.key_or_group == "experiment":
                 raise ConfigError(f"experiment: {run} has its configuration; name the fields to change one by one")
             OmegaConf.update(saved, key, OmegaConf.select(cfg, key), merge=False)
             if key == "layout":  # a plan's file says these too, and they are for its layouts
@@ -397,7 +411,8 @@ def save_configuration(cfg: DictConfig, folder: Path) -> None:
 def asked(run: Path | None = None) -> list[str]:
     """Overrides of a run's command lines, none where they are not known; without a run those of this process."""
     if run is None:
-        return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+        said = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+        return [override for override in said if override != NO_EXPERIMENT]
     return list(OmegaConf.load(run / ASKED)) if (run / ASKED).exists() else []
 
 

@@ -485,6 +485,17 @@ def test_a_run_that_goes_on_in_other_layouts_is_scheduled_for_these(
     assert (found.schedule, found.recompute) == ("auto", ["llm"])
     found = goes_on(monkeypatch, tmp_path, before, "strategy.schedule=1f1b", "layout=colocated").strategy
     assert found.schedule == "1f1b"
+    arguments = cli.of_no_experiment([f"resume={tmp_path}", "trainer=default"])
+    assert cli.of_no_experiment(arguments) == arguments and cli.of_no_experiment(["trainer=default"]) == [
+        "trainer=default"
+    ]
+    found = goes_on(monkeypatch, tmp_path, before, *arguments)
+    assert before.trainer.accelerator == "cpu" and found.trainer.accelerator == "auto" and "experiment" not in found
+    with pytest.raises(ConfigError, match=r"experiment: .* has its configuration; name the fields to change"):
+        goes_on(monkeypatch, tmp_path, before, "experiment=none")
+    found = goes_on(monkeypatch, tmp_path, before, "+model/encoder@model.modules.vision=vit_3b")
+    assert found.model.modules.vision.hidden_size > before.model.modules.vision.hidden_size
+    assert "encoder" not in found.model
     draws = goes_on(monkeypatch, tmp_path, compose("experiment=digits_draw"), "++layout.draw.tp=2")
     assert draws.layout.draw.tp == 2 and "llm" in draws.layout
     found = goes_on(monkeypatch, tmp_path, before, "strategy.recompute=null").strategy
