@@ -69,7 +69,10 @@ VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "checkpoint.every_n_steps": ("a whole number of steps, at least 1", lambda v: _whole(v, 1)),
     "checkpoint.mode": ("max (the more the better), min or auto", lambda v: v in ("max", "min", "auto")),
     "monitor.every_n_steps": ("a whole number of steps, at least 1", lambda v: _whole(v, 1)),
-    "monitor.peak_flops": ("operations per second of a device, above 0, or null", lambda v: v is None or _number(v)),
+    "monitor.peak_flops": (
+        "operations per second of a device, above 0, or null",
+        lambda v: v is None or (_number(v) and v > 0),
+    ),
     "monitor.memory": ("true or false", lambda v: isinstance(v, bool)),
     "report.examples": ("a whole number of samples, at least 0", _whole),
     "report.plan_seconds": ("a number of seconds, at least 0", _number),
@@ -83,8 +86,9 @@ VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "trainer.accumulate_grad_batches": ("a whole number of batches, at least 1", lambda v: _whole(v, 1)),
     "trainer.gradient_clip_val": ("a norm of at least 0, or null: none", lambda v: v is None or _number(v)),
     "trainer.val_check_interval": (
-        "a whole number of batches, at least 1",
-        lambda v: not isinstance(v, int | float) or v > 0,  # a time in words is the strategy's to refuse
+        "a whole number of batches, at least 1, or a share of an epoch, up to 1.0, with check_val_every_n_epoch",
+        # a time in words is the strategy's to refuse
+        lambda v: not isinstance(v, int | float) or _whole(v, 1) or (isinstance(v, float) and 0 < v <= 1),
     ),
 }
 """Field -> what it may be, in words and as a predicate."""

@@ -31,7 +31,7 @@ def print_start(placed: Placement | None, folder: Path, checkpoint: Path | None)
 def print_report(report: dict[str, Any], folder: Path) -> None:
     """The report for a person."""
     console = terminal.console()
-    console.rule("examples")
+    console.rule("examples: each token predicted from the right ones before it")
     for example in report["examples"]:
         for file in map(Path, example["files"]):
             console.print(shown(file, console.width - 2))

@@ -46,7 +46,9 @@ class Readback(L.Callback):
         self.judge = judge
         self.drawings: list[Drawing] = []
         self.answers: dict[int, list[int]] = {}
-        """Data set index of a sample -> predicted tokens at its label positions."""
+        """Data set index of a sample -> the likeliest token at each of its label positions, given the right ones
+        before it: what the model would write alone may be another answer.
+        """
         self.index: DatasetIndex | None = None
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -27,4 +27,5 @@ class TinyLlama(TitanLlama):
 
 def tiny_llama(**fields: Any) -> TinyLlama:
     """A :class:`TinyLlama` with the fields of :func:`hetero_strategy.zoo.titan_llama`."""
-    return TinyLlama(titan_llama(**fields).args)
+    made = titan_llama(**fields)
+    return TinyLlama(made.args, checkpoint=made.checkpoint, before=made.before)

@@ -130,6 +130,9 @@ def test_a_misspelt_field_is_named(field: str, hint: str) -> None:
         ("trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0; give a whole number of batches"),
         ("trainer.gradient_clip_val=abc", "trainer.gradient_clip_val=abc; give a norm"),
         ("trainer.val_check_interval=0", "trainer.val_check_interval=0; give a whole number of batches, at least 1"),
+        ("trainer.val_check_interval=1.5", "trainer.val_check_interval=1.5; give a whole number of batches"),
+        ("trainer.val_check_interval=true", "trainer.val_check_interval=True; give a whole number of batches"),
+        ("monitor.peak_flops=0", "monitor.peak_flops=0; give operations per second of a device, above 0"),
     ],
 )
 def test_a_value_that_cannot_be_is_named(override: str, message: str) -> None:

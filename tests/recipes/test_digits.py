@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 import soundfile
 from PIL import Image
+from transformers import LlamaConfig
 
 from hetero_strategy.data.build_index import build_index
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import DataError
 from recipes import digits as room
 from recipes.digits import split_digits, write_digits, write_digits_draw
+from recipes.tiny import tiny_llama
+from tests.model.helpers import LLAMA
 from tests.small_models import digit_processors
 
 
@@ -146,3 +149,10 @@ def test_both_data_sets_keep_to_their_folder(drawings: Path, digits: Path) -> No
     assert write_digits_draw(drawings, train=60, val=20, test=20, seed=3, progress=False) == drawings
     with pytest.raises(DataError, match="holds other files or digits with other settings"):
         write_digits_draw(digits, train=60, val=20, test=20, seed=3, progress=False)
+
+
+def test_a_tiny_model_takes_what_the_one_it_is_made_of_takes(tmp_path: Path) -> None:
+    LlamaConfig(**LLAMA).save_pretrained(tmp_path)
+    seen: list[object] = []
+    model = tiny_llama(checkpoint=tmp_path, before=seen.append)
+    assert (model.checkpoint, model.before, model.width) == (tmp_path, seen.append, LLAMA["hidden_size"])

@@ -103,6 +103,7 @@ def test_files_that_are_neither_pictures_nor_recordings_are_shown_by_name(
     }  # fmt: skip
     print_report(report, tmp_path)
     said = capsys.readouterr().out.splitlines()
+    assert "each token predicted from the right ones before it" in said[0]
     assert said[1:4] == ["rows.npy", "speech.opus", "gone.png"] and set(said[4]) == {"█"}
     draw_examples([example], tmp_path / "examples.png")
     assert (tmp_path / "examples.png").stat().st_size > 1000
