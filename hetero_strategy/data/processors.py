@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any
 
-from hetero_strategy.data.media import AudioProcessor, ImageProcessor, Media, TargetProcessor
+from typing_extensions import get_protocol_members
+
+from hetero_strategy.data.media import AudioProcessor, ImageProcessor, Media, Processor, TargetProcessor
 from hetero_strategy.data.targets import ImageTarget
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.adapter import Adapter
@@ -31,7 +33,8 @@ def processors_of(model: MultimodalModel, given: Mapping[str, Media | Mapping[st
 
     Raises:
         ConfigError: naming the module and the field: there is no such module or field, a module has no processor, its
-            weights say the field already, or an encoder is given a generator's processor or the reverse.
+            weights say the field already, an encoder is given a generator's processor or the reverse, or a processor
+            lacks a method.
     """
     modules = {name: module for name, module in model.modules_by_name.items() if not module.kind.samplewise}
     for name in given:
@@ -53,6 +56,12 @@ def _processor(name: str, module: Adapter, given: Media | Mapping[str, Any]) -> 
         raise ConfigError(
             f"processors.{name} is a {type(made).__name__}, but the module is a {type(module).__name__}; encoders take"
             " a processor such as ImageProcessor, generators one such as ImageTarget"
+        )
+    needed = get_protocol_members(Processor if isinstance(module, Encoder) else Media)
+    if lacking := sorted(member for member in needed if not hasattr(made, member)):
+        raise ConfigError(
+            f"processor of module '{name}': {type(made).__name__} lacks {', '.join(lacking)}; docs/your_module.md lists"
+            " what a processor has"
         )
     return made
 

@@ -144,7 +144,7 @@ class ModuleLayout:
                 f"split={list(self.split)} is of {len(self.split)} stages, but pp {pp} x vpp {self.vpp} ="
                 f" {pp * self.vpp}; give the blocks of each stage, or leave split out"
             )
-        if min(self.split, default=1) < 1:
+        if min(self.split, default=1) < 1 and tuple(self.split) != (0,):  # that is a module without blocks
             faults.append(f"split={list(self.split)}: every stage has at least one block; move blocks or lower pp")
         return faults
 

@@ -26,7 +26,7 @@ from hetero_strategy.loading.dispatch import Dispatch
 from hetero_strategy.loading.item_reader import OnError
 from hetero_strategy.loading.limits import Limits, check_limits, item_limits
 from hetero_strategy.loading.loader import Engine, StepLoader
-from hetero_strategy.loading.metadata import step_metadata
+from hetero_strategy.loading.metadata import step_metadata, with_own_units
 from hetero_strategy.loading.read_where_sampled import SampledDataset
 from hetero_strategy.loading.steps import RankView, StepDataset, check_counts, epoch_order
 from hetero_strategy.model.adapter import models_without_values
@@ -259,7 +259,8 @@ class MultimodalDataModule(L.LightningDataModule):
         size = min(self.global_batch_size, len(index))
         order = epoch_order(len(index), self.seed, 0)
         each = [order[i * size : (i + 1) * size] for i in range(max(1, min(count, len(index) // size)))]
-        return [step_metadata(index, 0, step, samples) for step, samples in enumerate(each)]
+        found = (step_metadata(index, 0, step, samples) for step, samples in enumerate(each))
+        return [with_own_units(metadata, self.kinds, self.edges) for metadata in found]
 
     def _index(self, split: Split, progress: bool = True) -> DatasetIndex | None:
         manifest = self.manifests[split]

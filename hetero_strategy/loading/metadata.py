@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from hetero_strategy import ragged
 from hetero_strategy.data.dataset_index import DatasetIndex
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.model.kind import ModuleKind
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata
 
 
@@ -65,6 +66,17 @@ def step_metadata(
     if measured is not None:
         tokens, items = expanded(tokens, items, {module: sizes.read for module, sizes in measured.items()})
     return StepMetadata(epoch, step, samples, tokens, labels, items)
+
+
+def with_own_units(
+    metadata: StepMetadata, kinds: Mapping[str, ModuleKind], edges: Collection[tuple[str, str]]
+) -> StepMetadata:
+    """A global batch with the units of modules that read no files; their kinds say what these are."""
+    items = dict(metadata.items)
+    for name, kind in kinds.items():
+        if name not in items and not kind.samplewise:
+            items[name] = kind.units(metadata, [source for source, target in edges if target == name])
+    return replace(metadata, items=items)
 
 
 def expanded(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
@@ -22,7 +22,7 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.loading.batch import Batch, LoadTimes
 from hetero_strategy.loading.item_reader import OnError, Reader
-from hetero_strategy.loading.metadata import step_metadata
+from hetero_strategy.loading.metadata import step_metadata, with_own_units
 from hetero_strategy.loading.payload import Content, InstanceUnits, fetched
 from hetero_strategy.loading.row_cache import RowCache
 from hetero_strategy.loading.worker_pool import Place
@@ -179,14 +179,8 @@ class StepDataset(Dataset[Batch]):
 
     def plan_of(self, metadata: StepMetadata) -> StepPlan:
         """The step plan of a global batch."""
-        items = dict(metadata.items)
-        for name, kind in self.kinds.items():
-            if name not in items and not kind.samplewise:
-                sources = [source for source, target in self.edges if target == name]
-                items[name] = kind.units(metadata, sources)
-                check_units(name, items[name], replace(metadata, items=items), sources)
         return plan_step(
-            replace(metadata, items=items),
+            with_own_units(metadata, self.kinds, self.edges),
             self.share.instances,
             self.language_models,
             microbatches=self.microbatches,

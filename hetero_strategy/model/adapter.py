@@ -23,6 +23,7 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.hf_folder import HFWeights
 from hetero_strategy.model.inputs import RawRows
 from hetero_strategy.model.kind import ModuleKind
+from hetero_strategy.model.named_parts import container, tp_faults
 from hetero_strategy.model.random_numbers import RandomNumbers
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Adapter(nn.Module):
         """Return the repeated transformer blocks by FQN: the units of FSDP, recompute and initialisation."""
         if not self.block_list:
             return {}
-        held = self.get_submodule(self.block_list)._modules
+        held = container(self, self.block_list)._modules
         return {f"{self.block_list}.{key}": block for key, block in held.items() if block is not None}
 
     def recomputed_parts(self) -> list[nn.Module]:
@@ -236,6 +237,13 @@ class Adapter(nn.Module):
     def check_tp(self, tp: int) -> list[str]:
         """Return faults such as "heads 6 not divisible by tp 4"; empty if the module can be split ``tp`` ways."""
         return []
+
+    def tp_faults(self, tp: int) -> list[str]:
+        """Return why the module, as built, cannot be split ``tp`` ways: parts that its plan names and it lacks, sizes
+        that do not divide, and what :meth:`check_tp` says; empty if it can.
+        """
+        said = self.check_tp(tp)  # zoo modules say the same of their heads, in other words
+        return said or tp_faults(self, self.tp_plan() or {}, self.blocks(), tp)
 
     def apply_tp(self, mesh: DeviceMesh) -> None:
         """Shard this module over a one-dimensional tensor-parallel mesh.

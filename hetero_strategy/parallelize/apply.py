@@ -173,7 +173,7 @@ def check(name: str, module: Adapter, layout: ModuleLayout) -> list[str]:
             f" dp_shard={layout.dp_shard} otherwise than their DTensor says; set vocab_size={-(-size // tp) * tp} or"
             " dp_shard=2"
         )
-    return faults + [f"layout of '{name}': {fault}" for fault in module.check_tp(layout.tp)]
+    return faults + [f"layout of '{name}': {fault}" for fault in module.tp_faults(layout.tp)]
 
 
 def _shards_fit(size: int, tp: int, dp_shard: int) -> bool:
@@ -194,7 +194,7 @@ def _has_statistics(layer: nn.Module) -> bool:
 def _stage_faults(module: Adapter, layout: ModuleLayout) -> list[str]:
     pipeline, kind, blocks = layout.pipeline, type(module).__name__, len(module.blocks())
     faults = []
-    if not blocks and (pipeline.stages > 1 or layout.split is not None):
+    if not blocks and (pipeline.stages > 1 or layout.split not in (None, (0,))):
         return [f"pp={layout.pp}, but {kind} has no blocks to cut it by; set pp=1 and leave split out"]
     if pipeline.stages > max(blocks, 1):
         faults.append(

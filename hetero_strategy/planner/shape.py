@@ -147,7 +147,7 @@ def _module(module: Adapter) -> ModuleShape:
     blocks = list(module.blocks())
     per_row, per_pair = flops_by_length(module, [1] * len(blocks) or [0])
     stages = [module.stage([f], first=i == 0, last=i == len(blocks) - 1) for i, f in enumerate(blocks)] or [module]
-    degrees = [1, *(n for n in range(2, LARGEST_TP + 1) if module.tp_plan() is not None and not module.check_tp(n))]
+    degrees = [1, *(n for n in range(2, LARGEST_TP + 1) if module.tp_plan() is not None and not module.tp_faults(n))]
     return ModuleShape(
         per_row=per_row,
         per_pair=per_pair,

@@ -130,7 +130,7 @@ def _tasks(model: MultimodalModel, degrees: Sequence[int]) -> Iterator[_Task]:
         if inputs_of(module, np.array([unit_of(module)])) is None:
             continue
         for tp in degrees:
-            if tp > 1 and (module.tp_plan() is None or module.check_tp(tp)):
+            if tp > 1 and (module.tp_plan() is None or module.tp_faults(tp)):
                 continue
             below = fed[name]
             for number in range(max(1, len(module.blocks()))):

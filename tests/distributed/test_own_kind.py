@@ -21,6 +21,8 @@ from torch.utils._pytree import register_dataclass
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ModelError
+from hetero_strategy.layout.placement import place
+from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.loading.payload import InstanceUnits
 from hetero_strategy.model import (
     Adapter,
@@ -30,7 +32,13 @@ from hetero_strategy.model import (
     ModuleKind,
     MultimodalModel,
 )
+from hetero_strategy.parallelize.apply import check
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata, UnitRuns
+from hetero_strategy.planner.evaluate import Candidate
+from hetero_strategy.planner.hardware import cluster
+from hetero_strategy.planner.search import Planner
+from hetero_strategy.planner.shape import shape_of
+from hetero_strategy.schedule.config import ScheduleConfig
 from tests.distributed import scenario
 from tests.distributed.harness import Pool
 from tests.distributed.scenario import WIDTH, Job, Lit, Result, data, worst_gradient, worst_loss
@@ -251,6 +259,26 @@ def test_a_sample_that_counts_for_nothing(job: Job) -> None:
     assert rest.plan.normalizer("match") == 1 + NEGATIVES
     count = len(table.sample)
     torch.testing.assert_close(before * count, after * (count - 1) + one, rtol=1e-5, atol=0)
+
+
+def test_plans_know_its_units_and_that_it_has_no_blocks(job: Job) -> None:
+    data_module = scenario.datamodule(job, model_of)
+    data_module.prepare_data()
+    (batch,) = data_module.sampled_batches(1)
+    assert len(batch.items["match"].sample)
+    lit = Own(job, data_module.tokenizer.vocab_size)
+    with torch.device("meta"):
+        lit.configure_model()
+    assert lit.model is not None
+    planner = Planner(shape_of(lit.model), cluster("cpu", 1, 2), [batch], microbatches=1, simulations=1)
+    assert planner.plan().best.seconds > 0
+    blockless = ModuleLayout(range(2), split=(0,)).resolved()  # as a run chooses it
+    ran = {
+        name: blockless if name == "match" else ModuleLayout(range(2)).resolved() for name in lit.model.topological()
+    }
+    planner.evaluator.place(Candidate.of_run(ScheduleConfig(), ran, 1, {}, {}))
+    assert place({"match": blockless}, 2).table()[0][2] == "dp_shard=2"
+    assert not check("match", lit.model.modules_by_name["match"], blockless)
 
 
 def plain_on_rank(rank: int, world: int, job: Job) -> str:

@@ -48,6 +48,7 @@ def test_ranks_ascend_along_every_axis() -> None:
         ({"ranks": 4, "pp_style": "v", "vpp": 2}, ["pp_style='v'", "pp=1"]),
         ({"ranks": 2, "pp": 2, "split": [1, 2, 3]}, ["split=[1, 2, 3]", "3 stages", "pp 2 x vpp 1 = 2"]),
         ({"ranks": 4, "pp": -1, "dp_shard": 2, "vpp": 2, "split": [2, 2]}, ["pp 2 x vpp 2 = 4"]),
+        ({"ranks": 2, "pp": 2, "split": [0, 0]}, ["split=[0, 0]", "at least one block"]),
         ({"ranks": 2, "pp": 2, "split": [3, 0]}, ["split=[3, 0]", "at least one block"]),
         ({"ranks": 2, "tp": 2, "tp_chunks": 0}, ["tp_chunks=0", "tp_chunks=1"]),
         ({"ranks": 2, "tp_chunks": 4}, ["tp_chunks=4", "tp=1", "tp above 1"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from hetero_strategy.data.processors import processors_of
+from hetero_strategy.errors import ConfigError, LayoutError, ModelError
+from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.payload import InstanceUnits
 from hetero_strategy.model import MultimodalModel, Packing, SequenceInputs
+from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata, edge_blocks
 from hetero_strategy.plan.step_plan import slots as rows_filled
@@ -61,6 +66,35 @@ def test_they_can_be_cut_into_stages(page: dict[str, Any]) -> None:
 def tokens(*lengths: int) -> SequenceInputs:
     ids = torch.arange(sum(lengths)) % 100
     return SequenceInputs(ids, (ids + 1) % 100, Packing.of(np.array(lengths)))
+
+
+def test_parts_that_it_names_and_lacks_are_refused(page: dict[str, Any]) -> None:
+    backbone, encoder = page["PatchTransformer"], page["Encoder"]
+
+    def said(made: Callable[[], nn.Module], width: int, tp: int) -> str:
+        modules = {"vision": encoder(made, page["Projector"](width, 32))}
+        with pytest.raises(LayoutError) as error:
+            check_all(modules, {"vision": ModuleLayout(ranks=tp, tp=tp).resolved()})
+        return str(error.value)
+
+    text = said(type("Mistyped", (backbone,), {"tp_columns": ("q", "k", "v", "upp")}), 64, 2)
+    assert "layout of 'vision': tp=2, but it has no part backbone.layers.*.upp" in text
+    assert "the linear layers of its blocks are q, k, v, o, up, down" in text
+    text = said(lambda: backbone(width=48), 48, 5)
+    assert "48 outputs of q not divisible by tp 5" in text and "192 inputs of down not divisible by tp 5" in text
+    check_all({"vision": page["vision"]}, {"vision": ModuleLayout(ranks=2, tp=2).resolved()})
+    with pytest.raises(ModelError, match=r"Wrong: block_list = 'layer', but .* its lists of parts are layers"):
+        type("Wrong", (backbone,), {"block_list": "layer"})().blocks()
+
+
+def test_a_processor_without_all_its_methods_is_refused(page: dict[str, Any]) -> None:
+    kept = ("__init__", "field", "measure", "inner_rows", "check", "load", "opened")
+    said = {name: vars(page["Series"])[name] for name in kept}
+    encoder = page["Encoder"](page["PatchMLP"], page["Projector"](64, 32), processor=type("P", (), said)())
+    message = "processor of module 'sensor': P lacks collate, settings, size_names"
+    with pytest.raises(ConfigError, match=message):
+        processors_of(MultimodalModel({"sensor": encoder, "llm": page["llm"]}), {})
+    processors_of(MultimodalModel({"sensor": page["sensor"], "llm": page["llm"]}), {})
 
 
 def test_sequences_do_not_see_each_other(page: dict[str, Any]) -> None:

@@ -1,0 +1,65 @@
+"""What a module of a person's own says of its parts by name, compared with the parts that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from hetero_strategy.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+def container(module: nn.Module, block_list: str) -> nn.Module:
+    """Return the list of a module's blocks.
+
+    Raises:
+        ModelError: the module has no part of this name.
+    """
+    found = dict(module.named_modules()).get(block_list)
+    if found is None:
+        lists = [n for n, part in module.named_modules() if isinstance(part, (nn.ModuleList, nn.ModuleDict))]
+        raise ModelError(
+            f"{type(module).__name__}: block_list = {block_list!r}, but it has no part of that name; its lists of parts"
+            f" are {', '.join(lists) or 'none'}"
+        )
+    return found
+
+
+def tp_faults(
+    module: nn.Module, plan: Mapping[str, ParallelStyle], blocks: Mapping[str, nn.Module], tp: int
+) -> list[str]:
+    """Return what a plan of tensor parallelism names and the module lacks, and layers of its blocks that do not divide.
+
+    Args:
+        plan: FQNs (globs allowed) of layers -> how they are split.
+        blocks: the module's blocks by FQN.
+        tp: number of ranks that share each layer.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    linear = {
+        fqn.removeprefix(f"{block}."): part
+        for block in blocks
+        for fqn, part in module.named_modules()
+        if fqn.startswith(f"{block}.") and isinstance(part, nn.Linear)
+    }
+    fqns, faults = [fqn for fqn, _ in module.named_modules()], []
+    for pattern, style in plan.items():
+        if not any(fnmatchcase(fqn, pattern) for fqn in fqns):
+            faults.append(
+                f"tp={tp}, but it has no part {pattern}, which tp_columns, tp_rows or tp_plan() names; the linear"
+                f" layers of its blocks are {', '.join(linear) or 'none'}"
+            )
+        for name, layer in linear.items():
+            if not any(fnmatchcase(f"{block}.{name}", pattern) for block in blocks):
+                continue
+            if isinstance(style, ColwiseParallel) and layer.out_features % tp:
+                faults.append(f"{layer.out_features} outputs of {name} not divisible by tp {tp}")
+            if isinstance(style, RowwiseParallel) and layer.in_features % tp:
+                faults.append(f"{layer.in_features} inputs of {name} not divisible by tp {tp}")
+    return faults
