@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import logging
 import math
@@ -32,6 +33,7 @@ from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.model import Adapter, Backbone, Encoder, Generator, MultimodalModel
 from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.profiling.device import cores_of_node
+from hetero_strategy.schedule.policies import schedule_policy
 from hetero_strategy.strategy import HeteroStrategy
 from recipes.cli import external, rank, srun
 from recipes.drawings import Judge
@@ -40,7 +42,7 @@ from recipes.lit import LitMultimodal, adamw_cosine, logged
 log = logging.getLogger(__name__)
 Made = TypeVar("Made")
 FIELDS = (
-    *("seed", "resume", "optimizer", "strategy", "checkpoint", "monitor", "report"),
+    *("imports", "seed", "resume", "optimizer", "strategy", "checkpoint", "monitor", "report"),
     *("model", "data", "layout", "trainer", "logger"),
 )
 POLL, SAY = 0.2, 300.0
@@ -95,12 +97,16 @@ VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def check_configuration(cfg: DictConfig, *more: str) -> None:
-    """Refuse fields that nothing reads, and values that cannot be.
+    """Import what ``imports`` names; refuse fields that nothing reads, and values that cannot be.
 
     Raises:
+        ScheduleError: no schedule has the name given.
         ConfigError: naming the field, and what was probably meant or what it may be.
     """
     _only("", cfg, (*FIELDS, *more))
+    import_all(cfg)
+    if (schedule := OmegaConf.select(cfg, "strategy.schedule")) not in (None, "auto"):
+        schedule_policy(str(schedule))
     if "sample" in cfg.data and "cluster" not in more:
         raise ConfigError(
             "data.sample: these are statistics of a data set, for `python -m recipes.plan`, and no files to train on;"
@@ -125,6 +131,23 @@ def check_configuration(cfg: DictConfig, *more: str) -> None:
         except Exception as error:  # whatever the import of a person's module raises
             raise ConfigError(f"{path}._target_: {target} cannot be imported: {error}") from None
         _fields(path, node, function)
+
+
+def import_all(cfg: DictConfig) -> None:
+    """Import what a person's configuration names: it registers schedules, policies, or whatever else by name.
+
+    Raises:
+        ConfigError: one of them cannot be imported.
+    """
+    if not isinstance(cfg.imports, ListConfig):
+        raise ConfigError(f"imports={cfg.imports}; give a list of modules, such as [my_schedules]")
+    for name in cfg.imports:
+        try:
+            importlib.import_module(str(name))
+        except Exception as error:  # whatever the import of a person's module raises
+            raise ConfigError(
+                f"imports: {name} cannot be imported: {error}; name a module of the working folder, without .py"
+            ) from error
 
 
 def call(path: str, node: DictConfig, function: Callable[..., Made], **more: Any) -> Made:
@@ -204,6 +227,7 @@ def datamodule(cfg: DictConfig, make_model: Callable[[], MultimodalModel]) -> Mu
     given = {name: one for name, one in node.processors.items() if one is not None}
     node.processors = {name: one for name, one in given.items() if name not in out}
     data: MultimodalDataModule = hydra.utils.instantiate(node, model=make_model, _convert_="all")
+    data.imports = tuple(cfg.imports)
     if out:
         read = {processor.field for processor in data.processors.values()}
         own = [_field(one) for name, one in given.items() if name in out]

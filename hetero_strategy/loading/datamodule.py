@@ -166,6 +166,9 @@ class MultimodalDataModule(L.LightningDataModule):
             "max_tokens": max_tokens,
         }
         self.leave_out = tuple(leave_out)
+        self.imports: tuple[str, ...] = ()
+        """Names of modules that loader workers import where they do not have this process's memory, as actors of Ray
+        and spawned processes: those that register a balance policy."""
         self.tokenizer = ChatTokenizer(
             tokenizer, bos=bos, eos=eos, placeholders=placeholders, chat_template=chat_template
         )
@@ -327,9 +330,12 @@ class MultimodalDataModule(L.LightningDataModule):
     ) -> tuple[StepDataset, list[Callable[[Any], Any]]]:
         """The steps of a split and what makes batches of them."""
         if not self._dispatches(split):
-            return StepDataset(index, self.processors, self.edges, share, **options), []
+            steps = StepDataset(index, self.processors, self.edges, share, **options)
+            steps.imports = self.imports
+            return steps, []
         shares, rank = self._shares(share)
         steps = SampledDataset(index, self.processors, self.edges, share, **options, rank=rank, world=len(shares))
+        steps.imports = self.imports
         return steps, [Dispatch(steps, shares, TrainingContext.of(self.trainer).group)]
 
     def _prefetched(self, context: TrainingContext) -> Collection[str]:

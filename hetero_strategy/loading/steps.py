@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib import import_module
 from typing import Literal
 
 import numpy as np
@@ -163,11 +164,18 @@ class StepDataset(Dataset[Batch]):
         """What an item that cannot be read does; the loader sets it."""
         self.caches: dict[str, RowCache] = {}
         """Of the rows of frozen encoders, by module; a strategy sets them."""
+        self.imports: tuple[str, ...] = ()
+        """Modules that a process imports before it gets these steps; the data module sets them."""
         if not len(self):
             raise ConfigError(
                 f"drop_last with global_batch_size {global_batch_size} leaves nothing of {len(index)} samples;"
                 " use a smaller batch or drop_last=False"
             )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name in state["imports"]:  # what they register is known by its name alone
+            import_module(name)
+        self.__dict__.update(state)
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.index), self.global_batch_size)

@@ -89,7 +89,10 @@ def schedule_policy(name: str) -> SchedulePolicy:
         ScheduleError: there is none.
     """
     if name not in _policies:
-        raise ScheduleError(f"schedule {name!r} is not known; choose one of {', '.join(_policies)}")
+        raise ScheduleError(
+            f"schedule {name!r} is not known; choose one of {', '.join(_policies)}, or let a module that is imported"
+            " before this give yours to register_schedule (imports=[...] in the recipes; see docs/schedules.md)"
+        )
     return _policies[name]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
+import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -642,6 +644,16 @@ def test_an_encoder_without_a_processor_is_named(small: Path) -> None:
     modules = {"eyes": Encoder(torch.nn.Identity, Projector(4, 8)), "llm": hf_llama(**LLAMA | {"hidden_size": 8})}
     with pytest.raises(ConfigError, match=r"module 'eyes' has no processor.*pass processor= to Encoder"):
         MultimodalDataModule(model=lambda: MultimodalModel(modules), tokenizer=small, global_batch_size=1)
+
+
+def test_workers_import_what_a_run_imports(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they do not have its memory, as actors of Ray and spawned processes."""
+    cfg = compose("imports=[colorsys]", *data_at(small))
+    build.check_configuration(cfg)
+    steps = pickle.dumps(build.datamodule(cfg, build.model_maker(cfg)).train_dataloader().steps)
+    monkeypatch.delitem(sys.modules, "colorsys")
+    pickle.loads(steps)
+    assert "colorsys" in sys.modules
 
 
 @pytest.mark.parametrize("side", [2, 1])

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from hetero_strategy.checkpoint import describe
 from hetero_strategy.errors import CheckpointError
@@ -113,6 +114,18 @@ def test_a_run_that_fills_bubbles_says_how_much_lies_there(pool: Pool, tmp_path:
     assert f"; {said}, simulated" in " ".join(result.output.split())
     trace = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
     assert [said in e["args"]["name"] for e in trace if e["name"] == "process_name"] == [True, False]
+
+
+def test_a_run_imports_what_registers_its_schedule_and_policy(
+    pool: Pool, tmp_path: Path, given: tuple[str, ...]
+) -> None:
+    named = ("strategy.schedule=own_schedule", "data.module.balance.policy=own_policy")
+    run_folder, own = tmp_path / "run", "imports=[tests.recipes.own_names]"
+    ended = run_forked(run_folder, *SMALL, *given, "layout=single", own, *named)
+    assert ended.code == 0, ended.output
+    assert OmegaConf.load(run_folder / ".hydra" / "config.yaml").imports == ["tests.recipes.own_names"]
+    again = run_forked(tmp_path / "again", f"run={run_folder}", "monitor.progress_bar=false", module="recipes.evaluate")
+    assert again.code == 0 and "exact match" in again.output, again.output
 
 
 @pytest.mark.full  # tests/distributed/test_auto.py trains what is planned
