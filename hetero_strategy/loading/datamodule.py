@@ -166,12 +166,9 @@ class MultimodalDataModule(L.LightningDataModule):
             "max_tokens": max_tokens,
         }
         self.leave_out = tuple(leave_out)
-        self.imports: tuple[str, ...] = ()
-        """Names of modules that loader workers import where they do not have this process's memory, as actors of Ray
-        and spawned processes: those that register a balance policy."""
-        self.tokenizer = ChatTokenizer(
-            tokenizer, bos=bos, eos=eos, placeholders=placeholders, chat_template=chat_template
-        )
+        self.imports: tuple[str, ...] = ()  # modules that register policies, for workers without this process's memory
+        special = {"bos": bos, "eos": eos, "placeholders": placeholders}
+        self.tokenizer = ChatTokenizer(tokenizer, **special, chat_template=chat_template)
         self.indices: dict[Split, DatasetIndex] = {}
         self._loaders: dict[Split, StepLoader] = {}
         self._ahead = Ahead()
@@ -262,8 +259,7 @@ class MultimodalDataModule(L.LightningDataModule):
         size = min(self.global_batch_size, len(index))
         order = epoch_order(len(index), self.seed, 0)
         each = [order[i * size : (i + 1) * size] for i in range(max(1, min(count, len(index) // size)))]
-        found = (step_metadata(index, 0, step, samples) for step, samples in enumerate(each))
-        return [with_own_units(metadata, self.kinds, self.edges) for metadata in found]
+        return [with_own_units(step_metadata(index, 0, i, s), self.kinds, self.edges) for i, s in enumerate(each)]
 
     def _index(self, split: Split, progress: bool = True) -> DatasetIndex | None:
         manifest = self.manifests[split]
@@ -305,18 +301,18 @@ class MultimodalDataModule(L.LightningDataModule):
             "compute_dtype": context.compute_dtype,
             "compiler": compiler and partial(compiler.program, rank=context.rank, train=training),
             "prefetch": self._prefetched(context) if training else (),
+            "imports": self.imports,
         }
         steps, finish = self._steps(split, index, share, options)
         if self.on_error == "skip":
             finish.append(Agree(context.group))
-        pin = torch.cuda.is_initialized() if self.pin_memory is None else self.pin_memory
         if split in self._loaders:
             self._loaders[split].close()
         self._loaders[split] = StepLoader(
             steps,
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor,
-            pin_memory=pin,
+            pin_memory=torch.cuda.is_initialized() if self.pin_memory is None else self.pin_memory,
             engine=self.engine,
             on_error=self.on_error,
             max_skipped=self.max_skipped,
@@ -330,12 +326,9 @@ class MultimodalDataModule(L.LightningDataModule):
     ) -> tuple[StepDataset, list[Callable[[Any], Any]]]:
         """The steps of a split and what makes batches of them."""
         if not self._dispatches(split):
-            steps = StepDataset(index, self.processors, self.edges, share, **options)
-            steps.imports = self.imports
-            return steps, []
+            return StepDataset(index, self.processors, self.edges, share, **options), []
         shares, rank = self._shares(share)
         steps = SampledDataset(index, self.processors, self.edges, share, **options, rank=rank, world=len(shares))
-        steps.imports = self.imports
         return steps, [Dispatch(steps, shares, TrainingContext.of(self.trainer).group)]
 
     def _prefetched(self, context: TrainingContext) -> Collection[str]:

@@ -129,6 +129,7 @@ class StepDataset(Dataset[Batch]):
         compute_dtype: of modules; payload that they cast first of all is in it. None: payload stays as it is.
         compiler: makes this rank's program of a step, which then says which rows edges fill; None: the inputs do.
         prefetch: modules whose payload comes a step early.
+        imports: names of Python modules that a process which unpickles this imports first.
     """
 
     def __init__(
@@ -151,7 +152,9 @@ class StepDataset(Dataset[Batch]):
         compute_dtype: torch.dtype | None = None,
         compiler: Callable[[StepPlan], StepProgram] | None = None,
         prefetch: Collection[str] = (),
+        imports: tuple[str, ...] = (),
     ) -> None:
+        self.imports = imports
         check_counts(global_batch_size, microbatches)
         self.index, self.processors, self.edges, self.share = index, dict(processors), edges, share
         self.kinds, self.balancing, self.window = dict(kinds), balancing, window
@@ -164,8 +167,6 @@ class StepDataset(Dataset[Batch]):
         """What an item that cannot be read does; the loader sets it."""
         self.caches: dict[str, RowCache] = {}
         """Of the rows of frozen encoders, by module; a strategy sets them."""
-        self.imports: tuple[str, ...] = ()
-        """Modules that a process imports before it gets these steps; the data module sets them."""
         if not len(self):
             raise ConfigError(
                 f"drop_last with global_batch_size {global_batch_size} leaves nothing of {len(index)} samples;"
