@@ -10,6 +10,7 @@ from hetero_strategy.checkpoint.exporting import CASTS, EXTRA, FILE_BYTES, Expor
 from hetero_strategy.checkpoint.folder import describe
 from hetero_strategy.errors import CheckpointError
 
+HELP = "Look at a checkpoint, or export it for other programs; neither needs the model."
 EXPORT_HELP = f"""
 Writes weights and config.json that from_pretrained of transformers loads: of titan_llama, hf_llama and hf_qwen3 as a
 causal language model, of siglip2_encoder the backbone as a Siglip2VisionModel, of whisper_encoder the backbone as a
@@ -21,7 +22,7 @@ does all of a checkpoint that was not saved by a run, or before runs recorded th
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit status; a CheckpointError becomes one line on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m hetero_strategy.checkpoint", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m hetero_strategy.checkpoint", description=HELP)
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("describe", help="list step, tensors, shapes and dtypes")
     show.add_argument("checkpoint")

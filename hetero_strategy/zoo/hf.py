@@ -60,6 +60,7 @@ def make_config(
     *,
     model_types: tuple[str, ...] = (),
     section: str = "",
+    instead: str = "",
 ) -> Any:
     """Build a transformers config from keyword arguments or from a folder's config.json.
 
@@ -70,6 +71,7 @@ def make_config(
         fields: keyword arguments; they exclude ``checkpoint``.
         model_types: accepted values of ``model_type`` in config.json, by default the class's own.
         section: part of config.json to read where it exists.
+        instead: what to do with a folder of another model, for its error.
 
     Raises:
         ModelError: both or misspelt fields are given, the config refuses a value, or the folder is another model's.
@@ -78,7 +80,7 @@ def make_config(
         check_no_fields(who, fields)
         content = read_config(checkpoint)
         if content.get("model_type") not in (model_types or (config_class.model_type,)):
-            raise ModelError(f"{who}: {checkpoint}/config.json is of a {content.get('model_type')!r} model")
+            raise ModelError(f"{who}: {checkpoint}/config.json is of a {content.get('model_type')!r} model{instead}")
         fields = content.get(section, content)
     else:
         # A transformers config swallows any keyword as an attribute; a misspelt one must not pass.

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -204,3 +206,9 @@ def test_flops_are_those_that_torch_counts(make):
     if make == "whisper":  # silent frames between clips: 26 instead of 24 each
         extra = 2 * 3 * 16 * (2 * 6 + 16) * 2
     assert encoder.flops(inputs.packing.lengths) == counter.get_total_flops() - extra
+
+
+def test_a_siglip_of_one_resolution_is_refused_with_what_to_take(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "siglip"}')
+    with pytest.raises(ModelError, match=r"of a 'siglip' model; .* such as google/siglip2-so400m-patch16-naflex"):
+        siglip2_encoder(checkpoint=tmp_path, out_width=8)

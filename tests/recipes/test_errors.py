@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import wave
 from collections.abc import Callable
@@ -53,7 +52,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
     "misspelt field": (("trainer.max_stepz=3",), "trainer: no field 'max_stepz'; did you mean max_steps?"),
     "schedule": (
-        ("strategy.schedule=own_schedule", f"data.write.folder={os.devnull}/digits"),  # refused before data are written
+        ("strategy.schedule=own_schedule", "data.module.train=missing.json"),  # refused before the data are read
         "schedule 'own_schedule' is not known; choose one of gpipe, 1f1b, interleaved_1f1b, zb_h1, zbv, sequential,",
     ),
     "import": (("imports=[no_such_file]",), "imports: no_such_file cannot be imported: No module named 'no_such_file'"),
