@@ -75,7 +75,9 @@ def with_own_units(
     items = dict(metadata.items)
     for name, kind in kinds.items():
         if name not in items and not kind.samplewise:
-            items[name] = kind.units(metadata, [source for source, target in edges if target == name])
+            sources = [source for source, target in edges if target == name]
+            items[name] = kind.units(metadata, sources)
+            check_units(name, items[name], replace(metadata, items=items), sources)
     return replace(metadata, items=items)
 
 
