@@ -167,7 +167,7 @@ class MultimodalDataModule(L.LightningDataModule):
         }
         self.leave_out = tuple(leave_out)
         self.imports: tuple[str, ...] = ()  # modules that register policies, for workers without this process's memory
-        special = {"bos": bos, "eos": eos, "placeholders": placeholders}
+        special: dict[str, Any] = {"bos": bos, "eos": eos, "placeholders": placeholders}
         self.tokenizer = ChatTokenizer(tokenizer, **special, chat_template=chat_template)
         self.indices: dict[Split, DatasetIndex] = {}
         self._loaders: dict[Split, StepLoader] = {}

@@ -11,6 +11,7 @@ from hetero_strategy import ragged
 from hetero_strategy.data.dataset_index import DatasetIndex
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.kind import ModuleKind
+from hetero_strategy.plan.check_units import check_units
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata
 
 

@@ -30,7 +30,6 @@ from hetero_strategy.loading.worker_pool import Place
 from hetero_strategy.model.inputs import ModuleInputs
 from hetero_strategy.model.kind import ModuleKind
 from hetero_strategy.plan.ahead import ahead, with_next
-from hetero_strategy.plan.check_units import check_units
 from hetero_strategy.plan.orchestrator import ResolvedBalance, plan_step
 from hetero_strategy.plan.packing import levelled
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan, edge_blocks, slots
