@@ -100,7 +100,7 @@ def plan(cfg: DictConfig) -> None:
     memory = cache(lambda: memory_model(model.train(), shape, cluster, precision(cfg), planner.estimates.given))
     answer = search(planner, console, memory)
     assert answer.best.memory is not None
-    evaluator, step = planner.evaluator, answer.best.memory.step
+    evaluator, step = planner.evaluator, planner.evaluator.shown(answer.best.memory.step.placed)
     folder = cli.run_folder()
     tokens = sum(int(b.tokens.sum()) for b in batches) / len(batches)
     console.print(candidates(answer, planner, tokens))
@@ -109,7 +109,7 @@ def plan(cfg: DictConfig) -> None:
         console.print(as_it_ran(ran, cfg, answer, planner), soft_wrap=True)
     found, before = explain(evaluator, step), unfilled(evaluator, step)
     filled = (*bubbles(found, before), *beside(evaluator, step))
-    for line in (*reasons(answer, found, tokens), *filled, *needs(answer, cluster)):
+    for line in (*reasons(answer, found, tokens, step.plan.microbatches), *filled, *needs(answer, cluster)):
         console.print(line, soft_wrap=True)
     for line in one_more_node(planner, answer, tokens, memory, console, float(cfg.one_more_node)):
         console.print(line, soft_wrap=True)
@@ -332,13 +332,15 @@ def modules(placed: Placed, planner: Planner) -> Table:
     return table
 
 
-def reasons(answer: Answer, found: Explanation, tokens: float) -> list[str]:
-    """Why the best wins and what limits it."""
+def reasons(answer: Answer, found: Explanation, tokens: float, drawn: int) -> list[str]:
+    """Why the best wins, and what limits it in a step of so many microbatches, which is drawn."""
     best, alike = answer.best, answer.homogeneous()
     lines = [f"step        {seconds(best.seconds)} predicted, {tokens / best.seconds:,.0f} tokens/s"]
     if alike is not None:
         none = "one layout for all modules is as good: stay with it"
         lines.append(f"gain        {none if alike is best else f'{alike.seconds / best.seconds:.2f} times one layout'}")
+    if drawn < (count := best.candidate.microbatches):
+        lines.append(f"drawn       its first {drawn} of {count} microbatches: ranks, limit, rows, filled are of them")
     work = ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items())
     lines.append(f"ranks       compute {work}; wait: {shares(found.bubbles)}; optimizer {found.optimizer:.1%}")
     lines.append(f"            of that waiting for collectives: {shares(found.collectives)}")

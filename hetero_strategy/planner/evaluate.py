@@ -118,6 +118,11 @@ class Placed:
         return replace(self, graph=self.graph.without(modules), times=times)
 
     @property
+    def holds_more(self) -> bool:
+        """Whether a step holds more the more microbatches it has: of what fills bubbles or runs a step ahead."""
+        return bool(self.graph.filling or self.scheduling.prefetch)
+
+    @property
     def together(self) -> set[StageId]:
         """Stages whose instances do all actions together, because each gathers parameters."""
         return {s for s, t in self.times.items() if not t.once and t.gather > 0}

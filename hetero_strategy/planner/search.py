@@ -280,7 +280,7 @@ class Planner:
                 break
             best = proposals[0]
             try:
-                found = self._needs(best.candidate, memory)
+                found = self._shown(best.candidate, memory)  # the formula knows nothing of what a whole one holds more
             except HeteroError as error:  # as in _simulate
                 self._why_none, proposals = error, proposals[1:]
                 continue
@@ -314,8 +314,16 @@ class Planner:
     def _none_runs(self) -> str:
         return f"planner: no candidate runs; the last one: {self._why_none}"
 
-    def _needs(self, candidate: Candidate, memory: MemoryModel) -> Memory:
+    def _shown(self, candidate: Candidate, memory: MemoryModel) -> Memory:
         return memory.of(self.evaluator.shown(self.evaluator.place(candidate)))
+
+    def _needs(self, candidate: Candidate, memory: MemoryModel) -> Memory:
+        """Of the step that is shown; of the whole one where that holds more, and the one that is shown fits."""
+        found = self._shown(candidate, memory)
+        cut = found.step.plan.microbatches < candidate.microbatches
+        if cut and found.step.placed.holds_more and (found.peak <= self.room).all():
+            return memory.of(self.evaluator.step(found.step.placed))
+        return found
 
     def _fitting(self, ranked: list[Ranked], considered: int, memory: MemoryModel) -> Answer:
         """Leave out what needs too much memory, up to the first that does not, and try what needs less in its place."""

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.planner.answer import Answer, Ranked
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.explain import explain, unfilled
-from recipes.plan import beside, bubbles
+from recipes.plan import beside, bubbles, reasons
 from tests.distributed.harness import Pool
 from tests.planner.models import batch, cluster, model
 from tests.recipes.commands import SMALL, Ended, run_forked, run_on_ranks
@@ -90,6 +91,16 @@ def test_bubbles_before_and_after_filling_are_said() -> None:
     assert found is not None and float(found[1]) < 1
     shares = {"vision": float(found[2]), "llm": float(found[3])}
     assert all(0.01 < share < 0.5 for share in shares.values())
+
+
+def test_of_a_long_step_the_part_that_is_drawn_is_named() -> None:
+    evaluator, alike = Evaluator(model(), cluster(2), [batch(16)]), ModuleLayout(2)
+    candidate = Candidate({"vision": alike, "llm": alike}, 8)
+    found = explain(evaluator, evaluator.step(evaluator.place(candidate)))
+    answer = Answer((Ranked(candidate, 1.0, 1.0),), 1)
+    short, long = (reasons(answer, found, 100.0, drawn) for drawn in (8, 4))
+    (line,) = {*long} - {*short}
+    assert line.startswith("drawn       its first 4 of 8 microbatches: ")
 
 
 @pytest.mark.full

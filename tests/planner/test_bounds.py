@@ -1,0 +1,33 @@
+"""Plans keep to bounds: of memory, of balance's budgets, and of the seconds that they may take."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.planner.evaluate import Candidate
+from hetero_strategy.planner.memory import MemoryModel
+from hetero_strategy.planner.search import Planner
+from tests.planner.models import batch, cluster
+from tests.planner.test_memory import FP32, OF, SHAPE
+
+PLAIN = BalanceConfig(reorder="none")
+
+
+@pytest.mark.parametrize("fill", ["fine", "coarse", "decoupled", "none"])
+def test_what_is_held_for_all_microbatches_of_a_long_step_is_counted(
+    monkeypatch: pytest.MonkeyPatch, fill: str
+) -> None:
+    monkeypatch.setattr("hetero_strategy.planner.evaluate.MOST_FORWARDS", 16)
+    data = batch(32)
+    made = Planner(SHAPE, cluster(2, memory=1e12), [data], balance=PLAIN, precision=FP32)
+    layouts = {"vision": ModuleLayout((0, 1), dp_shard=2), "llm": ModuleLayout((0, 1), pp=2)}
+    placed, predicted = made.evaluator.place(Candidate(layouts, 32, fill=fill)), MemoryModel(SHAPE, OF, FP32)
+    shown, whole = (predicted.of(step).peak for step in (made.evaluator.shown(placed), made.evaluator.step(placed)))
+    assert np.array_equal(made._needs(placed.candidate, predicted).peak, shown if fill == "none" else whole)
+    if fill != "none":
+        assert whole.max() > 1.2 * shown.max()
+        made.estimates.memory = 0.99 * shown.max()
+        assert np.array_equal(made._needs(placed.candidate, predicted).peak, shown)
