@@ -108,8 +108,8 @@ class Proposer:
         self._shape, self._estimates, self._asked = shape, estimates, microbatches
         self._cluster, self._ranks = estimates.cluster, estimates.cluster.ranks
         self._samples = samples = min(len(b.samples) for b in batches)
-        self._units = {
-            name: max(1, min(samples if m.samplewise else len(b.items[name].sample) for b in batches))
+        self._units = {  # a batch with few items leaves instances idle, and says nothing of the others
+            name: samples if m.samplewise else max(1, *(len(b.items[name].sample) for b in batches))
             for name, m in shape.modules.items()
         }
         self._language_model = shape.samplewise[0]

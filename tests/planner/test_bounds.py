@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,10 +12,21 @@ from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.planner.evaluate import Candidate
 from hetero_strategy.planner.memory import MemoryModel
 from hetero_strategy.planner.search import Planner
-from tests.planner.models import batch, cluster
+from tests.planner.models import batch, cluster, model
 from tests.planner.test_memory import FP32, OF, SHAPE
 
 PLAIN = BalanceConfig(reorder="none")
+
+
+def test_a_batch_without_images_does_not_bound_instances_of_their_encoder() -> None:
+    """Those layouts run in it, with idle instances."""
+    some, none = batch(16), batch(16, 1)
+    items = none.items["vision"]
+    columns = {name: getattr(items, name)[:0] for name in ("sample", "edge_rows", "start", "inner_rows")}
+    none = replace(none, items={"vision": replace(items, **columns)})
+    made = Planner(model(), cluster(4), [some, none], balance=PLAIN)
+    most = max(made.proposer.proposals(), key=lambda p: p.degrees["vision"].dp)
+    assert most.degrees["vision"].dp == 4 and made.evaluator.seconds(most.candidate) > 0
 
 
 @pytest.mark.parametrize("fill", ["fine", "coarse", "decoupled", "none"])
