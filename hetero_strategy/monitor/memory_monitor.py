@@ -165,7 +165,7 @@ def _predicted(strategy: Any, pl_module: L.LightningModule, measured: _Measured)
     # Of the device memory depends on its kind alone.
     on = cluster("cpu" if executor.device.type == "cpu" else "h100", 1, executor.placement.world_size)
     shape, given = shape_of(model), Given(strategy.recompute, accumulated=measured.summed)
-    evaluator = Evaluator(shape, on, [plan.metadata], precision=precision)
+    evaluator = Evaluator(shape, on, [plan.metadata], precision=precision, compiled=strategy.compile)
     config, layouts = executor.compiler.config, executor.placement.layouts
     placed = evaluator.place(Candidate.of_run(config, layouts, plan.microbatches, strategy.recompute, strategy.offload))
     schedule, seconds = measured.recording.schedule, ActionSeconds(plan, placed)

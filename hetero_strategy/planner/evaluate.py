@@ -155,6 +155,7 @@ class Evaluator:
         accumulated: global batches of an optimizer step.
         asked: how steps are scheduled, as far as a person says it; candidates say the rest.
         microbatch_rows: see :func:`plan_step`.
+        compiled: modules whose blocks are compiled, and whose backward no schedule divides.
     """
 
     def __init__(
@@ -170,14 +171,15 @@ class Evaluator:
         accumulated: int = 1,
         asked: ScheduleConfig = ScheduleConfig(),  # noqa: B008
         microbatch_rows: Mapping[str, int | Literal["equal"]] = MappingProxyType({}),
+        compiled: Collection[str] = (),
     ) -> None:
         self.shape, self.cluster, self.batches = shape, cluster, tuple(batches)
         self.precision, self._measured = precision, measured
         self._balance = balance or BalanceConfig()
-        self.asked, self._microbatch_rows = asked, microbatch_rows
+        self.asked, self._microbatch_rows, self._compiled = asked, microbatch_rows, compiled
         given: Any = {"precision": precision, "overlap": overlap, "accumulated": accumulated}
         self._times: Callable[..., list[StageTimes]] = partial(module_times, **given)
-        given |= {"asked": asked, "microbatch_rows": microbatch_rows}
+        given |= {"asked": asked, "microbatch_rows": microbatch_rows, "compiled": compiled}
         self.on = partial(Evaluator, shape, batches=batches, balance=balance, measured=measured, **given)
         """The same on another ``cluster``."""
         self._fed = shape.fed_by_trainable()
@@ -231,7 +233,7 @@ class Evaluator:
             layouts,
             trains,
             once_gathered,
-            {*again, *candidate.offload},
+            {*again, *self._compiled, *candidate.offload},
             shardings,
             apart,
             scheduling.prefetch,

@@ -106,7 +106,7 @@ class Planner:
         )
         self.evaluator = Evaluator(
             shape, cluster, batches, balance=balance, accumulated=allowed.given.accumulated, asked=allowed.asked,
-            microbatch_rows=allowed.given.microbatch_rows, **given,
+            microbatch_rows=allowed.given.microbatch_rows, compiled=allowed.given.compile, **given,
         )  # fmt: skip
         self.estimates = Estimates(shape, cluster, batches, given=allowed.given, **given)
         self.balance = balance

@@ -202,6 +202,14 @@ def test_what_a_run_would_refuse_is_not_proposed() -> None:
     assert schedules[0] - schedules[1] == {"zbv"}
 
 
+def test_no_schedule_divides_the_backward_of_compiled_blocks() -> None:
+    layouts = {"vision": ModuleLayout(1), "llm": ModuleLayout(range(1, 4), pp=3)}
+    for compiled in ((), ("llm",)):
+        evaluator = asked(ScheduleConfig(), Given(compile=compiled)).evaluator
+        step = evaluator.step(evaluator.place(Candidate(layouts, 4, "zb_h1")))
+        assert {node.module for node in step.schedule.split} == {"llm"} - {*compiled}
+
+
 def test_microbatches_of_encoders_are_those_of_the_data_module() -> None:
     made = asked(ScheduleConfig(), Given(microbatch_rows={"vision": 1 << 20}))
     layouts = {"vision": ModuleLayout(range(2)), "llm": ModuleLayout(range(2, 4))}
