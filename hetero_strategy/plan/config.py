@@ -121,6 +121,10 @@ class BalanceConfig:
                 if module not in modules:
                     raise ConfigError(f"balance: {name} names '{module}'; the modules are {', '.join(modules)}")
 
+    def policy_of(self, module: str) -> str:
+        """The policy of a module, ``auto`` where none is given."""
+        return self.policy.get(module, "auto") if isinstance(self.policy, Mapping) else self.policy
+
     def resolve(self, instances: Mapping[str, int], context: ModelContext) -> ResolvedBalance:
         """Say how the work of given modules is spread; ``instances``: module -> number of its data-parallel instances.
 
@@ -133,9 +137,8 @@ class BalanceConfig:
                     f"balance: speeds of '{module}' has {len(speeds)} numbers, the module {instances[module]} instances"
                     " (dp_replicate * dp_shard); give one for each"
                 )
-        policies = self.policy if isinstance(self.policy, Mapping) else dict.fromkeys(instances, self.policy)
         return ResolvedBalance(
-            policy={module: policies.get(module, "auto") for module in instances},
+            policy={module: self.policy_of(module) for module in instances},
             costs={**context.costs, **self._costs(instances, context)},
             speeds={module: tuple(float(s) for s in speeds) for module, speeds in self.speeds.items()},
             budget=self.budget,

@@ -8,8 +8,14 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, product
 from math import ceil, floor, inf, lcm, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from hetero_strategy.plan.balance import Cost
+from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.plan.orchestrator import AS_SAMPLED
+from hetero_strategy.plan.packing import pack
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.allocate import Allocation, allocate
 from hetero_strategy.planner.areas import Where, all_wheres, settle, together
@@ -96,6 +102,7 @@ class Proposer:
     Args:
         batches: global batches drawn from the data.
         microbatches: of a step; None: to be chosen.
+        balance: how work is spread; None: as by default.
     """
 
     def __init__(
@@ -104,6 +111,7 @@ class Proposer:
         estimates: Estimates,
         batches: Sequence[StepMetadata],
         microbatches: int | None,
+        balance: BalanceConfig | None = None,
     ) -> None:
         self._shape, self._estimates, self._asked = shape, estimates, microbatches
         self._cluster, self._ranks = estimates.cluster, estimates.cluster.ranks
@@ -114,6 +122,8 @@ class Proposer:
         }
         self._language_model = shape.samplewise[0]
         self._partitions = list(partitions(list(shape.modules)))
+        self._batches, self._balance = batches, balance or BalanceConfig()
+        self.fewest = cache(self._fewest)
         self.considered = 0
         """How many layouts fit."""
 
@@ -142,15 +152,41 @@ class Proposer:
         return sorted(made, key=lambda p: p.seconds)
 
     def counts(self, instances: int) -> list[int]:
-        """Numbers of microbatches to try with so many instances of the language model."""
+        """Numbers of microbatches to try with so many instances of the language model, which keep its budget."""
+        least = self.fewest(instances)
         if self._asked is not None:
-            return [self._asked]
+            return [self._asked] if self._asked >= least else []
         each = max(1, self._samples // instances)
-        return sorted({max(1, each // n) for n in PER_INSTANCE} | {1})
+        return sorted({max(least, each // n) for n in PER_INSTANCE} | {least})
+
+    def refusal(self) -> str | None:
+        """Why no number of instances of the language model keeps its budget in as many microbatches as are asked for;
+        None: some do.
+        """
+        instances = [n for n in divisors(self._samples) if n <= self._ranks]
+        name, least = self._language_model, min(map(self.fewest, instances))
+        if self._asked is None or self._asked >= least:
+            return None
+        return (
+            f"planner: {self._asked} microbatches are asked for, and balance.budget gives an instance of '{name}'"
+            f" {self._balance.budget[name]} tokens in each; give {least} microbatches or more, or a larger budget"
+        )
+
+    def _fewest(self, instances: int) -> int:
+        """Fewest microbatches of a step in which so many instances keep the budget of the language model, as its rows
+        are packed.
+        """
+        name, policy = self._language_model, self._balance.policy_of(self._language_model)
+        if (budget := self._balance.budget.get(name)) is None:
+            return 1
+        given: Any = {"module": name, "policy": None if policy == AS_SAMPLED else policy, "budget": budget}
+        every = (batch.tokens for batch in self._batches)
+        return max(pack(rows, instances, None, Cost(), beside=np.zeros(len(rows)), **given).count for rows in every)
 
     def _tried_counts(self, instances: int) -> set[int]:
         """These, and on few ranks every small number."""
-        return {*self.counts(instances), *self._few_counts()}
+        least = self.fewest(instances)
+        return {*self.counts(instances), *(count for count in self._few_counts() if count >= least)}
 
     def _few_counts(self) -> set[int]:
         """Numbers of microbatches that are tried besides, on few ranks."""
@@ -245,8 +281,10 @@ class Proposer:
     def _allocated(self) -> Iterator[Proposal]:
         allows = self._estimates.given.allows
         tp = {name: [t for t in m.tp if allows(name, t, False)] for name, m in self._shape.modules.items()}
-        dp = [d for d in divisors(self._samples) if d <= self._ranks]
-        counts = {d: self.counts(d) for d in dp}
+        counts = {d: self.counts(d) for d in divisors(self._samples) if d <= self._ranks}
+        dp = [d for d, tried in counts.items() if tried]
+        if not dp:
+            return
         allocations = allocate(
             self._estimates, self._partitions, self._language_model, tp, dp, counts,
             most_instances=self._units, most=KEPT if len(self._cluster.pools) == 1 else None,

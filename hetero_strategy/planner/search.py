@@ -113,7 +113,7 @@ class Planner:
         self.variants = Variants(self.evaluator, allowed, self._fits, microbatches)
         self._simulations = simulations
         self._tie = ON_SHARED_CORES if self.evaluator.cluster.shares_cores else Answer.tie
-        self.proposer = Proposer(shape, self.estimates, batches, microbatches)
+        self.proposer = Proposer(shape, self.estimates, batches, microbatches, balance)
         self._done, self._tell = 0, _nobody
         self._why_none: HeteroError | None = None
 
@@ -275,15 +275,15 @@ class Planner:
         of the best that do not in ways that need less memory, which the formula does not know.
         """
         activations, lean = KINDS.index("activations"), list[tuple[Proposal, Candidate]]()
-        for _ in range(ROUNDS):
-            if not proposals:
-                break
+        rounds = 0
+        while proposals and rounds < ROUNDS:
             best = proposals[0]
             try:
                 found = self._shown(best.candidate, memory)  # the formula knows nothing of what a whole one holds more
             except HeteroError as error:  # as in _simulate
                 self._why_none, proposals = error, proposals[1:]
                 continue
+            rounds += 1
             rank = int((found.peak / self.room).argmax())
             here = [name for name, layout in best.candidate.layouts.items() if rank in layout.ranks]
             estimated = sum(self.estimates.activations(name, best.degrees[name], best.microbatches) for name in here)
@@ -400,6 +400,8 @@ class Planner:
     def why_not(self) -> str:
         """Say why nothing fits, and what would."""
         estimates, cluster = self.estimates, self.evaluator.cluster
+        if (refusal := self.proposer.refusal()) is not None:
+            return refusal
         names = ", ".join(self.evaluator.shape.modules)
         needed = sum(estimates.least_ranks(name) for name in self.evaluator.shape.modules)
         each = " or ".join(f"{estimates.of([i]).memory / 2**30:.0f}" for i in range(len(cluster.pools)))

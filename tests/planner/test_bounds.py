@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.planner.evaluate import Candidate
@@ -44,3 +45,30 @@ def test_what_is_held_for_all_microbatches_of_a_long_step_is_counted(
         assert whole.max() > 1.2 * shown.max()
         made.estimates.memory = 0.99 * shown.max()
         assert np.array_equal(made._needs(placed.candidate, predicted).peak, shown)
+
+
+def test_what_cannot_keep_the_budget_is_not_proposed() -> None:
+    """The fewest microbatches that keep it are."""
+    data = batch(64)
+    tight = BalanceConfig(reorder="none", budget={"llm": int(1.1 * data.tokens.max())})
+    for ranks in (8, 32):  # all layouts are estimated, those of the best allocations
+        made = Planner(model(), cluster(ranks, 8), [data], balance=tight)
+        proposals = made.proposer.proposals()
+        for one in proposals[:20]:
+            assert made.evaluator.seconds(one.candidate) > 0
+        tried = {(p.degrees["llm"].dp, p.microbatches) for p in proposals if p.chain is None}
+        assert {(dp, made.proposer.fewest(dp)) for dp, _ in tried} & tried
+        assert all(count >= made.proposer.fewest(dp) > 1 for dp, count in tried)
+
+
+@pytest.mark.parametrize("ranks", [2, 32])
+def test_too_few_microbatches_for_the_budget_are_refused(ranks: int) -> None:
+    data = batch(16)
+    most = int(data.tokens.max())
+    tight = BalanceConfig(reorder="none", budget={"llm": most})
+    made = Planner(model(), cluster(ranks), [data], balance=tight, microbatches=1)
+    if ranks > 16:  # there is an instance for each sample
+        assert {p.degrees["llm"].dp for p in made.proposer.proposals()} == {16}
+        return
+    with pytest.raises(LayoutError, match=rf"1 microbatches are asked for, .*'llm' {most} tokens in each; give \d+"):
+        made.plan()
