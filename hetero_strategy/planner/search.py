@@ -290,8 +290,9 @@ class Planner:
             ratio = float(found.bytes[activations, rank]) / estimated
             if found.peak[rank] <= self.room[rank] or ratio <= 1.0:
                 break
-            ways = ((p, other) for p in proposals[:LEANER] for other in self.variants.leaner(p.candidate))
-            lean += [(p, other) for p, other in ways if (self._needs(other, memory).peak <= self.room).all()]
+            placed = [p for p in proposals[:LEANER] if self._placed(p.candidate)]
+            ways = ((p, other) for p in placed for other in self.variants.leaner(p.candidate))
+            lean += [(p, other) for p, other in ways if self._has_room(other, memory)]
             self.estimates.kept *= ratio
             proposals = self._proposed()
         return proposals, lean
@@ -304,12 +305,24 @@ class Planner:
         """Whether its layouts go with what a person asks of the schedule, as far as that depends on them alone."""
         asked = self.evaluator.asked
         if asked.pieces or asked.prefetch or asked.islands > 1:
-            try:
-                self.evaluator.place(candidate)
-            except HeteroError as error:
-                self._why_none = error
-                return False
+            return self._placed(candidate)
         return True
+
+    def _placed(self, candidate: Candidate) -> bool:
+        try:
+            self.evaluator.place(candidate)
+        except HeteroError as error:
+            self._why_none = error
+            return False
+        return True
+
+    def _has_room(self, candidate: Candidate, memory: MemoryModel) -> bool:
+        """Whether a candidate runs and fits into memory."""
+        try:
+            return bool((self._needs(candidate, memory).peak <= self.room).all())
+        except HeteroError as error:  # as in _simulate
+            self._why_none = error
+            return False
 
     def _none_runs(self) -> str:
         return f"planner: no candidate runs; the last one: {self._why_none}"
@@ -330,7 +343,12 @@ class Planner:
         room, too_large, tried = self.room, list[Ranked](), 0.0
         while ranked:
             best = Answer(tuple(ranked), considered, tie=self._tie).best
-            known = replace(best, memory=self._needs(best.candidate, memory))
+            try:
+                known = replace(best, memory=self._needs(best.candidate, memory))
+            except HeteroError as error:  # the whole of a long step, of which parts were simulated
+                self._why_none = error
+                ranked.remove(best)
+                continue
             assert known.memory is not None
             if (known.memory.peak <= room).all():
                 kept = (known if r is best else r for r in ranked)
@@ -343,6 +361,8 @@ class Planner:
                     tried += best.share
                     self._tell((VARIED - tried) / best.share)
             ranked.sort(key=lambda r: r.seconds)
+        if not too_large:
+            raise LayoutError(self._none_runs())
         need = min(float(r.memory.peak.max()) for r in too_large if r.memory is not None)
         raise LayoutError(
             f"planner: each of the {len(too_large)} candidates that were simulated needs {need / 2**30:.1f} GiB or more"

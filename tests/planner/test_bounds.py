@@ -10,8 +10,8 @@ import pytest
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.plan.config import BalanceConfig
-from hetero_strategy.planner.evaluate import Candidate
-from hetero_strategy.planner.memory import MemoryModel
+from hetero_strategy.planner.evaluate import Candidate, Step
+from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.planner.search import Planner
 from tests.planner.models import batch, cluster, model
 from tests.planner.test_memory import FP32, OF, SHAPE
@@ -72,3 +72,29 @@ def test_too_few_microbatches_for_the_budget_are_refused(ranks: int) -> None:
         return
     with pytest.raises(LayoutError, match=rf"1 microbatches are asked for, .*'llm' {most} tokens in each; give \d+"):
         made.plan()
+
+
+class Growing(MemoryModel):
+    """Says that the first steps need twice the room, and others half of it."""
+
+    def __init__(self, room: float, ranks: int, many: int) -> None:
+        super().__init__(SHAPE, OF)
+        self.__dict__ |= {"needs": iter([2.0 * room] * many), "else_": 0.5 * room, "ranks": ranks}
+
+    def of(self, step: Step) -> Memory:
+        needed = np.zeros((len(KINDS), self.ranks))  # type: ignore[attr-defined]
+        needed[KINDS.index("activations")] = next(self.needs, self.else_)  # type: ignore[attr-defined]
+        return Memory(step, needed, {})
+
+
+def test_a_way_that_does_not_run_ends_no_plan() -> None:
+    """One proposal of the best has fewer microbatches than its budget takes."""
+    data = batch(16)
+    tight = BalanceConfig(reorder="none", budget={"llm": int(data.tokens.max())})
+    made = Planner(model(tp=(1,)), cluster(4), [data], balance=tight)
+    first = next(p for p in made.proposer.proposals() if made.variants.leaner(p.candidate))
+    runs_not = first._replace(microbatches=1)
+    assert made.variants.leaner(runs_not.candidate)
+    found, lean = made._that_fit([first, runs_not], Growing(float(made.room[0]), 4, 1))
+    assert found and lean and all(proposal is first for proposal, _ in lean)
+    assert "does not keep the budget" in str(made._why_none)
