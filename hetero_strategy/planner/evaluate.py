@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Bool, Float64
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.islands import check_islands
@@ -21,7 +21,7 @@ from hetero_strategy.parallelize.recompute import Recompute, decoupled
 from hetero_strategy.plan.ahead import ahead, with_next
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.orchestrator import plan_step
-from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
+from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan, UnitRuns
 from hetero_strategy.planner.action_seconds import ActionSeconds, Bubbles
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.context import model_context
@@ -48,6 +48,7 @@ from hetero_strategy.simulator.result import Simulation
 from hetero_strategy.simulator.rows import Widths, rows_between
 from hetero_strategy.simulator.simulate import simulate
 
+Columns = TypeVar("Columns", StepItems, UnitRuns)
 MOST_FORWARDS = 1024
 """Forwards, of all stages, up to which a step is simulated whole."""
 LEAST_SHARE = 1 / 16
@@ -404,12 +405,16 @@ def share(microbatches: int, stages: int) -> float:
 
 def first_samples(metadata: StepMetadata, count: int) -> StepMetadata:
     """A global batch of the first samples of another."""
-    items = {}
+    items, units = {}, {name: int(np.searchsorted(table.sample, count)) for name, table in metadata.items.items()}
     for name, table in metadata.items.items():
-        n = int(np.searchsorted(table.sample, count))
-        columns = {f.name: getattr(table, f.name) for f in fields(table)}
-        cut: dict[str, Any] = {key: value[:n] for key, value in columns.items() if isinstance(value, np.ndarray)}
-        items[name] = replace(table, **cut)
+        cut = _some(table, slice(units[name]))
+        if table.given is not None:
+            runs = {
+                source: _some(run, (run.target < units[name]) & (run.source < units.get(source, count)))
+                for source, run in table.given.items()
+            }
+            cut = replace(cut, given=runs)
+        items[name] = cut
     return replace(
         metadata,
         samples=metadata.samples[:count],
@@ -417,3 +422,10 @@ def first_samples(metadata: StepMetadata, count: int) -> StepMetadata:
         labels=metadata.labels[:count],
         items=items,
     )
+
+
+def _some(table: Columns, chosen: slice | Bool[np.ndarray, "rows"]) -> Columns:
+    """Some rows of all its columns."""
+    columns = {f.name: getattr(table, f.name) for f in fields(table)}
+    cut: dict[str, Any] = {key: value[chosen] for key, value in columns.items() if isinstance(value, np.ndarray)}
+    return replace(table, **cut)

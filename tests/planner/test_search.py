@@ -16,6 +16,7 @@ from hetero_strategy.errors import ConfigError, LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.plan.step_plan import StepItems, UnitRuns
 from hetero_strategy.planner.answer import Answer, Ranked, is_homogeneous
 from hetero_strategy.planner.chain import moved
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step, first_samples
@@ -239,6 +240,19 @@ def test_the_first_samples_are_a_batch() -> None:
     assert len(part.samples) == 7
     assert items.sample.max() == 6
     assert len(items.sample) == (whole.items["vision"].sample < 7).sum() == len(items.start)
+
+
+def test_of_the_first_samples_are_the_rows_that_a_source_gives() -> None:
+    """Of items of another module, and of samples."""
+    whole, n = batch(8), np.arange(8)
+    ones, images = np.ones(8, np.int64), np.flatnonzero(np.diff(whole.items["vision"].sample, prepend=-1))
+    runs = {name: UnitRuns(source, 0 * n, n, 0 * n, ones) for name, source in (("vision", images), ("llm", n))}
+    own = StepItems(n, ones, 0 * n, ones, given=runs)
+    part = first_samples(replace(whole, items={**whole.items, "reader": own}), 3)
+    assert part.items["reader"].given is not None
+    for name, run in part.items["reader"].given.items():
+        assert run.target.tolist() == [0, 1, 2] and run.source.tolist() == runs[name].source[:3].tolist()
+        assert len(run.rows) == len(run.source_start) == len(run.target_start) == 3
 
 
 def test_busy_and_idle_are_explained() -> None:
