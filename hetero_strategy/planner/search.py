@@ -153,6 +153,8 @@ class Planner:
         least: dict[object, float] = {}
         end = time.monotonic() + seconds
         for proposal, other in lean:
+            if ranked and time.monotonic() > end:
+                break
             self._simulate(other, proposal.seconds, ranked)
             self._tell(len(chosen))
         for i, proposal in enumerate(chosen):
@@ -174,7 +176,7 @@ class Planner:
         ranked.sort(key=lambda r: r.seconds)
         if model is None:
             return Answer(tuple(ranked), self.proposer.considered, tie=self._tie)
-        return self._fitting(ranked, self.proposer.considered, model)
+        return self._fitting(ranked, self.proposer.considered, model, end)
 
     def _climb(self, ranked: list[Ranked], end: float) -> None:
         """Simulate the neighbours of the fastest, then those of the fastest that there is then, and so on; the next of
@@ -338,8 +340,10 @@ class Planner:
             return memory.of(self.evaluator.step(found.step.placed))
         return found
 
-    def _fitting(self, ranked: list[Ranked], considered: int, memory: MemoryModel) -> Answer:
-        """Leave out what needs too much memory, up to the first that does not, and try what needs less in its place."""
+    def _fitting(self, ranked: list[Ranked], considered: int, memory: MemoryModel, end: float) -> Answer:
+        """Leave out what needs too much memory, up to the first that does not, and try what needs less in its place:
+        when time is over only where nothing else is left.
+        """
         room, too_large, tried = self.room, list[Ranked](), 0.0
         while ranked:
             best = Answer(tuple(ranked), considered, tie=self._tie).best
@@ -356,7 +360,8 @@ class Planner:
             ranked.remove(best)
             too_large.append(known)
             for other in self.variants.leaner(best.candidate) if tried < VARIED else ():
-                if all(r.candidate != other for r in (*ranked, *too_large)):
+                late = ranked and time.monotonic() > end
+                if not late and all(r.candidate != other for r in (*ranked, *too_large)):
                     self._simulate(other, best.estimate, ranked)
                     tried += best.share
                     self._tell((VARIED - tried) / best.share)
@@ -393,6 +398,8 @@ class Planner:
             if best.seconds > behind(best) * fastest(ranked):
                 continue
             for other in ways(best.candidate):
+                if time.monotonic() > end:
+                    return
                 if other not in known:
                     self._simulate(other, best.estimate, ranked, worth * best.seconds)
                     tried += best.share

@@ -10,6 +10,7 @@ import pytest
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.planner.answer import Ranked
 from hetero_strategy.planner.evaluate import Candidate, Step
 from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.planner.search import Planner
@@ -98,3 +99,16 @@ def test_a_way_that_does_not_run_ends_no_plan() -> None:
     found, lean = made._that_fit([first, runs_not], Growing(float(made.room[0]), 4, 1))
     assert found and lean and all(proposal is first for proposal, _ in lean)
     assert "does not keep the budget" in str(made._why_none)
+
+
+def test_what_needs_less_memory_is_tried_while_there_is_time() -> None:
+    """Afterwards one, where nothing else is left."""
+    made = Planner(model(tp=(1,)), cluster(4), [batch(16)], balance=PLAIN, simulations=2)
+    proposals = [p for p in made.proposer.proposals() if made.variants.leaner(p.candidate)][:2]
+    made.proposer.proposals = lambda: proposals  # type: ignore[method-assign]
+    room = float(made.room[0])
+    answer = made.plan(memory=lambda: Growing(room, 4, 1), seconds=0.0)
+    assert len(answer.ranked) == 1 and not answer.too_large
+    step = Ranked(proposals[0].candidate, 1.0, 1.0)
+    answer = made._fitting([step], 1, Growing(room, 4, 1), 0.0)
+    assert len(answer.ranked) == len(answer.too_large) == 1
