@@ -15,9 +15,12 @@ import pytest
 import torch
 
 from hetero_strategy.errors import ConfigError, LayoutError
+from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.parallelize.offload import Offload
 from hetero_strategy.parallelize.storage import Storage
+from hetero_strategy.planner.answer import Answer, Ranked
+from hetero_strategy.planner.evaluate import Candidate
 from hetero_strategy.planner.hardware import DEVICES
 from hetero_strategy.planner.memory import CUDA
 from hetero_strategy.schedule.config import ScheduleConfig
@@ -80,6 +83,25 @@ def test_on_cuda_the_memory_of_its_device_is_kept_to_and_none_is_taken(
     monkeypatch.setitem(DEVICES, "h100", small)  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match=r"candidates that were simulated needs .*, with offload"):
         planned(strategy, model, trainer, storage, ScheduleConfig())
+
+
+def test_a_run_is_cut_where_its_plan_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(str(data(tmp_path)), steps=1)
+    with models_without_values():
+        model = model_of(job, vocabulary=512)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=2**40))
+    strategy: Any = SimpleNamespace(
+        root_device=torch.device("cuda", 0), num_nodes=1, num_processes=2, recompute={}, offload={}, compile={},
+        row_caches=SimpleNamespace(folders={}),
+    )  # fmt: skip
+    trainer: Any = SimpleNamespace(datamodule=datamodule(job), accumulate_grad_batches=1)
+    best = Candidate({name: ModuleLayout(2, pp=2 if name == "llm" else 1) for name in model.modules_by_name}, 2)
+    answer = Answer((Ranked(best, 1.0, 1.0),), 1)
+    monkeypatch.setattr("hetero_strategy.planner.search.Planner.plan", lambda *_, **__: answer)
+    chosen = planned(strategy, model, trainer, Storage(torch.bfloat16), ScheduleConfig())
+    split = chosen.layouts["llm"].split
+    assert split is not None and sum(split) == len(model.modules_by_name["llm"].blocks())
 
 
 def test_without_batches_to_plan_for_it_says_what_to_do() -> None:
