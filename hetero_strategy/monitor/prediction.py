@@ -23,7 +23,7 @@ from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.schedule.action import Action, Kind, Schedule, StageId
 from hetero_strategy.schedule.graph import PlannedCosts
 from hetero_strategy.simulator.links import Links, same_ranks
-from hetero_strategy.simulator.profile import Profile, TimedForward, fit_line
+from hetero_strategy.simulator.profile import Profile, TimedAction, fit_line
 from hetero_strategy.simulator.result import Host, Simulation
 from hetero_strategy.simulator.rows import Widths, rows_between
 from hetero_strategy.simulator.simulate import RowsSent, pairs, simulate
@@ -212,12 +212,12 @@ class Fitted:
         return sorted((draw() for _ in range(draws)), key=lambda simulation: simulation.time)[draws // 2]
 
 
-def samples(step: Ran, synchronous: Collection[StageId] = ()) -> Iterable[TimedForward]:
+def samples(step: Ran, synchronous: Collection[StageId] = ()) -> Iterable[TimedAction]:
     """What every instance took for every action, beside its planned FLOPs."""
     for action, seconds in durations(step.schedule, step.events, synchronous).items():
         flops = step.planned.of_instances(action) if action.microbatch >= 0 else np.zeros(len(seconds))
         for planned, measured in zip(flops, seconds, strict=True):
-            yield TimedForward(action.node.all_instances, action.kind, float(planned), float(measured))
+            yield TimedAction(action.node.all_instances, action.kind, float(planned), float(measured))
 
 
 def transfers(begun: Iterable[Start]) -> list[tuple[float, float]]:

@@ -26,7 +26,7 @@ from hetero_strategy.planner.propose import Proposal, Proposer
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import Degrees
 from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
-from hetero_strategy.planner.turns import BEHIND, LONG, by_turns, hopeless, in_turn, kinds, promising
+from hetero_strategy.planner.turns import BEHIND, by_turns, hopeless, in_turn, kinds, near, promising, usual
 from hetero_strategy.planner.variants import Allowed, Variants
 
 ROUNDS = 4
@@ -41,9 +41,6 @@ WORTH_ROWS = 0.99
 """Seconds with an encoder a step ahead, over those without, up to which it is worth the rows that are held."""
 CUTS = 2
 """Blocks that may move between stages of what is simulated, one after the other."""
-RETRIED = 1.15
-"""Seconds over the best up to which other ways to fill bubbles are tried, and other schedules of a long step, which
-then has small bubbles."""
 ON_SHARED_CORES = 0.05
 """As :attr:`Answer.tie`, where ranks share cores: predictions are off by as much in the median."""
 Progress = Callable[[int, int, float], None]
@@ -52,15 +49,6 @@ Progress = Callable[[int, int, float], None]
 
 def _nobody(*_: float) -> None:
     """Is told."""
-
-
-def _near(_: Ranked) -> float:
-    return RETRIED
-
-
-def usual(one: Ranked) -> float:
-    """Seconds over the best up to which other ways of a candidate are tried, where nothing else is said."""
-    return RETRIED if one.share > LONG else inf
 
 
 class Planner:
@@ -92,6 +80,10 @@ class Planner:
             raise ConfigError(
                 f"planner: the data has no items of {', '.join(sorted(unfed))}; take the module out of the model, or"
                 " take data that feeds it"
+            )
+        if empty := sum(not len(b.samples) for b in batches):
+            raise ConfigError(
+                f"planner: {empty} of the {len(batches)} global batches drawn have no samples; take data that fill one"
             )
         if not shape.samplewise:
             raise ConfigError("planner: the model has no language model, whose samples make microbatches; give layouts")
@@ -135,7 +127,8 @@ class Planner:
 
         Args:
             memory: makes what predicts how much the best need; None: the formula's bound is all that is known.
-            seconds: how long to simulate, the most promising first; at least one candidate is.
+            seconds: how long to simulate, the most promising first; at least one candidate is. What predicts memory is
+                not counted before the first of them, and not left out after the last.
 
         Raises:
             LayoutError: no candidate fits into memory, or none runs.
@@ -236,10 +229,10 @@ class Planner:
             )
         if len(ranked) > before:
             self._vary(self.variants.schedules, ranked, end, most=few)
-        self._vary(self.variants.fills, ranked, end, most=few + self._left(ranked), behind=_near)
-        self._vary(self.variants.whole, ranked, end, most=few + self._left(ranked), behind=_near)
+        self._vary(self.variants.fills, ranked, end, most=few + self._left(ranked), behind=near)
+        self._vary(self.variants.whole, ranked, end, most=few + self._left(ranked), behind=near)
         for _ in self.evaluator.shape.modules:
-            self._vary(self.variants.partly, ranked, end, most=few, behind=_near)
+            self._vary(self.variants.partly, ranked, end, most=few, behind=near)
 
     def _left(self, ranked: Sequence[Ranked]) -> float:
         """Simulations that may be made besides, where there were few proposals."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
+from math import inf
 from typing import TypeVar
 
 import numpy as np
@@ -19,6 +20,19 @@ BEHIND = 1.1
 """Seconds over the best so far from which a long step is not looked at any longer."""
 LONG = 1 / 2
 """Share from which a step is long: it is only simulated where it may become the best."""
+RETRIED = 1.15
+"""Seconds over the best up to which other ways to fill bubbles are tried, and other schedules of a long step, which
+then has small bubbles."""
+
+
+def near(_: Ranked) -> float:
+    """Seconds over the best up to which other ways of a candidate are tried that change little."""
+    return RETRIED
+
+
+def usual(one: Ranked) -> float:
+    """The same, where nothing else is said."""
+    return RETRIED if one.share > LONG else inf
 
 
 def by_turns(items: Iterable[T], seconds: Callable[[T], float], kind: Callable[[T], Hashable]) -> list[T]:

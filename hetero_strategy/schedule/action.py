@@ -68,8 +68,8 @@ class Stage:
     sharded: bool = False
     """Its parameters are gathered once per step (UNSHARD) and its gradients reduced once (REDUCE)."""
     whole: bool = False
-    """Its backward is never divided in I and W: each half of what is recomputed would run the forward again, and each
-    half of what is compiled the whole backward."""
+    """Its backward is never divided in I and W: each half of what is recomputed would run the forward again, each half
+    of what is compiled the whole backward, and each half of what is offloaded would fetch it from the host."""
     row_sharding: RowSharding = REPLICATED
     """How an instance's rows lie on its ranks."""
     members: Int64[np.ndarray, "instances"] | None = None

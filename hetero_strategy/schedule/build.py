@@ -179,6 +179,12 @@ def _pipelined(
                 f"schedule {policy.name!r}: the lists of {module}'s ranks wait for each other: what one of them has"
                 " first needs what another has later; give forwards and backwards of all ranks in orders that fit"
             )
+        fed = {target.module for source, target in graph.edges if source.module != target.module}
+        if fill not in ("fine", "search") and (waiting := [name for name in graph.filling if name in fed]):
+            raise ScheduleError(
+                f"{policy.name}: fill={fill!r} runs {', '.join(waiting)} around the pipeline, and what feeds that runs"
+                " between, on the same ranks: they wait for each other in a circle; use fill='fine'"
+            )
         raise ScheduleError(
             f"{policy.name}: microbatches of neighbouring modules wait for each other in a circle; "
             f"feeds must pair them in ascending order"

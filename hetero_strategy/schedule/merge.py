@@ -6,9 +6,8 @@ of starts is one order that every lane follows.
 
 Of several ready programs a lane takes a backward before a forward, and the one nearer to the sink first. Programs that
 fill come after all others, their forwards first where others wait for these, in the order of the microbatches that
-need them. Where a lane
-hosts an action that needs several lanes, the one that has waited longest comes first instead: such an action would
-never find all its lanes free otherwise. While it waits for them, a lane runs what ends in time.
+need them. Where a lane hosts an action that needs several lanes, what has waited longest comes first instead: such an
+action would never find all its lanes free otherwise. While it waits for them, a lane runs what ends in time.
 """
 
 from __future__ import annotations

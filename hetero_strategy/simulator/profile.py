@@ -14,7 +14,7 @@ from hetero_strategy.schedule.action import Action, Kind, Schedule, StageId
 from hetero_strategy.schedule.graph import PlannedCosts
 
 
-class TimedForward(NamedTuple):
+class TimedAction(NamedTuple):
     """One action that ran."""
 
     node: StageId
@@ -36,7 +36,7 @@ class Profile:
     about the action.
     """
 
-    def __init__(self, samples: Iterable[TimedForward]) -> None:
+    def __init__(self, samples: Iterable[TimedAction]) -> None:
         self._lines = {key: _fit(points) for key, points in _points(samples).items()}
 
     def costs(self, planned: PlannedCosts, action: Action) -> Float64[np.ndarray, "instances"] | float:
@@ -46,7 +46,7 @@ class Profile:
             return constant
         return constant + slope * planned.of_instances(action)
 
-    def scatter(self, samples: Iterable[TimedForward]) -> Scatter:
+    def scatter(self, samples: Iterable[TimedAction]) -> Scatter:
         """Divide samples by what their lines predict."""
         found = {}
         for key, points in _points(samples).items():
@@ -79,7 +79,7 @@ class Profile:
         return costs
 
 
-def _points(samples: Iterable[TimedForward]) -> dict[tuple[StageId, Kind], np.ndarray]:
+def _points(samples: Iterable[TimedAction]) -> dict[tuple[StageId, Kind], np.ndarray]:
     """(stage, kind) -> (FLOPs, seconds) of its samples, float64 ``[n, 2]``."""
     found: dict[tuple[StageId, Kind], list[tuple[float, float]]] = defaultdict(list)
     for sample in samples:

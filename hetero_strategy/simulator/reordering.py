@@ -26,13 +26,13 @@ class Reorderer:
     """Finds in which order a step should run its microbatches.
 
     An order is judged by the cost of each action's slowest instance (of cohorts the mean), as if transfers took no time
-    and every module computed the microbatches of the step.
+    and every module, even one that runs a step ahead, computed the microbatches of the step.
 
     Two things may depend on the order: which microbatches a module skips, and how modules on the same ranks take turns.
     The search looks at a schedule in which skipped microbatches run in no time and turns are taken as for equal
-    microbatches. Then the schedules of the order found and of the planned order are really made and the better one is
-    returned, so that no order takes longer than the planned one. With ``fill="search"`` they are made as for ``fine``;
-    the better one is searched, and so is an order that suits what was found.
+    microbatches. Where it may differ, the schedules of the order found and of the planned order are made and the better
+    one is returned, so that none takes longer than the planned one as judged here. With ``fill="search"`` they are made
+    as for ``fine``; the better one is searched, and so is an order that suits what was found.
 
     It takes about 20 ms for 8 ranks and 32 microbatches on disjoint ranks, and more for the first step of a length.
 

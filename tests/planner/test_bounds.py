@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hetero_strategy.errors import LayoutError
+from hetero_strategy.errors import ConfigError, LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.planner.answer import Ranked
-from hetero_strategy.planner.evaluate import Candidate, Step
+from hetero_strategy.planner.evaluate import Candidate, Step, first_samples
 from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.planner.search import Planner
 from tests.planner.models import batch, cluster, model
@@ -112,3 +112,8 @@ def test_what_needs_less_memory_is_tried_while_there_is_time() -> None:
     step = Ranked(proposals[0].candidate, 1.0, 1.0)
     answer = made._fitting([step], 1, Growing(room, 4, 1), 0.0)
     assert len(answer.ranked) == len(answer.too_large) == 1
+
+
+def test_a_batch_without_samples_is_named() -> None:
+    with pytest.raises(ConfigError, match="1 of the 2 global batches drawn have no samples"):
+        Planner(model(), cluster(2), [batch(4), first_samples(batch(4), 0)], balance=PLAIN)

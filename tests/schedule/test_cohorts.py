@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from hetero_strategy.errors import ScheduleError
+from hetero_strategy.layout.placement import place
 from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId, StepWork
+from hetero_strategy.schedule.action import Action, Schedule, Span, StageGraph, StageId, StepWork
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
 from hetero_strategy.schedule.config import ScheduleConfig
@@ -176,3 +177,17 @@ def test_a_plan_brings_no_filling_that_other_options_refuse() -> None:
         merged = ScheduleConfig(**asked).instead_of_auto(planned)
         assert not merged.fills and not merged.pieces
         assert all(getattr(merged, name) == value for name, value in asked.items())
+
+
+def test_coarse_where_what_fills_waits_for_what_does_not_is_refused_with_a_way_out() -> None:
+    """An encoder with virtual stages feeds one that fills, on the ranks of both."""
+    names, edges = ("vision", "reader", "llm"), [("vision", "reader"), ("reader", "llm")]
+    piped = ModuleLayout((0, 1), pp=2, vpp=2)
+    given = place({"vision": piped, "reader": ModuleLayout((0, 1), dp_shard=2), "llm": piped}, 2).layouts
+    stages = {StageId(n, i): True for n, layout in given.items() for i in range(layout.pipeline.stages)}
+    made = stage_graph(names, edges, given, stages, stages, apart={"reader"})
+    step = StepWork({n: tuple(Span(i, i, i) for i in range(4)) for n in names},
+                    {edge: tuple((i, i) for i in range(4)) for edge in edges})  # fmt: skip
+    assert make_schedule("interleaved_1f1b", made, step, fill="fine").starts
+    with pytest.raises(ScheduleError, match=r"fill='coarse' runs reader around the pipeline.*use fill='fine'"):
+        make_schedule("interleaved_1f1b", made, step, fill="coarse")

@@ -9,7 +9,7 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.plan.step_plan import Assignment, StepItems, StepMetadata, StepPlan
 from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.schedule.graph import PlannedCosts, StageCost, stage_graph
-from hetero_strategy.simulator.profile import Profile, TimedForward
+from hetero_strategy.simulator.profile import Profile, TimedAction
 
 NODE = StageId("llm", 0)
 
@@ -31,8 +31,8 @@ def planned(lengths: list[list[int]], cost: StageCost = TEN) -> PlannedCosts:
 
 
 def test_a_line_is_found_again() -> None:
-    samples = [TimedForward(NODE, "F", flops, 0.5 + 2e-3 * flops) for flops in (100.0, 300.0, 700.0)]
-    samples += [TimedForward(NODE, "REDUCE", 0.0, 0.25)]
+    samples = [TimedAction(NODE, "F", flops, 0.5 + 2e-3 * flops) for flops in (100.0, 300.0, 700.0)]
+    samples += [TimedAction(NODE, "REDUCE", 0.0, 0.25)]
     profile = Profile(samples)
     seconds = profile.costs(planned([[10, 20], [50]]), Action("F", NODE, 0))
     assert seconds == pytest.approx([0.5 + 2e-3 * 300, 0.5 + 2e-3 * 500])
@@ -41,8 +41,8 @@ def test_a_line_is_found_again() -> None:
 
 
 def test_a_process_that_lost_the_processor_does_not_count() -> None:
-    true = [TimedForward(NODE, "F", 100.0 * k, 1e-3 * k) for k in range(1, 9)]
-    disturbed = [TimedForward(NODE, "F", 400.0, 1.0)]
+    true = [TimedAction(NODE, "F", 100.0 * k, 1e-3 * k) for k in range(1, 9)]
+    disturbed = [TimedAction(NODE, "F", 400.0, 1.0)]
     cost = Profile(true + disturbed).costs(planned([[40]]), Action("F", NODE, 0))
     assert cost == pytest.approx([4e-3], rel=0.05)
 
