@@ -408,13 +408,9 @@ def first_samples(metadata: StepMetadata, count: int) -> StepMetadata:
     items, units = {}, {name: int(np.searchsorted(table.sample, count)) for name, table in metadata.items.items()}
     for name, table in metadata.items.items():
         cut = _some(table, slice(units[name]))
-        if table.given is not None:
-            runs = {
-                source: _some(run, (run.target < units[name]) & (run.source < units.get(source, count)))
-                for source, run in table.given.items()
-            }
-            cut = replace(cut, given=runs)
-        items[name] = cut
+        runs = {source: (run, run.source < units.get(source, count)) for source, run in (table.given or {}).items()}
+        given = {source: _some(run, fed & (run.target < units[name])) for source, (run, fed) in runs.items()}
+        items[name] = replace(cut, given=given) if given else cut
     return replace(
         metadata,
         samples=metadata.samples[:count],

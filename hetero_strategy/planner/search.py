@@ -127,8 +127,7 @@ class Planner:
 
         Args:
             memory: makes what predicts how much the best need; None: the formula's bound is all that is known.
-            seconds: how long to simulate, the most promising first; at least one candidate is. What predicts memory is
-                not counted before the first of them, and not left out after the last.
+            seconds: how long to simulate, the most promising first; at least one is. Memory is looked at besides.
 
         Raises:
             LayoutError: no candidate fits into memory, or none runs.
@@ -299,9 +298,7 @@ class Planner:
     def _runs(self, candidate: Candidate) -> bool:
         """Whether its layouts go with what a person asks of the schedule, as far as that depends on them alone."""
         asked = self.evaluator.asked
-        if asked.pieces or asked.prefetch or asked.islands > 1:
-            return self._placed(candidate)
-        return True
+        return not (asked.pieces or asked.prefetch or asked.islands > 1) or self._placed(candidate)
 
     def _placed(self, candidate: Candidate) -> bool:
         try:
