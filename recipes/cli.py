@@ -6,6 +6,7 @@ import functools
 import hashlib
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -201,7 +202,7 @@ def of_no_experiment(arguments: list[str]) -> list[str]:
     """Command-line arguments; where they name a run, whose configuration holds, groups that they choose are as in conf/
     and not as the default experiment changes them.
     """
-    runs = any(argument.startswith(("resume=", "run=")) for argument in arguments)
+    runs = any(re.match(r"(resume|run)=(?!(null)?$)", argument) for argument in arguments)
     said = any(argument.startswith("experiment=") for argument in arguments)
     return [*arguments, *([NO_EXPERIMENT] if runs and not said else [])]
 

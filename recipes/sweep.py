@@ -11,6 +11,7 @@ import math
 import netrc
 import os
 import random
+import re
 import sys
 from collections.abc import Mapping
 from datetime import datetime
@@ -102,7 +103,7 @@ def _typed(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_typed, value)) + "]"
     if isinstance(value, str):
-        return "'" + value.replace("'", "\\'") + "'"
+        return "'" + re.sub(r"(\\*)('|$)", lambda end: 2 * end[1] + ("\\'" if end[2] else ""), value) + "'"
     return "null" if value is None else str(value)
 
 

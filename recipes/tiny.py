@@ -28,4 +28,6 @@ class TinyLlama(TitanLlama):
 def tiny_llama(**fields: Any) -> TinyLlama:
     """A :class:`TinyLlama` with the fields of :func:`hetero_strategy.zoo.titan_llama`."""
     made = titan_llama(**fields)
-    return TinyLlama(made.args, checkpoint=made.checkpoint, before=made.before)
+    tiny = TinyLlama(made.args, checkpoint=made.checkpoint, before=made.before)
+    tiny.token_ids = made.token_ids
+    return tiny

@@ -86,7 +86,7 @@ class Checkpointer:
         told = {METADATA: metadata} if team.rank == 0 else {}
         if rank_state is not None:
             told[f"{rank_stem(team.rank)}.state"] = rank_state
-        with _or_discarded(team, temporary):
+        with _or_discarded(temporary):
             owned = team.together(lambda: _taken(tensors))
             plan, self._plan = self._plan, None  # none on any rank if this save fails on one
             if not team.everywhere(plan is not None and plan.owned == owned):
@@ -161,7 +161,7 @@ def _write(
         folders.publish(temporary, index.path)
         return [None] * team.size
 
-    with _or_discarded(team, temporary):
+    with _or_discarded(temporary):
         team.centrally(files, publish)
 
 
@@ -180,7 +180,7 @@ def _begin(path: Path) -> tuple[Path, Path]:
 
 
 @contextmanager
-def _or_discarded(team: AllOrNone, temporary: Path) -> Iterator[None]:
+def _or_discarded(temporary: Path) -> Iterator[None]:
     """Delete the temporary folder if something goes wrong, wherever a rank has made it."""
     try:
         yield

@@ -2,7 +2,9 @@
 
 A template is rendered with a mark in place of each turn's text, so what it adds is told from what the turns say:
 special tokens in the former are tokens, in the latter they are text. The loss is on an answer and on the special token
-that the template writes behind it, with which an instruct model ends its turn.
+that the template writes behind it, with which an instruct model ends its turn. What it writes around the true texts is
+compared: a template that looks into them, as those that take reasoning out of earlier answers, is refused where it
+changes one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing_extensions import override
 
 from hetero_strategy.data.manifest import Turn
 from hetero_strategy.errors import ConfigError, DataError
@@ -51,7 +54,8 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, specials: Collection[str], variables: dict[str, Any]) -> None:
-        self.source, self._variables = source, {"add_generation_prompt": False, **variables}
+        self.source, self._made_of = source, (source, specials, variables)
+        self._variables = {"add_generation_prompt": False, **variables}
         longest_first = sorted(specials, key=len, reverse=True)
         self._specials = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if specials else None
         environment = ImmutableSandboxedEnvironment(
@@ -65,22 +69,20 @@ class ChatTemplate:
         except TemplateError as error:
             raise ConfigError(f"chat_template: not a Jinja template: {error}") from None
 
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A compiled template cannot be pickled: it is compiled again."""
+        return ChatTemplate, self._made_of
+
     def written(self, turns: Sequence[Turn]) -> list[Written]:
         """Return the conversation as the template writes it.
 
         Raises:
-            DataError: the template refuses it, leaves a turn out or repeats one, or lets an answer end without a
-                special token.
+            DataError: the template refuses it, leaves a turn out, repeats or changes one, or lets an answer end without
+                a special token.
         """
-        messages = [
-            {"role": ROLES.get(turn.role, turn.role), "content": f"{_SPACE}\ue000{number}\ue001{_SPACE}"}
-            for number, turn in enumerate(turns)
-        ]
-        try:
-            rendered = self._template.render(messages=messages, **self._variables)
-        except TemplateError as error:
-            raise DataError(f"the chat template refuses the conversation: {error}") from None
-        around = _MARK.split(rendered)
+        marks = [f"{_SPACE}\ue000{number}\ue001{_SPACE}" for number in range(len(turns))]
+        around = _MARK.split(self._rendered(turns, marks))
         numbers = list(map(int, around[2::4]))
         if numbers != list(range(len(turns))):
             lost = next((n for n in range(len(turns)) if numbers.count(n) != 1), 0)
@@ -94,7 +96,21 @@ class ChatTemplate:
             text = turn.text if before else turn.text.lstrip()
             pieces.append(Written(text if after else text.rstrip(), False, turn.role == "gpt"))
             pieces += self._ending(rest) if turn.role == "gpt" else self._added(rest)
+        if "".join(piece.text for piece in pieces) != self._rendered(turns, [turn.text for turn in turns]):
+            raise DataError(
+                "the chat template changes a turn for what is in it, such as reasoning in <think>; write turns as the"
+                " template leaves them, or take one that does not"
+            )
         return _joined(pieces)
+
+    def _rendered(self, turns: Sequence[Turn], texts: Sequence[str]) -> str:
+        messages = [
+            {"role": ROLES.get(turn.role, turn.role), "content": text} for turn, text in zip(turns, texts, strict=True)
+        ]
+        try:
+            return self._template.render(messages=messages, **self._variables)
+        except Exception as error:  # a template may fail in any way
+            raise DataError(f"the chat template refuses the conversation: {error}") from None
 
     def _added(self, text: str) -> list[Written]:
         """What the template adds, special tokens apart."""
@@ -130,7 +146,7 @@ def read_template(chat_template: str, folder: Path) -> str:
     if chat_template != "auto":
         raise ConfigError(f"chat_template: {file} is missing; give a Jinja file, or auto for the tokenizer's own")
     config = folder / "tokenizer_config.json"
-    found = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+    found = read_json(config).get("chat_template")
     if isinstance(found, list):  # several by name
         found = {one["name"]: one["template"] for one in found}.get("default")
     if not isinstance(found, str):
@@ -138,6 +154,17 @@ def read_template(chat_template: str, folder: Path) -> str:
             f"chat_template: neither {file} nor {config} has one; name a Jinja file, or leave chat_template out"
         )
     return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object beside the tokenizer; an empty one if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"tokenizer: {path} is not JSON: {error}") from None
+    return content
 
 
 def _joined(pieces: Sequence[Written]) -> list[Written]:

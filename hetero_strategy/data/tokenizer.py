@@ -13,16 +13,15 @@ turns say.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from hetero_strategy.data.chat_template import ChatTemplate, Written, read_template
+from hetero_strategy.data.chat_template import ChatTemplate, Written, read_json, read_template
 from hetero_strategy.data.manifest import Turn, placeholder
 from hetero_strategy.errors import ConfigError, DataError
 
@@ -81,7 +80,7 @@ class ChatTokenizer:
         self.tokenizer.no_truncation()  # whoever saved the file may have left them on
         self.tokenizer.no_padding()
         self.bos = self._stock_token("bos") if bos == "auto" else bos
-        self.eos = (self._stock_token("eos") or USUAL["eos"][0]) if eos == "auto" else eos
+        self.eos = eos if eos not in (None, "auto") else self._stock_token("eos") or USUAL["eos"][0]
         self._placeholders = dict(placeholders or {})
         self.bos_id = None if self.bos is None else self._special("bos", self.bos)
         self.eos_id = self._special("eos", self.eos)
@@ -158,7 +157,7 @@ class ChatTokenizer:
                 if kind == "text":
                     new = next(encodings).ids
                 elif kind == "token":
-                    new = [self._special("chat_template", value)]
+                    new = [self._special("special token", value)]
                 else:
                     new = [self.placeholder_id(value)] * int(fields[value][len(starts[value])])
                     starts[value].append(len(ids))
@@ -197,7 +196,7 @@ class ChatTokenizer:
     def _stock_token(self, name: str) -> str | None:
         """The token that the tokenizer's files or its vocabulary name for ``bos`` or ``eos``; None: there is none."""
         for file in ("tokenizer_config.json", "special_tokens_map.json"):
-            content = _read(self.path.with_name(file))
+            content = read_json(self.path.with_name(file))
             if name == "bos" and content.get("add_bos_token") is False:
                 return None
             token = content.get(f"{name}_token")
@@ -214,14 +213,3 @@ class ChatTokenizer:
                 f" ({', '.join(known[:12]) or 'none'}) or add it with Tokenizer.add_special_tokens and save"
             )
         return int(number)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Read a JSON object beside the tokenizer; an empty one if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"tokenizer: {path} is not JSON: {error}") from None
-    return content

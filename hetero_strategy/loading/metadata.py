@@ -73,13 +73,16 @@ def with_own_units(
     metadata: StepMetadata, kinds: Mapping[str, ModuleKind], edges: Collection[tuple[str, str]]
 ) -> StepMetadata:
     """A global batch with the units of modules that read no files; their kinds say what these are."""
-    items = dict(metadata.items)
-    for name, kind in kinds.items():
-        if name not in items and not kind.samplewise:
-            sources = [source for source, target in edges if target == name]
-            items[name] = kind.units(metadata, sources)
-            check_units(name, items[name], replace(metadata, items=items), sources)
-    return replace(metadata, items=items)
+    sources = {
+        name: [source for source, target in edges if target == name]
+        for name, kind in kinds.items()
+        if name not in metadata.items and not kind.samplewise
+    }
+    own = {name: kinds[name].units(metadata, fed_by) for name, fed_by in sources.items()}
+    metadata = replace(metadata, items={**metadata.items, **own})
+    for name, fed_by in sources.items():
+        check_units(name, own[name], metadata, fed_by)
+    return metadata
 
 
 def expanded(

@@ -20,14 +20,14 @@ def container(module: nn.Module, block_list: str) -> nn.Module:
     Raises:
         ModelError: the module has no part of this name.
     """
-    found = dict(module.named_modules()).get(block_list)
-    if found is None:
+    try:
+        return module.get_submodule(block_list)
+    except AttributeError:
         lists = [n for n, part in module.named_modules() if isinstance(part, (nn.ModuleList, nn.ModuleDict))]
         raise ModelError(
             f"{type(module).__name__}: block_list = {block_list!r}, but it has no part of that name; its lists of parts"
             f" are {', '.join(lists) or 'none'}"
-        )
-    return found
+        ) from None
 
 
 def tp_faults(

@@ -56,8 +56,8 @@ def check_trainer(trainer: Trainer) -> None:
             " that is still being written, and a run that ends meanwhile leaves no last one; set save_last=True or"
             " async_checkpoint=False"
         )
-    for owner in (*(c for c in callbacks if isinstance(c, Checkpoint)), trainer):
-        check_folder(getattr(owner, "dirpath", None) or trainer.default_root_dir)
+    for saving in (c for c in callbacks if isinstance(c, Checkpoint)):
+        check_folder(getattr(saving, "dirpath", None) or trainer.default_root_dir)
     for callback in callbacks:
         for kind, why in CALLBACKS.items():
             if isinstance(callback, kind):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -100,6 +101,8 @@ def test_a_template_that_trims_and_ends_with_eos(folder: Path) -> None:
     encoded = tokenizer.encode_batch([turns(talk)], [{}])[0]
     assert texts(tokenizer, encoded, False) == ["[user]1[assistant]", "[user]3[assistant]"]
     assert texts(tokenizer, encoded, True) == ["2 <eos>", "4 <eos>"]
+    sent = pickle.loads(pickle.dumps(tokenizer)).encode_batch([turns(talk)], [{}])[0]
+    assert sent.ids.tolist() == encoded.ids.tolist()
 
 
 @pytest.mark.parametrize(
@@ -111,6 +114,11 @@ def test_a_template_that_trims_and_ends_with_eos(folder: Path) -> None:
         ("{% for m in messages %}{{ m.content }}\nEND[end]{% endfor %}", "no special token right behind an answer"),
         ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "no special token right behind an answer"),
         ("{{ messages[5].content }}", "refuses the conversation: "),
+        ("{{ messages[0].content + 1 }}", "refuses the conversation: can only concatenate"),
+        (
+            "{% for m in messages %}{{ '<think></think>' if m.content != '2' }}{{ m.content }}[end]{% endfor %}",
+            "changes a turn for what is in it",
+        ),
     ],
 )
 def test_a_conversation_that_it_cannot_write_is_a_fault(folder: Path, digits: Path, template: str, words: str) -> None:

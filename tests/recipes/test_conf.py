@@ -491,9 +491,9 @@ def test_a_run_that_goes_on_in_other_layouts_is_scheduled_for_these(
     found = goes_on(monkeypatch, tmp_path, before, "strategy.schedule=1f1b", "layout=colocated").strategy
     assert found.schedule == "1f1b"
     arguments = cli.of_no_experiment([f"resume={tmp_path}", "trainer=default"])
-    assert cli.of_no_experiment(arguments) == arguments and cli.of_no_experiment(["trainer=default"]) == [
-        "trainer=default"
-    ]
+    assert cli.of_no_experiment(arguments) == arguments
+    for others in (["trainer=default"], ["resume=null"], ["run="]):
+        assert cli.of_no_experiment(others) == others
     found = goes_on(monkeypatch, tmp_path, before, *arguments)
     assert before.trainer.accelerator == "cpu" and found.trainer.accelerator == "auto" and "experiment" not in found
     with pytest.raises(ConfigError, match=r"experiment: .* has its configuration; name the fields to change"):
