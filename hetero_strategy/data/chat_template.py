@@ -1,17 +1,17 @@
 """Chat templates of Hugging Face tokenizers: which text stands around the turns of a conversation.
 
 A template is rendered with a mark in place of each turn's text, so what it adds is told from what the turns say:
-special tokens in the former are tokens, in the latter they are text. The loss is on an answer and on the special token
-that the template writes behind it, with which an instruct model ends its turn. What it writes around the true texts is
-compared: a template that looks into them, as those that take reasoning out of earlier answers, is refused where it
-changes one.
+special tokens in the former are tokens, in the latter they are text. The loss is on an answer and on the token that the
+template writes behind it, with which an instruct model ends its turn. What it writes around the true texts is compared:
+a template that looks into them, as those that take reasoning out of earlier answers, is refused where it changes one.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from hetero_strategy.errors import ConfigError, DataError
 
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 """What templates call the roles of a manifest."""
+DAY = datetime(2024, 7, 26)
+"""On which every template is written: token ids may not follow from the day on which a data set is indexed."""
 _SPACE = "\u2003"  # one that no template writes, and that is missing where a template trims
 _MARK = re.compile(f"({_SPACE}?)\ue000(\\d+)\ue001({_SPACE}?)")
 _GENERATION = re.compile(r"{%([-+]?)\s*(end)?generation\s*([-+]?)%}")
@@ -34,7 +36,7 @@ class Written(NamedTuple):
 
     text: str
     token: bool
-    """Whether it is a special token, and not text."""
+    """Whether it is a token of its own that the template adds, and not text."""
     learn: bool
     """Whether it is to be predicted."""
 
@@ -42,32 +44,33 @@ class Written(NamedTuple):
 class ChatTemplate:
     """A Jinja template as in ``chat_template.jinja`` or ``tokenizer_config.json``.
 
-    It is rendered in a sandbox without a clock: a template that writes the date writes the one it falls back to.
+    It is rendered in a sandbox in which it is always the same day, 26 July 2024, as Llama's falls back to.
 
     Args:
         source: text of the template.
-        specials: special tokens of the tokenizer.
+        added: tokens that the tokenizer knows as a whole, and of each whether it is special.
         variables: what it may name beside ``messages``, such as ``bos_token``.
 
     Raises:
         ConfigError: it is no Jinja template.
     """
 
-    def __init__(self, source: str, specials: Collection[str], variables: dict[str, Any]) -> None:
-        self.source, self._made_of = source, (source, specials, variables)
-        self._variables = {"add_generation_prompt": False, **variables}
-        longest_first = sorted(specials, key=len, reverse=True)
-        self._specials = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if specials else None
+    def __init__(self, source: str, added: Mapping[str, bool], variables: Mapping[str, Any]) -> None:
+        self.source, self._made_of = source, (source, added, variables)
+        self._variables = {"add_generation_prompt": False, "tools": None, "documents": None, **variables}
+        self._tokens, self._specials = _any_of(added), _any_of([token for token, special in added.items() if special])
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _refuse
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": DAY.strftime}
         try:  # where a template says what a model generates, that is an answer, which is known here
             plain = _GENERATION.sub(lambda tag: f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}", source)
             self._template = environment.from_string(plain)
         except TemplateError as error:
             raise ConfigError(f"chat_template: not a Jinja template: {error}") from None
+        self._lists = False
+        self._lists = not self._takes_text()
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
@@ -103,9 +106,24 @@ class ChatTemplate:
             )
         return _joined(pieces)
 
+    def names_special(self, turns: Sequence[Turn]) -> bool:
+        """Whether a turn holds text that looks like a special token."""
+        return self._specials is not None and any(self._specials.search(turn.text) for turn in turns)
+
+    def _takes_text(self) -> bool:
+        """Whether contents are texts. Else, as in templates for pictures, they are lists of parts."""
+        try:
+            return "12" in self._rendered([Turn("human", "12"), Turn("gpt", "3")], ["12", "3"])
+        except DataError:
+            return False
+
     def _rendered(self, turns: Sequence[Turn], texts: Sequence[str]) -> str:
         messages = [
-            {"role": ROLES.get(turn.role, turn.role), "content": text} for turn, text in zip(turns, texts, strict=True)
+            {
+                "role": ROLES.get(turn.role, turn.role),
+                "content": [{"type": "text", "text": text}] if self._lists else text,
+            }
+            for turn, text in zip(turns, texts, strict=True)
         ]
         try:
             return self._template.render(messages=messages, **self._variables)
@@ -113,17 +131,17 @@ class ChatTemplate:
             raise DataError(f"the chat template refuses the conversation: {error}") from None
 
     def _added(self, text: str) -> list[Written]:
-        """What the template adds, special tokens apart."""
-        parts = self._specials.split(text) if self._specials else [text]
+        """What the template adds, tokens apart."""
+        parts = self._tokens.split(text) if self._tokens else [text]
         return [Written(part, bool(n % 2), False) for n, part in enumerate(parts) if part]
 
     def _ending(self, text: str) -> list[Written]:
-        """What follows an answer: up to the first special token it is learnt."""
+        """What follows an answer: up to the first token it is learnt."""
         pieces = self._added(text)
         end = next((n for n, piece in enumerate(pieces) if piece.token), None)
         if end is None or any(piece.text.strip() for piece in pieces[:end]):
             raise DataError(
-                "the chat template writes no special token right behind an answer, so a model would not learn to end"
+                "the chat template writes no token of its own right behind an answer, so a model would not learn to end"
                 " it; use a template that does"
             )
         return [piece._replace(learn=n <= end) for n, piece in enumerate(pieces)]
@@ -133,8 +151,8 @@ def read_template(chat_template: str, folder: Path) -> str:
     """Return the text of a template.
 
     Args:
-        chat_template: ``auto``: the one beside the tokenizer, ``chat_template.jinja`` or in ``tokenizer_config.json``;
-            else a file.
+        chat_template: ``auto``: the one beside the tokenizer, ``chat_template.jinja`` or in ``chat_template.json`` or
+            ``tokenizer_config.json``; else a file.
         folder: the tokenizer's.
 
     Raises:
@@ -146,7 +164,7 @@ def read_template(chat_template: str, folder: Path) -> str:
     if chat_template != "auto":
         raise ConfigError(f"chat_template: {file} is missing; give a Jinja file, or auto for the tokenizer's own")
     config = folder / "tokenizer_config.json"
-    found = read_json(config).get("chat_template")
+    found = read_json(folder / "chat_template.json").get("chat_template") or read_json(config).get("chat_template")
     if isinstance(found, list):  # several by name
         found = {one["name"]: one["template"] for one in found}.get("default")
     if not isinstance(found, str):
@@ -178,9 +196,14 @@ def _joined(pieces: Sequence[Written]) -> list[Written]:
     return joined
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+def _any_of(tokens: Collection[str]) -> re.Pattern[str] | None:
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if tokens else None
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """As transformers writes it: jinja2's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _refuse(message: str) -> None:

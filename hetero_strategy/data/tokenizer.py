@@ -7,8 +7,11 @@ Without a chat template the form is the same for every model::
 A ``system`` turn is written like a human one. Every turn but the last is followed by a newline, a ``gpt`` turn first
 by ``<eos>``. The loss is on the text of ``gpt`` turns and their ``<eos>``, nothing else. Each piece of text between
 special tokens is tokenised on its own, so the mask is exact for any tokenizer. Text that merely looks like a special
-token is tokenised as text. With a chat template (:mod:`hetero_strategy.data.chat_template`) the same holds of what its
-turns say.
+token is tokenised as text.
+
+With a chat template (:mod:`hetero_strategy.data.chat_template`) all text between two items is tokenised as a whole, and
+the loss is on tokens with any character of an answer or its end. Only where a turn's text looks like a special token it
+is done in pieces, as above.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -87,9 +90,8 @@ class ChatTokenizer:
         self._template: ChatTemplate | None = None
         if chat_template is not None:
             source = read_template(str(chat_template), self.path.parent)
-            known = [t.content for t in self.tokenizer.get_added_tokens_decoder().values() if t.special]
-            named = {"bos_token": self.bos or "", "eos_token": self.eos or ""}
-            self._template = ChatTemplate(source, known, named)
+            added = {t.content: t.special for t in self.tokenizer.get_added_tokens_decoder().values()}
+            self._template = ChatTemplate(source, added, self._named(bos, eos))
 
     @property
     def vocab_size(self) -> int:
@@ -148,12 +150,21 @@ class ChatTokenizer:
                 parts.append([])
         texts = [text for sample in parts for kind, text, _ in sample if kind == "text"]
         encodings = iter(self.tokenizer.encode_batch(texts, add_special_tokens=False))
+        self.tokenizer.encode_special_tokens = False
+        texts = [text for sample in parts for kind, text, _ in sample if kind == "whole"]
+        wholes = iter(self.tokenizer.encode_batch(texts, add_special_tokens=False))
+        self.tokenizer.encode_special_tokens = True
         encoded = []
         for sample, fields in zip(parts, rows, strict=True):
             ids: list[int] = []
             loss: list[bool] = []
             starts: dict[str, list[int]] = {name: [] for name in fields}
             for kind, value, learn in sample:
+                if kind == "whole":
+                    whole = next(wholes)
+                    ids += whole.ids
+                    loss += _learnt(whole.offsets, len(value), learn)
+                    continue
                 if kind == "text":
                     new = next(encodings).ids
                 elif kind == "token":
@@ -169,8 +180,10 @@ class ChatTokenizer:
             encoded.append(Encoded(np.array(ids, np.int32), mask, arrays))
         return encoded
 
-    def _parts(self, turns: Sequence[Turn], fields: Mapping[str, Sequence[int]]) -> list[tuple[str, str, bool]]:
-        """Pieces as (``text``, ``token`` or ``item``; the text, token or field; whether it is learnt)."""
+    def _parts(self, turns: Sequence[Turn], fields: Mapping[str, Sequence[int]]) -> list[tuple[str, str, Any]]:
+        """Pieces as (``text``, ``token`` or ``item``; the text, token or field; whether it is learnt), or, in place of
+        the first two, (``whole``; the text, tokens in it; first and last character of what is learnt of it).
+        """
         marks = {placeholder(name): name for name in fields}
         pattern = re.compile("(" + "|".join(map(re.escape, marks)) + ")") if marks else None
         parts = []
@@ -180,7 +193,18 @@ class ChatTokenizer:
                     parts.append(("item", marks[piece], False))
                 elif piece:
                     parts.append(("token" if token else "text", piece, learn))
-        return parts
+        return parts if self._template is None or self._template.names_special(turns) else _as_wholes(parts)
+
+    def _named(self, bos: str | None, eos: str) -> dict[str, str]:
+        """What a chat template calls ``bos_token`` and the like: as the tokenizer's files or a person have it."""
+        named: dict[str, str] = {"bos_token": self.bos or "", "eos_token": self.eos}
+        for file in ("special_tokens_map.json", "tokenizer_config.json"):
+            for name, token in read_json(self.path.with_name(file)).items():
+                said = token.get("content") if isinstance(token, dict) else token
+                if name.endswith("_token") and isinstance(said, str):
+                    named[name] = said
+        given = {"bos_token": bos or "", "eos_token": eos}
+        return named | {name: token for name, token in given.items() if token != "auto"}
 
     def _plain(self, turns: Sequence[Turn]) -> list[Written]:
         """The conversation in the form that is the same for every model."""
@@ -213,3 +237,27 @@ class ChatTokenizer:
                 f" ({', '.join(known[:12]) or 'none'}) or add it with Tokenizer.add_special_tokens and save"
             )
         return int(number)
+
+
+def _as_wholes(parts: Sequence[tuple[str, str, Any]]) -> list[tuple[str, str, Any]]:
+    """What stands between two items in one."""
+    found: list[tuple[str, str, Any]] = []
+    for kind, value, learn in parts:
+        if kind == "item":
+            found.append((kind, value, learn))
+            continue
+        if not found or found[-1][0] == "item":
+            found.append(("whole", "", []))
+        _, text, spans = found[-1]
+        found[-1] = ("whole", text + value, [*spans, (len(text), len(text) + len(value))] if learn else spans)
+    return found
+
+
+def _learnt(offsets: Sequence[tuple[int, int]], size: int, spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """Whether each token, from one character of a text to another, has any of the spans."""
+    counted = np.zeros(size + 1, np.int64)
+    for first, last in spans:
+        counted[first + 1 : last + 1] = 1
+    before = np.cumsum(counted)
+    ends = np.array(offsets, np.int64).reshape(-1, 2)
+    return (before[ends[:, 1]] > before[ends[:, 0]]).tolist()

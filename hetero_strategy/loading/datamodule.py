@@ -75,18 +75,16 @@ class MultimodalDataModule(L.LightningDataModule):
         seed: of the order of training samples.
         shuffle: permute training samples anew in every epoch.
         drop_last: leave out the last training step of an epoch if it is not full.
-        num_workers, prefetch_factor, pin_memory: processes that make steps beside training, steps that each of them
-            is ahead, and page-locked memory (default: on CUDA); see `StepLoader`.
+        num_workers, prefetch_factor, pin_memory: processes that make steps beside training, how many steps each is
+            ahead, and page-locked memory (default: on CUDA); see `StepLoader`.
         engine: ``local``: workers are processes of this machine; ``ray``: actors on any machine of a Ray cluster.
-        on_error: what a file that cannot be read or a worker that dies does: ``stop`` the run, or ``skip`` the sample
-            (counted and named) and replace the worker.
+        on_error: what an unreadable file or a dead worker does: ``stop`` the run, or ``skip``: samples are counted and
+            named, workers replaced.
         max_skipped: samples of an epoch that may be skipped; default: 1%, at least 10.
-        leave_out: media fields, such as ``audio``: samples that hold one are left out, and counted in
-            ``indices[split].left_out``; otherwise a field that no module reads is refused.
+        leave_out: media fields whose samples are left out (``indices[split].left_out``); else unread ones are refused.
         media_folder: what media paths are relative to; default: each manifest's folder.
         cache_folder: where indices lie; default: ``.hetero_index`` beside each manifest.
-        verify: see `build_index`.
-        max_tokens: longer samples are refused.
+        verify, max_tokens: see `build_index`.
         bos, eos, placeholders, chat_template: see `ChatTokenizer`.
 
     Raises:

@@ -13,10 +13,10 @@ from hetero_strategy.plan.step_plan import StepItems, StepMetadata
 
 
 def check_units(module: str, units: StepItems, metadata: StepMetadata, sources: Sequence[str]) -> None:
-    """Refuse runs of rows that do not exist, or that are given twice.
+    """Refuse runs of rows that do not exist, and rows of a source that are given twice.
 
     A row of a source may go to one row of the module only, as its gradient comes back from one place. A row of the
-    module may come from one row.
+    module may come from several, which the module adds up.
 
     Args:
         module: its name.
@@ -33,16 +33,24 @@ def check_units(module: str, units: StepItems, metadata: StepMetadata, sources: 
     for source in sources:
         runs = given[source]
         from_ = metadata.items[source].edge_rows if source in metadata.items else metadata.tokens
-        _check_side(module, f"'{source}', which gives them", runs.source, runs.source_start, runs.rows, from_)
-    parts = [given[source] for source in sources]
-    target, start, rows = (
-        np.concatenate([np.zeros(0, np.int64), *(getattr(runs, name) for runs in parts)])
-        for name in ("target", "target_start", "rows")
-    )
-    _check_side(module, f"'{module}', which takes them", target, start, rows, units.inner_rows)
+        _check_there(module, f"'{source}', which gives them", runs.source, runs.source_start, runs.rows, from_)
+        _check_there(
+            module, f"'{module}', which takes them", runs.target, runs.target_start, runs.rows, units.inner_rows
+        )
+        some = np.flatnonzero(runs.rows)
+        first = ragged.starts(from_)[runs.source[some]] + runs.source_start[some]
+        order = np.argsort(first, kind="stable")
+        twice = first[order][1:] < (first + runs.rows[some])[order][:-1]
+        if twice.any():
+            at = int(some[order[1:][twice][0]])
+            raise ConfigError(
+                f"units of '{module}': row {runs.source_start[at]} of unit {runs.source[at]} of '{source}' is in two"
+                " runs; a row goes to one place, as its gradient comes back from one: give it to one unit, and use it"
+                " there for all"
+            )
 
 
-def _check_side(
+def _check_there(
     module: str,
     side: str,
     unit: Int64[np.ndarray, "runs"],
@@ -50,23 +58,14 @@ def _check_side(
     rows: Int64[np.ndarray, "runs"],
     size: Int64[np.ndarray, "units"],
 ) -> None:
-    """Refuse runs that lead out of their unit, or that overlap."""
-    beyond = (unit < 0) | (unit >= len(size)) | (start < 0) | (rows < 0)
+    """Refuse runs that lead out of their unit."""
+    beyond = (unit < 0) | (unit >= len(size)) | (start < 0)
     beyond |= start + rows > size[np.where(beyond, 0, unit)] if len(size) else True
+    beyond = (beyond & (rows > 0)) | (rows < 0)
     if beyond.any():
         at = int(np.argmax(beyond))
         of = f"has {size[unit[at]]} rows" if 0 <= unit[at] < len(size) else f"is none of {len(size)}"
         raise ConfigError(
             f"units of '{module}': rows {start[at]} to {start[at] + rows[at] - 1} of unit {unit[at]} of {side},"
             f" do not exist: the unit {of}"
-        )
-    first = (ragged.starts(size)[unit] + start)[rows > 0]
-    some = np.flatnonzero(rows)
-    order = np.argsort(first, kind="stable")
-    twice = first[order][1:] < (first + rows[some])[order][:-1]
-    if twice.any():
-        at = int(some[order[1:][twice][0]])
-        raise ConfigError(
-            f"units of '{module}': row {start[at]} of unit {unit[at]} of {side}, is in two runs; a row goes from one"
-            " place to one place, as its gradient does on its way back: give it to one unit, and use it there for all"
         )

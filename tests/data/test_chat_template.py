@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hetero_strategy.data.build_index import build_index
@@ -62,6 +62,16 @@ def texts(tokenizer: ChatTokenizer, encoded: Encoded, learnt: bool) -> list[str]
     return [tokenizer.tokenizer.decode(ids, skip_special_tokens=False) for ids, loss in runs if loss[0] == learnt]
 
 
+SPACED = """\
+{%- for message in messages %}
+    {%- set parts = message['content'] %}
+    {%- if message['role'] == 'assistant' %}{{ ' ' }}{% generation %}{{ parts[0]['text'] + '[end]' }}{% endgeneration %}
+    {%- else %}{{ '[user] ' + parts[0]['text'] + strftime_now(' %d ') + '[assistant]' }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+
 @pytest.mark.parametrize("system", [False, True])
 def test_ids_and_loss_are_those_of_transformers(folder: Path, system: bool) -> None:
     talk = [("system", "be\nbrief"), *TALK][0 if system else 1 :]
@@ -80,6 +90,29 @@ def test_ids_and_loss_are_those_of_transformers(folder: Path, system: bool) -> N
     assert encoded.ids.tolist() == expected["input_ids"]
     assert encoded.loss.astype(int).tolist() == expected["assistant_masks"]
     assert encoded.loss.any() and not encoded.loss.all()
+
+
+def test_so_they_are_where_a_space_belongs_to_what_follows_it(folder: Path) -> None:
+    """As in Llama 2 and Mistral; and contents may be lists of parts, as templates for pictures want them."""
+    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    own.pre_tokenizer = pre_tokenizers.Metaspace()
+    vocabulary = own.get_vocab()
+    more = {"\u2581": len(vocabulary), "\u25815": len(vocabulary) + 1}
+    own.model = models.BPE({**vocabulary, **more}, [("\u2581", "5")], unk_token="<unk>")
+    own.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(SPACED)
+    tokenizer = ChatTokenizer(folder, chat_template="auto")
+    encoded = tokenizer.encode_batch([turns([("human", "12"), ("gpt", "5 6"), ("human", "7"), ("gpt", "89")])], [{}])[0]
+    peer = PreTrainedTokenizerFast(tokenizer_object=own, chat_template=SPACED.replace("strftime_now(' %d ')", "' 26 '"))
+    texts_of = [("user", "12"), ("assistant", "5 6"), ("user", "7"), ("assistant", "89")]
+    expected = peer.apply_chat_template(
+        [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in texts_of],
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    assert encoded.ids.tolist() == expected["input_ids"]
+    assert encoded.loss.astype(int).tolist() == expected["assistant_masks"]
+    assert encoded.loss[encoded.ids == more["\u25815"]].tolist() == [True]
 
 
 def test_what_turns_say_is_text_and_media_are_rows(folder: Path) -> None:
@@ -111,8 +144,8 @@ def test_a_template_that_trims_and_ends_with_eos(folder: Path) -> None:
         (TRIMMED, "refuses the conversation: no system turns"),
         ("{{ messages[1]['content'] }}[end]", "writes turn 1 (system) 0 times"),
         ("{% for m in messages %}{{ m.content + m.content }}[end]{% endfor %}", "writes turn 1 (system) 2 times"),
-        ("{% for m in messages %}{{ m.content }}\nEND[end]{% endfor %}", "no special token right behind an answer"),
-        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "no special token right behind an answer"),
+        ("{% for m in messages %}{{ m.content }}\nEND[end]{% endfor %}", "no token of its own right behind an answer"),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "no token of its own right behind an answer"),
         ("{{ messages[5].content }}", "refuses the conversation: "),
         ("{{ messages[0].content + 1 }}", "refuses the conversation: can only concatenate"),
         (
