@@ -93,27 +93,29 @@ class ChatTemplate:
                 f"the chat template writes turn {lost + 1} ({turns[lost].role}) {numbers.count(lost)} times and turns"
                 f" in the order {[n + 1 for n in numbers]}; merge turns, or leave that one out"
             )
-        pieces = self._added(around[0])
-        for number, turn in enumerate(turns):
-            before, _, after, rest = around[4 * number + 1 : 4 * number + 5]
-            text = turn.text if before else turn.text.lstrip()
-            pieces.append(Written(text if after else text.rstrip(), False, turn.role == "gpt"))
-            pieces += self._ending(rest) if turn.role == "gpt" else self._added(rest)
-        if "".join(piece.text for piece in pieces) != self._rendered(turns, [turn.text for turn in turns]):
-            raise DataError(
-                "the chat template changes a turn for what is in it, such as reasoning in <think>; write turns as the"
-                " template leaves them, or take one that does not"
-            )
+        kept = [turn.text if space else turn.text.lstrip() for turn, space in zip(turns, around[1::4], strict=True)]
+        kept = [text if space else text.rstrip() for text, space in zip(kept, around[3::4], strict=True)]
+        written, pieces = self._rendered(turns, [turn.text for turn in turns]), self._pieces(turns, kept, around[::4])
+        if "".join(piece.text for piece in pieces) != written:  # other words around a turn for what is in it
+            texts = [turn.text for turn in turns]
+            pieces = self._pieces(turns, texts, _between(written, texts))
         return _joined(pieces)
 
-    def names_special(self, turns: Sequence[Turn]) -> bool:
-        """Whether a turn holds text that looks like a special token."""
-        return self._specials is not None and any(self._specials.search(turn.text) for turn in turns)
+    def _pieces(self, turns: Sequence[Turn], texts: Sequence[str], between: Sequence[str]) -> list[Written]:
+        pieces = self._added(between[0])
+        for turn, text, rest in zip(turns, texts, between[1:], strict=True):
+            pieces.append(Written(text, False, turn.role == "gpt"))
+            pieces += self._ending(rest) if turn.role == "gpt" else self._added(rest)
+        return pieces
+
+    def looks_special(self, text: str) -> bool:
+        """Whether it holds what would be a special token."""
+        return self._specials is not None and self._specials.search(text) is not None
 
     def _takes_text(self) -> bool:
         """Whether contents are texts. Else, as in templates for pictures, they are lists of parts."""
         try:
-            return "12" in self._rendered([Turn("human", "12"), Turn("gpt", "3")], ["12", "3"])
+            return "\ue000" in self._rendered([Turn("human", ""), Turn("gpt", "")], ["\ue000", "1"])
         except DataError:
             return False
 
@@ -194,6 +196,25 @@ def _joined(pieces: Sequence[Written]) -> list[Written]:
         else:
             joined.append(piece)
     return joined
+
+
+def _between(written: str, texts: Sequence[str]) -> list[str]:
+    """What a conversation has before, between and behind these texts of its turns.
+
+    Raises:
+        DataError: one of them is not in it.
+    """
+    between, end = [], 0
+    for text in texts:
+        at = written.find(text, end)
+        if at < 0:
+            raise DataError(
+                "the chat template changes a turn for what is in it, such as reasoning in <think>; write turns as the"
+                " template leaves them, or take one that does not"
+            )
+        between.append(written[end:at])
+        end = at + len(text)
+    return [*between, written[end:]]
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str] | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from hetero_strategy.data.chat_template import ChatTemplate, Written, read_json, read_template
 from hetero_strategy.data.manifest import Turn, placeholder
@@ -88,10 +88,13 @@ class ChatTokenizer:
         self.bos_id = None if self.bos is None else self._special("bos", self.bos)
         self.eos_id = self._special("eos", self.eos)
         self._template: ChatTemplate | None = None
+        self._added: list[int] = []
         if chat_template is not None:
             source = read_template(str(chat_template), self.path.parent)
-            added = {t.content: t.special for t in self.tokenizer.get_added_tokens_decoder().values()}
-            self._template = ChatTemplate(source, added, self._named(bos, eos))
+            tokens = self.tokenizer.get_added_tokens_decoder()
+            self._added = [*tokens]
+            named = {token.content: token.special for token in tokens.values()}
+            self._template = ChatTemplate(source, named, self._named(bos, eos))
 
     @property
     def vocab_size(self) -> int:
@@ -163,7 +166,7 @@ class ChatTokenizer:
                 if kind == "whole":
                     whole = next(wholes)
                     ids += whole.ids
-                    loss += _learnt(whole.offsets, len(value), learn)
+                    loss += self._learnt(whole, value, learn)
                     continue
                 if kind == "text":
                     new = next(encodings).ids
@@ -193,7 +196,20 @@ class ChatTokenizer:
                     parts.append(("item", marks[piece], False))
                 elif piece:
                     parts.append(("token" if token else "text", piece, learn))
-        return parts if self._template is None or self._template.names_special(turns) else _as_wholes(parts)
+        if self._template is None or any(kind == "text" and self._template.looks_special(t) for kind, t, _ in parts):
+            return parts
+        return _as_wholes(parts)
+
+    def _learnt(self, encoding: Encoding, text: str, spans: Sequence[tuple[int, int]]) -> list[bool]:
+        """Whether each token has any character of the spans; blanks that an added token takes in do not count."""
+        counted = np.zeros((2, len(text) + 1), np.int64)
+        for first, last in spans:
+            counted[:, first + 1 : last + 1] = 1
+        counted[1, 1:] *= [not character.isspace() for character in text]
+        before = np.cumsum(counted, axis=1)
+        ends = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        added = np.isin(encoding.ids, self._added).astype(np.int64)
+        return (before[added, ends[:, 1]] > before[added, ends[:, 0]]).tolist()
 
     def _named(self, bos: str | None, eos: str) -> dict[str, str]:
         """What a chat template calls ``bos_token`` and the like: as the tokenizer's files or a person have it."""
@@ -251,13 +267,3 @@ def _as_wholes(parts: Sequence[tuple[str, str, Any]]) -> list[tuple[str, str, An
         _, text, spans = found[-1]
         found[-1] = ("whole", text + value, [*spans, (len(text), len(text) + len(value))] if learn else spans)
     return found
-
-
-def _learnt(offsets: Sequence[tuple[int, int]], size: int, spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Whether each token, from one character of a text to another, has any of the spans."""
-    counted = np.zeros(size + 1, np.int64)
-    for first, last in spans:
-        counted[first + 1 : last + 1] = 1
-    before = np.cumsum(counted)
-    ends = np.array(offsets, np.int64).reshape(-1, 2)
-    return (before[ends[:, 1]] > before[ends[:, 0]]).tolist()

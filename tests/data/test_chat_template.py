@@ -124,6 +124,17 @@ def test_what_turns_say_is_text_and_media_are_rows(folder: Path) -> None:
     assert ends == 4 and encoded.starts["image"].tolist() == [len("?? 12 ") + 1]
 
 
+def test_items_are_no_text_that_looks_special_and_blanks_of_answers_are_no_part_of_tokens(folder: Path) -> None:
+    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    own.add_special_tokens([AddedToken("[assistant]", special=True, normalized=False, rstrip=True)])
+    own.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(THINKING.replace("<think></think>", ""))
+    tokenizer = ChatTokenizer(folder, chat_template="auto")
+    encoded = tokenizer.encode_batch([turns([("human", "1<image>2"), ("gpt", "  34")])], [{"image": [2]}])[0]
+    assert texts(tokenizer, encoded, False) == ["[user]1<image><image>2[end][assistant]"]
+    assert texts(tokenizer, encoded, True) == ["34[end]"]  # [assistant] takes the blanks in, as whole texts show
+
+
 def test_a_template_that_trims_and_ends_with_eos(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
     several = [{"name": "tool_use", "template": "{{ x"}, {"name": "default", "template": TRIMMED}]
@@ -149,8 +160,8 @@ def test_a_template_that_trims_and_ends_with_eos(folder: Path) -> None:
         ("{{ messages[5].content }}", "refuses the conversation: "),
         ("{{ messages[0].content + 1 }}", "refuses the conversation: can only concatenate"),
         (
-            "{% for m in messages %}{{ '<think></think>' if m.content != '2' }}{{ m.content }}[end]{% endfor %}",
-            "changes a turn for what is in it",
+            "{% for m in messages %}{{ '3' if m.content == '2' else m.content }}[end]{% endfor %}",
+            "changes a turn for",
         ),
     ],
 )
@@ -168,6 +179,23 @@ def test_a_conversation_that_it_cannot_write_is_a_fault(folder: Path, digits: Pa
     with pytest.raises(DataError) as error:
         build_index(manifest, tokenizer, {}, progress=False)
     assert "sample 'a': the chat template" in str(error.value) and "no tokens" not in str(error.value)
+
+
+THINKING = """\
+{%- for m in messages -%}
+  [{{ m.role }}]{{ '<think></think>' if m.role == 'assistant' and '<think>' not in m.content }}{{ m.content }}[end]
+{%- endfor %}
+"""
+
+
+def test_a_template_may_add_what_is_missing_in_a_turn(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(THINKING)
+    tokenizer = ChatTokenizer(folder, chat_template="auto")
+    for said, learnt in (("2", "2[end]"), ("<think>1</think>2", "<think>1</think>2[end]")):
+        encoded = tokenizer.encode_batch([turns([("human", "1"), ("gpt", said)])], [{}])[0]
+        assert texts(tokenizer, encoded, True) == [learnt]
+        added = "<think></think>" if said == "2" else ""
+        assert texts(tokenizer, encoded, False) == [f"[user]1[end][assistant]{added}"]
 
 
 def test_what_is_no_template_is_refused(folder: Path) -> None:
