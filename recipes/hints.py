@@ -37,7 +37,7 @@ def explained(error: HydraException, conf: str, arguments: Sequence[str], saved:
     else:
         if saved is None:
             return str(error)
-        return f"{found[1]}: the run has this field, which the default experiment lacks; write ++{found[1]}=..."
+        return f"{found[1]}: the run has this field, which conf/ lacks; write ++{found[1]}=..."
     close = difflib.get_close_matches(name, [str(key) for key in node], n=1)
     hint = f"did you mean {close[0]}?" if close else f"the fields are {', '.join(map(str, node))}"
     return f"{path or 'configuration'}: no field '{name}'; {hint}"

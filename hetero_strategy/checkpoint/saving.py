@@ -264,7 +264,7 @@ class _Staging:
             self._bytes = torch.empty(ends[-1], dtype=torch.uint8)
             if any(value.is_cuda for value in values):
                 pin_memory(self._bytes.data_ptr(), ends[-1])
-                weakref.finalize(self._bytes, unpin_memory, self._bytes.data_ptr())
+                weakref.finalize(self._bytes, unpin_memory, self._bytes.data_ptr()).atexit = False
         staged = []
         for entry, value, start in zip(entries, values, ends[:-1], strict=True):
             host = self._bytes[start : start + entry.nbytes].view(value.dtype).view(value.shape)

@@ -50,7 +50,7 @@ class Placement:
                 parts.append(f"vpp={layout.vpp}" + (" (v)" if layout.pp_style == "v" else ""))
             if layout.tp_chunks > 1:
                 parts.append(f"tp_chunks={layout.tp_chunks}")
-            if layout.split and any(layout.split):
+            if layout.split and len(layout.split) > 1:
                 parts.append("split=" + "+".join(map(str, layout.split)))
             rows.append((name, _ranges(layout.ranks), " ".join(parts) or "one rank"))
         return rows

@@ -15,7 +15,7 @@ from typing_extensions import override
 from hetero_strategy.errors import ConfigError
 
 ENTRIES = 100_000
-"""Allocations of which a history is kept, the last ones: torch's own bound is none, and the host's memory has one."""
+"""Events of which a history is kept, the last ones: torch's own bound is none, and the host's memory has one."""
 
 
 class ProfileMonitor(L.Callback):
@@ -30,8 +30,9 @@ class ProfileMonitor(L.Callback):
         steps: first batch that is profiled, at least 1 as the one before warms up, and the first that no longer is;
             batches of this process are counted from 0.
         ranks: ranks to profile.
-        memory_history: keep the history of the last 100,000 allocations on every CUDA device, which slows training
-            down. A rank that runs out of memory writes it as ``memory<n>.pickle`` (for docs.pytorch.org/memory_viz).
+        memory_history: keep the history of the last 100,000 allocations and frees on every CUDA device, which slows
+            training down. A rank that runs out of memory writes it as ``memory<n>.pickle`` (for
+            docs.pytorch.org/memory_viz).
 
     Raises:
         ConfigError: an option is wrong; at the start of training, a rank does not exist, or there is no CUDA device to

@@ -34,8 +34,8 @@ class Given:
     """What runs again; empty: the plan chooses."""
     offload: Mapping[str, Offload] = field(default_factory=dict)
     """What is in host memory between forward and backward."""
-    compile: Collection[str] = ()
-    """Modules whose blocks are compiled."""
+    compile: Mapping[str, str] = field(default_factory=dict)
+    """Modules whose blocks are compiled, and by which backend."""
     accumulated: int = 1
     """Global batches of an optimizer step."""
     reshard_after_forward: str = "auto"
@@ -76,6 +76,8 @@ class Given:
     def allows(self, module: str, tp: int, chosen: int) -> bool:
         """Whether a run takes a module with a degree of tensor parallelism, recomputed if a plan chooses so."""
         if chosen and self.recompute:
+            return False
+        if chosen and tp == 1 and self.compile.get(module) == "eager":  # which a run refuses
             return False
         how = self.recomputed(module, chosen)
         return module not in self.offload or refusal(module, how, module in self.compile, tp) is None

@@ -163,7 +163,7 @@ class Proposer:
         """Why no number of instances of the language model keeps its budget in as many microbatches as are asked for;
         None: some do.
         """
-        instances = [n for n in divisors(self._samples) if n <= self._ranks]
+        instances = {n for n in divisors(self._samples) if n <= self._ranks} | {max(1, min(self._samples, self._ranks))}
         name, least = self._language_model, min(map(self.fewest, instances))
         if self._asked is None or self._asked >= least:
             return None
@@ -173,9 +173,7 @@ class Proposer:
         )
 
     def _fewest(self, instances: int) -> int:
-        """Fewest microbatches of a step in which so many instances keep the budget of the language model, as its rows
-        are packed.
-        """
+        """Fewest microbatches of a step in which so many equally fast instances keep the language model's budget."""
         name, policy = self._language_model, self._balance.policy_of(self._language_model)
         if (budget := self._balance.budget.get(name)) is None:
             return 1

@@ -31,6 +31,7 @@ from hetero_strategy.planner.variants import Allowed, Variants
 
 ROUNDS = 4
 """Times that the formula of activations is corrected."""
+FAILED = 32  # proposals that may turn out not to run, before those behind them are taken as they are
 VARIED = 12
 """Simulations of other schedules for the best, of encoders a step ahead, and of what takes less memory, each."""
 CLIMBED = 2
@@ -269,13 +270,13 @@ class Planner:
         of the best that do not in ways that need less memory, which the formula does not know.
         """
         activations, lean = KINDS.index("activations"), list[tuple[Proposal, Candidate]]()
-        rounds = 0
-        while proposals and rounds < ROUNDS:
+        rounds = failed = 0
+        while proposals and rounds < ROUNDS and failed < FAILED:
             best = proposals[0]
             try:
                 found = self._shown(best.candidate, memory)  # the formula knows nothing of what a whole one holds more
             except HeteroError as error:  # as in _simulate
-                self._why_none, proposals = error, proposals[1:]
+                self._why_none, proposals, failed = error, proposals[1:], failed + 1
                 continue
             rounds += 1
             rank = int((found.peak / self.room).argmax())
@@ -288,7 +289,7 @@ class Planner:
             ways = ((p, other) for p in placed for other in self.variants.leaner(p.candidate))
             lean += [(p, other) for p, other in ways if self._has_room(other, memory)]
             self.estimates.kept *= ratio
-            proposals = self._proposed()
+            self._why_none, proposals = None, self._proposed()
         return proposals, lean
 
     def _proposed(self) -> list[Proposal]:

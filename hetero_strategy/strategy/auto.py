@@ -130,8 +130,10 @@ def planned(
     memory = partial(memory_model, model, shape, cluster, precision, options)
     answer = planner.plan(memory=memory if known else None)
     candidate = answer.best.candidate
-    chosen, placed = place(candidate.layouts, cluster.ranks), planner.evaluator.place(candidate)
+    placed = planner.evaluator.place(candidate)
     scheduling = placed.scheduling
+    layouts = scheduling.uncut(placed.placement.layouts)  # with its cuts: a run would choose them by other costs
+    chosen = place(layouts, cluster.ranks)
     lines = [f"{name}: ranks {ranks}, {degrees}" for name, ranks, degrees in chosen.table()]
     if scheduling.fills:
         lines.append(f"encoders fill bubbles: {scheduling.fill}")
@@ -146,5 +148,4 @@ def planned(
         f" {1e3 * answer.best.seconds:.3g} ms a step predicted\n  " + "\n  ".join(lines)
     )
     names = ("schedule", "reshard_after_forward", "fill", "pieces", "prefetch")
-    layouts = scheduling.uncut(placed.placement.layouts)  # with its cuts: a run would choose them by other costs
     return replace(candidate, layouts=layouts, **{name: getattr(scheduling, name) for name in names})

@@ -183,8 +183,8 @@ def test_what_a_run_would_refuse_is_not_proposed() -> None:
     plain = model((2, 128), (4, 128))
     fast = replace(plain, modules={**plain.modules, "llm": replace(plain.modules["llm"], tp_compiles=False)})
     for given, shape, name in (
-        (Given(compile=["llm"]), fast, "llm"),
-        (Given({"llm": Recompute(keeps_matmuls=True)}, compile=["llm"]), plain, "llm"),
+        (Given(compile={"llm": "inductor"}), fast, "llm"),
+        (Given({"llm": Recompute(keeps_matmuls=True)}, compile={"llm": "inductor"}), plain, "llm"),
         (Given(cached=["vision"]), plain, "vision"),
     ):
         found, usual = (
@@ -192,6 +192,9 @@ def test_what_a_run_would_refuse_is_not_proposed() -> None:
             for way in ((given, shape), ())
         )
         assert found == {1} < usual
+    debugged = Given(compile={"llm": "eager"})
+    allowed = [debugged.allows(name, tp, again) for name, tp, again in (("llm", 1, 2), ("llm", 1, 0), ("llm", 2, 2))]
+    assert allowed == [False, True, True]
     loose = replace(plain, modules={**plain.modules, "llm": replace(plain.modules["llm"], cuttable=False)})
     assert {one.candidate.layouts["llm"].pp for one in asked(ScheduleConfig(), shape=loose).plan().ranked} == {1}
     tied = replace(plain, modules={**plain.modules, "llm": replace(plain.modules["llm"], tied=True)})
@@ -205,7 +208,7 @@ def test_what_a_run_would_refuse_is_not_proposed() -> None:
 def test_no_schedule_divides_the_backward_of_compiled_blocks() -> None:
     layouts = {"vision": ModuleLayout(1), "llm": ModuleLayout(range(1, 4), pp=3)}
     for compiled in ((), ("llm",)):
-        evaluator = asked(ScheduleConfig(), Given(compile=compiled)).evaluator
+        evaluator = asked(ScheduleConfig(), Given(compile=dict.fromkeys(compiled, "inductor"))).evaluator
         step = evaluator.step(evaluator.place(Candidate(layouts, 4, "zb_h1")))
         assert {node.module for node in step.schedule.split} == {"llm"} - {*compiled}
 
