@@ -98,7 +98,7 @@ def test_a_way_that_does_not_run_ends_no_plan() -> None:
     assert made.variants.leaner(runs_not.candidate)
     found, lean = made._that_fit([first, runs_not], Growing(float(made.room[0]), 4, 1))
     assert found and lean and all(proposal is first for proposal, _ in lean)
-    assert "does not keep the budget" in str(made._why_none)
+    assert made._why_none is None  # what is found at last does not fail for its reason
 
 
 def test_what_needs_less_memory_is_tried_while_there_is_time() -> None:
