@@ -27,6 +27,8 @@ def check_units(module: str, units: StepItems, metadata: StepMetadata, sources: 
     Raises:
         ConfigError: naming the module, the source, the unit and its rows.
     """
+    if units.given is None and not any(source in metadata.items for source in sources):
+        return  # whole samples give the rows at the units' places, as they do to a generator
     given = units.given or {}
     if missing := [source for source in sources if source not in given]:
         raise ConfigError(f"units of '{module}': given lacks '{missing[0]}', from which an edge leads to the module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -66,6 +67,13 @@ def test_a_source_without_runs_is_refused() -> None:
     units = pair(ITEMS, LAST)
     with pytest.raises(ConfigError, match="given lacks 'audio'"):
         check_units("pair", units, batch(), ["vision", "llm", "audio"])
+
+
+def test_units_at_their_places_in_the_text_need_no_runs() -> None:
+    units = replace(pair(ITEMS, LAST), given=None)
+    check_units("draw", units, batch(), ["llm"])
+    with pytest.raises(ConfigError, match="given lacks 'vision'"):  # nobody would know which unit an item is for
+        check_units("draw", units, batch(), ["vision"])
 
 
 def test_a_batch_without_units_passes() -> None:
