@@ -56,21 +56,25 @@ def test_what_is_planned_trains_as_one_process(pool: Pool, tmp_path: Path, given
     assert worst_loss(reference, results) < 1e-9
 
 
+def two_h100(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any]:
+    """What a plan for two devices reads of a strategy and a trainer, and the model; no device is here."""
+    with models_without_values():
+        model = model_of(job, vocabulary=512)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=2**40))
+    strategy = SimpleNamespace(
+        root_device=torch.device("cuda", 0), num_nodes=1, num_processes=2, recompute={}, offload={}, compile={},
+        row_caches=SimpleNamespace(folders={}),
+    )  # fmt: skip
+    return strategy, model, SimpleNamespace(datamodule=datamodule(job), accumulate_grad_batches=1)
+
+
 @pytest.mark.full
 def test_on_cuda_the_memory_of_its_device_is_kept_to_and_none_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No device is here: nothing of the plan needs one, and the random state stays that of the other ranks."""
-    job = Job(str(data(tmp_path)), steps=1)
-    with models_without_values():
-        model = model_of(job, vocabulary=512)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=2**40))
-    strategy: Any = SimpleNamespace(
-        root_device=torch.device("cuda", 0), num_nodes=1, num_processes=2, recompute={}, offload={}, compile={},
-        row_caches=SimpleNamespace(folders={}),
-    )  # fmt: skip
-    trainer: Any = SimpleNamespace(datamodule=datamodule(job), accumulate_grad_batches=1)
+    strategy, model, trainer = two_h100(Job(str(data(tmp_path)), steps=1), monkeypatch)
     storage, state = Storage(torch.bfloat16), torch.get_rng_state()
     caplog.set_level(logging.INFO)
     planned(strategy, model, trainer, storage, ScheduleConfig())
@@ -86,16 +90,7 @@ def test_on_cuda_the_memory_of_its_device_is_kept_to_and_none_is_taken(
 
 
 def test_a_run_is_cut_where_its_plan_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(str(data(tmp_path)), steps=1)
-    with models_without_values():
-        model = model_of(job, vocabulary=512)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=2**40))
-    strategy: Any = SimpleNamespace(
-        root_device=torch.device("cuda", 0), num_nodes=1, num_processes=2, recompute={}, offload={}, compile={},
-        row_caches=SimpleNamespace(folders={}),
-    )  # fmt: skip
-    trainer: Any = SimpleNamespace(datamodule=datamodule(job), accumulate_grad_batches=1)
+    strategy, model, trainer = two_h100(Job(str(data(tmp_path)), steps=1), monkeypatch)
     best = Candidate({name: ModuleLayout(2, pp=2 if name == "llm" else 1) for name in model.modules_by_name}, 2)
     answer = Answer((Ranked(best, 1.0, 1.0),), 1)
     monkeypatch.setattr("hetero_strategy.planner.search.Planner.plan", lambda *_, **__: answer)
