@@ -60,14 +60,11 @@ def steps(index: DatasetIndex, folder: Path, **options: Any) -> Noting:
     return made
 
 
-def settled(count: Callable[[], int], still: float = 0.3) -> int:
-    """A count once it has stood still for so many seconds."""
-    last, since = count(), time.monotonic()
-    while time.monotonic() - since < still:
-        time.sleep(0.02)
-        if (now := count()) != last:
-            last, since = now, time.monotonic()
-    return last
+def settles(count: Callable[[], int], at: int, still: float = 0.3, within: float = 60.0) -> bool:
+    """Whether a count reaches a value within so many seconds and has it still some seconds later."""
+    ended(lambda: at - count(), within)
+    time.sleep(still)
+    return count() == at
 
 
 def ended(count: Callable[[], int], within: float = 30.0) -> bool:
@@ -100,8 +97,8 @@ def test_back_pressure(index: DatasetIndex, tmp_path: Path, workers: int, prefet
         assert noting.made() <= number + bound
         assert not finish or len(done) <= number + prefetch
         if number in (1, 5, 6):
-            assert settled(noting.made) == number + bound
-            assert not finish or len(done) == number + prefetch
+            assert settles(noting.made, number + bound)
+            assert not finish or settles(lambda: len(done), number + prefetch, 0.0)
     assert noting.made() == 30 and (done == list(range(30)) or not finish)
     loader.close()
     assert not threads()
@@ -236,7 +233,7 @@ def test_closing_does_not_wait_for_a_peer_that_is_gone(
     monkeypatch.setattr(Ahead.close, "__defaults__", (0.3,))
     iterator = iter(loader)
     next(iterator)
-    assert loader._pool is not None or settled(lambda: int(loader._pool is not None))
+    assert loader._pool is not None
     began = time.monotonic()
     loader.close()
     assert time.monotonic() - began < 3 and loader._pool is None

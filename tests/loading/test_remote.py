@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from hetero_strategy.loading import ray_pool as remote
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.ray_pool import RayPool
 from hetero_strategy.loading.worker_pool import WorkerDied
-from tests.loading.test_ahead import ended, settled, steps
+from tests.loading.test_ahead import ended, settles, steps, threads
 from tests.loading.test_loader import flat
 from tests.small_models import digit_processors
 
@@ -68,7 +67,7 @@ def test_the_same_batches_in_order_bounded_and_resumable(index: DatasetIndex, tm
                     if x is not None:
                         x.packing.positions.add_(0)  # writable
             if epoch == 0 and number == 3:
-                assert settled(noting.made, 2.0) == 3 + 2 * 2 + 2  # made and finished
+                assert settles(noting.made, 3 + 2 * 2 + 2)  # made and finished
                 state = loader.state_dict()
     assert signal.getsignal(signal.SIGTERM) is handler  # the trainer's
     rest = [flat(b) for b in _at(StepLoader(steps(index, tmp_path)), state)]
@@ -106,12 +105,13 @@ def test_a_dead_actor_is_replaced_and_errors_keep_their_message(index: DatasetIn
 
 
 def test_a_dead_actor_stops_in_the_loading_thread_too(index: DatasetIndex, tmp_path: Path) -> None:
+    before = len(threads())  # those of a test that failed may live
     loader = StepLoader(steps(index, tmp_path), num_workers=1, engine="ray", finish=(lambda b: b,))
     assert [flat(b) for b in loader] == [flat(b) for b in StepLoader(steps(index, tmp_path))]
     with pytest.raises(DataError, match=r"Ray actor 0 of 1 died .*made step \d+ of epoch 0; .*on_error='skip'"):
         run(loader, [])
     loader.close()
-    assert "loading" not in [thread.name for thread in threading.enumerate()]
+    assert len(threads()) == before
 
 
 @pytest.mark.parametrize("death", ["OutOfMemoryError", "LocalRayletDiedError"])
