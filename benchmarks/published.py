@@ -43,7 +43,7 @@ from benchmarks.common import arguments, report, write_json
 from benchmarks.published_multimodal import disttrain, orchmllm
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model import MultimodalModel
-from hetero_strategy.model.adapter import models_without_values
+from hetero_strategy.model.without_values import models_without_values
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata
 from hetero_strategy.planner.cluster import Cluster

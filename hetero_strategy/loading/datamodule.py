@@ -29,8 +29,8 @@ from hetero_strategy.loading.loader import Engine, StepLoader
 from hetero_strategy.loading.metadata import step_metadata, with_own_units
 from hetero_strategy.loading.read_where_sampled import SampledDataset
 from hetero_strategy.loading.steps import RankView, StepDataset, check_counts, epoch_order
-from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.model.without_values import models_without_values
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepMetadata
 

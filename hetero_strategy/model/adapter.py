@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
@@ -25,39 +23,13 @@ from hetero_strategy.model.inputs import RawRows
 from hetero_strategy.model.kind import ModuleKind
 from hetero_strategy.model.named_parts import container, tp_faults
 from hetero_strategy.model.random_numbers import RandomNumbers
+from hetero_strategy.model.without_values import on_meta
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from hetero_strategy.data.media import Media
-
-
-_WITHOUT_VALUES: ContextVar[bool] = ContextVar("without_values", default=False)
-
-
-@contextmanager
-def models_without_values() -> Iterator[None]:
-    """Keep models that are built inside on the meta device; everything else built there gets its values as usual."""
-    token = _WITHOUT_VALUES.set(True)
-    try:
-        yield
-    finally:
-        _WITHOUT_VALUES.reset(token)
-
-
-def made_without_values() -> bool:
-    """Whether a model that is built now stays on the meta device."""
-    return _WITHOUT_VALUES.get() or torch.get_default_device().type == "meta"
-
-
-def _on_meta(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        with torch.device("meta"):
-            init(*args, **kwargs)
-
-    return wrapped
 
 
 NO_ROWS: Mapping[Hashable, Tensor] = MappingProxyType({})
@@ -76,7 +48,7 @@ class Adapter(nn.Module):
         if cls.block_list == "blocks":
             raise ModelError(f"{cls.__name__}: blocks is a method; name the list of blocks otherwise, such as layers")
         if "__init__" in cls.__dict__:
-            cls.__init__ = _on_meta(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = on_meta(cls.__init__)  # type: ignore[method-assign]
 
     block_list: str = ""
     """FQN of the ModuleList or ModuleDict that holds the repeated blocks; empty where the module has none."""

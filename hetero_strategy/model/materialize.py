@@ -21,6 +21,11 @@ from hetero_strategy.errors import ModelError
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.hf_folder import HFWeights, Selection, TensorFolder, halves_to_pairs, select
 
+CHANGED = (
+    "module '{name}': {fqn} was added, removed or given another shape after its model was made, so nothing gives it"
+    " values; change the module before MultimodalModel(...) is given it"
+)
+
 
 def initial_units(
     name: str, adapter: Adapter, seed: int, wanted: Mapping[str, Selection] | None = None
@@ -75,11 +80,21 @@ def materialize(module: nn.Module, seed: int, *, name: str = "", device: torch.d
     module.meta_copy()
     holders = _holders(module)
     current = dict(_tensors(module))
+    if changed := changed_since_made(module):
+        raise ModelError(CHANGED.format(name=name or type(module).__name__, fqn=changed[0]))
     if not any(tensor.is_meta for tensor in current.values()):
         return
     for fqn, value in initial_units(name, module, seed):
         if current[fqn].is_meta:
             _replace(holders, current[fqn], value.to(device))
+
+
+def changed_since_made(adapter: Adapter) -> list[str]:
+    """Return the parameters and buffers that an adapter has and had not when its model was made, or the other way
+    round, or in another shape: nothing would give them values.
+    """
+    now, then = ({(fqn, tensor.shape) for fqn, tensor in _tensors(a)} for a in (adapter, adapter.meta_copy()))
+    return sorted({fqn for fqn, _ in now ^ then})
 
 
 def unit_tensors(adapter: Adapter) -> dict[str, list[str]]:
@@ -106,16 +121,17 @@ def _initialized(name: str, adapter: Adapter, seed: int, prefix: str, fqns: list
     digest = hashlib.sha256(f"{seed}/{name}/{prefix}".encode()).digest()
     with _fp32_cpu(int.from_bytes(digest[:8], "little") >> 1):
         unit = copy.deepcopy(root, memo)
-        _fill_with_nothing(unit, {fqn.removeprefix(f"{prefix}.") for fqn in fqns})
+        empty = _fill_with_nothing(unit, {fqn.removeprefix(f"{prefix}.") for fqn in fqns})
         adapter.initialize(prefix, unit)
     values = {f"{prefix}.{fqn}" if prefix else fqn: value for fqn, value in _tensors(unit)}
+    untouched = {id(tensor) for tensor, version in empty if tensor._version == version}
     dtypes = {fqn: tensor.dtype for fqn, tensor in _tensors(original)}
     for fqn in fqns:
         if fqn in ready:
             yield fqn, ready[fqn].detach()
             continue
         value = values[fqn].detach()
-        if _is_nothing(value):
+        if id(values[fqn]) in untouched or _is_nothing(value):
             raise ModelError(
                 f"{name}: nothing initialises {fqn} {tuple(value.shape)}: give its module a reset_parameters(), or "
                 "pass a module with values"
@@ -176,23 +192,35 @@ def _replace(holders: _Holders, tensor: Tensor, value: Tensor) -> None:
         table[key] = new
 
 
-def _fill_with_nothing(unit: nn.Module, fqns: Collection[str]) -> None:
-    """Give tensors of a unit real memory that shows whether it was written: NaN, or the least integer."""
+def _fill_with_nothing(unit: nn.Module, fqns: Collection[str]) -> list[tuple[Tensor, int]]:
+    """Give tensors of a unit real memory that shows whether it was written: NaN, or the least integer.
+
+    Returns:
+        Those that no value tells so much of, such as masks, and their versions, which grow with what is written.
+    """
     holders = _holders(unit)
+    names = [fqn for fqn, _ in _tensors(unit) if fqn in fqns]
     for tensor in [tensor for fqn, tensor in _tensors(unit) if fqn in fqns]:
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
         _replace(holders, tensor, torch.full(tensor.shape, _nothing(dtype), dtype=dtype))
+    made = dict(_tensors(unit))
+    return [(made[fqn], made[fqn]._version) for fqn in names if made[fqn].dtype in _ALL_VALUES_MEAN]
+
+
+_ALL_VALUES_MEAN = (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
 def _nothing(dtype: torch.dtype) -> float:
     if dtype.is_floating_point or dtype.is_complex:
         return torch.nan
-    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    return 0 if dtype in _ALL_VALUES_MEAN else torch.iinfo(dtype).min
 
 
 def _is_nothing(value: Tensor) -> bool:
     nothing = _nothing(value.dtype)
-    return value.dtype != torch.bool and bool((value.isnan() if nothing != nothing else value == nothing).any())
+    return value.dtype not in _ALL_VALUES_MEAN and bool(
+        (value.isnan() if nothing != nothing else value == nothing).any()
+    )
 
 
 @contextmanager

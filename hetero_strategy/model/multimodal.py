@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.model.adapter import Adapter, made_without_values
+from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.combine import ModelOutput, StepSums
 from hetero_strategy.model.inputs import ModuleInputs
 from hetero_strategy.model.kind import ModuleKind, check_edges, check_output, usual_edges
 from hetero_strategy.model.materialize import materialize
 from hetero_strategy.model.random_numbers import RandomNumbers, random_state_kept
+from hetero_strategy.model.without_values import made_without_values
 
 __all__ = ["BatchLike", "Edge", "ModelOutput", "MultimodalModel"]
 

@@ -15,11 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from hetero_strategy.boundary.transport import Channel
 from hetero_strategy.checkpoint.training import TrainingState
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, ModelError
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.materialize import CHANGED, changed_since_made
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.gradients import Owned, owned_parameters
@@ -73,6 +74,7 @@ def find_model(module: nn.Module, agree: Callable[[bool], bool]) -> tuple[str, M
 
     Raises:
         ConfigError: none or several models, parameters outside it, or a model that has been trained elsewhere.
+        ModelError: a module has been given other parameters or buffers since the model was made.
     """
     found = [(n, m) for n, m in module.named_modules() if isinstance(m, MultimodalModel)]
     kind = type(module).__name__
@@ -90,6 +92,9 @@ def find_model(module: nn.Module, agree: Callable[[bool], bool]) -> tuple[str, M
             f"HeteroStrategy: parameter '{min(outside)}' of {kind} lies outside the modules of its MultimodalModel,"
             " so no layout says where it lives; make it part of one of them"
         )
+    for name, adapter in model.modules_by_name.items():
+        if changed := changed_since_made(adapter):
+            raise ModelError(CHANGED.format(name=name, fqn=changed[0]))
     filled = any(
         not p.is_meta and fqn not in adapter.initial_values()
         for adapter in model.modules_by_name.values()

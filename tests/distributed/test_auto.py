@@ -16,7 +16,7 @@ import torch
 
 from hetero_strategy.errors import ConfigError, LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.model.adapter import models_without_values
+from hetero_strategy.model.without_values import models_without_values
 from hetero_strategy.parallelize.offload import Offload
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.planner.answer import Answer, Ranked

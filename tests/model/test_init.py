@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
+from transformers import Siglip2VisionConfig, Siglip2VisionModel
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model import Encoder, MultimodalModel, Projector
-from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.model.encoder import Backbone
 from hetero_strategy.model.materialize import initial_units, materialize, unit_tensors
+from hetero_strategy.model.without_values import models_without_values
+from hetero_strategy.strategy.assembly import find_model
 from hetero_strategy.zoo import hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from hetero_strategy.zoo.titan import _titan
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, clips, images
@@ -226,3 +229,92 @@ def test_values_of_a_persons_adapter_follow_from_the_seed_alone():
     one, other = model(1).state_dict(), model(2).state_dict()
     assert one["own.backbone.linear.weight"].std() > 0
     assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+class Loading(Backbone):
+    """Loads what it was trained to before, as a person's module may in its constructor."""
+
+    hidden_width = width = 16
+    loaded: ClassVar = {"weight": torch.ones(16, 12), "bias": torch.ones(16)}
+
+    def __init__(self, **options):
+        super().__init__()
+        self.linear = nn.Linear(12, 16)
+        self.linear.load_state_dict(self.loaded, **options)
+
+
+class FromPretrained(Backbone):
+    hidden_width = width = 16
+
+    def __init__(self, folder):
+        super().__init__()
+        self.vision = Siglip2VisionModel.from_pretrained(folder)
+
+
+def test_weights_that_are_loaded_into_the_meta_device_are_missed(tmp_path):
+    with pytest.raises(ModelError, match=r"^weight: weights are loaded .*assign=True"):
+        Encoder(Loading, Projector(16, 16))
+    ready = Encoder(Loading(assign=True), Projector(16, 16))
+    model = MultimodalModel({"own": ready, "llm": hf_llama(**LLAMA)})
+    assert bool((model.own.backbone.linear.weight == 1).all())
+    with pytest.raises(ModelError, match="would be lost"), models_without_values():
+        MultimodalModel({"llm": hf_llama(**LLAMA)}).llm.model.lm_head.load_state_dict({"weight": torch.ones(40, 16)})
+    Siglip2VisionModel(Siglip2VisionConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ModelError, match=r"from_pretrained\(\) is called in a constructor"):
+        FromPretrained(tmp_path)
+
+
+class Masked(nn.Module):
+    """Buffers of which every value means something; without ``fills`` nothing fills them."""
+
+    width = hidden_width = 16
+
+    def __init__(self, *names):
+        super().__init__()
+        self.fills = names
+        self.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool).tril())
+        self.register_buffer("table", torch.arange(4, dtype=torch.uint8))
+
+    def reset_parameters(self):
+        if "mask" in self.fills:
+            self.mask = torch.ones(3, 3, dtype=torch.bool).tril()
+        if "table" in self.fills:
+            self.table.copy_(torch.arange(4))
+
+
+def test_masks_and_tables_of_small_numbers_are_filled_or_missed():
+    def model(*names):
+        return MultimodalModel(
+            {"own": Encoder(lambda: Masked(*names), Projector(16, 16)), "llm": hf_llama(**LLAMA)}
+        ).own.backbone
+
+    filled = model("mask", "table")
+    assert filled.mask.tolist() == [[True, False, False], [True, True, False], [True, True, True]]
+    assert filled.table.tolist() == [0, 1, 2, 3]
+    for names, missed in ((("mask",), "table"), (("table",), "mask")):
+        with pytest.raises(ModelError, match=f"nothing initialises backbone.{missed}"):
+            model(*names)
+
+
+@pytest.mark.parametrize("change", ["buffer", "parameter", "wrapped", "resized"])
+def test_what_is_changed_after_the_model_was_made_is_missed(change):
+    """Nothing would fill it: it is not in the copy that says which values there are."""
+    with models_without_values():
+        model = MultimodalModel({"own": Encoder(Own(), Projector(16, 16)), "llm": hf_llama(**LLAMA)})
+        backbone = model.own.backbone
+        find_model(model, bool)
+        if change == "buffer":
+            backbone.register_buffer("scale", torch.ones(3))
+        elif change == "parameter":
+            backbone.more = nn.Parameter(torch.empty(3, device="meta"))
+        elif change == "wrapped":
+            backbone.linear = nn.Sequential(backbone.linear)
+        else:
+            backbone.linear = nn.Linear(12, 17, device="meta")
+    says = "module 'own': backbone.* was added, removed or given another shape after its model was made"
+    with pytest.raises(ModelError, match=says):
+        find_model(model, bool)
+    with pytest.raises(ModelError, match=says):
+        materialize(model, 0)

@@ -14,7 +14,7 @@ from torch import nn
 
 from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.model import MultimodalModel
-from hetero_strategy.model.adapter import models_without_values
+from hetero_strategy.model.without_values import models_without_values
 from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor
 from hetero_strategy.plan.balance import Cost
 from hetero_strategy.plan.orchestrator import ResolvedBalance, plan_step

@@ -1,0 +1,71 @@
+"""Models that are built without values: on the meta device, where weights that are loaded would be lost in silence."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from hetero_strategy.errors import ModelError
+
+_WITHOUT_VALUES: ContextVar[bool] = ContextVar("without_values", default=False)
+
+
+@contextmanager
+def models_without_values() -> Iterator[None]:
+    """Keep models that are built inside on the meta device; everything else built there gets its values as usual.
+
+    Raises:
+        ModelError: weights are loaded into a module that has no memory for them.
+    """
+    token = _WITHOUT_VALUES.set(True)
+    try:
+        with _nothing_lost():
+            yield
+    finally:
+        _WITHOUT_VALUES.reset(token)
+
+
+def made_without_values() -> bool:
+    """Whether a model that is built now stays on the meta device."""
+    return _WITHOUT_VALUES.get() or torch.get_default_device().type == "meta"
+
+
+def on_meta(init: Callable[..., None]) -> Callable[..., None]:
+    """Return the same constructor, which builds on the meta device."""
+
+    @functools.wraps(init)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        with torch.device("meta"), _nothing_lost():
+            init(*args, **kwargs)
+
+    return wrapped
+
+
+@contextmanager
+def _nothing_lost() -> Iterator[None]:
+    """Refuse what loads values into the meta device: torch only warns of it, and initialises anew afterwards."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*copying from a non-meta parameter.*")
+            yield
+    except UserWarning as lost:
+        if "copying from a non-meta parameter" not in str(lost):
+            raise
+        raise ModelError(
+            f"{str(lost).partition(': ')[0].removeprefix('for ')}: weights are loaded into a module that is built on"
+            " the meta device, where they would be lost; load them into a module made outside the constructor and give"
+            " it the ready module, or call load_state_dict(..., assign=True)"
+        ) from None
+    except RuntimeError as refused:  # transformers' own words for the same
+        if "from_pretrained" not in str(refused) or "meta" not in str(refused):
+            raise
+        raise ModelError(
+            "from_pretrained() is called in a constructor, which builds on the meta device, where its weights would be"
+            " lost; call it outside and give the constructor the ready module"
+        ) from None
