@@ -31,7 +31,7 @@ WIDEST, MULTIPLE = 256, 8
 """Head dimension above which torch's flash kernels stop, and of which they take multiples alone."""
 FLASH_MAJOR = 8
 """Major compute capability of the GPUs that they start with."""
-NOT_HERE = ("s_aux", "position_bias", "head_mask")
+NOT_HERE = ("attention_mask", "s_aux", "position_bias", "head_mask")
 """What transformers' layers may pass to an attention that would change what comes out, and no kernel here takes."""
 HF_ATTENTION = "hetero_packed"
 """Name under which packed attention is registered with transformers."""
@@ -81,7 +81,15 @@ def packed_attention(
 
     Returns:
         ``[1, heads, T, head_dim]``.
+
+    Raises:
+        ModelError: a window of attention that is not causal.
     """
+    if window is not None and not causal:
+        raise ModelError(
+            f"window={window} of attention that is not causal: packed attention has windows that look back alone; leave"
+            " it out, or give the blocks an attention of their own"
+        )
     if packing.rows == 0:
         return query + (key.sum() + value.sum())  # empty, yet a gradient (zero) reaches all three
     options = _Options(causal, window, scale, dropout, softcap)
@@ -168,6 +176,7 @@ def _hf_attention(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
+    others["attention_mask"] = attention_mask
     if asked := [name for name in NOT_HERE if others.get(name) is not None]:
         raise ModelError(
             f"{type(module).__name__} asks for attention with {', '.join(asked)}, which packed attention does not have;"

@@ -48,9 +48,16 @@ def tp_faults(
         for fqn, part in module.named_modules()
         if fqn.startswith(f"{block}.") and isinstance(part, nn.Linear)
     }
-    fqns, faults = [fqn for fqn, _ in module.named_modules()], []
+    parts, faults = dict(module.named_modules()), []
     for pattern, style in plan.items():
-        if not any(fnmatchcase(fqn, pattern) for fqn in fqns):
+        named = [fqn for fqn in parts if fnmatchcase(fqn, pattern)]
+        cut = isinstance(style, (ColwiseParallel, RowwiseParallel))
+        if other := [fqn for fqn in named if cut and not isinstance(parts[fqn], (nn.Linear, nn.Embedding))]:
+            faults.append(
+                f"tp={tp}, but {other[0]} is a {type(parts[other[0]]).__name__} and no nn.Linear or nn.Embedding, which"
+                " alone can be split so; name the linear layers in it in tp_columns and tp_rows, or set tp=1"
+            )
+        if not named:
             faults.append(
                 f"tp={tp}, but it has no part {pattern}, which tp_columns, tp_rows or tp_plan() names; the linear"
                 f" layers of its blocks are {', '.join(linear) or 'none'}"

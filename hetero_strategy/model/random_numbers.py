@@ -2,19 +2,23 @@
 
 The process's default generators are seeded anew for every microbatch of a module, and before and after each of its
 blocks, so it does not matter which ranks hold a module, how it is cut into stages, what else a rank computes, or in
-which order. Ranks of a tensor-parallel instance draw the same numbers where they hold the same rows, and other ones
-where each holds a part, as Megatron's RNG tracker does (Korthikanti et al. 2022, section 5).
+which order. NumPy's and Python's own, of which transformers draws masks of spectrograms, are seeded for every
+microbatch alone, before its forward and before its backward. Ranks of a tensor-parallel instance draw the same numbers
+where they hold the same rows, and other ones where each holds a part, as Megatron's RNG tracker does (Korthikanti et
+al. 2022, section 5).
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -31,6 +35,7 @@ class RandomNumbers:
         self._aside: list[torch.Tensor] = []
         self._watched = self._drew = False
         self._seeded: list[torch.Tensor] = []
+        self._others: tuple[Any, ...] | None = None
         for fqn, block in blocks.items():
             block.register_forward_pre_hook(partial(_seed, self, number_of(fqn)))
             block.register_forward_hook(partial(_seed, self, number_of(f"after {fqn}")))
@@ -72,6 +77,9 @@ class RandomNumbers:
         """Seed the generators for a microbatch as before, before its backward, which may run forward again."""
         self._microbatch, self._aside = seed, []
         self._drew, self._seeded = False, []
+        np.random.seed(seed & 0xFFFFFFFF)
+        random.seed(seed)
+        self._others = _others() if self._watched else None
         self.seed(0)
 
     def seed(self, position: int) -> None:
@@ -96,6 +104,7 @@ class RandomNumbers:
     def _look(self) -> None:
         for generator, state in zip(self._generators, self._seeded, strict=False):
             self._drew |= not torch.equal(generator.get_state(), state)
+        self._drew |= self._others is not None and self._others != _others()
 
     def part(self, position: str) -> None:
         """Until :meth:`join`, use numbers of this rank alone: each tensor-parallel rank has other columns."""
@@ -114,9 +123,12 @@ class RandomNumbers:
 def random_state_kept(device: torch.device) -> Iterator[None]:
     """Restore the process's own random state afterwards."""
     states = [(generator, generator.get_state()) for generator in generators(device)]
+    others = np.random.get_state(), random.getstate()
     try:
         yield
     finally:
+        np.random.set_state(others[0])
+        random.setstate(others[1])
         for generator, state in states:
             generator.set_state(state)
 
@@ -127,6 +139,12 @@ def generators(device: torch.device) -> list[torch.Generator]:
         return [torch.default_generator]
     index = torch.cuda.current_device() if device.index is None else device.index
     return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
+def _others() -> tuple[Any, ...]:
+    """How far NumPy's and Python's generators are: no number is drawn without a change."""
+    state: Any = np.random.get_state()
+    return state[0], state[1].tobytes(), *state[2:], random.getstate()
 
 
 def number_of(position: str) -> int:

@@ -83,7 +83,7 @@ def parallelize(
     traits = traits_of(dict(module.named_parameters()))
     with ties_kept([module]):
         module.to("meta")  # a part that came with values gets them back in shards
-    traits = storage.store_frozen(name, module, traits)
+    traits = storage.store(name, module, traits)
     kept, blocks = storage.kept(name, module), list(module.blocks())
     assert layout.pipeline.stages in (1, len(split)), f"split {split} of {layout.pipeline.stages} stages"
     stages = cut(module, split, layout.pipeline.stages_of(pp_rank))

@@ -81,19 +81,22 @@ class Storage:
                         " tie_word_embeddings=false or leave it out"
                     )
 
-    def store_frozen(self, module: str, adapter: Adapter, traits: Mapping[str, Traits]) -> dict[str, Traits]:
-        """Let what is frozen be kept in the dtype it computes in; call it while the module is on the meta device.
+    def store(self, module: str, adapter: Adapter, traits: Mapping[str, Traits]) -> dict[str, Traits]:
+        """Let what is frozen be kept in the dtype it computes in, and nothing in one of fewer bytes than it computes
+        or trains in, whatever it was loaded in; call it while the module is on the meta device.
 
         Returns:
             The traits of all parameters as they now are.
         """
         changed = dict(traits)
-        if self.mixed:
-            kept = {id(p) for layer in self.kept(module, adapter) for p in layer.parameters(recurse=False)}
-            for fqn, parameter in adapter.named_parameters():
-                if not parameter.requires_grad and parameter.is_floating_point() and id(parameter) not in kept:
-                    parameter.data = parameter.data.to(self.compute)
-                    changed[fqn] = replace(changed[fqn], dtype=self.compute)
+        kept = {id(p) for layer in self.kept(module, adapter) for p in layer.parameters(recurse=False)}
+        for fqn, parameter in adapter.named_parameters():
+            precise = parameter.requires_grad or id(parameter) in kept
+            dtype = self.master if precise else self.compute
+            widen = parameter.dtype in _PLAIN and parameter.itemsize < dtype.itemsize
+            if widen or (self.mixed and not precise and parameter.is_floating_point()):
+                parameter.data = parameter.data.to(dtype)
+                changed[fqn] = replace(changed[fqn], dtype=dtype)
         return changed
 
     def casts(self, parameters: Iterable[nn.Parameter]) -> bool:
@@ -105,4 +108,5 @@ class Storage:
         return len(layout.ranks) == layout.pp and self.casts(parameters)
 
 
+_PLAIN = (torch.float16, torch.bfloat16, torch.float32)
 FP32 = Storage()

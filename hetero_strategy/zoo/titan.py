@@ -337,15 +337,15 @@ def titan_llama(
 def _fields_of(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """Translate a Hugging Face Llama config to ``TransformerModelArgs`` fields with the same forward."""
     fixed = {"model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False}
-    for name, value in (fixed | {"mlp_bias": False}).items():
+    for name, value in (fixed | {"mlp_bias": False, "attention_dropout": 0.0}).items():
         if config.get(name, value) != value:
             raise ModelError(
                 f"titan_llama: {folder}/config.json has {name}={config[name]!r}, torchtitan's Llama 3 has {value!r}: "
                 "use hf_llama"
             )
-    rope = config.get("rope_parameters") or {
-        **(config.get("rope_scaling") or {}),
+    rope = {
         "rope_theta": config.get("rope_theta", 10000.0),
+        **(config.get("rope_parameters") or config.get("rope_scaling") or {}),
     }
     kind = rope.get("rope_type") or rope.get("type", "default")  # older folders say "type"
     if kind not in ("default", "llama3"):

@@ -83,6 +83,10 @@ def test_what_packed_attention_cannot_do_is_refused():
         ModelError, match="Identity asks for attention with s_aux, which packed attention does not have"
     ):
         attention._hf_attention(torch.nn.Identity(), *inputs, None, packing=packing, s_aux=torch.zeros(4))
+    with pytest.raises(ModelError, match="asks for attention with attention_mask"):
+        attention._hf_attention(torch.nn.Identity(), *inputs, torch.ones(1, 1, 3, 3), packing=packing)
+    with pytest.raises(ModelError, match="window=2 of attention that is not causal"):
+        packed_attention(*inputs, packing, causal=False, window=2)
 
 
 def padded_rows(packing):

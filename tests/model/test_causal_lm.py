@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -10,11 +11,13 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hetero_strategy.errors import DataError, ModelError
 from hetero_strategy.model.causal_lm import fill_slots, head_rows_of
 from hetero_strategy.model.token_loss import token_loss
 from hetero_strategy.zoo import hf_llama, hf_qwen3, titan_llama
+from hetero_strategy.zoo.hf import PreciseRMSNorm
 from hetero_strategy.zoo.titan import _titan
 from tests.model.helpers import LLAMA, TITAN, ready, tokens
 
@@ -244,3 +247,25 @@ def test_what_cannot_run_is_refused():
         titan_llama(**TITAN | {"n_kv_heads": 3})
     with pytest.raises(DataError, match="65 tokens exceeds the model's maximum 64"):
         ready(titan_llama(**TITAN))(tokens([65]), {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_are_those_of_transformers(dtype):
+    norm = LlamaRMSNorm(64, eps=1e-5).to(dtype)
+    norm.weight.data.uniform_(0.5, 1.5)
+    ours, rows = PreciseRMSNorm(norm), torch.randn(5, 64, dtype=dtype)
+    torch.testing.assert_close(ours(rows), norm(rows), rtol=2e-5 if dtype == torch.float32 else 2e-2, atol=1e-5)
+
+
+def test_titan_takes_the_rotary_base_wherever_it_is_and_no_dropout(tmp_path):
+    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    def base(**changes):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        return titan_llama(checkpoint=tmp_path).args.rope_theta
+
+    assert base(rope_parameters={"rope_type": "default"}, rope_theta=7.0) == 7.0
+    assert base(rope_parameters={"rope_type": "default", "rope_theta": 9.0}) == 9.0
+    with pytest.raises(ModelError, match=r"has attention_dropout=0\.5, .* use hf_llama"):
+        base(attention_dropout=0.5)

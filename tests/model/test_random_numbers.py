@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -101,6 +103,7 @@ def test_what_draws_is_seen_in_and_around_blocks_and_forgotten_with_the_next_mic
     numbers.watch()
     assert not drew() and not drew(quiet)
     assert drew(blocks["0"]) and drew(blocks["0"], quiet) and drew(quiet, lambda: torch.rand(1))
+    assert drew(lambda: np.random.rand(2)) and drew(lambda: random.random())
     assert not drew(quiet)
 
 
@@ -108,6 +111,22 @@ def test_the_process_draws_on_as_if_nothing_had_happened() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
+    np.random.seed(5)
+    random.seed(5)
     with random_state_kept(CPU):
         drawn()
     assert torch.equal(torch.rand(4), expected)
+    assert np.random.rand() == np.random.RandomState(5).rand() and random.random() == random.Random(5).random()
+
+
+def test_what_numpy_and_python_draw_is_drawn_again_in_backward() -> None:
+    """As masks of spectrograms in transformers, where a whole encoder runs again."""
+    numbers = RandomNumbers(1, "audio", {})
+
+    def drew(microbatch: int) -> tuple[int, list[tuple[float, float]]]:
+        seed = numbers.start(SimpleNamespace(epoch=0, step=0), 0, microbatch, 0, 0, CPU, rows_apart=False)
+        return seed, [(np.random.rand(), random.random())]
+
+    (seed, first), (_, second) = drew(0), drew(1)
+    numbers.again(seed)
+    assert [(np.random.rand(), random.random())] == first != second

@@ -82,6 +82,11 @@ def test_parts_that_it_names_and_lacks_are_refused(page: dict[str, Any]) -> None
     assert "the linear layers of its blocks are q, k, v, o, up, down" in text
     text = said(lambda: backbone(width=48), 48, 5)
     assert "48 outputs of q not divisible by tp 5" in text and "192 inputs of down not divisible by tp 5" in text
+    wrapped = backbone(width=64)
+    for layer in wrapped.layers:
+        layer.q = nn.Sequential(layer.q)
+    text = said(lambda: wrapped, 64, 2)
+    assert "layers.0.q is a Sequential and no nn.Linear or nn.Embedding" in text and "tp_columns" in text
     check_all({"vision": page["vision"]}, {"vision": ModuleLayout(ranks=2, tp=2).resolved()})
     with pytest.raises(ModelError, match=r"Wrong: block_list = 'layer', but .* its lists of parts are layers"):
         type("Wrong", (backbone,), {"block_list": "layer"})().blocks()

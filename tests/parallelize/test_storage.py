@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from hetero_strategy.errors import ConfigError, HeteroError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.fake import fake_world
-from hetero_strategy.model import Adapter, Backbone, MultimodalModel
+from hetero_strategy.model import Adapter, Backbone, Encoder, MultimodalModel, Projector
+from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.fsdp import apply_fsdp
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.schedule.config import ScheduleConfig
@@ -117,3 +118,18 @@ def test_weights_without_a_master_copy_are_not_trained(precision: str) -> None:
     check_trainable(HalfPrecision(precision), fit=False)  # type: ignore[arg-type]
     check_trainable(MixedPrecision("bf16-mixed", "cpu"), fit=True)
     assert storage_of(MixedPrecision("bf16-mixed", "cpu")) == BF16
+
+
+@pytest.mark.parametrize("storage", [BF16, Storage(), Storage(torch.float64, torch.float64)], ids=str)
+def test_what_was_loaded_in_bf16_trains_in_its_master_and_is_frozen_as_it_computes(storage: Storage) -> None:
+    """transformers' from_pretrained() gives weights as they lie in the folder."""
+    ready, frozen = (torch.nn.Linear(12, 16, dtype=torch.bfloat16) for _ in range(2))
+    frozen.requires_grad_(False)
+    for tower in (ready, frozen):
+        tower.width = tower.hidden_width = 16  # type: ignore[assignment]
+        encoder = Encoder(tower, Projector(16, 16))
+        value = tower.weight.detach().clone()
+        parallelize("vision", encoder, ModuleLayout([0]).resolved(), None, torch.device("cpu"), seed=1, storage=storage)
+        weight = dict(encoder.named_parameters())["backbone.weight"]
+        assert weight.dtype == (storage.compute if tower is frozen else storage.master)
+        assert torch.equal(weight.detach(), value.to(weight.dtype))
