@@ -7,6 +7,7 @@ agree.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -116,6 +117,8 @@ class Transport:
         self._out: dict[int, torch.Tensor] = {}
         self._arriving: dict[int, list[Arriving]] = {}
         self._sent: dict[int, list[tuple[dist.Work, torch.Tensor]]] = {}
+        self._under_way: dict[tuple[int, bool], deque[int]] = {}
+        """Of every communicator: the transfers in :attr:`_sent`, in the order of their messages."""
 
     def give(self, number: int, rows: torch.Tensor) -> None:
         """Hand over the rows ``[inputs, width]`` of a transfer, which the current stream makes."""
@@ -185,16 +188,12 @@ class Transport:
                 tensor.record_stream(stream)
 
     def _let_go(self) -> None:
-        """Let buffers go whose messages are known to be over, oldest first; nothing waits (gloo does not say)."""
-        for number in list(self._sent):
-            for work, _ in self._sent[number]:
-                if not work.is_completed():
-                    break
-            else:
-                del self._sent[number]
-                continue
-            if self._carries is None:  # else later ones of another stream may be over
-                return
+        """Let buffers go whose messages are known to be over, of every communicator oldest first; nothing waits (gloo
+        does not say).
+        """
+        for numbers in self._under_way.values():
+            while numbers and all(work.is_completed() for work, _ in self._sent.get(numbers[0], ())):
+                self._sent.pop(numbers.popleft(), None)
 
     def _start(self, numbers: Sequence[int], *, first: bool) -> None:
         ops: list[dist.P2POp] = []
@@ -222,6 +221,8 @@ class Transport:
                     owners.append((number, False, place))
             for peer, rows in hop.sends:
                 sent = self._leaving(number, rows, around)
+                if not first and number in self._crosses and self._carries is not None:
+                    sent.record_stream(self._carries)  # which waits for the message in its place
                 ops.append(_Message(dist.isend, sent, peer, group, tag, places[peer]))
                 owners.append((number, True, None))
             if first and hop.sends and not transfer.local[0].size:
@@ -238,6 +239,9 @@ class Transport:
         for work, op, (number, leaves, place) in zip(works, ops, owners, strict=False):
             if leaves:
                 self._sent.setdefault(number, []).append((work, op.tensor))
+                under_way = self._under_way.setdefault((id(self._transfers[number][0]), first), deque())
+                if not under_way or under_way[-1] != number:
+                    under_way.append(number)
             else:
                 self._arriving.setdefault(number, []).append((work, place, op.tensor))
 

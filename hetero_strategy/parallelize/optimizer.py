@@ -43,6 +43,12 @@ def choose_kernels(optimizers: Iterable[Optimizer], owned: Mapping[int, Owned], 
         if type(optimizer).step in [kind.step for kind in ELEMENTWISE]:
             _Shards(optimizer)
             continue
+        if not type(optimizer).__module__.startswith("torch."):
+            rank_zero_warn(
+                f"{type(optimizer).__name__} steps as it is, and every rank has its own modules' parameters alone: what"
+                " it computes of each parameter is right, what it computes of all of them (a global norm, an estimate"
+                " of the learning rate) differs between ranks, which then train apart"
+            )
         for group in optimizer.param_groups:
             if group.get("foreach", False) is False and not group.get("fused"):
                 continue

@@ -304,6 +304,8 @@ class RunningStep:
         )  # fmt: skip
         live = Live(arrived, seed)
         if differentiable:
+            if local.host is not None:
+                local.host.latest = None  # no block of another microbatch, where this one runs none
             out = local.adapter(inputs, rows, hidden)
             if local.host is not None and local.host.latest is not None:
                 live.come_back = local.host.latest.start

@@ -90,6 +90,8 @@ class RowKeeper:
                 f" {self.folder} are those of others; change them before trainer.fit, or leave '{self.module}' out of"
                 " cache"
             )
+        if torch._C._current_graph_task_id() != -1:
+            return  # the forward runs again in a backward: its rows are noted already
         self.missed += len(cached.keys)
         self.found += cached.found
         keep = int(cached.keep.sum())

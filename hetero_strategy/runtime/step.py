@@ -10,6 +10,7 @@ runs with those of the step before; only where they were other ones this time, i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -234,7 +235,8 @@ class _StepGradients:
         if values[largest]:
             factors = {n: x / values[largest] for n, x in zip(self._names, values, strict=True)}
         factors |= {n: None for n, g in zip(self._names, shares, strict=True) if total is None and g is None}
-        self._runner._expected[self._call] = {} if all(x == 1 for x in factors.values()) else factors
+        if all(x is None or math.isfinite(x) for x in factors.values()):  # else the next step would be spoilt too
+            self._runner._expected[self._call] = {} if all(x == 1 for x in factors.values()) else factors
         if any(_differ(self._factors.get(n, 1.0), x) for n, x in factors.items()):
             self._made = None
             self._again(factors)
@@ -251,7 +253,7 @@ class _StepGradients:
 
 
 def _differ(one: float | None, other: float | None) -> bool:
-    return one is not other if one is None or other is None else abs(one - other) > 1e-12
+    return one is not other if one is None or other is None else not abs(one - other) <= 1e-12
 
 
 class _Losses(torch.autograd.Function):

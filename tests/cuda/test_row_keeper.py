@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from hetero_strategy.data.row_store import RowStore
 from hetero_strategy.errors import DataError
@@ -86,6 +87,18 @@ def test_rows_that_are_not_those_of_their_items_alone_are_refused(tmp_path: Path
         keeper(computed(0, "cpu")[:1], missed(0))
     keeper.close()
     assert keeper.written == 0
+
+
+def test_a_forward_that_runs_again_in_backward_is_noted_once(tmp_path: Path) -> None:
+    keeper = RowKeeper("vision", tmp_path, [], 4, bool, always=False)
+
+    def forward(scale: torch.Tensor) -> torch.Tensor:
+        keeper(computed(0, "cpu"), missed(0))
+        return scale * scale
+
+    checkpoint(forward, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
+    keeper.close()
+    assert (keeper.missed, keeper.written) == (4, 3)
 
 
 def test_weights_that_change_are_noticed(tmp_path: Path) -> None:

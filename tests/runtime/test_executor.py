@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.host_time import MICROBATCHES, one_rank
 from hetero_strategy.model.random_numbers import RandomNumbers
+from hetero_strategy.runtime.step import _differ
 
 
 def seeds_of_a_step(rank: int, world: int) -> list[tuple[list[int], list[int]]]:
@@ -42,3 +43,10 @@ def test_a_backward_has_the_random_numbers_of_its_forward(pool) -> None:
     assert len(seeds) == 3
     for forwards, backwards in seeds:
         assert len(set(forwards)) > MICROBATCHES // 4 and forwards == backwards
+
+
+def test_factors_of_losses_that_are_no_numbers_are_others() -> None:
+    """Or a step behind one whose weighting divided by nothing would keep its gradients."""
+    nan = float("nan")
+    assert _differ(nan, 1.0) and _differ(1.0, nan) and _differ(None, 1.0)
+    assert not _differ(1.0, 1.0) and not _differ(None, None)
