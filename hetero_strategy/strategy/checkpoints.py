@@ -54,10 +54,17 @@ class OwnCheckpoints(WorldCollectives):
             raise ConfigError("HeteroStrategy: storage_options is not supported; a checkpoint is a local directory")
         check_folder(filepath)
         assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED and not self._stop.agreed:
+        if self._after_an_exception():
             # Other ranks may not come: a collective save would hang and hide the error.
             rank_zero_warn(f"no checkpoint is saved after an exception: {filepath}")
             return
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING and trainer.fit_loop.epoch_loop._should_accumulate():
+            rank_zero_warn(
+                f"{filepath} is saved between batches whose gradients add up, and holds none: a run that resumes from"
+                f" it makes that step from fewer of them; save every multiple of accumulate_grad_batches="
+                f"{trainer.accumulate_grad_batches} batches"
+            )
         self.state.save(checkpoint, Path(self.broadcast(os.fspath(filepath))))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -84,5 +91,12 @@ class OwnCheckpoints(WorldCollectives):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None: ...  # done in load_checkpoint
 
+    def _after_an_exception(self) -> bool:
+        """Whether this rank ends alone. A stop that all ranks agreed upon is no exception here."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED and not self._stop.agreed
+
     def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self._after_an_exception():
+            return
         self.state.remove(Path(filepath), self.is_global_zero)

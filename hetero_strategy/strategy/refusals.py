@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 from lightning.fabric.utilities import rank_zero_warn
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Checkpoint,
@@ -16,9 +18,16 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
+from torchmetrics import Metric
 
+from hetero_strategy.checkpoint.codec import encode
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.loading.loader import StepLoader
+from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.runtime.agreement import Stop
 
 CALLBACKS: dict[type, str] = {
     WeightAveraging: "copies the whole model on every rank, and no rank has it; remove the callback",
@@ -58,6 +67,11 @@ def check_trainer(trainer: Trainer) -> None:
         )
     for saving in (c for c in callbacks if isinstance(c, Checkpoint)):
         check_folder(getattr(saving, "dirpath", None) or trainer.default_root_dir)
+        saving.on_exception = partial(  # type: ignore[method-assign]
+            _where_all_stop, type(saving).on_exception, saving, cast(Any, trainer.strategy)._stop
+        )
+    if any(isinstance(c, Checkpoint) for c in callbacks) and trainer.state.fn == TrainerFn.FITTING:
+        _check_hparams(trainer)
     for callback in callbacks:
         for kind, why in CALLBACKS.items():
             if isinstance(callback, kind):
@@ -74,6 +88,40 @@ def check_trainer(trainer: Trainer) -> None:
         )
 
 
+def _where_all_stop(save: Callable[..., None], callback: Checkpoint, stop: Stop, trainer: Trainer, *given: Any) -> None:
+    """Let a callback save on an exception only where all ranks do: it would note as its last checkpoint one that is
+    never written, and let go of the one before.
+    """
+    if stop.agreed:
+        save(callback, trainer, *given)
+
+
+def _check_hparams(trainer: Trainer) -> None:
+    """Hyperparameters have a form in checkpoints, or the first save would end the run.
+
+    Raises:
+        CheckpointError: naming what has none.
+    """
+    for who in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
+        encode({"hyper_parameters": dict(getattr(who, "hparams", {}))})
+
+
+def metrics_of(trainer: Trainer) -> Iterator[Metric]:
+    """Yield the torchmetrics of the LightningModule and of callbacks, in lists and dicts that they hold too."""
+    for holder in (trainer.lightning_module, *cast(Any, trainer).callbacks):
+        if isinstance(holder, nn.Module):
+            yield from (part for part in holder.modules() if isinstance(part, Metric))
+        yield from _metrics_in(list(vars(holder).values()), 3)
+
+
+def _metrics_in(held: object, depth: int) -> Iterator[Metric]:
+    if isinstance(held, nn.Module):
+        yield from (part for part in held.modules() if isinstance(part, Metric))
+    elif depth and isinstance(held, (list, tuple, dict)):
+        for one in held.values() if isinstance(held, dict) else held:
+            yield from _metrics_in(one, depth - 1)
+
+
 def check_folder(path: str | os.PathLike[str]) -> None:
     """Refuse an address, such as ``s3://bucket/run``: as a path it would be a folder ``s3:`` of the working folder.
 
@@ -87,12 +135,37 @@ def check_folder(path: str | os.PathLike[str]) -> None:
         )
 
 
-def check_dataloader(dataloader: object) -> None:
-    """Refuse a shuffled DataLoader: ranks would draw different samples.
+def trains(model: MultimodalModel, module: LightningModule | None) -> bool:
+    """Whether a call of the model is a step of training.
+
+    Raises:
+        ConfigError: the model is in evaluation mode in ``training_step``.
+    """
+    if not model.training and module is not None and module._current_fx_name == "training_step":
+        raise ConfigError(
+            "HeteroStrategy: the model is in evaluation mode in training_step, so it would not train; Lightning leaves"
+            " modes as it finds them: call train() before fit, and eval() of no more than parts of its modules"
+        )
+    return model.training
+
+
+def check_dataloader(dataloader: object, *, placed: bool) -> None:
+    """Refuse a shuffled DataLoader, as ranks would draw different samples, one of a data module that knows of no
+    layouts, and any before the model is ``placed``.
 
     Raises:
         ConfigError: with what to do.
     """
+    if not placed:
+        raise ConfigError(
+            "HeteroStrategy: loaders are made once the model is on its ranks, and something asked for them before, such"
+            " as trainer.estimated_stepping_batches in setup() or configure_model(); ask in configure_optimizers()"
+        )
+    if isinstance(dataloader, StepLoader) and dataloader.steps.compiler is None:
+        raise ConfigError(
+            "HeteroStrategy: this loader is of a MultimodalDataModule that the Trainer does not know, so its steps are"
+            " those of one process; give datamodule=... to the Trainer in place of its loaders"
+        )
     sampler = dataloader.sampler if isinstance(dataloader, DataLoader) else None
     if isinstance(sampler, RandomSampler) and sampler.generator is None:
         raise ConfigError(

@@ -25,15 +25,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.context import TrainingContext
-from hetero_strategy.model.adapter import models_without_values
 from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.model.without_values import models_without_values
 from hetero_strategy.parallelize.compile import compiles
 from hetero_strategy.parallelize.float8 import float8s, use_float8
 from hetero_strategy.parallelize.gradients import Owned, global_norm
@@ -64,7 +63,13 @@ from hetero_strategy.strategy.launch import (
     stop_together,
 )
 from hetero_strategy.strategy.precision import check_trainable, kept, seed_scale, stand_in, storage_of
-from hetero_strategy.strategy.refusals import check_dataloader, check_trainer, without_inference_mode
+from hetero_strategy.strategy.refusals import (
+    check_dataloader,
+    check_trainer,
+    metrics_of,
+    trains,
+    without_inference_mode,
+)
 from hetero_strategy.strategy.row_caches import RowCaches
 from hetero_strategy.strategy.zeroing import about_to_zero_gradients
 
@@ -317,9 +322,8 @@ class HeteroStrategy(OwnCheckpoints):
         assert self._multimodal is not None and self._runner is not None
         self._multimodal.attach(self._runner)
         move_rest(self.lightning_module, self.root_device)
-        for metric in self.lightning_module.modules():
-            if isinstance(metric, Metric):
-                metric.distributed_available_fn = bool  # never: every rank has the global value already
+        for metric in metrics_of(trainer):
+            metric.distributed_available_fn = bool  # never: every rank has the global value already
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -358,7 +362,7 @@ class HeteroStrategy(OwnCheckpoints):
             assembled.executor,
             [o.parameter for o in self._owned.values()],
             lambda: seed_scale(self.precision_plugin, self.root_device),
-            lambda: model.training,
+            lambda: trains(model, self.lightning_module),
             lambda: about_to_zero_gradients(self.lightning_module),
             self.precision_plugin.forward_context,
         )
@@ -390,7 +394,7 @@ class HeteroStrategy(OwnCheckpoints):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def process_dataloader(self, dataloader: object) -> object:
-        check_dataloader(dataloader)
+        check_dataloader(dataloader, placed=self._assembled is not None)
         self.row_caches.attach(dataloader, self.executor, self.broadcast)
         return dataloader
 

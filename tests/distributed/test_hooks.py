@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torchmetrics import SumMetric
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, HeteroError
 from tests.distributed import scenario
 from tests.distributed.harness import Pool, WorkerError
 from tests.distributed.scenario import Job, Lit, data
@@ -87,3 +91,131 @@ def test_blocks_that_do_not_run_are_refused_in_an_evaluation_too(pool: Pool, tmp
     job = Job(str(data(tmp_path)), batch=2, microbatches=1, precision="64-true", val="val.json")
     with pytest.raises(WorkerError, match=r"module 'vision': backbone.layers.0 did not run in a microbatch"):
         pool.run(2, skipping, job.on(vision=SHARDED, audio=SHARDED, llm=SHARDED), group=False, timeout=60)
+
+
+class Failing(Lit):
+    """Raises in its third step, after a checkpoint of the second."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 2:
+            raise ValueError("a damaged batch")
+        return super().training_step(batch, batch_idx)
+
+
+def failed(rank: int, world: int, job: Job, folder: str) -> None:
+    saving = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, save_last="link", save_on_exception=True)
+    trainer, module, dm = scenario.build(
+        replace(job, trainer={"callbacks": [saving], "enable_checkpointing": True, "accumulate_grad_batches": 1})
+    )
+    with pytest.raises(ValueError, match="a damaged batch"):
+        trainer.fit(Failing(job, module.vocabulary), dm)
+
+
+def test_an_exception_leaves_the_last_checkpoint_the_last_one(pool: Pool, tmp_path: Path) -> None:
+    job = Job(str(data(tmp_path / "data")), ONE, steps=4, capture=False)
+    pool.run(1, failed, job, str(tmp_path / "run"), group=False)
+    last = tmp_path / "run" / "last.ckpt"
+    assert last.is_symlink() and (last / "metadata.json").exists() and "step=2" in str(last.resolve())
+
+
+class Early(Lit):
+    """Asks in setup for what needs the loaders."""
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer.estimated_stepping_batches
+
+
+class Evaluating(Lit):
+    def on_train_start(self) -> None:
+        self.model.eval()
+
+
+class Unsaved(Lit):
+    def __init__(self, job: Job, vocabulary: int) -> None:
+        super().__init__(job, vocabulary)
+        self.save_hyperparameters({"make": data})
+
+
+class Counted(Lit):
+    """Metrics that are no children of the module count each global batch once all the same."""
+
+    def __init__(self, job: Job, vocabulary: int) -> None:
+        super().__init__(job, vocabulary)
+        self.by_name = {"train": [SumMetric()]}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.by_name["train"][0].update(1)
+        return super().training_step(batch, batch_idx)
+
+
+class Prodigy(torch.optim.SGD):
+    """As a person's optimizer, which may look at all parameters."""
+
+
+class Unknown(Lit):
+    def configure_optimizers(self) -> Any:
+        return Prodigy(self.parameters(), 1e-3)
+
+
+class Beside(Callback):
+    def __init__(self) -> None:
+        self.metric = SumMetric()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.metric.update(1)
+
+
+def said(rank: int, world: int, job: Job, folder: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+
+    def attempt(name: str, kind: type[Lit], options: dict[str, Any], *, alone: bool = False) -> Any:
+        trainer, module, dm = scenario.build(replace(job, trainer=options))
+        made = kind(job, module.vocabulary)
+        try:
+            trainer.fit(made, train_dataloaders=dm.train_dataloader()) if alone else trainer.fit(made, dm)
+        except HeteroError as error:
+            found[name] = str(error)
+        return made
+
+    attempt("early", Early, {"max_epochs": 1, "max_steps": -1})
+    attempt("evaluating", Evaluating, {})
+    attempt("unsaved", Unsaved, {"callbacks": [ModelCheckpoint(folder)], "enable_checkpointing": True})
+    attempt("alone", Lit, {}, alone=True)
+    beside = Beside()
+    counted = attempt("", Counted, {"callbacks": [beside]})
+    found["counted"] = f"{counted.by_name['train'][0].compute():g} {beside.metric.compute():g}"
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        attempt("", Unknown, {})
+        within = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, train_time_interval=None)
+        options = {"callbacks": [within], "enable_checkpointing": True, "accumulate_grad_batches": 2}
+        trainer, module, dm = scenario.build(replace(job, trainer=options))
+        trainer.fit(Midway(job, module.vocabulary), dm)
+    found["warned"] = " ".join(str(one.message) for one in warned)
+    return found
+
+
+class Midway(Lit):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.trainer.save_checkpoint(str(Path(self.trainer.checkpoint_callback.dirpath) / "midway.ckpt"))
+
+
+def test_what_a_person_may_ask_for_in_vain_is_said_and_metrics_count_once(pool: Pool, tmp_path: Path) -> None:
+    layouts = {"vision": {"ranks": [0]}, "audio": {"ranks": [0]}, "llm": {"ranks": [1]}}
+    job = Job(str(data(tmp_path / "data")), layouts, steps=2, capture=False)
+    first, second = pool.run(2, said, job, str(tmp_path / "run"), group=False, timeout=150)
+    warned = first.pop("warned")
+    second.pop("warned")  # rank 0 speaks
+    assert first == second
+    assert "Prodigy steps as it is" in warned
+    assert "midway.ckpt is saved between batches whose gradients add up" in warned
+    assert first.pop("counted") == "2 2"
+    for name, words in {
+        "early": "ask in configure_optimizers()",
+        "evaluating": "the model is in evaluation mode in training_step",
+        "unsaved": "hyper_parameters.make",
+        "alone": "this loader is of a MultimodalDataModule that the Trainer does not know",
+    }.items():
+        assert words in first.pop(name), name
+    assert not first
