@@ -87,8 +87,7 @@ class HFCausalLM(HFAdapter, CausalLM):
 
         plan = super().tp_plan() or {}
         plan["model.lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-        if self.config.tie_word_embeddings:
-            plan["model.model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
+        plan["model.model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())  # by token ids
         first: Any = next(iter(self.blocks().values()), None)
         if first is not None and hasattr(first.self_attn, "q_norm"):
             # One weight for all heads, of which each rank sees its own: the gradient is a sum over ranks. Heads are
