@@ -115,7 +115,7 @@ def _step_overhead(rank: int, world: int, file: str) -> dict[str, object]:
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         del os.environ[name]
-    step_overhead.main(f"--size tiny --rounds 16 --warmup 2 --json {file}".split())
+    step_overhead.main(f"--size tiny --rounds 4 --warmup 2 --json {file}".split())
     with open(file) as f:
         document: dict[str, object] = json.load(f)
     return document

@@ -13,7 +13,7 @@ from tests.distributed.exact import on
 from tests.distributed.harness import Pool
 from tests.distributed.stepping import Setting
 
-FEW, MORE = (6, 1), (16, 2)
+FEW, MORE = (6, 1), (8, 2)
 """Settings and the seed that draws them."""
 
 
