@@ -288,7 +288,8 @@ def agent_runs(folder: Path, more: list[str]) -> tuple[subprocess.Popen[bytes], 
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_killed_sweep_goes_on(killed: dict[str, Any]) -> None:
+def test_a_killed_sweep_goes_on(killed: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    """And what is done is not run again."""
     said, folder = killed["said"], killed["folder"]
     assert "jobs: 3" in said and f"-m recipes.train resume={folder}" in said
     assert "elapsed: layout=single" in said and "run folder" in said, "what a job says is shown"
@@ -301,14 +302,9 @@ def test_a_killed_sweep_goes_on(killed: dict[str, Any]) -> None:
     assert refused.code == 1 and "'audio'" in str(refused.message)
     assert f"1 of 3 jobs failed: layout=digits_draw, exit code 1: {refused.message}" in killed["failed"]
     assert "| 2 | colocated | done |" in (folder / "sweep.md").read_text() and (folder / "sweep.png").is_file()
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_what_is_done_is_not_run_again(killed: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
-    found = jobs.Sweep.load(killed["folder"])
+    found = jobs.Sweep.load(folder)
     found.jobs = [found.jobs[0], found.jobs[2]]
+    capfd.readouterr()
     assert jobs.run(found) is None
     said = capfd.readouterr().out
     assert "elapsed" not in said and "done" in said and "failed" not in said
