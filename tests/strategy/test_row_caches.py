@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -68,7 +66,29 @@ def test_another_setting_is_another_key(case: str) -> None:
     assert one != other and one == key(OTHERS[case][0])
 
 
-def test_another_process_has_the_same_key() -> None:
-    code = "from tests.strategy.test_row_caches import *; print([key(one) for one, _ in OTHERS.values()])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert found.strip() == str([key(one) for one, _ in OTHERS.values()])
+SAID_OF_CONFIG = (
+    r"""Config([("'layer'", '<Layer.LAST: -1>'), ("'more'", '[("\'b\'", \'torch.nn.modules.dropout.Dropout\')]')"""
+)
+SAID_OF_CONFIG += """, ("'scale'", '1.0')])"""
+SAID = {
+    "config": (Config(more={"b": nn.Dropout}), SAID_OF_CONFIG),
+    "set": ({"c", "a", "b"}, """["'a'", "'b'", "'c'"]"""),
+    "function": (nn.functional.layer_norm, "torch.nn.functional.layer_norm"),
+    "dtype": (torch.float32, "torch.float32"),
+    "array": (np.zeros(2), "float64 [0.0, 0.0]"),
+    "class": (nn.GELU, "torch.nn.modules.activation.GELU"),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_another_process_has_the_same_key(case: str) -> None:
+    """Word by word, so without hashes, which every process salts anew, and without addresses."""
+    setting, said = SAID[case]
+    own, linear = key(setting)
+    assert own == ("", f"{__name__}.Own", [f"setting={said}"])
+    assert linear == ("layer", "torch.nn.modules.linear.Linear", ["in_features=2", "out_features=2"])
+
+
+def test_no_key_has_an_address_or_the_order_of_a_set() -> None:
+    assert not any("0x" in str(key(setting)) for settings in OTHERS.values() for setting in settings)
+    assert list({0, 8}) != list({8, 0}) and key({0, 8}) == key({8, 0})
