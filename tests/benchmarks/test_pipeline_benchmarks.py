@@ -13,7 +13,7 @@ from benchmarks.pipelines import Gathered, planned
 from hetero_strategy.monitor.prediction import durations
 from hetero_strategy.schedule.check import check
 
-TINY = "--rounds 2 --warmup 1 --scale 0.25"
+TINY = "--warmup 0 --scale 0.25"
 
 
 @pytest.mark.parametrize("setting", pipeline_timing.SETTINGS, ids=lambda s: s.name)
@@ -89,7 +89,7 @@ def test_pipeline_timing(pool, tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.full
 @pytest.mark.distributed
 def test_modality_parallel(pool, capsys: pytest.CaptureFixture[str]) -> None:
-    found = modality_parallel.main(TINY.split(), pool)
+    found = modality_parallel.main(f"{TINY} --rounds 2".split(), pool)
     assert "parallel / chain" in capsys.readouterr().out
     parallel, chain = (found[setting.name]["steps_ms"] for setting in modality_parallel.settings(0.25))
     assert found["rounds"] == 2 and found["ratios"] == [a / b for a, b in zip(parallel, chain, strict=True)]
@@ -111,7 +111,7 @@ def test_modality_parallel_is_faster(pool) -> None:
 @pytest.mark.distributed
 def test_encoder_microbatch(pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "microbatch.json"
-    encoder_microbatch.main(f"{TINY} --placements disjoint --json {file}".split(), pool)
+    encoder_microbatch.main(f"{TINY} --rounds 1 --placements disjoint --json {file}".split(), pool)
     assert "relative to the step's microbatches" in capsys.readouterr().out
     results = json.loads(file.read_text())["results"]
     for lines in results.values():
