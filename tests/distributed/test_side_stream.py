@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 
 from hetero_strategy.boundary.transport import Transport
@@ -126,7 +125,15 @@ class Watch:
         self.kept += 1
 
 
-def on_rank(rank: int, world: int, setting: Setting, wanted: Any, waits: bool) -> tuple[Run, tuple[int, ...]]:
+Counts = tuple[int, int, int, int, int, int]
+
+
+def on_rank(rank: int, world: int, setting: Setting, wanted: Any) -> list[tuple[Run, Counts]]:
+    """With streams that wait for each other, and with streams that do not."""
+    return [watched(rank, world, setting, wanted, waits) for waits in (True, False)]
+
+
+def watched(rank: int, world: int, setting: Setting, wanted: Any, waits: bool) -> tuple[Run, Counts]:
     watch = Watch()
     made = lambda device, graph, bubbles: SideStream(device, set(graph.filling))  # noqa: E731
     with (
@@ -148,15 +155,15 @@ def on_rank(rank: int, world: int, setting: Setting, wanted: Any, waits: bool) -
     return run, (watch.crossed, watch.unordered, watch.kept, watch.own, watch.astray, watch.sent)
 
 
-@pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_what_crosses_is_waited_for(pool: Pool, tmp_path: Any, waits: bool) -> None:
+def test_what_crosses_is_waited_for(pool: Pool, tmp_path: Any) -> None:
     layouts = {"vision": on(0, 1, 2, 3, tp=2), "audio": on(0, 1, 2, 3), "llm": on(0, 1, 2, 3, tp=2, pp=2)}
     folders, bubbles = {False: data(tmp_path / "data", draws=False)}, {"llm": 0.5}
     setting = setting_of(folders, layouts, "1f1b", fill="fine", tp_bubbles=bubbles)
     wanted = expected(setting)
-    found = pool.run(setting.world, on_rank, setting, wanted, waits, timeout=120)
-    compare(wanted, [run for run, _ in found])
-    crossed, unordered, kept, own, astray, sent = map(sum, zip(*(counts for _, counts in found), strict=True))
-    assert crossed and sent and kept >= crossed
-    assert own and not astray  # memory of one stream, which nothing keeps for another, is used on that one
-    assert unordered == (0 if waits else crossed + sent)  # the control: streams that wait for nothing
+    ranks = pool.run(setting.world, on_rank, setting, wanted, timeout=170)
+    for waits, found in zip((True, False), zip(*ranks, strict=True), strict=True):
+        compare(wanted, [run for run, _ in found])
+        crossed, unordered, kept, own, astray, sent = map(sum, zip(*(counts for _, counts in found), strict=True))
+        assert crossed and sent and kept >= crossed
+        assert own and not astray  # memory of one stream, which nothing keeps for another, is used on that one
+        assert unordered == (0 if waits else crossed + sent)  # the control: streams that wait for nothing
