@@ -89,16 +89,8 @@ def test_one_message_for_wrong_settings(pool: Pool, small: Path, tmp_path: Path,
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_one_message_on_a_real_command_line(small: Path, tmp_path: Path) -> None:
-    overrides, message = OVERRIDES["rows"]
-    result = run(tmp_path, *data_at(small), *overrides)
-    check_message(result, message)
-    assert not wait_until_gone(tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.slow
 def test_torchrun_with_another_number_of_processes(tmp_path: Path, given: tuple[str, ...]) -> None:
+    """Real command lines; that of one process is a job of tests/recipes/test_sweep.py, which fails alike."""
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     result = run(tmp_path, *given, launcher=launcher)
     assert result.code != 0
