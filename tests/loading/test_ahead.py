@@ -225,7 +225,7 @@ def test_closing_does_not_wait_for_a_peer_that_is_gone(
 
     def finish(batch: Any) -> Any:
         if batch.plan.metadata.step == 2:
-            hanging.wait(60)  # as a collective
+            hanging.wait(120)  # as a collective
         return batch
 
     monkeypatch.setattr(loading, "finished", lambda future: finished(future, 0.3))
@@ -236,7 +236,7 @@ def test_closing_does_not_wait_for_a_peer_that_is_gone(
     assert loader._pool is not None
     began = time.monotonic()
     loader.close()
-    assert time.monotonic() - began < 3 and loader._pool is None
+    assert time.monotonic() - began < 30 and loader._pool is None
     hanging.set()
 
 
@@ -275,7 +275,7 @@ def started(index: DatasetIndex, folder: Path) -> Any:
 
     def finish(batch: Any) -> Any:
         if batch.plan.metadata.step == 2:
-            threading.Event().wait(60)
+            threading.Event().wait(300)
         return batch
 
     folder.mkdir()
@@ -317,20 +317,20 @@ def test_nothing_keeps_a_process_alive_and_nothing_outlives_it(
     for how in ("ends", "raises", "stays"):
         forks[how] = context.Process(target=rank, args=(index, tmp_path / how, how))
         forks[how].start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     for how, process in forks.items():
         if how == "stays":
             while not (tmp_path / "stays.pids").exists() and time.monotonic() < deadline:
                 time.sleep(0.02)
             time.sleep(0.1)
             process.kill()
-        process.join(10)
+        process.join(60)
         assert process.exitcode == {"ends": 0, "raises": 3, "stays": -9}[how]
-    assert whole.wait(60) == 0
+    assert whole.wait(150) == 0
     for how in ("whole", *forks):
         pids = [int(pid) for pid in (tmp_path / f"{how}.pids").read_text().split()]
         assert len(pids) == 2
-        deadline = time.monotonic() + 3
+        deadline = time.monotonic() + 30
         while any(map(_runs, pids)) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not any(map(_runs, pids)), how

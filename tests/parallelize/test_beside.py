@@ -22,7 +22,7 @@ from hetero_strategy.parallelize.gradients import settle
 from tests.distributed.harness import Pool
 from tests.parallelize.pieces import MAKE, inputs_of, loss_of
 
-LATE = 1.5
+LATE = 4.0
 """Seconds by which the second rank comes later."""
 SHARDED = ModuleLayout(2, dp_shard=2)
 REPLICATED = ModuleLayout(2, dp_replicate=2)

@@ -40,7 +40,7 @@ def test_ranks_measure_all_collectives_and_agree(pool: Pool) -> None:
     assert all(0 < time.processor < 10 * time.seconds for time in first)
     found = fit_communication(first)
     for links in (found.links, *found.collectives.values(), *found.processor.values()):
-        assert 0 <= links.latency < 1 and links.bandwidth > 1e6
+        assert 0 <= links.latency < 10 and links.bandwidth > 1e5
     for kind in found.collectives:
         _, errors = fit_links([time for time in first if time.kind == kind])
         assert np.median(errors) < 1

@@ -45,7 +45,7 @@ def start(
     )
 
 
-def run(folder: Path, *overrides: object, timeout: float = 150, **options: object) -> Ended:
+def run(folder: Path, *overrides: object, timeout: float = 450, **options: object) -> Ended:
     """:func:`start`, and wait."""
     process = start(folder, *overrides, **options)  # type: ignore[arg-type]
     try:
@@ -57,7 +57,7 @@ def run(folder: Path, *overrides: object, timeout: float = 150, **options: objec
     return Ended(process.returncode, output)
 
 
-def run_forked(folder: Path, *overrides: object, timeout: float = 60, module: str = "recipes.train") -> Ended:
+def run_forked(folder: Path, *overrides: object, timeout: float = 180, module: str = "recipes.train") -> Ended:
     """:func:`run` without its imports, which take longer than the rest: what ``python -m`` would call, called by a
     process forked from the one of the ``pool`` fixture.
     """
@@ -75,7 +75,7 @@ def run_forked(folder: Path, *overrides: object, timeout: float = 60, module: st
 
 
 def run_on_ranks(
-    pool: Pool, world: int, folder: Path, *overrides: object, timeout: float = 150, module: str = "recipes.train"
+    pool: Pool, world: int, folder: Path, *overrides: object, timeout: float = 450, module: str = "recipes.train"
 ) -> Ended:
     """:func:`run_forked` for every rank of a job, as torchrun would start them; the output is rank 0's."""
     log = folder.with_name(f"{folder.name}.output")
@@ -116,7 +116,7 @@ def alive(marker: Path) -> list[int]:
     return found
 
 
-def wait_until_gone(marker: Path, seconds: float = 15) -> list[int]:
+def wait_until_gone(marker: Path, seconds: float = 60) -> list[int]:
     """Processes of a run folder that are still there after so long."""
     end = time.monotonic() + seconds
     while (left := alive(marker)) and time.monotonic() < end:

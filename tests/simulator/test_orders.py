@@ -106,6 +106,6 @@ def test_ten_thousand_ranks_with_encoders_on_all_of_them() -> None:
     schedule = scheduled("1f1b", graph_of(grids, (("vision", "llm"), ("audio", "llm"))), 64)
     begin = time.process_time()
     found = simulate(schedule, lambda a: 1e-3 * cost(a), Links(2e-5))
-    assert time.process_time() - begin < 10
+    assert time.process_time() - begin < 30
     assert len(found.ranks) == world
     np.testing.assert_allclose(sum(found.idle[c] for c in CAUSES) + found.busy, found.time, rtol=1e-9)

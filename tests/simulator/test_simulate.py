@@ -281,6 +281,6 @@ def test_ten_thousand_ranks() -> None:
         Links(1e-2, 1e8),
         rows=lambda source, target: np.full(78, 1e6),
     )
-    assert time.process_time() - begin < 10
+    assert time.process_time() - begin < 30
     assert len(found.ranks) == 9984 and 3 * 79 < found.time < 3.3 * 79
     assert_adds_up(found)
