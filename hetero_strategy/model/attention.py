@@ -83,9 +83,9 @@ def packed_attention(
         ``[1, heads, T, head_dim]``.
 
     Raises:
-        ModelError: a window of attention that is not causal.
+        ModelError: a window, shorter than a sequence, of attention that is not causal.
     """
-    if window is not None and not causal:
+    if window is not None and not causal and window < packing.longest:
         raise ModelError(
             f"window={window} of attention that is not causal: packed attention has windows that look back alone; leave"
             " it out, or give the blocks an attention of their own"

@@ -22,8 +22,8 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.hf_folder import HFWeights, Selection, TensorFolder, halves_to_pairs, select
 
 CHANGED = (
-    "module '{name}': {fqn} was added, removed or given another shape after its model was made, so nothing gives it"
-    " values; change the module before MultimodalModel(...) is given it"
+    "module '{name}': {fqn} was added or given another shape after its model was made, so nothing gives it values;"
+    " change the module before MultimodalModel(...) is given it"
 )
 
 
@@ -54,9 +54,8 @@ def initial_units(
             if any(fqn not in sources for fqn in parts):
                 # An embedding is not drawn for a table beside it, but for what is drawn after it, which depends on it.
                 missing = [fqn for fqn in fqns if fqn not in sources]
-                initialized = _initialized(
-                    name, adapter, seed, prefix, missing if parameters.isdisjoint(missing) else fqns
-                )
+                drawn = missing if parameters.isdisjoint(missing) else fqns
+                initialized = _initialized(name, adapter, seed, prefix, drawn, sources)
                 made = ((fqn, value) for fqn, value in initialized if fqn in parts and fqn not in sources)
                 yield from ((fqn, select(value, parts[fqn])) for fqn, value in made)
             for fqn, part in parts.items():
@@ -85,16 +84,16 @@ def materialize(module: nn.Module, seed: int, *, name: str = "", device: torch.d
     if not any(tensor.is_meta for tensor in current.values()):
         return
     for fqn, value in initial_units(name, module, seed):
-        if current[fqn].is_meta:
+        if fqn in current and current[fqn].is_meta:
             _replace(holders, current[fqn], value.to(device))
 
 
 def changed_since_made(adapter: Adapter) -> list[str]:
-    """Return the parameters and buffers that an adapter has and had not when its model was made, or the other way
-    round, or in another shape: nothing would give them values.
+    """Return the parameters and buffers that an adapter has and had not when its model was made, or in another shape:
+    nothing would give them values.
     """
     now, then = ({(fqn, tensor.shape) for fqn, tensor in _tensors(a)} for a in (adapter, adapter.meta_copy()))
-    return sorted({fqn for fqn, _ in now ^ then})
+    return sorted({fqn for fqn, _ in now - then})
 
 
 def unit_tensors(adapter: Adapter) -> dict[str, list[str]]:
@@ -108,8 +107,12 @@ def unit_tensors(adapter: Adapter) -> dict[str, list[str]]:
     return units
 
 
-def _initialized(name: str, adapter: Adapter, seed: int, prefix: str, fqns: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors of one unit with their values at the adapter's making, or else newly initialised ones."""
+def _initialized(
+    name: str, adapter: Adapter, seed: int, prefix: str, fqns: list[str], elsewhere: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of one unit with their values at the adapter's making, or else newly initialised ones; those that
+    have values elsewhere may be left out of it.
+    """
     original = adapter.meta_copy()
     ready = adapter.initial_values()
     if all(fqn in ready for fqn in fqns):
@@ -124,14 +127,14 @@ def _initialized(name: str, adapter: Adapter, seed: int, prefix: str, fqns: list
         empty = _fill_with_nothing(unit, {fqn.removeprefix(f"{prefix}.") for fqn in fqns})
         adapter.initialize(prefix, unit)
     values = {f"{prefix}.{fqn}" if prefix else fqn: value for fqn, value in _tensors(unit)}
-    untouched = {id(tensor) for tensor, version in empty if tensor._version == version}
+    untouched = {id(tensor) for tensor, version in empty if tensor._version == version and not tensor.any()}
     dtypes = {fqn: tensor.dtype for fqn, tensor in _tensors(original)}
     for fqn in fqns:
         if fqn in ready:
             yield fqn, ready[fqn].detach()
             continue
         value = values[fqn].detach()
-        if id(values[fqn]) in untouched or _is_nothing(value):
+        if (id(values[fqn]) in untouched or _is_nothing(value)) and fqn not in elsewhere:
             raise ModelError(
                 f"{name}: nothing initialises {fqn} {tuple(value.shape)}: give its module a reset_parameters(), or "
                 "pass a module with values"
@@ -196,7 +199,8 @@ def _fill_with_nothing(unit: nn.Module, fqns: Collection[str]) -> list[tuple[Ten
     """Give tensors of a unit real memory that shows whether it was written: NaN, or the least integer.
 
     Returns:
-        Those that no value tells so much of, such as masks, and their versions, which grow with what is written.
+        Those of several numbers that no value tells so much of, such as masks, and their versions, which grow with
+        what is written.
     """
     holders = _holders(unit)
     names = [fqn for fqn, _ in _tensors(unit) if fqn in fqns]
@@ -204,7 +208,8 @@ def _fill_with_nothing(unit: nn.Module, fqns: Collection[str]) -> list[tuple[Ten
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
         _replace(holders, tensor, torch.full(tensor.shape, _nothing(dtype), dtype=dtype))
     made = dict(_tensors(unit))
-    return [(made[fqn], made[fqn]._version) for fqn in names if made[fqn].dtype in _ALL_VALUES_MEAN]
+    found = [made[fqn] for fqn in names if made[fqn].dtype in _ALL_VALUES_MEAN and made[fqn].numel() > 1]
+    return [(tensor, tensor._version) for tensor in found]
 
 
 _ALL_VALUES_MEAN = (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
@@ -229,7 +234,12 @@ def _fp32_cpu(seed: int) -> Iterator[None]:
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.device("cpu"),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
             torch.default_generator.manual_seed(seed)
             yield
     finally:

@@ -51,8 +51,9 @@ def tp_faults(
     parts, faults = dict(module.named_modules()), []
     for pattern, style in plan.items():
         named = [fqn for fqn in parts if fnmatchcase(fqn, pattern)]
-        cut = isinstance(style, (ColwiseParallel, RowwiseParallel))
-        if other := [fqn for fqn in named if cut and not isinstance(parts[fqn], (nn.Linear, nn.Embedding))]:
+        cut = [fqn for fqn in named if type(style) in (ColwiseParallel, RowwiseParallel)]
+        cut = [fqn for fqn in cut if fqn.count(".") == pattern.count(".")]  # as torch matches them
+        if other := [fqn for fqn in cut if not isinstance(parts[fqn], (nn.Linear, nn.Embedding))]:
             faults.append(
                 f"tp={tp}, but {other[0]} is a {type(parts[other[0]]).__name__} and no nn.Linear or nn.Embedding, which"
                 " alone can be split so; name the linear layers in it in tp_columns and tp_rows, or set tp=1"

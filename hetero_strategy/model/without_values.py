@@ -18,15 +18,10 @@ _WITHOUT_VALUES: ContextVar[bool] = ContextVar("without_values", default=False)
 
 @contextmanager
 def models_without_values() -> Iterator[None]:
-    """Keep models that are built inside on the meta device; everything else built there gets its values as usual.
-
-    Raises:
-        ModelError: weights are loaded into a module that has no memory for them.
-    """
+    """Keep models that are built inside on the meta device; everything else built there gets its values as usual."""
     token = _WITHOUT_VALUES.set(True)
     try:
-        with _nothing_lost():
-            yield
+        yield
     finally:
         _WITHOUT_VALUES.reset(token)
 
@@ -41,15 +36,19 @@ def on_meta(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def wrapped(*args: Any, **kwargs: Any) -> None:
-        with torch.device("meta"), _nothing_lost():
+        with torch.device("meta"), nothing_lost():
             init(*args, **kwargs)
 
     return wrapped
 
 
 @contextmanager
-def _nothing_lost() -> Iterator[None]:
-    """Refuse what loads values into the meta device: torch only warns of it, and initialises anew afterwards."""
+def nothing_lost() -> Iterator[None]:
+    """Refuse what loads values into the meta device: torch only warns of it, and they would be drawn anew.
+
+    Raises:
+        ModelError: weights are loaded into a module that has no memory for them.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*copying from a non-meta parameter.*")
@@ -63,7 +62,7 @@ def _nothing_lost() -> Iterator[None]:
             " it the ready module, or call load_state_dict(..., assign=True)"
         ) from None
     except RuntimeError as refused:  # transformers' own words for the same
-        if "from_pretrained" not in str(refused) or "meta" not in str(refused):
+        if "from_pretrained" not in str(refused) or "meta device" not in str(refused):
             raise
         raise ModelError(
             "from_pretrained() is called in a constructor, which builds on the meta device, where its weights would be"

@@ -7,12 +7,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
+import torch
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    Callback,
     Checkpoint,
+    ModelCheckpoint,
     ModelPruning,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     ThroughputMonitor,
     WeightAveraging,
@@ -27,7 +31,6 @@ from hetero_strategy.checkpoint.codec import encode
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.model.multimodal import MultimodalModel
-from hetero_strategy.runtime.agreement import Stop
 
 CALLBACKS: dict[type, str] = {
     WeightAveraging: "copies the whole model on every rank, and no rank has it; remove the callback",
@@ -67,9 +70,8 @@ def check_trainer(trainer: Trainer) -> None:
         )
     for saving in (c for c in callbacks if isinstance(c, Checkpoint)):
         check_folder(getattr(saving, "dirpath", None) or trainer.default_root_dir)
-        saving.on_exception = partial(  # type: ignore[method-assign]
-            _where_all_stop, type(saving).on_exception, saving, cast(Any, trainer.strategy)._stop
-        )
+        if type(saving).on_exception in (ModelCheckpoint.on_exception, OnExceptionCheckpoint.on_exception):
+            saving.on_exception = partial(_where_all_stop, type(saving).on_exception, saving)  # type: ignore[method-assign]
     if any(isinstance(c, Checkpoint) for c in callbacks) and trainer.state.fn == TrainerFn.FITTING:
         _check_hparams(trainer)
     for callback in callbacks:
@@ -88,21 +90,29 @@ def check_trainer(trainer: Trainer) -> None:
         )
 
 
-def _where_all_stop(save: Callable[..., None], callback: Checkpoint, stop: Stop, trainer: Trainer, *given: Any) -> None:
+def _where_all_stop(save: Callable[..., None], callback: Checkpoint, trainer: Trainer, *given: Any) -> None:
     """Let a callback save on an exception only where all ranks do: it would note as its last checkpoint one that is
     never written, and let go of the one before.
     """
-    if stop.agreed:
+    stop = getattr(trainer.strategy, "_stop", None)
+    if stop is None or stop.agreed:
         save(callback, trainer, *given)
+    elif getattr(callback, "save_on_exception", True):
+        rank_zero_warn("no checkpoint is saved after an exception: other ranks may not come")
 
 
 def _check_hparams(trainer: Trainer) -> None:
-    """Hyperparameters have a form in checkpoints, or the first save would end the run.
+    """Hyperparameters have a form in checkpoints, or the first save would end the run. Hooks may give them one.
 
     Raises:
         CheckpointError: naming what has none.
     """
-    for who in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
+    hooks = {LightningModule.on_save_checkpoint, Callback.on_save_checkpoint}
+    modules = [m for m in (trainer.lightning_module, getattr(trainer, "datamodule", None)) if m is not None]
+    who_saves = [cast(Any, trainer).lightning_module, *cast(Any, trainer).callbacks]
+    if cast(Any, trainer).fast_dev_run or any(type(one).on_save_checkpoint not in hooks for one in who_saves):
+        return
+    for who in modules:
         encode({"hyper_parameters": dict(getattr(who, "hparams", {}))})
 
 
@@ -139,9 +149,10 @@ def trains(model: MultimodalModel, module: LightningModule | None) -> bool:
     """Whether a call of the model is a step of training.
 
     Raises:
-        ConfigError: the model is in evaluation mode in ``training_step``.
+        ConfigError: the model is in evaluation mode in ``training_step``, where gradients are wanted.
     """
-    if not model.training and module is not None and module._current_fx_name == "training_step":
+    in_step = module is not None and module._current_fx_name == "training_step"
+    if in_step and not model.training and torch.is_grad_enabled():
         raise ConfigError(
             "HeteroStrategy: the model is in evaluation mode in training_step, so it would not train; Lightning leaves"
             " modes as it finds them: call train() before fit, and eval() of no more than parts of its modules"
@@ -149,9 +160,9 @@ def trains(model: MultimodalModel, module: LightningModule | None) -> bool:
     return model.training
 
 
-def check_dataloader(dataloader: object, *, placed: bool) -> None:
+def check_dataloader(dataloader: object, *, placed: bool, alone: bool) -> None:
     """Refuse a shuffled DataLoader, as ranks would draw different samples, one of a data module that knows of no
-    layouts, and any before the model is ``placed``.
+    layouts where this rank is not ``alone``, and any before the model is ``placed``.
 
     Raises:
         ConfigError: with what to do.
@@ -161,7 +172,7 @@ def check_dataloader(dataloader: object, *, placed: bool) -> None:
             "HeteroStrategy: loaders are made once the model is on its ranks, and something asked for them before, such"
             " as trainer.estimated_stepping_batches in setup() or configure_model(); ask in configure_optimizers()"
         )
-    if isinstance(dataloader, StepLoader) and dataloader.steps.compiler is None:
+    if isinstance(dataloader, StepLoader) and dataloader.steps.compiler is None and not alone:
         raise ConfigError(
             "HeteroStrategy: this loader is of a MultimodalDataModule that the Trainer does not know, so its steps are"
             " those of one process; give datamodule=... to the Trainer in place of its loaders"

@@ -32,7 +32,7 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.context import TrainingContext
 from hetero_strategy.model.multimodal import MultimodalModel
-from hetero_strategy.model.without_values import models_without_values
+from hetero_strategy.model.without_values import models_without_values, nothing_lost
 from hetero_strategy.parallelize.compile import compiles
 from hetero_strategy.parallelize.float8 import float8s, use_float8
 from hetero_strategy.parallelize.gradients import Owned, global_norm
@@ -310,7 +310,7 @@ class HeteroStrategy(OwnCheckpoints):
         it, and modules given to it with values, are made from one random state on all ranks.
         """
         torch.set_rng_state(self.broadcast(torch.get_rng_state()))
-        with models_without_values(), self.precision_plugin.tensor_init_context():
+        with models_without_values(), nothing_lost(), self.precision_plugin.tensor_init_context():
             yield
 
     def setup(self, trainer: Trainer) -> None:
@@ -394,7 +394,7 @@ class HeteroStrategy(OwnCheckpoints):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def process_dataloader(self, dataloader: object) -> object:
-        check_dataloader(dataloader, placed=self._assembled is not None)
+        check_dataloader(dataloader, placed=self._assembled is not None, alone=self.world_size == 1)
         self.row_caches.attach(dataloader, self.executor, self.broadcast)
         return dataloader
 

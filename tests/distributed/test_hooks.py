@@ -126,8 +126,13 @@ class Early(Lit):
 
 
 class Evaluating(Lit):
-    def on_train_start(self) -> None:
+    """First in a step that asks for no gradients, which may be."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.model.eval()
+        with torch.no_grad():
+            assert self.model(batch).loss > 0
+        return super().training_step(batch, batch_idx)
 
 
 class Unsaved(Lit):
