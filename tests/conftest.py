@@ -25,6 +25,7 @@ check_shapes()  # before anything imports the package
 
 from recipes.digits import write_digits, write_digits_draw  # noqa: E402
 from tests.distributed.harness import Pool  # noqa: E402
+from tests.distributed.stepping import SHARED, data  # noqa: E402
 
 torch.set_num_threads(1)
 # How long an example takes says more of what else the machine does than of what is tested.
@@ -33,8 +34,17 @@ hypothesis.settings.load_profile("busy")
 
 
 @pytest.fixture(scope="session")
-def pool() -> Pool:
-    """Real processes on gloo: ``pool.run(world, function, *args, timeout=60)``."""
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
+    """Data of ``stepping`` without and with drawings, only to be read: workers are forked with their index."""
+    root = tmp_path_factory.mktemp("steps")
+    made = {draws: data(root / str(draws), draws=draws) for draws in (False, True)}
+    os.environ[SHARED] = os.pathsep.join(made.values())
+    return made
+
+
+@pytest.fixture(scope="session")
+def pool(folders: dict[bool, str]) -> Pool:
+    """Real processes on gloo: ``pool.run(world, function, *args, timeout=120)``."""
     return Pool()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
 
 for name in (
     "pytest",
@@ -30,6 +31,12 @@ for name in (
             importlib.import_module("hetero_strategy.zoo.titan")._titan()
         else:
             importlib.import_module(name)
+
+with contextlib.suppress(Exception):
+    from tests.distributed.stepping import SHARED, data_of
+
+    for folder, draws in zip(os.environ[SHARED].split(os.pathsep), (False, True), strict=True):
+        data_of(folder, draws)
 
 # A child that collects garbage would write to, and so copy, every page that holds an object.
 gc.collect()

@@ -53,6 +53,8 @@ PRECISIONS = {
     "bf16-mixed": Storage(torch.bfloat16, torch.float32),
 }
 """32-mixed is none that a person can choose: what holds for it to six digits holds for bf16-mixed."""
+SHARED = "HETERO_TESTS_SHARED_DATA"
+"""Environment variable: data without and with drawings whose index is made before workers are forked."""
 MOST = 3
 """Ranks of a world in which everything is damaged, one by one."""
 

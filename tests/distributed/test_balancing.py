@@ -22,7 +22,6 @@ from tests.distributed.stepping import (
     Setting,
     Stepped,
     assembled,
-    data,
     placed,
     share_of,
     steps_of,
@@ -58,12 +57,6 @@ CHOSEN: dict[str, tuple[str, ...]] = {
 """Every option at least once."""
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
-    root = tmp_path_factory.mktemp("balancing")
-    return {draws: data(root / str(draws), draws=draws) for draws in (False, True)}
-
-
 def balanced(folders: dict[bool, str], layout: str, **options: Any) -> Setting:
     return setting_of(folders, LAYOUTS[layout], options.pop("schedule", "1f1b"), **options)
 
@@ -85,7 +78,7 @@ def test_every_option_is_chosen() -> None:
 
 def check_gradients(pool: Pool, setting: Setting, options: tuple[str, ...]) -> None:
     wanted, ways = expected(setting), [OPTIONS[name] for name in options]
-    compare(wanted, pool.run(setting.world, steps_on_rank, setting, wanted, (2,), 0, ways, timeout=120))
+    compare(wanted, pool.run(setting.world, steps_on_rank, setting, wanted, (2,), 0, ways, timeout=240))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +88,7 @@ def check_gradients(pool: Pool, setting: Setting, options: tuple[str, ...]) -> N
 def test_other_orders(pool: Pool, folders: dict[bool, str], schedule: str) -> None:
     setting = balanced(folders, "pipelined", schedule=schedule, balance={"policy": "auto", "reorder": "search"})
     wanted = expected(setting)
-    compare(wanted, pool.run(setting.world, steps_on_rank, setting, wanted, (4, 9), 4, timeout=120))
+    compare(wanted, pool.run(setting.world, steps_on_rank, setting, wanted, (4, 9), 4, timeout=240))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +107,7 @@ def test_microbatches_by_budget_and_of_equal_cost(pool: Pool, folders: dict[bool
         ranks_per_node=2,
     )
     wanted = expected(balanced(folders, layout))
-    runs = pool.run(setting.world, steps_on_rank, setting, wanted, (None,), 0, timeout=120)
+    runs = pool.run(setting.world, steps_on_rank, setting, wanted, (None,), 0, timeout=240)
     compare(wanted, runs)
     chosen = runs[0].steps[0].plan
     assert chosen.microbatches > 1
@@ -174,7 +167,7 @@ def test_every_option_changes_the_batch(pool: Pool, folders: dict[bool, str]) ->
 def ran(pool: Pool, setting: Setting, count: int, ways: list[dict[str, Any]]) -> list[Stepped]:
     """Steps that really ran, as rank 0 saw them; all ranks had the same plans and schedules."""
     wanted = expected(setting)
-    runs = pool.run(setting.world, steps_on_rank, setting, wanted, (count,), 0, ways, timeout=120)
+    runs = pool.run(setting.world, steps_on_rank, setting, wanted, (count,), 0, ways, timeout=240)
     compare(wanted, runs)
     return runs[0].steps
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from hetero_strategy.parallelize.offload import host_memory
 from tests.distributed.exact import compare, expected, on, setting_of
 from tests.distributed.harness import Pool
-from tests.distributed.stepping import OnRank, Reference, Run, Setting, Stepped, data
+from tests.distributed.stepping import OnRank, Reference, Run, Setting, Stepped
 
 EVERYWHERE = {"vision": "all", "llm": "every 2"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -76,11 +76,6 @@ def moved_on_rank(
     return [Run(steps, {}) for steps in made], same, most
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
-    return {False: data(tmp_path_factory.mktemp("offload"))}
-
-
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n == "compiled")) for n in CASES])
 def test_same_gradients(pool: Pool, folders: dict[bool, str], name: str) -> None:
     layouts, options = CASES[name]
@@ -88,7 +83,7 @@ def test_same_gradients(pool: Pool, folders: dict[bool, str], name: str) -> None
     setting = setting_of(folders, layouts, "1f1b", **{"offload": EVERYWHERE, **layers})
     wanted = expected(setting)
     others = ("zb_h1", "gpipe") if "stages" in name else ()
-    runs, same, most = zip(*pool.run(setting.world, moved_on_rank, setting, wanted, others, timeout=300), strict=True)
+    runs, same, most = zip(*pool.run(setting.world, moved_on_rank, setting, wanted, others, timeout=400), strict=True)
     for each in zip(*runs, strict=True):
         compare(wanted, each)
     assert all(same)

@@ -35,7 +35,6 @@ from tests.distributed.stepping import (
     Setting,
     Stepped,
     batches_on_rank,
-    data,
     empty_model,
     placed,
     reference,
@@ -85,18 +84,12 @@ STEPS = 20
 """Two epochs, with validation in each."""
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
-    """Data without drawings, and with."""
-    return {draws: data(tmp_path_factory.mktemp(f"prefetch {draws}"), draws=draws) for draws in (False, True)}
-
-
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_step_is_that_of_one_process(pool: Pool, folders: dict[bool, str], placement: str) -> None:
     layouts, schedule, options = PLACEMENTS[placement]
     setting = setting_of(folders, layouts, schedule, **{**AHEAD, **options})
     wanted = [reference(setting, setting.microbatches, step=k) for k in range(len(BATCHES))]
-    runs: list[list[Stepped]] = pool.run(setting.world, batches_on_rank, setting, wanted, timeout=120)
+    runs: list[list[Stepped]] = pool.run(setting.world, batches_on_rank, setting, wanted, timeout=240)
     bound = 1e-10 if setting.precision == "64-true" else 1e-5
     for k, steps in enumerate(zip(*runs, strict=True)):
         assert not (found := differences(wanted[k], steps, bound)), f"step {k}: {'; '.join(found[:4])}"
@@ -104,7 +97,7 @@ def test_every_step_is_that_of_one_process(pool: Pool, folders: dict[bool, str],
         assert (ahead("vision") in ran) == (k + 1 < len(BATCHES))
         assert steps[0].plan.held == (frozenset(setting.prefetch) if k else frozenset())
     if placement == "on each stage":
-        broken = pool.run(setting.world, batches_on_rank, setting, wanted, "held", timeout=120)
+        broken = pool.run(setting.world, batches_on_rank, setting, wanted, "held", timeout=240)
         for k in range(len(BATCHES)):
             worst = max(error for steps in broken for error in steps[k].errors.values())
             assert (worst > NOTICED) == (k > 0)
@@ -142,8 +135,8 @@ def test_rows_ahead_are_those_of_training_whatever_else_the_model_is_asked(
     options = {**AHEAD, "freeze": ("vision", "audio"), "prefetch": {"vision": 1, "audio": 1}}
     drops = {"dropout": 0.2, "attention_dropout": 0.2}
     setting = setting_of(folders, STAGES, "1f1b", fill="fine", dropout=drops, **options)
-    plain = pool.run(2, looked_at, replace(setting, prefetch={}), timeout=120)
-    early = pool.run(2, looked_at, setting, timeout=120)
+    plain = pool.run(2, looked_at, replace(setting, prefetch={}), timeout=240)
+    early = pool.run(2, looked_at, setting, timeout=240)
     for one, other in zip(plain, early, strict=True):
         for k, (wanted, found) in enumerate(zip(one, other, strict=True)):
             assert wanted and all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True)), f"step {k}"
@@ -173,11 +166,11 @@ def test_a_run_is_bit_by_bit_the_one_without_over_epochs_validations_and_a_resum
     job = Job(str(scenario_data(tmp_path)), STAGES, STEPS, freeze=("vision",), val="val.json", trainer=trainer)
     path = str(tmp_path / "saved")
     plain, early = (
-        pool.run(2, followed, replace(job, strategy={"fill": "fine", **given}), path, timeout=180)
+        pool.run(2, followed, replace(job, strategy={"fill": "fine", **given}), path, timeout=360)
         for given in ({}, AHEAD_ONLY)
     )
     resumed = replace(job, strategy={"fill": "fine", **AHEAD_ONLY}, resume=path)
-    again = pool.run(2, followed, resumed, path, timeout=180)
+    again = pool.run(2, followed, resumed, path, timeout=360)
     for one, other, later in zip(plain, early, again, strict=True):
         assert len(one.losses) == STEPS and one.losses == other.losses and one.losses[4:] == later.losses
         assert one.metrics == other.metrics
@@ -204,7 +197,7 @@ def test_validations_around_a_fit_with_new_loaders_in_each_epoch(pool: Pool, tmp
     folder = str(scenario_data(tmp_path))
     job = Job(folder, STAGES, STEPS, freeze=("vision",), val="val.json", trainer=trainer, capture=False)
     plain, early = (
-        pool.run(2, lived, replace(job, strategy={"fill": "fine", **given}), timeout=180) for given in ({}, AHEAD_ONLY)
+        pool.run(2, lived, replace(job, strategy={"fill": "fine", **given}), timeout=360) for given in ({}, AHEAD_ONLY)
     )
     assert plain == early and len(plain[0][0]) == STEPS and len(set(plain[0][1])) == 2
 
