@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed.exact import compare, expected, on, setting_of
 from tests.distributed.harness import Pool
-from tests.distributed.stepping import Reference, Run, Setting, data, steps_on_rank
+from tests.distributed.stepping import steps_on_rank
 
 COUNTS = (4, 9)
 """Microbatches: some without items, one sample in each."""
@@ -52,55 +52,68 @@ CHOSEN = {
 }
 PAIRS = [(placement, *pair) for placement, pairs in CHOSEN.items() for pair in pairs]
 """A schedule of virtual stages gives them to all pipelines, and what has them does not fill."""
-OTHERS = {
-    (placement, schedule): [
-        fill
-        for fill in ("coarse", "fine", "search", "decoupled")
-        if (schedule, fill) not in CHOSEN[placement]
-        and not (placement == "an encoder that is a pipeline" and schedule in ("interleaved_1f1b", "zbv"))
-        and not (placement == "beside collectives of tensor parallelism" and fill != "fine")
-    ]
-    for placement in PLACEMENTS
-    for schedule in SCHEDULES
-}
+FILLS = ("fine", "coarse", "search", "decoupled")
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
-    """Data without and with drawings."""
-    root = tmp_path_factory.mktemp("filling")
-    return {draws: data(root / str(draws), draws=draws) for draws in (False, True)}
+def fits(placement: str, schedule: str, fill: str) -> bool:
+    if placement == "an encoder that is a pipeline":
+        return schedule not in ("interleaved_1f1b", "zbv")
+    return placement != "beside collectives of tensor parallelism" or fill == "fine"
 
 
-def filled(rank: int, world: int, settings: list[Setting], wanted: Reference, damages: int) -> list[Run]:
-    return [steps_on_rank(rank, world, setting, wanted, COUNTS, damages) for setting in settings]
+def others() -> dict[tuple[str, str], tuple[str, int]]:
+    """Placement, schedule -> one more fill and number of microbatches, both in turns."""
+    found: dict[tuple[str, str], tuple[str, int]] = {}
+    for i, placement in enumerate(PLACEMENTS):
+        for j, schedule in enumerate(SCHEDULES):
+            turns = (FILLS[(i + j + k) % len(FILLS)] for k in range(len(FILLS)))
+            new = [f for f in turns if fits(placement, schedule, f) and (schedule, f) not in CHOSEN[placement]]
+            if new:
+                found[placement, schedule] = new[0], COUNTS[(i // 2 + j) % 2]
+    return found
+
+
+OTHERS = others()
 
 
 def same(
-    pool: Pool, folders: dict[bool, str], placement: str, schedule: str, fills: Sequence[str], damages: bool = False
+    pool: Pool,
+    folders: dict[bool, str],
+    placement: str,
+    schedule: str,
+    fill: str,
+    counts: Sequence[int] = COUNTS,
+    damages: bool = False,
 ) -> None:
     layouts, options = PLACEMENTS[placement]
-    settings = [setting_of(folders, layouts, schedule, fill=fill, **options) for fill in fills]
-    wanted = expected(settings[0])
-    ranks = pool.run(settings[0].world, filled, settings, wanted, int(damages), timeout=120)
-    for fill, *runs in zip(fills, *ranks, strict=True):
-        compare(wanted, runs)
-        together = fill in ("coarse", "decoupled") and placement == "a generator on each stage"
-        assert together or any(action.node.cohort >= 0 for lane in runs[0].steps[0].lanes for action in lane.actions)
-        if damages:
-            assert any("vision.0@1" in name for name in runs[0].damaged)
+    setting = setting_of(folders, layouts, schedule, fill=fill, **options)
+    wanted = expected(setting)
+    runs = pool.run(setting.world, steps_on_rank, setting, wanted, counts, int(damages), timeout=240)
+    compare(wanted, runs)
+    together = fill in ("coarse", "decoupled") and placement == "a generator on each stage"
+    assert together or any(action.node.cohort >= 0 for lane in runs[0].steps[0].lanes for action in lane.actions)
+    if damages:
+        assert any("vision.0@1" in name for name in runs[0].damaged)
 
 
 @pytest.mark.parametrize(("placement", "schedule", "fill"), PAIRS)
 def test_gradients_are_those_of_one_process(
     pool: Pool, folders: dict[bool, str], placement: str, schedule: str, fill: str
 ) -> None:
-    same(pool, folders, placement, schedule, [fill], damages=placement == "an encoder on each stage")
+    same(pool, folders, placement, schedule, fill, damages=placement == "an encoder on each stage")
+
+
+def test_every_fill_is_in_every_placement_and_every_schedule() -> None:
+    every = {(p, s, f) for p in PLACEMENTS for s in SCHEDULES for f in FILLS if fits(p, s, f)}
+    met = {*PAIRS, *((*key, fill) for key, (fill, _) in OTHERS.items())}
+    for kept in ((0, 1), (0, 2), (1, 2)):
+        assert {tuple(one[i] for i in kept) for one in every} == {tuple(one[i] for i in kept) for one in met}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("placement", "schedule"), [key for key, fills in OTHERS.items() if fills])
+@pytest.mark.parametrize(("placement", "schedule"), OTHERS)
 def test_every_other_schedule_in_every_placement(
     pool: Pool, folders: dict[bool, str], placement: str, schedule: str
 ) -> None:
-    same(pool, folders, placement, schedule, OTHERS[placement, schedule])
+    fill, count = OTHERS[placement, schedule]
+    same(pool, folders, placement, schedule, fill, (count,))
