@@ -13,7 +13,7 @@ from hetero_strategy.strategy import assembly
 from tests.distributed.exact import compare, expected, on, setting_of
 from tests.distributed.harness import Pool, WorkerError
 from tests.distributed.rendezvous import KINDS, PATIENCE, unforgiving
-from tests.distributed.stepping import Reference, Run, Setting, data, steps_on_rank
+from tests.distributed.stepping import Reference, Run, Setting, steps_on_rank
 from tests.schedule.test_compile import ahead
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -25,17 +25,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two islands": {"vision": on(0, 1, 2, 3), "audio": on(0, 1, 2, 3), "llm": on(0, 1, 2, 3, pp=2)},
 }
 CASES = [
-    *((layout, schedule) for layout in ("llm pp2", "mixed, tp2") for schedule in ("gpipe", "zb_h1", "sequential")),
+    *(("mixed, tp2", schedule) for schedule in ("gpipe", "zb_h1")),
     *((layout, "1f1b") for layout in LAYOUTS),
     *(("llm pp2", schedule) for schedule in ("interleaved_1f1b", "zbv")),
 ]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
-    """Data without and with drawings."""
-    root = tmp_path_factory.mktemp("rendezvous")
-    return {draws: data(root / str(draws), draws=draws) for draws in (False, True)}
 
 
 def start_early(actions: int) -> None:
@@ -83,7 +76,7 @@ def test_no_step_hangs(pool: Pool, folders: dict[bool, str], layout: str, schedu
     if "islands" in layout:
         setting = replace(setting, islands=2, balance={"policy": "auto"})
     wanted = expected(setting)
-    ranks = pool.run(setting.world, held_up, setting, wanted, 0, timeout=170)
+    ranks = pool.run(setting.world, held_up, setting, wanted, 0, timeout=360)
     for runs in zip(*ranks, strict=True):
         compare(wanted, runs)
 
@@ -92,14 +85,14 @@ def test_receives_started_too_early_hang(pool: Pool, folders: dict[bool, str]) -
     """The negative control: what is started two actions ahead hangs where receives hold up their hosts."""
     setting = setting_of(folders, LAYOUTS["llm pp2"], "1f1b")
     with pytest.raises(WorkerError, match="hangs: nobody came to"):
-        pool.run(2, held_up, setting, expected(setting), 2, timeout=170)
+        pool.run(2, held_up, setting, expected(setting), 2, timeout=360)
 
 
 def test_first_messages_in_a_step_hang(pool: Pool, folders: dict[bool, str]) -> None:
     """The negative control of the connect phase."""
     setting = setting_of(folders, LAYOUTS["llm pp2"], "1f1b")
     with pytest.raises(WorkerError, match="hangs: nobody came to"):
-        pool.run(2, unconnected, setting, expected(setting), timeout=170)
+        pool.run(2, unconnected, setting, expected(setting), timeout=360)
 
 
 def test_every_rank_meets_every_other_once() -> None:
