@@ -79,7 +79,7 @@ class Pool:
         world: int,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 60,
+        timeout: float = 120,
         group: bool = True,
     ) -> list[Any]:
         """Call ``function(rank, world, *args)`` on every rank; the results by rank.

@@ -172,7 +172,7 @@ def on_rank(rank: int, world: int, cases: dict[str, Case]) -> dict[str, Seen]:
 def both(pool: Pool, cases: dict[str, Case], layouts: Layouts, world: int) -> dict[str, tuple[Seen, list[Seen]]]:
     """Every case in one process, and in one world: name -> (expected, by rank)."""
     runs = pool.run(
-        world, on_rank, {n: replace(c, layouts=layouts) for n, c in cases.items()}, timeout=170, group=False
+        world, on_rank, {n: replace(c, layouts=layouts) for n, c in cases.items()}, timeout=360, group=False
     )
     return {name: (observe(case), [run[name] for run in runs]) for name, case in cases.items()}
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-PATIENCE = 10.0
+PATIENCE = 30.0
 """Seconds that a host is held up before it is said to hang."""
 KINDS = ("first message", "receive", "every message")
 """``first message`` of two ranks in one group and direction: both hosts wait for each other (NCCL connects them then).

@@ -195,7 +195,7 @@ def dispatched_steps_on_rank(
 def test_gradients_are_those_of_one_process(pool: Pool, folders: dict[bool, str]) -> None:
     setting = setting_of(folders, LAYOUTS["pipelined generator"], "1f1b", balance={})
     wanted = expected(setting)
-    compare(wanted, pool.run(setting.world, dispatched_steps_on_rank, setting, wanted, (3,), timeout=120))
+    compare(wanted, pool.run(setting.world, dispatched_steps_on_rank, setting, wanted, (3,), timeout=240))
 
 
 def failing_on_rank(rank: int, world: int, setting: Setting, on_error: str) -> tuple[list[int], int]:

@@ -53,7 +53,7 @@ def test_transformers_loads_what_a_run_exports(pool: Pool, tmp_path: Path, capsy
         lm="titan hf_llama hf_qwen3",
         capture=False,
     )
-    pool.run(2, run, job.on(**LAYOUTS), str(path), timeout=120)
+    pool.run(2, run, job.on(**LAYOUTS), str(path), timeout=240)
     assert any(len(stored.pieces) > 1 for stored in ck.describe(path).tensors.values())
 
     assert main(["export", str(path), str(out)]) == 0

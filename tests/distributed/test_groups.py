@@ -58,7 +58,7 @@ def on_rank(rank: int, world: int, setting: Setting) -> dict[str, tuple[RankSets
 def test_groups_are_those_predicted(pool: Pool, tmp_path: Any, name: str) -> None:
     layouts, options = PLACEMENTS[name]
     setting = setting_of({False: data(tmp_path / "data", draws=False)}, layouts, "1f1b", **options)
-    ranks = pool.run(setting.world, on_rank, setting, timeout=60)
+    ranks = pool.run(setting.world, on_rank, setting, timeout=120)
     for device in ("cpu", "cuda"):
         made = ranks[0][device][1]
         assert all(found[device][1] == made for found in ranks)

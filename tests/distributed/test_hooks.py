@@ -90,7 +90,7 @@ def skipping(rank: int, world: int, job: Job) -> None:
 def test_blocks_that_do_not_run_are_refused_in_an_evaluation_too(pool: Pool, tmp_path: Path) -> None:
     job = Job(str(data(tmp_path)), batch=2, microbatches=1, precision="64-true", val="val.json")
     with pytest.raises(WorkerError, match=r"module 'vision': backbone.layers.0 did not run in a microbatch"):
-        pool.run(2, skipping, job.on(vision=SHARDED, audio=SHARDED, llm=SHARDED), group=False, timeout=60)
+        pool.run(2, skipping, job.on(vision=SHARDED, audio=SHARDED, llm=SHARDED), group=False, timeout=240)
 
 
 class Failing(Lit):
@@ -209,7 +209,7 @@ class Midway(Lit):
 def test_what_a_person_may_ask_for_in_vain_is_said_and_metrics_count_once(pool: Pool, tmp_path: Path) -> None:
     layouts = {"vision": {"ranks": [0]}, "audio": {"ranks": [0]}, "llm": {"ranks": [1]}}
     job = Job(str(data(tmp_path / "data")), layouts, steps=2, capture=False)
-    first, second = pool.run(2, said, job, str(tmp_path / "run"), group=False, timeout=150)
+    first, second = pool.run(2, said, job, str(tmp_path / "run"), group=False, timeout=300)
     warned = first.pop("warned")
     second.pop("warned")  # rank 0 speaks
     assert first == second

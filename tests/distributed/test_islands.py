@@ -52,7 +52,7 @@ def test_training_is_that_of_one_process(pool: Pool, tmp_path: Path) -> None:
     wanted = train(job).losses
     for islands in (1, 2):
         job = replace(job, layouts=LAYOUTS, strategy={"islands": islands})
-        ranks = pool.run(4, trained, job, timeout=120)
+        ranks = pool.run(4, trained, job, timeout=240)
         assert [len(said) for *_, said in ranks] == [islands == 1, 0, 0, 0]
         for losses, runs, between, _ in ranks:
             assert losses == pytest.approx(wanted, rel=1e-10)

@@ -175,7 +175,7 @@ def test_losses_in_any_expression(pool: Pool, tmp_path: Path) -> None:
     references = alone(setting)
     plain = Setting(setting.folder, LAYOUTS, lm="hf_llama")
     assert max(alone(plain)["loss"].errors(references["loss"].gradients).values()) > NOTICED
-    ranks = pool.run(2, on_rank, setting, timeout=120)
+    ranks = pool.run(2, on_rank, setting, timeout=240)
     for form, expected in references.items():
         assert set().union(*(found[form] for found, *_ in ranks)) == set(expected.gradients), form
         for found, counts, _ in ranks:

@@ -24,7 +24,7 @@ NOTICED = {"offload every 2, bf16": 0.035}
 @pytest.mark.parametrize("name", NAMES)
 def test_peaks_are_predicted(pool: Pool, name: str) -> None:
     (setting,) = (one for one in SETTINGS if one.name == name)
-    peaks = np.array([rank.peak for rank in pool.run(setting.world, steps_on_rank, setting, timeout=300)])
+    peaks = np.array([rank.peak for rank in pool.run(setting.world, steps_on_rank, setting, timeout=400)])
     np.testing.assert_allclose(predicted(setting).peak, peaks, rtol=WITHIN)
     other: dict[str, Any] = {"recompute": {}} if setting.recompute else {"recompute": {"llm": "all"}}
     other = {"offload": {}} if setting.offload else other

@@ -218,7 +218,7 @@ def expected(job: Job) -> Fitted:
 
 
 def test_same_gradients(pool: Pool, job: Job, expected: Fitted) -> None:
-    found = pool.run(3, on_rank, [job.on(**layouts) for layouts in LAYOUTS.values()], timeout=150)
+    found = pool.run(3, on_rank, [job.on(**layouts) for layouts in LAYOUTS.values()], timeout=300)
     assert expected.result.gradients["model.match.picture.weight"].abs().max() > 0
     for name, ranks in zip(LAYOUTS, zip(*found, strict=True), strict=True):
         worst, where = worst_gradient(expected.result, [rank.result for rank in ranks])
@@ -232,7 +232,7 @@ def test_same_gradients(pool: Pool, job: Job, expected: Fitted) -> None:
 def test_damage_is_noticed(pool: Pool, job: Job, expected: Fitted) -> None:
     disjoint = LAYOUTS["disjoint, the head replicated"]
     jobs = [replace(job, damage=damage).on(**disjoint) for damage in BROKEN]
-    for damage, ranks in zip(BROKEN, zip(*pool.run(3, on_rank, jobs, timeout=150), strict=True), strict=True):
+    for damage, ranks in zip(BROKEN, zip(*pool.run(3, on_rank, jobs, timeout=300), strict=True), strict=True):
         worst, _ = worst_gradient(expected.result, [rank.result for rank in ranks])
         assert worst > 1e-3, f"{damage} went unnoticed"
 
@@ -292,7 +292,7 @@ def plain_on_rank(rank: int, world: int, job: Job) -> str:
 def test_a_loss_that_is_no_loss_output_is_refused(pool: Pool, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     message = "module 'match' is a Matching, which has a loss, but its forward returned a Tensor: return LossOutput"
     alone = {name: on(0) for name in ("vision", "audio", "llm", "match")}
-    (said,) = pool.run(1, plain_on_rank, job.on(**alone), timeout=60)
+    (said,) = pool.run(1, plain_on_rank, job.on(**alone), timeout=120)
     assert said.startswith(message)
     forward = Match.forward
     monkeypatch.setattr(Match, "forward", lambda *given: forward(*given).loss_sum)

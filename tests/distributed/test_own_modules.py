@@ -210,7 +210,7 @@ def test_own_backbones(pool: Pool, tmp_path: Path, layout: str) -> None:
     kinds = [Early, Branches, Cut, CutBefore, Bare]
     world = 1 + max(max(one["ranks"]) for one in (encoders, llm))
     refused = [Counting] if llm == encoders == SHARDED or "dp_replicate" in llm else []
-    ranks = pool.run(world, on_rank, job, kinds, refused, group=False, timeout=150)
+    ranks = pool.run(world, on_rank, job, kinds, refused, group=False, timeout=300)
     for number, kind in enumerate(kinds):
         expected = fit(plain, kind)
         worst, where = worst_gradient(expected, [found[number] for found, _ in ranks])
@@ -227,7 +227,7 @@ def test_parts_that_run_as_often_as_a_rank_likes_where_gradients_are_summed_once
     job = replace(plain, strategy={"reshard_after_forward": "never"}).on(vision=SHARDED, audio=AUDIO, llm=SHARDED)
     for precision, kind, bound in (("64-true", Looped, 1e-10), ("bf16-mixed", Branches, 0.05)):
         expected = fit(replace(plain, precision=precision), kind)
-        ranks = pool.run(2, on_rank, replace(job, precision=precision), [kind], [], group=False, timeout=60)
+        ranks = pool.run(2, on_rank, replace(job, precision=precision), [kind], [], group=False, timeout=120)
         worst, where = worst_gradient(expected, [found for (found,), _ in ranks])
         assert worst < bound, (kind, where)
 
@@ -238,7 +238,7 @@ def test_rows_joined_item_by_item_where_a_rank_has_none(pool: Pool, tmp_path: Pa
     folders = {False: stepping.data(tmp_path, draws=False)}
     setting = setting_of(folders, {"vision": both, "audio": both, "llm": on(0)}, "1f1b", per_item=("vision", "audio"))
     wanted = expected_of(setting)
-    compare(wanted, pool.run(2, stepping.steps_on_rank, setting, wanted, (4, 9), timeout=60))
+    compare(wanted, pool.run(2, stepping.steps_on_rank, setting, wanted, (4, 9), timeout=120))
 
 
 def test_blocks_that_do_not_run_where_their_weights_are_gathered_are_refused(pool: Pool, tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_blocks_that_do_not_run_where_their_weights_are_gathered_are_refused(poo
     job = Job(str(data(tmp_path)), steps=3, batch=2, microbatches=1, precision="64-true")
     both = {"ranks": [0, 1], "dp_shard": 2}
     with pytest.raises(WorkerError, match=r"module 'vision': backbone.layers.0 did not run in a microbatch"):
-        pool.run(2, skipping, job.on(vision=both, audio=both, llm=both), group=False, timeout=60)
+        pool.run(2, skipping, job.on(vision=both, audio=both, llm=both), group=False, timeout=120)
 
 
 def skipping(rank: int, world: int, job: Job) -> None:

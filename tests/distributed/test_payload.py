@@ -104,7 +104,7 @@ def steps_on_rank(rank: int, world: int, setting: Setting, damage: bool) -> dict
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_device_has_the_inputs_of_this_microbatch_and_of_the_next(pool: Pool, name: str) -> None:
     setting = SETTINGS[name]
-    for seen in pool.run(setting.world, steps_on_rank, setting, False, timeout=120):
+    for seen in pool.run(setting.world, steps_on_rank, setting, False, timeout=240):
         for train, (most, copied, pictures, after, equal) in seen.items():
             assert equal and not after
             # Two steps where one works ahead: the first one's pictures, and the next one's and text in both; pictures
@@ -117,5 +117,5 @@ def test_a_device_has_the_inputs_of_this_microbatch_and_of_the_next(pool: Pool, 
 
 def test_inputs_that_somebody_holds_are_noticed(pool: Pool) -> None:
     setting = SETTINGS["colocated"]
-    for seen in pool.run(setting.world, steps_on_rank, setting, True, timeout=120):
+    for seen in pool.run(setting.world, steps_on_rank, setting, True, timeout=240):
         assert all(one.most["all"] > 1 + AHEAD and one.after for one in seen.values())

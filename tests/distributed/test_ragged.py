@@ -63,7 +63,7 @@ def all_jobs(rank: int, world: int, jobs: list[Job]) -> list[Result]:
 )
 def test_same_as_one_process(pool: Pool, folder: Path, layouts: dict[str, Any]) -> None:
     jobs = [Job(str(folder), **options) for options in JOBS.values()]
-    results = pool.run(3, all_jobs, [replace(j, layouts=layouts) for j in jobs], timeout=60)
+    results = pool.run(3, all_jobs, [replace(j, layouts=layouts) for j in jobs], timeout=120)
     for name, job, by_rank in zip(JOBS, jobs, zip(*results, strict=True), strict=True):
         expected = train(job)
         assert worst_loss(expected, by_rank) <= 1e-5, name

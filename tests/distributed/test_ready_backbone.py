@@ -86,7 +86,7 @@ def first_values(job: Job, backbone: Callable[[], Flat] = Flat) -> dict[str, Any
 def test_values_are_kept(pool: Pool, tmp_path: Path) -> None:
     folder = data(tmp_path / "digits")
     layouts: dict[str, Any] = {"vision": {"ranks": [0, 1]}, "audio": {"ranks": [2]}, "llm": {"ranks": [1, 2]}}
-    results = pool.run(3, on_rank, Job(str(folder), steps=2, capture=False, layouts=layouts), timeout=60)
+    results = pool.run(3, on_rank, Job(str(folder), steps=2, capture=False, layouts=layouts), timeout=120)
     torch.set_rng_state(results[0]["random"])
     expected = dict(Flat().named_parameters())
     for rank, result in enumerate(results):
@@ -105,4 +105,4 @@ def test_values_that_each_process_drew_are_refused(pool: Pool, tmp_path: Path) -
     layouts: dict[str, Any] = {"vision": {"ranks": [0, 1]}, "audio": {"ranks": [0]}, "llm": {"ranks": [0, 1]}}
     job = Job(str(data(tmp_path / "digits")), steps=1, capture=False, layouts=layouts)
     with pytest.raises(WorkerError, match="'vision' was given with values that are not the same on ranks 0 and 1"):
-        pool.run(2, made_before, job, timeout=60)
+        pool.run(2, made_before, job, timeout=120)

@@ -85,7 +85,7 @@ def test_any_layout_continues_the_curve(pool: Pool, tmp_path: Path, background: 
     path = str(tmp_path / "saved")
     first = replace(job, layouts=FIRST, strategy={"async_checkpoint": background})
     saved: dict[str, torch.Tensor] = {}
-    for _, state in pool.run(4, run, first, path, timeout=90):
+    for _, state in pool.run(4, run, first, path, timeout=240):
         for name, value in state.items():
             assert torch.equal(saved.setdefault(name, value), value), f"replicas of {name} differ"
     whole = train(replace(job, steps=SAVED_AT + 2))
@@ -94,7 +94,7 @@ def test_any_layout_continues_the_curve(pool: Pool, tmp_path: Path, background: 
         world, layouts = LAYOUTS[name]
         again = replace(job, layouts=layouts, steps=SAVED_AT + 2, resume=path)
         seen = set()
-        for losses, state in pool.run(world, run, again, None, timeout=90):
+        for losses, state in pool.run(world, run, again, None, timeout=240):
             for key, value in state.items():
                 assert torch.equal(value, saved[key]), f"{name}: {key}"
             seen |= set(state)
@@ -110,12 +110,12 @@ def test_a_changed_checkpoint_is_noticed(pool: Pool, tmp_path: Path) -> None:
     job = Job(str(folder), steps=SAVED_AT, capture=False)
     whole = train(replace(job, steps=SAVED_AT + 2))
     path = str(tmp_path / "saved")
-    pool.run(1, run, replace(job, layouts=LAYOUTS["one rank"][1], lr=4e-3), path, timeout=60)
+    pool.run(1, run, replace(job, layouts=LAYOUTS["one rank"][1], lr=4e-3), path, timeout=120)
     again = replace(job, layouts=LAYOUTS["one rank"][1], steps=SAVED_AT + 2, resume=path)
     file = Path(path, "rank-00000.safetensors")
     file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
     with pytest.raises(WorkerError, match=r"CheckpointError: .*rank-00000\.safetensors is damaged: bytes .* of 'optim"):
-        pool.run(1, run, again, None, timeout=60)
+        pool.run(1, run, again, None, timeout=120)
     insisting = replace(again, strategy={"verify_checkpoints": False})
-    ((losses, _),) = pool.run(1, run, insisting, None, timeout=60)
+    ((losses, _),) = pool.run(1, run, insisting, None, timeout=120)
     assert losses != pytest.approx(whole.losses[SAVED_AT:], rel=1e-6)

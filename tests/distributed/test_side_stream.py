@@ -160,7 +160,7 @@ def test_what_crosses_is_waited_for(pool: Pool, tmp_path: Any) -> None:
     folders, bubbles = {False: data(tmp_path / "data", draws=False)}, {"llm": 0.5}
     setting = setting_of(folders, layouts, "1f1b", fill="fine", tp_bubbles=bubbles)
     wanted = expected(setting)
-    ranks = pool.run(setting.world, on_rank, setting, wanted, timeout=170)
+    ranks = pool.run(setting.world, on_rank, setting, wanted, timeout=360)
     for waits, found in zip((True, False), zip(*ranks, strict=True), strict=True):
         compare(wanted, [run for run, _ in found])
         crossed, unordered, kept, own, astray, sent = map(sum, zip(*(counts for _, counts in found), strict=True))
