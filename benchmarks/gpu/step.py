@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -207,10 +207,13 @@ def values_made_once() -> Iterator[None]:
     """First values of a block are copies of those of the first one like it: on the CPU all take longer than steps."""
     make, made = materialize._initialized, dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]]()
 
-    def copied(name: str, adapter: Any, seed: int, prefix: str, fqns: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def copied(
+        name: str, adapter: Any, seed: int, prefix: str, fqns: list[str], elsewhere: Collection[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         key = (name, type(adapter), seed, *(fqn.removeprefix(prefix) for fqn in fqns))
         if key not in made:
-            made[key] = [(fqn.removeprefix(prefix), value) for fqn, value in make(name, adapter, seed, prefix, fqns)]
+            values = make(name, adapter, seed, prefix, fqns, elsewhere)
+            made[key] = [(fqn.removeprefix(prefix), value) for fqn, value in values]
         return ((prefix + rest, value.clone()) for rest, value in made[key])
 
     materialize._initialized = copied

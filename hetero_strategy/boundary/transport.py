@@ -7,7 +7,7 @@ agree.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -117,7 +117,7 @@ class Transport:
         self._out: dict[int, torch.Tensor] = {}
         self._arriving: dict[int, list[Arriving]] = {}
         self._sent: dict[int, list[tuple[dist.Work, torch.Tensor]]] = {}
-        self._under_way: dict[tuple[int, bool], deque[int]] = {}
+        self._under_way = defaultdict[tuple[int, bool], deque[int]](deque)
         """Of every communicator: the transfers in :attr:`_sent`, in the order of their messages."""
 
     def give(self, number: int, rows: torch.Tensor) -> None:
@@ -192,8 +192,16 @@ class Transport:
         does not say).
         """
         for numbers in self._under_way.values():
-            while numbers and all(work.is_completed() for work, _ in self._sent.get(numbers[0], ())):
-                self._sent.pop(numbers.popleft(), None)
+            while numbers:
+                if numbers[0] in self._sent:  # else it was freed
+                    for work, _ in self._sent[numbers[0]]:
+                        if not work.is_completed():
+                            break
+                    else:
+                        del self._sent[numbers[0]]
+                        continue
+                    break
+                numbers.popleft()
 
     def _start(self, numbers: Sequence[int], *, first: bool) -> None:
         ops: list[dist.P2POp] = []
@@ -238,10 +246,10 @@ class Transport:
             works = works * len(ops)
         for work, op, (number, leaves, place) in zip(works, ops, owners, strict=False):
             if leaves:
-                self._sent.setdefault(number, []).append((work, op.tensor))
-                under_way = self._under_way.setdefault((id(self._transfers[number][0]), first), deque())
-                if not under_way or under_way[-1] != number:
-                    under_way.append(number)
+                if number not in self._sent:
+                    self._sent[number] = []
+                    self._under_way[id(self._transfers[number][0]), first].append(number)
+                self._sent[number].append((work, op.tensor))
             else:
                 self._arriving.setdefault(number, []).append((work, place, op.tensor))
 

@@ -16,7 +16,7 @@ from hetero_strategy.model.combine import ModelOutput, StepSums
 from hetero_strategy.model.inputs import ModuleInputs
 from hetero_strategy.model.kind import ModuleKind, check_edges, check_output, usual_edges
 from hetero_strategy.model.materialize import materialize
-from hetero_strategy.model.random_numbers import RandomNumbers, random_state_kept
+from hetero_strategy.model.random_numbers import RandomNumbers, draws_others, random_state_kept
 from hetero_strategy.model.without_values import made_without_values
 
 __all__ = ["BatchLike", "Edge", "ModelOutput", "MultimodalModel"]
@@ -86,7 +86,8 @@ class MultimodalModel(nn.Module):
             _part(self, part).requires_grad_(False)
         for name, adapter in self.modules_by_name.items():
             adapter.meta_copy()
-            adapter.random_numbers = RandomNumbers(seed, name, adapter.blocks())
+            others = draws_others(adapter)
+            adapter.random_numbers = RandomNumbers(seed, name, adapter.blocks(), others=others)
         self._called: tuple[Any, ...] = ()
         self._calls = 0
         if not made_without_values():

@@ -3,9 +3,9 @@
 The process's default generators are seeded anew for every microbatch of a module, and before and after each of its
 blocks, so it does not matter which ranks hold a module, how it is cut into stages, what else a rank computes, or in
 which order. NumPy's and Python's own, of which transformers draws masks of spectrograms, are seeded for every
-microbatch alone, before its forward and before its backward. Ranks of a tensor-parallel instance draw the same numbers
-where they hold the same rows, and other ones where each holds a part, as Megatron's RNG tracker does (Korthikanti et
-al. 2022, section 5).
+microbatch alone, before its forward and before its backward, and only where a module's code could draw of them. Ranks
+of a tensor-parallel instance draw the same numbers where they hold the same rows, and other ones where each holds a
+part, as Megatron's RNG tracker does (Korthikanti et al. 2022, section 5).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -24,10 +25,15 @@ from torch import nn
 
 
 class RandomNumbers:
-    """The random numbers of one module; before and after each of its ``blocks`` the generators are seeded anew."""
+    """The random numbers of one module; before and after each of its ``blocks`` the generators are seeded anew.
 
-    def __init__(self, seed: int, name: str, blocks: Mapping[str, nn.Module]) -> None:
+    Args:
+        others: whether NumPy's and Python's generators are seeded too, see :func:`draws_others`.
+    """
+
+    def __init__(self, seed: int, name: str, blocks: Mapping[str, nn.Module], *, others: bool = False) -> None:
         self._module = number_of(f"{seed} {name}")
+        self._seeds_others = others
         self._microbatch: int | None = None
         self._shard = 0
         self._device: torch.device | None = None
@@ -77,9 +83,10 @@ class RandomNumbers:
         """Seed the generators for a microbatch as before, before its backward, which may run forward again."""
         self._microbatch, self._aside = seed, []
         self._drew, self._seeded = False, []
-        np.random.seed(seed & 0xFFFFFFFF)
-        random.seed(seed)
-        self._others = _others() if self._watched else None
+        if self._seeds_others:
+            np.random.seed(seed & 0xFFFFFFFF)
+            random.seed(seed)
+            self._others = _others() if self._watched else None
         self.seed(0)
 
     def seed(self, position: int) -> None:
@@ -139,6 +146,14 @@ def generators(device: torch.device) -> list[torch.Generator]:
         return [torch.default_generator]
     index = torch.cuda.current_device() if device.index is None else device.index
     return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
+def draws_others(module: nn.Module) -> bool:
+    """Whether the code of any part of a module could draw from NumPy or Python: its file imports one of them."""
+    files = {type(part).__module__ for part in module.modules()}
+    named = (vars(sys.modules[f]) for f in files if not f.startswith("hetero_strategy.") and f in sys.modules)
+    held = (names.get(name) for names in named for name in ("np", "numpy", "random"))
+    return any(one is known for one in held for known in (np, np.random, random))
 
 
 def _others() -> tuple[Any, ...]:

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import Wav2Vec2Config, Wav2Vec2Model
 
-from hetero_strategy.model.random_numbers import RandomNumbers, random_state_kept
+from hetero_strategy.model.random_numbers import RandomNumbers, draws_others, random_state_kept
+from hetero_strategy.zoo import hf_llama
+from tests.model.helpers import LLAMA
 
 CPU = torch.device("cpu")
 
@@ -90,7 +93,7 @@ def test_a_backward_that_runs_forward_again_draws_what_the_forward_drew() -> Non
 
 def test_what_draws_is_seen_in_and_around_blocks_and_forgotten_with_the_next_microbatch() -> None:
     blocks = {"0": Noisy(), "1": nn.Identity()}
-    numbers, metadata = RandomNumbers(1, "vision", blocks), SimpleNamespace(epoch=0, step=0)
+    numbers, metadata = RandomNumbers(1, "vision", blocks, others=True), SimpleNamespace(epoch=0, step=0)
 
     def drew(*what: Any) -> bool:
         numbers.start(metadata, 0, 0, 0, 0, CPU, rows_apart=False)
@@ -121,7 +124,7 @@ def test_the_process_draws_on_as_if_nothing_had_happened() -> None:
 
 def test_what_numpy_and_python_draw_is_drawn_again_in_backward() -> None:
     """As masks of spectrograms in transformers, where a whole encoder runs again."""
-    numbers = RandomNumbers(1, "audio", {})
+    numbers = RandomNumbers(1, "audio", {}, others=True)
 
     def drew(microbatch: int) -> tuple[int, list[tuple[float, float]]]:
         seed = numbers.start(SimpleNamespace(epoch=0, step=0), 0, microbatch, 0, 0, CPU, rows_apart=False)
@@ -130,3 +133,11 @@ def test_what_numpy_and_python_draw_is_drawn_again_in_backward() -> None:
     (seed, first), (_, second) = drew(0), drew(1)
     numbers.again(seed)
     assert [(np.random.rand(), random.random())] == first != second
+
+
+def test_other_generators_are_seeded_for_modules_whose_files_know_them() -> None:
+    """It takes some 13 microseconds of every microbatch."""
+    assert draws_others(nn.Sequential(nn.Linear(2, 2), Noisy()))  # this file imports both
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    assert draws_others(Wav2Vec2Model(Wav2Vec2Config(**small)))
+    assert not draws_others(nn.Linear(2, 2)) and not draws_others(hf_llama(**LLAMA))
