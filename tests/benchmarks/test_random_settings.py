@@ -24,10 +24,10 @@ def data() -> Iterator[dict[bool, Data]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("count", "seed"), [FEW, pytest.param(*MORE, marks=pytest.mark.full)])
 def test_settings_drawn_at_random(pool: Pool, data: dict[bool, Data], count: int, seed: int) -> None:
-    found = run_all(pool, data, count, seed)
+    found = run_all(pool, data, count, seed, timeout=240)
     assert not [f.text for f in found if f.fails]
     assert sum(f.kind == "right" for f in found) >= 0.8 * count
 
