@@ -25,7 +25,7 @@ from hetero_strategy.plan.config import ModelContext
 from tests.distributed import scenario, stepping
 from tests.distributed.exact import compare, expected, on, setting_of
 from tests.distributed.harness import Pool, WorkerError
-from tests.distributed.stepping import SAMPLES, Reference, Run, Setting, data, data_of, placed, share_of, steps_on_rank
+from tests.distributed.stepping import SAMPLES, Reference, Run, Setting, data_of, placed, share_of, steps_on_rank
 from tests.loading.compared import differences
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -35,12 +35,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipelined generator": {"vision": on(0, 1), "llm": on(0, 1, 2, 3, tp=2), "draw": on(1, 2, 3, pp=3)},
 }
 BALANCES: tuple[Mapping[str, Any] | None, ...] = (None, {}, {"policy": "lpt"})
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
-    root = tmp_path_factory.mktemp("dispatch")
-    return {draws: data(root / str(draws), draws=draws) for draws in (False, True)}
 
 
 def unmeasured(setting: Setting) -> DatasetIndex:
