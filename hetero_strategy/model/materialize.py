@@ -187,12 +187,13 @@ def _holders(module: nn.Module) -> _Holders:
     return holders
 
 
-def _replace(holders: _Holders, tensor: Tensor, value: Tensor) -> None:
-    """Put ``value`` wherever ``tensor`` is held, as a parameter if that is one, with the same attributes."""
+def _replace(holders: _Holders, tensor: Tensor, value: Tensor) -> Tensor:
+    """Put ``value`` wherever ``tensor`` is held, as a parameter if that is one, with the same attributes; return it."""
     new = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
     new.__dict__.update(vars(tensor))
     for table, key in holders[id(tensor)]:
         table[key] = new
+    return new
 
 
 def _fill_with_nothing(unit: nn.Module, fqns: Collection[str]) -> list[tuple[Tensor, int]]:
@@ -202,14 +203,13 @@ def _fill_with_nothing(unit: nn.Module, fqns: Collection[str]) -> list[tuple[Ten
         Those of several numbers that no value tells so much of, such as masks, and their versions, which grow with
         what is written.
     """
-    holders = _holders(unit)
-    names = [fqn for fqn, _ in _tensors(unit) if fqn in fqns]
+    holders, untold = _holders(unit), []
     for tensor in [tensor for fqn, tensor in _tensors(unit) if fqn in fqns]:
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        _replace(holders, tensor, torch.full(tensor.shape, _nothing(dtype), dtype=dtype))
-    made = dict(_tensors(unit))
-    found = [made[fqn] for fqn in names if made[fqn].dtype in _ALL_VALUES_MEAN and made[fqn].numel() > 1]
-    return [(tensor, tensor._version) for tensor in found]
+        made = _replace(holders, tensor, torch.full(tensor.shape, _nothing(dtype), dtype=dtype))
+        if dtype in _ALL_VALUES_MEAN and made.numel() > 1:
+            untold.append((made, made._version))
+    return untold
 
 
 _ALL_VALUES_MEAN = (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64)

@@ -54,7 +54,7 @@ class OwnCheckpoints(WorldCollectives):
             raise ConfigError("HeteroStrategy: storage_options is not supported; a checkpoint is a local directory")
         check_folder(filepath)
         assert self.lightning_module is not None
-        if self._after_an_exception():
+        if self.ends_alone():
             # Other ranks may not come: a collective save would hang and hide the error.
             rank_zero_warn(f"no checkpoint is saved after an exception: {filepath}")
             return
@@ -91,12 +91,12 @@ class OwnCheckpoints(WorldCollectives):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None: ...  # done in load_checkpoint
 
-    def _after_an_exception(self) -> bool:
-        """Whether this rank ends alone. A stop that all ranks agreed upon is no exception here."""
+    def ends_alone(self) -> bool:
+        """Whether an exception ends this rank, and not a stop that all ranks agreed upon."""
         assert self.lightning_module is not None
         return self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED and not self._stop.agreed
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self._after_an_exception():
+        if self.ends_alone():
             return
         self.state.remove(Path(filepath), self.is_global_zero)

@@ -94,8 +94,8 @@ def _where_all_stop(save: Callable[..., None], callback: Checkpoint, trainer: Tr
     """Let a callback save on an exception only where all ranks do: it would note as its last checkpoint one that is
     never written, and let go of the one before.
     """
-    stop = getattr(trainer.strategy, "_stop", None)
-    if stop is None or stop.agreed:
+    alone = getattr(trainer.strategy, "ends_alone", bool)  # the callback may come to another strategy later
+    if not alone():
         save(callback, trainer, *given)
     elif getattr(callback, "save_on_exception", True):
         rank_zero_warn("no checkpoint is saved after an exception: other ranks may not come")
@@ -119,9 +119,7 @@ def _check_hparams(trainer: Trainer) -> None:
 def metrics_of(trainer: Trainer) -> Iterator[Metric]:
     """Yield the torchmetrics of the LightningModule and of callbacks, in lists and dicts that they hold too."""
     for holder in (trainer.lightning_module, *cast(Any, trainer).callbacks):
-        if isinstance(holder, nn.Module):
-            yield from (part for part in holder.modules() if isinstance(part, Metric))
-        yield from _metrics_in(list(vars(holder).values()), 3)
+        yield from _metrics_in([holder, *vars(holder).values()], 3)
 
 
 def _metrics_in(held: object, depth: int) -> Iterator[Metric]:
