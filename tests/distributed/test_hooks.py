@@ -94,10 +94,10 @@ def test_blocks_that_do_not_run_are_refused_in_an_evaluation_too(pool: Pool, tmp
 
 
 class Failing(Lit):
-    """Raises in its third step, after a checkpoint of the second."""
+    """Raises in its fourth step, after a checkpoint of the second."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if batch_idx == 2:
+        if batch_idx == 3:
             raise ValueError("a damaged batch")
         return super().training_step(batch, batch_idx)
 
