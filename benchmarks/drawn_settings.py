@@ -172,8 +172,12 @@ class _Drawing:
         layouts = {n: ModuleLayout.from_config(n, dict(v)).resolved(n) for n, v in setting.layouts.items()}
         others = [name for name in setting.modules if name in ITEM_MODULES]
         fills = ScheduleConfig(fill=fill).filling(others, layouts, setting.flows())
-        blocks = {name: getattr(setting, f"{name}_layers") for name in fills if layouts[name].pp == 1}
-        pieces = {name: self.rng.randint(1, blocks[name]) for name in sorted(blocks) if self.often(0.4)}
+        cut = sorted(n for n in fills if (layouts[n].pp == 1 or not layouts[n].split) and self.often(0.4))
+        blocks = {f"{name}_layers": getattr(setting, f"{name}_layers") for name in cut}
+        pieces = {}
+        for name, most in zip(cut, blocks.values(), strict=True):
+            pieces[name] = self.rng.randint(1, most if layouts[name].pp == 1 else 2)
+            blocks[f"{name}_layers"] = max(most, pieces[name] * layouts[name].pp)
         bounds = {
             name: bound
             for name, bound in setting.max_in_flight.items()
@@ -182,6 +186,7 @@ class _Drawing:
         again = {n: way for n, way in setting.recompute.items() if fill != "decoupled" or n not in fills}
         parallel = [name for name in setting.modules if layouts[name].tp > 1] if fills and fill == "fine" else []
         bubbles = {name: round(self.rng.random(), 2) * 0.9 for name in parallel if self.often(0.5)}
+        setting = replace(setting, **blocks)
         return replace(setting, fill=fill, pieces=pieces, max_in_flight=bounds, recompute=again, tp_bubbles=bubbles)
 
     def prefetch(self, setting: Setting) -> dict[str, int]:

@@ -14,12 +14,13 @@ class Pipeline:
         pp: number of pipeline ranks.
         vpp: stages on each of them.
         style: ``"loop"`` puts stage ``s`` on pipeline rank ``s % pp``. In ``"v"`` every other round of ``pp`` stages
-            runs backwards, so with two stages per rank the first and the last stage share a rank.
+            runs backwards, so with two stages per rank the first and the last stage share a rank. ``"consecutive"``
+            puts stages that follow each other on one rank: they are the parts in which its work is cut.
     """
 
     pp: int = 1
     vpp: int = 1
-    style: Literal["loop", "v"] = "loop"
+    style: Literal["loop", "v", "consecutive"] = "loop"
 
     @property
     def stages(self) -> int:
@@ -28,6 +29,8 @@ class Pipeline:
 
     def rank_of(self, stage: int) -> int:
         """Return the pipeline rank of a stage."""
+        if self.style == "consecutive":
+            return stage // self.vpp
         turn, rank = divmod(stage, self.pp)
         return self.pp - 1 - rank if self.style == "v" and turn % 2 else rank
 

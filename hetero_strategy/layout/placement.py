@@ -47,7 +47,7 @@ class Placement:
         for name, layout in self.layouts.items():
             parts = [f"{k}={v}" for k, v in layout.degrees().items() if v > 1]
             if layout.vpp > 1:
-                parts.append(f"vpp={layout.vpp}" + (" (v)" if layout.pp_style == "v" else ""))
+                parts.append(_on_each_rank(layout))
             if layout.tp_chunks > 1:
                 parts.append(f"tp_chunks={layout.tp_chunks}")
             if layout.split and len(layout.split) > 1:
@@ -80,6 +80,13 @@ def place(layouts: Mapping[str, ModuleLayout], world_size: int) -> Placement:
         raise LayoutError("\n".join(faults))
     resolved = {name: layout.resolved(name) for name, layout in layouts.items()}
     return Placement(resolved, world_size)
+
+
+def _on_each_rank(layout: ModuleLayout) -> str:
+    """The stages of a pipeline rank, in words."""
+    if layout.pp_style == "consecutive":
+        return f"{layout.vpp} pieces"
+    return f"vpp={layout.vpp}" + (" (v)" if layout.pp_style == "v" else "")
 
 
 def _ranges(ranks: tuple[int, ...]) -> str:

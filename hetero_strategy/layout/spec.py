@@ -58,7 +58,7 @@ class ModuleLayout:
     pp: int = 1
     ep: int = 1
     vpp: int = 1
-    pp_style: Literal["loop", "v"] = "loop"
+    pp_style: Literal["loop", "v", "consecutive"] = "loop"
     split: tuple[int, ...] | None = None
     tp_chunks: int = 1
 

@@ -27,7 +27,7 @@ from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.context import model_context
 from hetero_strategy.planner.layers import LayerCost, costs
 from hetero_strategy.planner.overlap import After, seconds_after, work_of_ranks
-from hetero_strategy.planner.partition import split
+from hetero_strategy.planner.partition import split_into
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
 from hetero_strategy.planner.times import (
     MIXED,
@@ -383,7 +383,7 @@ class Evaluator:
             return replace(layout, split=(0,))
         blocks = zip(module.per_row, module.per_pair, module.trained, module.trained_share, strict=True)
         layers = [LayerCost(a + b * length, n > 0, again, weight=a * share) for a, b, n, share in blocks]
-        return replace(layout, split=split(costs(layers, fed).total, layout.pipeline.stages))
+        return replace(layout, split=split_into(layout.pipeline, costs(layers, fed).total))
 
     def _length(self, name: str) -> float:
         lengths = np.concatenate(

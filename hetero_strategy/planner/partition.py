@@ -16,6 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import LayoutError
+from hetero_strategy.layout.pipeline import Pipeline
 
 _PARTS = 2**30
 _NEVER = 2**61
@@ -46,6 +47,19 @@ def split(costs: Sequence[float] | Float[np.ndarray, "layers"], stages: int) -> 
     ends = ragged.offsets(np.rint(work / work.sum() * _PARTS)).astype(np.int64)
     largest = _largest(ends.tolist(), stages) + len(work) + stages  # rounding must not tell equal stages apart
     return _least_sum(ends, stages, largest)
+
+
+def split_into(pipeline: Pipeline, costs: Sequence[float] | Float[np.ndarray, "layers"]) -> tuple[int, ...]:
+    """Number of layers of each stage of a pipeline, see :func:`split`; of consecutive stages, layers are shared out to
+    ranks first, and then those of each rank to its stages.
+
+    Raises:
+        LayoutError: there are fewer layers than stages, or a rank has.
+    """
+    if pipeline.style != "consecutive":
+        return split(costs, pipeline.stages)
+    ends = ragged.offsets(np.asarray(split(costs, pipeline.pp)))
+    return tuple(layers for a, b in pairwise(ends) for layers in split(costs[a:b], pipeline.vpp))
 
 
 def _largest(ends: list[int], stages: int) -> int:

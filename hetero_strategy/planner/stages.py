@@ -8,10 +8,11 @@ from types import MappingProxyType
 
 import numpy as np
 
+from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.planner.layers import LayerCost, costs, fed_by_trainable
-from hetero_strategy.planner.partition import split
+from hetero_strategy.planner.partition import split_into
 from hetero_strategy.planner.shape import trained_share
 
 TYPICAL_ROWS = 1024
@@ -33,6 +34,9 @@ def with_splits(
         edges: pairs of source and target names.
         layouts: resolved layouts.
         recompute: share of its forward that a module runs again in backward.
+
+    Raises:
+        LayoutError: a module, or a rank's part of it, has fewer blocks than stages.
     """
     trains = {name: any(p.requires_grad for p in modules[name].parameters()) for name in topological}
     fed = fed_by_trainable(trains, edges)
@@ -41,10 +45,13 @@ def with_splits(
         module, layout = modules[name], layouts[name]
         if layout.split is None:
             blocks = list(module.blocks())
-            stages = layout.pipeline.stages
             counts: tuple[int, ...] = (len(blocks),)
-            if stages > 1:
-                counts = split(costs(_layers(module, blocks, recompute.get(name, 0.0)), fed[name]).total, stages)
+            if layout.pipeline.stages > 1:
+                layers = _layers(module, blocks, recompute.get(name, 0.0))
+                try:
+                    counts = split_into(layout.pipeline, costs(layers, fed[name]).total)
+                except LayoutError as fault:
+                    raise LayoutError(f"layout of '{name}': {fault}") from None
             layout = replace(layout, split=counts)
         split_layouts[name] = layout
     return {name: split_layouts[name] for name in layouts}

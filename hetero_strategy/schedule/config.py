@@ -118,15 +118,23 @@ class ScheduleConfig:
         """Layouts in which modules that fill are cut in stages that follow each other on their ranks.
 
         Raises:
-            ConfigError: ``pieces`` of a module that does not fill, or that is a pipeline itself.
+            ConfigError: ``pieces`` of a module that does not fill, or of a pipeline with a ``split``.
         """
+        cut = dict(layouts)
         for module, pieces in self.pieces.items():
-            if module not in filling or layouts[module].pp > 1 or pieces < 1:
+            if module not in filling or pieces < 1:
                 raise ConfigError(
-                    f"HeteroStrategy: pieces of '{module}' is {pieces}; give 1 or more for a module with pp=1 that"
-                    f" fills bubbles, which are with fill={self.fill!r} {', '.join(sorted(filling)) or 'none'}"
+                    f"HeteroStrategy: pieces of '{module}' is {pieces}; give 1 or more for a module that fills bubbles,"
+                    f" which are with fill={self.fill!r} {', '.join(sorted(filling)) or 'none'}"
                 )
-        return {name: replace(layout, vpp=self.pieces.get(name, layout.vpp)) for name, layout in layouts.items()}
+            layout = layouts[module]
+            if layout.pp > 1 and layout.split is not None:
+                raise ConfigError(
+                    f"HeteroStrategy: pieces of '{module}' is {pieces}, but split={list(layout.split)} of its layout"
+                    " says already where it is cut; leave one of them out"
+                )
+            cut[module] = replace(layout, vpp=pieces, pp_style="consecutive", split=None)
+        return cut
 
     def most_ahead(self, layouts: Mapping[str, ModuleLayout], blocks: Mapping[str, int]) -> dict[str, ModuleLayout]:
         """Layouts in which modules that run ahead in two stages have all blocks but the last in the first one.
@@ -161,7 +169,9 @@ class ScheduleConfig:
 
     def uncut(self, layouts: Mapping[str, ModuleLayout]) -> dict[str, ModuleLayout]:
         """Layouts as they were given, from those that :meth:`in_pieces` makes."""
-        return {n: replace(x, vpp=1, split=None) if n in self.pieces else x for n, x in layouts.items()}
+        return {
+            n: replace(x, vpp=1, pp_style="loop", split=None) if n in self.pieces else x for n, x in layouts.items()
+        }
 
     def filling(
         self, modules: Collection[str], layouts: Mapping[str, ModuleLayout], edges: Sequence[tuple[str, str]]

@@ -55,8 +55,9 @@ def gpipe(stages: tuple[int, ...], count: int) -> RankProgram:
 @lru_cache(256)
 def forwards(pipeline: Pipeline, rank: int, count: int) -> RankProgram:
     """Forwards alone."""
-    if pipeline.style == "loop":
-        return tuple((FORWARD, *f) for f in _grouped(pipeline.stages_of(rank), _groupings(pipeline.pp, count)[-1]))
+    if pipeline.style != "v":
+        sizes = _groupings(pipeline.pp, count)[-1] if pipeline.style == "loop" else [1] * count
+        return tuple((FORWARD, *f) for f in _grouped(pipeline.stages_of(rank), sizes))
     # A forward of stage s cannot start before time s + j: by that time, and of two at once the later stage.
     units = sorted((s + j, -s, s, j) for s in pipeline.stages_of(rank) for j in range(count))
     return tuple((FORWARD, s, j) for _, _, s, j in units)

@@ -100,7 +100,7 @@ class HeteroStrategy(OwnCheckpoints):
         fill: how modules that feed a pipeline on their ranks use its bubbles: ``fine`` (wherever a rank idles),
             ``search`` (made shorter), ``coarse`` (around its work), ``decoupled`` (recomputed), ``none``;
             ``auto``: none, or as planned.
-        pieces: module that fills -> parts of about equal cost in which its forwards and backwards are cut to fit.
+        pieces: module that fills -> parts of about equal cost in which its ranks cut forwards and backwards to fit.
         prefetch: frozen encoder -> 1: in a step's bubbles it works for the next step, whose rows are held meanwhile.
         tp_bubbles: module -> share of its time in which its ranks wait for tensor-parallel collectives and others can
             compute: what fills then runs there, too, on a CUDA stream of its own.

@@ -22,7 +22,10 @@ PLACEMENTS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
         {"vision": on(0, 1, 2, 3, tp=2), "audio": on(0, 1, 2, 3), "llm": on(0, 1, 2, 3, tp=2, pp=2)},
         {"vision_layers": 3, "pieces": {"vision": 3}, "tp_bubbles": {"llm": 0.6, "vision": 0.3}},
     ),
-    "an encoder that is a pipeline": ({"vision": on(0, 1, 2, 3, pp=2), "llm": on(0, 1, 2, 3, pp=4)}, {}),
+    "an encoder that is a pipeline, in pieces": (
+        {"vision": on(0, 1, 2, 3, pp=2), "llm": on(0, 1, 2, 3, pp=4)},
+        {"vision_layers": 4, "pieces": {"vision": 2}},
+    ),
     "two encoders, one in pieces, one replicated": (
         {"vision": on(0, 1, 2), "audio": on(1, 2, dp_replicate=2), "llm": on(0, 1, 2, pp=3)},
         {"vision_layers": 3, "pieces": {"vision": 3}, "balance": {"policy": "auto"}},
@@ -43,7 +46,7 @@ CHOSEN = {
     "an encoder on each stage": (("1f1b", "fine"), ("zb_h1", "coarse"), ("zb_h1", "decoupled")),
     "encoders of two ranks over pp4": (("1f1b", "fine"),),
     "beside collectives of tensor parallelism": (("zb_h1", "fine"),),
-    "an encoder that is a pipeline": (("gpipe", "coarse"),),
+    "an encoder that is a pipeline, in pieces": (("1f1b", "fine"),),
     "two encoders, one in pieces, one replicated": (("zb_h1", "fine"), ("1f1b", "search")),
     "frozen": (("zbv", "fine"),),
     "with a generator, beyond the pipeline": (("interleaved_1f1b", "fine"),),
@@ -56,7 +59,7 @@ FILLS = ("fine", "coarse", "search", "decoupled")
 
 
 def fits(placement: str, schedule: str, fill: str) -> bool:
-    if placement == "an encoder that is a pipeline":
+    if placement == "an encoder that is a pipeline, in pieces":
         return schedule not in ("interleaved_1f1b", "zbv")
     return placement != "beside collectives of tensor parallelism" or fill == "fine"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout import ModuleLayout, place
+from hetero_strategy.layout.placement import Placement
 from hetero_strategy.layout.registry import rank_sets
 
 
@@ -114,6 +116,9 @@ def test_pipelines_are_read_and_cut_the_grid() -> None:
     assert placement.table() == [("llm", "0-7", "pp=2 dp_shard=2 tp=2 vpp=2 (v) tp_chunks=3 split=1+2+1+3")]
     loop = ModuleLayout(ranks=3, pp=3, vpp=2).resolved()
     assert [loop.pipeline.rank_of(s) for s in range(6)] == [0, 1, 2, 0, 1, 2]
+    cut = replace(loop, pp_style="consecutive")
+    assert [cut.pipeline.stages_of(rank) for rank in range(3)] == [(0, 1), (2, 3), (4, 5)]
+    assert Placement({"vision": cut}, 3).table() == [("vision", "0-2", "pp=3 2 pieces")]
 
 
 @given(st.data())

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_strategy.errors import LayoutError
-from hetero_strategy.planner.partition import split
+from hetero_strategy.layout.pipeline import Pipeline
+from hetero_strategy.planner.partition import split, split_into
 
 
 def every_split(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
@@ -66,3 +67,12 @@ def test_impossible_splits() -> None:
     for wrong in ([1.0, -1.0], [1.0, np.nan]):
         with pytest.raises(ValueError, match="finite"):
             split(wrong, 1)
+
+
+def test_consecutive_stages_are_parts_of_what_a_rank_has() -> None:
+    """Six equal layers on two ranks are three and three, also where each rank cuts its own in two."""
+    assert split_into(Pipeline(2, 2, "loop"), [1.0] * 6) == (1, 1, 2, 2)
+    assert split_into(Pipeline(2, 2, "consecutive"), [1.0] * 6) == (1, 2, 1, 2)
+    assert split_into(Pipeline(2, 2, "consecutive"), [1.0, 1.0, 1.0, 1.0, 6.0, 4.0]) == (2, 2, 1, 1)
+    with pytest.raises(LayoutError, match="1 layers cannot be split into 2 stages"):
+        split_into(Pipeline(2, 2, "consecutive"), [9.0, 1.0, 1.0])

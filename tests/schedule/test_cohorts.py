@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_strategy.errors import ScheduleError
+from hetero_strategy.errors import ConfigError, ScheduleError
 from hetero_strategy.layout.placement import place
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.schedule.action import Action, Schedule, Span, StageGraph, StageId, StepWork
@@ -22,7 +22,10 @@ EDGES = [("vision", "llm")]
 
 
 def stages(vision: ModuleLayout, llm: ModuleLayout, apart: Sequence[str] = ("vision",), pieces: int = 1) -> StageGraph:
-    placed = {"vision": replace(vision.resolved("vision"), vpp=pieces), "llm": llm.resolved("llm")}
+    placed = {
+        "vision": replace(vision.resolved("vision"), vpp=pieces, pp_style="consecutive"),
+        "llm": llm.resolved("llm"),
+    }
     trains = {StageId(name, s): True for name, layout in placed.items() for s in range(layout.pipeline.stages)}
     return stage_graph(list(placed), EDGES, placed, trains, gathered=trains, apart=apart)
 
@@ -133,6 +136,37 @@ def test_sums_of_pieces_travel_beside_the_last_backwards() -> None:
         for cohort in range(4):
             of_last, of_middle, of_first = (place[Action("REDUCE", StageId("vision", s, cohort))] for s in (2, 1, 0))
             assert of_last < of_middle < last < of_first
+
+
+def test_pieces_of_an_encoder_that_is_a_pipeline_lie_on_its_ranks() -> None:
+    """Rows of a microbatch change ranks once, not between pieces, and a step may get shorter."""
+    layouts = ModuleLayout(range(8), pp=2, dp_shard=4), ModuleLayout(range(8), pp=8)
+    taken = {}
+    for pieces in (1, 4):
+        graph = stages(*layouts, pieces=pieces)
+
+        def cost(action: Action, each: float = 2.4 / pieces) -> float:
+            return costs(each)(action)
+
+        schedule = make_schedule("1f1b", graph, in_turn(graph, work(16, "vision", "llm", edges=EDGES)), cost)
+        check(schedule)
+        taken[pieces] = makespan(schedule, cost)
+    one = graph.chains["vision"][0]
+    ranks = [sorted(graph.stages[node].ranks) for node in one]
+    assert ranks == [ranks[0]] * 4 + [ranks[4]] * 4 and set(ranks[0]).isdisjoint(ranks[4])
+    assert taken[4] < 0.97 * taken[1]
+
+
+def test_pieces_of_what_cannot_be_cut_are_refused() -> None:
+    config, piped = ScheduleConfig(fill="fine", pieces={"vision": 2}), ModuleLayout(range(4), pp=2).resolved()
+    cut = config.in_pieces({"vision"}, {"vision": piped})
+    assert cut["vision"].pipeline.stages == 4 and config.uncut(cut) == {"vision": piped}
+    with pytest.raises(ConfigError, match=r"pieces of 'vision' is 2; give 1 or more for a module that fills.*none"):
+        config.in_pieces((), {"vision": piped})
+    with pytest.raises(ConfigError, match=r"pieces of 'vision' is 2, but split=\[2, 4\] of its layout says already"):
+        config.in_pieces({"vision"}, {"vision": replace(piped, split=(2, 4))})
+    one = replace(piped, pp=1, split=(6,))  # it says nothing
+    assert config.in_pieces({"vision"}, {"vision": one})["vision"].split is None
 
 
 def test_cohorts_work_at_their_own_microbatches_alone() -> None:
