@@ -89,6 +89,12 @@ class Agreement:
         arrived.record()
         self._pending.append((plan, host, arrived))
 
+    def wait(self) -> None:
+        """For all ranks to have run what was noted: once, not in every step."""
+        for *_, arrived in self._pending:
+            if arrived is not None:
+                arrived.synchronize()
+
     def check(self) -> None:
         """Look at this step's sums on the host, on a GPU at those of the step before: at the same step on all ranks.
 

@@ -63,7 +63,7 @@ class StepRunner:
         self._module_of = {id(p): n.module for n, own in executor.parameters.items() for p in own}
         self._watched, self._warm = True, set[bool]()
         self.after_first: Callable[[], None] = lambda: None
-        """Called once, after the first step of training."""
+        """Called once, when all ranks have run the first step of training."""
         self.garbage = GarbageCollection()
         self._expected: dict[int, Factors] = {}
         """By call of the model with one batch: factors that the losses came back with the last time."""
@@ -137,6 +137,7 @@ class StepRunner:
             )
         if self._watched:
             self._watched = False
+            self.executor.agreement.wait()  # others may still compile: a GPU's host does not wait for them by itself
             self.after_first()
         shares = self._shares(outcome)
         return outcome, _Losses.apply(torch.zeros_like(shares, requires_grad=True), shares, gradients)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities import rank_zero_warn
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.utilities.distributed import _destroy_dist_connection, _set_num_threads_if_needed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher, _WorkerOutput
@@ -320,6 +320,8 @@ def end_together(error: BaseException, rank: int, launcher: _Launcher | None, to
         error.add_note(text)
     elif dist.is_initialized() and dist.get_world_size() > 1:
         error.add_note(f"rank {rank} ended the run with this")
+    # Lightning destroys NCCL's groups when a process exits, which waits for messages that the others will never send.
+    atexit.unregister(_destroy_dist_connection)
     if isinstance(launcher, ScriptLauncher):
         launcher.failed = True
         if lost:

@@ -110,7 +110,7 @@ class HeteroStrategy(OwnCheckpoints):
         process_group_backend: default: by device.
         timeout: of every collective; a number is minutes.
         step_timeout: the same once the first step of training, which connects and compiles, is over, where it is
-            shorter; None: ``timeout``. gloo's messages between two ranks keep ``timeout``.
+            shorter; None: ``timeout``. More than two steps take. gloo's messages between two ranks keep ``timeout``.
         async_checkpoint: write checkpoints in the background, while training goes on.
         verify_checkpoints: compare the checksums of all tensors that are loaded with those they were saved with.
         keep_fp32: parameters, as ``llm.*.router.*``, whose layers compute in fp32 in mixed precision.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import re
@@ -21,6 +22,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch.trainer.states import TrainerFn
 
 from hetero_strategy.errors import ConfigError
@@ -28,6 +30,7 @@ from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.strategy.launch import (
     MultiProcessingLauncher,
     bound_device,
+    end_together,
     prepare_device,
 )
 from tests.distributed.harness import Pool
@@ -367,6 +370,18 @@ def test_settings_that_keep_streams_from_running_beside_each_other_are_said(monk
     prepare_device(torch.device("cuda", 0))
     with pytest.warns(UserWarning, match="CUDA_DEVICE_MAX_CONNECTIONS=1 is set, so what tp_bubbles puts beside"):
         prepare_device(torch.device("cuda", 0), streams=True)
+
+
+def test_a_rank_that_raises_does_not_wait_for_the_others_when_it_exits() -> None:
+    """Lightning's handler, which destroys NCCL's groups, would; it puts the system's own handling of Ctrl-C in place of Python's, too."""
+    child = os.fork()
+    if not child:
+        atexit._clear()
+        atexit.register(_destroy_dist_connection)
+        end_together(ValueError("broken"), 0, None, told_to_end=False)
+        atexit._run_exitfuncs()
+        os._exit(int(signal.getsignal(signal.SIGINT) is signal.SIG_DFL))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_nccl_is_told_of_the_device() -> None:
