@@ -55,7 +55,7 @@ def write_layout(path: Path, placed: Placed, what: str, command: str | None) -> 
         strategy["offload"] = {name: str(how) for name, how in candidate.offload.items()}
     if scheduling.reshard_after_forward != "auto":
         strategy["reshard_after_forward"] = scheduling.reshard_after_forward
-    if placed.graph.filling:
+    if placed.graph.apart and scheduling.fills:
         strategy["fill"] = scheduling.fill
     for option, by_module in (("pieces", scheduling.pieces), ("prefetch", scheduling.prefetch)):
         if by_module:

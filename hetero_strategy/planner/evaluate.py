@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float64
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.layout.islands import check_islands
+from hetero_strategy.layout.islands import islands_of
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.layout.spec import ModuleLayout
@@ -197,7 +197,6 @@ class Evaluator:
         """
         given = place(candidate.layouts, self.cluster.ranks).layouts
         scheduling = self.asked.instead_of_auto(candidate.scheduling).resolved(given)
-        check_islands(given, scheduling.islands)
         others, edges = self.shape.others, self.shape.edges
         filling, apart = scheduling.filling(others, given, edges), scheduling.apart(others, given, edges)
         blocks = {name: module.blocks * module.has_blocks for name, module in self.shape.modules.items()}
@@ -238,7 +237,10 @@ class Evaluator:
             shardings,
             apart,
             scheduling.prefetch,
+            islands_of(layouts, self.shape.samplewise[0], scheduling.islands),
         )
+        if late := [name for name in scheduling.prefetch if trains[StageId(name, 0)]]:
+            raise ConfigError(f"planner: prefetch of '{late[0]}', whose first stage has parameters that train")
         balanced = {s: StageCost(t.forward.per_row, t.forward.per_pair) for s, t in times.items()}
         for name in scheduling.prefetch:  # in every step but an epoch's first and last one
             times[StageId(ahead(name), 0)] = whole = times[StageId(name, 0)]
@@ -280,11 +282,10 @@ class Evaluator:
                 break
         return took
 
-    def shown(self, placed: Placed) -> Step:
-        """A step of the first batch, or of its first samples where that has too many actions to look at."""
-        return self.step_of(
-            placed, *self._first(self.batches[0], placed.candidate.microbatches, few(len(placed.times)))
-        )
+    def shown(self, placed: Placed, batch: int = 0) -> Step:
+        """A step of one of the batches, or of its first samples where that has too many actions to look at."""
+        most = few(len(placed.times))
+        return self.step_of(placed, *self._first(self.batches[batch], placed.candidate.microbatches, most))
 
     def _seconds(self, placed: Placed, batch: StepMetadata) -> float:
         count, most = placed.candidate.microbatches, few(len(placed.times))
@@ -379,7 +380,7 @@ class Evaluator:
     ) -> ModuleLayout:
         if layout.split is not None:
             return layout
-        if not module.has_blocks:
+        if not module.has_blocks and layout.pipeline.stages == 1:
             return replace(layout, split=(0,))
         blocks = zip(module.per_row, module.per_pair, module.trained, module.trained_share, strict=True)
         layers = [LayerCost(a + b * length, n > 0, again, weight=a * share) for a, b, n, share in blocks]

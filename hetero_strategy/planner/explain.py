@@ -104,7 +104,7 @@ def unfilled(evaluator: Evaluator, step: Step) -> Unfilled | None:
     one_after_other = unasked.place(replace(placed.candidate, fill="none", pieces={}, prefetch={}))
     turns = unasked.step_of(one_after_other, step.plan.metadata, step.plan.microbatches)
     filling = Filling(modules, alone.seconds, step.seconds, work_of(step, modules))
-    return Unfilled(filling, explain(evaluator, alone), explain(evaluator, turns), turns.seconds)
+    return Unfilled(filling, explain(evaluator, alone), explain(unasked, turns), turns.seconds)
 
 
 def beside_collectives(evaluator: Evaluator, step: Step) -> tuple[dict[str, float], float] | None:

@@ -20,7 +20,7 @@ from hetero_strategy.model.inputs import Packing
 from hetero_strategy.plan.ahead import computing
 from hetero_strategy.plan.step_plan import Assignment
 from hetero_strategy.planner.activations import FEATURES, Activations, features
-from hetero_strategy.planner.evaluate import Placed, Step
+from hetero_strategy.planner.evaluate import Candidate, Evaluator, Placed, Step
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.stage_memory import StageBytes, StageNeeds, stage_bytes, stage_needs
 from hetero_strategy.planner.times import MIXED, Precision
@@ -137,6 +137,10 @@ class MemoryModel:
         bytes_ = changes.at_peak(ranks)
         bytes_[-1] = self.allocator.margin * bytes_.sum(axis=0) + self.allocator.communicator * communicators(placed)
         return Memory(step, bytes_, needs)
+
+    def shown(self, evaluator: Evaluator, candidate: Candidate, batch: int = 0) -> Memory:
+        """Memory of a step, see :meth:`Evaluator.shown`."""
+        return self.of(evaluator.shown(evaluator.place(candidate), batch))
 
     def _sizes(self, placed: Placed, stage_id: StageId) -> StageBytes:
         name, times = computing(stage_id.module), placed.times[stage_id]

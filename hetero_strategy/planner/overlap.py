@@ -51,7 +51,7 @@ def seconds_after(simulation: Simulation, times: Mapping[StageId, StageTimes]) -
         together[stage] = max(together.get(stage, 0.0), float(simulation.start[action].max()))
     for stage, action in _lasts(simulation).items():
         grid = stages[stage].grid
-        if times[stage].overlapped:
+        if times[stage].overlapped and times[stage].reduce:
             begins = (simulation.start if action.kind == "B" else simulation.end)[action]
             if stage.cohort >= 0:
                 begins = np.full_like(begins, together[stage.all_instances])

@@ -274,7 +274,7 @@ class Planner:
         while proposals and rounds < ROUNDS and failed < FAILED:
             best = proposals[0]
             try:
-                found = self._shown(best.candidate, memory)  # the formula knows nothing of what a whole one holds more
+                found = memory.shown(self.evaluator, best.candidate)  # the formula does not know what whole ones hold
             except HeteroError as error:  # as in _simulate
                 self._why_none, proposals, failed = error, proposals[1:], failed + 1
                 continue
@@ -282,7 +282,7 @@ class Planner:
             rank = int((found.peak / self.room).argmax())
             here = [name for name, layout in best.candidate.layouts.items() if rank in layout.ranks]
             estimated = sum(self.estimates.activations(name, best.degrees[name], best.microbatches) for name in here)
-            ratio = float(found.bytes[activations, rank]) / estimated
+            ratio = float(found.bytes[activations, rank]) / estimated if estimated else 1.0
             if found.peak[rank] <= self.room[rank] or ratio <= 1.0:
                 break
             placed = [p for p in proposals[:LEANER] if self._placed(p.candidate)]
@@ -320,15 +320,14 @@ class Planner:
     def _none_runs(self) -> str:
         return f"planner: no candidate runs; the last one: {self._why_none}"
 
-    def _shown(self, candidate: Candidate, memory: MemoryModel) -> Memory:
-        return memory.of(self.evaluator.shown(self.evaluator.place(candidate)))
-
     def _needs(self, candidate: Candidate, memory: MemoryModel) -> Memory:
-        """Of the step that is shown; of the whole one where that holds more, and the one that is shown fits."""
-        found = self._shown(candidate, memory)
+        """Of the batch that needs most: of the step that is shown, or the whole where that holds more and this fits."""
+        every = [memory.shown(self.evaluator, candidate, batch) for batch in range(len(self.evaluator.batches))]
+        batch = int(np.argmax([(one.peak / self.room).max() for one in every]))
+        found = every[batch]
         cut = found.step.plan.microbatches < candidate.microbatches
         if cut and found.step.placed.holds_more and (found.peak <= self.room).all():
-            return memory.of(self.evaluator.step(found.step.placed))
+            return memory.of(self.evaluator.step(found.step.placed, batch))
         return found
 
     def _fitting(self, ranked: list[Ranked], considered: int, memory: MemoryModel, end: float) -> Answer:

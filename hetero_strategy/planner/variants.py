@@ -135,7 +135,8 @@ class Variants:
         """Blocks of the stages that may be cut otherwise."""
         found = {name: layout.split for name, layout in candidate.layouts.items() if layout.split is not None}
         if self._evaluator.cluster.ranks <= FEW:
-            open_ = {n for n, x in candidate.layouts.items() if x.pp > 1 and x.vpp == 1 and n not in candidate.pieces}
+            parts = {**candidate.pieces, **self._allowed.asked.pieces}
+            open_ = {n for n, x in candidate.layouts.items() if x.pp > 1 and x.vpp == 1 and n not in parts}
             placed = self._evaluator.place(candidate).placement.layouts if open_ - found.keys() else {}
             found |= {name: placed[name].split or () for name in open_ - found.keys()}
         return found

@@ -44,6 +44,9 @@ def stage_graph(
         apart: modules whose instances act on their own where they share ranks with different stages.
         early: modules whose first stage, with nothing trainable in it, also works for the next step.
         islands: see :func:`~hetero_strategy.layout.islands.islands_of`.
+
+    Raises:
+        ConfigError: instances that act together are not equally many in all islands.
     """
     once_more = {ahead(module): StageId(module, 0) for module in early}
     if once_more:
@@ -71,7 +74,10 @@ def stage_graph(
             stages[node] = Stage(grid, trains[node], upstream, node in gathered, module in whole, sharding, islands=own)
             if number:
                 between.append((StageId(module, number - 1), node))
-    return in_cohorts(StageGraph(stages, tuple(between), {m: layouts[m].pipeline for m in modules}), apart)
+    graph = in_cohorts(StageGraph(stages, tuple(between), {m: layouts[m].pipeline for m in modules}), apart)
+    for stage in (graph.stages[n] for edge in graph.edges if edge[0].module != edge[1].module for n in edge):
+        stage.of_islands  # noqa: B018 (that there are such is checked)
+    return graph
 
 
 def work_of(plan: StepPlan, graph: StageGraph) -> StepWork:

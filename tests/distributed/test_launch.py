@@ -373,7 +373,7 @@ def test_settings_that_keep_streams_from_running_beside_each_other_are_said(monk
 
 
 def test_a_rank_that_raises_does_not_wait_for_the_others_when_it_exits() -> None:
-    """Lightning's handler, which destroys NCCL's groups, would; it puts the system's own handling of Ctrl-C in place of Python's, too."""
+    """Lightning's handler, which destroys NCCL's groups, would; it also puts back the system's Ctrl-C."""
     child = os.fork()
     if not child:
         atexit._clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata
@@ -86,3 +88,12 @@ def batch(samples: int, seed: int = 0, *, images: int = 2, rows: int = 96, text:
     )
     items = {"vision": StepItems(sample, edge, start, 4 * edge)}
     return StepMetadata(0, 0, np.arange(samples), tokens, tokens // 2, items)
+
+
+def generator(samples: int = 16, *, trains: bool = True) -> tuple[ModelShape, StepMetadata]:
+    """A language model before a generator, and a batch for them."""
+    draw = module(4, 256, edge_width=512, trains=trains)
+    shape = ModelShape({"llm": module(8, 512, samplewise=True), "draw": draw}, (("llm", "draw"),))
+    data = batch(samples)
+    items = data.items["vision"]
+    return shape, replace(data, items={"draw": replace(items, targets=items.edge_rows)})

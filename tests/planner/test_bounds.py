@@ -117,3 +117,15 @@ def test_what_needs_less_memory_is_tried_while_there_is_time() -> None:
 def test_a_batch_without_samples_is_named() -> None:
     with pytest.raises(ConfigError, match="1 of the 2 global batches drawn have no samples"):
         Planner(model(), cluster(2), [batch(4), first_samples(batch(4), 0)], balance=PLAIN)
+
+
+def test_memory_is_that_of_the_batch_that_needs_most() -> None:
+    """Whichever of them comes first."""
+    small, large = batch(8, text=64, rows=32), batch(8, 1, text=2000, rows=800)
+    layouts = {name: ModuleLayout((0, 1), dp_shard=2) for name in ("vision", "llm")}
+    found = []
+    for data in ([small], [large], [small, large], [large, small]):
+        made = Planner(SHAPE, cluster(2), data, balance=PLAIN, precision=FP32)
+        found.append(made._needs(Candidate(layouts, 2), MemoryModel(SHAPE, OF, FP32)).peak)
+    assert found[0].max() < found[1].max()
+    assert all(np.array_equal(found[1], peak) for peak in found[2:])

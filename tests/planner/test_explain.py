@@ -17,6 +17,7 @@ from hetero_strategy.planner.exposed import ExposedCollectives
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.times import SEPARATE, Overlap
 from hetero_strategy.schedule.action import Action, Kind, StageId
+from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.simulator.bubbles import inside_actions
 from hetero_strategy.simulator.links import Links
 from tests.planner.models import batch, cluster, model, module
@@ -105,6 +106,10 @@ def test_steps_before_their_bubbles_are_filled() -> None:
     assert found.filling.alone < step.seconds < found.in_turns
     assert 0.1 < found.filling.efficiency < 1.0
     assert unfilled(evaluator, evaluator.step(evaluator.place(replace(candidate, fill="none")))) is None
+    for fill in ("fine", "coarse"):  # as a person asks: in turns all the same
+        told = evaluator.on(cluster=free, asked=ScheduleConfig(fill=fill))
+        asked = unfilled(told, told.step(told.place(candidate)))
+        assert asked is not None and asked.turns == found.turns
     decoupled = unfilled(evaluator, evaluator.step(evaluator.place(replace(candidate, fill="decoupled"))))
     assert decoupled is not None and decoupled.in_turns == found.in_turns  # there encoders compute nothing again
 

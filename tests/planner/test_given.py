@@ -177,6 +177,30 @@ def test_every_candidate_is_scheduled_as_a_person_says_it(config: ScheduleConfig
         assert all(layout.dp % config.islands == 0 for layout in placed.placement.layouts.values())
 
 
+def test_layouts_that_a_run_would_refuse_with_what_is_asked_are_not_planned() -> None:
+    """Of instances that act together more in one island than in another; encoders ahead whose first stage trains."""
+    config, shape = ScheduleConfig(islands=2), model((4, 512), (8, 512), tp=(1, 2))
+    made = asked(config, shape=shape).evaluator.on(cluster=cluster(8), asked=config)
+    layouts = {"vision": ModuleLayout(8, dp_shard=4, tp=2), "llm": ModuleLayout(8, pp=4, dp_shard=2)}
+    with pytest.raises(ConfigError, match="islands=2, of which instances that act together have"):
+        made.place(Candidate(layouts, 4, fill="fine"))
+    assert made.place(Candidate(layouts, 4)).graph.stages
+    late = asked(ScheduleConfig(prefetch={"vision": 1})).evaluator
+    two = {name: ModuleLayout(4, dp_shard=4) for name in ("vision", "llm")}
+    with pytest.raises(ConfigError, match="prefetch of 'vision', whose first stage has parameters that train"):
+        late.place(Candidate(two, 4))
+    cut = asked(ScheduleConfig(pieces={"vision": 2}, fill="fine"), shape=without_blocks(shape)).evaluator
+    piped = {"vision": ModuleLayout(4, dp_shard=4), "llm": ModuleLayout(4, pp=4)}
+    with pytest.raises(LayoutError, match="1 layers cannot be split into 2 stages"):
+        cut.place(Candidate(piped, 4, fill="fine"))
+
+
+def without_blocks(shape: ModelShape) -> ModelShape:
+    """The same with an encoder that cannot be cut."""
+    whole = replace(module(1, 512), has_blocks=False)
+    return replace(shape, modules={**shape.modules, "vision": whole})
+
+
 def test_what_a_run_would_refuse_is_not_proposed() -> None:
     """Tensor parallelism of compiled layers that torch's compiler fails on, or beside a cache; stages of a module with
     loose parameters; both ends of tied weights on one of several instances.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster, Device, NodePool
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
@@ -16,6 +17,7 @@ from hetero_strategy.planner.overlap import seconds_after
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
 from hetero_strategy.planner.times import Overlap
 from hetero_strategy.simulator.links import Links
+from tests.planner.models import cluster, generator
 
 BLOCKS = 4
 SHAPE = ModelShape(
@@ -33,10 +35,10 @@ SHAPE = ModelShape(
 
 def step(overlap: Overlap, bandwidth: float, pp: int = 1, microbatches: int = 4, schedule: str = "1f1b") -> Step:
     device = Device("toy", flops=1.0, memory=1e9, memory_bandwidth=28000.0, matmul=1.0, attention=1.0)
-    cluster = Cluster((NodePool(device, 1, 2 * pp, Links(0.0, bandwidth)),), Links())
+    toys = Cluster((NodePool(device, 1, 2 * pp, Links(0.0, bandwidth)),), Links())
     tokens = np.full(2 * microbatches, 10)
     batch = StepMetadata(0, 0, np.arange(len(tokens)), tokens, tokens - 1, {})
-    evaluator = Evaluator(SHAPE, cluster, [batch], overlap=overlap)
+    evaluator = Evaluator(SHAPE, toys, [batch], overlap=overlap)
     layout = ModuleLayout(2 * pp, dp_shard=2, pp=pp, split=(BLOCKS // pp,) * pp)
     return evaluator.step(
         evaluator.place(Candidate({"llm": layout}, microbatches, schedule, reshard_after_forward="never"))
@@ -104,3 +106,14 @@ def test_the_latest_stage_delays_the_step() -> None:
     later = {first: times[first], second: replace(times[second], gather=10 * times[second].gather)}
     assert alone == pytest.approx(20.0)
     assert seconds_after(found.simulation, later).total == pytest.approx(400 - 40 - 0.4)  # rows travel for 0.4 s
+
+
+def test_instances_on_their_own_that_train_nothing_have_no_sum_to_wait_for() -> None:
+    """A frozen generator passes gradients on to the language model."""
+    shape, data = generator(trains=False)
+    evaluator = Evaluator(shape, cluster(4), [data], balance=BalanceConfig(reorder="none"))
+    layouts = {"llm": ModuleLayout(4, pp=4), "draw": ModuleLayout(4, dp_shard=4)}
+    found = evaluator.step(evaluator.place(Candidate(layouts, 8, fill="fine")))
+    assert "draw" in found.placed.graph.apart
+    assert {a.node.module for a in found.simulation.start if a.kind == "B"} == {"llm", "draw"}
+    assert {a.node.module for a in found.simulation.start if a.kind == "REDUCE"} == {"llm"}

@@ -19,7 +19,7 @@ from hetero_strategy.planner.space import Degrees
 from recipes import build
 from recipes.layout_file import write_layout
 from tests.distributed.harness import Pool
-from tests.planner.models import cluster, model
+from tests.planner.models import cluster, generator, model
 from tests.planner.test_chain import planner, proposed
 from tests.recipes.commands import SMALL, run_on_ranks
 from tests.recipes.test_conf import compose
@@ -52,6 +52,17 @@ def test_an_encoder_in_bubbles_and_its_pieces_are_read_again(tmp_path: Path) -> 
     again = {name: ModuleLayout.from_config(name, fields) for name, fields in read["layout"].items()}
     assert again["vision"] == layouts["vision"].resolved("vision")
     assert made.evaluator.seconds(replace(candidate, layouts=again)) == made.evaluator.seconds(candidate)
+
+
+@pytest.mark.parametrize("fill", ["fine", "none"])
+def test_instances_of_a_generator_that_act_on_their_own_are_read_again(tmp_path: Path, fill: str) -> None:
+    """They fill nothing, and yet what fills says how they act."""
+    shape, data = generator()
+    evaluator = Evaluator(shape, cluster(4), [data])
+    layouts = {"llm": ModuleLayout(4, pp=4), "draw": ModuleLayout(4, dp_shard=4)}
+    placed = evaluator.place(Candidate(layouts, 8, fill=fill))
+    read = yaml.safe_load(write_layout(tmp_path / "planned.yaml", placed, "a test", "train").read_text())
+    assert read["strategy"] == {"schedule": "1f1b"} | ({"fill": "fine"} if fill == "fine" else {})
 
 
 @pytest.mark.parametrize(
