@@ -132,7 +132,7 @@ def measure(case: Case) -> Filled:
 def _seconds_to_schedule(evaluator: Evaluator, candidate: Candidate, batch: StepMetadata) -> float:
     """What a loader worker takes for the schedule of a whole step, the second time."""
     placed = evaluator.place(candidate)
-    plan = evaluator._plan(placed, batch, candidate.microbatches)
+    plan = evaluator._plan(placed, batch, candidate.microbatches, part=False)
     seconds = ActionSeconds(plan, placed)
     bubbles = evaluator.bubbles(placed, plan).usual if candidate.tp_bubbles else None
     step, name = stages_work(plan, placed.graph), placed.scheduling.schedule

@@ -295,15 +295,17 @@ class Evaluator:
         busy = float(long.simulation.busy.max() - short.simulation.busy.max())
         return long.seconds + (count - most) * max(long.seconds - short.seconds, busy) / (most - most // 2)
 
-    def _first(self, batch: StepMetadata, count: int, most: int) -> tuple[StepMetadata, int]:
-        """The first microbatches of a batch that has ``count``, and how many they are."""
+    def _first(self, batch: StepMetadata, count: int, most: int) -> tuple[StepMetadata, int, bool]:
+        """The first microbatches of a batch that has ``count``, how many they are, and whether they are not all."""
         if count <= most:
-            return batch, count
-        return first_samples(batch, len(batch.samples) * most // count), most
+            return batch, count, False
+        return first_samples(batch, len(batch.samples) * most // count), most, True
 
-    def step_of(self, placed: Placed, metadata: StepMetadata, microbatches: int) -> Step:
-        """Plan any batch, schedule it and simulate it: between two like it, where modules run ahead."""
-        plan, ahead_of_it = self._plan(placed, metadata, microbatches), placed.scheduling.prefetch
+    def step_of(self, placed: Placed, metadata: StepMetadata, microbatches: int, part: bool = False) -> Step:
+        """Plan any batch, schedule it and simulate it: between two like it, where modules run ahead. A part of a batch
+        keeps no budgets, since its samples may be longer than those of the whole.
+        """
+        plan, ahead_of_it = self._plan(placed, metadata, microbatches, part), placed.scheduling.prefetch
         return self.simulated(placed, with_next(plan, plan, ahead_of_it, held=True) if ahead_of_it else plan)
 
     def simulated(self, placed: Placed, plan: StepPlan) -> Step:
@@ -345,8 +347,8 @@ class Evaluator:
         """With the work for collectives in place of what they take."""
         return self.on(cluster=self.cluster.worked_for())
 
-    def _plan(self, placed: Placed, metadata: StepMetadata, microbatches: int) -> StepPlan:
-        instances = placed.placement.instances()
+    def _plan(self, placed: Placed, metadata: StepMetadata, microbatches: int, part: bool) -> StepPlan:
+        instances, balance = placed.placement.instances(), replace(self._balance, budget={}) if part else self._balance
         shape, cluster = self.shape, self.cluster
         around = model_context(
             placed.graph, placed.costs, shape.samplewise, placed.scheduling, placed.placement, cluster.ranks_per_node
@@ -361,7 +363,7 @@ class Evaluator:
             microbatches=microbatches,
             row_multiple={name: n for name, n in parts.items() if n > 1},
             microbatch_rows=self._microbatch_rows,
-            balancing=self._balance.resolve(instances, around),
+            balancing=balance.resolve(instances, around),
         )
         if plan.microbatches > microbatches:  # a run takes more, too; what is planned for is another candidate
             raise ConfigError(

@@ -10,6 +10,7 @@ import pytest
 from hetero_strategy.errors import ConfigError, LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.plan.step_plan import StepItems, StepMetadata
 from hetero_strategy.planner.answer import Ranked
 from hetero_strategy.planner.evaluate import Candidate, Step, first_samples
 from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
@@ -60,6 +61,21 @@ def test_what_cannot_keep_the_budget_is_not_proposed() -> None:
         tried = {(p.degrees["llm"].dp, p.microbatches) for p in proposals if p.chain is None}
         assert {(dp, made.proposer.fewest(dp)) for dp, _ in tried} & tried
         assert all(count >= made.proposer.fewest(dp) > 1 for dp, count in tried)
+
+
+def test_long_steps_whose_first_samples_are_the_longest_keep_the_budget_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the first eight, which stand for all, two would have to share a microbatch."""
+    monkeypatch.setattr("hetero_strategy.planner.evaluate.MOST_FORWARDS", 16)
+    tokens, none = np.repeat([400, 100], [8, 24]), np.zeros(0, np.int64)
+    data = StepMetadata(0, 0, np.arange(32), tokens, tokens - 1, {"vision": StepItems(none, none, none, none)})
+    tight = BalanceConfig(reorder="none", budget={"llm": 420})
+    made = Planner(SHAPE, cluster(2), [data], balance=tight, precision=FP32)
+    candidate = Candidate({"vision": ModuleLayout((0, 1)), "llm": ModuleLayout((0, 1), pp=2)}, 16)
+    placed = made.evaluator.place(candidate)
+    assert made.evaluator.shown(placed).plan.microbatches < 16
+    assert made.evaluator.seconds(candidate) == pytest.approx(made.evaluator.step(placed).seconds, rel=0.5)
 
 
 @pytest.mark.parametrize("ranks", [2, 32])
