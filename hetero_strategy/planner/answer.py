@@ -31,6 +31,11 @@ class Ranked:
         return share(self.candidate.microbatches, stages)
 
     @cached_property
+    def is_homogeneous(self) -> bool:
+        """Whether all modules have the same layout on the same ranks."""
+        return is_homogeneous(self.candidate)
+
+    @cached_property
     def lies(self) -> Hashable:
         """Ranks, tensor and pipeline parallelism of all modules."""
         return tuple((x.ranks[0], x.ranks[-1], x.tp, x.pp) for x in self.candidate.layouts.values())
@@ -57,7 +62,7 @@ class Answer:
 
     def homogeneous(self) -> Ranked | None:
         """The fastest with one layout for all modules on the same ranks; None if none was simulated."""
-        return next((r for r in self.ranked if is_homogeneous(r.candidate)), None)
+        return next((r for r in self.ranked if r.is_homogeneous), None)
 
 
 def is_homogeneous(candidate: Candidate) -> bool:

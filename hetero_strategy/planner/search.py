@@ -400,7 +400,7 @@ class Planner:
         progress(self._done, self._done + ceil(max(0.0, left)), fastest(ranked) if ranked else 0.0)
 
     def _simulate(self, candidate: Candidate, estimate: float, ranked: list[Ranked], below: float = inf) -> None:
-        alike = [r for r in ranked if is_homogeneous(r.candidate)] if is_homogeneous(candidate) else ranked
+        alike = [r for r in ranked if r.is_homogeneous] if is_homogeneous(candidate) else ranked
         best = min(alike, key=lambda r: r.seconds, default=None)
         self._done += 1
         enough = () if best is None else best.batches

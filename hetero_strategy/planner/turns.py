@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from hetero_strategy.planner.answer import Ranked, fastest, is_homogeneous
+from hetero_strategy.planner.answer import Ranked, fastest
 from hetero_strategy.planner.evaluate import share
 from hetero_strategy.planner.every import delayed
 from hetero_strategy.planner.propose import Proposal
@@ -78,7 +78,7 @@ def hopeless(proposal: Proposal, least: Mapping[object, float], ranked: Sequence
     Args:
         least: kind -> least of simulated over estimated seconds.
     """
-    alike = [r for r in ranked if is_homogeneous(r.candidate)]
+    alike = [r for r in ranked if r.is_homogeneous]
     return share_of(proposal) > LONG and all(
         proposal.seconds * least.get(kind, 0.0) > BEHIND * fastest(alike if kind == "homogeneous" else ranked)
         for kind in kinds(proposal)

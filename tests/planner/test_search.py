@@ -95,7 +95,6 @@ def test_no_step_is_shorter_than_what_ranks_compute_at_least(frozen: bool) -> No
     [
         ((4, 256), (4, 512), 2, {}),
         ((4, 768), (4, 512), 3, {}),
-        ((2, 512), (8, 256), 4, {"launch": 3e-4, "bandwidth": 2e8}),
         ((4, 512), (6, 512), 3, {"memory": 3e8}),
     ],
 )
@@ -106,7 +105,7 @@ def test_no_candidate_is_faster(
     ranks: int,
     options: dict[str, float],
 ) -> None:
-    # A quarter of what is simulated of steps as short; with an eighth one is 2.1% behind, with 1.0 two are, or more.
+    # A quarter of what is simulated of steps as short.
     monkeypatch.setattr("hetero_strategy.planner.evaluate.LEAST_SHARE", 0.25)
     monkeypatch.setattr("hetero_strategy.planner.turns.LONG", 2.0)
     made = planner(model(encoder, llm), ranks, 8, **options)
