@@ -207,8 +207,8 @@ class Estimates:
         """Likewise of so many parameters of one tensor-parallel and pipeline rank, its shards together."""
         size = self._precision
         shards = (self._states * size.master * trained + size.compute * (parameters - trained)) / degrees.dp_shard
-        copied = degrees.dp_shard > 1 or size.compute != size.master
-        gathered = size.compute * parameters * copied + size.master * trained
+        copied = parameters if degrees.dp_shard > 1 else trained * (size.compute != size.master)
+        gathered = size.compute * copied + size.master * trained
         return shards + (gathered if degrees.once else size.master * trained / degrees.dp_shard)
 
     def waits(
@@ -261,17 +261,17 @@ class Estimates:
         return self._shape.modules[module].most_stages
 
     def least_ranks(self, module: str, instances: int | None = None) -> float:
-        """Ranks that are needed to hold a module, all of them as shards.
+        """Ranks that are needed to hold a module, as shards or replicas.
 
         Args:
             instances: of a pipelined module, which is gathered once per step; None: it is gathered block by block.
         """
         size, (parameters, trained) = self._precision, self._totals[module]
-        held = self._states * size.master * trained + size.compute * (parameters - trained)
         if instances is None:
-            held += size.master * trained
+            held = (self._states + 1) * size.master * trained + size.compute * (parameters - trained)
         else:
-            held += instances * (size.compute * parameters + size.master * trained)
+            ways = (Degrees(1, 2, instances // n, n) for n in (1, instances))
+            held = instances * min(self.holds(parameters, trained, way) for way in ways)
         return held / self.memory
 
     def synchronized_ranks(self, module: str, tp: int, instances: int, microbatches: int) -> float:
