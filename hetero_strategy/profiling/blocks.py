@@ -86,7 +86,8 @@ def profile(
     seconds: float = SECONDS,
     progress: Progress | None = None,
 ) -> Profiled:
-    """Measure all blocks of a model, but of modules whose inputs are not known, such as a backbone of your own.
+    """Measure all blocks of a model, but of modules of which the batches have no unit, and of those whose inputs are
+    not known, such as a backbone of your own.
 
     Args:
         model: as built, before anything is parallelised, in training mode; it stays as it is.
@@ -104,7 +105,7 @@ def profile(
         raise ConfigError("profile: this process has a process group; measure tp > 1 in a process of its own")
     alike: dict[Any, _Task] = {}
     tasks: dict[_Task, Any] = {}
-    for task in _tasks(model, sorted({1, *tp})):
+    for task in _tasks(model, batches, sorted({1, *tp})):
         tasks[task] = key = _sizes(model.modules_by_name[task.module], task)
         alike.setdefault(key, task)
     found: dict[Any, tuple[BlockSeconds, np.ndarray]] = {}
@@ -123,11 +124,11 @@ def profile(
     return Profiled(modules, fits)
 
 
-def _tasks(model: MultimodalModel, degrees: Sequence[int]) -> Iterator[_Task]:
+def _tasks(model: MultimodalModel, batches: Sequence[StepMetadata], degrees: Sequence[int]) -> Iterator[_Task]:
     fed = fed_by_trainable(*trainable(model))
     for name in fed:
         module = model.modules_by_name[name]
-        if inputs_of(module, np.array([unit_of(module)])) is None:
+        if inputs_of(module, np.array([unit_of(module)])) is None or not len(lengths_of(name, module, batches)):
             continue
         for tp in degrees:
             if tp > 1 and (module.tp_plan() is None or module.tp_faults(tp)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from benchmarks.pipelines import Setting
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model import MultimodalModel
+from hetero_strategy.plan.step_plan import StepItems
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.shape import shape_of
 from hetero_strategy.planner.times import NOTHING, BlockSeconds, Line, module_times
@@ -72,6 +75,15 @@ def test_what_has_no_gradient_takes_no_time(frozen: MultimodalModel) -> None:
     assert first.backward == first.input == first.weight == NOTHING
     assert last.input == NOTHING  # the projector trains, and nothing before it
     assert last.weight == last.backward != NOTHING
+
+
+def test_a_module_of_which_the_batches_have_no_unit_is_left_to_the_formula(frozen: MultimodalModel) -> None:
+    batch, none = SETTING.metadata(0), np.zeros(0, np.int64)
+    batch = replace(batch, items={"vision": StepItems(none, none, none, none)})
+    found = profile(frozen, [batch], torch.device("cpu"), seconds=0.02)
+    assert set(found.modules) == set(found.fits) == {"llm"}
+    evaluator = Evaluator(shape_of(frozen), cluster(1), [SETTING.metadata(0)], measured=found.modules)
+    assert evaluator.seconds(Candidate({"vision": ALONE, "llm": ALONE}, 2)) > 0
 
 
 def test_measured_seconds_are_those_of_stages() -> None:
