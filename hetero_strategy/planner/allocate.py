@@ -151,7 +151,8 @@ def allocate(
         tp: module -> degrees to try, where nodes have a multiple of so many ranks.
         dp: instances of the language model to try.
         microbatches: for each of these, the numbers to try.
-        most_instances: module -> most instances that can all have work.
+        most_instances: module -> most instances that can all have work. It bounds the ranks of a group by that of its
+            modules which has most, unless memory asks for more: the others then have idle instances.
         most: allocations of a partition that are wanted, the best; None: all within the factor.
     """
     require("cvxpy", "planner", "planner: ranks are allocated by convex programs")
@@ -255,7 +256,7 @@ def _problems(
     seconds, widest, fits = np.moveaxis(np.array(lines, np.float64).reshape(len(degrees), len(others), 3), -1, 0)
     work, count = (seconds @ of)[:, None], model.microbatches[:, None]
     widest = np.where(of, widest[:, :, None], 0.0).max(axis=1, initial=0.0)
-    fits = np.where(of, fits[:, :, None], np.inf).min(axis=1, initial=np.inf)
+    fits = np.maximum(np.where(of, fits[:, :, None], 0.0).max(axis=1, initial=0.0), np.maximum(widest, held))
     shape = (len(degrees), len(model.ways), len(partition))
     first, steady = work / count, np.broadcast_to(work, shape).copy()
     least, most = (np.broadcast_to(n[:, None], shape).copy() for n in (np.maximum(widest, held), fits))
@@ -263,7 +264,7 @@ def _problems(
     steady[:, :, home] += model.work
     needed = np.maximum(model.least, model.holds + held[home] / model.room)
     least[:, :, home] = np.maximum(least[:, :, home], needed)
-    most[:, :, home] = np.minimum(most[:, :, home], model.most)
+    most[:, :, home] = model.most
     constant = np.tile(model.constant, len(degrees))
     groups = [n.reshape(-1, len(partition)) for n in (first, steady * (count - 1) / count, least, most)]
     return _Problems(partition, where, *room, name, model.ways, others, degrees, constant, *groups)

@@ -274,7 +274,8 @@ class Proposer:
         return made
 
     def _degrees(self, name: str, ranks: int, ranks_per_node: int) -> list[Degrees]:
-        return degrees(self._shape.modules[name], ranks, ranks_per_node, self._units[name], self._thorough)
+        most = max(self._samples, self._units[name])  # as many as the language model may have, of which some may idle
+        return degrees(self._shape.modules[name], ranks, ranks_per_node, most, self._thorough)
 
     def _allocated(self) -> Iterator[Proposal]:
         allows = self._estimates.given.allows
@@ -314,7 +315,7 @@ class Proposer:
         """One pipeline through all modules, on all ranks of neighbouring pools, if it may take less than so many
         seconds, or on some of few ranks: messages, which estimates do not count, may take most of a step there.
         """
-        modules, units = self._shape.modules, min(self._units.values())
+        modules = self._shape.modules
         if self._estimates.given.reshard_after_forward == "always":  # stages on the same ranks act on their own
             return
         wheres = [(self._cluster.ranks_of(p), p, below) for (p,) in all_wheres(1, len(self._cluster.pools))]
@@ -322,7 +323,7 @@ class Proposer:
             wheres += [(range(n), range(1), inf) for n in range(2, self._ranks)]
         for ranks, pools, worth in wheres:
             e = self._estimates.of(pools)
-            for way in chain_degrees(self._shape, len(ranks), e.cluster.ranks_per_node, units):
+            for way in chain_degrees(self._shape, len(ranks), e.cluster.ranks_per_node, self._samples):
                 for count in self._tried_counts(way.dp):
                     if (made := propose_chain(e, self._shape, way, count, worth)) is not None:
                         seconds, pipeline = made
@@ -359,7 +360,7 @@ class Proposer:
     def _soonest(self, module: str, tp: int, pp: int, ranks: range, microbatches: int) -> Degrees | None:
         """That which communicates least, of those that fit into memory."""
         dp, e = len(ranks) // (tp * pp), self._estimates.on(ranks)
-        if len(ranks) % (tp * pp) or dp > self._units[module] or e.cluster.ranks_per_node % tp:
+        if len(ranks) % (tp * pp) or e.cluster.ranks_per_node % tp:
             return None
         ways = [Degrees(tp, pp, dp // n, n) for n in shards(dp, max(1, e.cluster.ranks_per_node // tp))]
         fits = [d for d in ways if e.held(module, d) < e.memory]

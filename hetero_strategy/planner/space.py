@@ -101,7 +101,7 @@ def degrees(
     replicated over nodes.
 
     Args:
-        most_instances: units of the step that has most; more instances would never all have work.
+        most_instances: of which it may have.
         mixed: all other mixtures of replicas and shards, too.
     """
     return [*ways(module.tp, module.most_stages, ranks, ranks_per_node, most_instances, mixed)]

@@ -78,6 +78,17 @@ def test_more_memory_than_there_is_is_not_allocated() -> None:
             assert llm >= made.least_ranks("llm", one.choice.dp) * (1 - 1e-6)
 
 
+def test_few_units_bound_the_ranks_of_their_module_alone_and_only_where_they_hold_it() -> None:
+    given = list(partitions(["vision", "llm"])), "llm", TP, DP, COUNTS
+    large = Estimates(model((4, 1024), (4, 64)), cluster(RANKS, 8, memory=3e8), [batch(64)], MIXED)
+    for made in (estimates(), large):
+        found = allocate(made, *given, most_instances={"vision": 1, "llm": 64})
+        shared, (vision, _) = (next(one for one in found if len(one.ranks) == n).ranks for n in (1, 2))
+        assert sum(shared) > 2
+        assert made.least_ranks("vision") <= vision * (1 + 1e-6) <= max(2, made.least_ranks("vision")) * (1 + 1e-5)
+    assert made.least_ranks("vision") > 2
+
+
 def test_every_sum_of_ranks_keeps_to_what_there_is() -> None:
     found = allocate(estimates(), list(partitions(["vision", "llm"])), "llm", TP, DP, COUNTS, most_instances=UNITS)
     assert found

@@ -32,6 +32,22 @@ def test_a_batch_without_images_does_not_bound_instances_of_their_encoder() -> N
     assert most.degrees["vision"].dp == 4 and made.evaluator.seconds(most.candidate) > 0
 
 
+@pytest.mark.parametrize("ranks", [8, 32])
+def test_a_rare_modality_does_not_bound_the_ranks_of_the_others(ranks: int) -> None:
+    """Its encoder has idle instances, in one layout for all modules and apart from the language model."""
+    data = batch(64)
+    items = data.items["vision"]
+    columns = {name: getattr(items, name)[:2] for name in ("sample", "edge_rows", "start", "inner_rows")}
+    data = replace(data, items={"vision": replace(items, **columns)})
+    shape = model(tp=(1,))
+    made = Planner(shape, cluster(ranks, 8), [data], balance=PLAIN)
+    every = made.proposer.proposals()
+    used = {(len(p.partition), p.homogeneous): sum(map(len, p.ranks)) for p in reversed(every)}
+    assert used[1, True] == used[2, False] == ranks
+    alike = next(p for p in every if p.homogeneous)
+    assert alike.degrees["vision"].dp == ranks and made.evaluator.seconds(alike.candidate) > 0
+
+
 @pytest.mark.parametrize("fill", ["fine", "coarse", "decoupled", "none"])
 def test_what_is_held_for_all_microbatches_of_a_long_step_is_counted(
     monkeypatch: pytest.MonkeyPatch, fill: str
