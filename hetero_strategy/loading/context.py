@@ -49,14 +49,18 @@ class TrainingContext:
 
 
 def finish_epoch(trainer: L.Trainer | None) -> None:
-    """Let Lightning see that a restored run ended an epoch.
+    """Let Lightning see that a restored run ended an epoch, or began one without a batch.
 
     With ``max_steps`` it takes every restored run for one in the middle of an epoch, goes once more through the end of
-    the one that was done, and so leaves out the next one.
+    the one that was done, and so leaves out the next one. So it does where an epoch has begun, however long the run is.
     """
     loop = getattr(trainer, "fit_loop", None)
     if loop is None or not loop.restarting:
         return
-    total = loop.epoch_progress.total
-    if total.ready == total.started == total.processed == total.completed + 1:
+    progress = loop.epoch_progress
+    total = progress.total
+    began = total.ready - 1 == total.started == total.processed == total.completed
+    if began or total.ready == total.started == total.processed <= total.completed + 1:
+        for counted in (total, progress.current):
+            counted.ready = counted.started
         _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,6 +155,43 @@ def test_whatever_ends_a_run_leaves_its_last_step(tmp_path: Path, ended: dict[st
     assert all(torch.equal(value, again[2][name]) for name, value in expected[2].items())
     if "callbacks" not in ended:  # one that is asked to stop validates once more
         assert (first.validated + again[0], again[1]) == expected[:2]
+
+
+class SaveAtEnd(L.Callback):
+    """The run is told to end in the last step of the first epoch."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        trainer._signal_connector.received_sigterm |= trainer.global_step == 7
+
+    def on_exception(self, trainer: L.Trainer, *args: Any) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / "between.ckpt")
+
+
+class SaveAtStart(L.Callback):
+    def on_train_epoch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "between.ckpt")
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_steps": -1, "max_epochs": 3}], ids=["steps", "epochs"])
+@pytest.mark.parametrize("saves", [SaveAtEnd, SaveAtStart])
+def test_a_run_that_was_saved_between_epochs_leaves_none_out(
+    tmp_path: Path, saves: type[L.Callback], limits: dict[str, int]
+) -> None:
+    class Epochs(L.Callback):
+        def __init__(self) -> None:
+            self.seen = list[tuple[int, int]]()
+
+        def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, number: int) -> None:
+            self.seen.append((trainer.current_epoch, number))
+
+    whole, again = Epochs(), Epochs()
+    expected = fit(tmp_path / "whole", Lit(), callbacks=[whole], **limits)
+    with contextlib.suppress(SIGTERMException):
+        fit(tmp_path / "run", Lit(), callbacks=[saves()], default_root_dir=tmp_path, **limits)
+    validated = fit(tmp_path / "again", Lit(), tmp_path / "between.ckpt", callbacks=[again], **limits)[0]
+    assert again.seen == whole.seen[7:]
+    assert validated == [step for step in expected[0] if step > 7]
 
 
 @pytest.mark.parametrize(("worst", "step"), [(math.inf, 4), (4.0, 12)])
