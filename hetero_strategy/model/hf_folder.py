@@ -66,7 +66,7 @@ def read_json(path: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist: checkpoint= takes a local Hugging Face folder") from None
-    except json.JSONDecodeError as fault:
+    except ValueError as fault:
         raise ModelError(f"{path} is not JSON: {fault}") from None
     return config
 
@@ -103,10 +103,10 @@ class TensorFolder(SafetensorFiles):
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(Path(folder))
-        if (self.folder / INDEX).exists():
-            self._files: Mapping[str, str] = json.loads((self.folder / INDEX).read_text())["weight_map"]
-        elif (self.folder / SINGLE).exists():
-            self._files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        if (self.folder / SINGLE).exists():  # before the shards, as transformers does
+            self._files: Mapping[str, str] = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        elif (self.folder / INDEX).exists():
+            self._files = read_json(self.folder / INDEX)["weight_map"]
         else:
             raise ModelError(f"{self.folder} has neither {SINGLE} nor {INDEX}: other formats are not read")
 
