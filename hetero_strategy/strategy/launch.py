@@ -273,8 +273,9 @@ def stop_together(trainer: Trainer, stop: Stop) -> None:
     """SIGTERM on any rank ends all of them after the same step, so that a callback's ``on_exception`` can still save.
     SLURM's signal that the job will be queued again lets them save together before the next batch.
 
-    What Lightning does about it goes: collectives inside signal handlers, to which other ranks come from wherever they
-    are, and a broadcast before every batch, whose result the host waits for.
+    What Lightning does about it goes: collectives and saves inside signal handlers, to which other ranks come from
+    wherever they are, and one rank from the middle of a step; and a broadcast before every batch, whose result the host
+    waits for.
     """
     connector = trainer._signal_connector
     stop.asked = stop.agreed = stop.requeue = stop.requeue_agreed = False
@@ -292,15 +293,14 @@ def stop_together(trainer: Trainer, stop: Stop) -> None:
     def told_to_requeue(signum: Any, frame: Any) -> None:
         stop.requeue = True
 
-    def between_batches() -> None:
+    def advance(fetcher: Any) -> None:
         if stop.requeue_agreed and may():
-            stop.requeue = stop.requeue_agreed = False
             type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, cast(Any, None))
+            stop.requeue = stop.requeue_agreed = False
+        type(batches).advance(batches, fetcher)
 
-    vars(connector)["_sigterm_notifier_fn"] = told
-    if trainer.world_size > 1:  # else Lightning has no such moment between batches, and its handlers wait for nobody
-        vars(connector)["_slurm_sigusr_handler_fn"] = told_to_requeue
-    batches._broadcast_sigterm_tensor = between_batches  # type: ignore[method-assign]
+    connector.__dict__.update(_sigterm_notifier_fn=told, _slurm_sigusr_handler_fn=told_to_requeue)
+    batches.__dict__.update(advance=advance, _broadcast_sigterm_tensor=lambda: None)
 
 
 def end_together(error: BaseException, rank: int, launcher: _Launcher | None, told_to_end: bool) -> None:

@@ -96,22 +96,25 @@ def requeued(rank: int, world: int, job: Job, whom: int, folder: str) -> int:
     }  # fmt: skip
     callbacks = [Requeue(rank == whom)]
     options = {"callbacks": callbacks, "default_root_dir": folder, "plugins": [SLURMEnvironment()], "devices": world}
-    job = replace(job, trainer={**options, "strategy": HeteroStrategy(job.layouts)})
+    job = replace(job, trainer={**options, "strategy": HeteroStrategy(job.layouts or None)})
     train(job)
     return callbacks[0].steps
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("whom", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_a_slurm_job_that_is_queued_again_is_saved_between_steps(pool: Pool, tmp_path: Path, whom: int) -> None:
+@pytest.mark.parametrize(("world", "whom"), [(1, 0), (2, 0), pytest.param(2, 1, marks=pytest.mark.full)])
+def test_a_slurm_job_that_is_queued_again_is_saved_between_steps(
+    pool: Pool, tmp_path: Path, world: int, whom: int
+) -> None:
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/told\n')
     scontrol.chmod(0o755)
-    job = Job(str(data(tmp_path / "data")), LAYOUTS, steps=STEPS, capture=False)
-    assert pool.run(2, requeued, job, whom, str(tmp_path), group=False) == [STEPS] * 2, "it goes on until SLURM ends it"
+    job = Job(str(data(tmp_path / "data")), LAYOUTS if world == 2 else {}, steps=STEPS, capture=False)
+    found = pool.run(world, requeued, job, whom, str(tmp_path), group=False)
+    assert found == [STEPS] * world, "it goes on until SLURM ends it"
     assert (tmp_path / "told").read_text().splitlines() == ["requeue 17"]
     saved = str(tmp_path / "hpc_ckpt_1.ckpt")
     assert describe(saved).step == TOLD_AT + 1
-    whole, rest = (pool.run(2, train_on_rank, j, group=False)[0].losses for j in (job, replace(job, resume=saved)))
+    whole, rest = (pool.run(world, train_on_rank, j, group=False)[0].losses for j in (job, replace(job, resume=saved)))
     assert rest == whole[TOLD_AT + 1 :]
