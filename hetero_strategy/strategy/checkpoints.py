@@ -66,6 +66,8 @@ class OwnCheckpoints(WorldCollectives):
                 f"{trainer.accumulate_grad_batches} batches"
             )
         self.state.save(checkpoint, Path(self.broadcast(os.fspath(filepath))))
+        if self._stop.requeue_agreed:  # what SLURM is told next may end this job
+            self.state.finalize()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill owned tensors in place, from any layout; returns the rest of Lightning's checkpoint.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from hetero_strategy.checkpoint import describe
+from hetero_strategy.checkpoint import describe, saving
 from hetero_strategy.strategy import HeteroStrategy
 from tests.distributed.harness import Pool
 from tests.distributed.scenario import Job, data, train, train_on_rank
@@ -87,7 +88,7 @@ class Requeue(Tell):
             os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def requeued(rank: int, world: int, job: Job, whom: int, folder: str) -> int:
+def requeued(rank: int, world: int, job: Job, whom: int, folder: str, background: bool) -> int:
     """Steps of a run in a SLURM job, whose `scontrol` writes down what it is told."""
     os.environ |= {
         "SLURM_NTASKS": str(world), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
@@ -96,9 +97,17 @@ def requeued(rank: int, world: int, job: Job, whom: int, folder: str) -> int:
     }  # fmt: skip
     callbacks = [Requeue(rank == whom)]
     options = {"callbacks": callbacks, "default_root_dir": folder, "plugins": [SLURMEnvironment()], "devices": world}
-    job = replace(job, trainer={**options, "strategy": HeteroStrategy(job.layouts or None)})
-    train(job)
+    job = replace(
+        job, trainer={**options, "strategy": HeteroStrategy(job.layouts or None, async_checkpoint=background)}
+    )
+    with patch.object(saving, "_write", slowly):
+        train(job)
     return callbacks[0].steps
+
+
+def slowly(*given: Any, write: Any = saving._write) -> None:
+    time.sleep(2)
+    write(*given)
 
 
 @pytest.mark.distributed
@@ -108,13 +117,13 @@ def test_a_slurm_job_that_is_queued_again_is_saved_between_steps(
 ) -> None:
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/told\n')
+    saved = str(tmp_path / "hpc_ckpt_1.ckpt")
+    scontrol.write_text(f'#!/bin/sh\nls {saved}/checkpoint.json >> {tmp_path}/told\necho "$@" >> {tmp_path}/told\n')
     scontrol.chmod(0o755)
     job = Job(str(data(tmp_path / "data")), LAYOUTS if world == 2 else {}, steps=STEPS, capture=False)
-    found = pool.run(world, requeued, job, whom, str(tmp_path), group=False)
+    found = pool.run(world, requeued, job, whom, str(tmp_path), world == 1, group=False)
     assert found == [STEPS] * world, "it goes on until SLURM ends it"
-    assert (tmp_path / "told").read_text().splitlines() == ["requeue 17"]
-    saved = str(tmp_path / "hpc_ckpt_1.ckpt")
+    assert (tmp_path / "told").read_text().splitlines() == [f"{saved}/checkpoint.json", "requeue 17"]
     assert describe(saved).step == TOLD_AT + 1
     whole, rest = (pool.run(world, train_on_rank, j, group=False)[0].losses for j in (job, replace(job, resume=saved)))
     assert rest == whole[TOLD_AT + 1 :]
