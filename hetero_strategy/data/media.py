@@ -22,6 +22,8 @@ from hetero_strategy.errors import ConfigError, DataError, require
 from hetero_strategy.model.inputs import EncoderInputs, Packing
 
 Sizes = tuple[int, ...]
+SCALED = ("PNG", "PPM")
+"""Formats of which Pillow's mode I has 16 bits."""
 UPRIGHT = dict(enumerate(map(Image.Transpose, (0, 3, 1, 5, 4, 6, 2)), 2))
 """Orientation in EXIF -> what turns the image upright, as `ImageOps.exif_transpose` does."""
 
@@ -324,11 +326,11 @@ def _mel_filters(sampling_rate: int, n_mels: int, n_fft: int) -> np.ndarray:
 def _opened(path: str | Path) -> Image.Image:
     """Raises DataError, also where nobody knows which of its numbers are black and white."""
     image = reading(path, "image", Image.open)
-    if image.mode == "F":
+    if image.mode == "F" or (image.mode == "I" and image.format not in SCALED):
         image.close()
         raise DataError(
-            f"{path}: its pixels are floating-point numbers (Pillow's mode F), of no known range; scale them and save 8"
-            " or 16 bits per channel"
+            f"{path}: its pixels are 32-bit numbers (Pillow's mode {image.mode}), of no known range; scale them and"
+            " save 8 or 16 bits per channel"
         )
     return image
 

@@ -83,15 +83,18 @@ def test_grey_and_channel_statistics(tmp_path: Path) -> None:
 
 def test_sixteen_bit_is_scaled_not_clipped(tmp_path: Path) -> None:
     values = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
-    Image.fromarray(values).save(tmp_path / "a.png")
-    patches = numbers(ImageProcessor(patch_size=8, channels=1, mean=0.0, std=1.0), tmp_path / "a.png")
-    np.testing.assert_allclose(patches.reshape(8, 8), values / 65535, atol=1 / 200)
+    for suffix in ("png", "tiff", "pgm"):  # of the last one Pillow makes 32 bit
+        path = tmp_path / f"a.{suffix}"
+        Image.fromarray(values).save(path)
+        patches = numbers(ImageProcessor(patch_size=8, channels=1, mean=0.0, std=1.0), path)
+        np.testing.assert_allclose(patches.reshape(8, 8), values / 65535, atol=1 / 200)
 
 
-def test_pixels_of_no_known_range_are_refused(tmp_path: Path) -> None:
-    Image.fromarray(np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)).save(tmp_path / "a.tiff")
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_pixels_of_no_known_range_are_refused(tmp_path: Path, dtype: type) -> None:
+    Image.fromarray(np.linspace(0, 200, 64, dtype=dtype).reshape(8, 8)).save(tmp_path / "a.tiff")
     for read in (ImageProcessor().measure, ImageProcessor().load):
-        with pytest.raises(DataError, match=r"a.tiff: its pixels are floating-point numbers .*; scale them and save 8"):
+        with pytest.raises(DataError, match=r"a.tiff: its pixels are 32-bit numbers .*; scale them and save 8"):
             read(tmp_path / "a.tiff")
 
 
