@@ -3,6 +3,7 @@ from __future__ import annotations
 import builtins
 import datetime
 import enum
+import errno
 import itertools
 import json
 import math
@@ -404,6 +405,34 @@ def test_foreign_paths_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint\.json"):
         ck.load(blank(), tmp_path / "empty")
     ck.Checkpointer().save(owned(), {}, tmp_path / "empty")
+
+
+def test_what_a_file_system_leaves_in_a_checkpoint_goes_with_it(tmp_path: Path) -> None:
+    for name in (".nfs0001", ".DS_Store"):
+        ck.Checkpointer().save(owned(), {}, tmp_path / "c")
+        (tmp_path / "c" / name).touch()
+    ck.Checkpointer().save(owned(2), {}, tmp_path / "c")
+    assert not any(name.startswith(".") for name in os.listdir(tmp_path / "c"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".netrc").touch()
+    with pytest.raises(CheckpointError, match=r"it holds '\.netrc'"):
+        ck.Checkpointer().save(owned(), {}, tmp_path / "home")
+
+
+def test_an_old_checkpoint_that_stays_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(folder: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(folder))
+
+    ck.Checkpointer().save(owned(), {}, tmp_path / "c")
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=r"c\.old.* cannot be deleted yet"):
+        patch.setattr(folders.shutil, "rmtree", busy)
+        ck.Checkpointer().save(owned(2), {}, tmp_path / "c")
+    assert sorted(os.listdir(tmp_path)) == ["c", "c.old"]
+    ck.Checkpointer().save(owned(2), {}, tmp_path / "c")
+    assert os.listdir(tmp_path) == ["c"]
+    into = blank()
+    ck.load(into, tmp_path / "c")
+    assert same(into, owned(2))
 
 
 def rewrite(**changes: Any) -> Callable[[Path], None]:

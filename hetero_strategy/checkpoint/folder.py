@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -139,9 +140,13 @@ def rank_stem(rank: int) -> str:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raise CheckpointError if a save or a removal would destroy something that is not ours."""
+    """Raise CheckpointError if a save or a removal would destroy something that is not ours.
+
+    File systems and desktops put files whose names begin with a dot into any folder.
+    """
     if path.is_dir():
-        if foreign := [name for name in os.listdir(path) if not _OURS.match(name)]:
+        names = os.listdir(path)
+        if foreign := [n for n in names if not _OURS.match(n) and not (INDEX in names and n.startswith("."))]:
             raise CheckpointError(
                 f"{path} is not a checkpoint of hetero_strategy: it holds {min(foreign)!r}; choose another path"
             )
@@ -294,7 +299,10 @@ def publish(written: Path, path: Path) -> None:
             os.rename(path, old)
     os.rename(written, path)
     _sync(path.parent)
-    _delete(old)
+    try:
+        _delete(old)
+    except OSError as fault:
+        warnings.warn(f"{old}, which {path} replaced, cannot be deleted yet: {fault.strerror}", stacklevel=2)
 
 
 def delete_leftovers(path: Path) -> None:
