@@ -199,7 +199,11 @@ def _stored(stage: Adapter, module: Adapter) -> Int64[np.ndarray, "units=2 train
 
 
 def trained_share(stage: nn.Module) -> float:
-    """Share of a stage's weights in matmuls that train: a frozen block may share its stage with a trained projector."""
-    weights = [linear.weight for linear in stage.modules() if isinstance(linear, nn.Linear)]
+    """Share of a stage's weights in matmuls that train: a frozen block may share its stage with a trained projector.
+
+    They are all matrices, also of convolutions and experts, but those of embeddings.
+    """
+    layers = (layer for layer in stage.modules() if not isinstance(layer, nn.Embedding))
+    weights = [w for layer in layers for w in layer.parameters(recurse=False) if w.dim() > 1]
     trained = sum(w.numel() for w in weights if w.requires_grad)
     return trained / max(1, sum(w.numel() for w in weights))

@@ -241,7 +241,9 @@ def block_lines(
 ) -> tuple[list[Line], ...]:
     """Forward, input gradient and weight gradient of every block.
 
-    Attention and what lies between matmuls have no weights: their backward belongs to the gradient of the rows.
+    Attention and what lies between matmuls have no weights: their backward belongs to the gradient of the rows. That
+    goes through all matmuls, too, to what trains in the first block with something that does, such as an embedding, if
+    no matmul's weight trains there.
     """
     device, tp = cluster.device, layout.tp
     peak = device.peak(precision.compute) * tp
@@ -249,25 +251,27 @@ def block_lines(
     moved = np.broadcast_to(shape.moved, shape.blocks) * precision.compute / device.memory_bandwidth / tp
     collectives = tp_collectives(shape, tp, cluster, precision)
     forward, again, weight = list[Line](), list[Line](), list[Line]()
+    given = shape.per_row, shape.per_pair, moved, shape.trained_share, shape.trained > 0
     known = dict[tuple[float | bool, ...], tuple[Line, Line, Line]]()
-    for block in zip(*(n.tolist() for n in (shape.per_row, shape.per_pair, moved, shape.trained_share)), strict=True):
-        linear, quadratic, rest, share = block
+    for block in zip(*(n.tolist() for n in given), strict=True):
+        linear, quadratic, rest, share, trains = block
         if (*block, fed) in known:  # most blocks are alike
             for lines, line in zip((forward, again, weight), known[*block, fed], strict=True):
                 lines.append(line)
-            fed = fed or share > 0
+            fed = fed or trains
             continue
         products = Line(device.launch, linear / matmul, 0.0)
         pairs, between = Line(0.0, 0.0, quadratic / attention), Line(0.0, rest, 0.0)
         waited = exposed(collectives.per_row, products.per_row, tp) if overlap.tp else collectives.per_row
         moving = products.plus(collectives._replace(per_row=waited))
         inside = pairs.plus(pairs, ATTENTION_BACKWARD - 1).plus(between, MOVED_BACKWARD)
-        step, trains = moving.plus(pairs).plus(between), share > 0
+        step = moving.plus(pairs).plus(between)
         repeated = recomputed if fed or trains else 0.0
         forward.append(step)
         again.append(moving.plus(inside).plus(step, repeated) if fed else NOTHING)
         own = Line(products.fixed, products.per_row * share, 0.0) if trains else NOTHING
-        weight.append(own if fed or not trains else own.plus(inside).plus(step, repeated))
+        into = (own if share else moving).plus(inside).plus(step, repeated)
+        weight.append(own if fed or not trains else into)
         known[*block, fed] = forward[-1], again[-1], weight[-1]
         fed = fed or trains
     return forward, again, weight

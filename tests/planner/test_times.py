@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.planner.cluster import Cluster, Device, NodePool, OwnWork, Sharding
-from hetero_strategy.planner.shape import ModuleShape
+from hetero_strategy.planner.shape import ModuleShape, trained_share
 from hetero_strategy.planner.times import Line, Overlap, Precision, StageTimes, exposed, module_times
 from hetero_strategy.simulator.links import Links
 
@@ -71,6 +73,29 @@ def test_the_first_trained_block_needs_no_gradient_of_its_rows_but_those_inside(
     (stage,) = times(shape((False, True)), fed=False)
     assert stage.input == (0.0, 0.0, 0.0)
     assert stage.weight == pytest.approx((LAUNCH, MATMUL + 1.5 * MOVED, 2.5 * ATTENTION))
+
+
+def test_what_trains_beside_frozen_matmuls_has_a_backward() -> None:
+    """Norms, of which the first block's are reached through its matmuls; and the block before passes nothing on."""
+    none, norms = np.zeros(3), np.array([0, 2, 2])
+    (stage,) = times(replace(shape((True,) * 3, trained_share=none), trained=norms), fed=False, split=(3,))
+    assert stage.input == pytest.approx((LAUNCH, MATMUL + 1.5 * MOVED, 2.5 * ATTENTION))
+    assert stage.weight == pytest.approx((2 * LAUNCH, MATMUL + 1.5 * MOVED, 2.5 * ATTENTION))
+    (fed,) = times(replace(shape(trained_share=none[:2]), trained=norms[1:]))
+    assert fed.weight == (2 * LAUNCH, 0.0, 0.0)
+
+
+def test_matmuls_are_those_of_all_matrices_but_embeddings() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2, 3, 4))
+
+    parts = [nn.Conv1d(3, 4, 2), Experts(), nn.Linear(4, 6), nn.Embedding(50, 4), nn.LayerNorm(4)]  # 24 weights of each
+    assert trained_share(nn.Sequential(*parts)) == 1.0
+    parts[2].requires_grad_(False)
+    assert trained_share(nn.Sequential(*parts)) == pytest.approx(2 / 3)
+    assert trained_share(nn.Sequential(*parts[2:])) == trained_share(parts[3]) == 0.0
 
 
 def test_a_recomputed_forward_is_added_where_there_is_a_backward() -> None:
