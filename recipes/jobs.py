@@ -31,6 +31,8 @@ REPORTING = ("recipes.train", "recipes.evaluate")
 """Programs that leave one."""
 ENDING = 10.0
 """Seconds that a job has after Ctrl-C."""
+SAVING = 300.0
+"""Seconds that a job has to save where the sweep is told to end; whoever tells it may kill both before."""
 
 
 @dataclass
@@ -153,10 +155,13 @@ def run(sweep: Sweep) -> HeteroError | None:
             elapsed = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - began))
             console.rule(f"job {number} ({number + 1} of {len(sweep.jobs)}), {elapsed} elapsed: {sweep.label(number)}")
             try:
-                _run(sweep, number)
+                told = _run(sweep, number)
             except KeyboardInterrupt:
-                console.print(f"\nstopped; {_go_on(sweep.folder)} goes on", soft_wrap=True)
-                sys.exit(128 + signal.SIGINT)
+                told = signal.SIGINT
+            if told:
+                with contextlib.suppress(OSError):  # of a terminal that is gone
+                    console.print(f"\nstopped; {_go_on(sweep.folder)} goes on", soft_wrap=True)
+                sys.exit(128 + told)
             if job.state == "failed":
                 console.print(f"job {number} failed: {failure(sweep, number)}", style="red", soft_wrap=True)
         show(sweep, console)
@@ -187,8 +192,8 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _run(sweep: Sweep, number: int) -> None:
-    """Run one job to its end and note what came of it."""
+def _run(sweep: Sweep, number: int) -> int:
+    """Run one job to its end and note what came of it, unless it was told to end; that signal is returned, or 0."""
     job, folder = sweep.jobs[number], sweep.folder / sweep.jobs[number].folder
     folder.mkdir(parents=True, exist_ok=True)
     job.state = "running"
@@ -202,19 +207,40 @@ def _run(sweep: Sweep, number: int) -> None:
         env=_environment(sweep, number),
         preexec_fn=functools.partial(_end_with, os.getpid()),
     )
-    try:
-        output = _copy(process, folder / OUTPUT)
-    except KeyboardInterrupt:  # the job has it too
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(ENDING)
-        process.kill()
-        raise
-    finally:
-        job.seconds = round(job.seconds + time.monotonic() - began, 2)
+    with _passed_on(process) as until:
+        try:
+            output = _copy(process, folder / OUTPUT, until)
+        except KeyboardInterrupt:  # the job has it too
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING)
+            process.kill()
+            raise
+        finally:
+            job.seconds = round(job.seconds + time.monotonic() - began, 2)
+            sweep.save()
+        job.code = process.wait()
+        if not (until and job.code):
+            conclude(job, output, folder)
         sweep.save()
-    job.code = process.wait()
-    conclude(job, output, folder)
-    sweep.save()
+    return signal.SIGTERM if until else 0
+
+
+@contextlib.contextmanager
+def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[float]]:
+    """Tell a job to end when this process is told; from then on what is given holds until when the job may save."""
+    until: list[float] = []
+
+    def told(signum: int, frame: object) -> None:
+        until.append(time.monotonic() + SAVING)
+        process.terminate()
+
+    both = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, told) for number in both}
+    try:
+        yield until
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def conclude(job: Job, output: str, folder: Path) -> None:
@@ -256,13 +282,17 @@ def _end_with(parent: int) -> None:
             os._exit(1)
 
 
-def _copy(process: subprocess.Popen[bytes], log: Path, keep: int = 2**16) -> str:
-    """Copy what a job says to the terminal and to its log until it ends; the last of it is returned."""
+def _copy(process: subprocess.Popen[bytes], log: Path, until: Sequence[float], keep: int = 2**16) -> str:
+    """Copy what a job says to the terminal and to its log until it ends, or for too long after it was told to; the last
+    of it is returned.
+    """
     assert process.stdout is not None
     sys.stdout.flush()
     tail = b""
     with log.open("ab") as file:
         while True:
+            if until and time.monotonic() > until[0]:
+                process.kill()
             if not select.select([process.stdout], [], [], 1.0)[0]:
                 if process.poll() is not None:  # what it started may outlive it
                     break
@@ -270,9 +300,10 @@ def _copy(process: subprocess.Popen[bytes], log: Path, keep: int = 2**16) -> str
             chunk = os.read(process.stdout.fileno(), 2**16)
             if not chunk:
                 break
-            for target in (sys.stdout.buffer, file):
-                target.write(chunk)
-                target.flush()
+            for target in (file, sys.stdout.buffer):
+                with contextlib.suppress(*[OSError] if until else []):  # of a terminal that is gone
+                    target.write(chunk)
+                    target.flush()
             tail = (tail + chunk)[-keep:]
     return tail.decode(errors="replace")
 

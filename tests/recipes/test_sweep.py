@@ -265,6 +265,46 @@ def killed(given: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
     return {"folder": folder, "said": said, "left": left, "state": state, "failed": str(failed)}
 
 
+SAVES = """
+import os, signal, sys, time
+def told(*_):
+    print("told", flush=True)
+    time.sleep(1)
+    open("saved", "w").close()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, told)
+open("up", "w").close()
+time.sleep(60)
+"""
+DRIVES = """
+import sys
+from pathlib import Path
+from recipes import jobs
+jobs.run(jobs.prepare(Path.cwd(), "s", [jobs.Job([sys.executable, "-c", sys.argv[1]], "0")]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("whom", "told"), [(os.kill, signal.SIGTERM), (os.kill, signal.SIGHUP), (os.killpg, signal.SIGTERM)]
+)
+def test_a_job_may_save_when_the_sweep_is_told_to_end(tmp_path: Path, whom: Any, told: signal.Signals) -> None:
+    command, paths = [sys.executable, "-c", DRIVES, SAVES], {**os.environ, "PYTHONPATH": str(ROOT)}
+    driver = subprocess.Popen(
+        command, cwd=tmp_path, env=paths, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        while not (tmp_path / "up").exists():
+            assert driver.poll() is None
+            time.sleep(0.05)
+        time.sleep(0.2)
+        whom(driver.pid, told)
+        assert driver.wait(30) == 143
+    finally:
+        driver.kill()
+    assert (tmp_path / "saved").exists() and "told" in (tmp_path / "0" / jobs.OUTPUT).read_text()
+    assert jobs.Sweep.load(tmp_path).jobs[0].state == "running", "it goes on"
+
+
 def agent_runs(folder: Path, more: list[str]) -> tuple[subprocess.Popen[bytes], list[str], Path]:
     """What the agent of Weights & Biases starts for the first run of conf/sweep/layouts.yaml, and what we would."""
     config = yaml.safe_load(Path(cli.CONF, "sweep", "layouts.yaml").read_text())
