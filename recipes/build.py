@@ -154,10 +154,12 @@ def call(path: str, node: DictConfig, function: Callable[..., Made], **more: Any
     """``function`` with the fields of a node as keyword arguments.
 
     Raises:
-        ConfigError: it takes no such field.
+        ConfigError: it takes no such field, or it is not one to give.
     """
     _fields(path, node, function)
     fields: Any = OmegaConf.to_container(node, resolve=True)
+    if twice := sorted({*fields} & {*more}):
+        raise ConfigError(f"{path}.{twice[0]}: the recipe makes its own; for others start from the README's script")
     return function(**fields, **more)
 
 

@@ -72,7 +72,10 @@ class BalanceConfig:
 
     def __post_init__(self) -> None:
         for name in ("costs", "speeds", "budget"):
-            object.__setattr__(self, name, dict(getattr(self, name) or {}))
+            given = getattr(self, name)
+            if not isinstance(given or {}, Mapping):
+                raise ConfigError(f"balance: {name}={given!r}; give it by module, such as {name}={{'llm': ...}}")
+            object.__setattr__(self, name, dict(given or {}))
         chosen = self.policy.values() if isinstance(self.policy, Mapping) else [self.policy]
         for policy in chosen:
             _one_of("policy", policy, (*POLICIES, AS_SAMPLED))

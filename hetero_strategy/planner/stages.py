@@ -36,7 +36,7 @@ def with_splits(
         recompute: share of its forward that a module runs again in backward.
 
     Raises:
-        LayoutError: a module, or a rank's part of it, has fewer blocks than stages.
+        LayoutError: a module, or a rank's part of it, has fewer blocks than stages, or none.
     """
     trains = {name: any(p.requires_grad for p in modules[name].parameters()) for name in topological}
     fed = fed_by_trainable(trains, edges)
@@ -46,6 +46,10 @@ def with_splits(
         if layout.split is None:
             blocks = list(module.blocks())
             counts: tuple[int, ...] = (len(blocks),)
+            if layout.pipeline.stages > 1 and not blocks:
+                raise LayoutError(
+                    f"layout of '{name}': {type(module).__name__} has no blocks to cut it by; leave pieces out"
+                )
             if layout.pipeline.stages > 1:
                 layers = _layers(module, blocks, recompute.get(name, 0.0))
                 try:

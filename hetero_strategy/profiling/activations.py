@@ -358,7 +358,7 @@ def _packings(module: Adapter) -> Iterator[np.ndarray]:
 
 def unit_of(module: Adapter) -> int:
     """What lengths are multiples of: rows of two by two cells of the patches that are merged."""
-    patches = module.backbone.processor if isinstance(module, Encoder) else None
+    patches = getattr(module.backbone, "processor", None) if isinstance(module, Encoder) else None
     return 4 * patches.merge**2 if isinstance(patches, ImagePatches) else 16
 
 

@@ -272,6 +272,7 @@ def test_what_a_person_can_get_wrong() -> None:
         ({"reorder": "random"}, "reorder is 'random'"),
         ({"window": 0}, "window is 0"),
         ({"budget": {"llm": 0}}, "budget of 'llm' is 0"),
+        ({"budget": 4}, r"budget=4; give it by module, such as budget=\{'llm': ...\}"),
         ({"speeds": {"llm": [1, 0]}}, "speeds of 'llm'"),
         ({"costs": {"llm": {"cubic": 1}}}, "costs of 'llm'"),
         ({"polcy": "auto"}, "has no field polcy"),

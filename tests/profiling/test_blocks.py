@@ -7,14 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.pipelines import Setting
+from hetero_strategy.data.media import ImageProcessor
+from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.model import MultimodalModel
+from hetero_strategy.model import Encoder, MultimodalModel, Projector
+from hetero_strategy.model.inputs import EncoderInputs
 from hetero_strategy.plan.step_plan import StepItems
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.shape import shape_of
+from hetero_strategy.planner.stages import with_splits
 from hetero_strategy.planner.times import NOTHING, BlockSeconds, Line, module_times
+from hetero_strategy.profiling.activations import inputs_of, unit_of
 from hetero_strategy.profiling.blocks import fit, packings, profile
 from tests.planner.models import cluster, module
 
@@ -131,3 +137,22 @@ def test_ranks_that_share_a_core_take_turns() -> None:
     )
     assert own < two < 1.2 * own, "collectives are not beside compute"
     assert 1.5 * two < one < 2.01 * two
+
+
+class Plain(nn.Module):
+    """A backbone that says nothing of its inputs, and has no blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(48, 64)
+
+    def forward(self, inputs: EncoderInputs) -> torch.Tensor:
+        return self.up(inputs.values)
+
+
+def test_a_backbone_of_ones_own_is_left_to_the_formula_and_not_cut() -> None:
+    with torch.device("meta"):
+        plain = Encoder(Plain, Projector(64, 32), processor=ImageProcessor(patch_size=4))
+    assert unit_of(plain) == 16 and inputs_of(plain, np.array([16])) is None
+    with pytest.raises(LayoutError, match="layout of 'vision': Encoder has no blocks to cut it by; leave pieces out"):
+        with_splits({"vision": plain}, ["vision"], [], {"vision": replace(ALONE.resolved(), vpp=2)})

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import hydra
+import lightning as L
 import pytest
 import torch
 from hydra.errors import HydraException, InstantiationException
@@ -102,6 +103,11 @@ def test_a_misspelt_field_is_named(field: str, hint: str) -> None:
     with pytest.raises(ConfigError) as error:
         build.check_configuration(compose(field))
     assert hint in str(error.value)
+
+
+def test_what_the_recipe_makes_itself_is_not_to_give() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.callbacks: the recipe makes its own"):
+        build.call("trainer", compose("+trainer.callbacks=[x]").trainer, L.Trainer, callbacks=[])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -289,9 +290,11 @@ jobs.run(jobs.prepare(Path.cwd(), "s", [jobs.Job([sys.executable, "-c", sys.argv
 )
 def test_a_job_may_save_when_the_sweep_is_told_to_end(tmp_path: Path, whom: Any, told: signal.Signals) -> None:
     command, paths = [sys.executable, "-c", DRIVES, SAVES], {**os.environ, "PYTHONPATH": str(ROOT)}
+    hears = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
     driver = subprocess.Popen(
-        command, cwd=tmp_path, env=paths, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+        command, cwd=tmp_path, env=paths, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        preexec_fn=hears,
+    )  # fmt: skip
     try:
         while not (tmp_path / "up").exists():
             assert driver.poll() is None
