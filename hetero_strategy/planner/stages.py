@@ -46,11 +46,10 @@ def with_splits(
         if layout.split is None:
             blocks = list(module.blocks())
             counts: tuple[int, ...] = (len(blocks),)
-            if layout.pipeline.stages > 1 and not blocks:
-                raise LayoutError(
-                    f"layout of '{name}': {type(module).__name__} has no blocks to cut it by; leave pieces out"
-                )
             if layout.pipeline.stages > 1:
+                if not blocks:
+                    kind = type(module).__name__
+                    raise LayoutError(f"layout of '{name}': {kind} has no blocks to cut it by; leave pieces out")
                 layers = _layers(module, blocks, recompute.get(name, 0.0))
                 try:
                     counts = split_into(layout.pipeline, costs(layers, fed[name]).total)

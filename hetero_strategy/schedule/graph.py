@@ -75,7 +75,7 @@ def stage_graph(
             if number:
                 between.append((StageId(module, number - 1), node))
     graph = in_cohorts(StageGraph(stages, tuple(between), {m: layouts[m].pipeline for m in modules}), apart)
-    for stage in (graph.stages[n] for edge in graph.edges if edge[0].module != edge[1].module for n in edge):
+    for stage in graph.stages.values():
         stage.of_islands  # noqa: B018 (that there are such is checked)
     return graph
 
