@@ -142,7 +142,7 @@ def _sizes(stages: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]
     """Bytes of weights that FSDP2 has gathered or that are copies of masters, and of all gradients."""
     gathered: list[torch.Tensor | None] = []
     for copies in filter(None, map(copies_of, stages)):
-        gathered += copies._copies
+        gathered += copies._masters
     gradients = [p.grad for p in parameters]
     for state in (s for stage in stages if isinstance(stage, FSDPModule) for s in _states(stage)):
         for parameter in (p for group in fsdp._groups(state) for p in group.fsdp_params):

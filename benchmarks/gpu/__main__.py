@@ -7,6 +7,8 @@
   head       head and loss by the share of labelled rows, beside whole logits
   optimizer  AdamW over sharded and plain parameters, beside fused AdamW over plain ones
   copies     the part of copies to the device that a step hides
+  chunks     a block whose tensor-parallel linear maps are cut into chunks of rows, beside one in whole
+  streams    an encoder on a stream of lower priority, beside a language model that waits as for collectives
   job        the default job of recipes.train on the device; its checkpoint on the CPU and back
   overhead   benchmarks.step_overhead
 
@@ -27,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import arguments, report, write_json
-from benchmarks.gpu import attention, copies, head, job, optimizer, overhead, step
+from benchmarks.gpu import attention, chunks, copies, head, job, optimizer, overhead, step, streams
 from benchmarks.gpu.table import Line, Skipped
 
 CHECKS: dict[str, Callable[[torch.device, str], Iterator[Line]]] = {
@@ -35,6 +37,8 @@ CHECKS: dict[str, Callable[[torch.device, str], Iterator[Line]]] = {
     "head": head.check,
     "optimizer": optimizer.check,
     "copies": copies.check,
+    "chunks": chunks.check,
+    "streams": streams.check,
     "step": step.check,
     "llm": step.check_llm,
     "overhead": overhead.check,

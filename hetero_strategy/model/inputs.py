@@ -15,6 +15,11 @@ from hetero_strategy import ragged
 IGNORE = -100
 """Label of a row without a loss."""
 
+ALIKE_ROWS, ALIKE_MULTIPLE = 1024, 128
+"""Fewest rows of sequences that are alike, and of what these are a multiple. cuDNN makes a plan for each number and
+length of sequences, which takes it from 0.15 to 2 s (H100), so there must be few; each makes compiled code anew, too.
+"""
+
 _Data = TypeVar("_Data")
 
 
@@ -93,6 +98,8 @@ class Packing(Movable):
     """int32 ``[n + 1]``: first row of each sequence, and T; as kernels for packed sequences take them."""
     extent: torch.Tensor
     """``[longest, 0]``, without data: compiled code sees :attr:`longest` as a size that changes."""
+    alike: bool
+    """Whether all sequences have one length that is worth a kernel made for it."""
     buckets: tuple[Bucket, ...]
     gather: torch.Tensor | None
     """int64 ``[padded rows]``: the row that each slot of the concatenated padded buckets holds; None where the rows
@@ -134,6 +141,12 @@ class Packing(Movable):
             sequence=torch.from_numpy(sequence),
             offsets=torch.from_numpy(np.append(starts, len(rows)).astype(np.int32)),
             extent=torch.empty(int(lengths.max(initial=0)), 0, dtype=torch.float32),
+            alike=bool(
+                len(lengths)
+                and (lengths == lengths[0]).all()
+                and lengths[0] >= ALIKE_ROWS
+                and lengths[0] % ALIKE_MULTIPLE == 0
+            ),
             buckets=tuple(buckets),
             gather=None if unmoved else torch.from_numpy(gather),
             restore=None if unmoved else torch.from_numpy(restore),

@@ -1,17 +1,24 @@
 """Weights of a stage that one rank has for itself, in the dtype that computes: copies of its masters while a step runs.
 
 It is what FSDP2 does over a group of one, without hooks around every block: forwards and backwards run as in one
-precision, and gradients go into those of the masters one by one, as a backward makes them.
+precision, and gradients go into those of the masters some at a time, as a backward makes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
+from math import ceil
 
 import torch
 from torch import Tensor, nn
+
+ALIGNED = 512
+"""Bytes at a multiple of which each copy begins, as if it had been allocated by itself."""
+FOLD_BYTES = 64 * 2**20
+"""Gradients of copies are let go once they take about this much."""
 
 
 class WeightCopies:
@@ -24,26 +31,35 @@ class WeightCopies:
     """
 
     def __init__(self, stage: nn.Module, dtype: torch.dtype) -> None:
-        copies = {
-            master: nn.Parameter(torch.empty_like(master, dtype=dtype))
-            for master in stage.parameters()
-            if master.requires_grad and master.is_floating_point()
+        masters = [master for master in stage.parameters() if master.requires_grad and master.is_floating_point()]
+        sizes = [master.numel() * dtype.itemsize for master in masters]
+        places = [0, *accumulate(ceil(size / ALIGNED) * ALIGNED for size in sizes)]
+        self._bytes = places.pop()
+        self._memory = torch.UntypedStorage(self._bytes, device=masters[0].device if masters else "cpu")
+        self._masters = {
+            _at(place, self._memory, torch.empty_like(master, dtype=dtype, device="meta")): master
+            for master, place in zip(masters, places, strict=True)
         }
-        self._masters: list[Tensor] = list(copies)
-        self._copies: list[Tensor] = list(copies.values())
+        """By copy."""
+        copies = {master: copy for copy, master in self._masters.items()}
         self._places = [
-            (part, name, master)
+            (_putting(part), name, master, copies[master])
             for part in stage.modules()
             for name, master in part._parameters.items()
             if master is not None and master in copies
         ]
-        self._at: list[nn.Parameter] = [copies[master] for _, _, master in self._places]
-        self._sizes = [copy.untyped_storage().size() for copy in self._copies]
         self.there = True
         """Whether layers hold the copies."""
-        for master, copy in copies.items():
+        self._arrived: list[nn.Parameter] = []
+        """Copies whose gradients a backward has made."""
+        waiting = 0
+        for master, copy in reversed(copies.items()):  # about as a backward goes
             vars(copy).update(vars(master))
-            copy.register_post_accumulate_grad_hook(partial(_fold, master))
+            copy.register_post_accumulate_grad_hook(self._arrived.append)
+            waiting += copy.nbytes
+            if waiting >= FOLD_BYTES:
+                waiting = 0
+                copy.register_post_accumulate_grad_hook(self.fold)
         self.release()
         self._lent = False
         stage.register_forward_pre_hook(self._lend)
@@ -52,25 +68,46 @@ class WeightCopies:
     @property
     def nbytes(self) -> int:
         """Bytes of the copies."""
-        return sum(copy.nbytes for copy in self._copies)
+        return sum(copy.nbytes for copy in self._masters)
 
     @torch.no_grad()
     def gather(self) -> None:
         """Copy the masters, and let layers compute with the copies."""
         self.there = True
-        for copy, size in zip(self._copies, self._sizes, strict=True):
-            copy.untyped_storage().resize_(size)
-        torch._foreach_copy_(self._copies, self._masters)
-        for (part, name, _), copy in zip(self._places, self._at, strict=True):
-            _put(part, name, copy)
+        self._memory.resize_(self._bytes)
+        torch._foreach_copy_(list(self._masters), list(self._masters.values()))
+        for put, name, _, copy in self._places:
+            put(name, copy)
+
+    def fold(self, _: object = None) -> None:
+        """Move gradients of copies into those of the masters, in whose dtype they add up. Call it after a backward."""
+        if not self._arrived:
+            return
+        made: tuple[list[Tensor], list[Tensor]] = [], []
+        sums: tuple[list[Tensor], list[Tensor]] = [], []
+        for copy in self._arrived:
+            (gradient, copy.grad), master = (copy.grad, None), self._masters[copy]
+            if gradient is None:  # half a backward may bring it twice
+                continue
+            total, into = master.grad, sums
+            if total is None:
+                master.grad = total = torch.empty_like(gradient, dtype=master.dtype)
+                into = made
+            into[0].append(total)
+            into[1].append(gradient)
+        self._arrived.clear()
+        with torch.no_grad():
+            if made[0]:
+                torch._foreach_copy_(*made)
+            if sums[0]:
+                torch._foreach_add_(*sums)
 
     def release(self) -> None:
         """Give the masters back to their layers, and free the copies."""
         if self.there:
-            for part, name, master in self._places:
-                _put(part, name, master)
-            for copy in self._copies:
-                copy.untyped_storage().resize_(0)
+            for put, name, master, _ in self._places:
+                put(name, master)
+            self._memory.resize_(0)
             self.there = False
 
     def _lend(self, *_: object) -> None:
@@ -84,11 +121,17 @@ class WeightCopies:
             self.release()
 
 
-def _put(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _at(place: int, memory: torch.UntypedStorage, like: Tensor) -> nn.Parameter:
+    """A tensor of this dtype, shape and strides that begins at this byte."""
+    tensor = torch.empty(0, dtype=like.dtype, device=memory.device)
+    return nn.Parameter(tensor.set_(memory, place // like.itemsize, like.shape, like.stride()))
+
+
+def _putting(part: nn.Module) -> Callable[[str, nn.Parameter], None]:
+    """What gives a layer another parameter."""
     if type(part).__setattr__ is nn.Module.__setattr__:
-        part._parameters[name] = parameter
-    else:  # such as an LSTM's, which keeps a list of its weights
-        setattr(part, name, parameter)
+        return part._parameters.__setitem__
+    return partial(setattr, part)  # such as an LSTM, which keeps a list of its weights
 
 
 def copies_of(stage: nn.Module) -> WeightCopies | None:
@@ -101,6 +144,18 @@ def compute_with_copies(stage: nn.Module, dtype: torch.dtype) -> None:
     vars(stage)["_hetero_copies"] = WeightCopies(stage, dtype)
 
 
+def fold_copies(stage: nn.Module) -> None:
+    """:meth:`WeightCopies.fold` of a stage that has copies; call it after each of its backwards."""
+    if (copies := copies_of(stage)) is not None:
+        copies.fold()
+
+
+def release_copies(stage: nn.Module) -> None:
+    """:meth:`WeightCopies.release` of a stage that has copies."""
+    if (copies := copies_of(stage)) is not None:
+        copies.release()
+
+
 @contextmanager
 def masters_kept(stages: Iterable[nn.Module]) -> Iterator[None]:
     """Give layers their masters back if what is done fails: who saves or trains the model then is to find them."""
@@ -108,17 +163,5 @@ def masters_kept(stages: Iterable[nn.Module]) -> Iterator[None]:
         yield
     except BaseException:
         for stage in stages:
-            if (copies := copies_of(stage)) is not None:
-                copies.release()
+            release_copies(stage)
         raise
-
-
-@torch.no_grad()
-def _fold(master: nn.Parameter, copy: Tensor) -> None:
-    """Move a copy's gradient into its master's, in whose dtype gradients add up."""
-    gradient, copy.grad = copy.grad, None
-    assert gradient is not None
-    if master.grad is None:
-        master.grad = gradient.to(master.dtype)
-    else:
-        master.grad.add_(gradient)

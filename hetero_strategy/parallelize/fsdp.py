@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
 
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.parallelize.copies import copies_of
+from hetero_strategy.parallelize.copies import copies_of, release_copies
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.take_part import take_part
@@ -212,8 +212,7 @@ def release(stage: nn.Module) -> None:
     Call it after forwards without backward too: FSDP leaves the root's whole weights as its parameters then, and an
     optimizer made after a validation would train those.
     """
-    if (copies := copies_of(stage)) is not None:
-        copies.release()
+    release_copies(stage)
     if not isinstance(stage, FSDPModule) or _root_state(stage)._is_root is None:  # never ran
         return
     _let_hooks_communicate(stage, True)

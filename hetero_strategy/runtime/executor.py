@@ -26,7 +26,7 @@ from hetero_strategy.model.inputs import ModuleInputs, without_waiting
 from hetero_strategy.model.kind import check_output
 from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.parallelize import fsdp
-from hetero_strategy.parallelize.copies import copies_of, masters_kept
+from hetero_strategy.parallelize.copies import fold_copies, masters_kept, release_copies
 from hetero_strategy.parallelize.gradients import local, settle
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.tied import Tied
@@ -389,6 +389,7 @@ class RunningStep:
             self._accumulate(local)
         elif local.wrapped is None:
             backward.whole(roots)
+            self._accumulate(local)
         else:
             self._backward_of_wrapped(step, local, roots)
         for number, leaf in zip(step.gives, live.leaves, strict=True):
@@ -411,8 +412,7 @@ class RunningStep:
     def _start_sums(self, node: StageId, local: LocalStage) -> Callable[[], None]:
         """Start to sum gradients over data-parallel ranks; what it returns waits for that."""
         stage, replicas = local.adapter, self.executor.replicas[node]
-        if (copies := copies_of(stage)) is not None:
-            copies.release()
+        release_copies(stage)
         if not (local.wrapped is not None and local.node.sharded):
             return settle(local.trained, replicas)
         fsdp.reduce(stage)
@@ -424,6 +424,7 @@ class RunningStep:
         return finish
 
     def _accumulate(self, local: LocalStage) -> None:
-        """Gradients of half a backward, which FSDP's hooks do not see, are added up in the masters' dtype."""
+        """Add up gradients in the masters' dtype: of copies, and of half a backward, which FSDP's hooks do not see."""
+        fold_copies(local.adapter)
         if local.wrapped is not None:
             fsdp.accumulate(local.adapter)

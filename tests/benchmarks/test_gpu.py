@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import attention, copies, job, step, table
+from benchmarks.gpu import attention, chunks, copies, job, step, streams, table
 from benchmarks.gpu.table import Line
 from benchmarks.predicted_memory import Cloned
 from hetero_strategy.checkpoint import Checkpointer
@@ -42,12 +42,14 @@ def run(pool: Any, only: str, file: Path, timeout: float = 170) -> dict[str, dic
 
 @pytest.mark.distributed
 def test_checks_of_kernels(pool: Any, tmp_path: Path) -> None:
-    found = run(pool, "attention,head,optimizer,copies", tmp_path / "gpu.json")
+    found = run(pool, "attention,head,optimizer,copies,chunks,streams", tmp_path / "gpu.json")
     assert found["attention"]["buckets, time"]["theirs"] > 0
     assert found["attention"]["flash, time"]["note"] == "it needs a CUDA device"
     assert 0 < found["head"]["5% labelled, peak memory"]["ours"] < found["head"]["5% labelled, peak memory"]["theirs"]
     assert len(found["optimizer"]) == 1 and not found["copies"]
-    assert "CUDA" in json.loads((tmp_path / "gpu.json").read_text())["results"]["copies"]["skipped"]
+    assert [found["chunks"][f"block in {n} chunks"]["ours"] > 0 for n in (2, 4, 8)] and not found["streams"]
+    for name in ("copies", "streams"):
+        assert "CUDA" in json.loads((tmp_path / "gpu.json").read_text())["results"][name]["skipped"]
 
 
 @pytest.mark.full
@@ -70,6 +72,20 @@ def test_checks_that_are_processes(pool: Any, tmp_path: Path) -> None:
     assert found["overhead"]["step"]["theirs"] > 0
     assert found["job"]["tensors of its checkpoint that changed"]["ours"] == 0
     assert "4 steps" in found["job"]["exact match"]["note"]
+
+
+def test_chunks_that_compute_something_else_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "init_device_mesh", lambda *_, **__: {"tp": None})
+    monkeypatch.setattr(chunks, "block", lambda *given: given[2])
+    monkeypatch.setattr(chunks, "backward", lambda number, rows, packing: rows + number)
+    with pytest.raises(RuntimeError, match="same work"):
+        list(chunks.check(CPU, "tiny"))
+
+
+def test_the_encoder_beside_waits_trains() -> None:
+    run = streams._encoder(CPU, "tiny")
+    run()
+    run()
 
 
 def test_a_check_that_fails_keeps_its_lines(

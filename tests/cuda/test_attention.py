@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -38,14 +40,40 @@ def test_packed_rows_attend_as_in_buckets(lengths: list[int], kv_heads: int, cau
     assert all(error <= CLOSE for error in errors(lengths, kv_heads, causal, device))
 
 
+@EVERYWHERE
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_sequences_of_one_length_attend_as_in_buckets(
+    kv_heads: int, causal: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        monkeypatch.setattr(attention, "packed_attention", _dense)
+    assert all(error <= CLOSE for error in errors([1024, 1024], kv_heads, causal, device))
+
+
+def _dense(*given: Any, **asked: Any) -> torch.Tensor:
+    return attention._dense(*given, attention._Options(**asked))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "alike"),
+    [([1024] * 3, True), ([4096], True), ([512] * 3, False), ([1100] * 2, False), ([1024, 2048], False), ([], False)],
+)
+def test_only_long_sequences_of_one_length_are_alike(lengths: list[int], alike: bool) -> None:
+    assert Packing.of(np.array(lengths)).alike is alike
+
+
 @pytest.mark.cuda
-def test_the_flash_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("lengths", "kernel"), [([20, 0, 30], "_flash"), ([1024, 1024], "_dense")])
+def test_the_kernel_for_such_lengths_is_used(lengths: list[int], kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not attention.VARLEN:
         pytest.skip(f"torch {torch.__version__} has no kernel for packed rows with window and scale")
+    if kernel == "_dense" and torch.cuda.get_device_properties(0).major < attention.DENSE_MAJOR:
+        pytest.skip("cuDNN is no faster on this GPU")
     calls = []
-    flash = attention._flash
-    monkeypatch.setattr(attention, "_flash", lambda *args, **options: calls.append(1) or flash(*args, **options))
-    errors([20, 0, 30], 4, True, "cuda")
+    used = getattr(attention, kernel)
+    monkeypatch.setattr(attention, kernel, lambda *args, **options: calls.append(1) or used(*args, **options))
+    errors(lengths, 4, True, "cuda")
     assert calls
 
 

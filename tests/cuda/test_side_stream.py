@@ -38,7 +38,7 @@ def test_steps_are_those_of_one_stream(pool: Pool, tmp_path: Path) -> None:
     )
     job = replace(job, precision="32-true", trainer={**job.trainer, "accelerator": "cuda"})
     one, two = (pool.run(1, run, job, group=False, timeout=150)[0] for run in (train_on_rank, apart))
-    assert worst_loss(one, two) < 1e-5 and worst_gradient(one, two)[0] < 1e-4
+    assert worst_loss(one, [two]) < 1e-5 and worst_gradient(one, [two])[0] < 1e-4
 
 
 @pytest.mark.cuda

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from hetero_strategy.parallelize import copies as copies_module
 from hetero_strategy.parallelize.copies import WeightCopies, compute_with_copies, copies_of, masters_kept
 from hetero_strategy.runtime import backward
 
@@ -69,6 +70,7 @@ def test_gradients_add_up_in_the_masters(halves: bool) -> None:
             backward.inputs_first(roots, [leaf], [p for p in module.parameters() if p.requires_grad])()
         else:
             backward.whole(roots)
+        copies.fold()
         assert not [
             name for name, one in module.named_parameters() if one.dtype == torch.bfloat16 and one.grad is not None
         ]
@@ -78,6 +80,38 @@ def test_gradients_add_up_in_the_masters(halves: bool) -> None:
         gradient = masters[name].grad
         assert gradient is not None and gradient.dtype == torch.float32
         assert torch.equal(gradient, wanted[name]) and not torch.equal(gradient, gradient.bfloat16().float()), name
+
+
+@pytest.mark.parametrize("limit", [1, 2**20])
+def test_gradients_of_copies_wait_up_to_a_limit(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond it they are moved while the backward runs, below it after it."""
+    monkeypatch.setattr(copies_module, "FOLD_BYTES", limit)
+    module, copies, masters = made()
+    copies.gather()
+    module(torch.randn(5, 4).bfloat16()).backward()
+    waiting = [one for one in module.parameters() if one.grad is not None]
+    assert len(waiting) == (0 if limit == 1 else len(masters) - 1)
+    copies.fold()
+    assert all(one.grad is None for one in module.parameters())
+    assert all((one.grad is None) == (name == "table") for name, one in masters.items())
+
+
+def test_copies_lie_in_one_memory_as_their_masters_do() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last), nn.Linear(7, 5))
+    module[1].weight = nn.Parameter(torch.randn(7, 5).t())
+    masters = dict(module.named_parameters())
+    copies = WeightCopies(module, torch.bfloat16)
+    copies.gather()
+    now = dict(module.named_parameters())
+    for name, copy in now.items():
+        assert copy.stride() == masters[name].stride() and torch.equal(copy, masters[name].bfloat16()), name
+    begins = [2 * copy.storage_offset() for copy in now.values()]
+    assert len({copy.untyped_storage().data_ptr() for copy in now.values()}) == 1
+    assert begins == [0, 512, 1024, 1536]
+    before = [copy._version for copy in now.values()]
+    with torch.no_grad():
+        module[0].weight.zero_()
+    assert [copy._version - old for copy, old in zip(now.values(), before, strict=True)] == [1, 0, 0, 0]
 
 
 def test_a_layer_with_a_list_of_its_weights_computes_with_copies_too() -> None:
