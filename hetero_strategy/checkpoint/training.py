@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from hetero_strategy.checkpoint.all_or_none import AllOrNone
 from hetero_strategy.checkpoint.exporting import EXPORT_KEY, export_record
@@ -91,9 +93,12 @@ class TrainingState:
         """Write Lightning's checkpoint. A collective of the world.
 
         Raises:
-            CheckpointError: it cannot be written; a previous one at ``path`` is untouched.
+            CheckpointError: it cannot be written, or a callback's tensors differ between ranks; a previous one at
+                ``path`` is untouched.
         """
         began = time.perf_counter()
+        self.finalize()
+        _refuse_apart(AllOrNone.of(self._group), checkpoint.get("callbacks", {}))
         owned = checkpoint.pop("state_dict")
         tensors = {f"model.{name}": value for name, value in owned.items() if isinstance(value, torch.Tensor)}
         optimizers = checkpoint.pop("optimizer_states", [])
@@ -239,6 +244,34 @@ def random_state() -> dict[str, Any]:
     """Return this process's random number states."""
     state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+
+
+def _refuse_apart(team: AllOrNone, states: Mapping[str, object]) -> None:
+    """Refuse callbacks whose tensors are not the same on all ranks, such as averages of the weights that a rank owns:
+    rank 0's are saved, and all ranks would get those back.
+    """
+    digests = {name: _digest(state) for name, state in states.items()}
+    if not team.anywhere([any(digest is not None for digest in digests.values())])[0]:
+        return
+    first = team.from_one(lambda: digests)
+    names = sorted(first)
+    apart = team.anywhere([digests.get(name) != first[name] for name in names] + [digests.keys() != first.keys()])
+    if any(apart):
+        which = [name for name, differs in zip([*names, "one that is not on all ranks"], apart, strict=True) if differs]
+        raise CheckpointError(
+            f"callbacks: tensors in the state of {', '.join(which)} differ between ranks, and a checkpoint keeps rank"
+            " 0's for all; leave them out of its state_dict(), or keep them the same on all ranks"
+        )
+
+
+def _digest(state: object) -> int | None:
+    """Of all tensors in a state; None if it has none."""
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)]
+    digest = 0
+    for tensor in tensors:
+        digest = zlib.crc32(repr((tensor.dtype, tensor.shape)).encode(), digest)
+        digest = zlib.crc32(tensor.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy().data, digest)
+    return digest if tensors else None
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -170,6 +171,21 @@ class Beside(Callback):
         self.metric.update(1)
 
 
+class Averages(Callback):
+    """Of the weights that a rank owns, or of what all ranks know."""
+
+    def __init__(self, *, owned: bool) -> None:
+        self.owned, self.averages = owned, dict[str, torch.Tensor]()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        known = {"step": torch.tensor(trainer.global_step)}
+        weights = {name: p.detach().clone() for name, p in pl_module.named_parameters() if not p.is_meta}
+        self.averages = known | (weights if self.owned else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"averages": self.averages}
+
+
 def said(rank: int, world: int, job: Job, folder: str) -> dict[str, str]:
     found: dict[str, str] = {}
 
@@ -186,6 +202,9 @@ def said(rank: int, world: int, job: Job, folder: str) -> dict[str, str]:
     attempt("evaluating", Evaluating, {})
     attempt("unsaved", Unsaved, {"callbacks": [ModelCheckpoint(folder)], "enable_checkpointing": True})
     attempt("alone", Lit, {}, alone=True)
+    for owned in (True, False):
+        saving = {"callbacks": [Averages(owned=owned), ModelCheckpoint(folder)], "enable_checkpointing": True}
+        attempt(f"averages, {owned=}", Lit, saving)
     beside = Beside()
     counted = attempt("", Counted, {"callbacks": [beside]})
     found["counted"] = f"{counted.by_name['train'][0].compute():g} {beside.metric.compute():g}"
@@ -221,6 +240,7 @@ def test_what_a_person_may_ask_for_in_vain_is_said_and_metrics_count_once(pool: 
         "evaluating": "the model is in evaluation mode in training_step",
         "unsaved": "hyper_parameters.make",
         "alone": "this loader is of a MultimodalDataModule that the Trainer does not know",
+        "averages, owned=True": "tensors in the state of Averages differ between ranks",
     }.items():
         assert words in first.pop(name), name
     assert not first
