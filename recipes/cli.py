@@ -266,14 +266,15 @@ def searched(run: Path | None = None) -> list[str]:
 
 
 def _agreed(outputs: str, arguments: Sequence[str]) -> str:
-    """A run folder that rank 0 names for all, through the store that torchrun keeps. Of processes that srun started,
-    job, step and arguments name it: a job that is queued again has the same, and other runs of a step have others.
+    """A run folder that rank 0 names for all, through the store that torchrun keeps, by when torchrun began: processes
+    that it starts again have the same. Of processes that srun started, job, step and arguments name it: a job that is
+    queued again has the same, and other runs of a step have others.
     """
     env = os.environ
     if srun():
         step, said = _step(), hashlib.sha256("\0".join(arguments).encode()).hexdigest()[:8]
         return f"{outputs}/slurm-{env['SLURM_JOB_ID']}" + (f".{step}" if step else "") + (f"-{said}" * bool(arguments))
-    mine = datetime.now().strftime(f"{outputs}/%Y-%m-%d/%H-%M-%S")
+    mine = _launched().strftime(f"{outputs}/%Y-%m-%d/%H-%M-%S")
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return mine
     from torch.distributed import TCPStore
@@ -283,6 +284,16 @@ def _agreed(outputs: str, arguments: Sequence[str]) -> str:
     if not rank():
         store.set(key, mine)
     return str(store.get(key).decode())
+
+
+def _launched() -> datetime:
+    """When torchrun began, which started this process; now, where it did not, or no Linux tells."""
+    now, parent = datetime.now(), Path(f"/proc/{os.getppid()}/stat")
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not parent.is_file():
+        return now
+    ticks = int(parent.read_text().rpartition(")")[2].split()[19])
+    booted = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    return datetime.fromtimestamp(int(booted.split()[1]) + ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def folder_of(run: str | Path) -> Path:
@@ -329,8 +340,10 @@ def last_checkpoint(run: str | Path) -> Path | None:
 
 
 def saved_before(folder: Path) -> Path | None:
-    """The newest checkpoint in the folder of a job that SLURM has queued again; None: there is none, or it is new."""
-    if not srun() or int(os.environ.get("SLURM_RESTART_COUNT") or 0) < 1:
+    """The newest checkpoint in the folder of a job that SLURM has queued again, or whose processes torchrun has started
+    again; None: there is none, or it is new.
+    """
+    if not int(os.environ.get("SLURM_RESTART_COUNT" if srun() else "TORCHELASTIC_RESTART_COUNT") or 0):
         return None
     places = (*folder.glob("checkpoints/last.ckpt*"), *folder.glob("hpc_ckpt_*.ckpt*"))
     found = [path for path in places if path.is_dir() and path.name.endswith((".ckpt", ".ckpt.old"))]

@@ -60,7 +60,7 @@ def train(cfg: DictConfig) -> None:
         default_root_dir=folder,
         strategy=strategy,
         logger=hydra.utils.instantiate(cfg.logger) if cfg.logger else False,
-        callbacks=[*callbacks(cfg, placed), readback],
+        callbacks=[*callbacks(cfg, placed), readback, *([GoesOn()] if resume or checkpoint else [])],
         enable_progress_bar=cfg.monitor.progress_bar,
     )
     print_start(None if cfg.layout == "auto" else placed, folder, checkpoint)
@@ -99,7 +99,6 @@ def callbacks(cfg: DictConfig, placed: Placement) -> list[Callback]:
     if profile := cfg.monitor.profile:
         options = OmegaConf.create() if profile is True else profile
         made.append(build.call("monitor.profile", options, ProfileMonitor, folder=cli.run_folder() / "profile"))
-    made += [GoesOn()] if cfg.resume else []
     if cfg.logger:
         where: object = {module: f"{ranks} {degrees}" for module, ranks, degrees in placed.table()}
         where = "auto" if cfg.layout == "auto" else where

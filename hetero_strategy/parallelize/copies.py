@@ -144,12 +144,6 @@ def compute_with_copies(stage: nn.Module, dtype: torch.dtype) -> None:
     vars(stage)["_hetero_copies"] = WeightCopies(stage, dtype)
 
 
-def fold_copies(stage: nn.Module) -> None:
-    """:meth:`WeightCopies.fold` of a stage that has copies; call it after each of its backwards."""
-    if (copies := copies_of(stage)) is not None:
-        copies.fold()
-
-
 def release_copies(stage: nn.Module) -> None:
     """:meth:`WeightCopies.release` of a stage that has copies."""
     if (copies := copies_of(stage)) is not None:

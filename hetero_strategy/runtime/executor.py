@@ -26,7 +26,7 @@ from hetero_strategy.model.inputs import ModuleInputs, without_waiting
 from hetero_strategy.model.kind import check_output
 from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.parallelize import fsdp
-from hetero_strategy.parallelize.copies import fold_copies, masters_kept, release_copies
+from hetero_strategy.parallelize.copies import masters_kept
 from hetero_strategy.parallelize.gradients import local, settle
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.tied import Tied
@@ -211,13 +211,7 @@ class RunningStep:
     """One step in progress."""
 
     def __init__(
-        self,
-        executor: Executor,
-        batch: Batch,
-        program: StepProgram,
-        transport: Transport,
-        factors: Factors,
-        call: int,
+        self, executor: Executor, batch: Batch, program: StepProgram, transport: Transport, factors: Factors, call: int
     ) -> None:
         self.executor, self.batch, self.program, self.transport = executor, batch, program, transport
         self.factors, self.call = factors, call
@@ -389,7 +383,8 @@ class RunningStep:
             self._accumulate(local)
         elif local.wrapped is None:
             backward.whole(roots)
-            self._accumulate(local)
+            if local.copies is not None:
+                local.copies.fold()
         else:
             self._backward_of_wrapped(step, local, roots)
         for number, leaf in zip(step.gives, live.leaves, strict=True):
@@ -412,7 +407,8 @@ class RunningStep:
     def _start_sums(self, node: StageId, local: LocalStage) -> Callable[[], None]:
         """Start to sum gradients over data-parallel ranks; what it returns waits for that."""
         stage, replicas = local.adapter, self.executor.replicas[node]
-        release_copies(stage)
+        if local.copies is not None:
+            local.copies.release()
         if not (local.wrapped is not None and local.node.sharded):
             return settle(local.trained, replicas)
         fsdp.reduce(stage)
@@ -425,6 +421,7 @@ class RunningStep:
 
     def _accumulate(self, local: LocalStage) -> None:
         """Add up gradients in the masters' dtype: of copies, and of half a backward, which FSDP's hooks do not see."""
-        fold_copies(local.adapter)
-        if local.wrapped is not None:
+        if local.copies is not None:
+            local.copies.fold()
+        elif local.wrapped is not None:
             fsdp.accumulate(local.adapter)

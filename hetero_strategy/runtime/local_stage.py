@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from hetero_strategy.layout.placement import Coordinate
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.random_numbers import RandomNumbers
+from hetero_strategy.parallelize.copies import WeightCopies, copies_of
 from hetero_strategy.parallelize.offload import HostMemory, host_memory
 from hetero_strategy.plan.ahead import computing
 from hetero_strategy.runtime import backward
@@ -34,6 +35,8 @@ class LocalStage(NamedTuple):
     """Each of an instance's ranks has other rows."""
     wrapped: FSDPModule | None
     """The adapter, where FSDP2 holds its parameters."""
+    copies: WeightCopies | None
+    """That it computes with, where it has some."""
     random_numbers: RandomNumbers
     host: HostMemory | None
     """Where its blocks put what they keep for backward."""
@@ -57,6 +60,7 @@ class LocalStage(NamedTuple):
             early=computing(stage_id.module) != stage_id.module,
             rows_apart=node.row_sharding.parts > 1,
             wrapped=adapter if isinstance(adapter, FSDPModule) else None,
+            copies=copies_of(adapter),
             random_numbers=adapter.random_numbers,
             host=host_memory(adapter),
             trained=[p for p in adapter.parameters() if p.requires_grad],

@@ -208,6 +208,28 @@ def test_killed_and_resumed_is_the_same_run(tmp_path: Path, whole: tuple[Path, E
         assert report[name] == unbroken[name], name
 
 
+@pytest.mark.full
+@pytest.mark.slow
+def test_processes_that_torchrun_starts_again_go_on(
+    tmp_path: Path, whole: tuple[Path, Ended], given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two is killed after the first checkpoint; losses are those of a run that nobody stopped."""
+    folder, launcher = tmp_path / "run", ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1")
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    process = start(folder, *JOB, *given, launcher=launcher)
+    while not saved_step(folder / "checkpoints" / "last.ckpt"):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.005)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(workers[1]), signal.SIGKILL)
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, output
+    step = json.loads((folder / "report.json").read_text())["resumed"]["step"]
+    assert step in range(SAVED_EVERY, STEPS, SAVED_EVERY)
+    expected = losses(whole[0])
+    assert losses(folder, version=1) == {number: loss for number, loss in expected.items() if number >= step}
+
+
 @pytest.mark.parametrize(("best", "last", "named"), [("b", "l", "b"), ("", "l", "l"), ("", "", "/r/hpc_ckpt_1.ckpt")])
 def test_the_report_is_of_the_checkpoint_that_it_names(best: str, last: str, named: str) -> None:
     kept = [SimpleNamespace(best_model_path=path) for path in (best, last)]
