@@ -50,7 +50,8 @@ def _inputs(plan: StepPlan, number: int, vocabulary: int, generator: torch.Gener
         (encoder, number): torch.from_numpy(slots(edge_blocks(plan, encoder, number, "llm", number), 0))
         for encoder in made
     }
-    made["llm"] = SequenceInputs(ids, labels, Packing.of(lengths), slots=places)
+    packing = Packing.of(lengths, alike=plan.alike("llm"))
+    made["llm"] = SequenceInputs(ids, labels, packing, slots=places)
     return made
 
 

@@ -52,6 +52,8 @@ class InstanceUnits:
     processor: Any
     """Of the module's media; None where it has none."""
     content: Content
+    alike: bool = False
+    """Whether all units that the module has in the step have the same rows inside it."""
     cache: RowCache | None = None
     """Of the rows of its frozen backbone; None: they are computed."""
 

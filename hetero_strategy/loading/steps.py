@@ -267,6 +267,7 @@ class StepDataset(Dataset[Batch]):
                 seed=(self.seed, 0 if self.same_noise else plan.metadata.epoch),
                 processor=self.processors.get(module),
                 content=content,
+                alike=plan.alike(module),
                 cache=self.caches.get(module),
             )
         )

@@ -65,7 +65,7 @@ def packed_attention(
     """Compute scaled dot-product attention inside every sequence of ``packing``, never across.
 
     On CUDA in half precision torch's flash kernel for packed sequences takes the rows as they are, from compute
-    capability 8.0 on and where 8 divides head_dim; long sequences of one length go to cuDNN from 9.0 on, which takes
+    capability 8.0 on and where 8 divides head_dim; sequences that are alike go to cuDNN from 9.0 on, which takes
     0.55 of the time on an H100. Elsewhere, and with dropout or a soft cap, sequences of similar length are padded
     together and each such bucket is one call: causal attention needs no mask for right padding; bidirectional attention
     gets a key mask only where a bucket has padding, and attention in a window a band where sequences are longer than
@@ -100,7 +100,7 @@ def packed_attention(
     if query.is_cuda and not dropout and softcap is None and VARLEN:
         device = torch.cuda.get_device_properties(query.device)  # which torch keeps, and its compiler takes as constant
         if _flash_takes(query.dtype, query.shape[-1], device.major):
-            alike = packing.alike and window is None and device.major >= DENSE_MAJOR
+            alike = window is None and packing.alike and device.major >= DENSE_MAJOR
             kernel = _dense if alike and current_flash_attention_impl() is None else _flash
             return kernel(query, key, value, packing, options)
     if torch.compiler.is_compiling():  # code that must not depend on how many buckets there are

@@ -54,7 +54,7 @@ class CausalLMKind(ModuleKind):
     @override
     def inputs(self, units: InstanceUnits) -> SequenceInputs:
         tokens, learnt = units.content.text(units.numbers)
-        packing, lengths = Packing.of(units.inner_rows), units.edge_rows
+        packing, lengths = Packing.of(units.inner_rows, alike=units.alike), units.edge_rows
         ids = np.zeros(packing.rows, np.int64)
         ids[: len(tokens)] = tokens
         labels = np.full(packing.rows, IGNORE, np.int64)

@@ -65,7 +65,7 @@ class GeneratorKind(ModuleKind):
             time=torch.from_numpy(time),
             sizes=items.sizes,
             rows=items.rows,
-            packing=Packing.of(units.inner_rows),
+            packing=Packing.of(units.inner_rows, alike=units.alike),
             slots=units.slots,
         )
 

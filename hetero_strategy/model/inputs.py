@@ -16,9 +16,7 @@ IGNORE = -100
 """Label of a row without a loss."""
 
 ALIKE_ROWS, ALIKE_MULTIPLE = 1024, 128
-"""Fewest rows of sequences that are alike, and of what these are a multiple. cuDNN makes a plan for each number and
-length of sequences, which takes it from 0.15 to 2 s (H100), so there must be few; each makes compiled code anew, too.
-"""
+"""Fewest rows of sequences that are alike, and of what these are a multiple."""
 
 _Data = TypeVar("_Data")
 
@@ -99,7 +97,7 @@ class Packing(Movable):
     extent: torch.Tensor
     """``[longest, 0]``, without data: compiled code sees :attr:`longest` as a size that changes."""
     alike: bool
-    """Whether all sequences have one length that is worth a kernel made for it."""
+    """Whether all sequences have one length that is worth a kernel made for it, and those of other microbatches too."""
     buckets: tuple[Bucket, ...]
     gather: torch.Tensor | None
     """int64 ``[padded rows]``: the row that each slot of the concatenated padded buckets holds; None where the rows
@@ -108,8 +106,13 @@ class Packing(Movable):
     """int64 ``[T]``: the slot of each row in the concatenated padded buckets; None as in :attr:`gather`."""
 
     @staticmethod
-    def of(lengths: np.ndarray) -> Packing:
+    def of(lengths: np.ndarray, *, alike: bool = False) -> Packing:
         """Lay out sequences of these lengths (zero allowed); all index tensors are made here, on the host.
+
+        ``alike`` says that sequences have one length in the whole step, of all instances. cuDNN makes a plan for each
+        number and length of sequences, which takes it from 0.15 to 2 s (H100), and compiled code has a form of its own
+        for them: where lengths are often other ones, neither is worth it for a microbatch in which they happen to be
+        the same.
 
         A bucket holds lengths of at least 3/4 of its longest, so padding is at most a third of the rows and the number
         of buckets at most ``1 + log(longest / shortest) / log(4/3)``.
@@ -142,7 +145,8 @@ class Packing(Movable):
             offsets=torch.from_numpy(np.append(starts, len(rows)).astype(np.int32)),
             extent=torch.empty(int(lengths.max(initial=0)), 0, dtype=torch.float32),
             alike=bool(
-                len(lengths)
+                alike
+                and len(lengths)
                 and (lengths == lengths[0]).all()
                 and lengths[0] >= ALIKE_ROWS
                 and lengths[0] % ALIKE_MULTIPLE == 0

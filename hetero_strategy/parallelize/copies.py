@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from math import ceil
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+
+from hetero_strategy.errors import ModelError
 
 ALIGNED = 512
 """Bytes at a multiple of which each copy begins, as if it had been allocated by itself."""
@@ -103,12 +106,22 @@ class WeightCopies:
                 torch._foreach_add_(*sums)
 
     def release(self) -> None:
-        """Give the masters back to their layers, and free the copies."""
+        """Give the masters back to their layers, and free the copies, and what a backward that failed has left."""
+        for copy in self._arrived:
+            copy.grad = None
+        self._arrived.clear()
         if self.there:
             for put, name, master, _ in self._places:
                 put(name, master)
             self._memory.resize_(0)
             self.there = False
+
+    def __deepcopy__(self, _: object) -> NoReturn:
+        """Copies have no memory between steps, and hooks of theirs."""
+        raise ModelError(
+            "a model that computes with half-precision copies of its weights cannot be deep-copied; copy it before the"
+            " Trainer has placed it, or load a checkpoint into another one"
+        )
 
     def _lend(self, *_: object) -> None:
         if not self.there and not torch.is_grad_enabled():

@@ -224,6 +224,11 @@ class StepPlan:
         """Numbers of the module's microbatches in which any instance has a unit."""
         return [i for i, assignment in enumerate(self.assignments[module]) if not assignment.idle]
 
+    def alike(self, module: str) -> bool:
+        """Whether the module has several units in the step, all with the same rows inside it."""
+        rows = np.concatenate([assignment.inner_rows for assignment in self.assignments[module]])
+        return len(rows) > 1 and bool((rows == rows[0]).all())
+
     def feeds(self, source: str, target: str) -> list[tuple[int, int]]:
         """Pairs of a source and a target microbatch between which rows flow, ascending."""
         runs, targets = self.metadata.runs(source, target), len(self.assignments[target])

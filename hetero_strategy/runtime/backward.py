@@ -77,12 +77,13 @@ def inputs_first(
     finally:
         for handle in handles:
             handle.remove()
+    taken = set[int]()
     for leaf, gradient in zip(leaves, found, strict=True):
-        _add(leaf, gradient)
-    return partial(_weights, accumulates, groups)
+        _add(leaf, gradient, taken)
+    return partial(_weights, accumulates, groups, taken)
 
 
-def _weights(accumulates: dict[Any, nn.Parameter], groups: list[dict[str, Any]]) -> None:
+def _weights(accumulates: dict[Any, nn.Parameter], groups: list[dict[str, Any]], taken: set[int]) -> None:
     """Go on from the node at which a group's weights join the way of the inputs, with the gradients kept there."""
     for group in groups:
         kept = [(GradientEdge(group["intermediate"], i), g) for i, g in enumerate(group["grads"]) if g is not None]
@@ -90,7 +91,7 @@ def _weights(accumulates: dict[Any, nn.Parameter], groups: list[dict[str, Any]])
             ends = [GradientEdge(node, 0) for node in group["params"]]
             found = torch.autograd.grad([edge for edge, _ in kept], ends, [g for _, g in kept])
             for node, gradient in zip(group["params"], found, strict=True):
-                _add(accumulates[node], gradient)
+                _add(accumulates[node], gradient, taken)
         group.clear()  # nodes and gradients hold each other
 
 
@@ -98,9 +99,16 @@ def _keep(group: dict[str, Any], gradients: Any) -> None:
     group["grads"] = gradients
 
 
-def _add(leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Accumulate a gradient as autograd does."""
+def _add(leaf: torch.Tensor, gradient: torch.Tensor | None, taken: set[int]) -> None:
+    """Accumulate a gradient as autograd does. Two leaves that are added up have one gradient between them: each gets
+    memory of its own, and ``taken`` are the storages that some leaf has.
+    """
     if gradient is not None:
-        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+        if leaf.grad is not None:
+            gradient = leaf.grad + gradient
+        elif gradient.untyped_storage()._cdata in taken:
+            gradient = gradient.clone()
+        taken.add(gradient.untyped_storage()._cdata)
+        leaf.grad = gradient
         for hook in (leaf._post_accumulate_grad_hooks or {}).values():
             hook(leaf)

@@ -186,11 +186,13 @@ class _StepGradients:
         if self._scaled is not None:
             used = {n: factors.get(n, 1.0) for n in self._runner.executor.weights}
             seeds = {n: None if x is None else self._scaled * x for n, x in used.items()}
-        outcome = self._runner.executor.run(self._batch, train=True, factors=seeds, call=self._call)
-        self._names = list(outcome.losses)
-        self._made = [p.grad for p in self._parameters]
-        for p, gradient in zip(self._parameters, before, strict=True):
-            p.grad = gradient
+        try:
+            outcome = self._runner.executor.run(self._batch, train=True, factors=seeds, call=self._call)
+            self._names = list(outcome.losses)
+            self._made = [p.grad for p in self._parameters]
+        finally:  # also for who goes on after an error
+            for p, gradient in zip(self._parameters, before, strict=True):
+                p.grad = gradient
         return outcome
 
     def merge(self, total: torch.Tensor | None, shares: Sequence[torch.Tensor | None]) -> None:

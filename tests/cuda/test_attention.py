@@ -23,7 +23,7 @@ def errors(lengths: list[int], kv_heads: int, causal: bool, device: str, other: 
     weight, found = make(4), []
     asked = attention._Options(causal, scale=0.1)
     for buckets, packed in ((False, lengths), (True, other or lengths)):
-        packing = Packing.of(np.array(packed)).to(device)
+        packing = Packing.of(np.array(packed), alike=True).to(device)
         if buckets:
             out = attention._in_buckets(*given, packing, asked)
         else:
@@ -60,7 +60,8 @@ def _dense(*given: Any, **asked: Any) -> torch.Tensor:
     [([1024] * 3, True), ([4096], True), ([512] * 3, False), ([1100] * 2, False), ([1024, 2048], False), ([], False)],
 )
 def test_only_long_sequences_of_one_length_are_alike(lengths: list[int], alike: bool) -> None:
-    assert Packing.of(np.array(lengths)).alike is alike
+    assert Packing.of(np.array(lengths), alike=True).alike is alike
+    assert not Packing.of(np.array(lengths)).alike, "the step has other lengths"
 
 
 @pytest.mark.cuda

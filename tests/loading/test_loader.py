@@ -16,6 +16,7 @@ from hetero_strategy.errors import CheckpointError, ConfigError, DataError
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset, epoch_order
+from hetero_strategy.model import inputs as model_inputs
 from hetero_strategy.model.inputs import EncoderInputs, GeneratorInputs, SequenceInputs
 from tests.manifests import entry, write_manifest
 from tests.small_models import digit_processors, draw_processors, kinds_of
@@ -78,6 +79,20 @@ def test_labels_and_slots_of_a_packed_microbatch(digits: Path, tmp_path: Path) -
     assert batch.plan.loss_tokens == 5 == int((sequence.labels != none).sum())
     vision = inputs["vision"]
     assert isinstance(vision, EncoderInputs) and vision.rows.tolist() == [2, 1] and vision.values.shape == (12, 64)
+
+
+@pytest.mark.parametrize(("second", "alike"), [("3", True), ("33", False)])
+def test_rows_of_a_step_of_one_length_are_alike(
+    digits: Path, tmp_path: Path, second: str, alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_inputs, "ALIKE_ROWS", 2)
+    monkeypatch.setattr(model_inputs, "ALIKE_MULTIPLE", 1)
+    manifest = write_manifest(tmp_path, entry("x", "u", "1"), entry("y", "v", second))
+    index = build_index(manifest, ChatTokenizer(digits), digit_processors(), progress=False)
+    share = RankView({"vision": 1, "audio": 1, "llm": 1}, {"vision": 0, "audio": 0, "llm": 0}, {})
+    batch = steps(index, share, global_batch_size=2, microbatches=2, shuffle=False)[0]
+    found = [x.packing.alike for x in batch.inputs["llm"] if isinstance(x, SequenceInputs)]
+    assert found == [alike, alike], "each microbatch has one sequence"
 
 
 @pytest.mark.parametrize("finish", [(), (lambda batch: batch,)], ids=["in the loop", "in a thread"])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+from hetero_strategy.errors import ModelError
 from hetero_strategy.parallelize import copies as copies_module
 from hetero_strategy.parallelize.copies import WeightCopies, compute_with_copies, copies_of, masters_kept
 from hetero_strategy.runtime import backward
@@ -103,15 +106,15 @@ def test_copies_lie_in_one_memory_as_their_masters_do() -> None:
     copies = WeightCopies(module, torch.bfloat16)
     copies.gather()
     now = dict(module.named_parameters())
-    for name, copy in now.items():
-        assert copy.stride() == masters[name].stride() and torch.equal(copy, masters[name].bfloat16()), name
-    begins = [2 * copy.storage_offset() for copy in now.values()]
-    assert len({copy.untyped_storage().data_ptr() for copy in now.values()}) == 1
+    for name, one in now.items():
+        assert one.stride() == masters[name].stride() and torch.equal(one, masters[name].bfloat16()), name
+    begins = [2 * one.storage_offset() for one in now.values()]
+    assert len({one.untyped_storage().data_ptr() for one in now.values()}) == 1
     assert begins == [0, 512, 1024, 1536]
-    before = [copy._version for copy in now.values()]
+    before = [one._version for one in now.values()]
     with torch.no_grad():
         module[0].weight.zero_()
-    assert [copy._version - old for copy, old in zip(now.values(), before, strict=True)] == [1, 0, 0, 0]
+    assert [one._version - old for one, old in zip(now.values(), before, strict=True)] == [1, 0, 0, 0]
 
 
 def test_a_layer_with_a_list_of_its_weights_computes_with_copies_too() -> None:
@@ -133,6 +136,34 @@ def test_without_gradients_a_stage_computes_outside_of_steps() -> None:
         assert not copies.there and all(one is masters[name] for name, one in module.named_parameters())
         copies.gather()
         assert torch.equal(outside, module(rows)) and copies.there
+
+
+def test_nothing_is_left_of_a_backward_that_fails() -> None:
+    module, copies, masters = made()
+    rows = torch.randn(5, 4).bfloat16()
+
+    def step(fail: bool) -> dict[str, torch.Tensor | None]:
+        for one in masters.values():
+            one.grad = None
+        copies.gather()
+        hidden = module.inner(rows)
+        if fail:
+            hidden.register_hook(lambda _: 1 / 0)
+        module.head(hidden).sum().backward()
+        copies.fold()
+        copies.release()
+        return {name: one.grad for name, one in masters.items()}
+
+    with pytest.raises(ZeroDivisionError), masters_kept([module]):
+        step(True)
+    assert not any(one.grad is not None for one in copies._masters)
+    again, alone = step(False), step(False)
+    assert all(one is None or torch.equal(one, alone[name]) for name, one in again.items())  # type: ignore[arg-type]
+
+
+def test_a_deep_copy_is_refused() -> None:
+    with pytest.raises(ModelError, match="cannot be deep-copied"):
+        copy.deepcopy(made()[0])
 
 
 def test_masters_come_back_where_a_step_fails() -> None:

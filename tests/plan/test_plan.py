@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,6 +61,15 @@ def test_every_unit_once(made: Plans) -> None:
     for module, count in {**counts, "llm": len(plan.samples)}.items():
         units = np.concatenate([assignment.units for assignment in plan.assignments[module]])
         assert sorted(units.tolist()) == list(range(count))
+
+
+@pytest.mark.parametrize(("tokens", "alike"), [([5, 5, 5], True), ([5, 5, 6], False), ([5], False)])
+def test_units_are_alike_where_all_of_the_step_have_the_same_rows(tokens: list[int], alike: bool) -> None:
+    pictures = StepItems(*(array(column) for column in ([0, 0], [4, 4], [0, 0], [4, 4])))
+    count = array(tokens)
+    metadata = StepMetadata(0, 0, np.arange(len(tokens)), count, count - 1, {"vision": pictures})
+    plan = plan_step(metadata, {"vision": 2, "llm": 2}, ("llm",), microbatches=2)
+    assert plan.alike("llm") is alike and plan.alike("vision")
 
 
 @given(plans())

@@ -76,6 +76,20 @@ class Tied(nn.Module):
         return hidden, (hidden @ self.table.weight.T).logsumexp(-1).sum()
 
 
+class Added(nn.Module):
+    """Weights that are added up before they are used, so that both have one gradient; as have rows and a table."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.weight, self.more = (nn.Parameter(torch.randn(width, width)) for _ in range(2))
+        self.table, self.other = (nn.Parameter(torch.randn(6, width)) for _ in range(2))
+
+    def forward(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        hidden = self.first(rows + self.table + self.other)
+        return (nn.functional.linear(hidden, self.weight + self.more),)
+
+
 def made(kind: type[nn.Module], inputs: int) -> tuple[nn.Module, list[torch.Tensor], list[nn.Parameter]]:
     torch.manual_seed(3)
     stage = kind().double()
@@ -121,6 +135,18 @@ def test_weights_add_up_over_microbatches_in_any_order() -> None:
         waiting[number]()
     for weight, gradient in zip(weights, expected, strict=True):
         torch.testing.assert_close(weight.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_leaves_that_are_added_up_have_gradients_of_their_own() -> None:
+    stage, leaves, weights = made(Added, 1)
+    whole(roots(stage, leaves))
+    expected = [x.grad for x in (*leaves, *weights)]
+    stage, leaves, weights = made(Added, 1)
+    inputs_first(roots(stage, leaves), leaves, weights)()
+    gradients = [x.grad for x in (*leaves, *weights) if x.grad is not None]
+    assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == len(expected) == 7
+    for gradient, right in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, right, rtol=1e-12, atol=1e-12)
 
 
 def test_frozen_weights_get_no_gradient() -> None:

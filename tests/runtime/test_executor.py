@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from benchmarks.host_time import MICROBATCHES, one_rank
 from hetero_strategy.model.random_numbers import RandomNumbers
-from hetero_strategy.runtime.step import _differ
+from hetero_strategy.runtime.step import _differ, _StepGradients
 
 
 def seeds_of_a_step(rank: int, world: int) -> list[tuple[list[int], list[int]]]:
@@ -43,6 +45,24 @@ def test_a_backward_has_the_random_numbers_of_its_forward(pool) -> None:
     assert len(seeds) == 3
     for forwards, backwards in seeds:
         assert len(set(forwards)) > MICROBATCHES // 4 and forwards == backwards
+
+
+def test_gradients_of_before_are_there_after_a_step_that_fails() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = before = torch.ones(2)
+
+    def fails(*_: Any, **__: Any) -> None:
+        weight.grad = torch.full((2,), 7.0)
+        raise MemoryError
+
+    runner: Any = SimpleNamespace(_parameters=[weight], executor=SimpleNamespace(weights={}, run=fails))
+    step = _StepGradients(runner, None, 0, None)  # type: ignore[arg-type]
+    with pytest.raises(MemoryError):
+        step.run({})
+    assert weight.grad is before
+    with pytest.raises(MemoryError):
+        step.run({}, drop=True)
+    assert weight.grad is None
 
 
 def test_factors_of_losses_that_are_no_numbers_are_others() -> None:
