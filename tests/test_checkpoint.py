@@ -789,6 +789,14 @@ def test_export_one_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert sorted(os.listdir(tmp_path)) == ["all", "c", "d", "out"]
 
 
+def test_the_folder_of_a_run_names_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("best", "last"):
+        ck.Checkpointer().save(owned(), {}, tmp_path / "checkpoints" / f"{name}.ckpt")
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 1
+    places = ", ".join(f"{tmp_path}/checkpoints/{name}.ckpt" for name in ("best", "last"))
+    assert f"give one of those in it: {places}\n" in capsys.readouterr().err
+
+
 def test_export_in_several_files(tmp_path: Path) -> None:
     tensors = {f"model.net.m.layers.{i}.w": torch.randn(8, 8) for i in range(5)} | {"model.other.w": torch.ones(1)}
     ck.Checkpointer().save(tensors, {}, tmp_path / "c")

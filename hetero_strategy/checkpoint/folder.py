@@ -171,9 +171,11 @@ def read_index(folder: Path) -> Description:
     try:
         data = (folder / INDEX).read_bytes()
     except FileNotFoundError:
-        raise _Incomplete(
-            f"{folder} has no {INDEX}: not a checkpoint of hetero_strategy, or one whose save or removal was cut short"
-        ) from None
+        within = sorted(str(index.parent) for depth in ("*", "*/*") for index in folder.glob(f"{depth}/{INDEX}"))
+        what = (
+            f"give one of those in it: {', '.join(within)}" if within else "or one whose save or removal was cut short"
+        )
+        raise _Incomplete(f"{folder} has no {INDEX}: not a checkpoint of hetero_strategy, {what}") from None
     except OSError as fault:
         raise CheckpointError(f"{folder / INDEX}: cannot be read: {fault}") from fault
     index = _parse_index(data, folder / INDEX)
