@@ -192,7 +192,7 @@ class CausalLM(Adapter):
             rows.index_select(0, inputs.labelled).split(self.head_rows), labels.split(self.head_rows), strict=True
         )
         if torch.is_grad_enabled():
-            again = partial(checkpoint, self._of_chunk, use_reentrant=False, preserve_rng_state=False)
+            again = partial(checkpoint, self._of_chunk, use_reentrant=False)
             scored = [again(*chunk) for chunk in chunks]
         else:
             scored = [self._of_chunk(*chunk) for chunk in chunks]

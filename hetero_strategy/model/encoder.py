@@ -150,7 +150,7 @@ class Encoder(Adapter):
         self.after = after
         self.width = width if width is not None else _out_width(self.projector)
         self.hidden_width = self.backbone.hidden_width if isinstance(self.backbone, Backbone) else self.width
-        self.checkpoint = getattr(self.backbone, "checkpoint", None)
+        self.checkpoint = self._adapter.checkpoint
         self.max_item_rows = self._adapter.max_item_rows
         self.processor = self._adapter.processor if processor is None else processor
 

@@ -43,6 +43,8 @@ class HFWeights:
     """What may stand before the names in a folder that holds more than this module."""
     ignored: tuple[str, ...] = ()
     """Globs of names in such a folder that this module rightly leaves out."""
+    tied: tuple[str, str] | None = None
+    """Names of an embedding and of the head that is the same tensor; a folder may hold either, or both."""
 
     def below(self, prefix: str) -> HFWeights:
         """Return the same weights for a module whose FQNs have ``prefix`` in front."""
@@ -106,7 +108,9 @@ class TensorFolder(SafetensorFiles):
         if (self.folder / SINGLE).exists():  # before the shards, as transformers does
             self._files: Mapping[str, str] = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         elif (self.folder / INDEX).exists():
-            self._files = read_json(self.folder / INDEX)["weight_map"]
+            self._files = read_json(self.folder / INDEX).get("weight_map", {})
+            if not self._files:
+                raise ModelError(f"{self.folder / INDEX} has no weight_map, which says where tensors are")
         else:
             raise ModelError(f"{self.folder} has neither {SINGLE} nor {INDEX}: other formats are not read")
 

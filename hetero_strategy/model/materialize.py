@@ -149,9 +149,13 @@ def _match(name: str, adapter: Adapter, weights: HFWeights | None, tensors: Tens
     present, names = tensors.names(), weights.names
     prefix = max(weights.prefixes, key=lambda start: sum(start + theirs in present for theirs in names.values()))
     sources = {fqn: prefix + theirs for fqn, theirs in names.items()}
+    tied = tuple(prefix + theirs for theirs in weights.tied or ())
+    if tied:
+        embedding = _embedding(name, tensors, *tied)
+        sources = {fqn: embedding if theirs == tied[0] else theirs for fqn, theirs in sources.items()}
     if missing := [theirs for theirs in sources.values() if theirs not in present]:
         raise ModelError(f"{name}: {tensors.folder} lacks {len(missing)} tensors, such as {sorted(missing)[:3]}")
-    extra = sorted(present - set(sources.values()))
+    extra = sorted(present - set(sources.values()) - set(tied))
     if unexpected := [theirs for theirs in extra if not any(fnmatchcase(theirs, glob) for glob in weights.ignored)]:
         raise ModelError(
             f"{name}: {tensors.folder} holds {len(unexpected)} tensors this model has no place for, such as "
@@ -165,6 +169,24 @@ def _match(name: str, adapter: Adapter, weights: HFWeights | None, tensors: Tens
                 "config.json and weights do not belong together"
             )
     return sources
+
+
+def _embedding(name: str, tensors: TensorFolder, embedding: str, head: str) -> str:
+    """Under which of two names to read the embedding that is the head, too.
+
+    Raises:
+        ModelError: they are not the same. Some rows tell: a step of training changes all of a head.
+    """
+    if not {embedding, head} <= tensors.names():
+        return head if head in tensors.names() else embedding
+    one, other = tensors.shape(embedding), tensors.shape(head)
+    some = {0: torch.linspace(0, one[0] - 1, min(one[0], 64)).long()}
+    if one != other or not torch.equal(tensors.read(embedding, some), tensors.read(head, some)):
+        raise ModelError(
+            f"{name}: config.json in {tensors.folder} has tie_word_embeddings=true, but {embedding} and {head} are not"
+            " the same; set it to false there"
+        )
+    return embedding
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

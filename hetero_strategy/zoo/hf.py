@@ -30,6 +30,8 @@ class HFAdapter(Adapter):
     """See :attr:`HFWeights.prefixes`."""
     folder_ignored: tuple[str, ...] = ()
     """See :attr:`HFWeights.ignored`."""
+    folder_tied: tuple[str, str] | None = None
+    """See :attr:`HFWeights.tied`."""
 
     @override
     def initialize(self, prefix: str, unit: nn.Module) -> None:
@@ -50,7 +52,9 @@ class HFAdapter(Adapter):
     def hf_weights(self) -> HFWeights:
         names = {fqn: fqn.removeprefix("model.") for fqn, _ in self.meta_copy().named_parameters()}
         config = {**self.config.to_dict(), "architectures": [self.architecture]}
-        return HFWeights(names, config, prefixes=self.folder_prefixes, ignored=self.folder_ignored)
+        return HFWeights(
+            names, config, prefixes=self.folder_prefixes, ignored=self.folder_ignored, tied=self.folder_tied
+        )
 
 
 def make_config(

@@ -55,8 +55,9 @@ class HFCausalLM(HFAdapter, CausalLM):
         self.width = self.hidden_width = config.hidden_size
         self.vocab_size, self.head_rows = config.vocab_size, head_rows_of(config.vocab_size)
         self.checkpoint = checkpoint
-        # Old folders hold rotary frequencies, and a tied head is the embedding.
-        self.folder_ignored = ("*rotary_emb.inv_freq", *["lm_head.weight"] * config.tie_word_embeddings)
+        self.folder_ignored = ("*rotary_emb.inv_freq",)  # of old folders
+        if config.tie_word_embeddings:
+            self.folder_tied = ("model.embed_tokens.weight", "lm_head.weight")
 
     @override
     def embed(self, ids: Tensor) -> Tensor:
@@ -156,6 +157,8 @@ def _check_supported(who: str, config: Any) -> None:
     rope = (config.rope_parameters or {}).get("rope_type", "default")
     if rope in ("dynamic", "longrope"):
         raise ModelError(f"{who}: rope_type {rope!r} changes with the longest sequence and cannot be packed")
+    if not getattr(config, "is_causal", True):
+        raise ModelError(f"{who}: config.json has is_causal=false, and attention here is causal: use an encoder")
     if config.num_attention_heads % config.num_key_value_heads:
         raise ModelError(
             f"{who}: num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "

@@ -28,7 +28,7 @@ from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.causal_lm import CausalLM, head_rows_of
 from hetero_strategy.model.hf_folder import HFWeights, read_config
 from hetero_strategy.model.inputs import Packing, SequenceInputs
-from hetero_strategy.zoo.hf import check_no_fields
+from hetero_strategy.zoo.hf import check_no_fields, make_config
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -314,7 +314,7 @@ def titan_llama(
     if checkpoint is not None:
         check_no_fields("titan_llama", fields)
         config = read_config(checkpoint)
-        fields = _fields_of(config, str(checkpoint))
+        fields = _fields_of(config, checkpoint)
     titan = _titan()
     allowed = {field.name for field in dataclasses.fields(titan.TransformerModelArgs)}
     allowed -= {"attn_type", "attn_mask_type", "eos_id"}  # attention is always packed and causal
@@ -334,41 +334,42 @@ def titan_llama(
     return module
 
 
-def _fields_of(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Translate a Hugging Face Llama config to ``TransformerModelArgs`` fields with the same forward."""
+def _fields_of(content: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:
+    """Translate a Hugging Face Llama's config.json to ``TransformerModelArgs`` fields with the same forward."""
+    from transformers import LlamaConfig
+
     fixed = {"model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False}
-    for name, value in (fixed | {"mlp_bias": False, "attention_dropout": 0.0}).items():
-        if config.get(name, value) != value:
+    for name, value in (fixed | {"mlp_bias": False, "attention_dropout": 0.0, "is_causal": True}).items():
+        if content.get(name, value) != value:
             raise ModelError(
-                f"titan_llama: {folder}/config.json has {name}={config[name]!r}, torchtitan's Llama 3 has {value!r}: "
+                f"titan_llama: {folder}/config.json has {name}={content[name]!r}, torchtitan's Llama 3 has {value!r}: "
                 "use hf_llama"
             )
-    rope = {
-        "rope_theta": config.get("rope_theta", 10000.0),
-        **(config.get("rope_parameters") or config.get("rope_scaling") or {}),
-    }
-    kind = rope.get("rope_type") or rope.get("type", "default")  # older folders say "type"
+    config = make_config("titan_llama", LlamaConfig, folder, {})  # what is left out there is as transformers says
+    config.standardize_rope_params()  # as its models do, who then know all of its fields
+    rope = config.rope_parameters
+    kind = rope["rope_type"]
     if kind not in ("default", "llama3"):
         raise ModelError(f"titan_llama: {folder}/config.json has rope_type {kind!r}, known are default and llama3")
-    dim, heads = config["hidden_size"], config["num_attention_heads"]
-    if config.get("head_dim") not in (None, dim // heads):
-        raise ModelError(f"titan_llama: {folder}/config.json has head_dim {config['head_dim']}, not {dim}/{heads}")
-    ffn, natural = config["intermediate_size"], int(8 * dim / 3)
-    scaling = {"scaling_factor": rope.get("factor", 1.0) if kind == "llama3" else 1.0}
-    for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-        if name in rope:
-            scaling[name] = rope[name]
+    dim, heads = config.hidden_size, config.num_attention_heads
+    if config.head_dim != dim // heads:
+        raise ModelError(f"titan_llama: {folder}/config.json has head_dim {config.head_dim}, not {dim}/{heads}")
+    ffn, natural = config.intermediate_size, int(8 * dim / 3)
+    scaling = {"scaling_factor": 1.0}
+    if kind == "llama3":
+        names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        scaling = {"scaling_factor": rope["factor"], **{name: rope[name] for name in names}}
     return {
-        "vocab_size": config["vocab_size"],
+        "vocab_size": config.vocab_size,
         "dim": dim,
-        "n_layers": config["num_hidden_layers"],
+        "n_layers": config.num_hidden_layers,
         "n_heads": heads,
-        "n_kv_heads": config.get("num_key_value_heads") or heads,
+        "n_kv_heads": config.num_key_value_heads or heads,
         # torchtitan rounds its own width up to a multiple of this: below it, the result is this.
         "multiple_of": ffn,
         "ffn_dim_multiplier": min(1.0, ffn / natural),
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "norm_eps": config.rms_norm_eps,
         "rope_theta": rope["rope_theta"],
         "rope_scaling_args": scaling,
-        "max_seq_len": config.get("max_position_embeddings", 2048),
+        "max_seq_len": config.max_position_embeddings,
     }

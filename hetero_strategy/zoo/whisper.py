@@ -155,8 +155,12 @@ class WhisperBackbone(HFAdapter, Backbone):
 
 def _heard(checkpoint: str | Path) -> dict[str, int]:
     """How the recordings were read that a folder's weights were trained with: as it says, or as Whisper does."""
-    path = Path(checkpoint) / "preprocessor_config.json"
-    said = read_json(path) if path.is_file() else {}
+    path, joined = (Path(checkpoint) / name for name in ("preprocessor_config.json", "processor_config.json"))
+    said = {}
+    if path.is_file():
+        said = read_json(path)
+    elif joined.is_file():  # as transformers 5 saves a processor
+        said = read_json(joined).get("feature_extractor", {})
     return {name: said.get(name, usual) for name, usual in USUAL.items()}
 
 

@@ -212,6 +212,22 @@ def test_only_labelled_rows_reach_the_head_and_never_too_many(rows):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_head_that_draws_numbers_draws_them_again_in_backward(backend):
+    model, inputs = ready(titan_llama(**TITAN)), tokens(LENGTHS)
+    model.head_rows, model.compiled_by = 3, backend
+    model.head = lambda rows: model.model.output(F.dropout(model.model.norm(rows), 0.5))
+    weight, labelled = model.model.output.weight, inputs.labels != -100
+    torch.manual_seed(3)
+    out = model(inputs, {})
+    (found,) = torch.autograd.grad(out.loss_sum, [weight])
+    torch.manual_seed(3)
+    chunks = zip(out.hidden.detach()[labelled].split(3), inputs.labels[labelled].split(3), strict=True)
+    wanted = sum(loss_of(model.head(rows), labels) for rows, labels in chunks)
+    torch.testing.assert_close(out.loss_sum, wanted)
+    torch.testing.assert_close(found, *torch.autograd.grad(wanted, [weight]))
+
+
 def test_rows_and_slots_must_match():
     hidden = torch.zeros(4, 2)
     slots = {"vision": torch.tensor([0, 2])}

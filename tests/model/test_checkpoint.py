@@ -73,17 +73,52 @@ def test_what_a_folder_holds_is_not_drawn_first(tmp_path, make):
         assert torch.equal(made[fqn], drawn[fqn]), fqn
 
 
-def test_titan_takes_llama3_rope_scaling(tmp_path):
-    rope = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0}
-    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    config = LlamaConfig(**LLAMA, rope_parameters=rope, initializer_range=0.3, max_position_embeddings=64)
-    theirs = LlamaForCausalLM(config)
-    theirs.save_pretrained(tmp_path)
+@pytest.mark.parametrize("original", ["in the scaling", "beside it", "nowhere"])
+def test_titan_takes_llama3_rope_scaling(tmp_path, original):
+    """Where the folder does not say for how many positions frequencies were, it is as transformers has it."""
+    rope = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    said = {} if original == "nowhere" else {"original_max_position_embeddings": 16}
+    LlamaForCausalLM(LlamaConfig(**LLAMA, initializer_range=0.3, max_position_embeddings=64)).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content |= {"rope_parameters": rope | said} if original == "in the scaling" else said | {"rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path)
     ours = titan_llama(checkpoint=tmp_path)
     materialize(ours, 0)
     inputs = tokens([40])
     out = ours(inputs, {}, keep_logits=True)
     torch.testing.assert_close(out.logits, logits_of(theirs, inputs), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [titan_llama, hf_llama])
+def test_attention_that_sees_all_rows_is_refused(tmp_path, make):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "llama", "is_causal": False}))
+    with pytest.raises(ModelError, match="is_causal"):
+        make(checkpoint=tmp_path)
+
+
+def test_a_tied_folder_may_hold_embedding_and_head(tmp_path):
+    """Either, or both if they are the same; transformers unties those that are not."""
+    config = LlamaConfig(**LLAMA, tie_word_embeddings=True, initializer_range=0.3)
+    theirs = LlamaForCausalLM(config)
+    theirs.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    table, names = saved["model.embed_tokens.weight"], ("model.embed_tokens.weight", "lm_head.weight")
+    other = table.clone()
+    other[-1, 0] += 1
+
+    def load(*tables):
+        rest = {name: tensor for name, tensor in saved.items() if name not in names}
+        held = {name: tensor.clone() for name, tensor in zip(names, tables, strict=True) if tensor is not None}
+        save_file(rest | held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        ours = hf_llama(checkpoint=tmp_path)
+        materialize(ours, 0, name="llm")
+        assert torch.equal(ours.model.lm_head.weight, table) and ours.tied_weight() is not None
+
+    for tables in ((table, None), (None, table), (table, table)):
+        load(*tables)
+    with pytest.raises(ModelError, match=r"llm: .* tie_word_embeddings=true, but .* are not the same; set it to false"):
+        load(table, other)
 
 
 @pytest.mark.parametrize("name", ["rope_type", "type"])
@@ -185,6 +220,12 @@ def test_whisper_loads_from_a_whole_model(tmp_path):
     model = MultimodalModel({"audio": whisper_encoder(out_width=16, checkpoint=tmp_path), "llm": hf_llama(**LLAMA)})
     audio = processors_of(model, {"audio": {"sampling_rate": 8000}})["audio"]
     assert (audio.sampling_rate, audio.hop_length, audio.n_fft) == (8000, 80, 400)
+    (tmp_path / "preprocessor_config.json").unlink()
+    heard = {"feature_extractor": {"sampling_rate": 8000, "hop_length": 40, "n_fft": 256}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(heard))
+    model = MultimodalModel({"audio": whisper_encoder(out_width=16, checkpoint=tmp_path), "llm": hf_llama(**LLAMA)})
+    audio = processors_of(model, {"audio": {"sampling_rate": 8000}})["audio"]
+    assert (audio.sampling_rate, audio.hop_length, audio.n_fft) == (8000, 40, 256)
 
 
 def test_faults_of_a_folder_are_named(tmp_path):
@@ -211,6 +252,9 @@ def test_faults_of_a_folder_are_named(tmp_path):
         hf_llama(checkpoint=tmp_path / "nowhere")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"neither model.safetensors nor"):
+        materialize(hf_llama(checkpoint=tmp_path), 0)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"index.json has no weight_map"):
         materialize(hf_llama(checkpoint=tmp_path), 0)
 
 

@@ -172,6 +172,17 @@ def test_plain_modules_and_a_parameter_nothing_initialises():
         materialize(Encoder(lambda: Plain(forgotten=True), lambda: Projector(16, 8)), 0, name="vision")
 
 
+class Checkpointing(Plain):
+    def checkpoint(self):
+        """As some models call what recomputes their activations."""
+
+
+def test_a_method_of_a_backbone_is_no_folder():
+    encoder = Encoder(Checkpointing, lambda: Projector(16, 8))
+    materialize(encoder, 0, name="vision")
+    assert encoder.checkpoint is None and encoder(images([(2, 2)])).shape == (4, 8)
+
+
 def test_a_ready_backbone_keeps_its_values():
     backbone = Plain(forgotten=True)
     weight = backbone.linear.weight.detach().clone()
