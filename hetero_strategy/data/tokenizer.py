@@ -91,7 +91,8 @@ class ChatTokenizer:
         self._added: list[int] = []
         if chat_template is not None:
             source = read_template(str(chat_template), self.path.parent)
-            tokens = self.tokenizer.get_added_tokens_decoder()
+            tokens = self.tokenizer.get_added_tokens_decoder()  # added blanks, as Gemma's newlines, are text
+            tokens = {number: t for number, t in tokens.items() if t.content.replace("\u2581", " ").strip()}
             self._added = [*tokens]
             named = {token.content: token.special for token in tokens.values()}
             self._template = ChatTemplate(source, named, self._named(bos, eos))

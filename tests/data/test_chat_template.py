@@ -115,6 +115,23 @@ def test_so_they_are_where_a_space_belongs_to_what_follows_it(folder: Path) -> N
     assert encoded.loss[encoded.ids == more["\u25815"]].tolist() == [True]
 
 
+@pytest.mark.parametrize("before_the_end", ["", "\n", "    "])
+def test_added_blanks_are_text(folder: Path, before_the_end: str) -> None:
+    """As in Gemma, whose newlines and runs of spaces are added tokens: they are learnt, and none ends an answer."""
+    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    blanks = ["\n", "\n\n", "    ", "\u2581\u2581"]
+    own.add_tokens([AddedToken(blank, special=False, normalized=False) for blank in blanks])
+    own.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + before_the_end + "[end]\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = ChatTokenizer(folder, chat_template="auto")
+    for answer in ("1\n\n    2\u2581\u2581\n3", "    1[end]\n2"):  # as a whole, and in pieces
+        encoded = tokenizer.encode_batch([turns([("human", "4\n"), ("gpt", answer)])], [{}])[0]
+        assert texts(tokenizer, encoded, True) == [f"{answer}{before_the_end}[end]"]
+        added = [encoded.ids == own.token_to_id(blank) for blank in ("\n", "    ")]
+        assert all(found[encoded.loss].any() for found in added)
+
+
 def test_what_turns_say_is_text_and_media_are_rows(folder: Path) -> None:
     tokenizer = ChatTokenizer(folder, chat_template=folder / "chat_template.jinja")
     encoded = tokenizer.encode_batch([turns(TALK)], [{"image": [3]}])[0]
