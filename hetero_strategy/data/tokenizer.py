@@ -82,6 +82,7 @@ class ChatTokenizer:
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_truncation()  # whoever saved the file may have left them on
         self.tokenizer.no_padding()
+        self.tokenizer.post_processor = None  # it adds special tokens, and may take blanks out of what a token spans
         self.bos = self._stock_token("bos") if bos == "auto" else bos
         self.eos = eos if eos not in (None, "auto") else self._stock_token("eos") or USUAL["eos"][0]
         self._placeholders = dict(placeholders or {})

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from hetero_strategy.data.build_index import build_index
 from hetero_strategy.data.manifest import Turn
 from hetero_strategy.data.tokenizer import ChatTokenizer, Encoded
 from hetero_strategy.errors import ConfigError, DataError
+from tests import stock
 
 MARKED = """\
 {{- bos_token }}
@@ -130,6 +131,18 @@ def test_added_blanks_are_text(folder: Path, before_the_end: str) -> None:
         assert texts(tokenizer, encoded, True) == [f"{answer}{before_the_end}[end]"]
         added = [encoded.ids == own.token_to_id(blank) for blank in ("\n", "    ")]
         assert all(found[encoded.loss].any() for found in added)
+
+
+def test_blanks_are_learnt_where_a_post_processor_trims_them(folder: Path, tmp_path: Path) -> None:
+    """As that of byte-level tokenizers does unless told otherwise."""
+    file = stock.tokenizer(tmp_path / "bytes", SPECIALS)
+    own = Tokenizer.from_file(str(file))
+    own.post_processor = processors.ByteLevel(trim_offsets=True)
+    own.save(str(file))
+    tokenizer = ChatTokenizer(file, eos="[end]", chat_template=folder / "chat_template.jinja")
+    encoded = tokenizer.encode_batch([turns([("human", "1"), ("gpt", "2  3 \n 4")])], [{}])[0]
+    assert texts(tokenizer, encoded, True) == ["2  3 \n 4[end]"]
+    assert encoded.ids.tolist() == own.encode("[user]\n1[end]\n[assistant]\n2  3 \n 4[end]\n").ids
 
 
 def test_what_turns_say_is_text_and_media_are_rows(folder: Path) -> None:
