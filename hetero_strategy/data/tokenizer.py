@@ -89,14 +89,16 @@ class ChatTokenizer:
         self.bos_id = None if self.bos is None else self._special("bos", self.bos)
         self.eos_id = self._special("eos", self.eos)
         self._template: ChatTemplate | None = None
+        self._variables: dict[str, str] = {}
         self._added: list[int] = []
         if chat_template is not None:
             source = read_template(str(chat_template), self.path.parent)
             tokens = self.tokenizer.get_added_tokens_decoder()  # added blanks, as Gemma's newlines, are text
             tokens = {number: t for number, t in tokens.items() if t.content.replace("\u2581", " ").strip()}
             self._added = [*tokens]
+            self._variables = self._named(bos, eos)
             named = {token.content: token.special for token in tokens.values()}
-            self._template = ChatTemplate(source, named, self._named(bos, eos))
+            self._template = ChatTemplate(source, named, self._variables)
 
     @property
     def vocab_size(self) -> int:
@@ -105,8 +107,10 @@ class ChatTokenizer:
 
     def settings(self) -> dict[str, object]:
         """Settings that decide the ids besides the file's bytes; they are part of the index's key."""
-        template = {} if self._template is None else {"chat_template": self._template.source}
-        return {"bos": self.bos, "eos": self.eos, "placeholders": self._placeholders, **template}
+        settings: dict[str, object] = {"bos": self.bos, "eos": self.eos, "placeholders": self._placeholders}
+        if self._template is not None:
+            settings |= {"chat_template": self._template.source, "variables": self._variables}
+        return settings
 
     def placeholder_id(self, media_field: str, *, seen: bool = False) -> int:
         """Token id that fills the rows of the field's items.

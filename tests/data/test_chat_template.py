@@ -179,6 +179,21 @@ def test_a_template_that_trims_and_ends_with_eos(folder: Path) -> None:
     assert sent.ids.tolist() == encoded.ids.tolist()
 
 
+@pytest.mark.parametrize("name", ["bos_token", "end_of_turn_token"])
+def test_an_index_follows_the_tokens_that_a_template_names(folder: Path, name: str) -> None:
+    template = f"{{{{ {name} }}}}{{% for m in messages %}}[{{{{ m.role }}}}]{{{{ m.content }}}}[end]{{% endfor %}}"
+    (folder / "chat_template.jinja").write_text(template)
+    said = [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]
+    (folder / "talk.json").write_text(json.dumps([{"id": "a", "conversations": said}]))
+    for token in ("[system]", "<eos>"):
+        config = {"add_bos_token": False, "eos_token": "<eos>", name: token}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        tokenizer = ChatTokenizer(folder, chat_template="auto")
+        index = build_index(folder / "talk.json", tokenizer, {}, progress=False)
+        assert tokenizer.tokenizer.id_to_token(int(index.ids[0])) == token
+    assert "variables" not in ChatTokenizer(folder).settings()
+
+
 @pytest.mark.parametrize(
     ("template", "words"),
     [
