@@ -33,8 +33,8 @@ from hetero_strategy.data.media import Media, TargetProcessor
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
 
-VERSION = 6
-"""Raised whenever the template, the arrays or a processor's rows change meaning."""
+VERSION = 7
+"""Raised whenever ids, masks, the arrays or a processor's rows change meaning."""
 
 DECODE_LIMIT = 20_000
 """``verify="auto"`` decodes every file if there are at most this many."""
