@@ -22,6 +22,9 @@ from hetero_strategy.plan.balance import Cost, OverLimit, balance, loads
 LEVEL_WITHIN = 1.01
 """Most that the language model's time may grow so that microbatches are level for the other modules too."""
 
+HELD = range(1, 9)
+"""Numbers of samples for which it is looked at how many are so long that no more fit into a budget."""
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -101,7 +104,10 @@ def pack(
 
 def _fewest(into: Callable[[int], Packed], tokens: np.ndarray, instances: int, budget: int, least: int) -> Packed:
     """Pack into as few microbatches as the budget allows, at least so many; ``into`` packs into a number of them."""
-    first = max(least, -(-int(tokens.sum()) // (budget * instances)))
+    bins = -(-int(tokens.sum()) // budget)
+    for held in HELD:  # of samples of which more do not fit into a bin
+        bins = max(bins, -(-int(((held + 1) * tokens > budget).sum()) // held))
+    first = max(least, -(-bins // instances))
     for count in range(first, max(first, len(tokens)) + 1):
         with suppress(OverLimit):  # whole samples leave gaps: one microbatch more
             return into(count)
