@@ -150,12 +150,9 @@ def _measure(
 
     Threads do it, not processes: decoders release the GIL, and forking beside process groups and CUDA is not safe.
     """
-    first: dict[tuple[str, str], Sample] = {}
-    for sample in samples:
-        for file in ((field, name) for field, names in sample.items.items() for name in names):
-            first.setdefault(file, sample)
+    distinct = dict.fromkeys((f, name) for s in samples for f, names in s.items.items() for name in names)
     by_field = {processor.field: processor for processor in processors.values()}
-    decode = verify == "decode" or (verify == "auto" and len(first) <= DECODE_LIMIT)
+    decode = verify == "decode" or (verify == "auto" and len(distinct) <= DECODE_LIMIT)
 
     def read(file: tuple[str, str]) -> tuple[tuple[int, ...], int] | str:
         field, name = file
@@ -167,16 +164,20 @@ def _measure(
         except (DataError, OSError) as error:
             return str(error)
 
-    measured = {}
+    measured, unread = {}, dict[tuple[str, str], str]()
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        rest = iter(first)
+        rest = iter(distinct)
         while files := list(islice(rest, CHUNK * 16)):  # bounded, as ``map`` would queue a future per file at once
             label = "check media" if decode else "measure media"
             for file, result in zip(files, _bar(pool.map(read, files), label, len(files), progress), strict=True):
                 if isinstance(result, str):
-                    faults.add(first[file].position, f"sample '{first[file].id}': {result}")
+                    unread[file] = result
                 else:
                     measured[file] = result
+    for sample in samples if unread else ():
+        for file in dict.fromkeys((f, name) for f, names in sample.items.items() for name in names):
+            if file in unread:
+                faults.add(sample.position, f"sample '{sample.id}': {unread[file]}")
     return measured
 
 

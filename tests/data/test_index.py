@@ -221,6 +221,19 @@ def test_all_faults_of_files_in_one_error(digits: Path, tmp_path: Path) -> None:
     assert not (tmp_path / ".hetero_index").exists()
 
 
+def test_a_bad_file_is_a_fault_of_every_sample_that_has_it(digits: Path, tmp_path: Path) -> None:
+    media(tmp_path)
+    entries = [entry(f"s{number}", "<image>", image="none.png") for number in range(12)]
+    entries[1] = entry("s1", "<image>", image="a.png")
+    entries[2] = entry("s2", "<image><image>", image=["none.png", "none.png"])  # once of each sample
+    with pytest.raises(DataError) as caught:
+        build(write_manifest(tmp_path, *entries), digits)
+    head, *lines, rest = str(caught.value).splitlines()
+    assert ": 11 faults; " in head and rest.strip() == "... and 1 more"
+    for line, number in zip(lines, [0, *range(2, 11)], strict=True):
+        assert f"sample 's{number}'" in line and "none.png: file is missing" in line
+
+
 def test_headers_only_misses_a_cut_file_by_choice(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
