@@ -45,7 +45,7 @@ from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.graph import StageCost, stage_graph, work_of
 from hetero_strategy.simulator.links import Links
 from hetero_strategy.simulator.result import Simulation
-from hetero_strategy.simulator.rows import Widths, rows_between
+from hetero_strategy.simulator.rows import rows_between
 from hetero_strategy.simulator.simulate import simulate
 
 Columns = TypeVar("Columns", StepItems, UnitRuns)
@@ -320,7 +320,7 @@ class Evaluator:
         schedule = make_schedule(
             scheduling.schedule, graph, work, seconds.usual, max_in_flight=bound, fill=fill, bubbles=usual
         )
-        rows = rows_between(plan, placed.graph, self.row_bytes(placed))
+        rows = rows_between(plan, placed.graph, self.row_bytes)
         together = placed.together
         simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=together, bubbles=bubbles)
         after = seconds_after(simulation, placed.times)
@@ -372,10 +372,9 @@ class Evaluator:
             )
         return plan
 
-    def row_bytes(self, placed: Placed) -> Widths:
-        """Bytes of a row between two stages, into one rank."""
-        stages, size = placed.graph.stages, self.precision.compute
-        return lambda source, target: size * self.shape.width(source, target) / stages[target].row_sharding.parts
+    def row_bytes(self, source: StageId, target: StageId) -> float:
+        """Bytes of a row between two stages."""
+        return float(self.precision.compute * self.shape.width(source, target))
 
     def _with_split(
         self, module: ModuleShape, layout: ModuleLayout, again: float, fed: bool, length: float

@@ -145,10 +145,8 @@ def work_of(step: Step, modules: Collection[str]) -> float:
 
 def _received(evaluator: Evaluator, step: Step) -> tuple[float, float]:
     """Bytes that ranks receive of rows within and across nodes."""
-    rows, stages = (
-        rows_between(step.plan, step.placed.graph, evaluator.row_bytes(step.placed)),
-        step.placed.graph.stages,
-    )
+    graph = step.placed.graph
+    rows, stages = rows_between(step.plan, graph, evaluator.row_bytes), graph.stages
     within = across = 0.0
     for action in step.simulation.start:
         for source in step.schedule.dependencies.crossing(action):

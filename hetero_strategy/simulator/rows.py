@@ -16,7 +16,9 @@ Widths = Callable[[StageId, StageId], float]
 
 
 def rows_between(plan: StepPlan, graph: StageGraph, widths: Widths = lambda source, target: 1.0) -> RowsSent:
-    """Bytes between actions of a step, as ``simulate`` takes them; numbers of rows without widths."""
+    """Bytes between actions of a step into one rank that reads, which has a part of an instance's rows at most, as
+    ``simulate`` takes them; numbers of rows without widths.
+    """
 
     @cache
     def totals(module: str, microbatch: int) -> np.ndarray:
@@ -35,7 +37,7 @@ def rows_between(plan: StepPlan, graph: StageGraph, widths: Widths = lambda sour
     def rows(source: Action, target: Action) -> np.ndarray | Sent:
         back = source.kind != "F"
         (a, p), (b, t) = ((x.node, x.microbatch) for x in ((target, source) if back else (source, target)))
-        width = widths(a, b)
+        width = widths(a, b) / graph.stages[target.node].row_sharding.parts
         if a.module == b.module:
             return np.asarray(width * graph.stages[a].own(totals(a.module, p)))
         sent = pairs(a.module, p, b.module, t)
