@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
 from hetero_strategy.layout.islands import islands_of
 from hetero_strategy.layout.placement import Placement
+from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.plan.balance import Cost
 from hetero_strategy.plan.config import ModelContext
 from hetero_strategy.plan.orchestrator import Beside, Near, Orderer
@@ -15,6 +16,15 @@ from hetero_strategy.schedule.action import StageGraph, StageId
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.graph import StageCost, forwards
 from hetero_strategy.simulator.reordering import Reorderer
+
+ROW_ALIGNMENT = 32
+"""A tensor-parallel language model's rows per rank are a multiple of this. Sequence parallelism needs a multiple of 1;
+few distinct sizes also let DTensor reuse its sharding decisions instead of making them anew for every ragged batch."""
+
+
+def aligned_rows(language_models: Iterable[str], layouts: Mapping[str, ModuleLayout]) -> dict[str, int]:
+    """Language model -> number of which the rows of each of its instances are a multiple; where it is above 1."""
+    return {name: layouts[name].tp * ROW_ALIGNMENT for name in language_models if layouts[name].tp > 1}
 
 
 def model_context(

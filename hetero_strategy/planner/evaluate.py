@@ -24,7 +24,7 @@ from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan, UnitRuns
 from hetero_strategy.planner.action_seconds import ActionSeconds, Bubbles
 from hetero_strategy.planner.cluster import Cluster
-from hetero_strategy.planner.context import model_context
+from hetero_strategy.planner.context import aligned_rows, model_context
 from hetero_strategy.planner.layers import LayerCost, costs
 from hetero_strategy.planner.overlap import After, seconds_after, work_of_ranks
 from hetero_strategy.planner.partition import split_into
@@ -353,15 +353,12 @@ class Evaluator:
         around = model_context(
             placed.graph, placed.costs, shape.samplewise, placed.scheduling, placed.placement, cluster.ranks_per_node
         )
-        parts = {
-            name: placed.graph.stages[chains[0][0]].row_sharding.parts for name, chains in placed.graph.chains.items()
-        }
         plan = plan_step(
             metadata,
             instances,
             shape.samplewise,
             microbatches=microbatches,
-            row_multiple={name: n for name, n in parts.items() if n > 1},
+            row_multiple=aligned_rows(shape.samplewise, placed.placement.layouts),
             microbatch_rows=self._microbatch_rows,
             balancing=balance.resolve(instances, around),
         )

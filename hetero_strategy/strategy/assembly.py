@@ -30,7 +30,7 @@ from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
 from hetero_strategy.plan.ahead import ahead, computing
 from hetero_strategy.plan.config import ModelContext
-from hetero_strategy.planner.context import model_context
+from hetero_strategy.planner.context import aligned_rows, model_context
 from hetero_strategy.runtime.connect import channel_sets, connect
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import StageGraph, StageId
@@ -41,9 +41,6 @@ from hetero_strategy.strategy.first_values import check_first_values
 
 Row = tuple[int, torch.dtype]
 """Width and dtype of a row."""
-ROW_ALIGNMENT = 32
-"""A tensor-parallel language model's rows per rank are a multiple of this. Sequence parallelism needs a multiple of 1;
-few distinct sizes also let DTensor reuse its sharding decisions instead of making them anew for every ragged batch."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,8 @@ class Assembled:
 
 
 def row_multiple(model: MultimodalModel, layouts: Mapping[str, ModuleLayout]) -> dict[str, int]:
-    """Language model -> number of which the rows of each of its instances are a multiple; where it is above 1."""
-    return {name: layouts[name].tp * ROW_ALIGNMENT for name in model.language_models() if layouts[name].tp > 1}
+    """Language model -> number of which the rows of each of its instances are a multiple, as plans count them, too."""
+    return aligned_rows(model.language_models(), layouts)
 
 
 def find_model(module: nn.Module, agree: Callable[[bool], bool]) -> tuple[str, MultimodalModel]:

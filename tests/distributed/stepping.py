@@ -31,13 +31,14 @@ from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.step_plan import StepPlan
+from hetero_strategy.planner.context import ROW_ALIGNMENT
 from hetero_strategy.runtime import executor as running
 from hetero_strategy.runtime.warm_up import warm_up
 from hetero_strategy.schedule.action import Lane, StageGraph, StageId
 from hetero_strategy.schedule.check import check
 from hetero_strategy.schedule.compile import RankAction
 from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.strategy.assembly import ROW_ALIGNMENT, Assembled, assemble
+from hetero_strategy.strategy.assembly import Assembled, assemble
 from hetero_strategy.strategy.row_caches import RowCaches
 from hetero_strategy.zoo import flow_decoder, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from recipes.digits import write_digits, write_digits_draw

@@ -21,6 +21,7 @@ from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.activations import Activations, BlockBytes, Head, HeadBytes, features
 from hetero_strategy.planner.cluster import Cluster, Device, NodePool
+from hetero_strategy.planner.context import ROW_ALIGNMENT
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
 from hetero_strategy.planner.memory import CPU, CUDA, KINDS, Allocator, Memory, MemoryModel, communicators
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
@@ -227,7 +228,8 @@ def test_tensor_parallelism_divides_what_is_inside_its_columns() -> None:
     split = memory(Candidate({"llm": ModuleLayout((0, 1), tp=2)}, 2), equal(6, 10))
     divided = 4 * 4 * PER_BLOCK // 2
     assert of_kind(split, "masters") == [of_kind(alone, "masters")[0] - divided / 2] * 2
-    assert of_kind(split, "activations") == [4 * 30 * (INSIDE / 2 + BETWEEN + WHOLE)] * 2
+    filled = 2 * ROW_ALIGNMENT  # rows, of which 30 are those of samples
+    assert of_kind(split, "activations") == [4 * filled * (INSIDE / 2 + BETWEEN + WHOLE)] * 2
     parts = bytes_of(4).on(2, 2)
     assert parts.kept[:, 0, 0].tolist() == [INSIDE / 2, BETWEEN / 2, WHOLE]
 
