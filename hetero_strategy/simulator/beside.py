@@ -118,7 +118,7 @@ class Beside:
         """
         seconds, begin = self._waiting.pop(action), self.free[self._grids[action.node]].max(axis=1)
         begin = begin if arrived is None else np.maximum(begin, arrived)
-        if action.microbatch < 0:
+        if action.microbatch < 0 and seconds.any():
             begin = np.full_like(begin, begin.max())
         grid, waits = self._grids[action.node], np.broadcast_to(self._bubbles(action), begin.shape)
         compute = 1.0 - np.divide(waits, seconds, out=np.ones_like(begin), where=seconds > 0)

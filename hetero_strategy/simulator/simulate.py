@@ -61,7 +61,7 @@ def simulate(
 
     An action of an instance starts when all its ranks have finished what their lists name before it and what it reads
     has arrived. Transfers occupy no rank; those between the same two stages (or others on exactly the same ranks) reach
-    an instance one after the other. UNSHARD and REDUCE start together on all instances of their stage.
+    an instance one after the other. UNSHARD and REDUCE that take time start together on all instances of their stage.
 
     Args:
         costs: seconds of an action.
@@ -108,7 +108,7 @@ def simulate(
         begin = account.free[grid].max(axis=1)
         if arrived is not None:
             begin = np.maximum(begin, arrived)
-        if action.microbatch < 0 or action.node in synchronous:
+        if action.node in synchronous or (action.microbatch < 0 and cost.any()):
             begin = np.full_like(begin, begin.max())
         start[action], end[action] = begin, begin + cost
         account.run(action, begin, end[action], computed, arrived)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_strategy.errors import ScheduleError
-from hetero_strategy.schedule.action import Action, Lane, Schedule, StageId
+from hetero_strategy.schedule.action import Action, Kind, Lane, Schedule, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
 from hetero_strategy.simulator.links import Links
@@ -141,6 +141,20 @@ def test_ranks_of_an_instance_wait_for_one_another_and_instances_do_not() -> Non
     assert found.time == 3.25
     together = simulate(schedule, lambda action: 0.25 if action.kind == "REDUCE" else 1.0, synchronous=(L,))
     assert together.start[Action("F", L, 1)].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("kind", ["UNSHARD", "REDUCE"])
+@pytest.mark.parametrize(("seconds", "starts"), [(0.0, [1, 3]), (0.25, [3, 3])])
+def test_collectives_that_take_time_are_begun_together(kind: Kind, seconds: float, starts: list[float]) -> None:
+    """Those beside compute take none, and hold no instance up."""
+    graph = graph_of({V: np.array([[0], [1]]), L: np.array([[0], [1]])})
+    last = Action(kind, L)
+    schedule = schedule_of(graph, work_of(graph, 1), [Action("F", V, 0), last])
+
+    def costs(action: Action) -> np.ndarray:
+        return np.full(2, seconds) if action == last else np.array([1.0, 3.0])
+
+    assert simulate(schedule, costs).start[last].tolist() == starts
 
 
 def test_a_rank_without_work_is_idle_all_the_time() -> None:
