@@ -18,6 +18,10 @@ from hetero_strategy.errors import DataError
 Result = TypeVar("Result")
 BLOCK = 1 << 16
 """Samples, or bytes, that are read at a time."""
+MOST_LEFT = 4096
+"""Bytes of an MP3 that its header may have left out of its count."""
+UNKNOWN = 2**62
+"""More samples than any recording has: libsndfile's number where it does not know."""
 
 
 def reading(path: str | Path, kind: str, read: Callable[[Any], Result]) -> Result:
@@ -48,9 +52,7 @@ def length_of(path: str | Path) -> tuple[int, int]:
     Raises:
         DataError: it cannot be read, or ends before its header says.
     """
-    import soundfile
-
-    info = reading(path, "audio", soundfile.info)
+    info = _info(path)
     samples = info.frames
     if info.format == "MP3" and not _says_its_length(path):
         samples = reading(path, "audio", lambda p: sum(map(len, _streamed(p))))
@@ -66,7 +68,7 @@ def waveform_of(path: str | Path) -> tuple[np.ndarray, int]:
     """
     import soundfile
 
-    info = reading(path, "audio", soundfile.info)
+    info = _info(path)
     _check_riff(path)
     if info.format == "MP3" and not _says_its_length(path):
         samples = reading(path, "audio", lambda p: np.concatenate([np.zeros((0, info.channels), "f4"), *_streamed(p)]))
@@ -75,6 +77,16 @@ def waveform_of(path: str | Path) -> tuple[np.ndarray, int]:
     if len(samples) != info.frames:
         raise DataError(f"{path}: truncated audio: {len(samples)} of {info.frames} samples could be read")
     return _mono(path, samples), rate
+
+
+def _info(path: str | Path) -> Any:
+    """What libsndfile says of a file; DataError where that has no length, as a FLAC that was written to a pipe."""
+    import soundfile
+
+    info = reading(path, "audio", soundfile.info)
+    if info.frames >= UNKNOWN:
+        raise DataError(f"{path}: its header does not say how long it is, as if written to a pipe; convert it anew")
+    return info
 
 
 def _mono(path: str | Path, samples: np.ndarray) -> np.ndarray:
@@ -90,7 +102,11 @@ def _mono(path: str | Path, samples: np.ndarray) -> np.ndarray:
 
 
 def _says_its_length(path: str | Path) -> bool:
-    """Whether an MP3 begins with a frame that counts the others; otherwise libsndfile guesses from the first ones."""
+    """Whether an MP3 begins with a frame that counts the others; otherwise libsndfile guesses from the first ones.
+
+    Raises:
+        DataError: another recording begins where the count ends: it would be left out.
+    """
     with open(path, "rb") as file:
         start = 0
         while (head := file.read(10))[:3] == b"ID3":  # tags, each with its size in four times seven bits
@@ -101,8 +117,23 @@ def _says_its_length(path: str | Path) -> bool:
             start += 10 + size
             file.seek(start)
         frame = head + file.read(54)
-    places = [place + 4 for name in (b"Xing", b"Info") if (place := frame.find(name)) > 0]
-    return any(int.from_bytes(frame[place : place + 4], "big") & 1 for place in places)
+        for place in (place + 4 for name in (b"Xing", b"Info") if (place := frame.find(name)) > 0):
+            flags, _, size = (int.from_bytes(frame[at : at + 4], "big") for at in range(place, place + 12, 4))
+            if flags & 1:
+                if flags & 2:
+                    file.seek(start + size)
+                    _check_end(path, file.read(MOST_LEFT))
+                return True
+    return False
+
+
+def _check_end(path: str | Path, after: bytes) -> None:
+    """Refuse an MP3 that goes on, for more than some frames that were not counted, as files begin: frame or tag."""
+    if len(after) == MOST_LEFT and (after[:3] == b"ID3" or (after[0] == 0xFF and after[1] >= 0xE0)):
+        raise DataError(
+            f"{path}: several MP3s in one file, of which readers take the first alone; convert it anew, such as with"
+            " ffmpeg, or cut it"
+        )
 
 
 def _streamed(path: str) -> Iterator[np.ndarray]:

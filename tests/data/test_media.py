@@ -250,6 +250,33 @@ def test_an_mp3_without_a_header_is_as_long_as_what_can_be_read(tmp_path: Path, 
         AudioProcessor(max_seconds=3).measure(path)
 
 
+@pytest.mark.skipif("MP3" not in soundfile.available_formats(), reason="this libsndfile has no MP3")
+@pytest.mark.parametrize("tag", [b"", b"ID3\4\0\0\0\0\2\1" + bytes(257)], ids=["bare", "tagged"])
+def test_several_mp3s_in_one_file_are_refused(tmp_path: Path, tag: bytes) -> None:
+    """Readers take the first alone; what else may lie behind the frames is no reason."""
+    path, processor = tmp_path / "a.mp3", AudioProcessor(n_mels=20)
+    soundfile.write(path, RNG.standard_normal(32000), 16000, bitrate_mode="VARIABLE")
+    one = tag + path.read_bytes()
+    for behind in (b"", b"TAG" + bytes(125), b"APETAGEX" + bytes(9000), one[len(tag) :][-500:]):
+        path.write_bytes(one + behind)
+        assert processor.measure(path) == ((200,), 100)
+    path.write_bytes(one + one)
+    for read in (processor.measure, processor.check, processor.load):
+        with pytest.raises(DataError, match=r"a\.mp3: several MP3s in one file"):
+            read(path)
+
+
+def test_a_flac_that_does_not_say_its_length_is_refused(tmp_path: Path) -> None:
+    path, processor = tmp_path / "a.flac", AudioProcessor(n_mels=20)
+    soundfile.write(path, RNG.standard_normal(1600), 16000)
+    data = bytearray(path.read_bytes())
+    data[21], data[22:26] = data[21] & 0xF0, bytes(4)
+    path.write_bytes(data)
+    for read in (processor.measure, processor.check, processor.load):
+        with pytest.raises(DataError, match=r"a\.flac: its header does not say how long it is"):
+            read(path)
+
+
 def test_a_file_that_no_decoder_takes_from_a_pipe_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.mp3").write_bytes(bytes(1 << 20))
     with pytest.raises(DataError, match=r"a\.mp3: not a readable audio file"):
