@@ -11,6 +11,7 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata
+from hetero_strategy.planner.context import ROW_ALIGNMENT
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.explain import explain, unfilled
 from hetero_strategy.planner.exposed import ExposedCollectives
@@ -52,7 +53,7 @@ def test_rows_of_tensor_parallel_ranks_are_waited_for_in_forward_backward_and_wh
     recompute = {"llm": Recompute()} if again else {}
     layouts = {"llm": ModuleLayout(2, tp=2)}
     found = waits(Candidate(layouts, recompute=recompute))
-    of_block = 4 * ring(2 * ROWS * WIDTH)
+    of_block = 4 * ring(2 * (2 * ROW_ALIGNMENT) * WIDTH)  # the 8 rows are filled up
     assert found["F"]["tensor parallel"] == pytest.approx(BLOCKS * of_block)
     # No gradient has to reach the rows of the first block.
     assert found["B"]["tensor parallel"] == pytest.approx((BLOCKS - 1 + again * BLOCKS) * of_block)
