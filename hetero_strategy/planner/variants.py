@@ -257,7 +257,8 @@ class Variants:
                     ranks = one_after_another(range(sum(given)), given, range(len(given)))
                     of = {name: own for names, own in zip(groups.values(), ranks, strict=True) for name in names}
                     layouts = {name: _sharded(layout, of[name]) for name, layout in asked.items()}
-                    ways.append(replace(candidate, layouts=layouts))
+                    if not any(self._tied[n] and one.pp_style == "v" and one.dp > 1 for n, one in layouts.items()):
+                        ways.append(replace(candidate, layouts=layouts))  # a run refuses those
         return [*filter(self._fits, ways)]
 
     def counts(self, candidate: Candidate) -> list[Candidate]:

@@ -257,3 +257,14 @@ def test_what_is_decoupled_does_not_run_again_twice() -> None:
     made = Variants(Evaluator(shape, cluster(4), [data], balance=PLAIN), Allowed(), fits)
     assert made.whole(Candidate(layouts, 4, fill="decoupled")) == []
     assert {frozenset(c.recompute) for c in asked} == {*map(frozenset, ((), ("audio",), ("llm",), ("audio", "llm")))}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_model_in_v_style_gets_no_second_instance(tied: bool) -> None:
+    """A run refuses it: the gradient that both ends share would be reduced twice."""
+    whole = model()
+    shape = replace(whole, modules={**whole.modules, "llm": replace(whole.modules["llm"], tied=tied)})
+    variants = Variants(Evaluator(shape, cluster(8), [batch(32)], balance=PLAIN), Allowed())
+    folded = ModuleLayout([4, 5], pp=2, vpp=2, pp_style="v")
+    given = Candidate({"vision": ModuleLayout(range(4), dp_shard=4), "llm": folded}, 8, "zbv")
+    assert any(one.layouts["llm"].dp > 1 for one in variants.borders(given)) is not tied
