@@ -57,6 +57,12 @@ class HFAdapter(Adapter):
         )
 
 
+def check_causal(who: str, config: Any) -> None:
+    """Refuse a language model whose rows see those behind them, which transformers has since its version 5."""
+    if not getattr(config, "is_causal", True):
+        raise ModelError(f"{who}: config.json has is_causal=false, and a language model's attention here is causal")
+
+
 def make_config(
     who: str,
     config_class: Any,

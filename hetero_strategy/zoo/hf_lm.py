@@ -15,7 +15,7 @@ from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_
 from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
 from hetero_strategy.model.causal_lm import CausalLM, head_rows_of
 from hetero_strategy.model.inputs import Packing, SequenceInputs
-from hetero_strategy.zoo.hf import HFAdapter, at_least_one_row, make_config, make_norms_precise
+from hetero_strategy.zoo.hf import HFAdapter, at_least_one_row, check_causal, make_config, make_norms_precise
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -157,8 +157,7 @@ def _check_supported(who: str, config: Any) -> None:
     rope = (config.rope_parameters or {}).get("rope_type", "default")
     if rope in ("dynamic", "longrope"):
         raise ModelError(f"{who}: rope_type {rope!r} changes with the longest sequence and cannot be packed")
-    if not getattr(config, "is_causal", True):
-        raise ModelError(f"{who}: config.json has is_causal=false, and attention here is causal: use an encoder")
+    check_causal(who, config)
     if config.num_attention_heads % config.num_key_value_heads:
         raise ModelError(
             f"{who}: num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "

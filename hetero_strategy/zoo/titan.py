@@ -28,7 +28,7 @@ from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.causal_lm import CausalLM, head_rows_of
 from hetero_strategy.model.hf_folder import HFWeights, read_config
 from hetero_strategy.model.inputs import Packing, SequenceInputs
-from hetero_strategy.zoo.hf import check_no_fields, make_config
+from hetero_strategy.zoo.hf import check_causal, check_no_fields, make_config
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -339,13 +339,14 @@ def _fields_of(content: Mapping[str, Any], folder: str | Path) -> dict[str, Any]
     from transformers import LlamaConfig
 
     fixed = {"model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False}
-    for name, value in (fixed | {"mlp_bias": False, "attention_dropout": 0.0, "is_causal": True}).items():
+    for name, value in (fixed | {"mlp_bias": False, "attention_dropout": 0.0}).items():
         if content.get(name, value) != value:
             raise ModelError(
                 f"titan_llama: {folder}/config.json has {name}={content[name]!r}, torchtitan's Llama 3 has {value!r}: "
                 "use hf_llama"
             )
     config = make_config("titan_llama", LlamaConfig, folder, {})  # what is left out there is as transformers says
+    check_causal("titan_llama", config)
     config.standardize_rope_params()  # as its models do, who then know all of its fields
     rope = config.rope_parameters
     kind = rope["rope_type"]
