@@ -39,7 +39,6 @@ from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.zoo import siglip2_encoder, titan_llama
 
 Train = Callable[[Any], None]
-WAYS = ("eager", "compiled")
 
 
 @dataclass(frozen=True)
@@ -308,8 +307,8 @@ def _compared(size: Size, device: torch.device, *, alone: bool) -> Iterator[Line
     peer, goal = ("torchtitan", ">= 0.95") if alone else ("by hand", ">= 0.98")
     losses: dict[str, list[Any]] = {}
     trains: dict[str, Train] = {}
-    backends = {"eager": None, "compiled": "inductor" if device.type == "cuda" else "eager"}  # which only traces
-    for how, by in ((how, backends[how]) for how in WAYS):
+    ways = {"eager": None, "compiled": "inductor" if device.type == "cuda" else "eager"}  # which only traces
+    for how, by in ways.items():
         mine, other = losses.setdefault(how, []), losses.setdefault(f"{peer}, {how}", [])
         trains[how] = hetero(make_model, device, mine, by)
         trains[f"{peer}, {how}"] = (
@@ -319,7 +318,7 @@ def _compared(size: Size, device: torch.device, *, alone: bool) -> Iterator[Line
         )
     with values_made_once():
         made = visits(trains, batches, size, device)
-    for how in WAYS:
+    for how in ways:
         if not alone:
             _same_work(losses[how], losses[f"{peer}, {how}"])
         yield from lines_of(how, made[how], made[f"{peer}, {how}"], peer, goal, work, device)

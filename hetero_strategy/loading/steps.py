@@ -246,14 +246,17 @@ class StepDataset(Dataset[Batch]):
         """What this rank computes, by module and microbatch, or of some modules."""
         return {
             module: tuple(
-                None if assignment.idle else self._inputs(plan, module, number, instance, content)
+                None if assignment.idle else self._inputs(plan, module, number, instance, content, alike)
                 for number, assignment in enumerate(assignments)
             )
             for module, assignments in plan.assignments.items()
             if (instance := self.share.mine.get(module)) is not None and (only is None or module in only)
+            for alike in [plan.alike(module)]
         }
 
-    def _inputs(self, plan: StepPlan, module: str, number: int, instance: int, content: Content) -> ModuleInputs:
+    def _inputs(
+        self, plan: StepPlan, module: str, number: int, instance: int, content: Content, alike: bool
+    ) -> ModuleInputs:
         assignment = plan.assignments[module][number]
         made = self.kinds[module].inputs(
             InstanceUnits(
@@ -267,7 +270,7 @@ class StepDataset(Dataset[Batch]):
                 seed=(self.seed, 0 if self.same_noise else plan.metadata.epoch),
                 processor=self.processors.get(module),
                 content=content,
-                alike=plan.alike(module),
+                alike=alike,
                 cache=self.caches.get(module),
             )
         )
