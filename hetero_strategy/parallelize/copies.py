@@ -38,7 +38,8 @@ class WeightCopies:
         sizes = [master.numel() * dtype.itemsize for master in masters]
         places = [0, *accumulate(ceil(size / ALIGNED) * ALIGNED for size in sizes)]
         self._bytes = places.pop()
-        self._memory = torch.UntypedStorage(self._bytes, device=masters[0].device if masters else "cpu")
+        device = masters[0].device if masters else None
+        self._memory = torch.empty(self._bytes, dtype=torch.uint8, device=device).untyped_storage()
         self._masters = {
             _at(place, self._memory, torch.empty_like(master, dtype=dtype, device="meta")): master
             for master, place in zip(masters, places, strict=True)

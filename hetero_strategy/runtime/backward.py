@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -20,6 +21,9 @@ from torch.distributed.pipelining._backward import (
     construct_reverse_graph,
     get_param_groups,
 )
+from torch.distributed.tensor import DTensor
+
+from hetero_strategy.parallelize.gradients import local
 
 Roots = list[tuple[GradientEdge, torch.Tensor]]
 """Where outputs are in the graph, and their gradients; used up, so that the graph goes with its backward."""
@@ -35,6 +39,8 @@ def whole(roots: Roots) -> None:
 
 WeightsLater = Callable[[], None]
 """W: gradients of the weights, into ``.grad``."""
+Taken = WeakValueDictionary[int, torch.UntypedStorage]
+"""Memory that some leaf's gradient has, by address."""
 
 
 def inputs_first(
@@ -77,13 +83,13 @@ def inputs_first(
     finally:
         for handle in handles:
             handle.remove()
-    taken = set[int]()
+    taken = Taken()
     for leaf, gradient in zip(leaves, found, strict=True):
         _add(leaf, gradient, taken)
     return partial(_weights, accumulates, groups, taken)
 
 
-def _weights(accumulates: dict[Any, nn.Parameter], groups: list[dict[str, Any]], taken: set[int]) -> None:
+def _weights(accumulates: dict[Any, nn.Parameter], groups: list[dict[str, Any]], taken: Taken) -> None:
     """Go on from the node at which a group's weights join the way of the inputs, with the gradients kept there."""
     for group in groups:
         kept = [(GradientEdge(group["intermediate"], i), g) for i, g in enumerate(group["grads"]) if g is not None]
@@ -99,16 +105,28 @@ def _keep(group: dict[str, Any], gradients: Any) -> None:
     group["grads"] = gradients
 
 
-def _add(leaf: torch.Tensor, gradient: torch.Tensor | None, taken: set[int]) -> None:
+def _add(leaf: torch.Tensor, gradient: torch.Tensor | None, taken: Taken) -> None:
     """Accumulate a gradient as autograd does. Two leaves that are added up have one gradient between them: each gets
-    memory of its own, and ``taken`` are the storages that some leaf has.
+    memory of its own.
     """
-    if gradient is not None:
-        if leaf.grad is not None:
-            gradient = leaf.grad + gradient
-        elif gradient.untyped_storage()._cdata in taken:
-            gradient = gradient.clone()
-        taken.add(gradient.untyped_storage()._cdata)
-        leaf.grad = gradient
-        for hook in (leaf._post_accumulate_grad_hooks or {}).values():
-            hook(leaf)
+    if gradient is None:
+        return
+    held = local(gradient)
+    if leaf.grad is not None:
+        gradient = leaf.grad + gradient
+    elif held.untyped_storage()._cdata in taken:
+        gradient = held.clone() if gradient is held else _with_own_memory(gradient)
+    memory = local(gradient).untyped_storage()
+    taken[memory._cdata] = memory
+    leaf.grad = gradient
+    for hook in (leaf._post_accumulate_grad_hooks or {}).values():
+        hook(leaf)
+
+
+def _with_own_memory(gradient: torch.Tensor) -> torch.Tensor:
+    """A copy, of partial sums too, which ``clone`` would add up over ranks."""
+    assert isinstance(gradient, DTensor)
+    part, mesh = gradient.to_local().clone(), gradient.device_mesh
+    return DTensor.from_local(
+        part, mesh, gradient.placements, run_check=False, shape=gradient.shape, stride=gradient.stride()
+    )

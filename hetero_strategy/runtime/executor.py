@@ -219,6 +219,8 @@ class RunningStep:
         self.action: Action | None = None
         """What runs, or ran last."""
         self.live: dict[tuple[StageId, int], Live] = {}
+        self.gradients: dict[int, torch.Tensor | None] = {}
+        """Those of a step that failed, by ``id`` of their parameter: it has the gradients of before again."""
         self.sums_under_way: list[Callable[[], None]] = []
         """What waits for sums of gradients over data-parallel ranks that run beside the rest of the step."""
         self.sums = StepSums(

@@ -50,15 +50,16 @@ def out_of_memory(executor: Executor, optimizers: Sequence[Optimizer]) -> str:
 
 
 def owners(executor: Executor, optimizers: Sequence[Optimizer]) -> Counter[str]:
-    """Count the bytes on this rank of every stage's parameters, gradients (``.grad``) and optimizer states as they are
-    stored here, of the rows that came into a stage for each microbatch whose backward is to come, and of those made a
-    step ahead; memory that several share is the first one's.
+    """Count the bytes on this rank of every stage's parameters, gradients (``.grad``, and those made by a step that
+    failed) and optimizer states as they are stored here, of the rows that came into a stage for each microbatch whose
+    backward is to come, and of those made a step ahead; memory that several share is the first one's.
     """
     found, seen = Counter[str](), set[int]()
+    failed = {} if executor.running is None else executor.running.gradients
     for node, parameters in executor.parameters.items():
         stage = f"module '{node.module}', stage {node.stage}"
         found[f"parameters of {stage}"] = _bytes(parameters, seen)
-        found[f"gradients of {stage}"] = _bytes((p.grad for p in parameters), seen)
+        found[f"gradients of {stage}"] = _bytes((x for p in parameters for x in (p.grad, failed.get(id(p)))), seen)
         states = (optimizer.state.get(p, {}).values() for optimizer in optimizers for p in parameters)
         found[f"optimizer states of {stage}"] = _bytes(chain.from_iterable(states), seen)
     for (node, microbatch), live in ({} if executor.running is None else executor.running.live).items():

@@ -190,6 +190,10 @@ class _StepGradients:
             outcome = self._runner.executor.run(self._batch, train=True, factors=seeds, call=self._call)
             self._names = list(outcome.losses)
             self._made = [p.grad for p in self._parameters]
+        except BaseException:
+            if (step := self._runner.executor.running) is not None:
+                step.gradients = {id(p): p.grad for p in self._parameters}
+            raise
         finally:  # also for who goes on after an error
             for p, gradient in zip(self._parameters, before, strict=True):
                 p.grad = gradient

@@ -54,10 +54,10 @@ def said(rank: int, world: int, job: Job, folder: str) -> None:
     text, known = "".join(traceback.format_exception(caught.value)), dict[str, int]()
     if rank == 1:
         executor = trainer.strategy.executor  # type: ignore[attr-defined]
-        parameters = executor.parameters[STAGE]
+        parameters, made = executor.parameters[STAGE], executor.running.gradients
         known["parameters"] = sum(4 * p.numel() for p in parameters)
         known["optimizer states"] = sum(8 * p.numel() + 4 for p in parameters)
-        known["gradients"] = sum(4 * p.numel() for p in parameters if p.grad is not None)
+        known["gradients"] = sum(4 * p.numel() for p in parameters if made.get(id(p)) is not None)
         totals = [a.totals(inner=True)[0] for a in executor.running.batch.plan.assignments["llm"]]
         known |= {f"microbatch {m}": int(rows) * WIDTH * 4 for m, rows in enumerate(totals)}
     told = text, known, runs_out.since or time.monotonic()

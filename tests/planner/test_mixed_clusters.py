@@ -124,11 +124,11 @@ def test_a_pool_that_only_holds_others_up_is_left_idle() -> None:
 def test_on_many_ranks_borders_are_those_of_pools_where_that_is_best() -> None:
     """Devices of half the speed would be left idle: one layout on the strong ones, gathered once, is faster then."""
     on = mixed((3, 8, 1.0), (2, 4, 0.7))
-    made = planner((4, 256), (16, 512), on, 96, 4)
+    made = planner((4, 256), (16, 512), on, 288, 4)
     answer = made.plan()
     assert on.pools_of(answer.best.candidate.layouts["vision"].ranks) == (1,)
     assert on.pools_of(answer.best.candidate.layouts["llm"].ranks) == (0,)
-    strong = planner((4, 256), (16, 512), mixed((3, 8, 1.0)), 96, 4).plan()
+    strong = planner((4, 256), (16, 512), mixed((3, 8, 1.0)), 288, 4).plan()
     assert answer.best.seconds < strong.best.seconds
     where = {on.pools_of(r) for p in made.proposer.proposals() for r in p.ranks}
     assert where == {(0,), (1,), (0, 1)}

@@ -6,8 +6,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from hetero_strategy.runtime.backward import Roots, inputs_first, whole
@@ -147,6 +152,27 @@ def test_leaves_that_are_added_up_have_gradients_of_their_own() -> None:
     assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == len(expected) == 7
     for gradient, right in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, right, rtol=1e-12, atol=1e-12)
+
+
+def test_sums_over_ranks_that_are_to_come_stay_so() -> None:
+    """Of two weights of a tensor-parallel module that are added up: no rank waits for another in a backward."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        placements = (Shard(0), Replicate(), Replicate())
+        rows, *weights = (
+            nn.Parameter(DTensor.from_local(torch.randn(4, 4), mesh, [one], run_check=False)) for one in placements
+        )
+        out = nn.functional.linear(rows, weights[0] + weights[1])
+        with CommDebugMode() as said:
+            inputs_first([(get_gradient_edge(out), torch.ones_like(out))], [rows], weights)()
+        assert not said.get_total_counts()
+        parts = [weight.grad.to_local() for weight in weights if isinstance(weight.grad, DTensor)]
+        assert [weight.grad.placements for weight in weights] == [(Partial(),), (Partial(),)]  # type: ignore[union-attr]
+        assert parts[0].data_ptr() != parts[1].data_ptr()
+        torch.testing.assert_close(*parts, rtol=0, atol=0)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_frozen_weights_get_no_gradient() -> None:

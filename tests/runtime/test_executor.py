@@ -55,11 +55,14 @@ def test_gradients_of_before_are_there_after_a_step_that_fails() -> None:
         weight.grad = torch.full((2,), 7.0)
         raise MemoryError
 
-    runner: Any = SimpleNamespace(_parameters=[weight], executor=SimpleNamespace(weights={}, run=fails))
+    running: Any = SimpleNamespace(gradients={})
+    runner: Any = SimpleNamespace(
+        _parameters=[weight], executor=SimpleNamespace(weights={}, run=fails, running=running)
+    )
     step = _StepGradients(runner, None, 0, None)  # type: ignore[arg-type]
     with pytest.raises(MemoryError):
         step.run({})
-    assert weight.grad is before
+    assert weight.grad is before and torch.equal(running.gradients[id(weight)], torch.full((2,), 7.0))
     with pytest.raises(MemoryError):
         step.run({}, drop=True)
     assert weight.grad is None
