@@ -163,14 +163,18 @@ class Proposer:
         """Why no number of instances of the language model keeps its budget in as many microbatches as are asked for;
         None: some do.
         """
-        instances = {n for n in divisors(self._samples) if n <= self._ranks} | {max(1, min(self._samples, self._ranks))}
-        name, least = self._language_model, min(map(self.fewest, instances))
+        name, least = self._language_model, min(map(self.fewest, self._instances()))
         if self._asked is None or self._asked >= least:
             return None
         return (
             f"planner: {self._asked} microbatches are asked for, and balance.budget gives an instance of '{name}'"
             f" {self._balance.budget[name]} tokens in each; give {least} microbatches or more, or a larger budget"
         )
+
+    def _instances(self) -> list[int]:
+        """Numbers of instances of the language model that share out its samples or the ranks evenly."""
+        most = max(1, min(self._samples, self._ranks))
+        return sorted({n for n in (*divisors(self._samples), *divisors(self._ranks), most) if n <= most})
 
     def _fewest(self, instances: int) -> int:
         """Fewest microbatches of a step in which so many equally fast instances keep the language model's budget."""
@@ -280,7 +284,7 @@ class Proposer:
     def _allocated(self) -> Iterator[Proposal]:
         allows = self._estimates.given.allows
         tp = {name: [t for t in m.tp if allows(name, t, False)] for name, m in self._shape.modules.items()}
-        counts = {d: self.counts(d) for d in divisors(self._samples) if d <= self._ranks}
+        counts = {d: self.counts(d) for d in self._instances()}
         dp = [d for d, tried in counts.items() if tried]
         if not dp:
             return

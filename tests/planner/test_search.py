@@ -174,6 +174,18 @@ def test_many_ranks_are_allocated_and_none_is_left() -> None:
     assert answer.homogeneous() is not None
 
 
+def test_on_many_ranks_instances_need_not_share_out_the_samples_evenly() -> None:
+    """62 samples on 32 ranks in tensor-parallel pairs of pairs: 8 instances of 7 or 8, and not 2 of 31."""
+    vision, llm = module(8, 512, tp=(1,), edge_width=1024), module(24, 1024, samplewise=True, tp=(4,))
+    shape = ModelShape({"vision": vision, "llm": llm}, (("vision", "llm"),))
+    made = Planner(shape, cluster(32, 8), [batch(62)], simulations=1)
+    best = made.proposer.proposals()[0]
+    assert best.degrees["llm"].dp == 8
+    few = [Candidate({"vision": ModuleLayout(tuple(range(32))), "llm": ModuleLayout(tuple(range(32)), tp=4, pp=4)}, n)
+           for n in (4, 8, 16, 31)]  # fmt: skip
+    assert made.evaluator.seconds(best.candidate) < 0.85 * min(made.evaluator.seconds(one) for one in few)
+
+
 def test_a_step_of_many_microbatches_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = {"vision": ModuleLayout((0,)), "llm": ModuleLayout((1, 2), dp_shard=1, pp=2)}
     evaluator = Evaluator(model(), cluster(3), [batch(256, rows=64)], balance=PLAIN)
