@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hetero_strategy.errors import CheckpointError, ConfigError, HeteroError
 from hetero_strategy.strategy.launch import STARTED_BY, die_with_script, lost_a_rank
+from recipes import torchrun
 from recipes.hints import explained
 
 CONF = str(Path(__file__).parent.parent / "conf")
@@ -50,7 +51,7 @@ def external() -> bool:
 
 def srun() -> bool:
     """Whether SLURM started this process, as one of several or for good."""
-    return "SLURM_PROCID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ and not _shell()
+    return "SLURM_PROCID" in os.environ and not torchrun.started() and not _shell()
 
 
 def _shell() -> bool:
@@ -266,34 +267,19 @@ def searched(run: Path | None = None) -> list[str]:
 
 
 def _agreed(outputs: str, arguments: Sequence[str]) -> str:
-    """A run folder that rank 0 names for all, through the store that torchrun keeps, by when torchrun began: processes
-    that it starts again have the same. Of processes that srun started, job, step and arguments name it: a job that is
-    queued again has the same, and other runs of a step have others.
+    """A run folder that rank 0 names for all, by when torchrun began: processes that it starts again have the same. Of
+    processes that srun started, job, step and arguments name it: a job that is queued again has the same, and other
+    runs of a step have others.
     """
     env = os.environ
     if srun():
         step, said = _step(), hashlib.sha256("\0".join(arguments).encode()).hexdigest()[:8]
         return f"{outputs}/slurm-{env['SLURM_JOB_ID']}" + (f".{step}" if step else "") + (f"-{said}" * bool(arguments))
-    mine = _launched().strftime(f"{outputs}/%Y-%m-%d/%H-%M-%S")
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return mine
-    from torch.distributed import TCPStore
-
-    store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False)
-    key = f"hetero_strategy/run_folder/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if not rank():
-        store.set(key, mine)
-    return str(store.get(key).decode())
-
-
-def _launched() -> datetime:
-    """When torchrun began, which started this process; now, where it did not, or no Linux tells."""
-    now, parent = datetime.now(), Path(f"/proc/{os.getppid()}/stat")
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not parent.is_file():
-        return now
-    ticks = int(parent.read_text().rpartition(")")[2].split()[19])
-    booted = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
-    return datetime.fromtimestamp(int(booted.split()[1]) + ticks / os.sysconf("SC_CLK_TCK"))
+    form = f"{outputs}/%Y-%m-%d/%H-%M-%S"
+    if not torchrun.started():
+        return datetime.now().strftime(form)
+    began = torchrun.began()
+    return torchrun.said_by_first("run_folder", lambda: began.strftime(form))
 
 
 def folder_of(run: str | Path) -> Path:
@@ -340,13 +326,21 @@ def last_checkpoint(run: str | Path) -> Path | None:
 
 
 def saved_before(folder: Path) -> Path | None:
-    """The newest checkpoint in the folder of a job that SLURM has queued again, or whose processes torchrun has started
-    again; None: there is none, or it is new.
+    """The newest checkpoint in the folder of a job that SLURM has queued again, or of one whose processes torchrun has
+    started again, written since it began; None: there is none, or the job is new.
     """
-    if not int(os.environ.get("SLURM_RESTART_COUNT" if srun() else "TORCHELASTIC_RESTART_COUNT") or 0):
-        return None
+    if torchrun.started():
+        since = torchrun.began().timestamp()
+        said = torchrun.said_by_first("checkpoint", lambda: str(_newest(folder, since) or ""))
+        return Path(said) if said else None
+    return _newest(folder) if srun() and int(os.environ.get("SLURM_RESTART_COUNT") or 0) else None
+
+
+def _newest(folder: Path, since: float = 0.0) -> Path | None:
+    """The newest checkpoint in a run folder that was written after a time, in seconds."""
     places = (*folder.glob("checkpoints/last.ckpt*"), *folder.glob("hpc_ckpt_*.ckpt*"))
     found = [path for path in places if path.is_dir() and path.name.endswith((".ckpt", ".ckpt.old"))]
+    found = [path for path in found if path.stat().st_mtime >= since]
     newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
     return newest and newest.with_name(newest.name.removesuffix(".old"))  # which stands for either
 

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import accumulate
 from math import ceil
 from typing import NoReturn
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +64,7 @@ class WeightCopies:
             waiting += copy.nbytes
             if waiting >= FOLD_BYTES:
                 waiting = 0
-                copy.register_post_accumulate_grad_hook(self.fold)
+                copy.register_post_accumulate_grad_hook(_weakly(self.fold))
         self.release()
         self._lent = False
         stage.register_forward_pre_hook(self._lend)
@@ -83,7 +84,7 @@ class WeightCopies:
         for put, name, _, copy in self._places:
             put(name, copy)
 
-    def fold(self, _: object = None) -> None:
+    def fold(self) -> None:
         """Move gradients of copies into those of the masters, in whose dtype they add up. Call it after a backward."""
         if not self._arrived:
             return
@@ -139,6 +140,17 @@ def _at(place: int, memory: torch.UntypedStorage, like: Tensor) -> nn.Parameter:
     """A tensor of this dtype, shape and strides that begins at this byte."""
     tensor = torch.empty(0, dtype=like.dtype, device=memory.device)
     return nn.Parameter(tensor.set_(memory, place // like.itemsize, like.shape, like.stride()))
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[Tensor], None]:
+    """A hook that does not keep the method's owner: a tensor keeps its hooks where Python's collector does not look."""
+    owned = WeakMethod(method)
+
+    def hook(_: Tensor) -> None:
+        if (call := owned()) is not None:
+            call()
+
+    return hook
 
 
 def _putting(part: nn.Module) -> Callable[[str, nn.Parameter], None]:

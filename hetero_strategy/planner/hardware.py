@@ -1,11 +1,10 @@
 """What known devices and links can do: plain data with sources, and the clusters that are built of them.
 
-Peaks are dense bf16 FLOP/s (in fp32 :data:`FP32`) and links are bytes per second into one rank, as in datasheets.
-What is reached of them is
-one share per device for matmuls, one for attention, and one for all links. Shares of attention and links are published
-measurements of kernels and collectives. A device's best matmul is published too (MAMF,
-github.com/stas00/ml-engineering: 0.803 of an H100's peak, 0.869 of an A100's), but the matmuls of a model in a long run
-are slower, so their share is calibrated on one published training run per architecture, and all others
+Peaks are dense bf16 FLOP/s (in fp32 :data:`FP32`) and links are bytes per second into one rank and out of it, as in
+datasheets. What is reached of them is one share per device for matmuls, one for attention, and one for all links.
+Shares of attention and links are published measurements of kernels and collectives. A device's best matmul is published
+too (MAMF, github.com/stas00/ml-engineering: 0.803 of an H100's peak, 0.869 of an A100's), but the matmuls of a model in
+a long run are slower, so their share is calibrated on one published training run per architecture, and all others
 (``python -m benchmarks.published``) are predictions.
 """
 
@@ -120,7 +119,7 @@ def cluster(
         within: links inside a node, likewise.
         **overrides: other figures of the device (``flops, flops_fp32, memory, memory_bandwidth, matmul, attention,
             launch``; ``flops`` alone counts for all dtypes) or the links (``within_bandwidth, across_bandwidth``: of
-            the datasheet, bytes per second into one rank; ``within_latency, across_latency``: seconds).
+            the datasheet, bytes per second into a rank and out of it; ``within_latency, across_latency``: seconds).
 
     Raises:
         ConfigError: an unknown name, or a number that is not positive.

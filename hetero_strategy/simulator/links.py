@@ -22,7 +22,7 @@ class Links:
 
     Args:
         latency: seconds until the first byte arrives.
-        bandwidth: bytes per second into one rank.
+        bandwidth: bytes per second into one rank, and out of one.
     """
 
     latency: float = 0.0

@@ -61,7 +61,8 @@ def simulate(
 
     An action of an instance starts when all its ranks have finished what their lists name before it and what it reads
     has arrived. Transfers occupy no rank; those between the same two stages (or others on exactly the same ranks) reach
-    an instance one after the other. UNSHARD and REDUCE that take time start together on all instances of their stage.
+    an instance one after the other, and those of one action share the links that they leave and enter. UNSHARD and
+    REDUCE that take time start together on all instances of their stage.
 
     Args:
         costs: seconds of an action.
@@ -133,6 +134,10 @@ class _Way:
     """Seconds per byte, likewise."""
     nothing: np.ndarray | Sent
     """Where nobody says what is sent: 0 bytes, between modules from every instance to every other one."""
+    leaves: float
+    """Bytes that leave a rank of the source for each that enters one of the target, between modules: rows enter an
+    instance once, and the ranks of the one that sends share them out.
+    """
     last: np.ndarray
     """When the last transfer arrived, float64 ``[target instances]``; shared by stages on the same two grids."""
 
@@ -158,8 +163,9 @@ class _Transfers:
             nothing: np.ndarray | Sent = np.zeros(len(own))
             if self._rows is None and not direct:
                 nothing = Sent(*np.divmod(np.arange(len(a) * len(b)), len(b)), np.zeros(len(a) * len(b)))
+            leaves = self._stages[target].row_sharding.parts / a.shape[1]
             last = self._last.setdefault((direct, a.shape, a.tobytes(), b.shape, b.tobytes()), np.zeros(len(b)))
-            self._ways[source, target] = _Way(links, *links(own, own), nothing, last)
+            self._ways[source, target] = _Way(links, *links(own, own), nothing, leaves, last)
         return self._ways[source, target]
 
     def send(self, source: Action, target: Action, end: np.ndarray) -> None:
@@ -186,6 +192,9 @@ def _across(way: _Way, sent: Sent, end: np.ndarray) -> tuple[np.ndarray, np.ndar
     computed, ready = np.zeros((2, len(way.last)))
     np.maximum.at(computed, sent.target, left)
     np.maximum.at(ready, sent.target, left + latency)
-    wire = np.bincount(sent.target, sent.bytes * per_byte, len(way.last))
+    seconds = sent.bytes * per_byte
+    wire = np.bincount(sent.target, seconds, len(way.last))
+    leaving = np.bincount(sent.source, seconds * way.leaves)
+    np.maximum.at(wire, sent.target, leaving[sent.source])
     receives = np.bincount(sent.target, minlength=len(way.last)) > 0
     return computed, np.where(receives, np.maximum(way.last, ready) + wire, 0.0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -50,6 +52,20 @@ def test_layers_hold_copies_between_gather_and_release() -> None:
         assert not sum(one.untyped_storage().size() for one in now.values() if one is not masters["table"])
         with torch.no_grad():
             masters["inner.weight"].add_(1.0)  # as an optimizer does
+
+
+def test_a_model_that_nobody_has_any_more_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where gradients are folded while a backward goes on, too."""
+    monkeypatch.setattr(copies_module, "FOLD_BYTES", 1)
+    module, copies, masters = made()
+    copies.gather()
+    module(torch.ones(6, 4, dtype=torch.bfloat16)).backward()
+    known = {name: weakref.ref(master) for name, master in masters.items()}
+    assert all(master.grad is not None for name, master in masters.items() if name != "table")
+    copies.release()
+    del module, copies, masters
+    gc.collect()
+    assert not [name for name, master in known.items() if master() is not None]
 
 
 @pytest.mark.parametrize("halves", [False, True])

@@ -108,6 +108,14 @@ def test_bytes_of_several_senders_share_the_receivers_wire() -> None:
     assert found.start[Action("F", L, 0)].tolist() == [1 + 0.5 + 6]
 
 
+@pytest.mark.parametrize(("ranks", "seconds"), [(1, 8.0), (2, 4.0), (8, 2.0)])
+def test_bytes_to_several_receivers_share_the_senders_wire(ranks: int, seconds: float) -> None:
+    """An instance sends 20 bytes to each of four at 10 per second, from each of its ranks a share."""
+    schedule = forwards(1, {V: np.arange(ranks)[None], L: 8 + np.arange(4)[:, None]})
+    found = simulate(schedule, uniform, Links(0.5, 10.0), rows=lambda source, target: sent([[20.0] * 4]))
+    assert found.start[Action("F", L, 0)].tolist() == [1 + 0.5 + seconds] * 4
+
+
 def test_rows_between_the_same_ranks_take_no_time() -> None:
     for second, start in (([[1]], 5.0), ([[0]], 1.0)):
         schedule = forwards(1, {L: np.array([[0]]), L1: np.array(second)})
