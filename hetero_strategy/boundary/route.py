@@ -29,6 +29,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from hetero_strategy import ragged
+from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
 from hetero_strategy.plan.step_plan import EdgeBlocks
 
@@ -52,11 +53,22 @@ class Side:
     """How the rows of one module lie on its ranks, at one edge: global ranks and number of rows of each instance.
 
     By default every rank of an instance has all of its rows.
+
+    Raises:
+        LayoutError: ``sharding`` has more than one part, and the rows of an instance are no multiple of these.
     """
 
     instances: Int64[np.ndarray, "instances ranks"]
     totals: Int64[np.ndarray, "instances"]
     sharding: RowSharding = REPLICATED
+
+    def __post_init__(self) -> None:
+        parts = self.sharding.parts
+        if parts > 1 and (left := self.totals % parts).any():
+            at = int(left.argmax())
+            raise LayoutError(
+                f"rows in {parts} parts: instance {at} has {self.totals[at]} rows, which is no multiple; fill them up"
+            )
 
     def seat(self, rank: int) -> tuple[int, int]:
         """(instance, part of its rows) of a rank; (-1, -1) where it has none."""

@@ -111,7 +111,7 @@ class ModuleLayout:
                 f"{unknown[0]}=-1 cannot be derived: {count} ranks are not a multiple of"
                 f" {self._product(skip=unknown[0])} = {known}; change a degree or the number of ranks"
             )
-        elif not unknown and known != count:
+        elif unknown in ([], ["ep"]) and known != count:
             faults.append(
                 f"{self._product()} = {known} but ranks has {count}; set one degree to -1 or give {known} ranks"
             )

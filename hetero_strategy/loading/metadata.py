@@ -81,7 +81,8 @@ def with_own_units(
     own = {name: kinds[name].units(metadata, fed_by) for name, fed_by in sources.items()}
     metadata = replace(metadata, items={**metadata.items, **own})
     for name, fed_by in sources.items():
-        check_units(name, own[name], metadata, fed_by)
+        fed = [target for source, target in edges if source == name and kinds[target].samplewise]
+        check_units(name, own[name], metadata, fed_by, fed)
     return metadata
 
 

@@ -9,10 +9,12 @@ from jaxtyping import Int64
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.plan.step_plan import StepItems, StepMetadata
+from hetero_strategy.plan.step_plan import StepItems, StepMetadata, UnitRuns
 
 
-def check_units(module: str, units: StepItems, metadata: StepMetadata, sources: Sequence[str]) -> None:
+def check_units(
+    module: str, units: StepItems, metadata: StepMetadata, sources: Sequence[str], targets: Sequence[str] = ()
+) -> None:
     """Refuse runs of rows that do not exist, and rows of a source that are given twice.
 
     A row of a source may go to one row of the module only, as its gradient comes back from one place. A row of the
@@ -23,33 +25,48 @@ def check_units(module: str, units: StepItems, metadata: StepMetadata, sources: 
         units: what its kind made of the metadata.
         metadata: of the global batch, with the items of the sources.
         sources: modules from which edges lead to the module.
+        targets: modules of whole samples to which edges lead from it.
 
     Raises:
         ConfigError: naming the module, the source, the unit and its rows.
     """
-    if units.given is None and not any(source in metadata.items for source in sources):
-        return  # whole samples give the rows at the units' places, as they do to a generator
-    given = units.given or {}
-    if missing := [source for source in sources if source not in given]:
+    for target in targets:
+        _check_there(
+            module, f"'{target}', which takes them", units.sample, units.start, units.edge_rows, metadata.tokens
+        )
+    given = units.given
+    if given is None and not any(source in metadata.items for source in sources):
+        # Whole samples give the rows at the units' places, as they do to a generator.
+        numbers = np.arange(len(units.sample), dtype=np.int64)
+        own = UnitRuns(units.sample, units.start, numbers, np.zeros_like(numbers), units.edge_rows)
+        for source in sources:
+            _check_source(module, source, own, metadata.tokens)
+        return
+    if missing := [source for source in sources if source not in (given or {})]:
         raise ConfigError(f"units of '{module}': given lacks '{missing[0]}', from which an edge leads to the module")
     for source in sources:
-        runs = given[source]
+        runs = (given or {})[source]
         from_ = metadata.items[source].edge_rows if source in metadata.items else metadata.tokens
-        _check_there(module, f"'{source}', which gives them", runs.source, runs.source_start, runs.rows, from_)
+        _check_source(module, source, runs, from_)
         _check_there(
             module, f"'{module}', which takes them", runs.target, runs.target_start, runs.rows, units.inner_rows
         )
-        some = np.flatnonzero(runs.rows)
-        first = ragged.starts(from_)[runs.source[some]] + runs.source_start[some]
-        order = np.argsort(first, kind="stable")
-        twice = first[order][1:] < (first + runs.rows[some])[order][:-1]
-        if twice.any():
-            at = int(some[order[1:][twice][0]])
-            raise ConfigError(
-                f"units of '{module}': row {runs.source_start[at]} of unit {runs.source[at]} of '{source}' is in two"
-                " runs; a row goes to one place, as its gradient comes back from one: give it to one unit, and use it"
-                " there for all"
-            )
+
+
+def _check_source(module: str, source: str, runs: UnitRuns, from_: Int64[np.ndarray, "units"]) -> None:
+    """Refuse runs of rows that the source's units, of so many rows each, do not have, or that are in two runs."""
+    _check_there(module, f"'{source}', which gives them", runs.source, runs.source_start, runs.rows, from_)
+    some = np.flatnonzero(runs.rows)
+    first = ragged.starts(from_)[runs.source[some]] + runs.source_start[some]
+    order = np.argsort(first, kind="stable")
+    twice = first[order][1:] < (first + runs.rows[some])[order][:-1]
+    if twice.any():
+        at = int(some[order[1:][twice][0]])
+        raise ConfigError(
+            f"units of '{module}': row {runs.source_start[at]} of unit {runs.source[at]} of '{source}' is in two"
+            " runs; a row goes to one place, as its gradient comes back from one: give it to one unit, and use it"
+            " there for all"
+        )
 
 
 def _check_there(

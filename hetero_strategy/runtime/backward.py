@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining._backward import (
     _get_grad_fn_or_grad_acc,
@@ -75,8 +76,9 @@ def inputs_first(
     now = [weight for node, weight in accumulates.items() if node not in later]
     handles = []
     for group in groups:
-        (group["intermediate"],) = group["intermediates"]
-        handles.append(group["intermediate"].register_prehook(partial(_keep, group)))
+        (node,) = group["intermediates"]
+        group["intermediate"] = node
+        handles.append(node.register_prehook(partial(_keep, group, _may_overwrite(node))))
     leaves = [*inputs, *now]
     try:
         found = torch.autograd.grad(outputs, leaves, gradients, retain_graph=True, allow_unused=True)
@@ -101,8 +103,15 @@ def _weights(accumulates: dict[Any, nn.Parameter], groups: list[dict[str, Any]],
         group.clear()  # nodes and gradients hold each other
 
 
-def _keep(group: dict[str, Any], gradients: Any) -> None:
-    group["grads"] = gradients
+def _keep(group: dict[str, Any], overwritten: bool, gradients: Any) -> None:
+    group["grads"] = [None if g is None else g.clone() for g in gradients] if overwritten else gradients
+
+
+def _may_overwrite(node: Any) -> bool:
+    """Whether a backward is one that somebody wrote, such as a fused norm that writes its gradient over the one that
+    came; those of torch, and of what it compiled, do not.
+    """
+    return isinstance(node, BackwardCFunction) and not type(node).__name__.startswith("CompiledFunction")
 
 
 def _add(leaf: torch.Tensor, gradient: torch.Tensor | None, taken: Taken) -> None:

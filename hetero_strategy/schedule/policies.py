@@ -47,7 +47,7 @@ class SchedulePolicy:
         programs: for one module, the list of each of its pipeline ranks: (kind, stage, place of the microbatch)
             with the kinds of ``schedule.programs``. How lists of modules that share ranks take turns is found from
             costs. None: all forwards of a step microbatch, then all its backwards, one step microbatch after the other.
-        splits_backward: B is divided in I and W; W that ``programs`` leaves out fill waits.
+        splits_backward: B is divided in I and W; a rank's W are all in its list, or none is: then they fill waits.
         virtual: style of the virtual stages (``vpp > 1``) it is made for, which some module then must have; ``none``:
             it takes no virtual stages, ``any``: all.
         stages_per_rank: the only ``vpp`` above 1 that it takes.
@@ -69,10 +69,13 @@ def register_schedule(policy: SchedulePolicy) -> None:
     """Make a schedule known by its name, in every process that uses it.
 
     Raises:
-        ScheduleError: the name is taken by another one, or it is no policy.
+        ScheduleError: the name is taken by another one, or it is no policy, or one without ``programs`` that divides
+            backwards.
     """
     if not isinstance(policy, SchedulePolicy):
         raise ScheduleError(f"register_schedule takes a SchedulePolicy(name, programs), got a {type(policy).__name__}")
+    if policy.programs is None and policy.splits_backward:
+        raise ScheduleError(f"schedule {policy.name!r} divides backwards, so it needs programs")
     if _policies.setdefault(policy.name, policy) != policy:
         raise ScheduleError(f"schedule {policy.name!r} is known already; choose another name")
 

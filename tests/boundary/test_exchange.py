@@ -163,6 +163,23 @@ def test_exchange_of_rows_that_stay() -> None:
     assert rows.grad is not None and torch.equal(rows.grad, values(4, WIDTH, seed=1))
 
 
+def test_a_rank_whose_rows_need_no_gradient_takes_part_in_backward() -> None:
+    """Or those that send and receive its gradients would wait; unless nobody's come back."""
+    rows = values(4, WIDTH)
+    assert exchange(rows, Boundary(staying(), here(), here())).requires_grad
+    assert not exchange(rows.clone().requires_grad_(), Boundary(staying(), here(), None)).requires_grad
+    with torch.no_grad():
+        assert not exchange(rows, Boundary(staying(), here(), here())).requires_grad
+
+
+def test_second_derivatives_are_refused() -> None:
+    rows = values(4, WIDTH).requires_grad_()
+    moved = exchange(rows, Boundary(staying(), here(), here()))
+    (first,) = torch.autograd.grad(moved.pow(3).sum(), rows, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
 def test_rows_that_nobody_fills_are_zero() -> None:
     """A gradient of source rows that this microbatch of the target does not read."""
     blocks = EdgeBlocks(array(0), array(1), array(0), array(0), array(2))

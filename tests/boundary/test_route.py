@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.common import rearranged
 from hetero_strategy.boundary.route import Route, Side, Transfer, least_rows, route, stage_route
+from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.plan.orchestrator import plan_step
@@ -255,3 +256,11 @@ def test_stages_on_one_rank_move_nothing() -> None:
     assert stage_route(sides[0], sides[1], 1).forward.is_identity
     for side in (sides[0], Side(np.array([[0]]), np.asarray([4]))):
         assert not stage_route(side, sides[1], 0).forward.outputs
+
+
+def test_rows_that_parts_do_not_share_out_evenly_are_refused() -> None:
+    """The last of them would be taken for those of the next instance."""
+    ranks, totals = np.array([[0, 1], [2, 3]]), np.array([4, 5])
+    with pytest.raises(LayoutError, match="rows in 2 parts: instance 1 has 5 rows, which is no multiple"):
+        Side(ranks, totals, RowSharding(2))
+    assert Side(ranks, totals).rows_on(3) == 5

@@ -76,6 +76,21 @@ def test_units_at_their_places_in_the_text_need_no_runs() -> None:
         check_units("draw", units, batch(), ["vision"])
 
 
+def test_units_at_their_places_in_the_text_are_there_and_have_rows_of_their_own() -> None:
+    """Rows of the sample behind it would be read otherwise, and of two gradients of a row one would be lost."""
+    sample, rows, start = columns([1, 2, 2], [2, 1, 2], [1, 0, 2])
+    fit = StepItems(sample, rows, start, rows)
+    check_units("draw", fit, batch(), ["llm"], ["llm"])
+    later, longer, both = columns([2, 0, 2], [2, 1, 3], [2, 3, 2])
+    for beyond in (replace(fit, start=later), replace(fit, edge_rows=longer)):
+        with pytest.raises(ConfigError, match="of 'llm', which gives them, do not exist"):
+            check_units("draw", beyond, batch(), ["llm"])
+        with pytest.raises(ConfigError, match="of 'llm', which takes them, do not exist"):
+            check_units("draw", beyond, batch(), [], ["llm"])
+    with pytest.raises(ConfigError, match="row 2 of unit 2 of 'llm' is in two runs"):
+        check_units("draw", replace(fit, edge_rows=both), batch(), ["llm"])
+
+
 def test_a_batch_without_units_passes() -> None:
     (none,) = columns([])
     empty = {"vision": UnitRuns(*[none] * 5), "llm": UnitRuns(*[none] * 5)}

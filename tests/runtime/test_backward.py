@@ -95,6 +95,29 @@ class Added(nn.Module):
         return (nn.functional.linear(hidden, self.weight + self.more),)
 
 
+class Overwrites(nn.Module):
+    """A scale whose backward is somebody's own, and writes what it gives over what it got."""
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, rows, weight):  # type: ignore[no-untyped-def]
+            ctx.save_for_backward(rows, weight)
+            return rows * weight
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+            rows, weight = ctx.saved_tensors
+            of_weight = (gradient * rows).sum(0)
+            return gradient.mul_(weight), of_weight
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.linear, self.weight = nn.Linear(width, width), nn.Parameter(torch.randn(width))
+
+    def forward(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        return (torch.tanh(self.Scale.apply(self.linear(rows), self.weight)),)
+
+
 def made(kind: type[nn.Module], inputs: int) -> tuple[nn.Module, list[torch.Tensor], list[nn.Parameter]]:
     torch.manual_seed(3)
     stage = kind().double()
@@ -107,7 +130,7 @@ def roots(stage: Stage, leaves: Sequence[torch.Tensor]) -> Roots:
     return [(get_gradient_edge(out), torch.randn_like(out)) for out in stage(*leaves)]
 
 
-CASES = [(Residual, 1), (Residual, 2), (Recomputed, 1), (Shared, 2), (Embedded, 1), (Tied, 1)]
+CASES = [(Residual, 1), (Residual, 2), (Recomputed, 1), (Shared, 2), (Embedded, 1), (Tied, 1), (Overwrites, 1)]
 
 
 @pytest.mark.parametrize(("kind", "inputs"), CASES)

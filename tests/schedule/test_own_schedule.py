@@ -66,6 +66,22 @@ def test_lists_that_are_not_whole_are_refused(
         make_schedule("broken", chain(2), work(1))
 
 
+def test_weight_gradients_are_all_in_a_list_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is missing would never run, and the sums behind it would not either."""
+    both = ((0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1))
+    for listed, fits in ((0, True), (1, False), (2, True)):
+        made = (both + ((2, 0, 0), (2, 0, 1))[:listed],)
+        policy = SchedulePolicy("own", lambda steps, made=made: made, splits_backward=True)  # type: ignore[misc]
+        monkeypatch.setitem(policies._policies, "own", policy)
+        if fits:
+            check(make_schedule("own", chain(1), work(2)))
+        else:
+            with pytest.raises(ScheduleError, match="rank 0: stage 0 has no weight gradient of microbatch 1"):
+                make_schedule("own", chain(1), work(2))
+    with pytest.raises(ScheduleError, match="'whole' divides backwards, so it needs programs"):
+        register_schedule(SchedulePolicy("whole", None, splits_backward=True))
+
+
 def test_lists_of_ranks_that_wait_for_each_other_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank wants a gradient before its second forward, the other one all forwards first."""
     dead = (((0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1)), ((0, 1, 0), (0, 1, 1), (1, 1, 0), (1, 1, 1)))
