@@ -248,10 +248,12 @@ def random_state() -> dict[str, Any]:
 
 def _refuse_apart(team: AllOrNone, states: Mapping[str, object]) -> None:
     """Refuse callbacks whose tensors are not the same on all ranks, such as averages of the weights that a rank owns:
-    rank 0's are saved, and all ranks would get those back.
+    rank 0's are saved, and all ranks would get those back. Single numbers are left out: ranks may round a score apart.
     """
-    digests = {name: _digest(state) for name, state in states.items()}
-    if not team.anywhere([any(digest is not None for digest in digests.values())])[0]:
+    if team.size == 1:
+        return
+    digests = {name: digest for name, state in states.items() if (digest := _digest(state)) is not None}
+    if not team.anywhere([bool(digests)])[0]:
         return
     first = team.from_one(lambda: digests)
     names = sorted(first)
@@ -265,13 +267,14 @@ def _refuse_apart(team: AllOrNone, states: Mapping[str, object]) -> None:
 
 
 def _digest(state: object) -> int | None:
-    """Of all tensors in a state; None if it has none."""
+    """Of all tensors of several numbers in a state; None if it has none."""
     leaves = (leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor))
-    tensors = [leaf for leaf in leaves if leaf.layout is torch.strided and not leaf.is_meta]  # others have no form
-    digest = 0
+    strided = (leaf for leaf in leaves if leaf.layout is torch.strided and not leaf.is_meta)  # others have no form
+    tensors, digest = [leaf for leaf in strided if leaf.numel() > 1], 0
     for tensor in tensors:
         digest = zlib.crc32(repr((tensor.dtype, tensor.shape)).encode(), digest)
-        digest = zlib.crc32(tensor.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy().data, digest)
+        plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1).cpu().contiguous()
+        digest = zlib.crc32(plain.view(torch.uint8).numpy().data, digest)
     return digest if tensors else None
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from hetero_strategy.errors import ScheduleError
 from hetero_strategy.plan.orchestrator import UnitSizes
 from hetero_strategy.plan.reorder import best_order, interval_order
 from hetero_strategy.schedule.action import Action, Kind, Schedule, Span, StageGraph, StageId, StepWork
@@ -79,14 +80,20 @@ class Reorderer:
             sizes: module -> its work in every microbatch of the step. The module skips a microbatch in which all its
                 instances have 0 rows.
 
-        Raises:
-            ScheduleError: no schedule can be made for such a step.
+        Returns:
+            The planned order where no schedule can be made of it: that of the step may have fewer microbatches of a
+            module, and keep bounds that this one does not, or says why it can not.
         """
-        count = len(next(iter(sizes.values())).rows)
-        planned = np.arange(count)
-        if not self.needed or count < 2:
+        planned = np.arange(len(next(iter(sizes.values())).rows))
+        if not self.needed or len(planned) < 2:
             return planned
-        table = self._table(sizes)
+        try:
+            return self._best(sizes, planned)
+        except ScheduleError:
+            return planned
+
+    def _best(self, sizes: UnitSizes, planned: Int64[np.ndarray, "microbatches"]) -> Int64[np.ndarray, "microbatches"]:
+        count, table = len(planned), self._table(sizes)
         active = {module: np.asarray((size.rows > 0).any(axis=1)) for module, size in sizes.items()}
         forward, backward = self._of_ranks(table, count)
         if self._search == "interval":

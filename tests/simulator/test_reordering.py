@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_strategy.errors import ScheduleError
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.orchestrator import Size, plan_step
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata
@@ -211,8 +210,7 @@ def test_bounds_are_kept() -> None:
     order = Reorderer(APART, "1f1b", costs, bounds)(sizes)
     planned = taken("1f1b", APART, costs, sizes, np.arange(8), bounds)
     assert taken("1f1b", APART, costs, sizes, order, bounds) < planned
-    with pytest.raises(ScheduleError, match="max_in_flight"):
-        Reorderer(APART, "gpipe", costs, {"llm": 2})(sizes)
+    assert Reorderer(APART, "gpipe", costs, {"llm": 2})(sizes).tolist() == list(range(8)), "the step's may keep it"
 
 
 @pytest.mark.perf
