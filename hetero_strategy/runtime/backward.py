@@ -109,9 +109,12 @@ def _keep(group: dict[str, Any], overwritten: bool, gradients: Any) -> None:
 
 def _may_overwrite(node: Any) -> bool:
     """Whether a backward is one that somebody wrote, such as a fused norm that writes its gradient over the one that
-    came; those of torch, and of what it compiled, do not.
+    came. Those of torch, with what it compiled, do not; nor do ours, to which gradients come that are still to arrive.
     """
-    return isinstance(node, BackwardCFunction) and not type(node).__name__.startswith("CompiledFunction")
+    if not isinstance(node, BackwardCFunction):
+        return False
+    written: type = type(node)._forward_cls  # type: ignore[attr-defined]
+    return written.__module__.partition(".")[0] not in ("torch", "hetero_strategy")
 
 
 def _add(leaf: torch.Tensor, gradient: torch.Tensor | None, taken: Taken) -> None:
