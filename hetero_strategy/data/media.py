@@ -206,7 +206,10 @@ class ImageProcessor(_FromFields):
 
     def _pixels(self, image: Image.Image, grid: tuple[int, int]) -> np.ndarray:
         """Pixels of the image resized to its grid, uint8 ``[height, width, channels]``."""
+        opened = image.size
         image.load()
+        if image.format == "TIFF" and image.size != opened:  # Pillow turns it, and may have garbled it
+            raise ValueError(f"{image.size} pixels, of which its header says {opened}; save it upright")
         if (turned := _orientation(image)) in UPRIGHT:
             image = image.transpose(UPRIGHT[turned])
         if image.mode.startswith("I"):  # 16 bit: convert() would clip instead of scaling
@@ -326,6 +329,8 @@ def _mel_filters(sampling_rate: int, n_mels: int, n_fft: int) -> np.ndarray:
 def _opened(path: str | Path) -> Image.Image:
     """Raises DataError, also where nobody knows which of its numbers are black and white."""
     image = reading(path, "image", Image.open)
+    if image.format == "TIFF":  # else Pillow maps its pixels into memory, in the wrong shape where it is turned
+        image.filename = ""
     if image.mode == "F" or (image.mode == "I" and image.format not in SCALED):
         image.close()
         raise DataError(

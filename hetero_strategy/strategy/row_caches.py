@@ -34,7 +34,7 @@ from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.runtime.row_keeper import RowKeeper
 from hetero_strategy.schedule.action import StageId
 
-FORMAT = 3
+FORMAT = 4
 """Part of each folder's name; another number leaves all older folders alone."""
 OTHER = {"checkpoint", "name", *vars(nn.Module())}
 """Attributes of modules on which rows do not depend, or that are looked at by themselves: parts and tensors."""

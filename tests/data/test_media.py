@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from PIL import Image, ImageOps, features
+from PIL import Image, ImageOps, TiffImagePlugin, features
 
 from hetero_strategy.data.media import AudioProcessor, ImageProcessor, TargetProcessor
 from hetero_strategy.data.media_file import _streamed, reading
@@ -120,6 +120,31 @@ def test_photographs_are_turned_as_pillow_turns_them(tmp_path: Path, turned: int
         expected = np.asarray(ImageOps.exif_transpose(image).convert("L"))
     found = ImageProcessor(patch_size=32, channels=1).load(path).reshape(2, 32, 32)
     assert np.array_equal(np.concatenate(list(found), axis=int(turned < 5)), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+@pytest.mark.parametrize("turned", range(1, 9))
+def test_tiffs_of_one_strip_are_turned(tmp_path: Path, turned: int, dtype: type) -> None:
+    """Pillow maps these into memory, and garbles those that lie on a side."""
+    path = tmp_path / "a.tiff"
+    pixels = RNG.integers(0, np.iinfo(dtype).max, (32, 64), dtype, endpoint=True)
+    Image.fromarray(pixels).save(path, tiffinfo={0x0112: turned})
+    lying = pixels.T if turned > 4 else pixels  # 5 has its rows as columns, and the other sides are mirrored
+    rows, columns = (turned in (3, 4, 7, 8), turned in (2, 3, 6, 7))
+    expected = np.flip(lying, [axis for axis, flipped in enumerate((rows, columns)) if flipped])
+    processor = ImageProcessor(patch_size=32, channels=1)
+    sizes, _ = processor.measure(path)
+    assert sizes == ((2, 1) if turned > 4 else (1, 2))
+    found = np.concatenate(list(processor.load(path, sizes).reshape(2, 32, 32)), axis=int(turned < 5))
+    assert np.array_equal(found, expected >> 8 if dtype is np.uint16 else expected)
+
+
+def test_a_tiff_that_is_no_longer_as_it_was_opened_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.tiff"
+    picture(path, 64, 32)
+    monkeypatch.setattr(TiffImagePlugin.TiffImageFile, "load_end", lambda image: setattr(image, "_size", (32, 64)))
+    with pytest.raises(DataError, match=r"a\.tiff: .*\(32, 64\) pixels, of which its header says \(64, 32\)"):
+        ImageProcessor().load(path)
 
 
 def test_photographs_with_damaged_exif_are_upright(tmp_path: Path) -> None:
