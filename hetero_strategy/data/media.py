@@ -212,8 +212,10 @@ class ImageProcessor(_FromFields):
             raise ValueError(f"{image.size} pixels, of which its header says {opened}; save it upright")
         if (turned := _orientation(image)) in UPRIGHT:
             image = image.transpose(UPRIGHT[turned])
-        if image.mode.startswith("I"):  # 16 bit: convert() would clip instead of scaling
-            image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+        if image.mode.startswith("I"):  # 16 bit, or 12 in a TIFF: convert() would clip instead of scaling
+            tags = getattr(image, "tag_v2", {258: (16,), 262: 1})  # bits, and 0 where 0 is white
+            grey = (np.asarray(image).astype(np.int64) >> tags[258][0] - 8).clip(0, 255).astype(np.uint8)
+            image = Image.fromarray(grey if tags.get(262, 0) else 255 - grey)
         image = image.convert("RGB" if self.channels == 3 else "L")
         size = (grid[1] * self.patch_size, grid[0] * self.patch_size)
         if image.size != size:

@@ -90,6 +90,22 @@ def test_sixteen_bit_is_scaled_not_clipped(tmp_path: Path) -> None:
         np.testing.assert_allclose(patches.reshape(8, 8), values / 65535, atol=1 / 200)
 
 
+@pytest.mark.parametrize(("bits", "black"), [(12, True), (16, True), (16, False)])
+def test_grey_tiffs_say_their_bits_and_which_end_is_black(tmp_path: Path, bits: int, black: bool) -> None:
+    values = np.linspace(0, 2**bits - 1, 64).astype(np.uint16)
+    data = values.astype("<u2").tobytes()
+    if bits == 12:  # two in three bytes
+        pairs = values.reshape(-1, 2).tolist()
+        data = b"".join((first << 12 | second).to_bytes(3, "big") for first, second in pairs)
+    tags = {256: 8, 257: 8, 258: bits, 259: 1, 262: int(black), 273: 8, 277: 1, 278: 8, 279: len(data)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    head = struct.pack("<2sHI", b"II", 42, 8 + len(data))
+    (tmp_path / "a.tiff").write_bytes(head + data + struct.pack("<H", len(tags)) + entries + bytes(4))
+    found = ImageProcessor(patch_size=8, channels=1).load(tmp_path / "a.tiff").reshape(-1)
+    grey = values >> bits - 8
+    assert found.tolist() == (grey if black else 255 - grey).tolist()
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
 def test_pixels_of_no_known_range_are_refused(tmp_path: Path, dtype: type) -> None:
     Image.fromarray(np.linspace(0, 200, 64, dtype=dtype).reshape(8, 8)).save(tmp_path / "a.tiff")
