@@ -33,7 +33,7 @@ from hetero_strategy.data.media import Media, TargetProcessor
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
 
-VERSION = 7
+VERSION = 8
 """Raised whenever ids, masks, the arrays or a processor's rows change meaning."""
 
 DECODE_LIMIT = 20_000

@@ -91,11 +91,14 @@ class ChatTokenizer:
         self._template: ChatTemplate | None = None
         self._variables: dict[str, str] = {}
         self._added: list[int] = []
+        self._before = ""
         if chat_template is not None:
             source = read_template(str(chat_template), self.path.parent)
             tokens = self.tokenizer.get_added_tokens_decoder()  # added blanks, as Gemma's newlines, are text
             tokens = {number: t for number, t in tokens.items() if t.content.replace("\u2581", " ").strip()}
             self._added = [*tokens]
+            alone = (t.content for t in tokens.values() if not (t.rstrip or t.single_word or t.normalized))
+            self._before = next(alone, "")  # stands in for an item, as text behind it does not begin the sample
             self._variables = self._named(bos, eos)
             named = {token.content: token.special for token in tokens.values()}
             self._template = ChatTemplate(source, named, self._variables)
@@ -168,11 +171,11 @@ class ChatTokenizer:
             ids: list[int] = []
             loss: list[bool] = []
             starts: dict[str, list[int]] = {name: [] for name in fields}
-            for kind, value, learn in sample:
+            for place, (kind, value, learn) in enumerate(sample):
                 if kind == "whole":
-                    whole = next(wholes)
-                    ids += whole.ids
-                    loss += self._learnt(whole, value, learn)
+                    whole, first = next(wholes), int(place > 0 and self._before != "")
+                    ids += whole.ids[first:]
+                    loss += self._learnt(whole, value, learn)[first:]
                     continue
                 if kind == "text":
                     new = next(encodings).ids
@@ -204,7 +207,7 @@ class ChatTokenizer:
                     parts.append(("token" if token else "text", piece, learn))
         if self._template is None or any(kind == "text" and self._template.looks_special(t) for kind, t, _ in parts):
             return parts
-        return _as_wholes(parts)
+        return _as_wholes(parts, self._before)
 
     def _learnt(self, encoding: Encoding, text: str, spans: Sequence[tuple[int, int]]) -> list[bool]:
         """Whether each token has any character of the spans; blanks that an added token takes in do not count."""
@@ -261,15 +264,15 @@ class ChatTokenizer:
         return int(number)
 
 
-def _as_wholes(parts: Sequence[tuple[str, str, Any]]) -> list[tuple[str, str, Any]]:
-    """What stands between two items in one."""
+def _as_wholes(parts: Sequence[tuple[str, str, Any]], before: str) -> list[tuple[str, str, Any]]:
+    """What stands between two items in one, each behind the token ``before`` where an item stands before it."""
     found: list[tuple[str, str, Any]] = []
     for kind, value, learn in parts:
         if kind == "item":
             found.append((kind, value, learn))
             continue
         if not found or found[-1][0] == "item":
-            found.append(("whole", "", []))
+            found.append(("whole", before if found else "", []))
         _, text, spans = found[-1]
         found[-1] = ("whole", text + value, [*spans, (len(text), len(text) + len(value))] if learn else spans)
     return found

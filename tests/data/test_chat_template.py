@@ -116,6 +116,26 @@ def test_so_they_are_where_a_space_belongs_to_what_follows_it(folder: Path) -> N
     assert encoded.loss[encoded.ids == more["\u25815"]].tolist() == [True]
 
 
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_so_they_are_behind_an_item(folder: Path, scheme: str) -> None:
+    """As in Llama 2 and Mistral: text there is not the first of the sample."""
+    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    own.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    own.model = models.BPE(own.get_vocab() | {"\u2581": own.get_vocab_size()}, [], unk_token="<unk>")
+    own.save(str(folder / "tokenizer.json"))
+    tokenizer = ChatTokenizer(folder, chat_template="auto")
+    talk = [("human", "1<image>2 3<image><image>4"), ("gpt", " 5 6")]
+    encoded = tokenizer.encode_batch([turns(talk)], [{"image": [1, 1, 1]}])[0]
+    peer = PreTrainedTokenizerFast(tokenizer_object=own, bos_token="<bos>", chat_template=MARKED)
+    expected = peer.apply_chat_template(
+        [{"role": role, "content": text} for role, (_, text) in zip(("user", "assistant"), talk, strict=True)],
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    assert encoded.ids.tolist() == expected["input_ids"]
+    assert encoded.loss.astype(int).tolist() == expected["assistant_masks"]
+
+
 @pytest.mark.parametrize("before_the_end", ["", "\n", "    "])
 def test_added_blanks_are_text(folder: Path, before_the_end: str) -> None:
     """As in Gemma, whose newlines and runs of spaces are added tokens: they are learnt, and none ends an answer."""
