@@ -98,7 +98,7 @@ class ChatTemplate:
         written, pieces = self._rendered(turns, [turn.text for turn in turns]), self._pieces(turns, kept, around[::4])
         if "".join(piece.text for piece in pieces) != written:  # other words around a turn for what is in it
             texts = [turn.text for turn in turns]
-            pieces = self._pieces(turns, texts, _between(written, texts))
+            pieces = self._pieces(turns, texts, _between(written, texts, around[::4]))
         return _joined(pieces)
 
     def _pieces(self, turns: Sequence[Turn], texts: Sequence[str], between: Sequence[str]) -> list[Written]:
@@ -198,15 +198,19 @@ def _joined(pieces: Sequence[Written]) -> list[Written]:
     return joined
 
 
-def _between(written: str, texts: Sequence[str]) -> list[str]:
+def _between(written: str, texts: Sequence[str], usual: Sequence[str]) -> list[str]:
     """What a conversation has before, between and behind these texts of its turns.
+
+    Args:
+        usual: what it has there where the template knows nothing of the texts. Only where something else stands before
+            a text is that searched for: short ones may also be found in words of the template.
 
     Raises:
         DataError: one of them is not in it.
     """
     between, end = [], 0
-    for text in texts:
-        at = written.find(text, end)
+    for text, words in zip(texts, usual[:-1], strict=True):
+        at = end + len(words) if written.startswith(words + text, end) else written.find(text, end)
         if at < 0:
             raise DataError(
                 "the chat template changes a turn for what is in it, such as reasoning in <think>; write turns as the"

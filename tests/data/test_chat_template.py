@@ -263,6 +263,20 @@ def test_a_template_may_add_what_is_missing_in_a_turn(folder: Path) -> None:
         assert texts(tokenizer, encoded, False) == [f"[user]1[end][assistant]{added}"]
 
 
+@pytest.mark.parametrize("answer", ["a", "user", "is", "\n", "[", "1"])
+def test_short_turns_are_not_found_in_words_of_the_template(folder: Path, answer: str) -> None:
+    """A template that looks into one answer, as Qwen 3's for reasoning, may write all others as ever."""
+    (folder / "chat_template.jinja").write_text(THINKING)
+    tokenizer, last = ChatTokenizer(folder, chat_template="auto"), "<think>1</think>2"
+    talk = [("human", answer), ("gpt", answer), ("human", "s"), ("gpt", last)]
+    encoded = tokenizer.encode_batch([turns(talk)], [{}])[0]
+    assert texts(tokenizer, encoded, True) == [f"{answer}[end]", f"{last}[end]"]
+    assert texts(tokenizer, encoded, False) == [
+        f"[user]{answer}[end][assistant]<think></think>",
+        "[user]s[end][assistant]",
+    ]
+
+
 def test_what_is_no_template_is_refused(folder: Path) -> None:
     for name, words in (("nowhere.jinja", "is missing"), ("bad.jinja", "not a Jinja template")):
         (folder / "bad.jinja").write_text("{% for")
