@@ -152,6 +152,8 @@ def _entries(path: Path, faults: Faults) -> Iterator[tuple[int, Any]]:
         raise DataError(
             f"{path}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}{hint}"
         ) from None
+    except (ValueError, RecursionError) as error:  # a number too long, or brackets too deep
+        raise DataError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(entries, list):
         raise DataError(f"{path}: expected a JSON list of samples, found {type(entries).__name__}")
     yield from enumerate(entries)
@@ -164,6 +166,8 @@ def _lines(file: Iterable[str], faults: Faults) -> Iterator[tuple[int, Any]]:
                 yield number, json.loads(line.rstrip("\n"))
             except json.JSONDecodeError as error:
                 faults.add(number, f"line {number + 1}: not valid JSON: {error.msg} at column {error.colno}")
+            except (ValueError, RecursionError) as error:  # a number too long, or brackets too deep
+                faults.add(number, f"line {number + 1}: cannot be read as JSON: {error}")
 
 
 def _turns(conversations: Any, answers: bool, problems: list[str]) -> tuple[Turn, ...]:

@@ -161,6 +161,18 @@ def test_bad_files(tmp_path: Path) -> None:
         read_manifest(broken)
 
 
+@pytest.mark.parametrize(
+    ("bad", "why"), [('{"id": 1' + "0" * 5000 + "}", "Exceeds the limit"), ("[" * 100_000, ".* while decoding")]
+)
+def test_json_that_python_does_not_take_is_a_fault(tmp_path: Path, bad: str, why: str) -> None:
+    (tmp_path / "m.json").write_text(bad)
+    with pytest.raises(DataError, match=rf"m\.json: cannot be read as JSON: {why}"):
+        read_manifest(tmp_path / "m.json")
+    (tmp_path / "m.jsonl").write_text(f"{json.dumps(entry('a', 'q'))}\n{bad}\n{{oops")
+    with pytest.raises(DataError, match=rf"(?s)2 faults.*line 2: cannot be read as JSON: {why}.*line 3: not valid"):
+        read_manifest(tmp_path / "m.jsonl")
+
+
 def test_prediction_needs_no_answer(tmp_path: Path) -> None:
     path = write_manifest(tmp_path, {"id": "x", "conversations": [{"from": "human", "value": "q"}]})
     assert len(read_manifest(path, answers=False)) == 1
