@@ -59,7 +59,8 @@ class ChatTokenizer:
             file, None in the form above. A template writes bos itself, and what ends an answer is its token.
 
     Raises:
-        ConfigError: a file is missing or unreadable, or a special token is not in the vocabulary.
+        ConfigError: a file is missing or unreadable, or a special token is not in the vocabulary; with a chat template
+            also where a file beside the tokenizer adds a token that it lacks.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class ChatTokenizer:
         self._before = ""
         if chat_template is not None:
             source = read_template(str(chat_template), self.path.parent)
+            self._check_added()
             tokens = self.tokenizer.get_added_tokens_decoder()  # added blanks, as Gemma's newlines, are text
             tokens = {number: t for number, t in tokens.items() if t.content.replace("\u2581", " ").strip()}
             self._added = [*tokens]
@@ -230,6 +232,19 @@ class ChatTokenizer:
                     named[name] = said
         given = {"bos_token": bos or "", "eos_token": eos}
         return named | {name: token for name, token in given.items() if token != "auto"}
+
+    def _check_added(self) -> None:
+        """Refuse files beside the tokenizer that add tokens to it, as transformers does: here these would be text."""
+        config = read_json(self.path.with_name("tokenizer_config.json"))
+        more = [*(config.get("added_tokens_decoder") or {}).values(), *(config.get("additional_special_tokens") or [])]
+        names = [token["content"] if isinstance(token, dict) else token for token in more]
+        names += read_json(self.path.with_name("added_tokens.json"))
+        lost = [repr(name) for name in dict.fromkeys(names) if self.tokenizer.token_to_id(name) is None]
+        if lost:
+            raise ConfigError(
+                f"tokenizer: {self.path} has no token {', '.join(lost[:12])}, which tokenizer_config.json or"
+                " added_tokens.json beside it add; save the tokenizer anew with transformers"
+            )
 
     def _plain(self, turns: Sequence[Turn]) -> list[Written]:
         """The conversation in the form that is the same for every model."""

@@ -6,6 +6,7 @@ import json
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -275,6 +276,25 @@ def test_short_turns_are_not_found_in_words_of_the_template(folder: Path, answer
         f"[user]{answer}[end][assistant]<think></think>",
         "[user]s[end][assistant]",
     ]
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {"0": {"content": "[user]"}, "200": {"content": "<new>"}}}),
+        ("tokenizer_config.json", {"additional_special_tokens": ["[user]", {"content": "<new>"}, "<new>"]}),
+        ("added_tokens.json", {"[user]": 0, "<new>": 200}),
+    ],
+)
+def test_tokens_that_a_file_beside_the_tokenizer_adds_must_be_in_it(
+    folder: Path, file: str, content: dict[str, Any]
+) -> None:
+    (folder / file).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"tokenizer.json has no token '<new>', which .* anew with transformers"):
+        ChatTokenizer(folder, chat_template="auto")
+    ChatTokenizer(folder)  # the plain form has no need of them
+    (folder / file).write_text(json.dumps(content).replace("<new>", "[end]"))
+    ChatTokenizer(folder, chat_template="auto")
 
 
 def test_what_is_no_template_is_refused(folder: Path) -> None:
