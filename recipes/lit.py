@@ -171,6 +171,8 @@ class LastCheckpoint(MovableCheckpoint):
         """Save, or let `on_validation_end` do it."""
         self._to_end_of_window(trainer)
         loop = trainer.fit_loop
+        if loop.epoch_loop._should_accumulate():
+            return  # a checkpoint holds no gradients
         ends, val_loop = run_ends(trainer), loop.epoch_loop.val_loop
         if not ends and trainer.global_step % self._every_n_train_steps:
             return

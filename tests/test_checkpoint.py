@@ -12,7 +12,7 @@ import pickle
 import random
 import signal
 import zlib
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ Point = namedtuple("Point", "x y")
         [math.inf, -math.inf, math.nan, 1e-320, 10**40, 0.1],
         (1, (2,), []),
         OrderedDict([("z", 1), ("a", 2)]),
+        Counter({5: 2, 3: 1}),
         {"p": Path("/a/b"), "b": b"\x00\xff", "s": {1, 2}, "f": frozenset("x"), "c": complex(1, math.inf)},
         [torch.bfloat16, torch.device("cuda:1"), torch.Size([2, 3]), range(0, 8, 2), slice(1, None)],
         [datetime.timedelta(days=1, microseconds=3), datetime.datetime(2024, 1, 2, 3, 4, 5)],

@@ -12,7 +12,7 @@ import base64
 import datetime
 import enum
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
@@ -31,7 +31,7 @@ def encode(value: object) -> tuple[Any, list[torch.Tensor]]:
     """Return a JSON value and the tensors it refers to by number.
 
     The tensors are detached host copies, so ``value`` may change afterwards. Subclasses of dict and list come back as
-    dict and list (OrderedDict stays), OmegaConf containers as plain ones with their interpolations resolved.
+    dict and list (OrderedDict and Counter stay), OmegaConf containers as plain ones with their interpolations resolved.
 
     Raises:
         CheckpointError: a value has no form; the message gives its path (``callbacks.EMA.shadow``) and type.
@@ -94,6 +94,7 @@ _LEAVES: dict[str, tuple[type | tuple[type, ...], Callable[[Any], Any], Callable
 }
 """Name in the file -> types that it stands for, value to JSON, JSON to value."""
 
+_MAPPINGS: dict[str, type] = {"ordered": OrderedDict, "counter": Counter}
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 """Name in the file -> type; subclasses are refused, as a named tuple would lose its names."""
 
@@ -147,10 +148,11 @@ class _Encoder:
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, dict):
-            if not isinstance(value, OrderedDict) and all(type(key) is str for key in value) and TAG not in value:
+            pair_kind = next((name for name, mapping in _MAPPINGS.items() if isinstance(value, mapping)), "dict")
+            if pair_kind == "dict" and all(type(key) is str for key in value) and TAG not in value:
                 return {key: self._inside(key, item) for key, item in value.items()}
             pairs = [[self._inside(f"key {key!r}", key), self._inside(str(key), item)] for key, item in value.items()]
-            return _tagged("ordered" if isinstance(value, OrderedDict) else "dict", pairs)
+            return _tagged(pair_kind, pairs)
         kind = next((name for name, sequence in _SEQUENCES.items() if type(value) is sequence), None)
         if kind is None and not isinstance(value, list):
             raise self._refused(value)
@@ -213,7 +215,7 @@ def _decode(encoded: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if kind in ("array", "scalar"):
         array = np.frombuffer(base64.b64decode(value), dtype=np.dtype(encoded["dtype"])).reshape(encoded["shape"])
         return array.copy() if kind == "array" else array[()]
-    if kind in ("dict", "ordered"):
-        pairs = ((_decode(key, tensors), _decode(item, tensors)) for key, item in value)
-        return dict(pairs) if kind == "dict" else OrderedDict(pairs)
+    if kind in ("dict", *_MAPPINGS):
+        pairs = {_decode(key, tensors): _decode(item, tensors) for key, item in value}
+        return _MAPPINGS[kind](pairs) if kind in _MAPPINGS else pairs
     raise CheckpointError(f"checkpoint metadata holds a value of kind {kind!r}, unknown to this version")

@@ -29,6 +29,10 @@ FROM_WEIGHTS = "or begin with its weights: trainer.validate(..., ckpt_path=...),
 KERNELS = ("foreach", "fused", "capturable")
 """Options of an optimizer that follow from the layout and the device, not from the checkpoint."""
 
+LIGHTNINGS = {"epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks",
+              "optimizer_states", "lr_schedulers", "hparams_name", "hyper_parameters", "hparams_type"}  # fmt: skip
+"""What Lightning itself puts into a checkpoint."""
+
 
 class TrainingState:
     """Owned tensors of a run by global name, saved to and filled from checkpoints of any layout.
@@ -93,12 +97,13 @@ class TrainingState:
         """Write Lightning's checkpoint. A collective of the world.
 
         Raises:
-            CheckpointError: it cannot be written, or a callback's tensors differ between ranks; a previous one at
-                ``path`` is untouched.
+            CheckpointError: it cannot be written, or tensors of a callback, or that a module's ``on_save_checkpoint``
+                adds, differ between ranks; a previous one at ``path`` is untouched.
         """
         began = time.perf_counter()
         self.finalize()
-        _refuse_apart(AllOrNone.of(self._group), checkpoint.get("callbacks", {}))
+        added = {key: value for key, value in checkpoint.items() if key not in LIGHTNINGS}
+        _refuse_apart(AllOrNone.of(self._group), {**checkpoint.get("callbacks", {}), **added})
         owned = checkpoint.pop("state_dict")
         tensors = {f"model.{name}": value for name, value in owned.items() if isinstance(value, torch.Tensor)}
         optimizers = checkpoint.pop("optimizer_states", [])
@@ -247,7 +252,7 @@ def random_state() -> dict[str, Any]:
 
 
 def _refuse_apart(team: AllOrNone, states: Mapping[str, object]) -> None:
-    """Refuse callbacks whose tensors are not the same on all ranks, such as averages of the weights that a rank owns:
+    """Refuse states whose tensors are not the same on all ranks, such as averages of the weights that a rank owns:
     rank 0's are saved, and all ranks would get those back. Single numbers are left out: ranks may round a score apart.
     """
     if team.size == 1:
@@ -261,8 +266,8 @@ def _refuse_apart(team: AllOrNone, states: Mapping[str, object]) -> None:
     if any(apart):
         which = [name for name, differs in zip([*names, "one that is not on all ranks"], apart, strict=True) if differs]
         raise CheckpointError(
-            f"callbacks: tensors in the state of {', '.join(which)} differ between ranks, and a checkpoint keeps rank"
-            " 0's for all; leave them out of its state_dict(), or keep them the same on all ranks"
+            f"checkpoint: tensors in the state of {', '.join(which)} differ between ranks, and rank 0's are kept for"
+            " all; leave them out of its state_dict() or on_save_checkpoint(), or keep them the same on all ranks"
         )
 
 

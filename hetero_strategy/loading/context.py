@@ -49,16 +49,23 @@ class TrainingContext:
 
 
 def finish_epoch(trainer: L.Trainer | None) -> None:
-    """Let Lightning see that a restored run ended an epoch, or began one without a batch.
+    """Let Lightning see that a restored run ended an epoch, or began one without a batch, or is in the middle of one.
 
     With ``max_steps`` it takes every restored run for one in the middle of an epoch, goes once more through the end of
     the one that was done, and so leaves out the next one. So it does where an epoch has begun, however long the run is.
+    A run that it restored at the last batch of an epoch counts the epochs after it one short.
     """
     loop = getattr(trainer, "fit_loop", None)
-    if loop is None or not loop.restarting:
+    if loop is None or not (loop.restarting or loop._loaded_from_state_dict):
         return
-    progress = loop.epoch_progress
+    progress, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
     total = progress.total
+    if batches.current.processed and not batches.is_last_batch and total.ready == total.started == total.processed:
+        for counted in (total, progress.current):  # of a run that went on from an epoch's last batch
+            counted.ready += 1
+            counted.started += 1
+        _Loop.restarting.fset(loop, True)  # type: ignore[attr-defined]
+        return
     began = total.ready - 1 == total.started == total.processed == total.completed
     if began or total.ready == total.started == total.processed <= total.completed + 1:
         for counted in (total, progress.current):

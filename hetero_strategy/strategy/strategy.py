@@ -376,6 +376,7 @@ class HeteroStrategy(OwnCheckpoints):
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
+        trainer.fit_loop._combined_loader = None  # made, before a checkpoint is read, for who asks how long a run is
         choose_kernels(self.optimizers, self._owned, partial(self.reduce_boolean_decision, all=False))
 
     def grad_norm(self) -> torch.Tensor:

@@ -171,6 +171,11 @@ class Beside(Callback):
         self.metric.update(1)
 
 
+class Shadows(Lit):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["shadow"] = {name: p.detach().clone() for name, p in self.named_parameters() if not p.is_meta}
+
+
 class Scores(Callback):
     """A number that ranks round apart."""
 
@@ -222,6 +227,7 @@ def said(rank: int, world: int, job: Job, folder: str) -> dict[str, str]:
     for owned in (True, False):
         saving = {"callbacks": [Averages(owned=owned), ModelCheckpoint(folder)], "enable_checkpointing": True}
         attempt(f"averages, {owned=}", Lit, saving)
+    attempt("shadows", Shadows, {"callbacks": [ModelCheckpoint(folder)], "enable_checkpointing": True})
     kept = [Scores(rank), Averages(owned=False), ModelCheckpoint(folder)] + [Uploads()] * (not rank)
     attempt("scores and uploads", Lit, {"callbacks": kept, "enable_checkpointing": True})
     beside = Beside()
@@ -260,6 +266,7 @@ def test_what_a_person_may_ask_for_in_vain_is_said_and_metrics_count_once(pool: 
         "unsaved": "hyper_parameters.make",
         "alone": "this loader is of a MultimodalDataModule that the Trainer does not know",
         "averages, owned=True": "tensors in the state of Averages differ between ranks",
+        "shadows": "tensors in the state of shadow differ between ranks",
     }.items():
         assert words in first.pop(name), name
     assert not first

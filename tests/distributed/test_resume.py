@@ -10,10 +10,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.harness import Pool, WorkerError
-from tests.distributed.scenario import Job, data, train, train_on_rank
+from tests.distributed.scenario import Job, Lit, build, data, train, train_on_rank
 
 SAVED_AT = 3
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -119,3 +120,48 @@ def test_a_changed_checkpoint_is_noticed(pool: Pool, tmp_path: Path) -> None:
     insisting = replace(again, strategy={"verify_checkpoints": False})
     ((losses, _),) = pool.run(1, run, insisting, None, timeout=120)
     assert losses != pytest.approx(whole.losses[SAVED_AT:], rel=1e-6)
+
+
+class Counts(Lit):
+    """Asks how many steps there will be, as schedules of learning rates do."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == 9
+        return super().configure_optimizers()
+
+
+class Seen(L.Callback):
+    """Epoch and step of every batch."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int]] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int) -> None:
+        self.steps.append((batch.plan.metadata.epoch, batch.plan.metadata.step))
+
+
+def seen_on_rank(rank: int, world: int, job: Job, folder: str) -> dict[str, list[tuple[int, int]]]:
+    def go(to: str, resume: str | None = None) -> list[tuple[int, int]]:
+        seen = Seen()
+        every = ModelCheckpoint(Path(folder, to), "{step}", every_n_train_steps=1, save_top_k=-1)
+        options = {"max_epochs": 3, "limit_train_batches": 3, "enable_checkpointing": True, "callbacks": [seen, every]}
+        trainer, module, loaded = build(replace(job, trainer=options))
+        trainer.fit(Counts(job, module.vocabulary), loaded, ckpt_path=resume and str(Path(folder, f"{resume}.ckpt")))
+        return seen.steps
+
+    return {
+        "whole": go("whole"),
+        "in an epoch": go("other", "whole/step=2"),
+        "at its end": go("again", "whole/step=3"),
+        "and in the next": go("other", "again/step=5"),
+    }
+
+
+@pytest.mark.parametrize("steps", [-1, pytest.param(9, marks=pytest.mark.full)])
+def test_a_run_of_some_epochs_goes_on_with_the_next_samples(pool: Pool, tmp_path: Path, steps: int) -> None:
+    """However often, and where somebody has asked how many steps there will be."""
+    job = Job(str(data(tmp_path / "data")), LAYOUTS["one rank"][1], steps, capture=False)
+    (seen,) = pool.run(1, seen_on_rank, job, str(tmp_path / "run"), timeout=300)
+    whole = seen.pop("whole")
+    assert whole == [(epoch, step) for epoch in range(3) for step in range(3)]
+    assert list(seen.values()) == [whole[2:], whole[3:], whole[5:]]

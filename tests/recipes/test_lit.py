@@ -277,6 +277,24 @@ def test_an_evaluation_is_per_token_and_per_sample_that_counts(draws: bool) -> N
         assert found == pytest.approx({f"{stage}/{name}": value for name, value in expected.items()})
 
 
+class Saved(L.Callback):
+    """Steps at which checkpoints were saved, and whether gradients were adding up then."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, bool]] = []
+
+    def on_save_checkpoint(self, trainer: L.Trainer, *_: Any) -> None:
+        self.steps.append((trainer.global_step, trainer.fit_loop.epoch_loop._should_accumulate()))
+
+
+def test_nothing_is_saved_while_gradients_add_up(tmp_path: Path) -> None:
+    saved = Saved()
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "callbacks": [saved], "val": 0}
+    fit(tmp_path, Lit(), max_steps=2, **options)
+    fit(tmp_path, Lit(), tmp_path / "last.ckpt", max_steps=6, **options)
+    assert saved.steps == [(2, False), (4, False), (6, False)]
+
+
 class Learns(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
