@@ -46,7 +46,7 @@ def rank() -> int:
 def external() -> bool:
     """Whether torchrun or SLURM started this process as one of several."""
     several = int(os.environ.get("SLURM_NTASKS", "1")) > 1
-    return "TORCHELASTIC_RUN_ID" in os.environ or (several and not _shell())
+    return torchrun.started() or (several and not _shell())
 
 
 def srun() -> bool:
@@ -339,8 +339,8 @@ def saved_before(folder: Path) -> Path | None:
 def _newest(folder: Path, since: float = 0.0) -> Path | None:
     """The newest checkpoint in a run folder that was written after a time, in seconds."""
     places = (*folder.glob("checkpoints/last.ckpt*"), *folder.glob("hpc_ckpt_*.ckpt*"))
-    found = [path for path in places if path.is_dir() and path.name.endswith((".ckpt", ".ckpt.old"))]
-    found = [path for path in found if path.stat().st_mtime >= since]
+    whole = (path for path in places if path.is_dir() and path.name.endswith((".ckpt", ".ckpt.old")))
+    found = (path for path in whole if path.stat().st_mtime >= since)
     newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
     return newest and newest.with_name(newest.name.removesuffix(".old"))  # which stands for either
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Int64
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.plan.step_plan import StepItems, StepMetadata, UnitRuns
+from hetero_strategy.plan.step_plan import StepItems, StepMetadata
 
 
 def check_units(
@@ -34,39 +35,30 @@ def check_units(
         _check_there(
             module, f"'{target}', which takes them", units.sample, units.start, units.edge_rows, metadata.tokens
         )
-    given = units.given
-    if given is None and not any(source in metadata.items for source in sources):
-        # Whole samples give the rows at the units' places, as they do to a generator.
-        numbers = np.arange(len(units.sample), dtype=np.int64)
-        own = UnitRuns(units.sample, units.start, numbers, np.zeros_like(numbers), units.edge_rows)
-        for source in sources:
-            _check_source(module, source, own, metadata.tokens)
-        return
-    if missing := [source for source in sources if source not in (given or {})]:
+    # Without ``given`` whole samples give the rows at the units' places, as they do to a generator.
+    placed = units.given is None and not any(source in metadata.items for source in sources)
+    if missing := [] if placed else [source for source in sources if source not in (units.given or {})]:
         raise ConfigError(f"units of '{module}': given lacks '{missing[0]}', from which an edge leads to the module")
+    known = replace(metadata, items={**metadata.items, module: units})
     for source in sources:
-        runs = (given or {})[source]
+        runs = known.runs(source, module)
         from_ = metadata.items[source].edge_rows if source in metadata.items else metadata.tokens
-        _check_source(module, source, runs, from_)
-        _check_there(
-            module, f"'{module}', which takes them", runs.target, runs.target_start, runs.rows, units.inner_rows
-        )
-
-
-def _check_source(module: str, source: str, runs: UnitRuns, from_: Int64[np.ndarray, "units"]) -> None:
-    """Refuse runs of rows that the source's units, of so many rows each, do not have, or that are in two runs."""
-    _check_there(module, f"'{source}', which gives them", runs.source, runs.source_start, runs.rows, from_)
-    some = np.flatnonzero(runs.rows)
-    first = ragged.starts(from_)[runs.source[some]] + runs.source_start[some]
-    order = np.argsort(first, kind="stable")
-    twice = first[order][1:] < (first + runs.rows[some])[order][:-1]
-    if twice.any():
-        at = int(some[order[1:][twice][0]])
-        raise ConfigError(
-            f"units of '{module}': row {runs.source_start[at]} of unit {runs.source[at]} of '{source}' is in two"
-            " runs; a row goes to one place, as its gradient comes back from one: give it to one unit, and use it"
-            " there for all"
-        )
+        _check_there(module, f"'{source}', which gives them", runs.source, runs.source_start, runs.rows, from_)
+        if not placed:
+            _check_there(
+                module, f"'{module}', which takes them", runs.target, runs.target_start, runs.rows, units.inner_rows
+            )
+        some = np.flatnonzero(runs.rows)
+        first = ragged.starts(from_)[runs.source[some]] + runs.source_start[some]
+        order = np.argsort(first, kind="stable")
+        twice = first[order][1:] < (first + runs.rows[some])[order][:-1]
+        if twice.any():
+            at = int(some[order[1:][twice][0]])
+            raise ConfigError(
+                f"units of '{module}': row {runs.source_start[at]} of unit {runs.source[at]} of '{source}' is in two"
+                " runs; a row goes to one place, as its gradient comes back from one: give it to one unit, and use it"
+                " there for all"
+            )
 
 
 def _check_there(

@@ -123,11 +123,10 @@ def _add(leaf: torch.Tensor, gradient: torch.Tensor | None, taken: Taken) -> Non
     """
     if gradient is None:
         return
-    held = local(gradient)
     if leaf.grad is not None:
         gradient = leaf.grad + gradient
-    elif held.untyped_storage()._cdata in taken:
-        gradient = held.clone() if gradient is held else _with_own_memory(gradient)
+    elif local(gradient).untyped_storage()._cdata in taken:
+        gradient = _with_own_memory(gradient)
     memory = local(gradient).untyped_storage()
     taken[memory._cdata] = memory
     leaf.grad = gradient
@@ -137,8 +136,10 @@ def _add(leaf: torch.Tensor, gradient: torch.Tensor | None, taken: Taken) -> Non
 
 def _with_own_memory(gradient: torch.Tensor) -> torch.Tensor:
     """A copy, of partial sums too, which ``clone`` would add up over ranks."""
-    assert isinstance(gradient, DTensor)
-    part, mesh = gradient.to_local().clone(), gradient.device_mesh
+    part = local(gradient).clone()
+    if not isinstance(gradient, DTensor):
+        return part
+    mesh = gradient.device_mesh
     return DTensor.from_local(
         part, mesh, gradient.placements, run_check=False, shape=gradient.shape, stride=gradient.stride()
     )

@@ -144,11 +144,7 @@ def _check(policy: SchedulePolicy, module: str, pipeline: Pipeline, count: int, 
             if fault:
                 raise ScheduleError(f"{where}: the {kinds[kind]} of microbatch {place} in stage {stage} {fault}")
             seen.add(op)
-        needed = {
-            FORWARD,
-            BACKWARD,
-            *(kind for kind, *_ in seen),
-        }  # all weight gradients, or none: these fill waits
+        needed = {FORWARD, BACKWARD} | {kind for kind, *_ in seen}  # W all or none, which then fill waits
         whole = {(kind, stage, place) for kind in needed for stage in stages for place in range(count)}
         for kind, stage, place in sorted(whole - seen)[:1]:
             raise ScheduleError(f"{where}: stage {stage} has no {kinds[kind]} of microbatch {place}")

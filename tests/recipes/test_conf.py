@@ -537,7 +537,8 @@ def test_folders_and_ranks_under_slurm(tmp_path: Path, monkeypatch: pytest.Monke
     shell = under(SLURM_JOB_NAME="bash", SLURM_PROCID="0", LOCAL_RANK="2")
     assert by_time.fullmatch(shell[0]) and shell[1:] == (2, None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert not cli.srun()
+    monkeypatch.setenv("RANK", "5")
+    assert not cli.srun() and cli.rank() == 5
 
 
 def test_an_older_run_goes_on(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from datetime import datetime
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from torch.distributed import TCPStore
 
 from recipes import cli, torchrun
 from tests.distributed.harness import Pool
@@ -58,3 +60,26 @@ def test_all_go_on_in_the_folder_of_before(
     assert on_nodes(pool, tmp_path, restarts, began) == {(name, newest)}
     newest.rename(tmp_path / "another run's")
     assert on_nodes(pool, tmp_path, restarts, began) == {(name, None)}
+
+
+def test_processes_that_are_started_again_have_the_folder_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every attempt has a store of its own, which torchrun keeps, and comes later."""
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    found = []
+    for attempt in range(2):
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        torchrun._store.cache_clear()
+        for rank in range(2):
+            env = {"RUN_ID": "x", "USE_AGENT_STORE": True, "RESTART_COUNT": attempt}
+            env = {f"TORCHELASTIC_{name}": value for name, value in env.items()}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "RANK": rank, "LOCAL_RANK": rank}
+            for name, value in (env | {"WORLD_SIZE": 2, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}).items():
+                monkeypatch.setenv(name, str(value))
+            found.append(cli._agreed("out" if not rank else "other", ()))
+            assert (cli.saved_before(tmp_path) is not None) == bool(attempt)
+        (tmp_path / "checkpoints" / "last.ckpt").mkdir(parents=True, exist_ok=True)
+        time.sleep(1.1)
+    torchrun._store.cache_clear()
+    assert len(set(found)) == 1 and found[0].startswith("out/")
