@@ -62,15 +62,29 @@ def drawings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What lies in tests/distributed is marked so; CUDA tests are skipped where there is no device."""
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What lies in tests/distributed is marked so, and "full" what long.txt names; CUDA tests are skipped where there
+    is no device.
+    """
     here = Path(__file__).parent / "distributed"
     no_cuda = pytest.mark.skip(reason="needs a CUDA device")
+    long = set(Path(__file__).with_name("long.txt").read_text().splitlines())
+    found = set[str]()
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.distributed)
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(no_cuda)
+        if not long.isdisjoint(names := {item.nodeid, item.nodeid.partition("[")[0]}):
+            item.add_marker(pytest.mark.full)
+            found |= names
+    files = {item.nodeid.partition("::")[0] for item in items}
+    gone = sorted(name for name in long - found if name.partition("::")[0] in files)
+    if gone and not any("::" in arg for arg in config.args):
+        raise pytest.UsageError(
+            f"tests/long.txt names {gone[0]}, which is no test; write its new name, or leave it out"
+        )
 
 
 def pytest_collection_finish() -> None:

@@ -142,13 +142,16 @@ def settings_of(folders: dict[bool, str], name: str, schedules: tuple[str, ...])
     return [setting_of(folders, layouts, schedule, **layers, **options) for schedule in schedules]
 
 
-def alike(name: str) -> list[str]:
-    """Cases of the same layouts that run together."""
-    return [n for n, case in CASES.items() if case[0] == CASES[name][0]]
+@pytest.fixture(scope="module")
+def alike(request: pytest.FixtureRequest) -> Callable[[str], list[str]]:
+    """Case -> all of the same layouts that are tested, which run together."""
+    tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_same_gradients"]
+    tested = {item.callspec.params["name"] for item in tests if item.path == request.path}  # type: ignore[attr-defined]
+    return lambda name: [n for n, case in CASES.items() if n in tested and case[0] == CASES[name][0]]
 
 
 @pytest.fixture(scope="module")
-def chosen(pool: Pool, folders: dict[bool, str]) -> Callable[[str], list[list[Run]]]:
+def chosen(pool: Pool, folders: dict[bool, str], alike: Callable[[str], list[str]]) -> Callable[[str], list[list[Run]]]:
     """Case -> rank -> schedule -> what it made; all cases of the same layouts in one world, which the first of them
     starts and damages.
     """
@@ -177,7 +180,9 @@ def check_gradients(settings: list[Setting], ranks: list[list[Run]]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_same_gradients(chosen: Callable[[str], list[list[Run]]], folders: dict[bool, str], name: str) -> None:
+def test_same_gradients(
+    chosen: Callable[[str], list[list[Run]]], alike: Callable[[str], list[str]], folders: dict[bool, str], name: str
+) -> None:
     """The first case of some layouts also shows that a broken exchange between them would be noticed."""
     ranks = chosen(name)
     assert bool(ranks[0][0].damaged) == (name == alike(name)[0])
