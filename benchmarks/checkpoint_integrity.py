@@ -61,7 +61,7 @@ class Run:
         self.state.save(
             {
                 "state_dict": self.state.model_tensors(),
-                "optimizer_states": [self.state.optimizer_tensors(self.optimizer)],
+                "optimizer_states": [self.state.optimizer_state(self.optimizer)],
                 "global_step": 1,
             },
             path,

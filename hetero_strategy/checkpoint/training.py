@@ -21,6 +21,7 @@ from hetero_strategy.checkpoint.all_or_none import AllOrNone
 from hetero_strategy.checkpoint.exporting import EXPORT_KEY, export_record
 from hetero_strategy.checkpoint.folder import StoredTensor, describe, remove
 from hetero_strategy.checkpoint.loading import load
+from hetero_strategy.checkpoint.optimizer_state import from_tensors, to_tensors
 from hetero_strategy.checkpoint.saving import Checkpointer
 from hetero_strategy.errors import CheckpointError
 from hetero_strategy.model.adapter import Adapter
@@ -81,34 +82,35 @@ class TrainingState:
         state = nn.Module.state_dict(module)
         return {name: value for name, value in state.items() if not name.startswith(tuple(self._modules))}
 
-    def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of owned parameters by ``<fqn>.<state>``, and the hyperparameters of every group."""
-        tensors = {
-            f"{self._names[id(p)]}.{key}": value if isinstance(value, torch.Tensor) else torch.tensor(value)
-            for p, state in optimizer.state.items()
-            if id(p) in self._names
-            for key, value in state.items()
-            if value is not None
-        }
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the states of owned parameters by name, "" for those of none, and the hyperparameters of every group.
+        A save looks at them.
+        """
+        states = {self._names[id(p)]: state for p, state in optimizer.state.items() if id(p) in self._names}
+        if apart := {key: of for key, of in optimizer.state.items() if of and not isinstance(key, torch.Tensor)}:
+            states[""] = apart
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        return {"tensors": tensors, "param_groups": groups}
+        return {"optimizer": type(optimizer).__name__, "states": states, "param_groups": groups}
 
     def save(self, checkpoint: dict[str, Any], path: Path) -> None:
         """Write Lightning's checkpoint. A collective of the world.
 
         Raises:
             CheckpointError: it cannot be written, or tensors of a callback, or that a module's ``on_save_checkpoint``
-                adds, differ between ranks; a previous one at ``path`` is untouched.
+                adds, differ between ranks, or an optimizer has a state without a form; a previous one at ``path`` is
+                untouched.
         """
         began = time.perf_counter()
         self.finalize()
         added = {key: value for key, value in checkpoint.items() if key not in LIGHTNINGS}
-        _refuse_apart(AllOrNone.of(self._group), {**checkpoint.get("callbacks", {}), **added})
+        team = AllOrNone.of(self._group)
+        _refuse_apart(team, {**checkpoint.get("callbacks", {}), **added})
         owned = checkpoint.pop("state_dict")
         tensors = {f"model.{name}": value for name, value in owned.items() if isinstance(value, torch.Tensor)}
         optimizers = checkpoint.pop("optimizer_states", [])
         for i, state in enumerate(optimizers):
-            tensors |= {f"optim.{i}.{name}": value for name, value in state["tensors"].items()}
+            named = team.together(lambda of=state: to_tensors(of["optimizer"], of["states"]))  # type: ignore[misc]
+            tensors |= {f"optim.{i}.{name}": value for name, value in named.items()}
         metadata = {
             **checkpoint,
             "extra_state": {name: value for name, value in owned.items() if f"model.{name}" not in tensors},
@@ -185,7 +187,7 @@ class TrainingState:
                         f" configure_optimizers, {FROM_WEIGHTS}"
                     )
             optimizer.state.clear()  # as Optimizer.load_state_dict: what is loaded takes the place of what was
-            optimizer.state.update(state)
+            optimizer.state.update({p: from_tensors(named) for p, named in state.items()})
             for group, options in zip(optimizer.param_groups, saved, strict=True):
                 group.update({key: value for key, value in options.items() if key not in KERNELS})
         if loaded.rank_state is not None:
@@ -207,7 +209,7 @@ class TrainingState:
     def _empty_state(
         self, number: int, optimizer: Optimizer, stored: Mapping[str, StoredTensor]
     ) -> dict[Any, dict[str, torch.Tensor]]:
-        """Allocate the state that the checkpoint has for each owned parameter, in its shapes."""
+        """Allocate the tensors of the state that the checkpoint has for each owned parameter, in its shapes."""
         keys: dict[str, list[str]] = {}
         start = f"optim.{number}."
         for name in stored:
@@ -222,8 +224,9 @@ class TrainingState:
                 entry = stored[f"{start}{fqn}.{key}"]
                 # As Optimizer.load_state_dict does: all but counters goes with the parameter, and those lie beside it
                 # for kernels that read them there. A dtype that was not the parameter's was chosen, and stays.
-                goes = key != "step" and saved is not None and entry.dtype == saved.dtype
-                device = p.device if key != "step" or kernel else None
+                number = ":" in key  # which comes back as one
+                goes = key != "step" and not number and saved is not None and entry.dtype == saved.dtype
+                device = p.device if (key != "step" or kernel) and not number else None
                 empty = _empty(p, entry.shape, p.dtype if goes else entry.dtype, device)
                 state.setdefault(p, {})[key] = empty.detach()
         return state

@@ -47,7 +47,7 @@ class OwnCheckpoints(WorldCollectives):
         return self.state.model_tensors() | rest
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self.state.optimizer_tensors(getattr(optimizer, "_optimizer", optimizer))
+        return self.state.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         if storage_options is not None:

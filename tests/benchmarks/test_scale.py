@@ -81,7 +81,7 @@ def really(rank: int, world: int, chosen: Setting, path: str) -> dict[str, int]:
         for _ in range(2):  # the second sends no plan
             tensors = {
                 "state_dict": made.state.model_tensors(),
-                "optimizer_states": [made.state.optimizer_tensors(optimizer)],
+                "optimizer_states": [made.state.optimizer_state(optimizer)],
             }
             made.state.save(tensors, path)
     weights = sum(local(p).numel() * 4 for p in owned)

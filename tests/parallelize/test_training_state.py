@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_flatten
 
 from hetero_strategy.checkpoint.folder import describe
 from hetero_strategy.checkpoint.training import TrainingState
+from hetero_strategy.errors import CheckpointError
 from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.model.adapter import Adapter
@@ -79,7 +81,7 @@ def save(rank: int, world: int, kind: str, config: dict[str, Any], path: str, fa
     module, state, optimizer = _state(rank, world, kind, config, 3, factored)
     _train(module, optimizer)
     tensors = state.model_tensors()
-    state.save({"state_dict": tensors, "optimizer_states": [state.optimizer_tensors(optimizer)]}, Path(path))
+    state.save({"state_dict": tensors, "optimizer_states": [state.optimizer_state(optimizer)]}, Path(path))
     return sorted(tensors)
 
 
@@ -154,6 +156,69 @@ def test_states_of_another_shape_than_their_parameter_go_on(pool: Pool, tmp_path
             assert np.allclose(value, expected[name], rtol=1e-5, atol=1e-6), name
 
 
+class Odd(torch.optim.Optimizer):
+    """Its state is of everything but plain tensors."""
+
+    more: dict[Any, Any] = {}
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            factors = [torch.full((n,), n + 0.5, dtype=torch.float64) for n in p.shape]
+            self.state[p] = {
+                "step": 7, "large": 1 << 60, "share": 0.1, "warm": True, "nothing": None, "empty": [], "none": (),
+                "factors": factors, "pairs": ((3, factors[0]), [None, [p.detach() * 2] * 11]), **self.more,
+            }  # fmt: skip
+
+
+def test_numbers_and_lists_in_the_state_of_an_optimizer_come_back_as_they_were(tmp_path: Path) -> None:
+    states = []
+    for seed in (3, 8):
+        module = MAKE["titan"]()
+        materialize(module, seed, name="m")
+        optimizer, state = Odd(module.parameters()), TrainingState("model", {"m": module}, group=None)
+        if seed == 3:
+            optimizer.step()
+            checkpoint = {"state_dict": state.model_tensors(), "optimizer_states": [state.optimizer_state(optimizer)]}
+            state.save(checkpoint, tmp_path / "c")
+        else:
+            state.load(tmp_path / "c", [optimizer])
+        states.append([tree_flatten(dict(sorted(of.items()))) for of in optimizer.state.values()])
+    for (expected, shape), (found, as_found) in zip(*states, strict=True):
+        assert shape == as_found and [*map(type, expected)] == [*map(type, found)]
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+class Subclass(torch.Tensor):
+    """Of plain memory, but its class means something."""
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"shards": {"a": 1}}, "Odd has a state 'shards' of model.m.* which is or holds a dict"),
+        ({"several": [1, "two"]}, "Odd has a state 'several' of model.m.* which is or holds a str"),
+        ({"narrow": torch.ones(2).as_subclass(Subclass)}, "'narrow' of model.m.* which is a Subclass"),
+        ({"a.b": 1}, "'a.b' of model.m.* whose name is no plain word"),
+    ],
+)
+def test_states_of_an_optimizer_without_a_form_are_refused(tmp_path: Path, more: dict[str, Any], said: str) -> None:
+    module = MAKE["titan"]()
+    materialize(module, 3, name="m")
+    optimizer, state = Odd(module.parameters()), TrainingState("model", {"m": module}, group=None)
+    optimizer.more = more
+    optimizer.step()
+    with pytest.raises(CheckpointError, match=said):
+        state.save({"state_dict": {}, "optimizer_states": [state.optimizer_state(optimizer)]}, tmp_path / "c")
+    optimizer.state.clear()
+    optimizer.state["together"] = 5  # type: ignore[index]
+    with pytest.raises(CheckpointError, match="Odd has a state 'together' which is of no parameter"):
+        state.save({"state_dict": {}, "optimizer_states": [state.optimizer_state(optimizer)]}, tmp_path / "c")
+
+
 def _saved(path: Path, optimizer: str, **state: torch.dtype) -> None:
     """A run's checkpoint in fp32, whose states of these names have these dtypes."""
     module = MAKE["titan"]()
@@ -163,7 +228,7 @@ def _saved(path: Path, optimizer: str, **state: torch.dtype) -> None:
     for of in made.state.values():
         of.update({key: of[key].to(dtype) for key, dtype in state.items()})
     saving = TrainingState("model", {"m": module}, group=None)
-    saving.save({"state_dict": saving.model_tensors(), "optimizer_states": [saving.optimizer_tensors(made)]}, path)
+    saving.save({"state_dict": saving.model_tensors(), "optimizer_states": [saving.optimizer_state(made)]}, path)
 
 
 def test_states_take_the_precision_of_their_parameter_unless_they_had_one_of_their_own(tmp_path: Path) -> None:
