@@ -571,6 +571,20 @@ def test_incomplete_folder_falls_back_to_the_old_one(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["c"]
 
 
+def test_a_killed_save_is_not_what_a_job_that_is_queued_again_goes_on_from(tmp_path: Path) -> None:
+    trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", barebones=True)
+    for number in (1, 2):
+        path = trainer._checkpoint_connector.hpc_save_path(tmp_path)
+        ck.Checkpointer().save(owned(number), {}, path)
+    killed = folders.temporary_of(Path(path), "0badcafe")
+    os.rename(path, killed)
+    os.remove(killed / "checkpoint.json")
+    assert trainer._checkpoint_connector._hpc_resume_path == str(tmp_path / "hpc_ckpt_1.ckpt")
+    assert trainer._checkpoint_connector.hpc_save_path(tmp_path) == path
+    ck.Checkpointer().save(owned(), {}, path)
+    assert sorted(os.listdir(tmp_path)) == ["hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"]
+
+
 class Kill:
     """Counts file operations of this process and kills it at one of them."""
 

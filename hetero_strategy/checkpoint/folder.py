@@ -7,7 +7,7 @@
     metadata.json, metadata.safetensors                  what is not a parameter, see ``codec``
     rank-00000.state.json, rank-00000.state.safetensors  what one rank alone knows (random number states)
 
-A save writes ``<path>.tmp-<token>``, moves a present ``<path>`` to ``<path>.old``, moves the new folder in and deletes
+A save writes :func:`temporary_of` the path, moves a present ``<path>`` to ``<path>.old``, moves the new folder in and deletes
 ``<path>.old``. Killed at any moment it leaves ``<path>`` or ``<path>.old`` complete, and :func:`describe` finds which.
 """
 
@@ -104,8 +104,7 @@ def describe(path: str | os.PathLike[str]) -> Description:
     """
     path = Path(path)
     candidates = [path, old_of(path)]
-    if (temporary := _TEMPORARY.match(path.name)) is not None:
-        base = path.with_name(temporary["path"])
+    if (base := _replaced_by(path)) is not None:
         candidates += [base, old_of(base)]
     for candidate in candidates:
         with suppress(_Incomplete):
@@ -132,6 +131,20 @@ def remove(path: str | os.PathLike[str]) -> None:
 def old_of(path: Path) -> Path:
     """Return where the checkpoint at ``path`` waits while its successor moves in."""
     return path.with_name(path.name + ".old")
+
+
+def temporary_of(path: Path, token: str) -> Path:
+    """Return a folder in which a save to ``path`` is written, ``<path>.tmp-<token>``.
+
+    Lightning takes all digits after a name's ``ckpt_`` for the number of a checkpoint that a job is queued again with.
+    """
+    return path.with_name(f"{path.name.replace('ckpt_', 'ckpt~')}.tmp-{token}")
+
+
+def _replaced_by(temporary: Path) -> Path | None:
+    """Return what a temporary folder, or an old checkpoint, is or was to give way to; None if it is neither."""
+    found = _TEMPORARY.match(temporary.name)
+    return None if found is None else temporary.with_name(found["path"].replace("ckpt~", "ckpt_"))
 
 
 def rank_stem(rank: int) -> str:
@@ -310,8 +323,7 @@ def publish(written: Path, path: Path) -> None:
 def delete_leftovers(path: Path) -> None:
     """Delete the temporary folders of killed saves to ``path``."""
     for folder in path.parent.glob("*.tmp-*"):
-        temporary = _TEMPORARY.match(folder.name)
-        if temporary is not None and temporary["path"] == path.name:
+        if _replaced_by(folder) == path:
             _delete(folder)
 
 

@@ -172,7 +172,7 @@ def _begin(path: Path) -> tuple[Path, Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folders.delete_leftovers(path)
-        temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+        temporary = folders.temporary_of(path, secrets.token_hex(4))
         temporary.mkdir()
     except OSError as fault:
         raise CheckpointError(f"cannot write checkpoint {path}: {fault.strerror or fault}") from fault
