@@ -7,7 +7,7 @@
     metadata.json, metadata.safetensors                  what is not a parameter, see ``codec``
     rank-00000.state.json, rank-00000.state.safetensors  what one rank alone knows (random number states)
 
-A save writes :func:`temporary_of` the path, moves a present ``<path>`` to ``<path>.old``, moves the new folder in and deletes
+A save writes ``<path>.tmp-<token>``, moves a present ``<path>`` to ``<path>.old``, moves the new folder in and deletes
 ``<path>.old``. Killed at any moment it leaves ``<path>`` or ``<path>.old`` complete, and :func:`describe` finds which.
 """
 
@@ -134,9 +134,10 @@ def old_of(path: Path) -> Path:
 
 
 def temporary_of(path: Path, token: str) -> Path:
-    """Return a folder in which a save to ``path`` is written, ``<path>.tmp-<token>``.
+    """Return a folder in which a save to ``path`` is written.
 
-    Lightning takes all digits after a name's ``ckpt_`` for the number of a checkpoint that a job is queued again with.
+    Lightning takes all digits after ``ckpt_`` in a name for the number of a checkpoint to go on from, so that is not in
+    it.
     """
     return path.with_name(f"{path.name.replace('ckpt_', 'ckpt~')}.tmp-{token}")
 

@@ -271,16 +271,17 @@ def lost_a_rank(error: BaseException | None) -> bool:
 
 def stop_together(trainer: Trainer, stop: Stop) -> None:
     """SIGTERM on any rank ends all of them after the same step, so that a callback's ``on_exception`` can still save.
-    SLURM's signal that the job will be queued again lets them save together before the next batch.
+    SLURM's signal that the job will be queued again lets them save together before the next batch, of a validation
+    too. Where nothing is trained nothing is saved, and the first rank asks SLURM at once.
 
     What Lightning does about it goes: collectives and saves inside signal handlers, to which other ranks come from
     wherever they are, and one rank from the middle of a step; and a broadcast before every batch, whose result the host
     waits for.
     """
     connector = trainer._signal_connector
-    stop.asked = stop.agreed = stop.requeue = stop.requeue_agreed = False
+    stop.asked = stop.agreed = stop.requeue_agreed = False  # one to requeue that came after the last batch stays
     # A checkpoint has no gradients, so no run ends between batches whose gradients are added up.
-    fitting, batches = TrainerFn.FITTING, trainer.fit_loop.epoch_loop
+    fitting, batches, validation = TrainerFn.FITTING, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop
     stop.may = may = lambda: trainer.state.fn != fitting or not batches._should_accumulate()
     stop.tell = lambda: setattr(connector, "received_sigterm", True)
 
@@ -292,15 +293,32 @@ def stop_together(trainer: Trainer, stop: Stop) -> None:
 
     def told_to_requeue(signum: Any, frame: Any) -> None:
         stop.requeue = True
+        if trainer.state.fn != fitting:
+            fn = cast(TrainerFn, trainer.state.fn).value
+            rank_zero_warn(f"told that this job will be queued again: {fn} saves nothing, and begins anew in it")
+            trainer.__dict__["save_checkpoint"] = lambda path: None
+            requeue()
+            del trainer.__dict__["save_checkpoint"]
+
+    def requeue() -> None:
+        type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, cast(Any, None))
+        stop.requeue = stop.requeue_agreed = False
 
     def advance(fetcher: Any) -> None:
         if stop.requeue_agreed and may():
-            type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, cast(Any, None))
-            stop.requeue = stop.requeue_agreed = False
+            requeue()
         type(batches).advance(batches, fetcher)
+
+    def validate(*given: Any) -> None:
+        if stop.requeue_agreed and may() and not trainer.sanity_checking:
+            requeue()
+        type(validation)._evaluation_step(validation, *given)
 
     connector.__dict__.update(_sigterm_notifier_fn=told, _slurm_sigusr_handler_fn=told_to_requeue)
     batches.__dict__.update(advance=advance, _broadcast_sigterm_tensor=lambda: None)
+    validation.__dict__.update(_evaluation_step=validate)
+    if stop.requeue and trainer.state.fn != fitting:
+        told_to_requeue(signal.SIGUSR1, None)
 
 
 def end_together(error: BaseException, rank: int, launcher: _Launcher | None, told_to_end: bool) -> None:

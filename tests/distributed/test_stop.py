@@ -15,10 +15,14 @@ import pytest
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.connectors import signal_connector
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from hetero_strategy.checkpoint import describe, saving
+from hetero_strategy.runtime.agreement import Stop
 from hetero_strategy.strategy import HeteroStrategy
+from hetero_strategy.strategy.launch import stop_together
 from tests.distributed.harness import Pool
 from tests.distributed.scenario import Job, data, train, train_on_rank
 
@@ -81,11 +85,19 @@ def test_no_rank_ends_in_the_middle_of_a_window_of_accumulation(pool: Pool, tmp_
 
 
 class Requeue(Tell):
-    """Tells this rank in the middle of a step that its job will be queued again."""
+    """Tells this rank in the middle of a step, of a validation if there is one, that its job will be queued again."""
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.me and batch_idx == TOLD_AT:
+        if self.me and batch_idx == TOLD_AT and not sum(trainer.num_val_batches):
             os.kill(os.getpid(), signal.SIGUSR1)
+
+    def on_validation_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *given: Any) -> None:
+        _, batch_idx, *_ = given
+        if self.me and batch_idx == 0 and trainer.global_step == TOLD_AT + 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        elif batch_idx == 1:
+            saved = Path(trainer.default_root_dir) / "hpc_ckpt_1.ckpt" / "checkpoint.json"
+            assert saved.exists() == (trainer.global_step > TOLD_AT), "before the next batch of the validation"
 
 
 def requeued(rank: int, world: int, job: Job, whom: int, folder: str, background: bool) -> int:
@@ -98,7 +110,12 @@ def requeued(rank: int, world: int, job: Job, whom: int, folder: str, background
     callbacks = [Requeue(rank == whom)]
     options = {"callbacks": callbacks, "default_root_dir": folder, "plugins": [SLURMEnvironment()], "devices": world}
     job = replace(
-        job, trainer={**options, "strategy": HeteroStrategy(job.layouts or None, async_checkpoint=background)}
+        job,
+        trainer={
+            **job.trainer,
+            **options,
+            "strategy": HeteroStrategy(job.layouts or None, async_checkpoint=background),
+        },
     )
     with patch.object(saving, "_write", slowly):
         train(job)
@@ -111,9 +128,12 @@ def slowly(*given: Any, write: Any = saving._write) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("world", "whom"), [(1, 0), (2, 0), pytest.param(2, 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("world", "whom", "validates"),
+    [(1, 0, False), (2, 0, False), (2, 1, True), pytest.param(2, 1, False, marks=pytest.mark.full)],
+)
 def test_a_slurm_job_that_is_queued_again_is_saved_between_steps(
-    pool: Pool, tmp_path: Path, world: int, whom: int
+    pool: Pool, tmp_path: Path, world: int, whom: int, validates: bool
 ) -> None:
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
@@ -121,9 +141,34 @@ def test_a_slurm_job_that_is_queued_again_is_saved_between_steps(
     scontrol.write_text(f'#!/bin/sh\nls {saved}/checkpoint.json >> {tmp_path}/told\necho "$@" >> {tmp_path}/told\n')
     scontrol.chmod(0o755)
     job = Job(str(data(tmp_path / "data")), LAYOUTS if world == 2 else {}, steps=STEPS, capture=False)
+    if validates:
+        job = replace(job, val="val.json", trainer={"val_check_interval": TOLD_AT + 1})
     found = pool.run(world, requeued, job, whom, str(tmp_path), world == 1, group=False)
     assert found == [STEPS] * world, "it goes on until SLURM ends it"
     assert (tmp_path / "told").read_text().splitlines() == [f"{saved}/checkpoint.json", "requeue 17"]
     assert describe(saved).step == TOLD_AT + 1
     whole, rest = (pool.run(world, train_on_rank, j, group=False)[0].losses for j in (job, replace(job, resume=saved)))
     assert rest == whole[TOLD_AT + 1 :]
+
+
+@pytest.mark.parametrize("fn", ["validate", "test", "predict"])
+def test_an_evaluation_that_is_queued_again_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fn: str
+) -> None:
+    """Nor is a signal lost that came after the last batch of training."""
+    trainer, stop = L.Trainer(default_root_dir=tmp_path, accelerator="cpu", barebones=True), Stop()
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    trainer.state.fn = TrainerFn.FITTING
+    stop_together(trainer, stop)
+    connector = trainer._signal_connector
+    with patch.object(signal_connector, "call", return_value=0) as told:
+        connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # type: ignore[arg-type]
+        assert stop.requeue and not told.called
+        trainer.state.fn = {"validate": TrainerFn.VALIDATING, "test": TrainerFn.TESTING}.get(fn, TrainerFn.PREDICTING)
+        with pytest.warns(UserWarning, match=f"queued again: {fn} saves nothing, and"):
+            stop_together(trainer, stop)
+        told.assert_called_once_with(["scontrol", "requeue", "17"])
+        with pytest.warns(UserWarning, match=f"{fn} saves nothing"):
+            connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # type: ignore[arg-type]
+        assert told.call_count == 2 and not stop.requeue
+    assert not os.listdir(tmp_path) and "save_checkpoint" not in vars(trainer)
