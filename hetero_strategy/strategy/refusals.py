@@ -68,11 +68,14 @@ def check_trainer(trainer: Trainer) -> None:
             " that is still being written, and a run that ends meanwhile leaves no last one; set save_last=True or"
             " async_checkpoint=False"
         )
+    fits = trainer.state.fn == TrainerFn.FITTING
     for saving in (c for c in callbacks if isinstance(c, Checkpoint)):
-        check_folder(getattr(saving, "dirpath", None) or trainer.default_root_dir)
+        near_logger = fits and trainer.loggers and isinstance(saving, ModelCheckpoint)
+        beside = trainer.loggers[0].save_dir if near_logger else None
+        check_folder(getattr(saving, "dirpath", None) or beside or trainer.default_root_dir)
         if type(saving).on_exception in (ModelCheckpoint.on_exception, OnExceptionCheckpoint.on_exception):
             saving.on_exception = partial(_where_all_stop, type(saving).on_exception, saving)  # type: ignore[method-assign]
-    if any(isinstance(c, Checkpoint) for c in callbacks) and trainer.state.fn == TrainerFn.FITTING:
+    if fits and any(isinstance(c, Checkpoint) for c in callbacks):
         _check_hparams(trainer)
     for callback in callbacks:
         for kind, why in CALLBACKS.items():
@@ -139,7 +142,8 @@ def check_folder(path: str | os.PathLike[str]) -> None:
     if "://" in os.fspath(path):
         raise ConfigError(
             f"HeteroStrategy: checkpoints cannot lie at {os.fspath(path)}: all ranks write files of one folder;"
-            " give one on a file system that they share, such as a mounted bucket"
+            " give one on a file system that they share, such as a mounted bucket (ModelCheckpoint(dirpath=...), which"
+            " else writes beside its logger)"
         )
 
 

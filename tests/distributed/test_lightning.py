@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
     TQDMProgressBar,
 )
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric, SumMetric
@@ -594,6 +595,7 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
         attempt(name, replace(case, trainer={"callbacks": [callback]}))
     address, link = ModelCheckpoint("memory://run"), ModelCheckpoint(save_last="link")
     attempt("address", replace(case, trainer={"callbacks": [address], "enable_checkpointing": True}))
+    attempt("logger", replace(case, trainer={"logger": CSVLogger("memory://logs"), "enable_checkpointing": True}))
     behind = replace(job, strategy={"async_checkpoint": True})
     attempt("link", replace(case, job=behind, trainer={"callbacks": [link], "enable_checkpointing": True}))
     attempt("by time", replace(case, trainer={"val_check_interval": "00:00:30:00", "check_val_every_n_epoch": None}))
@@ -669,6 +671,7 @@ def test_what_cannot_be_done_is_said(pool: Pool, digits: Path) -> None:
         "StochasticWeightAveraging": "copies the model before it is built",
         "BackboneFinetuning": "MultimodalModel(freeze=...)",
         "address": "checkpoints cannot lie at memory://run",
+        "logger": "checkpoints cannot lie at memory://logs",
         "link": "save_last='link') with async_checkpoint=True",
         "by time": "val_check_interval is a time of 1800 s",
         "early": "False",
