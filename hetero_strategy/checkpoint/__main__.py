@@ -6,17 +6,19 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hetero_strategy.checkpoint.exporting import CASTS, EXTRA, FILE_BYTES, Exported, export
+from hetero_strategy.checkpoint.exporting import CASTS, FILE_BYTES, Exported, export
 from hetero_strategy.checkpoint.folder import describe
 from hetero_strategy.errors import CheckpointError
+from hetero_strategy.model.hf_folder import EXTRA
 
 HELP = "Look at a checkpoint, or export it for other programs; neither needs the model."
 EXPORT_HELP = f"""
 Writes weights and config.json that from_pretrained of transformers loads: of titan_llama, hf_llama and hf_qwen3 as a
 causal language model, of siglip2_encoder the backbone as a Siglip2VisionModel, of whisper_encoder the backbone as a
 WhisperEncoder (of transformers.models.whisper.modeling_whisper). An encoder's projector lies beside its backbone in
-{EXTRA}. A flow_decoder and modules of one's own keep their own names in model.safetensors and have no config.json; so
-does all of a checkpoint that was not saved by a run, or before runs recorded these names.
+{EXTRA}; checkpoint= of our functions reads both. A flow_decoder and modules of one's own keep their own names in
+model.safetensors and have no config.json; so does all of a checkpoint that was not saved by a run, or before runs
+recorded these names.
 """
 
 

@@ -23,11 +23,9 @@ from hetero_strategy.checkpoint.loading import fill
 from hetero_strategy.checkpoint.tensorfile import Entry, TensorReader, check_dtype, write_tensors
 from hetero_strategy.errors import CheckpointError
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.model.hf_folder import pairs_to_halves
+from hetero_strategy.model.hf_folder import EXTRA, pairs_to_halves
 
 EXPORT_KEY = "hetero_export"
-EXTRA = "extra.safetensors"
-"""Tensors that have no place in the Hugging Face model, under our own names."""
 FILE_BYTES = 5 * 10**9
 CASTS = {
     "float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,

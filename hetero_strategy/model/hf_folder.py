@@ -16,6 +16,8 @@ from hetero_strategy.errors import ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+EXTRA = "extra.safetensors"
+"""What an export writes beside them: tensors that have no place in the Hugging Face model, under our own names."""
 
 Selection = Mapping[int, Tensor]
 """A part of a tensor: dimension -> int64 indices along it, in the order wanted. Dimensions left out are whole."""
@@ -57,7 +59,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """Read config.json of a folder.
 
     Raises:
-        ModelError: there is none, or it is not JSON.
+        ModelError: there is none, or it is no object of JSON.
     """
     return read_json(Path(folder) / "config.json")
 
@@ -70,6 +72,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} does not exist: checkpoint= takes a local Hugging Face folder") from None
     except ValueError as fault:
         raise ModelError(f"{path} is not JSON: {fault}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} holds a {type(config).__name__}, not names and values")
     return config
 
 
@@ -109,18 +113,30 @@ class TensorFolder(SafetensorFiles):
             self._files: Mapping[str, str] = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         elif (self.folder / INDEX).exists():
             self._files = read_json(self.folder / INDEX).get("weight_map", {})
-            if not self._files:
+            if not self._files or not isinstance(self._files, dict):
                 raise ModelError(f"{self.folder / INDEX} has no weight_map, which says where tensors are")
         else:
             raise ModelError(f"{self.folder} has neither {SINGLE} nor {INDEX}: other formats are not read")
+        self.own = frozenset(self._file(EXTRA).keys() if (self.folder / EXTRA).exists() else ())
+        """Names of tensors in :data:`EXTRA`."""
+        self._files = {**self._files, **dict.fromkeys(self.own, EXTRA)}
 
     def names(self) -> frozenset[str]:
-        """Return the names of all tensors."""
-        return frozenset(self._files)
+        """Return the names of all tensors but the :attr:`own` ones."""
+        return frozenset(self._files) - self.own
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor without reading it."""
-        return tuple(self._file(self._files[name]).get_slice(name).get_shape())
+        """Return the shape of a tensor without reading it.
+
+        Raises:
+            ModelError: it is not in the file that the index says.
+        """
+        from safetensors import SafetensorError
+
+        try:
+            return tuple(self._file(self._files[name]).get_slice(name).get_shape())
+        except SafetensorError as fault:
+            raise ModelError(f"{self.folder / self._files[name]} lacks {name!r}, against its index: {fault}") from None
 
     def read(self, name: str, selection: Selection) -> Tensor:
         """Read the selected part of one tensor to the CPU, and nothing else of it.

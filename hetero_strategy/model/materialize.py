@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.model.hf_folder import HFWeights, Selection, TensorFolder, halves_to_pairs, select
+from hetero_strategy.model.hf_folder import EXTRA, HFWeights, Selection, TensorFolder, halves_to_pairs, select
 
 CHANGED = (
     "module '{name}': {fqn} was added or given another shape after its model was made, so nothing gives it values;"
     " change the module before MultimodalModel(...) is given it"
 )
+UNLIKE = "config.json and weights do not belong together"
 
 
 def initial_units(
@@ -32,8 +33,9 @@ def initial_units(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers once: (FQN inside the adapter, its wanted part on the CPU in the parameter's dtype).
 
-    Values come from the adapter's Hugging Face folder where it has one; what the folder lacks by nature (projector,
-    tables of positions) and all values of other adapters are initialised. Tensors that were real when the adapter was
+    Values come from the adapter's Hugging Face folder where it has one, those that only an export has (of a projector)
+    too; what the folder lacks by nature (projector, tables of positions) and all values of other adapters are
+    initialised. Tensors that were real when the adapter was
     made (a ready backbone) keep their values. Only one unit is in memory at a time.
 
     Args:
@@ -162,11 +164,17 @@ def _match(name: str, adapter: Adapter, weights: HFWeights | None, tensors: Tens
             f"{unexpected[:3]}"
         )
     shapes = {fqn: tuple(tensor.shape) for fqn, tensor in _tensors(adapter.meta_copy())}
+    if odd := sorted(tensors.own - (shapes.keys() - sources.keys())):
+        raise ModelError(
+            f"{name}: {tensors.folder / EXTRA} holds {len(odd)} tensors that this module lacks beside its Hugging"
+            f" Face weights, such as {odd[:3]}: make the module that was exported, or take the file away"
+        )
+    sources |= {fqn: fqn for fqn in tensors.own}
     for fqn, theirs in sources.items():
         if tensors.shape(theirs) != shapes[fqn]:
             raise ModelError(
                 f"{name}: {theirs} in {tensors.folder} has shape {tensors.shape(theirs)}, the model has {shapes[fqn]}: "
-                "config.json and weights do not belong together"
+                + (f"take {EXTRA} away to train it anew" if theirs in tensors.own else UNLIKE)
             )
     return sources
 

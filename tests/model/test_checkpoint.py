@@ -166,6 +166,27 @@ def test_language_models_export_a_folder(tmp_path, make, fields):
         assert torch.equal(value, expected[fqn]), fqn
 
 
+@pytest.mark.parametrize(("make", "fields"), [(siglip2_encoder, VIT), (whisper_encoder, WHISPER)])
+def test_projectors_of_an_export_are_read_again(tmp_path, make, fields):
+    ours = ready(make(out_width=8, **fields), dtype=torch.float32)
+    folder = export(tmp_path, m=ours) / "m"
+    again = make(out_width=8, checkpoint=folder)
+    materialize(again, 5)
+    expected = ours.state_dict()
+    assert {fqn.split(".")[0] for fqn in expected} > {"projector"}
+    for fqn, value in again.state_dict().items():
+        assert torch.equal(value, expected[fqn]), fqn
+    part = {"projector.up.weight": {0: torch.tensor([5, 2])}}
+    assert torch.equal(
+        dict(initial_units("m", again, 5, part))["projector.up.weight"], ours.projector.up.weight[[5, 2]]
+    )
+    with pytest.raises(ModelError, match=r"m: projector.* has shape .*: take extra.safetensors away to train it anew"):
+        materialize(make(out_width=16, checkpoint=folder), 5, name="m")
+    save_file({"head.weight": torch.zeros(2)}, folder / "extra.safetensors")
+    with pytest.raises(ModelError, match=r"m: .*extra.safetensors holds 1 tensors that .* such as \['head.weight'\]"):
+        materialize(make(out_width=8, checkpoint=folder), 5, name="m")
+
+
 def test_modules_without_a_hugging_face_form_keep_their_names(tmp_path, capsys):
     own = Encoder(lambda: torch.nn.Linear(3, 4), Projector(4, 8))
     modules = {"draw": flow_decoder(width=8, patch_size=2, dim=8, n_layers=1, n_heads=2), "own": own}
@@ -253,9 +274,17 @@ def test_faults_of_a_folder_are_named(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"neither model.safetensors nor"):
         materialize(hf_llama(checkpoint=tmp_path), 0)
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"index.json has no weight_map"):
-        materialize(hf_llama(checkpoint=tmp_path), 0)
+    save_file({"t": torch.zeros(1)}, tmp_path / "some.safetensors")
+    misplaced = json.dumps({"weight_map": dict.fromkeys(good, "some.safetensors")})
+    for index, said in {
+        "{}": "index.json has no weight_map",
+        '{"weight_map": []}': "index.json has no weight_map",
+        "[]": "index.json holds a list",
+        misplaced: r"some.safetensors lacks '.*', against its index",
+    }.items():
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(ModelError, match=said):
+            materialize(hf_llama(checkpoint=tmp_path), 0)
 
 
 def test_a_model_takes_checkpoints_of_its_modules(tmp_path):
