@@ -304,9 +304,7 @@ class MultimodalDataModule(L.LightningDataModule):
         steps, finish = self._steps(split, index, share, options)
         if self.on_error == "skip":
             finish.append(Agree(context.group))
-        if split in self._loaders:
-            self._loaders[split].close()
-        self._loaders[split] = StepLoader(
+        loader = StepLoader(
             steps,
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor,
@@ -317,7 +315,8 @@ class MultimodalDataModule(L.LightningDataModule):
             finish=finish,
             background=self._ahead,
         )
-        return self._loaders[split]
+        self._loaders[split] = loader.after(self._loaders.get(split))
+        return loader
 
     def _steps(
         self, split: Split, index: DatasetIndex, share: RankView, options: Mapping[str, Any]

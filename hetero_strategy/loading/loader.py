@@ -117,6 +117,13 @@ class StepLoader:
     def __len__(self) -> int:
         return len(self.steps)
 
+    def after(self, before: StepLoader | None) -> StepLoader:
+        """Take the place of another one, which is closed, and go on counting where it was; return this one."""
+        if before is not None:
+            before.close()
+            self.skipped, self.restarts, self.waited = before.skipped, before.restarts, before.waited
+        return self
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; the place restored by `load_state_dict` survives in its own epoch."""
         if epoch != self.epoch:

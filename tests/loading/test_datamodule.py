@@ -109,6 +109,28 @@ def test_resume_after_an_epoch_end_of_a_run_of_so_many_steps(
         assert rest.seen == whole.seen[(epoch + 1) * each :]
 
 
+class Waits(L.Callback):
+    """Notes what waits until a batch were."""
+
+    def __init__(self) -> None:
+        self.until: list[float] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *given: Any) -> None:
+        loader: Any = trainer.train_dataloader
+        if trainer.global_step == 0:
+            loader.waited, loader.restarts = loader.waited + 100.0, 1
+        self.until.append(loader.waited)
+        assert loader.restarts == 1
+
+
+def test_a_loader_made_again_goes_on_counting(digits: Path, tmp_path: Path) -> None:
+    """Or the wait for its first batch would be less than none."""
+    waits = Waits()
+    monitored = {"callbacks": [waits], "enable_checkpointing": False}
+    fit(tmp_path, data(digits), max_epochs=2, reload_dataloaders_every_n_epochs=1, **monitored)
+    assert len(waits.until) == 8 and sorted(waits.until) == waits.until
+
+
 def test_overfitting_repeats_the_same_batches(digits: Path, tmp_path: Path) -> None:
     seen = fit(tmp_path, data(digits), max_epochs=2, overfit_batches=2).seen
     assert [samples for *_, samples in seen] == [list(range(16)), list(range(16, 32))] * 2
