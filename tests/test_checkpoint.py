@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import random
+import shutil
 import signal
 import zlib
 from collections import Counter, OrderedDict, namedtuple
@@ -29,7 +30,7 @@ from torch import nn
 
 from hetero_strategy import checkpoint as ck
 from hetero_strategy.checkpoint import folder as folders
-from hetero_strategy.checkpoint import tensorfile
+from hetero_strategy.checkpoint import saving, tensorfile
 from hetero_strategy.checkpoint.__main__ import main
 from hetero_strategy.checkpoint.tensorfile import DTYPES, Entry, TensorReader, write_tensors
 from hetero_strategy.errors import CheckpointError
@@ -583,6 +584,31 @@ def test_a_killed_save_is_not_what_a_job_that_is_queued_again_goes_on_from(tmp_p
     assert trainer._checkpoint_connector.hpc_save_path(tmp_path) == path
     ck.Checkpointer().save(owned(), {}, path)
     assert sorted(os.listdir(tmp_path)) == ["hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"]
+
+
+def test_two_runs_that_save_to_one_path_do_not_delete_what_the_other_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, write = [], saving.write_tensors
+
+    def meanwhile(path: Path, entries: Any) -> Any:
+        for act in (lambda: ck.Checkpointer().save(owned(2), {}, tmp_path / "c"), lambda: ck.remove(tmp_path / "c")):
+            with pytest.raises(CheckpointError, match="another process is saving there now") as refused:
+                act()
+            said.append(refused)
+        return write(path, entries)
+
+    (tmp_path / "c.tmp-0badcafe").mkdir()  # of a killed one
+    monkeypatch.setattr(saving, "write_tensors", meanwhile)
+    ck.Checkpointer().save(owned(), {}, tmp_path / "c")
+    assert len(said) == 2 and os.listdir(tmp_path) == ["c"] and not folders._handles
+    monkeypatch.setattr(saving, "write_tensors", lambda path, entries: shutil.rmtree(path.parent) or {})
+    with pytest.raises(CheckpointError, match="no other run may save there"):
+        ck.Checkpointer().save(owned(3), {}, tmp_path / "c")
+    assert os.listdir(tmp_path) == ["c"] and not folders._handles
+    into = blank()
+    ck.load(into, tmp_path / "c")
+    assert same(into, owned())
 
 
 class Kill:

@@ -13,6 +13,7 @@ A save writes ``<path>.tmp-<token>``, moves a present ``<path>`` to ``<path>.old
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -322,10 +323,55 @@ def publish(written: Path, path: Path) -> None:
 
 
 def delete_leftovers(path: Path) -> None:
-    """Delete the temporary folders of killed saves to ``path``."""
+    """Delete the temporary folders of killed saves to ``path``.
+
+    Raises:
+        CheckpointError: one is of a save that is under way.
+    """
     for folder in path.parent.glob("*.tmp-*"):
-        if _replaced_by(folder) == path:
+        if _replaced_by(folder) != path:
+            continue
+        with suppress(FileNotFoundError):
+            os.close(_held(folder))
             _delete(folder)
+
+
+_handles: dict[Path, int] = {}
+"""Of temporary folders that this process holds."""
+
+
+def hold(temporary: Path) -> None:
+    """Keep others from deleting a temporary folder, until :func:`let_go` or the end of this process."""
+    _handles[temporary] = _held(temporary)
+
+
+def let_go(temporary: Path) -> None:
+    """Undo :func:`hold`, if this process did."""
+    if temporary in _handles:
+        handle = _handles.pop(temporary)
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a worker that was forked meanwhile has the handle too
+        os.close(handle)
+
+
+def _held(folder: Path) -> int:
+    """Return a handle of a folder with which it is held, where the file system can do that.
+
+    Raises:
+        CheckpointError: another save holds it.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise CheckpointError(
+            f"{folder}: another process is saving there now; two runs would take each other's checkpoints: give each a"
+            " folder of its own"
+        ) from None
+    except OSError:  # no such locks here
+        pass
+    return handle
 
 
 def _delete(folder: Path) -> None:

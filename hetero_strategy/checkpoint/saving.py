@@ -143,8 +143,9 @@ def _write(
                 written |= folders.write_values(temporary, stem, encoded, tensors)
             return written
         except OSError as fault:
+            gone = " (no other run may save there)" if isinstance(fault, FileNotFoundError) else ""
             raise CheckpointError(
-                f"cannot write checkpoint {index.path}: {fault.strerror or fault}; "
+                f"cannot write checkpoint {index.path}: {fault.strerror or fault}{gone}; "
                 "a previous checkpoint there is untouched"
             ) from fault
 
@@ -154,8 +155,9 @@ def _write(
             folders.check_files(temporary, every_file)
         except CheckpointError as fault:
             raise CheckpointError(
-                f"cannot write checkpoint {index.path}: rank 0 does not see what another rank has written ({fault});"
-                " the folder must lie on a file system that all ranks share; a previous checkpoint there is untouched"
+                f"cannot write checkpoint {index.path}: rank 0 does not see what was written ({fault}); the folder must"
+                " lie on a file system that all ranks share, and no other run may save there; a previous checkpoint"
+                " there is untouched"
             ) from fault
         folders.write_index(temporary, dataclasses.replace(index, files=every_file))
         folders.publish(temporary, index.path)
@@ -163,6 +165,7 @@ def _write(
 
     with _or_discarded(temporary):
         team.centrally(files, publish)
+    folders.let_go(temporary)
 
 
 def _begin(path: Path) -> tuple[Path, Path]:
@@ -174,6 +177,7 @@ def _begin(path: Path) -> tuple[Path, Path]:
         folders.delete_leftovers(path)
         temporary = folders.temporary_of(path, secrets.token_hex(4))
         temporary.mkdir()
+        folders.hold(temporary)
     except OSError as fault:
         raise CheckpointError(f"cannot write checkpoint {path}: {fault.strerror or fault}") from fault
     return path, temporary
@@ -184,8 +188,9 @@ def _or_discarded(temporary: Path) -> Iterator[None]:
     """Delete the temporary folder if something goes wrong, wherever a rank has made it."""
     try:
         yield
-    except Exception:
+    except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        folders.let_go(temporary)
         raise
 
 
