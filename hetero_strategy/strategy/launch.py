@@ -279,7 +279,7 @@ def stop_together(trainer: Trainer, stop: Stop) -> None:
     waits for.
     """
     connector = trainer._signal_connector
-    stop.asked = stop.agreed = stop.requeue_agreed = False  # one to requeue that came after the last batch stays
+    stop.agreed = stop.requeue_agreed = False  # a signal that came too late to end or to save a fit is for what follows
     # A checkpoint has no gradients, so no run ends between batches whose gradients are added up.
     fitting, batches, validation = TrainerFn.FITTING, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop
     stop.may = may = lambda: trainer.state.fn != fitting or not batches._should_accumulate()

@@ -405,7 +405,9 @@ class HeteroStrategy(OwnCheckpoints):
         """All ranks end; the one with the cause is heard."""
         if isinstance(exception, torch.OutOfMemoryError) and self._runner is not None:
             exception.add_note(out_of_memory(self.executor, self.optimizers))
-        if not (self._stop.agreed and isinstance(exception, SIGTERMException)):
+        if self._stop.agreed and isinstance(exception, SIGTERMException):
+            self._stop.asked = False
+        else:
             end_together(exception, self.global_rank, self._launcher, told_to_end=self._stop.asked)
 
     def teardown(self) -> None:

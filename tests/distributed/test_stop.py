@@ -24,10 +24,36 @@ from hetero_strategy.runtime.agreement import Stop
 from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.strategy.launch import stop_together
 from tests.distributed.harness import Pool
-from tests.distributed.scenario import Job, data, train, train_on_rank
+from tests.distributed.scenario import Job, build, data, train, train_on_rank
 
 STEPS, TOLD_AT = 5, 2
 LAYOUTS: dict[str, dict[str, Any]] = {"vision": {"ranks": [0]}, "audio": {"ranks": [1]}, "llm": {"ranks": 2}}
+
+
+class TellLate(L.Callback):
+    """Tells this process to end when its fit is over, and counts what is evaluated then."""
+
+    def __init__(self) -> None:
+        self.evaluated = 0
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_validation_batch_start(self, *given: Any) -> None:
+        self.evaluated += 1
+
+
+def told_late(rank: int, world: int, job: Job) -> list[int]:
+    """Batches of evaluations: of one that the signal ends, and of another one."""
+    late, counted = TellLate(), []
+    trainer, module, dm = build(replace(job, trainer={"callbacks": [late], "limit_val_batches": 2}))
+    trainer.fit(module, dm)
+    late.evaluated = 0
+    with pytest.raises(SIGTERMException):
+        trainer.validate(module, dm, verbose=False)
+    counted.append(late.evaluated)
+    trainer.validate(module, dm, verbose=False)
+    return [*counted, late.evaluated]
 
 
 class Tell(L.Callback):
@@ -149,6 +175,12 @@ def test_a_slurm_job_that_is_queued_again_is_saved_between_steps(
     assert describe(saved).step == TOLD_AT + 1
     whole, rest = (pool.run(world, train_on_rank, j, group=False)[0].losses for j in (job, replace(job, resume=saved)))
     assert rest == whole[TOLD_AT + 1 :]
+
+
+@pytest.mark.distributed
+def test_a_signal_to_end_after_the_last_batch_ends_what_comes_next(pool: Pool, tmp_path: Path) -> None:
+    job = Job(str(data(tmp_path / "data")), {}, steps=1, capture=False, val="val.json")
+    assert pool.run(1, told_late, job, group=False) == [[1, 3]]
 
 
 @pytest.mark.parametrize("fn", ["validate", "test", "predict"])
