@@ -1,8 +1,8 @@
 """Building the index of a data set: token ids, loss masks, and the measured size of every media file.
 
 It is built once and memory mapped by every rank and worker, so that step plans need no payload. The index lies beside
-the manifest in ``.hetero_index/<manifest>-<key>``, where the key is a hash of the manifest, of the tokenizer and of
-all settings that decide the contents. Arrays are plain ``.npy`` files and the header is JSON: nothing is unpickled.
+the first manifest in ``.hetero_index/<manifest>-<key>``, where the key is a hash of all manifests, of the tokenizer and
+of all settings that decide the contents. Arrays are plain ``.npy`` files and the header is JSON: nothing is unpickled.
 
 An index may also be built without opening a media file. Sizes then become known when items are decoded, and each item
 is one placeholder token until then; see :mod:`hetero_strategy.loading.dispatch`.
@@ -28,7 +28,7 @@ from tqdm import tqdm
 from hetero_strategy import ragged
 from hetero_strategy.data.dataset_index import DatasetIndex as DatasetIndex
 from hetero_strategy.data.dataset_index import load_index
-from hetero_strategy.data.manifest import Faults, Sample, parse_manifest
+from hetero_strategy.data.manifest import Faults, PathLike, Sample, manifest_paths, parse_manifests
 from hetero_strategy.data.media import Media, TargetProcessor
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
@@ -48,7 +48,7 @@ ARRAY_HEADER = 128
 
 
 def build_index(
-    manifest: str | Path,
+    manifests: PathLike | Sequence[PathLike],
     tokenizer: ChatTokenizer,
     processors: Mapping[str, Media],
     *,
@@ -61,15 +61,16 @@ def build_index(
     leave_out: Sequence[str] = (),
     progress: bool = True,
 ) -> DatasetIndex:
-    """Load the stored index of a manifest, or build it if something has changed.
+    """Load the stored index of a data set, or build it if something has changed.
 
     Several processes may build at once: each writes its own folder and the first rename wins.
 
     Args:
-        manifest: a file in the format of :mod:`hetero_strategy.data.manifest`.
+        manifests: a file in the format of :mod:`hetero_strategy.data.manifest`, or several, whose samples follow one
+            another.
         processors: encoder or generator -> its processor, which reads the manifest field it names.
-        media_folder: what media paths are relative to; default: the manifest's folder.
-        cache_folder: folder of all indices; default: ``.hetero_index`` beside the manifest.
+        media_folder: what media paths are relative to; default: each manifest's folder.
+        cache_folder: folder of all indices; default: ``.hetero_index`` beside the first manifest.
         verify: ``header`` reads headers only, ``decode`` decodes every file once, ``auto`` decodes if there are at most
             20000 files.
         max_tokens: longer samples are faults.
@@ -82,9 +83,9 @@ def build_index(
         ConfigError: two processors read the same field, an option is unknown, or the tokenizer has no token for what is
             to be drawn.
     """
-    manifest = Path(manifest)
-    folder = (Path(media_folder) if media_folder is not None else manifest.parent).absolute()
-    _check(manifest, processors, verify, measure)
+    paths = manifest_paths("manifests", manifests)
+    folder, folders = _folders(paths, media_folder)
+    _check(paths, processors, verify, measure)
     settings = {
         "version": VERSION,
         "tokenizer": tokenizer.settings(),
@@ -96,17 +97,18 @@ def build_index(
         "media_folder": str(folder) if media_folder is not None or cache_folder is not None else None,
         **({} if measure else {"measure": False}),
         **({"leave_out": sorted(leave_out)} if leave_out else {}),
+        **({"folders": folders} if folders else {}),
     }
-    key = _key(settings, manifest, tokenizer.path)
-    caches = Path(cache_folder) if cache_folder is not None else manifest.parent / ".hetero_index"
-    target = caches.absolute() / f"{manifest.stem}-{key}"  # a Ray actor has another working directory
+    key = _key(settings, *paths, tokenizer.path)
+    caches = Path(cache_folder) if cache_folder is not None else paths[0].parent / ".hetero_index"
+    target = caches.absolute() / f"{paths[0].stem}-{key}"  # a Ray actor has another working directory
     if not (target / "header.json").is_file():
-        faults = Faults(manifest)
+        faults = Faults(paths)
         drawn = [p.field for p in processors.values() if isinstance(p, TargetProcessor)]
         for field in drawn:
             tokenizer.placeholder_id(field, seen=True)
         fields = [processor.field for processor in processors.values()]
-        samples = parse_manifest(manifest, fields, answers, faults, drawn=drawn, leave_out=leave_out)
+        samples = parse_manifests(faults, fields, answers, folders=folders, drawn=drawn, leave_out=leave_out)
         measured = _measure(samples, processors, folder, verify, faults, progress) if measure else None
         arrays = _arrays(samples, tokenizer, processors, measured, max_tokens, faults, progress)
         faults.check()
@@ -117,7 +119,19 @@ def build_index(
     return load_index(target, folder)
 
 
-def _check(manifest: Path, processors: Mapping[str, Media], verify: str, measure: bool) -> None:
+def _folders(manifests: Sequence[Path], media_folder: str | Path | None) -> tuple[Path, list[str] | None]:
+    """What media paths are relative to in the index, and the folder of each of several manifests from there."""
+    if media_folder is not None:
+        return Path(media_folder).absolute(), None
+    folder = manifests[0].parent
+    if len(manifests) == 1:
+        return folder.absolute(), None
+    folder = folder.resolve()  # as ".." in what follows does not lead out of a link
+    own = [os.path.relpath(path.parent.resolve(), folder) for path in manifests]
+    return folder, ["" if one == os.curdir else one for one in own]
+
+
+def _check(manifests: Sequence[Path], processors: Mapping[str, Media], verify: str, measure: bool) -> None:
     fields = [processor.field for processor in processors.values()]
     if len(set(fields)) < len(fields):
         raise ConfigError(
@@ -130,8 +144,9 @@ def _check(manifest: Path, processors: Mapping[str, Media], verify: str, measure
             f"verify is {verify!r} but measure is False (payload='all_to_all'): no media file is opened before it is"
             " needed, so there is nothing to verify; leave verify out, or measure"
         )
-    if not manifest.is_file():
-        raise DataError(f"{manifest}: manifest is missing; check the path, or write it first")
+    for manifest in manifests:
+        if not manifest.is_file():
+            raise DataError(f"{manifest}: manifest is missing; check the path, or write it first")
 
 
 Measured = Mapping[tuple[str, str], tuple[tuple[int, ...], int]]

@@ -48,7 +48,7 @@ class ItemTable:
     offsets: np.ndarray
     """Sample ``s`` has the items ``offsets[s] : offsets[s + 1]``, int64 ``[samples + 1]``."""
     paths: Strings
-    """Paths as written in the manifest."""
+    """Paths, relative to the data set's ``media_folder`` or absolute."""
     targets: np.ndarray | None = None
     """Elements that a generator's loss counts, int64 ``[n]``; None for an encoder."""
 
@@ -73,7 +73,7 @@ class DatasetIndex:
     labels: np.ndarray
     """Loss tokens of each sample, int64 ``[samples]``."""
     names: Strings
-    """The manifest's sample ids."""
+    """The manifests' sample ids."""
     items: Mapping[str, ItemTable]
     """Encoder or generator -> its items."""
     measured: bool = True
@@ -81,7 +81,7 @@ class DatasetIndex:
     max_tokens: int | None = None
     """Longer samples are faults, found when the index is built or, if it is not measured, when a sample is decoded."""
     left_out: int = 0
-    """Number of samples of the manifest that were left out because of the media they hold."""
+    """Number of samples of the manifests that were left out because of the media they hold."""
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -6,28 +6,31 @@ A manifest is a JSON list, or JSON lines (``.jsonl``), of samples::
      "conversations": [{"from": "human", "value": "<image> and <image> with <audio>?"},
                        {"from": "gpt", "value": "..."}]}
 
-Paths are relative to the manifest's folder or to a given media folder. The n-th ``<image>`` of the conversation stands
-for the n-th path of ``image``, and likewise for every other field. What encoders read stands in questions, and what a
-generator is to make stands in answers: ``"draw": "d.png"`` and ``{"from": "gpt", "value": "Here: <draw>"}``. The format
-is that of LLaVA's training code (Liu et al. 2023).
+Paths are relative to their manifest's folder or to a given media folder. The n-th ``<image>`` of the conversation
+stands for the n-th path of ``image``, and likewise for every other field. What encoders read stands in questions, and
+what a generator is to make stands in answers: ``"draw": "d.png"`` and ``{"from": "gpt", "value": "Here: <draw>"}``. The
+format is that of LLaVA's training code (Liu et al. 2023). A data set is one manifest or several.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hetero_strategy.errors import DataError
+from hetero_strategy.errors import ConfigError, DataError
 
 ROLES = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt", "system": "system"}
 """Role names in manifests -> the three roles."""
 
 MEDIA_FIELDS = ("image", "audio", "video", "draw")
 """Fields that hold media by convention. Where no module reads them they are refused, not ignored."""
+
+PathLike = str | Path
 
 SHOWN = 10
 """Faults that one error names."""
@@ -51,55 +54,73 @@ class Turn:
 class Sample:
     """One sample of a manifest; its media are named, not opened."""
 
-    position: int
-    """Number of its line or list entry in the manifest, from 0."""
+    position: tuple[int, int]
+    """Number of its manifest, and of its line or list entry in it, from 0."""
     id: str
     turns: tuple[Turn, ...]
     items: Mapping[str, tuple[str, ...]]
-    """Media field -> paths as written, in placeholder order."""
+    """Media field -> paths, in placeholder order."""
 
 
 @dataclass
 class Faults:
-    """Faults of a manifest, collected to be reported in one error."""
+    """Faults of the manifests of a data set, collected to be reported in one error."""
 
-    manifest: Path
-    messages: list[tuple[int, str]] = field(default_factory=list)
-    """Position of the sample in the manifest, and what is wrong with it."""
+    manifests: Sequence[Path]
+    messages: list[tuple[tuple[int, int], str]] = field(default_factory=list)
+    """Position of a sample, and what is wrong with it."""
     left_out: int = 0
     """Number of samples left out because they hold media that the caller excludes."""
 
-    def add(self, position: int, message: str) -> None:
-        """Note one fault of the sample at a position in the manifest."""
+    def add(self, position: tuple[int, int], message: str) -> None:
+        """Note one fault of the sample at a position."""
         self.messages.append((position, message))
 
     def check(self) -> None:
-        """Raise one DataError with the first faults in the order of the manifest, if there are any."""
+        """Raise one DataError with the first faults in the order of the manifests, if there are any."""
         if not self.messages:
             return
         count = len(self.messages)
-        lines = [message for _, message in sorted(self.messages, key=lambda fault: fault[0])[:SHOWN]]
+        several = len({manifest for (manifest, _), _ in self.messages}) > 1
+        first = sorted(self.messages, key=lambda fault: fault[0])[:SHOWN]
+        lines = [f"{self.manifests[m]}: {message}" if several else message for (m, _), message in first]
         if count > SHOWN:
             lines.append(f"... and {count - SHOWN} more")
         text = "\n  ".join([f"{count} fault{'s' * (count > 1)}; fix or remove these samples:", *lines])
-        raise DataError(f"{self.manifest}: {text}")
+        where = "several manifests" if several else self.manifests[first[0][0][0]]
+        raise DataError(f"{where}: {text}")
 
 
-def parse_manifest(
-    path: Path,
+def manifest_paths(name: str, given: PathLike | Sequence[PathLike] | None) -> tuple[Path, ...]:
+    """Manifests of an option that takes one or a list of them; None: none.
+
+    Raises:
+        ConfigError: it is neither, or an empty list.
+    """
+    if given is None:
+        return ()
+    paths = [given] if isinstance(given, str | os.PathLike) else given
+    if not (isinstance(paths, Sequence) and paths and all(isinstance(path, str | os.PathLike) for path in paths)):
+        raise ConfigError(f"{name} is {given!r}; give a manifest (.json or .jsonl), or a list of manifests")
+    return tuple(map(Path, paths))
+
+
+def parse_manifests(
+    faults: Faults,
     fields: Sequence[str],
     answers: bool,
-    faults: Faults,
     *,
+    folders: Sequence[str] | None = None,
     drawn: Sequence[str] = (),
     leave_out: Sequence[str] = (),
 ) -> list[Sample]:
-    """Parse a manifest without touching a media file.
+    """Parse manifests, one after another, without touching a media file.
 
     Args:
+        faults: names the manifests, and takes the faults of samples that have any.
         fields: media fields that have an encoder or a generator.
         answers: whether every sample must have a non-empty answer.
-        faults: takes the faults of samples that have any.
+        folders: of each manifest, put before its media's paths unless they are absolute; None: paths are as written.
         drawn: those of ``fields`` that have a generator.
         leave_out: media fields; samples that hold one are left out.
 
@@ -107,18 +128,40 @@ def parse_manifest(
         The samples without a fault.
 
     Raises:
-        DataError: the manifest itself cannot be read, or holds no samples.
+        DataError: a manifest itself cannot be read or holds no samples, or all samples are left out.
     """
-    samples = []
-    for position, entry in _entries(path, faults):
-        problems: list[str] = []
+    samples: list[Sample] = []
+    for number, path in enumerate(faults.manifests):
+        before, left_out = len(samples), faults.left_out
+        samples += _parse(number, path, folders[number] if folders else "", fields, answers, faults, drawn, leave_out)
+        if len(samples) == before and left_out == faults.left_out and not faults.messages:
+            raise DataError(f"{path}: the manifest holds no samples; write at least one")
+    if not samples and not faults.messages:
+        names = ", ".join(map(str, faults.manifests))
+        rest = f"without {', '.join(leave_out)}, and all others are left out; write at least one"
+        raise DataError(f"{names}: no samples {rest}")
+    return samples
+
+
+def _parse(
+    number: int,
+    path: Path,
+    folder: str,
+    fields: Sequence[str],
+    answers: bool,
+    faults: Faults,
+    drawn: Sequence[str],
+    leave_out: Sequence[str],
+) -> Iterator[Sample]:
+    for line, entry in _entries(path, number, faults):
+        position, problems = (number, line), list[str]()
         if not isinstance(entry, dict):
-            faults.add(position, f"entry {position}: expected an object, found {type(entry).__name__}")
+            faults.add(position, f"entry {line}: expected an object, found {type(entry).__name__}")
             continue
         if any(entry.get(name) for name in leave_out):
             faults.left_out += 1
             continue
-        name = str(entry.get("id", position)).encode(errors="backslashreplace").decode()
+        name = str(entry.get("id", line)).encode(errors="backslashreplace").decode()
         turns = _turns(entry.get("conversations"), answers, problems)
         items = _items(entry, turns, fields, drawn, problems)
         try:
@@ -129,18 +172,14 @@ def parse_manifest(
         for problem in problems:
             faults.add(position, f"sample '{name}': {problem}")
         if not problems:
-            samples.append(Sample(position, name, turns, items))
-    if not samples and not faults.messages:
-        rest = f" without {', '.join(leave_out)}, and all others are left out" if faults.left_out else ""
-        raise DataError(f"{path}: the manifest holds no samples{rest}; write at least one")
-    return samples
+            yield Sample(position, name, turns, {f: tuple(os.path.join(folder, n) for n in items[f]) for f in items})
 
 
-def _entries(path: Path, faults: Faults) -> Iterator[tuple[int, Any]]:
+def _entries(path: Path, manifest: int, faults: Faults) -> Iterator[tuple[int, Any]]:
     try:
         if path.suffix == ".jsonl":
             with path.open(encoding="utf-8") as file:
-                yield from _lines(file, faults)
+                yield from _lines(file, manifest, faults)
             return
         entries = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -159,15 +198,17 @@ def _entries(path: Path, faults: Faults) -> Iterator[tuple[int, Any]]:
     yield from enumerate(entries)
 
 
-def _lines(file: Iterable[str], faults: Faults) -> Iterator[tuple[int, Any]]:
+def _lines(file: Iterable[str], manifest: int, faults: Faults) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(file):
         if line.strip():
             try:
                 yield number, json.loads(line.rstrip("\n"))
             except json.JSONDecodeError as error:
-                faults.add(number, f"line {number + 1}: not valid JSON: {error.msg} at column {error.colno}")
+                faults.add(
+                    (manifest, number), f"line {number + 1}: not valid JSON: {error.msg} at column {error.colno}"
+                )
             except (ValueError, RecursionError) as error:  # a number too long, or brackets too deep
-                faults.add(number, f"line {number + 1}: cannot be read as JSON: {error}")
+                faults.add((manifest, number), f"line {number + 1}: cannot be read as JSON: {error}")
 
 
 def _turns(conversations: Any, answers: bool, problems: list[str]) -> tuple[Turn, ...]:

@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from hetero_strategy.data.build_index import DatasetIndex, Verify, build_index
+from hetero_strategy.data.manifest import PathLike, manifest_paths
 from hetero_strategy.data.media import Media
 from hetero_strategy.data.processors import processors_of
 from hetero_strategy.data.tokenizer import ChatTokenizer
@@ -41,7 +42,7 @@ STAGES: dict[str, tuple[Split, ...]] = {
     "test": ("test",),
     "predict": ("predict",),
 }
-PathLike = str | Path
+Manifests = PathLike | Sequence[PathLike]
 Payload = Literal["fetch", "all_to_all"]
 
 
@@ -52,8 +53,8 @@ class MultimodalDataModule(L.LightningDataModule):
     global batches are the same in both cases.
 
     Args:
-        train, val, test, predict: manifests (``.json`` or ``.jsonl``), each optional; see `data.manifest`. Samples of
-            ``predict`` need no answer.
+        train, val, test, predict: a manifest (``.json`` or ``.jsonl``) or a list of them, each optional; see
+            `data.manifest`. Samples of ``predict`` need no answer.
         model: the model that is trained, or a function that makes it, called here once without making values. Nothing
             but its modules, edges and processors is read.
         tokenizer: a ``tokenizer.json``, or the folder it lies in.
@@ -83,7 +84,7 @@ class MultimodalDataModule(L.LightningDataModule):
         max_skipped: samples of an epoch that may be skipped; default: 1%, at least 10.
         leave_out: media fields whose samples are left out (``indices[split].left_out``); else unread ones are refused.
         media_folder: what media paths are relative to; default: each manifest's folder.
-        cache_folder: where indices lie; default: ``.hetero_index`` beside each manifest.
+        cache_folder: where indices lie; default: ``.hetero_index`` beside a split's (first) manifest.
         verify, max_tokens: see `build_index`.
         bos, eos, placeholders, chat_template: see `ChatTokenizer`.
 
@@ -93,10 +94,10 @@ class MultimodalDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        train: PathLike | None = None,
-        val: PathLike | None = None,
-        test: PathLike | None = None,
-        predict: PathLike | None = None,
+        train: Manifests | None = None,
+        val: Manifests | None = None,
+        test: Manifests | None = None,
+        predict: Manifests | None = None,
         *,
         model: MultimodalModel | Callable[[], MultimodalModel],
         tokenizer: PathLike,
@@ -129,10 +130,8 @@ class MultimodalDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.prepare_data_per_node = False
-        self.manifests: dict[Split, Path | None] = {
-            split: None if path is None else Path(path)
-            for split, path in zip(get_args(Split), (train, val, test, predict), strict=True)
-        }
+        given = zip(get_args(Split), (train, val, test, predict), strict=True)
+        self.manifests: dict[Split, tuple[Path, ...]] = {split: manifest_paths(split, paths) for split, paths in given}
         model = _made(model)
         self.kinds = {name: module.kind for name, module in model.modules_by_name.items()}
         self.processors = processors_of(model, processors or {})
@@ -260,10 +259,10 @@ class MultimodalDataModule(L.LightningDataModule):
         return [with_own_units(step_metadata(index, 0, i, s), self.kinds, self.edges) for i, s in enumerate(each)]
 
     def _index(self, split: Split, progress: bool = True) -> DatasetIndex | None:
-        manifest = self.manifests[split]
-        if manifest is not None and split not in self.indices:
+        manifests = self.manifests[split]
+        if manifests and split not in self.indices:
             index = build_index(
-                manifest,
+                manifests,
                 self.tokenizer,
                 self.processors,
                 answers=split != "predict",
@@ -272,7 +271,8 @@ class MultimodalDataModule(L.LightningDataModule):
                 progress=progress,
                 **self._index_options,
             )
-            check_limits(index, str(manifest), self._limits, self._item_limits, self.balance.budget)
+            where = ", ".join(map(str, manifests))
+            check_limits(index, where, self._limits, self._item_limits, self.balance.budget)
             self.indices[split] = index
         return self.indices.get(split)
 
@@ -398,7 +398,7 @@ class MultimodalDataModule(L.LightningDataModule):
         Raises:
             ConfigError: naming the option.
         """
-        if fit and self.manifests["train"] is not None:
+        if fit and self.manifests["train"]:
             self._count_in("train", None)
 
     def _count_in(self, split: Split, planned: int | None) -> int | None:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from hetero_strategy.data import build_index as index_room
 from hetero_strategy.data.build_index import DatasetIndex, build_index
-from hetero_strategy.data.manifest import Faults, parse_manifest
+from hetero_strategy.data.manifest import Faults, parse_manifests
 from hetero_strategy.data.media import ImageProcessor
 from hetero_strategy.data.tokenizer import ChatTokenizer, Encoded
 from hetero_strategy.errors import ConfigError, DataError
@@ -24,7 +24,7 @@ from tests.manifests import entry, write_manifest
 from tests.small_models import digit_processors, draw_processors
 
 
-def build(manifest: Path, tokenizer: Path, **options: Any) -> DatasetIndex:
+def build(manifest: Any, tokenizer: Path, **options: Any) -> DatasetIndex:
     return build_index(manifest, ChatTokenizer(tokenizer), digit_processors(), progress=False, **options)
 
 
@@ -43,8 +43,8 @@ def test_tokens_are_in_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             return [Encoded(np.arange(each, dtype=np.int32), np.ones(each, bool), {}) for _ in turns]
 
     path = write_manifest(tmp_path, *(entry(str(number), "q") for number in range(count)))
-    faults = Faults(path)
-    samples = parse_manifest(path, [], True, faults)
+    faults = Faults([path])
+    samples = parse_manifests(faults, [], True)
     tracemalloc.start()
     arrays = index_room._arrays(samples, Tokenizer(), {}, None, None, faults, False)  # type: ignore[arg-type]
     index_room._write(tmp_path / "index", arrays, {})
@@ -106,6 +106,52 @@ def test_samples_with_media_that_nothing_reads_are_refused_or_left_out(digits: P
     with pytest.raises(DataError, match="no samples without image, and all others are left out"):
         only = write_manifest(tmp_path, entry("x", "<image>", image="a.png"), name="only.json")
         build_index(only, ChatTokenizer(digits), {}, leave_out=["image"], progress=False)
+
+
+def test_several_manifests_are_one_data_set(digits: Path, tmp_path: Path) -> None:
+    """Paths of media are of their own manifest's folder, also through links; an index is of all of its files."""
+    for name in ("one", "elsewhere/two"):
+        (tmp_path / name).mkdir(parents=True)
+        media(tmp_path / name)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "two")
+    absolute = str(tmp_path / "one" / "c.wav")
+    first = write_manifest(tmp_path / "one", entry("a", "<image>", "4", image="a.png"))
+    second = write_manifest(
+        tmp_path / "link", entry("b", "<image><audio>", "5", image="b.png", audio=absolute), entry("a", "hi", "3")
+    )
+    both = build([first, second], digits)
+    assert [both.names[i] for i in range(len(both))] == ["a", "b", "a"]
+    assert both.items["vision"].sample.tolist() == [0, 1] and both.items["vision"].sizes.tolist() == [[2, 4], [2, 12]]
+    assert both.path("vision", 1).samefile(tmp_path / "elsewhere" / "two" / "b.png")
+    assert both.path("audio", 0) == Path(absolute) and both.folder.parent == first.parent / ".hetero_index"
+    assert both.folder == build([str(first), second], digits).folder != build([second, first], digits).folder
+    ids = np.concatenate([build(path, digits).ids for path in (first, second)])
+    assert np.array_equal(both.ids, ids)
+    (tmp_path / "media").mkdir()
+    media(tmp_path / "media")
+    assert build([first, second], digits, media_folder=tmp_path / "media").path("vision", 1).parent.name == "media"
+    write_manifest(tmp_path / "link", entry("b", "what?", "5"))
+    assert len(build([first, second], digits)) == 2  # the second has changed
+
+
+def test_faults_of_several_manifests_name_theirs(digits: Path, tmp_path: Path) -> None:
+    good, empty = write_manifest(tmp_path, entry("x", "hi", "3"), name="good.json"), write_manifest(tmp_path)
+    bad = [write_manifest(tmp_path, entry("x", "<image>"), 7, name=f"{name}.json") for name in ("b", "c")]
+    with pytest.raises(DataError, match=r"b\.json: 2 faults; fix or remove these samples:\n  sample 'x': 1 <image>"):
+        build([good, bad[0]], digits)
+    with pytest.raises(
+        DataError, match=r"4 faults(.|\n)*b\.json: entry 1(.|\n)*c\.json: sample 'x'(.|\n)*c\.json: entry"
+    ):
+        build([*bad, good], digits)
+    with pytest.raises(DataError, match=r"manifest\.json: the manifest holds no samples; write at least one"):
+        build([good, empty], digits)
+    with pytest.raises(DataError, match=r"gone\.json: manifest is missing"):
+        build([good, tmp_path / "gone.json"], digits)
+    seen = write_manifest(tmp_path, entry("y", "<audio>", audio="c.wav"), name="seen.json")
+    assert build([seen, good], digits, leave_out=["audio"]).left_out == 1
+    for wrong in ([], {"a": good}, 5, [good, None]):
+        with pytest.raises(ConfigError, match=r"manifests is .*; give a manifest \(\.json or \.jsonl\), or a list"):
+            build(wrong, digits)
 
 
 def test_what_is_drawn(digits: Path, drawings: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_strategy.data.manifest import Faults, Sample, parse_manifest
+from hetero_strategy.data.manifest import Faults, Sample, parse_manifests
 from hetero_strategy.errors import DataError
 from tests.manifests import entry, write_manifest
 
@@ -21,8 +21,8 @@ def read_manifest(
 ) -> list[Sample]:
     """Samples of a manifest whose files exist, or one error with all faults."""
     path = Path(path)
-    faults = Faults(path)
-    samples = parse_manifest(path, fields, answers, faults, drawn=drawn)
+    faults = Faults([path])
+    samples = parse_manifests(faults, fields, answers, drawn=drawn)
     folder = Path(media_folder) if media_folder is not None else path.parent
     for sample in samples:
         for names in sample.items.values():

@@ -144,9 +144,10 @@ def test_other_stages(digits: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no test manifest"):
         module.test_dataloader()
     question = write_manifest(tmp_path, {"id": "x", "conversations": [{"from": "human", "value": "q"}]})
-    asked = MultimodalDataModule(predict=question, tokenizer=digits, **READER, global_batch_size=4, microbatches=4)
-    (predicted,) = trainer(tmp_path).predict(model, datamodule=asked) or []
-    assert predicted == [0]  # type: ignore[comparison-overlap]
+    for predict, samples in ((question, [0]), ([question, digits / "val.json", question], [*range(4)])):
+        asked = MultimodalDataModule(predict=predict, tokenizer=digits, **READER, global_batch_size=4, microbatches=4)
+        predicted: list[Any] = trainer(tmp_path).predict(model, datamodule=asked) or []
+        assert predicted[0] == samples and len(asked.indices["predict"]) in (1, 22)
     no_val = MultimodalDataModule(digits / "train.json", tokenizer=digits, **READER, global_batch_size=30)
     assert len(fit(tmp_path, no_val, max_epochs=1).seen) == 2
 
@@ -308,5 +309,9 @@ def test_refusals(digits: Path) -> None:
         data(digits, encoder_microbatch_rows={"llm": 5})
     with pytest.raises(ConfigError, match="encoder_microbatch_rows of 'audio' is 0"):
         data(digits, encoder_microbatch_rows={"audio": 0})
+    with pytest.raises(
+        ConfigError, match=r"train is \[\]; give a manifest \(.json or .jsonl\), or a list of manifests"
+    ):
+        MultimodalDataModule([], tokenizer=digits, **READER, global_batch_size=4)
     with pytest.raises(ConfigError, match="model is a Linear; give the MultimodalModel that is trained"):
         data(digits, model=torch.nn.Linear(1, 1))
