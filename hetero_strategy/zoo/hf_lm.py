@@ -46,6 +46,7 @@ class HFCausalLM(HFAdapter, CausalLM):
         _check_supported(model_class.__name__, config)
         register_hf_attention()
         self.model = model_class(config)
+        _check_layer_types(model_class.__name__, config, self.model.model.layers)
         self.model.config._attn_implementation = HF_ATTENTION
         if config.tie_word_embeddings:
             self.model.lm_head.weight = self.model.model.embed_tokens.weight
@@ -163,3 +164,21 @@ def _check_supported(who: str, config: Any) -> None:
             f"{who}: num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "
             f"{config.num_key_value_heads}"
         )
+
+
+def _check_layer_types(who: str, config: Any, layers: Any) -> None:
+    """Refuse layers whose attention would not be what ``layer_types`` says; transformers fails on these in a forward,
+    where it makes their mask.
+    """
+    for number, (kind, layer) in enumerate(zip(getattr(config, "layer_types", None) or (), layers, strict=False)):
+        window = getattr(layer.self_attn, "sliding_window", None)
+        if kind == "sliding_attention" and (window is None or window < 1):
+            raise ModelError(
+                f"{who}: layer_types[{number}] is 'sliding_attention', but the layer's window is {window}; set"
+                " use_sliding_window=true and sliding_window to at least 1, or name the layer 'full_attention'"
+            )
+        if kind not in ("sliding_attention", "full_attention"):
+            raise ModelError(
+                f"{who}: layer_types[{number}] is {kind!r}, which is not built; its layers can be 'full_attention' or"
+                " 'sliding_attention'"
+            )

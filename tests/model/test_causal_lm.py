@@ -68,6 +68,22 @@ def test_a_window_costs_what_is_in_it():
     assert (blocks - fewer).tolist() == [0, 4 * 4 * 6 * (45 - 24)]
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"\[1\] is 'sliding_.* window is None; set use_sliding",
+        ),
+        ({**WINDOW, "sliding_window": 0}, r"layer_types\[1\] is 'sliding_attention', but the layer's window is 0"),
+        ({"layer_types": ["chunked_attention"] * 2}, r"layer_types\[0\] is 'chunked_attention', which is not built"),
+    ],
+)
+def test_layers_whose_attention_would_be_another_are_refused(fields, said):
+    with pytest.raises(ModelError, match=f"Qwen3ForCausalLM: .*{said}"):
+        hf_qwen3(**QWEN | fields)
+
+
 def test_titan_packed_equals_titan_per_sample():
     ours = ready(titan_llama(**TITAN), dtype=torch.float32)
     theirs = _titan().Transformer(ours.args)
