@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.monitor import LogConfiguration
 from hetero_strategy.strategy import HeteroStrategy
 from recipes import build, cli
 from recipes.lit import LitMultimodal
@@ -15,7 +16,7 @@ from recipes.terminal import ProgressBar
 
 
 def evaluate(cfg: DictConfig) -> None:
-    """Print the report of one checkpoint, and write it to this command's own folder."""
+    """Print the report of one checkpoint, and write it to this command's own folder and to the run's kind of logger."""
     run = cfg.run
     if not run:
         raise ConfigError("run is missing: python -m recipes.evaluate run=outputs/<date>/<time>")
@@ -32,13 +33,14 @@ def evaluate(cfg: DictConfig) -> None:
 
     module = LitMultimodal(make_model, cfg.optimizer)
     readback = Readback(cfg.report.examples, build.judge(cfg))
+    said = {"configuration": OmegaConf.to_container(cfg, resolve=True), "checkpoint": str(checkpoint)}
     trainer = build.trainer(
         cfg,
         placed,
         default_root_dir=folder,
         strategy=build.call("strategy", cfg.strategy, HeteroStrategy, layouts=placed.layouts),
-        logger=False,
-        callbacks=[readback, *([ProgressBar()] if cfg.monitor.progress_bar else [])],
+        logger=hydra.utils.instantiate(cfg.logger) if cfg.logger else False,
+        callbacks=[readback, LogConfiguration(said), *([ProgressBar()] if cfg.monitor.progress_bar else [])],
         enable_progress_bar=cfg.monitor.progress_bar,
         enable_checkpointing=False,
     )

@@ -34,7 +34,7 @@ def wandb_logger(
 
 
 class LogConfiguration(L.Callback):
-    """Gives every logger the run's configuration when training starts.
+    """Gives every logger the run's configuration once, when training or an evaluation starts.
 
     Args:
         configuration: nested and ready for JSON. Weights & Biases ignores names that its sweep has set: these need
@@ -43,9 +43,11 @@ class LogConfiguration(L.Callback):
 
     def __init__(self, configuration: Mapping[str, Any]) -> None:
         self.configuration = dict(configuration)
+        self._logged = False
 
     @override
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the configuration once."""
-        for logger in trainer.loggers:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Log the configuration, unless it was."""
+        for logger in () if self._logged else trainer.loggers:
             logger.log_hyperparams(self.configuration)
+        self._logged = True

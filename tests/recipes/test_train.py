@@ -101,6 +101,8 @@ def test_a_run_leaves_a_report(tmp_path: Path, whole: tuple[Path, Ended]) -> Non
     evaluation = json.loads((tmp_path / "again" / "report.json").read_text())
     assert (evaluation["processes"], evaluation["split"], evaluation["samples"]) == (1, "val", 12)
     assert evaluation["exact_match"] == report["chosen_by"]["value"]
+    (logged,) = rows(tmp_path / "again", "val/exact_match")
+    assert float(logged["val/exact_match"]) == pytest.approx(evaluation["exact_match"], rel=1e-4)
     chosen = max(reversed(rows(folder, "val/loss")), key=lambda row: float(row["val/exact_match"]))
     assert evaluation["loss"] == pytest.approx(float(chosen["val/loss"]), rel=1e-4)
 
