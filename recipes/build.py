@@ -124,6 +124,11 @@ def check_configuration(cfg: DictConfig, *more: str) -> None:
             continue
         if not can_be(value):
             raise ConfigError(f"{path}={'null' if value is None else value}; give {allowed}")
+    if isinstance(cfg.trainer.get("val_check_interval"), float) and cfg.trainer.get("check_val_every_n_epoch") is None:
+        raise ConfigError(
+            f"trainer.val_check_interval={cfg.trainer.val_check_interval} is a share of an epoch; give"
+            " trainer.check_val_every_n_epoch=1 with it, or a whole number of batches"
+        )
     for path, node in _targets(cfg):
         target = node["_target_"]
         try:

@@ -1,4 +1,4 @@
-"""What was probably meant by a field that hydra does not find."""
+"""What can be given on a command line, and what was probably meant by a field that hydra does not find."""
 
 from __future__ import annotations
 
@@ -8,8 +8,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+
+
+def choices(*groups: str) -> str:
+    """Options of some groups of the configuration, a line each; of data those with files alone, where no cluster can be
+    chosen: statistics are to plan with.
+    """
+    loader = GlobalHydra.instance().config_loader()
+    found = {group: loader.get_group_options(group) for group in groups}
+    if "cluster" not in groups:
+        found["data"] = [name for name in found["data"] if not re.search(r"^sample:", _text("data", name), re.M)]
+    return "\n".join(f"{group}: {', '.join(sorted(names))}" for group, names in found.items())
+
+
+OmegaConf.register_new_resolver("choices", choices, replace=True)
+
+
+def _text(group: str, name: str) -> str:
+    """A file of conf/; empty where it lies elsewhere."""
+    path = Path(__file__).parents[1] / "conf" / group / f"{name}.yaml"
+    return path.read_text() if path.is_file() else ""
 
 
 def explained(error: HydraException, conf: str, arguments: Sequence[str], saved: DictConfig | None) -> str:

@@ -154,7 +154,7 @@ def test_a_value_that_cannot_be_is_named(override: str, message: str) -> None:
     [
         *("trainer.max_steps=-1", "trainer.max_epochs=null", "trainer.gradient_clip_val=null"),
         *("trainer.precision=32", "trainer.precision=bf16-true", "trainer.precision=null"),
-        *("trainer.val_check_interval=0.5", "trainer.val_check_interval='00:01:00:00'"),
+        *("trainer.val_check_interval=null", "trainer.val_check_interval='00:01:00:00'"),
         *("optimizer.lr=0", "optimizer.warmup_steps=0", "optimizer.lr=${optimizer.final_lr}", "report.examples=0"),
         *("report.examples={_target_:builtins.len,obj:[]}", "checkpoint.monitor=null"),
         *("~trainer.precision", "~optimizer.betas"),
@@ -162,6 +162,26 @@ def test_a_value_that_cannot_be_is_named(override: str, message: str) -> None:
 )
 def test_values_that_can_be_pass(override: str) -> None:
     build.check_configuration(compose(override))
+
+
+def test_a_share_of_an_epoch_is_of_a_run_that_counts_epochs() -> None:
+    share = "trainer.val_check_interval=0.5"
+    build.check_configuration(compose(share, "trainer.check_val_every_n_epoch=1"))
+    with pytest.raises(
+        ConfigError, match=r"interval=0.5 is a share of an epoch; give trainer.check_val_every_n_epoch=1"
+    ):
+        build.check_configuration(compose(share))
+
+
+@pytest.mark.parametrize("config", ["config", "evaluate", "plan"])
+def test_help_lists_what_can_be_chosen(config: str) -> None:
+    with hydra.initialize_config_dir(cli.CONF, version_base=None):
+        said = hydra.compose(config, return_hydra_config=True).hydra.help.template.splitlines()
+    groups = {line.partition(": ")[0]: line.partition(": ")[2].split(", ") for line in said if ": " in line}
+    plans = config == "plan"
+    assert {"cluster", "sweep", "fields", "layout"} & set(groups) == ({"cluster"} if plans else {"layout"})
+    assert ("laion" in groups["data"], "laion_1024" in groups["data"]) == (plans, plans)
+    assert {"digits", "manifest"} <= set(groups["data"]) and "vlm" in groups["model"]
 
 
 @pytest.mark.parametrize("config", ["config", "evaluate", "plan"])
