@@ -67,7 +67,8 @@ class Side:
         if parts > 1 and (left := self.totals % parts).any():
             at = int(left.argmax())
             raise LayoutError(
-                f"rows in {parts} parts: instance {at} has {self.totals[at]} rows, which is no multiple; fill them up"
+                f"rows in {parts} parts: instance {at} has {self.totals[at]} rows, which is no multiple; samples are"
+                " filled up, items are not: give these a multiple of rows, or let row_sharding say one part"
             )
 
     def seat(self, rank: int) -> tuple[int, int]:

@@ -34,6 +34,9 @@ USUAL = {
 }
 """Names tried for a special token, in this order, where no file beside the tokenizer says which it is."""
 
+ELSEWHERE = ("bos_token", "eos_token", "pad_token")
+"""Names of tokens that are looked for where they are chosen, or never, as nothing is padded."""
+
 
 class Encoded(NamedTuple):
     """One tokenised sample of T tokens."""
@@ -235,15 +238,21 @@ class ChatTokenizer:
 
     def _check_added(self) -> None:
         """Refuse files beside the tokenizer that add tokens to it, as transformers does: here these would be text."""
-        config = read_json(self.path.with_name("tokenizer_config.json"))
-        more = [*(config.get("added_tokens_decoder") or {}).values(), *(config.get("additional_special_tokens") or [])]
+        more: list[Any] = []
+        for file in ("tokenizer_config.json", "special_tokens_map.json"):
+            said = read_json(self.path.with_name(file))
+            for field in ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"):
+                found = said.get(field) or []
+                more += found.values() if isinstance(found, dict) else found
+            named = (token for name, token in said.items() if name.endswith("_token") and name not in ELSEWHERE)
+            more += [token for token in named if token and isinstance(token, str | dict)]
         names = [token["content"] if isinstance(token, dict) else token for token in more]
         names += read_json(self.path.with_name("added_tokens.json"))
         lost = [repr(name) for name in dict.fromkeys(names) if self.tokenizer.token_to_id(name) is None]
         if lost:
             raise ConfigError(
-                f"tokenizer: {self.path} has no token {', '.join(lost[:12])}, which tokenizer_config.json or"
-                " added_tokens.json beside it add; save the tokenizer anew with transformers"
+                f"tokenizer: {self.path} has no token {', '.join(lost[:12])}, which tokenizer_config.json,"
+                " special_tokens_map.json or added_tokens.json beside it add; save the tokenizer anew with transformers"
             )
 
     def _plain(self, turns: Sequence[Turn]) -> list[Written]:

@@ -23,7 +23,9 @@ few distinct sizes also let DTensor reuse its sharding decisions instead of maki
 
 
 def aligned_rows(language_models: Iterable[str], layouts: Mapping[str, ModuleLayout]) -> dict[str, int]:
-    """Language model -> number of which the rows of each of its instances are a multiple; where it is above 1."""
+    """Language model -> number of which the rows of each of its instances are a multiple, where it is above 1; samples
+    are filled up, items are not.
+    """
     return {name: layouts[name].tp * ROW_ALIGNMENT for name in language_models if layouts[name].tp > 1}
 
 

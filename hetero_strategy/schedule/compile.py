@@ -33,6 +33,7 @@ from hetero_strategy.boundary.route import (
     route,
     stage_route,
 )
+from hetero_strategy.errors import LayoutError
 from hetero_strategy.plan.step_plan import EdgeBlocks, EdgeRuns, StepPlan, edge_runs, slots
 from hetero_strategy.schedule.action import Action, Schedule, Stage, StageGraph, StageId
 from hetero_strategy.schedule.build import make_schedule
@@ -264,7 +265,10 @@ class _Compiler:
         key = (stage_id.module, microbatch, inner)
         if key not in self.totals:
             self.totals[key] = self.plan.assignments[stage_id.module][microbatch].totals(inner=inner)
-        return rows_on(self.graph.stages[stage_id], self.totals[key])
+        try:
+            return rows_on(self.graph.stages[stage_id], self.totals[key])
+        except LayoutError as error:
+            raise LayoutError(f"module '{stage_id.module}' in microbatch {microbatch}: {error}") from None
 
 
 def rows_on(stage: Stage, totals: Int64[np.ndarray, "instances"]) -> Side:

@@ -30,7 +30,7 @@ from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
 from hetero_strategy.plan.ahead import ahead, computing
 from hetero_strategy.plan.config import ModelContext
-from hetero_strategy.planner.context import aligned_rows, model_context
+from hetero_strategy.planner.context import model_context
 from hetero_strategy.runtime.connect import channel_sets, connect
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import StageGraph, StageId
@@ -56,11 +56,6 @@ class Assembled:
     """For balancing."""
     recompute: Mapping[str, Recompute]
     """Of modules that compute activations again in backward."""
-
-
-def row_multiple(model: MultimodalModel, layouts: Mapping[str, ModuleLayout]) -> dict[str, int]:
-    """Language model -> number of which the rows of each of its instances are a multiple, as plans count them, too."""
-    return aligned_rows(model.language_models(), layouts)
 
 
 def find_model(module: nn.Module, agree: Callable[[bool], bool]) -> tuple[str, MultimodalModel]:

@@ -35,7 +35,7 @@ from hetero_strategy.plan.ahead import computing, with_next
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
-from hetero_strategy.planner.context import model_context
+from hetero_strategy.planner.context import aligned_rows, model_context
 from hetero_strategy.runtime.connect import meetings_of
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import Schedule, StageGraph, StageId
@@ -43,7 +43,7 @@ from hetero_strategy.schedule.check import check
 from hetero_strategy.schedule.check_program import program_faults
 from hetero_strategy.schedule.compile import StepCompiler, StepProgram, compile_step
 from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.strategy.assembly import Assembled, assemble, row_multiple
+from hetero_strategy.strategy.assembly import Assembled, assemble
 from hetero_strategy.strategy.blueprint import Blueprint, blueprint
 from hetero_strategy.strategy.coverage import Coverage
 
@@ -164,7 +164,7 @@ def dry_run(
             placement.instances(),
             model.language_models(),
             microbatches=microbatches,
-            row_multiple=row_multiple(model, plan.layouts),
+            row_multiple=aligned_rows(model.language_models(), plan.layouts),
             microbatch_rows=microbatch_rows,
             balancing=(balance or BalanceConfig()).resolve(placement.instances(), around),
         )

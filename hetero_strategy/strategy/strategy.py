@@ -40,6 +40,7 @@ from hetero_strategy.parallelize.kernels import async_tp, use_async_tp, use_flas
 from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.optimizer import choose_kernels
 from hetero_strategy.parallelize.recompute import recomputes
+from hetero_strategy.planner.context import aligned_rows
 from hetero_strategy.planner.given import check_schedule
 from hetero_strategy.runtime.agreement import Stop
 from hetero_strategy.runtime.executor import Executor
@@ -47,7 +48,7 @@ from hetero_strategy.runtime.memory import out_of_memory
 from hetero_strategy.runtime.side_stream import prefer_others
 from hetero_strategy.runtime.step import StepRunner
 from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.strategy.assembly import Assembled, assemble, find_model, move_rest, row_multiple
+from hetero_strategy.strategy.assembly import Assembled, assemble, find_model, move_rest
 from hetero_strategy.strategy.auto import choose, given
 from hetero_strategy.strategy.checkpoints import OwnCheckpoints
 from hetero_strategy.strategy.launch import (
@@ -212,7 +213,7 @@ class HeteroStrategy(OwnCheckpoints):
         return replace(
             context,
             microbatches=self._planned_microbatches,
-            row_multiple=row_multiple(self._multimodal, self._placement.layouts),
+            row_multiple=aligned_rows(self._multimodal.language_models(), self._placement.layouts),
             model=made.context,
             rank=self.global_rank,
             compiler=made.executor.compiler,

@@ -283,6 +283,10 @@ def test_short_turns_are_not_found_in_words_of_the_template(folder: Path, answer
     [
         ("tokenizer_config.json", {"added_tokens_decoder": {"0": {"content": "[user]"}, "200": {"content": "<new>"}}}),
         ("tokenizer_config.json", {"additional_special_tokens": ["[user]", {"content": "<new>"}, "<new>"]}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "[user]", "audio_token": "<new>"}}),
+        ("tokenizer_config.json", {"extra_special_tokens": ["[user]", "<new>"], "pad_token": "<pad>"}),
+        ("tokenizer_config.json", {"image_token": "<new>", "add_bos_token": True}),
+        ("special_tokens_map.json", {"additional_special_tokens": ["<new>"], "sep_token": {"content": "[user]"}}),
         ("added_tokens.json", {"[user]": 0, "<new>": 200}),
     ],
 )

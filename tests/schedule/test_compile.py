@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_strategy.errors import ScheduleError
+from hetero_strategy.errors import LayoutError, ScheduleError
 from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.plan.orchestrator import plan_step
@@ -54,6 +54,7 @@ def planned(
     seed: int = 0,
     frozen: Sequence[str] = (),
     vision: int | None = None,
+    filled_up: bool = True,
 ) -> tuple[StepPlan, Schedule, int]:
     world = 1 + max(rank for layout in layouts.values() for rank in layout.ranks)
     resolved = place(layouts, world).layouts
@@ -67,7 +68,7 @@ def planned(
         {name: resolved[name].dp for name in order},
         ("llm",),
         microbatches=microbatches,
-        row_multiple={"llm": resolved["llm"].tp},
+        row_multiple={"llm": resolved["llm"].tp} if filled_up else {},
         microbatch_rows={} if vision is None else {"vision": vision},
     )
     return plan, make_schedule(schedule, graph, work_of(plan, graph)), world
@@ -226,6 +227,13 @@ def test_other_starts_hang(name: str) -> None:
     programs = [compile_step(plan, made, rank) for rank in range(world)]
     assert not run([events(program, rank) for rank, program in enumerate(programs)])
     assert run([events(change(program), rank) for rank, program in enumerate(programs)])
+
+
+def test_rows_that_cannot_be_shared_out_name_their_module() -> None:
+    layouts = {"vision": ModuleLayout((0,)), "llm": ModuleLayout((1, 2, 3), tp=3)}
+    plan, made, _ = planned(layouts, "1f1b", 2, filled_up=False)
+    with pytest.raises(LayoutError, match=r"module 'llm' in microbatch 0: rows in 3 parts: .* row_sharding say one"):
+        compile_step(plan, made, 1)
 
 
 def test_starts_that_lists_do_not_keep_to_are_refused() -> None:

@@ -20,11 +20,12 @@ from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.planner.context import aligned_rows
 from hetero_strategy.schedule import compile as compiling
 from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.schedule.compile import StepCompiler, StepProgram
 from hetero_strategy.strategy import coverage
-from hetero_strategy.strategy.assembly import assemble, row_multiple
+from hetero_strategy.strategy.assembly import assemble
 from hetero_strategy.strategy.dry_run import DryRun, dry_run
 from recipes.dry_run import report
 from tests.distributed.harness import Pool
@@ -86,7 +87,7 @@ def really(rank: int, world: int, setting: Setting) -> Real:
         instances,
         ("llm",),
         microbatches=setting.microbatches,
-        row_multiple=row_multiple(setting.model(), setting.placement.layouts),
+        row_multiple=aligned_rows(setting.model().language_models(), setting.placement.layouts),
         balancing=BalanceConfig().resolve(instances, made.context),
     )
     return Real(
