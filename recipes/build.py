@@ -68,6 +68,10 @@ VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "optimizer.weight_decay": ("a number of at least 0", _number),
     "optimizer.warmup_steps": ("a number of steps, at least 0", _number),
     "optimizer.final_lr": ("a share of lr, at least 0, such as 0.02", _number),
+    "strategy.start_method": (
+        "popen: processes of the others end with training, and the report is made in them",
+        lambda v: v == "popen",
+    ),
     "checkpoint.every_n_steps": ("a whole number of steps, at least 1", lambda v: _whole(v, 1)),
     "checkpoint.mode": ("max (the more the better), min or auto", lambda v: v in ("max", "min", "auto")),
     "monitor.every_n_steps": ("a whole number of steps, at least 1", lambda v: _whole(v, 1)),
@@ -320,7 +324,7 @@ def _check_indices(data: MultimodalDataModule, modules: Mapping[str, Adapter]) -
 
 
 def check_monitor(cfg: DictConfig, data: MultimodalDataModule) -> None:
-    """Refuse to choose the best checkpoint by what is not logged.
+    """Refuse to choose the best checkpoint by what is not logged, or says nothing of weights, as ``tokens/s`` does.
 
     Raises:
         ConfigError: with the names that are.

@@ -116,10 +116,10 @@ class LitMultimodal(L.LightningModule):
 
 
 def logged(losses: Sequence[str]) -> list[str]:
-    """What :class:`LitMultimodal` and the progress bar log, of a model whose modules have these losses."""
+    """What :class:`LitMultimodal` logs of a model whose modules have these losses: what may choose a checkpoint."""
     shares = [f"loss_{name}" for name in losses if len(losses) > 1]
     names = [f"val/{name}" for name in ("loss", "exact_match", *shares)]
-    return [*names, *(f"train/{name}" for name in ("loss", "accuracy", *shares)), "tokens/s"]
+    return [*names, *(f"train/{name}" for name in ("loss", "accuracy", *shares))]
 
 
 class MovableCheckpoint(ModelCheckpoint):

@@ -131,6 +131,7 @@ def test_what_the_recipe_makes_itself_is_not_to_give() -> None:
         ("monitor.every_n_steps=few", "monitor.every_n_steps=few; give a whole number of steps"),
         ("report.examples=-1", "report.examples=-1; give a whole number of samples, at least 0"),
         ("report.plan_seconds=-1", "report.plan_seconds=-1; give a number of seconds"),
+        ("+strategy.start_method=fork", "strategy.start_method=fork; give popen: processes of the others end"),
         ("trainer.num_nodes=0", "trainer.num_nodes=0; give a whole number of nodes"),
         ("trainer.precision=fp7", "trainer.precision=fp7; give one of 32-true, bf16-mixed"),
         ("trainer.max_steps=abc", "trainer.max_steps=abc; give a whole number of steps, or -1: no limit"),
@@ -252,7 +253,7 @@ def test_the_best_checkpoint_is_chosen_by_what_is_logged(small: Path, small_draw
     for monitor in ("val/exact_match", "train/loss", None):
         cfg.checkpoint.monitor = monitor
         build.check_monitor(cfg, data)
-    for monitor in ("val/nothing", "val/loss_llm"):
+    for monitor in ("val/nothing", "val/loss_llm", "tokens/s"):
         cfg.checkpoint.monitor = monitor
         with pytest.raises(ConfigError, match=f"checkpoint.monitor={monitor}; give one of val/loss, val/exact_match,"):
             build.check_monitor(cfg, data)
@@ -265,7 +266,7 @@ def test_the_best_checkpoint_is_chosen_by_what_is_logged(small: Path, small_draw
         ((), "max"),
         (("checkpoint.monitor=val/loss",), "min"),
         (("checkpoint.monitor=train/loss_llm",), "min"),
-        (("checkpoint.monitor=tokens/s",), "max"),
+        (("checkpoint.monitor=train/accuracy",), "max"),
         (("checkpoint.monitor=val/loss", "checkpoint.mode=max"), "max"),
         (("checkpoint.mode=min",), "min"),
         (("checkpoint.monitor=null",), "max"),
