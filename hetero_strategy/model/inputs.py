@@ -172,8 +172,9 @@ class ModuleInputs(Movable):
     """What one instance of a module takes in one microbatch besides rows."""
 
     slots: dict[Hashable, torch.Tensor] = field(default_factory=dict, kw_only=True)
-    """(source module, its microbatch) -> int64 positions among the rows inside the module that its rows fill,
-    ascending; none where no edge leads to the module."""
+    """(source, its microbatch) -> int64 positions among the rows inside the module that its rows fill, ascending; none
+    where no edge leads to the module. A source is a module's name in one process; under `HeteroStrategy` it is a stage
+    (a `StageId`, whose ``module`` is that name), and several stages of a module may each fill some."""
 
     def silenced(self, bad: np.ndarray) -> Self:
         """Return the same without a loss of the units that are ``bad``, bool ``[n]``; all shapes stay."""

@@ -144,7 +144,8 @@ def _into(
     if speeds is not None:  # a bin is made for its instance
         number = np.argsort(np.argsort(load.reshape(microbatches, instances), axis=0, kind="stable"), axis=0).ravel()
         return Packed(number[bin_of], bin_of % instances, microbatches)
-    number, instance = _together(load, np.bincount(bin_of, weights=beside, minlength=bins), instances, microbatches)
+    others = np.zeros(bins) if beside is None else np.bincount(bin_of, weights=beside, minlength=bins)
+    number, instance = _together(load, others, instances, microbatches)
     return Packed(number[bin_of], instance[bin_of], microbatches)
 
 

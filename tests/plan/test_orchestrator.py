@@ -253,6 +253,12 @@ def test_level_microbatches_cost_the_other_modules_the_same() -> None:
     assert np.array_equal(np.bincount(packed.microbatch * 4 + packed.instance, minlength=24) > 0, np.ones(24, bool))
 
 
+def test_nothing_beside_samples_costs_nothing() -> None:
+    tokens = np.random.default_rng(0).integers(5, 600, 40)
+    without, zeros = (pack(tokens, 2, 4, Cost(), module="llm", beside=beside) for beside in (None, np.zeros(40)))
+    assert np.array_equal(without.microbatch, zeros.microbatch) and np.array_equal(without.instance, zeros.instance)
+
+
 def test_levelled_and_pieces() -> None:
     assert np.bincount(levelled(np.array([9.0, 1, 1, 1, 1, 9]), 3, 2)).tolist() == [3, 3]
     weights = np.array([9.0, 1, 1, 1, 1, 9])
