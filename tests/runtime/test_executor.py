@@ -14,15 +14,21 @@ from benchmarks.host_time import MICROBATCHES, one_rank
 from hetero_strategy.model.random_numbers import RandomNumbers
 from hetero_strategy.runtime.step import _differ, _StepGradients
 
+RANK, CALL = 3, 2
 
-def seeds_of_a_step(rank: int, world: int) -> list[tuple[list[int], list[int]]]:
-    """Of every module: seeds of its forwards and of its backwards, in the order of 1F1B."""
+
+def seeds_of_a_step(rank: int, world: int) -> dict[str, tuple[list[int], list[int], set[tuple[int, ...]]]]:
+    """Of every module on the fourth of eight ranks: seeds of its forwards and of its backwards, in the order of 1F1B,
+    and of which step, call, instance and rank of the instance they are.
+    """
     forwards, backwards, start, again = defaultdict(list), defaultdict(list), RandomNumbers.start, RandomNumbers.again
+    places = defaultdict(set)
 
-    def started(numbers: RandomNumbers, *given: Any, **options: Any) -> int:
-        seed = start(numbers, *given, **options)
+    def started(numbers: RandomNumbers, metadata: Any, call: int, microbatch: int, *given: Any, **options: Any) -> int:
+        seed = start(numbers, metadata, call, microbatch, *given, **options)
         backwards[numbers].remove(seed)
         forwards[numbers].append(seed)
+        places[numbers].add((metadata.step, call, *given[:2]))
         return seed
 
     def begun_again(numbers: RandomNumbers, seed: int) -> None:
@@ -30,21 +36,25 @@ def seeds_of_a_step(rank: int, world: int) -> list[tuple[list[int], list[int]]]:
         again(numbers, seed)
 
     with (
-        one_rank(1, 0) as (executor, batch),
+        one_rank(1, RANK) as (executor, batch),
         patch.object(RandomNumbers, "start", started),
         patch.object(RandomNumbers, "again", begun_again),
     ):
-        executor.run(batch, train=True)
-    return [(forwards[numbers], backwards[numbers]) for numbers in forwards]
+        executor.run(batch, train=True, call=CALL)
+    modules = {node.module: local.random_numbers for node, local in executor.local.items()}
+    return {name: (forwards[numbers], backwards[numbers], places[numbers]) for name, numbers in modules.items()}
 
 
 @pytest.mark.distributed
-def test_a_backward_has_the_random_numbers_of_its_forward(pool) -> None:
-    """Recompute may run the forward again, when other microbatches have begun."""
-    (seeds,) = pool.run(1, seeds_of_a_step, group=False)
-    assert len(seeds) == 3
-    for forwards, backwards in seeds:
+def test_random_numbers_are_those_of_the_place_and_a_backward_has_those_of_its_forward(pool) -> None:
+    """Recompute may run the forward again, when other microbatches have begun. Encoders have an instance on each rank,
+    the language model has one on all of them.
+    """
+    (found,) = pool.run(1, seeds_of_a_step, group=False)
+    assert len(found) == 3
+    for module, (forwards, backwards, places) in found.items():
         assert len(set(forwards)) > MICROBATCHES // 4 and forwards == backwards
+        assert places == {(0, CALL, 0 if module == "llm" else RANK, 0)}, module
 
 
 def test_gradients_of_before_are_there_after_a_step_that_fails() -> None:
