@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from hetero_strategy.parallelize.offload import host_memory
+from hetero_strategy.parallelize.offload import SavedBlock, host_memory
 from tests.distributed.exact import compare, expected, on, setting_of
 from tests.distributed.harness import Pool
 from tests.distributed.stepping import OnRank, Reference, Run, Setting, Stepped
@@ -54,17 +55,25 @@ class _Noted:
 
 def moved_on_rank(
     rank: int, world: int, setting: Setting, wanted: Reference, others: tuple[str, ...]
-) -> tuple[list[Run], bool, int]:
-    """Steps with the setting's offload, first in its own schedule; whether that gives the bits of nothing moved; and
-    the most bytes that were on the host.
+) -> tuple[list[Run], bool, int, int]:
+    """Steps with the setting's offload, first in its own schedule; whether that gives the bits of nothing moved; the
+    most bytes that were on the host; and how many blocks began to come back only when their backward was there.
     """
     made: list[list[Stepped]] = []
     noted: list[list[dict[str, torch.Tensor]]] = []
-    most = 0
+    most = late = 0
+    reach = SavedBlock.reach
+
+    def reached(block: SavedBlock) -> None:
+        nonlocal late
+        late += not block._coming
+        reach(block)
+
     for one in (setting, replace(setting, offload={}), *(replace(setting, schedule=other) for other in others)):
         torch._dynamo.reset()
         here, note = OnRank(rank, world, one), _Noted(wanted, [])
-        made.append([here.step(note, number, one) for number in (2, 5)])  # type: ignore[arg-type]
+        with patch.object(SavedBlock, "reach", reached):
+            made.append([here.step(note, number, one) for number in (2, 5)])  # type: ignore[arg-type]
         noted.append(note.gradients)
         hosts = [host for host in map(host_memory, here.executor.stages.values()) if host is not None]
         assert not any(host.bytes for host in hosts), "nothing stays there after a step"
@@ -73,7 +82,7 @@ def moved_on_rank(
         a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
         for a, b in zip(noted[0], noted[1], strict=True)
     )
-    return [Run(steps, {}) for steps in made], same, most
+    return [Run(steps, {}) for steps in made], same, most, late
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n == "compiled")) for n in CASES])
@@ -83,8 +92,10 @@ def test_same_gradients(pool: Pool, folders: dict[bool, str], name: str) -> None
     setting = setting_of(folders, layouts, "1f1b", **{"offload": EVERYWHERE, **layers})
     wanted = expected(setting)
     others = ("zb_h1", "gpipe") if "stages" in name else ()
-    runs, same, most = zip(*pool.run(setting.world, moved_on_rank, setting, wanted, others, timeout=400), strict=True)
+    ranks = pool.run(setting.world, moved_on_rank, setting, wanted, others, timeout=400)
+    runs, same, most, late = zip(*ranks, strict=True)
     for each in zip(*runs, strict=True):
         compare(wanted, each)
     assert all(same)
     assert any(most), "nothing was moved"
+    assert not any(late), "a backward waits for what it needs first"
