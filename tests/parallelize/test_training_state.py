@@ -260,3 +260,24 @@ def test_states_lie_beside_their_parameter_and_counters_where_kernels_read_them(
         empty = state._empty_state(0, optimizer, describe(tmp_path / "c").tensors)
         where = {key: value.device.type for of in empty.values() for key, value in of.items()}
         assert where == dict.fromkeys(("row_var", "col_var", "variance"), "meta") | {"step": step}
+
+
+def test_what_is_loaded_takes_the_place_of_what_was(tmp_path: Path) -> None:
+    """In an optimizer that has gone on: a parameter without a gradient before the save has no state again."""
+    module = MAKE["titan"]()
+    materialize(module, 3, name="m")
+    optimizer, first = _optimizer(module, factored=False), next(module.parameters())
+    state = TrainingState("model", {"m": module}, group=None)
+    first.requires_grad_(False)
+    _train(module, optimizer)
+    saved = {"state_dict": state.model_tensors(), "optimizer_states": [state.optimizer_tensors(optimizer)]}
+    state.save(saved, tmp_path / "c")
+    expected = _everything(module, optimizer)
+    first.requires_grad_()
+    _train(module, optimizer)
+    optimizer.param_groups[0]["lr"] = 7.0
+    assert first in optimizer.state
+    state.load(tmp_path / "c", [optimizer])
+    assert first not in optimizer.state and optimizer.param_groups[0]["lr"] == 0.1
+    found = _everything(module, optimizer)
+    assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
