@@ -390,12 +390,18 @@ def assembled(
 
 @contextmanager
 def counted() -> Iterator[dict[StageId, int]]:
-    """Most microbatches of each of this rank's stages that are alive after any action of a step."""
+    """Most microbatches of each of this rank's stages that are alive after any action of a step, whose rows want a
+    gradient where a backward comes to what made them, and nowhere else.
+    """
     peaks: dict[StageId, int] = {}
     original = running.RunningStep.run
 
     def run(self: running.RunningStep, step: RankAction) -> None:
         original(self, step)
+        live = self.live.get((step.action.node, step.action.microbatch))
+        if step.action.kind == "F" and live is not None:
+            for source, leaf in zip(step.sources, live.leaves, strict=True):
+                assert leaf.requires_grad == self.graph.stages[source.node].backward, f"rows of {source}"
         for node in {node for node, _ in self.live}:
             peaks[node] = max(peaks.get(node, 0), sum(n == node for n, _ in self.live))
 

@@ -3,6 +3,7 @@ one process, fp64."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,6 +96,9 @@ def same(
     compare(wanted, runs)
     together = fill in ("coarse", "decoupled") and placement == "a generator on each stage"
     assert together or any(action.node.cohort >= 0 for lane in runs[0].steps[0].lanes for action in lane.actions)
+    for lane in runs[0].steps[0].lanes if fill in ("coarse", "decoupled") else ():
+        fills = "".join(a.kind.lower() if a.node.cohort >= 0 else "P" for a in lane.actions if a.kind in "FBI")
+        assert re.fullmatch("f*P*[bi]*", fills), fills  # around the pipeline
     if damages:
         assert any("vision.0@1" in name for name in runs[0].damaged)
 
