@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from transformers import Wav2Vec2Config, Wav2Vec2Model
 
+from hetero_strategy.model.adapter import _separate_random_numbers
 from hetero_strategy.model.random_numbers import RandomNumbers, draws_others, random_state_kept
 from hetero_strategy.zoo import hf_llama
 from tests.model.helpers import LLAMA
@@ -70,6 +72,23 @@ def test_columns_have_numbers_of_their_own_and_rows_go_on_after_them() -> None:
 
     (before, inside, after), other = through(0, 4), through(1, 7)
     assert before == other[0] and after == other[2] and inside != other[1] and inside != after
+
+
+def test_layers_cut_in_columns_begin_the_numbers_of_a_rank_and_one_cut_in_rows_ends_them() -> None:
+    plan = {"*.q": ColwiseParallel(), "*.k": ColwiseParallel(), "*.o": RowwiseParallel()}
+
+    def through(shard: int) -> list[list[float]]:
+        block = nn.ModuleDict({"0": nn.ModuleDict({name: nn.Linear(2, 2) for name in ("norm", "q", "k", "o")})})
+        numbers = RandomNumbers(1, "llm", {})
+        _separate_random_numbers(block, plan, numbers)
+        numbers.start(SimpleNamespace(epoch=0, step=0), 0, 0, 0, shard, CPU, rows_apart=False)
+        found = []
+        for layer in block["0"].values():
+            layer(torch.ones(1, 2))
+            found.append(torch.rand(3).tolist())
+        return found
+
+    assert [one == other for one, other in zip(through(0), through(1), strict=True)] == [True, False, False, True]
 
 
 def test_a_backward_that_runs_forward_again_draws_what_the_forward_drew() -> None:
