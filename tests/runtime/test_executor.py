@@ -11,8 +11,12 @@ import pytest
 import torch
 
 from benchmarks.host_time import MICROBATCHES, one_rank
+from hetero_strategy.layout.placement import Coordinate
+from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.model.random_numbers import RandomNumbers
+from hetero_strategy.runtime.local_stage import LocalStage
 from hetero_strategy.runtime.step import _differ, _StepGradients
+from hetero_strategy.schedule.action import StageId
 
 RANK, CALL = 3, 2
 
@@ -55,6 +59,14 @@ def test_random_numbers_are_those_of_the_place_and_a_backward_has_those_of_its_f
     for module, (forwards, backwards, places) in found.items():
         assert len(set(forwards)) > MICROBATCHES // 4 and forwards == backwards
         assert places == {(0, CALL, 0 if module == "llm" else RANK, 0)}, module
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_random_numbers_are_apart_where_an_instances_ranks_have_other_rows(parts: int) -> None:
+    adapter: Any = SimpleNamespace(random_numbers=object(), parameters=list, recomputed_parts=list)
+    node: Any = SimpleNamespace(row_sharding=RowSharding(parts))
+    stage = LocalStage.of(StageId("llm", 0), adapter, node, Coordinate(0, 0, 0), None)
+    assert stage.rows_apart == (parts > 1)
 
 
 def test_gradients_of_before_are_there_after_a_step_that_fails() -> None:
