@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model import EncoderInputs
+from hetero_strategy.strategy.precision import SyncedGradScaler
 from tests.distributed.harness import Pool
 from tests.distributed.probe import APART, PAIR, Case, Probe, Seen, both, observe
 from tests.distributed.scenario import Job, data
@@ -83,6 +84,22 @@ def test_precision_is_as_in_one_process(pool: Pool, digits: Path) -> None:
     assert runs["16-mixed, overflow on one rank"][0].scales == [1024.0, 1024.0, 512.0, 512.0]
     half, full = runs["bf16-mixed"][1][0].losses, runs["64-true"][1][0].losses
     assert half != pytest.approx(full, rel=1e-6), "bf16 was not used"
+
+
+def scaled_on_rank(rank: int, world: int) -> list[tuple[float, float]]:
+    """Weight and loss scale after each of two steps, in the second of which the last rank's gradient overflows."""
+    weight, found = torch.nn.Parameter(torch.ones(1)), []
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), SyncedGradScaler("cpu", init_scale=8.0)
+    for overflows in (False, rank == world - 1):
+        weight.grad = scaler.scale_tensor(weight.device) * torch.full((1,), math.inf if overflows else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        found.append((float(weight.detach()), scaler.get_scale()))
+    return found
+
+
+def test_an_overflow_on_one_rank_skips_the_step_of_all(pool: Pool) -> None:
+    assert pool.run(2, scaled_on_rank) == [[(0.0, 8.0), (0.0, 4.0)]] * 2
 
 
 def resumed(rank: int, world: int, digits: str, path: str) -> dict[str, Any]:
