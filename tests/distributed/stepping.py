@@ -364,7 +364,7 @@ def assembled(
 ) -> Assembled:
     """The model on its ranks."""
     with made_in(setting.storage.master):
-        return assemble(
+        made = assemble(
             "model",
             model or empty_model(setting, train=train),
             placed(setting, world),
@@ -386,6 +386,12 @@ def assembled(
             compile=setting.compile,
             ranks_per_node=setting.ranks_per_node,
         )
+    for node, stage in made.executor.stages.items():
+        if (how := made.recompute.get(node.module)) is not None:
+            again = how.chosen(list(made.executor.modules[node.module].blocks()))
+            parts = [stage] if how.whole else [block for fqn, block in stage.blocks().items() if fqn in again]
+            assert all("forward" in vars(part) for part in parts), f"{node} does not run again"
+    return made
 
 
 @contextmanager
