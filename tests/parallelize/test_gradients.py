@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from hetero_strategy.parallelize import gradients
-from hetero_strategy.parallelize.gradients import scale, settle
+from hetero_strategy.parallelize.gradients import Owned, clip_by_norm, scale, settle
 from tests.distributed.harness import Pool
 
 
@@ -49,3 +49,20 @@ def steps_on_rank(rank: int, world: int) -> list[tuple[float, bool]]:
 def test_gradients_lie_as_their_parameters_for_kernels_that_walk_memory(pool: Pool) -> None:
     for found in pool.run(2, steps_on_rank):
         assert all(apart < 1e-6 and alike for apart, alike in found), found
+
+
+def clipped_on_rank(rank: int, world: int) -> tuple[float, list[float], list[float]]:
+    """The norm of a parameter that both ranks have and of one on each, and their gradients once it is 1."""
+    both, one = (nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2))
+    both.grad, one.grad = torch.full_like(both, 2.0), torch.full_like(one, 1.0 + rank)
+    norm = clip_by_norm([Owned(both, 2), Owned(one, 1)], 1.0, torch.device("cpu"))
+    return float(norm), both.grad.tolist(), one.grad.tolist()
+
+
+@pytest.mark.distributed
+def test_a_norm_is_of_all_ranks_and_counts_copies_once(pool: Pool) -> None:
+    norm = (2 * 4.0 + 2 * 1.0 + 2 * 4.0) ** 0.5
+    for rank, (found, both, one) in enumerate(pool.run(2, clipped_on_rank)):
+        assert found == pytest.approx(norm)
+        assert both == pytest.approx([2.0 / norm] * 2, rel=1e-5)
+        assert one == pytest.approx([(1.0 + rank) / norm] * 2, rel=1e-5)
