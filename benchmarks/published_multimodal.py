@@ -30,10 +30,11 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster
-from hetero_strategy.planner.evaluate import Candidate, Evaluator, first_samples
+from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.hardware import DEVICES, cluster
 from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import ModelShape
+from hetero_strategy.planner.short import first_samples
 from hetero_strategy.planner.space import divisors
 
 AS_DRAWN = BalanceConfig(policy="none", rearrange="none", reorder="none")

@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from math import inf
 
-from hetero_strategy.planner.evaluate import Candidate, share
+from hetero_strategy.planner.evaluate import Candidate
 from hetero_strategy.planner.memory import Memory
+from hetero_strategy.planner.short import share
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Bool, Float64
+from jaxtyping import Float64
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.islands import islands_of
@@ -21,14 +21,16 @@ from hetero_strategy.parallelize.recompute import Recompute, decoupled
 from hetero_strategy.plan.ahead import ahead, with_next
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.orchestrator import plan_step
-from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan, UnitRuns
+from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
 from hetero_strategy.planner.action_seconds import ActionSeconds, Bubbles
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.context import aligned_rows, model_context
+from hetero_strategy.planner.known import Took, content, during
 from hetero_strategy.planner.layers import LayerCost, costs
-from hetero_strategy.planner.overlap import After, seconds_after, work_of_ranks
+from hetero_strategy.planner.overlap import After, seconds_after, thinned, work_of_ranks
 from hetero_strategy.planner.partition import split_into
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
+from hetero_strategy.planner.short import few, first_samples
 from hetero_strategy.planner.times import (
     MIXED,
     NOTHING,
@@ -47,12 +49,6 @@ from hetero_strategy.simulator.links import Links
 from hetero_strategy.simulator.result import Simulation
 from hetero_strategy.simulator.rows import rows_between
 from hetero_strategy.simulator.simulate import simulate
-
-Columns = TypeVar("Columns", StepItems, UnitRuns)
-MOST_FORWARDS = 1024
-"""Forwards, of all stages, up to which a step is simulated whole."""
-LEAST_SHARE = 1 / 16
-"""Of a simulation that a short step counts as."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +119,16 @@ class Placed:
         """Whether a step holds more the more microbatches it has: of what fills bubbles or runs a step ahead."""
         return bool(self.graph.filling or self.scheduling.prefetch)
 
+    @cached_property
+    def alike(self) -> Hashable:
+        """Equal for those whose steps are planned, scheduled and simulated alike."""
+        asked, layouts = self.scheduling, self.placement.layouts.items()
+        lies = tuple((name, x.ranks, x.tp, x.pp, x.vpp, x.pp_style, x.dp) for name, x in layouts)
+        bounds = frozenset(asked.max_in_flight.items()), frozenset(asked.prefetch), asked.islands
+        stages = tuple((n, s.trains, s.backward, s.sharded, s.whole) for n, s in self.graph.stages.items())
+        times = tuple(tuple(map(during, each.values())) for each in (self.times, self.unlinked or {}))
+        return lies, asked.schedule, asked.fill, bounds, stages, times
+
     @property
     def together(self) -> set[StageId]:
         """Stages whose instances do all actions together, because each gathers parameters."""
@@ -184,6 +190,10 @@ class Evaluator:
         self.on = partial(Evaluator, shape, batches=batches, balance=balance, measured=measured, **given)
         """The same on another ``cluster``."""
         self._fed = shape.fed_by_trainable()
+        self._stages: dict[Hashable, tuple[ModuleLayout, list[StageTimes]]] = {}
+        self._firsts: dict[tuple[int, int], StepMetadata] = {}
+        self._plans: dict[Hashable, tuple[StepMetadata, StepPlan]] = {}
+        self._simulated: dict[Hashable, tuple[StepPlan, Simulation]] = {}
         self.lengths = {name: self._length(name) for name in shape.modules}
         """Module -> rows of a unit inside it, weighted by rows: those of the unit that a row is in, on average."""
 
@@ -208,18 +218,10 @@ class Evaluator:
         trains: dict[StageId, bool] = {}
         for name, module in self.shape.modules.items():
             share = again[name].share(module.blocks) if name in again else 0.0
-            layouts[name] = layout = self._with_split(module, given[name], share, self._fed[name], self.lengths[name])
             casting = casts and bool(module.trained.any())
-            once = scheduling.gathered_once(layout, casts=casting, apart=name in {*apart, *scheduling.prefetch})
-            stages = self._times(
-                module,
-                layout,
-                self.cluster.on(layout.ranks),
-                fed=self._fed[name],
-                recomputed=share,
-                once=once,
-                measured=self._measured.get(name),
-            )
+            once = scheduling.gathered_once(given[name], casts=casting, apart=name in {*apart, *scheduling.prefetch})
+            layouts[name], stages = self._staged(name, given[name], share, once)
+            layout = layouts[name]
             times |= {StageId(name, i): stage for i, stage in enumerate(stages)}
             assert layout.split is not None
             ends = np.cumsum(layout.split) if module.has_blocks else [1]
@@ -254,6 +256,17 @@ class Evaluator:
             MappingProxyType(balanced), unlinked,
         )  # fmt: skip
 
+    def _staged(
+        self, name: str, layout: ModuleLayout, share: float, once: bool
+    ) -> tuple[ModuleLayout, list[StageTimes]]:
+        """A module's layout with its split, and the times of its stages."""
+        if (key := (name, layout, share, once)) not in self._stages:
+            module, fed, measured = self.shape.modules[name], self._fed[name], self._measured.get(name)
+            made, on = self._with_split(module, layout, share, fed, self.lengths[name]), self.cluster.on(layout.ranks)
+            times = self._times(module, made, on, fed=fed, recomputed=share, once=once, measured=measured)
+            self._stages[key] = made, times
+        return self._stages[key]
+
     def unlinked(self, candidate: Candidate) -> Mapping[StageId, StageTimes]:
         """Times of its stages on links without latency and of any bandwidth."""
         return self.on(cluster=self.cluster.linked(Links())).place(replace(candidate, tp_bubbles=False)).times
@@ -276,7 +289,7 @@ class Evaluator:
             enough: seconds of each batch; once those so far are more, the others are left out. Empty: none are.
         """
         placed, took = self.place(candidate), list[float]()
-        for batch in self.batches:
+        for batch in range(len(self.batches)):
             took.append(self._seconds(placed, batch))
             if enough and sum(took) > sum(enough[: len(took)]):
                 break
@@ -285,21 +298,35 @@ class Evaluator:
     def shown(self, placed: Placed, batch: int = 0) -> Step:
         """A step of one of the batches, or of its first samples where that has too many actions to look at."""
         most = few(len(placed.times))
-        return self.step_of(placed, *self._first(self.batches[batch], placed.candidate.microbatches, most))
+        return self.step_of(placed, *self._first(batch, placed.candidate.microbatches, most))
 
-    def _seconds(self, placed: Placed, batch: StepMetadata) -> float:
+    def _seconds(self, placed: Placed, batch: int) -> float:
         count, most = placed.candidate.microbatches, few(len(placed.times))
         if count <= most:
-            return self.step_of(placed, batch, count).seconds
-        short, long = (self.step_of(placed, *self._first(batch, count, n)) for n in (most // 2, most))
-        busy = float(long.simulation.busy.max() - short.simulation.busy.max())
+            return self._took(placed, batch, count).seconds
+        short, long = (self._took(placed, batch, n) for n in (most // 2, most))
+        busy = long.busiest - short.busiest
         return long.seconds + (count - most) * max(long.seconds - short.seconds, busy) / (most - most // 2)
 
-    def _first(self, batch: StepMetadata, count: int, most: int) -> tuple[StepMetadata, int, bool]:
+    def _took(self, placed: Placed, batch: int, most: int) -> Took:
+        """By so many microbatches of one of the batches; where one like it was simulated, by that."""
+        first = self._first(batch, placed.candidate.microbatches, most)
+        if (key := (batch, most, first[2], placed.alike)) not in self._simulated:
+            step = self.step_of(placed, *first)
+            self._simulated[key] = step.plan, thinned(step.simulation)
+        plan, simulation = self._simulated[key]
+        seconds = simulation.time + self._after(placed, plan, simulation).total
+        return Took(seconds, float(simulation.busy.max()))
+
+    def _first(self, batch: int, count: int, most: int) -> tuple[StepMetadata, int, bool]:
         """The first microbatches of a batch that has ``count``, how many they are, and whether they are not all."""
+        whole = self.batches[batch]
         if count <= most:
-            return batch, count, False
-        return first_samples(batch, len(batch.samples) * most // count), most, True
+            return whole, count, False
+        samples = len(whole.samples) * most // count
+        if (batch, samples) not in self._firsts:
+            self._firsts[batch, samples] = first_samples(whole, samples)
+        return self._firsts[batch, samples], most, True
 
     def step_of(self, placed: Placed, metadata: StepMetadata, microbatches: int, part: bool = False) -> Step:
         """Plan any batch, schedule it and simulate it: between two like it, where modules run ahead. A part of a batch
@@ -323,11 +350,14 @@ class Evaluator:
         rows = rows_between(plan, placed.graph, self.row_bytes)
         together = placed.together
         simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=together, bubbles=bubbles)
+        return Step(placed, plan, schedule, simulation, self._after(placed, plan, simulation))
+
+    def _after(self, placed: Placed, plan: StepPlan, simulation: Simulation) -> After:
         after = seconds_after(simulation, placed.times)
         if self.cluster.shares_cores:
-            least = self.cluster.on_cores(self._work(placed, plan, schedule))
+            least = self.cluster.on_cores(self._work(placed, plan, simulation.schedule))
             after = max(after, After(rest=least - simulation.time), key=lambda one: one.total)
-        return Step(placed, plan, schedule, simulation, after)
+        return after
 
     def bubbles(self, placed: Placed, plan: StepPlan) -> Bubbles:
         """What of a plan's actions, in layouts whose bubbles of tensor parallelism are used, leaves room to compute."""
@@ -353,15 +383,22 @@ class Evaluator:
         around = model_context(
             placed.graph, placed.costs, shape.samplewise, placed.scheduling, placed.placement, cluster.ranks_per_node
         )
-        plan = plan_step(
-            metadata,
-            instances,
-            shape.samplewise,
-            microbatches=microbatches,
-            row_multiple=aligned_rows(shape.samplewise, placed.placement.layouts),
-            microbatch_rows=self._microbatch_rows,
-            balancing=balance.resolve(instances, around),
-        )
+        aligned = aligned_rows(shape.samplewise, placed.placement.layouts)
+        balancing = balance.resolve(instances, around)
+        of_order = placed.alike if balancing.order else None
+        key = id(metadata), microbatches, part, content((instances, aligned, replace(balancing, order=None))), of_order
+        if key not in self._plans:
+            made = plan_step(
+                metadata,
+                instances,
+                shape.samplewise,
+                microbatches=microbatches,
+                row_multiple=aligned,
+                microbatch_rows=self._microbatch_rows,
+                balancing=balancing,
+            )
+            self._plans[key] = metadata, made  # which keeps the metadata alive, so that its id is its own
+        plan = self._plans[key][1]
         if plan.microbatches > microbatches:  # a run takes more, too; what is planned for is another candidate
             raise ConfigError(
                 f"planner: with {microbatches} microbatches a step does not keep the budget of every instance; plan for"
@@ -390,37 +427,3 @@ class Evaluator:
         ).astype(np.float64)
         total = float(lengths.sum())
         return float((lengths * lengths).sum()) / total if total else 0.0
-
-
-def few(stages: int) -> int:
-    """Microbatches up to which a step is simulated whole."""
-    return max(2 * stages, MOST_FORWARDS // stages)
-
-
-def share(microbatches: int, stages: int) -> float:
-    """As what share of a simulation one counts: its forwards over those of a long step of few stages."""
-    return max(LEAST_SHARE, stages * min(microbatches, few(stages)) / MOST_FORWARDS)
-
-
-def first_samples(metadata: StepMetadata, count: int) -> StepMetadata:
-    """A global batch of the first samples of another."""
-    items, units = {}, {name: int(np.searchsorted(table.sample, count)) for name, table in metadata.items.items()}
-    for name, table in metadata.items.items():
-        cut = _some(table, slice(units[name]))
-        runs = {source: (run, run.source < units.get(source, count)) for source, run in (table.given or {}).items()}
-        given = {source: _some(run, fed & (run.target < units[name])) for source, (run, fed) in runs.items()}
-        items[name] = replace(cut, given=given) if given else cut
-    return replace(
-        metadata,
-        samples=metadata.samples[:count],
-        tokens=metadata.tokens[:count],
-        labels=metadata.labels[:count],
-        items=items,
-    )
-
-
-def _some(table: Columns, chosen: slice | Bool[np.ndarray, "rows"]) -> Columns:
-    """Some rows of all its columns."""
-    columns = {f.name: getattr(table, f.name) for f in fields(table)}
-    cut: dict[str, Any] = {key: value[chosen] for key, value in columns.items() if isinstance(value, np.ndarray)}
-    return replace(table, **cut)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +62,16 @@ def seconds_after(simulation: Simulation, times: Mapping[StageId, StageTimes]) -
     rest = float(after.max())
     ends = float((np.maximum(reduced, simulation.time) + after).max())
     return After(late, ends - rest - simulation.time, rest)
+
+
+def thinned(simulation: Simulation) -> Simulation:
+    """Of its actions those at which :func:`seconds_after` looks, and without what ranks waited for."""
+    looked = {*_firsts(simulation).values(), *_lasts(simulation).values()}
+    start, end = (
+        {action: at for action, at in every.items() if action in looked or action.kind == "REDUCE"}
+        for every in (simulation.start, simulation.end)
+    )
+    return replace(simulation, start=start, end=end, idle={}, reads={}, beside={})
 
 
 def work_of_ranks(

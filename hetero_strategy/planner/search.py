@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil, inf
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -381,18 +382,18 @@ class Planner:
             most: long steps that are simulated, at most.
             behind: seconds over the best so far up to which other ways of a candidate are tried.
         """
-        tried, known = 0.0, {r.candidate for r in ranked}
+        tried, known, least = 0.0, {r.candidate for r in ranked}, fastest(ranked)
         for best in in_turn(ranked):
             if tried >= most or time.monotonic() > end:
                 break
-            if best.seconds > behind(best) * fastest(ranked):
+            if best.seconds > behind(best) * least:
                 continue
             for other in ways(best.candidate):
                 if time.monotonic() > end:
                     return
                 if other not in known:
                     self._simulate(other, best.estimate, ranked, worth * best.seconds)
-                    tried += best.share
+                    tried, least = tried + best.share, fastest(ranked)
                     known.add(other)
                     self._tell((most - tried) / best.share)
 
@@ -401,7 +402,7 @@ class Planner:
 
     def _simulate(self, candidate: Candidate, estimate: float, ranked: list[Ranked], below: float = inf) -> None:
         alike = [r for r in ranked if r.is_homogeneous] if is_homogeneous(candidate) else ranked
-        best = min(alike, key=lambda r: r.seconds, default=None)
+        best = min(alike, key=attrgetter("seconds"), default=None)
         self._done += 1
         enough = () if best is None else best.batches
         try:

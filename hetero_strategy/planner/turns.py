@@ -11,9 +11,9 @@ from typing import TypeVar
 import numpy as np
 
 from hetero_strategy.planner.answer import Ranked, fastest
-from hetero_strategy.planner.evaluate import share
 from hetero_strategy.planner.every import delayed
 from hetero_strategy.planner.propose import Proposal
+from hetero_strategy.planner.short import share
 
 T = TypeVar("T")
 BEHIND = 1.1

@@ -163,7 +163,9 @@ class StageGraph:
         return tuple(module for module in self.apart if module not in ends)
 
     def without(self, modules: Collection[str]) -> StageGraph:
-        """The graph without some modules."""
+        """The graph without some modules; itself, with what is known of it, without none."""
+        if not modules:
+            return self
         return StageGraph(
             {node: stage for node, stage in self.stages.items() if node.module not in modules},
             tuple(edge for edge in self.edges if all(node.module not in modules for node in edge)),

@@ -12,9 +12,10 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata
 from hetero_strategy.planner.answer import Ranked
-from hetero_strategy.planner.evaluate import Candidate, Step, first_samples
+from hetero_strategy.planner.evaluate import Candidate, Step
 from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.planner.search import Planner
+from hetero_strategy.planner.short import first_samples
 from tests.planner.models import batch, cluster, model
 from tests.planner.test_memory import FP32, OF, SHAPE
 
@@ -52,7 +53,7 @@ def test_a_rare_modality_does_not_bound_the_ranks_of_the_others(ranks: int) -> N
 def test_what_is_held_for_all_microbatches_of_a_long_step_is_counted(
     monkeypatch: pytest.MonkeyPatch, fill: str
 ) -> None:
-    monkeypatch.setattr("hetero_strategy.planner.evaluate.MOST_FORWARDS", 16)
+    monkeypatch.setattr("hetero_strategy.planner.short.MOST_FORWARDS", 16)
     data = batch(32)
     made = Planner(SHAPE, cluster(2, memory=1e12), [data], balance=PLAIN, precision=FP32)
     layouts = {"vision": ModuleLayout((0, 1), dp_shard=2), "llm": ModuleLayout((0, 1), pp=2)}
@@ -83,7 +84,7 @@ def test_long_steps_whose_first_samples_are_the_longest_keep_the_budget_as_a_who
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of the first eight, which stand for all, two would have to share a microbatch."""
-    monkeypatch.setattr("hetero_strategy.planner.evaluate.MOST_FORWARDS", 16)
+    monkeypatch.setattr("hetero_strategy.planner.short.MOST_FORWARDS", 16)
     tokens, none = np.repeat([400, 100], [8, 24]), np.zeros(0, np.int64)
     data = StepMetadata(0, 0, np.arange(32), tokens, tokens - 1, {"vision": StepItems(none, none, none, none)})
     tight = BalanceConfig(reorder="none", budget={"llm": 420})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.planner.context import ROW_ALIGNMENT
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
+from hetero_strategy.schedule.build import make_schedule
 from tests.planner.models import batch, cluster, model
 
 
@@ -26,3 +28,18 @@ def test_rows_of_tensor_parallel_language_models_are_filled_up_as_in_a_run(parts
     assert not (rows["llm"] % (4 * ROW_ALIGNMENT)).any()
     assert 0 < rows["llm"].sum() - data.tokens.sum() < rows["llm"].size * 4 * ROW_ALIGNMENT
     assert rows["vision"].sum() == data.items["vision"].inner_rows.sum()
+
+
+def test_steps_that_are_simulated_alike_are_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas and shards of pipelines differ in what runs beside their actions; stages, schedules and data do not."""
+    given = [batch(16, seed) for seed in range(2)]
+    evaluator, made = Evaluator(model(), cluster(8), given), Mock(wraps=make_schedule)
+    monkeypatch.setattr("hetero_strategy.planner.evaluate.make_schedule", made)
+    ways = [ModuleLayout(8, pp=2, dp_replicate=4 // n, dp_shard=n) for n in (1, 2, 4)]
+    candidates = [Candidate(dict.fromkeys(("vision", "llm"), way), n, fill="none") for way in ways for n in (2, 4)]
+    found = [evaluator.seconds(candidate) for candidate in candidates]
+    assert made.call_count == 4 and len({*found}) == len(found)
+    for count, other in enumerate((replace(candidates[1], schedule="zb_h1"), replace(candidates[1], fill="fine")), 3):
+        evaluator.seconds(other)
+        assert made.call_count == 2 * count
+    assert found == [Evaluator(model(), cluster(8), given).seconds(one) for one in candidates]

@@ -19,13 +19,14 @@ from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepItems, UnitRuns
 from hetero_strategy.planner.answer import Answer, Ranked, is_homogeneous
 from hetero_strategy.planner.chain import moved
-from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step, first_samples
+from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.explain import explain
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.memory import MemoryModel
 from hetero_strategy.planner.propose import Proposal
 from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.shape import ModelShape
+from hetero_strategy.planner.short import first_samples
 from hetero_strategy.planner.space import Degrees, compositions, degrees, idle_places, partitions, places
 from hetero_strategy.planner.turns import BEHIND, hopeless, promising
 from hetero_strategy.planner.variants import Allowed
@@ -106,7 +107,7 @@ def test_no_candidate_is_faster(
     options: dict[str, float],
 ) -> None:
     # A quarter of what is simulated of steps as short.
-    monkeypatch.setattr("hetero_strategy.planner.evaluate.LEAST_SHARE", 0.25)
+    monkeypatch.setattr("hetero_strategy.planner.short.LEAST_SHARE", 0.25)
     monkeypatch.setattr("hetero_strategy.planner.turns.LONG", 2.0)
     made = planner(model(encoder, llm), ranks, 8, **options)
     answer = made.plan()
@@ -191,7 +192,7 @@ def test_a_step_of_many_microbatches_is_extrapolated(monkeypatch: pytest.MonkeyP
     evaluator = Evaluator(model(), cluster(3), [batch(256, rows=64)], balance=PLAIN)
     candidate = Candidate(layouts, 64)
     whole = evaluator.seconds(candidate)
-    monkeypatch.setattr("hetero_strategy.planner.evaluate.MOST_FORWARDS", 48)
+    monkeypatch.setattr("hetero_strategy.planner.short.MOST_FORWARDS", 48)
     assert evaluator.seconds(candidate) == pytest.approx(whole, rel=0.05)
 
 
@@ -203,8 +204,9 @@ def test_an_extrapolated_step_takes_no_less_than_its_busiest_rank_computes(monke
     evaluator = Evaluator(model(), cluster(3), [batch(256, rows=64)], balance=PLAIN)
     candidate = Candidate(layouts, 64)
     busy = float(evaluator.step(evaluator.place(candidate)).simulation.busy.max())
-    monkeypatch.setattr("hetero_strategy.planner.evaluate.MOST_FORWARDS", 48)
-    monkeypatch.setattr(Step, "seconds", 0.0)
+    monkeypatch.setattr("hetero_strategy.planner.short.MOST_FORWARDS", 48)
+    took = evaluator._took
+    monkeypatch.setattr(evaluator, "_took", lambda *args: took(*args)._replace(seconds=0.0))
     assert evaluator.seconds(candidate) == pytest.approx(busy * 48 / 64, rel=0.05)  # of the 48 that follow
 
 
