@@ -327,7 +327,8 @@ def modules(placed: Placed, planner: Planner) -> Table:
     for name, ranks, degrees in placed.placement.table():
         on = planner.estimates.on(placed.placement.layouts[name].ranks)
         devices = ", ".join(pool.device.name for pool in on.cluster.pools)
-        parameters, work = int(planner.evaluator.shape.modules[name].parameters.sum()), on.work(name, 1)
+        shape, work = planner.evaluator.shape.modules[name], on.work(name, 1)
+        parameters, _ = shape.held(0, shape.blocks)
         table.add_row(name, ranks, devices, degrees, f"{parameters:,}", f"{work.total:,.3g}")
     return table
 

@@ -82,7 +82,14 @@ class Estimates:
         """Numbers per parameter that trains: itself, Adam's two, and a gradient of the batches before."""
         self._fed = shape.fed_by_trainable()
         self._sizes = {name: _sizes(shape.modules[name], name, batches) for name in shape.modules}
-        self._totals = {n: (float(m.parameters.sum()), float(m.trained.sum())) for n, m in shape.modules.items()}
+        self._totals = {
+            (name, piped): module.held(0, module.blocks)
+            if not piped
+            else (module.parameters.sum(), module.trained.sum())
+            for name, module in shape.modules.items()
+            for piped in (False, True)
+        }
+        """Parameters of all stages, and those that train: what both ends of a pipeline have counts twice."""
         self._saved = {
             (name, again): module.saved(given.recomputed(name, again * module.has_blocks), given.offload.get(name))
             for name, module in shape.modules.items()
@@ -230,7 +237,7 @@ class Estimates:
     def _numbers(self, module: str, degrees: Degrees) -> tuple[float, float, float]:
         """Parameters of a rank where stages are equal, its shards together, those of them that train, and blocks."""
         parts = degrees.tp * degrees.pp
-        parameters, trained = self._totals[module]
+        parameters, trained = map(float, self._totals[module, degrees.pp > 1])
         return parameters / parts, trained / parts, self._shape.modules[module].blocks / degrees.pp
 
     def activations(self, module: str, degrees: Degrees, microbatches: int) -> float:
@@ -266,7 +273,7 @@ class Estimates:
         Args:
             instances: of a pipelined module, which is gathered once per step; None: it is gathered block by block.
         """
-        size, (parameters, trained) = self._precision, self._totals[module]
+        size, (parameters, trained) = self._precision, map(float, self._totals[module, instances is not None])
         if instances is None:
             held = (self._states + 1) * size.master * trained + size.compute * (parameters - trained)
         else:

@@ -69,6 +69,10 @@ class ModuleShape:
     """Whether every parameter is in a block, or before or after all: else there is one stage."""
     tied: bool = False
     """Whether its first and last stage share a parameter."""
+    twice: Int64[np.ndarray, "units=2 trains=2 divided=2"] = field(
+        default_factory=lambda: np.zeros((2, 2, 2), np.int64)
+    )
+    """What they share, as ``stored`` counts it in both."""
     tp_compiles: bool = True
     """Whether torch's compiler takes its tensor-parallel layers."""
 
@@ -80,6 +84,16 @@ class ModuleShape:
     def most_stages(self) -> int:
         """Into how many stages it can be cut."""
         return self.blocks if self.has_blocks and self.cuttable else 1
+
+    def held(self, first: int, last: int) -> tuple[int, int]:
+        """Parameters of a stage of blocks ``first`` to ``last - 1``, and those of them that train."""
+        twice = self.counted_twice(first, last).sum(axis=(0, 2))
+        whole, trained = (int(n[first:last].sum()) for n in (self.parameters, self.trained))
+        return whole - int(twice.sum()), trained - int(twice[1])
+
+    def counted_twice(self, first: int, last: int) -> Int64[np.ndarray, "units=2 trains=2 divided=2"]:
+        """What of :attr:`stored` is one parameter in a stage with both ends."""
+        return self.twice * (first == 0 and last == self.blocks)
 
     def saved(self, recompute: Recompute | None = None, offload: Offload | None = None) -> float:
         """Numbers per row that autograd keeps on the device for the backward of all blocks.
@@ -147,6 +161,8 @@ def _module(module: Adapter) -> ModuleShape:
     blocks = list(module.blocks())
     per_row, per_pair = flops_by_length(module, [1] * len(blocks) or [0])
     stages = [module.stage([f], first=i == 0, last=i == len(blocks) - 1) for i, f in enumerate(blocks)] or [module]
+    stored, whole = np.stack([_stored(s, module) for s in stages]), _stored(module, module)
+    tied = module.tied_weight() is not None
     degrees = [1, *(n for n in range(2, LARGEST_TP + 1) if module.tp_plan() is not None and not module.tp_faults(n))]
     return ModuleShape(
         per_row=per_row,
@@ -161,11 +177,12 @@ def _module(module: Adapter) -> ModuleShape:
         row_parts={n: module.row_sharding(ModuleLayout(tuple(range(n)), tp=n).resolved()).parts for n in degrees},
         samplewise=module.kind.samplewise,
         moved=_moved(module, stages, [*module.blocks().values()]),
-        stored=np.stack([_stored(s, module) for s in stages]),
+        stored=stored,
         largest=np.array([max((p.numel() for p in s.parameters() if p.requires_grad), default=0) for s in stages]),
         buffers=max(sum(b.nbytes for b in s.buffers()) for s in stages),
         cuttable=not in_no_stage(module),
-        tied=module.tied_weight() is not None,
+        tied=tied,
+        twice=(stored.sum(axis=0) - whole) * tied,
         tp_compiles=module.tp_compiles,
     )
 

@@ -107,6 +107,7 @@ def stage_bytes(
     """
     left = np.array([1.0, 1 / layout.tp])
     stored = (shape.stored[first:last] * left).sum(axis=3)  # [blocks, units, trains]
+    stored[-1] -= (shape.counted_twice(first, last) * left).sum(axis=2)
     frozen, trained = (np.append(stored[:, 0, t], stored[:, 1, t].sum()) for t in (0, 1))
     casts = precision.compute != precision.master and bool(trained.any())
     copied = casts and once and len(layout.ranks) == layout.pp

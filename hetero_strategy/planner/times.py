@@ -175,11 +175,10 @@ def module_times(
         blocks = block_lines(shape, layout, cluster, fed, recomputed, precision, overlap)
     else:
         blocks = _measured_blocks(measured, shape, layout, cluster, recomputed, precision, overlap)
-    ends = ragged.offsets(np.asarray(layout.split if shape.has_blocks else (1,)))
-    whole, trained = (ragged.offsets(n.astype(np.float64)) for n in (shape.parameters, shape.trained))
+    ends = ragged.offsets(np.asarray(layout.split if shape.has_blocks else (1,))).tolist()
     stages = []
     for a, b in pairwise(ends):
-        held, trains = ((total[b] - total[a]) / layout.tp for total in (whole, trained))
+        held, trains = (float(n) / layout.tp for n in shape.held(a, b))
         gather, scatter, replicas = synchronization(held, trains, b - a, layout, cluster, precision)
         after = 0.0
         if layout.dp_shard == 1 and not once:  # such gradients are summed once, after the last backward
