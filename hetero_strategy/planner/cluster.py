@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
+from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.simulator.links import Links, Network
 
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce"]
@@ -205,7 +206,26 @@ class Cluster:
         """The pools in which some ranks lie."""
         return self if len(self.pools) == 1 else self.of(self.pools_of(ranks))
 
-    def collective(self, size: float, ranks: int, stride: int = 1, kind: CollectiveKind = "all-gather") -> float:
+    def members(self, layout: ModuleLayout) -> tuple[int, int]:
+        """Fewest members of a group on any node that it is on: of the groups over shards, and of those over replicas.
+
+        Args:
+            layout: resolved.
+        """
+        nodes, (shards, replicas) = self.network.nodes_of(layout.grid()), (layout.dp_shard, layout.dp_replicate)
+        of = [np.moveaxis(nodes, axis, -1).reshape(-1, size) for axis, size in ((2, shards), (1, replicas))]
+        pairs = (len(self.network.ends) * np.arange(len(groups))[:, None] + groups for groups in of)
+        fewest, least = (int(np.unique(each, return_counts=True)[1].min()) for each in pairs)
+        return fewest, least
+
+    def collective(
+        self,
+        size: float,
+        ranks: int,
+        stride: int = 1,
+        kind: CollectiveKind = "all-gather",
+        on_node: int | None = None,
+    ) -> float:
         """Seconds of an all-gather, a reduce-scatter or half of an all-reduce by rings, while neighbouring groups do
         the same.
 
@@ -214,10 +234,11 @@ class Cluster:
         Args:
             size: bytes of the whole, of which every rank has an equal part.
             ranks: of the group, which are ``stride`` apart.
+            on_node: fewest of them on a node; None: as many as fit, as where groups begin with a node.
         """
         if ranks == 1:
             return 0.0
-        on_node = min(ranks, max(1, self.ranks_per_node // stride))
+        on_node = min(ranks, max(1, self.ranks_per_node // stride)) if on_node is None else on_node
         within = _slowest([pool.collectives.get(kind, pool.within) for pool in self.pools])
         link, bandwidth = within, within.bandwidth
         if on_node < ranks:

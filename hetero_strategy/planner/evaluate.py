@@ -263,7 +263,8 @@ class Evaluator:
         if (key := (name, layout, share, once)) not in self._stages:
             module, fed, measured = self.shape.modules[name], self._fed[name], self._measured.get(name)
             made, on = self._with_split(module, layout, share, fed, self.lengths[name]), self.cluster.on(layout.ranks)
-            times = self._times(module, made, on, fed=fed, recomputed=share, once=once, measured=measured)
+            given: Any = {"fed": fed, "recomputed": share, "once": once, "measured": measured}
+            times = self._times(module, made, on, members=self.cluster.members(made), **given)
             self._stages[key] = made, times
         return self._stages[key]
 

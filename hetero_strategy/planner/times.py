@@ -159,6 +159,7 @@ def module_times(
     overlap: Overlap = SEPARATE,
     measured: ModuleSeconds | None = None,
     accumulated: int = 1,
+    members: Members = (None, None),
 ) -> list[StageTimes]:
     """Seconds of every stage of a module.
 
@@ -169,6 +170,7 @@ def module_times(
         once: whether parameters are gathered once per step.
         measured: seconds of its blocks, with gradients that reach its rows if ``fed``; None: they follow from FLOPs.
         accumulated: global batches of an optimizer step, each of which has its share of it.
+        members: see :func:`synchronization`.
     """
     assert layout.split is not None
     if measured is None:
@@ -179,7 +181,7 @@ def module_times(
     stages = []
     for a, b in pairwise(ends):
         held, trains = (float(n) / layout.tp for n in shape.held(a, b))
-        gather, scatter, replicas = synchronization(held, trains, b - a, layout, cluster, precision)
+        gather, scatter, replicas = synchronization(held, trains, b - a, layout, cluster, precision, members)
         after = 0.0
         if layout.dp_shard == 1 and not once:  # such gradients are summed once, after the last backward
             after, replicas = replicas, 0.0
@@ -189,6 +191,10 @@ def module_times(
         beside = not cluster.shares_cores
         stages.append(StageTimes(f, i, w, *collectives, overlap.dp and once and beside, beside, *whole_backward))
     return stages
+
+
+Members = tuple[int | None, int | None]
+"""Fewest members of a group over shards, and of one over replicas, on a node."""
 
 
 class Synchronization(NamedTuple):
@@ -209,6 +215,7 @@ def synchronization(
     degrees: ModuleLayout | Degrees,
     cluster: Cluster,
     precision: Precision,
+    members: Members = (None, None),
 ) -> Synchronization:
     """Seconds of all collectives of each kind once, and of the rank's own work for them.
 
@@ -216,13 +223,14 @@ def synchronization(
         parameters: of one tensor-parallel and pipeline rank, its shards together.
         trained: those of them that train.
         blocks: they are in; each has collectives of its own.
+        members: see :meth:`Cluster.members`; None: groups begin with a node.
     """
     tp, shard, whole, size = degrees.tp, degrees.dp_shard, precision.compute * parameters, precision.master * trained
-    own = cluster.device.sharding
-    gather, scatter, replicas = blocks * cluster.collective(whole / blocks, shard, tp), 0.0, 0.0
+    own, (near, apart) = cluster.device.sharding, members
+    gather, scatter, replicas = blocks * cluster.collective(whole / blocks, shard, tp, on_node=near), 0.0, 0.0
     if trained:
-        scatter = blocks * cluster.collective(size / blocks, shard, tp, "reduce-scatter")
-        replicas = 2 * cluster.collective(size / shard, degrees.dp_replicate, tp * shard, "all-reduce")
+        scatter = blocks * cluster.collective(size / blocks, shard, tp, "reduce-scatter", near)
+        replicas = 2 * cluster.collective(size / shard, degrees.dp_replicate, tp * shard, "all-reduce", apart)
     if shard > 1:
         gather += own.gather.seconds(blocks, whole)
         scatter += own.scatter.seconds(blocks, size) if trained else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -9,9 +10,12 @@ import numpy as np
 import pytest
 
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.context import ROW_ALIGNMENT
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
+from hetero_strategy.schedule.action import StageId
 from hetero_strategy.schedule.build import make_schedule
+from hetero_strategy.simulator.links import Links
 from tests.planner.models import batch, cluster, model
 
 
@@ -43,3 +47,33 @@ def test_steps_that_are_simulated_alike_are_simulated_once(monkeypatch: pytest.M
         evaluator.seconds(other)
         assert made.call_count == 2 * count
     assert found == [Evaluator(model(), cluster(8), given).seconds(one) for one in candidates]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "shards", "replicas"),
+    [
+        (range(8, 12), {"dp_shard": 4}, 4, 1),
+        (range(6, 10), {"dp_shard": 4}, 2, 1),
+        (range(7, 11), {"dp_shard": 4}, 1, 1),
+        (range(5, 13), {"tp": 2, "dp_shard": 4}, 1, 1),
+        (range(16), {"tp": 2, "dp_shard": 8}, 4, 1),
+        (range(16), {"dp_shard": 8, "dp_replicate": 2}, 8, 1),
+        (range(16), {"dp_shard": 2, "dp_replicate": 8}, 2, 4),
+        ((0, 1, 8, 9), {"pp": 2, "dp_shard": 2}, 2, 1),
+        ((0, 8, 9, 10), {"dp_shard": 4}, 1, 1),
+    ],
+)
+def test_groups_are_as_slow_as_the_links_of_the_node_that_has_fewest_of_them(
+    ranks: Sequence[int], degrees: dict[str, int], shards: int, replicas: int
+) -> None:
+    """Wherever their first rank lies; those inside a node wait for no other one."""
+    layout = ModuleLayout(ranks, **degrees).resolved()
+    two, mixed = cluster(16, 8), Cluster((*cluster(8).pools, *cluster(8).pools), cluster(16, 8).across)
+    assert two.members(layout) == mixed.members(layout) == (shards, replicas)
+    found = Evaluator(model(), two, [batch(16)]).place(Candidate(dict.fromkeys(("vision", "llm"), layout)))
+    (blocks, *_), shard = found.placement.layouts["llm"].split or (), layout.dp_shard
+    near, far = two.pools[0].within, two.across
+    links = near if shards == shard else Links(far.latency, min(near.bandwidth, shards * far.bandwidth))
+    size = 2 * 12 * 512**2 / layout.tp * (shard - 1) / shard
+    expected = blocks * (links.latency * np.log2(shard) + size / links.bandwidth)
+    assert found.times[StageId("llm", 0)].gather == pytest.approx(expected)
