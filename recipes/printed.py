@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,23 @@ from recipes.terminal import blocks, shown
 
 
 @rank_zero_only
-def print_start(placed: Placement | None, folder: Path, checkpoint: Path | None) -> None:
-    """Where every module lives, unless the planner says it later, and how to go on if the run is stopped."""
+def print_over(said: str) -> None:
+    """That there is nothing to train."""
+    terminal.console().print(said, soft_wrap=True)
+
+
+@rank_zero_only
+def print_start(placed: Placement | None, folder: Path, checkpoint: Path | None, warnings: Sequence[str] = ()) -> None:
+    """Where every module lives, unless the planner says it later, and how to go on if the run is stopped; what it will
+    not come to.
+    """
     console = terminal.console()
     if placed is not None:
         console.print(_placement(placed.table(), f"{placed.world_size} processes", {}))
     console.print(f"run folder  {_short(folder)}" + (f"   from {_short(checkpoint)}" if checkpoint else ""))
     console.print(f"resume      {cli.command('recipes.train', resume=folder)}", soft_wrap=True)
+    for warning in warnings:
+        console.print(f"warning     {warning}", soft_wrap=True)
 
 
 @rank_zero_only
@@ -59,8 +70,7 @@ def print_report(report: dict[str, Any], folder: Path) -> None:
 def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [("exact match", "none: no validation")] if report["exact_match"] is None else _validation_lines(report)
     if report.get("steps"):
-        speed = f", {report['tokens_per_second']:.0f} tokens/s" if report["tokens_per_second"] else ""
-        lines.append(("training", f"{report['steps']} steps, {report['train_seconds']:.1f} s{speed}"))
+        lines.append(("training", _training_line(report)))
         lines.append(("of that", _spent_line(report["seconds"], report["train_seconds"])))
         lines.append(("network", _network_line(report["groups"], report["connections"])))
     if timeline := report.get("timeline"):
@@ -74,6 +84,15 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     best = f" ({chosen['metric']} {chosen['value']:.4f})" if (chosen := report.get("chosen_by")) else ""
     lines.append(("checkpoint", f"{_short(report['checkpoint'])}{best}" if report["checkpoint"] else "none"))
     return lines
+
+
+def _training_line(report: dict[str, Any]) -> str:
+    """Steps of the whole run; seconds and speed of those that this process has trained."""
+    here, seconds = report["steps_here"], report["train_seconds"]
+    part = f", {here} of them here" if here != report["steps"] else ""
+    speed = f", {here / seconds:.3g} steps/s" if here and seconds else ""
+    speed += f", {report['tokens_per_second']:.0f} tokens/s" if report["tokens_per_second"] else ""
+    return f"{report['steps']} steps{part}, {seconds:.1f} s{speed}"
 
 
 def _network_line(groups: dict[str, int], pairs: int) -> str:

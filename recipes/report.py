@@ -26,7 +26,7 @@ from hetero_strategy.monitor.throughput import Totals
 from hetero_strategy.parallelize.tied import tied_rank_sets
 from hetero_strategy.planner.memory import KINDS
 from hetero_strategy.runtime.connect import connections, most_groups, process_groups
-from recipes import cli
+from recipes import cli, finished
 from recipes.better import better_layouts, last_of
 from recipes.drawings import Drawing, Judge, draw_grid, drawings_of
 from recipes.lit import LitMultimodal
@@ -233,20 +233,32 @@ def write_report(
 ) -> dict[str, Any]:
     """Write ``report.json`` and ``examples.png`` (the first rank does), and return the report."""
     totals = last_of(trainer, ThroughputMonitor) or Totals(0, 0, Spent(), 0)
+    steps, epochs, goes_on = trainer.global_step, trainer.current_epoch, _goes_on(trainer)
+    more = finished.longer(steps, trainer.max_steps, epochs, trainer.max_epochs)
+    here = steps if goes_on is None else steps - goes_on.first["step"] if goes_on.first else 0
     report = summarize(trainer, module, placed, readback, checkpoint, split) | {
         "chosen_by": chosen_by(trainer),
-        "steps": trainer.global_step,
+        "steps": steps,
+        "steps_here": here,
+        "epochs": epochs,
         **network(trainer),
         **throughput(totals),
         "timeline": last_steps(trainer),
         "memory": peak_memory(trainer),
         "balance": balance(trainer, totals),
         "better": better_layouts(trainer, module, folder, plan_seconds),
-        "resumed": next((c.first for c in trainer.callbacks if isinstance(c, GoesOn)), None),  # type: ignore[attr-defined]
-        "resume": cli.command("recipes.train", resume=folder),
+        "resumed": goes_on and goes_on.first,
+        "resume": cli.command("recipes.train", resume=folder, **more),
     }
+    if not here:  # what the report of before says of training stays
+        report |= {name: value for name, value in finished.before(folder, steps).items() if name in finished.TRAINED}
     save(report, folder / "report.json", readback)
     return report
+
+
+def _goes_on(trainer: L.Trainer) -> GoesOn | None:
+    """The callback of a run that began at a checkpoint."""
+    return next((c for c in trainer.callbacks if isinstance(c, GoesOn)), None)  # type: ignore[attr-defined]
 
 
 def chosen_by(trainer: L.Trainer) -> dict[str, Any] | None:

@@ -22,9 +22,9 @@ from hetero_strategy.monitor import (
     TimelineMonitor,
 )
 from hetero_strategy.strategy import HeteroStrategy
-from recipes import build, cli
+from recipes import build, cli, finished
 from recipes.lit import LastCheckpoint, LitMultimodal, MovableCheckpoint
-from recipes.printed import print_report, print_start
+from recipes.printed import print_over, print_report, print_start
 from recipes.report import Readback, evaluate_checkpoint, write_report
 from recipes.terminal import GoesOn, ProgressBar
 
@@ -38,6 +38,9 @@ def train(cfg: DictConfig) -> None:
     build.check_configuration(cfg)
     folder = cli.run_folder()
     checkpoint = cli.saved_before(folder) or checkpoint
+    if resume and (said := finished.over(cfg, folder, checkpoint)):
+        print_over(said)
+        return
 
     # All that a person can get wrong is found here, in the first process, before it starts the others.
     placed = build.placement(cfg)
@@ -63,7 +66,7 @@ def train(cfg: DictConfig) -> None:
         callbacks=[*callbacks(cfg, placed), readback, *([GoesOn()] if resume or checkpoint else [])],
         enable_progress_bar=cfg.monitor.progress_bar,
     )
-    print_start(None if cfg.layout == "auto" else placed, folder, checkpoint)
+    print_start(None if cfg.layout == "auto" else placed, folder, checkpoint, finished.short(cfg))
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     placed = strategy.placement or placed
 
