@@ -74,6 +74,8 @@ def plan(cfg: DictConfig) -> None:
         cfg = cli.saved_configuration(cfg, cfg.run)
     build.check_configuration(cfg, *OWN_FIELDS)
     console = terminal.console()
+    if not console.is_terminal:  # where no bar shows that it goes on
+        console.print("planning    profiles, simulates: minutes where there are many ranks or long steps")
     if "module" in cfg.data:
         build.write_data(cfg)
     make_model = build.model_maker(cfg)
@@ -109,7 +111,8 @@ def plan(cfg: DictConfig) -> None:
         console.print(as_it_ran(ran, cfg, answer, planner), soft_wrap=True)
     found, before = explain(evaluator, step), unfilled(evaluator, step)
     filled = (*bubbles(found, before), *beside(evaluator, step))
-    for line in (*reasons(answer, found, tokens, step.plan.microbatches), *filled, *needs(answer, cluster)):
+    why = reasons(answer, found, tokens, step.plan.microbatches, times_from(cfg, cluster))
+    for line in (*why, *filled, *needs(answer, cluster)):
         console.print(line, soft_wrap=True)
     for line in one_more_node(planner, answer, tokens, memory, console, float(cfg.one_more_node)):
         console.print(line, soft_wrap=True)
@@ -322,7 +325,7 @@ def how_it_runs(placed: Placed) -> str:
 def modules(placed: Placed, planner: Planner) -> Table:
     """Who lives where in the best."""
     table = Table(title="where each module lives", title_justify="left")
-    for column in ("module", "ranks", "device", "layout", "parameters", "seconds of a step on one rank"):
+    for column in ("module", "ranks", "device", "layout", "parameters", "rank-seconds of work a step"):
         table.add_column(column)
     for name, ranks, degrees in placed.placement.table():
         on = planner.estimates.on(placed.placement.layouts[name].ranks)
@@ -333,10 +336,22 @@ def modules(placed: Placed, planner: Planner) -> Table:
     return table
 
 
-def reasons(answer: Answer, found: Explanation, tokens: float, drawn: int) -> list[str]:
-    """Why the best wins, and what limits it in a step of so many microbatches, which is drawn."""
+def times_from(cfg: DictConfig, cluster: Cluster) -> str:
+    """What predicted seconds rest on; of a CPU a formula knows little."""
+    if cfg.profile or cfg.run:
+        return "from measured times"
+    cpu = any(pool.device.name == "cpu" for pool in cluster.pools)
+    return "by formula" + "; profile=true measures blocks on this machine, of which the formula knows little" * cpu
+
+
+def reasons(answer: Answer, found: Explanation, tokens: float, drawn: int, how: str) -> list[str]:
+    """Why the best wins, and what limits it in a step of so many microbatches, which is drawn.
+
+    Args:
+        how: seconds were predicted.
+    """
     best, alike = answer.best, answer.homogeneous()
-    lines = [f"step        {seconds(best.seconds)} predicted, {tokens / best.seconds:,.0f} tokens/s"]
+    lines = [f"step        {seconds(best.seconds)} predicted, {tokens / best.seconds:,.0f} tokens/s ({how})"]
     if alike is not None:
         none = "one layout for all modules is as good: stay with it"
         lines.append(f"gain        {none if alike is best else f'{alike.seconds / best.seconds:.2f} times one layout'}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,18 @@ from hetero_strategy.loading.batch import Batch
 
 SOUNDS = (".wav", ".flac", ".ogg", ".mp3", ".opus", ".aiff", ".aif")
 
+WIDE = 140
+"""Columns of what is no terminal."""
+
 
 def console(**options: Any) -> Console:
-    """A terminal in which text is what it says: paths, commands and messages hold brackets and colons of their own."""
-    return Console(**options, highlight=False, markup=False, emoji=False)
+    """A terminal in which text is what it says: paths, commands and messages hold brackets and colons of their own.
+    What is no terminal, such as a file, is wide enough for tables, unless ``COLUMNS`` says its width.
+    """
+    made = Console(**options, highlight=False, markup=False, emoji=False)
+    if not made.is_terminal and "width" not in options and "COLUMNS" not in os.environ:
+        made.width = WIDE
+    return made
 
 
 class ProgressBar(TQDMProgressBar):

@@ -27,7 +27,7 @@ class Spread:
     @classmethod
     def of(cls, load: ModuleLoad) -> Spread:
         """Sort and sum up the loads of one step."""
-        before, after = (-np.sort(-x, axis=1).sum(axis=0) for x in (load.before, load.after))
+        before, after = (np.sort(x, axis=1)[:, ::-1].sum(axis=0) for x in (load.before, load.after))
         return cls(before, after)
 
     def __add__(self, other: Spread) -> Spread:

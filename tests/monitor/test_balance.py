@@ -181,6 +181,8 @@ def test_spread_is_the_imbalance_of_all_microbatches() -> None:
     # Summed over steps instead, instances would look even: chance levels them, their waits do not come back.
     assert spread.imbalance_before > 1.2 > ModuleLoad.imbalance(np.concatenate([s[0] for s in steps]).sum(0)[None])
     assert (np.diff(spread.before) <= 0).all()
+    idle = Spread.of(ModuleLoad(np.array([[1.0, 0.0]]), np.array([[0.0, 1.0]])))
+    assert not np.signbit([idle.before, idle.after]).any(), "an idle instance's load is no -0.0"
 
 
 def test_bytes_between_stages_of_a_module_are_not_counted() -> None:

@@ -34,7 +34,9 @@ def test_a_plan_is_printed_checked_drawn_and_trained(pool: Pool, given: tuple[st
     for words in (
         "candidates fit on 2 x cpu",
         "best",
+        "planning ",
         "predicted, ",
+        "(by formula; profile=true measures",
         "limit ",
         "memory ",
         "no faults",
@@ -98,7 +100,7 @@ def test_of_a_long_step_the_part_that_is_drawn_is_named() -> None:
     candidate = Candidate({"vision": alike, "llm": alike}, 8)
     found = explain(evaluator, evaluator.step(evaluator.place(candidate)))
     answer = Answer((Ranked(candidate, 1.0, 1.0),), 1)
-    short, long = (reasons(answer, found, 100.0, drawn) for drawn in (8, 4))
+    short, long = (reasons(answer, found, 100.0, drawn, "by formula") for drawn in (8, 4))
     (line,) = {*long} - {*short}
     assert line.startswith("drawn       its first 4 of 8 microbatches: ")
 

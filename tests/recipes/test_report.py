@@ -20,7 +20,7 @@ from hetero_strategy.monitor.traffic import Traffic
 from recipes.drawings import Drawing
 from recipes.printed import _balance_lines, _network_line, _spent_line, print_report
 from recipes.report import _pixels, _question, balance, throughput
-from recipes.terminal import _side_by_side, draw_examples
+from recipes.terminal import _side_by_side, console, draw_examples
 from tests import stock
 from tests.small_models import READING, reader
 
@@ -107,6 +107,18 @@ def test_files_that_are_neither_pictures_nor_recordings_are_shown_by_name(
     assert said[1:4] == ["rows.npy", "speech.opus", "gone.png"] and set(said[4]) == {"█"}
     draw_examples([example], tmp_path / "examples.png")
     assert (tmp_path / "examples.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, 140), ("60", 60)])
+def test_words_of_tables_in_files_are_whole(
+    columns: str | None, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    with (tmp_path / "output").open("w") as file:
+        assert console(file=file).width == width and console(file=file, width=100).width == 100
+        assert console(file=file, force_terminal=True).width != 140
 
 
 def test_drawings_are_shown_in_any_size_and_colour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
