@@ -75,7 +75,8 @@ def plan(cfg: DictConfig) -> None:
     build.check_configuration(cfg, *OWN_FIELDS)
     console = terminal.console()
     if not console.is_terminal:  # where no bar shows that it goes on
-        console.print("planning    profiles, simulates: minutes where there are many ranks or long steps")
+        first = "measuring blocks, then " if cfg.profile else ""
+        console.print(f"planning    {first}simulating candidates; this may take minutes", soft_wrap=True)
     if "module" in cfg.data:
         build.write_data(cfg)
     make_model = build.model_maker(cfg)
