@@ -6,7 +6,9 @@ without a traceback. Faults of the program itself stay ordinary Python exception
 
 from __future__ import annotations
 
+import difflib
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 
@@ -36,6 +38,12 @@ class ConfigError(HeteroError):
 
 class ScheduleError(HeteroError):
     """A schedule cannot be made from what was asked, or a list of actions cannot run."""
+
+
+def hint(name: str, known: Sequence[str]) -> str:
+    """What to say of an unknown field: the one that is nearly called so, or all."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"the fields are {', '.join(known) or 'not known'}"
 
 
 def require(package: str, extra: str, what: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import logging
@@ -26,7 +25,7 @@ from hetero_strategy.data.build_index import DatasetIndex
 from hetero_strategy.data.manifest import MEDIA_FIELDS
 from hetero_strategy.data.media import Media
 from hetero_strategy.data.tokenizer import ChatTokenizer
-from hetero_strategy.errors import ConfigError, DataError, HeteroError
+from hetero_strategy.errors import ConfigError, DataError, HeteroError, hint
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.loading.datamodule import MultimodalDataModule
@@ -419,9 +418,7 @@ def _only(path: str, node: Any, names: tuple[str, ...] | list[str]) -> None:
         raise ConfigError(f"{path}={'null' if node is None else node}; give its fields, which --help lists")
     unknown = [str(k) for k in node if k not in names and not str(k).startswith("_")]
     if unknown:
-        close = difflib.get_close_matches(unknown[0], names, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"the fields are {', '.join(names)}"
-        raise ConfigError(f"{path or 'configuration'}: no field '{unknown[0]}'; {hint}")
+        raise ConfigError(f"{path or 'configuration'}: no field '{unknown[0]}'; {hint(unknown[0], names)}")
 
 
 def _wait_for(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,8 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+
+from hetero_strategy.errors import hint
 
 
 def choices(*groups: str) -> str:
@@ -59,9 +60,7 @@ def explained(error: HydraException, conf: str, arguments: Sequence[str], saved:
         if saved is None:
             return str(error)
         return f"{found[1]}: the run has this field, which conf/ lacks; write ++{found[1]}=..."
-    close = difflib.get_close_matches(name, [str(key) for key in node], n=1)
-    hint = f"did you mean {close[0]}?" if close else f"the fields are {', '.join(map(str, node))}"
-    return f"{path or 'configuration'}: no field '{name}'; {hint}"
+    return f"{path or 'configuration'}: no field '{name}'; {hint(name, [str(key) for key in node])}"
 
 
 def _composed(conf: str, arguments: Sequence[str]) -> DictConfig:

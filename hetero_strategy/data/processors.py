@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ from typing_extensions import get_protocol_members
 
 from hetero_strategy.data.media import AudioProcessor, ImageProcessor, Media, Processor, TargetProcessor
 from hetero_strategy.data.targets import ImageTarget
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, hint
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.encoder import Encoder
 from hetero_strategy.model.generator import Generator
@@ -85,7 +84,5 @@ def _own(name: str, module: Adapter, given: Mapping[str, Any]) -> Any:
                 f"processors.{name}: {field} is {value}, but the module has {said[field]}; leave it out here"
             )
         if field not in known:
-            close = difflib.get_close_matches(field, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"the fields are {', '.join(known) or 'not known'}"
-            raise ConfigError(f"processors.{name}: no field '{field}'; {hint}")
+            raise ConfigError(f"processors.{name}: no field '{field}'; {hint(field, known)}")
     return replace(own, **given) if given else own

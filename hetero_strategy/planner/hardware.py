@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, hint
 from hetero_strategy.planner.cluster import Cluster, Device, NodePool
 from hetero_strategy.simulator.links import Links
 
@@ -97,8 +97,9 @@ NODES: Mapping[str, tuple[int, str, str]] = {
 }
 """What a device comes in: ranks of a node, links inside it and to other nodes."""
 
-_DEVICE_FIELDS = tuple(f.name for f in fields(Device) if f.name not in ("name", "source"))
-_FIELDS = (*_DEVICE_FIELDS, *(f"{where}_{f.name}" for where in ("within", "across") for f in fields(Links)))
+_DEVICE_FIELDS = tuple(f.name for f in fields(Device) if f.name not in ("name", "source", "sharding"))
+_FIGURES = (*_DEVICE_FIELDS, *(f"{where}_{f.name}" for where in ("within", "across") for f in fields(Links)))
+_FIELDS = ("device", "nodes", "ranks_per_node", "network", "within", "cores_per_node", *_FIGURES)
 
 
 def cluster(
@@ -107,6 +108,7 @@ def cluster(
     ranks_per_node: int | None = None,
     network: str | None = None,
     within: str | None = None,
+    cores_per_node: int | None = None,
     **overrides: float,
 ) -> Cluster:
     """Nodes of a known device.
@@ -117,6 +119,7 @@ def cluster(
         ranks_per_node: default: as the device comes (:data:`NODES`).
         network: links between nodes, one of :data:`LINKS`; default: as the device comes.
         within: links inside a node, likewise.
+        cores_per_node: see :class:`NodePool`.
         **overrides: other figures of the device (``flops, flops_fp32, memory, memory_bandwidth, matmul, attention,
             launch``; ``flops`` alone counts for all dtypes) or the links (``within_bandwidth, across_bandwidth``: of
             the datasheet, bytes per second into a rank and out of it; ``within_latency, across_latency``: seconds).
@@ -129,10 +132,11 @@ def cluster(
     inside = _known("within", within or inside_node, LINKS)
     between = _known("network", network or between_nodes, LINKS)
     for name in overrides:
-        if name not in _FIELDS:
-            raise ConfigError(f"cluster: no field {name!r}; known: {', '.join(_FIELDS)}")
+        if name not in _FIGURES:
+            raise ConfigError(f"cluster: no field {name!r}; {hint(name, _FIELDS)}")
     ranks = usual if ranks_per_node is None else ranks_per_node
-    for name, value in {"nodes": nodes, "ranks_per_node": ranks, **overrides}.items():
+    cores = 1 if cores_per_node is None else cores_per_node
+    for name, value in {"nodes": nodes, "ranks_per_node": ranks, "cores_per_node": cores, **overrides}.items():
         if not value > 0 and not (value == 0 and (name == "launch" or name.endswith("latency"))):
             raise ConfigError(f"cluster: {name}={value} must be positive")
     for name in ("matmul", "attention"):
@@ -141,7 +145,7 @@ def cluster(
     figures: dict[str, Any] = {name: value for name, value in overrides.items() if name in _DEVICE_FIELDS}
     if "flops" in figures:  # a person who knows one figure means all dtypes
         figures.setdefault("flops_fp32", 0.0)
-    pool = NodePool(replace(known, **figures), nodes, ranks, _links(inside, "within", overrides))
+    pool = NodePool(replace(known, **figures), nodes, ranks, _links(inside, "within", overrides), cores_per_node)
     return Cluster((pool,), _links(between, "across", overrides))
 
 
@@ -149,8 +153,8 @@ def mixed_cluster(pools: Mapping[str, Mapping[str, Any]], network: str, **overri
     """Nodes of several known devices on one network.
 
     Args:
-        pools: device -> the other arguments of :func:`cluster` but those of the network; ranks are numbered in this
-            order.
+        pools: name -> arguments of :func:`cluster` but those of the network; ``device`` is the name by default. Ranks
+            are numbered in this order.
         network: links between nodes, one of :data:`LINKS`.
         **overrides: other figures of these (``across_bandwidth, across_latency``).
 
@@ -160,11 +164,11 @@ def mixed_cluster(pools: Mapping[str, Mapping[str, Any]], network: str, **overri
     made = []
     for name in overrides:
         if not name.startswith("across_"):
-            raise ConfigError(f"cluster: {name} is of one pool; give pools.<device>.{name}")
-    for device, given in pools.items():
+            raise ConfigError(f"cluster: {name} is of one pool; give pools.<name>.{name}")
+    for pool, given in pools.items():
         if own := [name for name in given if name == "network" or name.startswith("across")]:
-            raise ConfigError(f"cluster: pools.{device}.{own[0]}: pools have one network; give {own[0]} beside pools")
-        made.append(cluster(device, **{**given, "network": network, **overrides}))
+            raise ConfigError(f"cluster: pools.{pool}.{own[0]}: pools have one network; give {own[0]} beside pools")
+        made.append(cluster(**{"device": pool, **given, "network": network, **overrides}))
     if not made:
         raise ConfigError("cluster: pools={} has no nodes; give at least one device, such as pools={a800: {nodes: 1}}")
     return Cluster(tuple(one.pools[0] for one in made), made[0].across)

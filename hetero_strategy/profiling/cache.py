@@ -93,7 +93,8 @@ def profile_on(
         cluster = cluster.changed(device=reached)
     finally:
         torch.set_num_threads(threads)
-    return found, cluster.changed(cores_per_node=cores_of_node()) if name == "cpu" else cluster
+    given = name != "cpu" or cluster.shares_cores
+    return found, cluster if given else cluster.changed(cores_per_node=cores_of_node())
 
 
 def memory_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import ceil, log2
 from pathlib import Path
@@ -11,11 +12,12 @@ import hydra
 import pytest
 import torch
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.planner.cluster import Cluster, NodePool
-from hetero_strategy.planner.hardware import DEVICES, LINK_SHARE, LINKS, NODES, cluster, this_cluster
+from hetero_strategy.planner.hardware import _FIELDS, DEVICES, LINK_SHARE, LINKS, NODES, cluster, this_cluster
 from hetero_strategy.planner.times import MIXED, Precision, block_lines
 from hetero_strategy.simulator.links import Links
 from tests.planner.models import model
@@ -73,6 +75,7 @@ def test_a_cluster_has_what_was_asked_for() -> None:
     assert (found.ranks, found.ranks_per_node, found.device.flops) == (128, 8, 989e12)
     assert found.pools[0].within.bandwidth == pytest.approx(LINK_SHARE * 450e9)
     assert found.across.bandwidth == pytest.approx(LINK_SHARE * 50e9)  # 400 Gb/s
+    assert cluster("cpu", 1, 4, cores_per_node=2).pools[0].cores_per_node == 2
     other = cluster("h100", 2, 4, "200g", "pcie5", memory=96e9, across_bandwidth=1e9, within_latency=0.0)
     assert (other.ranks, other.device.memory) == (8, 96e9)
     assert other.across.bandwidth == pytest.approx(LINK_SHARE * 1e9)
@@ -85,7 +88,10 @@ def test_a_cluster_has_what_was_asked_for() -> None:
         ({"device": "h1000"}, "device='h1000' is not known; known: a40, a100"),
         ({"network": "ib"}, "network='ib' is not known; known: nvlink3"),
         ({"within": "ib"}, "within='ib' is not known"),
-        ({"memroy": 1.0}, "no field 'memroy'; known: flops, memory"),
+        ({"memroy": 1.0}, "no field 'memroy'; did you mean memory?"),
+        ({"ranks_per_nod": 4}, "no field 'ranks_per_nod'; did you mean ranks_per_node?"),
+        ({"xyz": 4}, "the fields are device, nodes, ranks_per_node, network, within, cores_per_node, flops, memory"),
+        ({"cores_per_node": 0}, "cores_per_node=0 must be positive"),
         ({"nodes": 0}, "nodes=0 must be positive"),
         ({"across_bandwidth": -1.0}, "across_bandwidth=-1.0 must be positive"),
         ({"matmul": 60.0}, "matmul=60.0 is a share of flops"),
@@ -149,3 +155,11 @@ def test_collectives_are_free_alone_linear_in_bytes_and_never_slower_on_faster_l
     for ranks, stride in ((2, 1), (8, 1), (32, 1), (16, 2), (4, 8)):
         assert faster.collective(1e8, ranks, stride) <= PLAIN.collective(1e8, ranks, stride)
     assert faster.collective(1e8, 4, 8) < PLAIN.collective(1e8, 4, 8)
+
+
+def test_the_page_on_plans_has_all_fields_and_names_and_its_clusters_can_be_made() -> None:
+    page = (CONF.parent / "docs" / "planning.md").read_text()
+    section = page.split("## Your own cluster")[1].split("\n## ")[0]
+    made = [instantiate(OmegaConf.create(text)) for text in re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)]
+    assert [str(one) for one in made] == ["16 x a100", "16 x a100 and 4 x a100 and 8 x a40"]
+    assert all(f"`{name}`" in section for name in (*_FIELDS, *DEVICES, *LINKS))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -227,6 +229,9 @@ def test_mixed_clusters_are_made_by_name() -> None:
         found = instantiate(compose("cluster/a800_a40", overrides=["cluster.pools.a40.nodes=1"]).cluster)
     assert str(found) == "80 x a800 and 4 x a40"
     assert found.across == cluster("a40", 1, network="200g").across
+    small: Mapping[str, Any] = {"device": "a40", "nodes": 2, "memory": 24e9}
+    named = mixed_cluster({"rtx": small, "a40": {"nodes": 1}}, "200g")
+    assert [pool.device.memory for pool in named.pools] == [24e9, 48e9] and str(named) == "8 x a40 and 4 x a40"
     for pools, overrides, message in (
         ({}, {}, "pools={} has no nodes"),
         (
@@ -234,7 +239,7 @@ def test_mixed_clusters_are_made_by_name() -> None:
             {},
             "pools.a40.network: pools have one network; give network",
         ),
-        ({"a40": {"nodes": 1}}, {"flops": 1.0}, "flops is of one pool; give pools.<device>.flops"),
+        ({"a40": {"nodes": 1}}, {"flops": 1.0}, "flops is of one pool; give pools.<name>.flops"),
         ({"a41": {"nodes": 1}}, {}, "device='a41' is not known"),
     ):
         with pytest.raises(ConfigError) as raised:
