@@ -6,16 +6,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hetero_strategy.checkpoint.exporting import CASTS, FILE_BYTES, Exported, export
+from hetero_strategy.checkpoint.exporting import CASTS, FILE_BYTES, INNER, Exported, export
 from hetero_strategy.checkpoint.folder import describe
 from hetero_strategy.errors import CheckpointError
 from hetero_strategy.model.hf_folder import EXTRA
 
 HELP = "Look at a checkpoint, or export it for other programs; neither needs the model."
 EXPORT_HELP = f"""
-Writes weights and config.json that from_pretrained of transformers loads: of titan_llama, hf_llama and hf_qwen3 as a
-causal language model, of siglip2_encoder the backbone as a Siglip2VisionModel, of whisper_encoder the backbone as a
-WhisperEncoder (of transformers.models.whisper.modeling_whisper). An encoder's projector lies beside its backbone in
+Writes weights and config.json that from_pretrained of transformers loads, and a README.md with the class that does: of
+titan_llama, hf_llama and hf_qwen3 a causal language model (AutoModelForCausalLM), of siglip2_encoder the backbone as a
+Siglip2VisionModel (AutoModel), of whisper_encoder the backbone as a
+transformers.models.whisper.modeling_whisper.WhisperEncoder, which no auto class has: AutoModel makes a WhisperModel
+with new weights of its folder. An encoder's projector lies beside its backbone in
 {EXTRA}; checkpoint= of our functions reads both. A flow_decoder and modules of one's own keep their own names in
 model.safetensors and have no config.json; so does all of a checkpoint that was not saved by a run, or before runs
 recorded these names.
@@ -59,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _summary(exported: Exported) -> str:
     if not exported.names:
         return f"{exported.folder / EXTRA}: {len(exported.extra)} tensors outside the modules"
-    how = f"for transformers' {exported.architecture}" if exported.architecture else "under their own names"
+    name = exported.architecture
+    how = f"for {INNER.get(name, 'transformers')}.{name}" if name else "under their own names"
+    how += ", not AutoModel" if name in INNER else ""
     more = f"; {len(exported.extra)} more in {EXTRA}, under their own names" if exported.extra else ""
     return f"{exported.folder}: {len(exported.names)} tensors {how}{more}"
 

@@ -31,6 +31,17 @@ CASTS = {
     "float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
 }  # fmt: skip
 """Dtypes of weights that mean the same without a scale beside them, as float8 needs one."""
+INNER = {"WhisperEncoder": "transformers.models.whisper.modeling_whisper"}
+"""Architectures that neither ``from transformers import`` nor an auto class finds -> the module that has them."""
+README = """Weights of `{name}`, which transformers loads:
+
+    from {module} import {architecture}
+
+    model = {architecture}.from_pretrained(folder)
+"""
+NO_AUTO = """
+No auto class has a {architecture}: `AutoModel.from_pretrained(folder)` would make a whole model with new weights.
+"""
 
 
 @dataclass(frozen=True)
@@ -69,9 +80,10 @@ def export(
 ) -> tuple[Exported, ...]:
     """Write a checkpoint's parameters to ``folder``, in one process and without a model; one full tensor at a time.
 
-    Every module becomes a folder of its name, with model.safetensors (several files and an index where it is large) and
-    config.json. What the Hugging Face model has no place for, such as a projector, goes to :data:`EXTRA` beside them; a
-    module that has no such model keeps its own names. A checkpoint without a record gives one folder.
+    Every module becomes a folder of its name, with model.safetensors (several files and an index where it is large),
+    config.json and a README.md that names the class which loads them. What the Hugging Face model has no place for,
+    such as a projector, goes to :data:`EXTRA` beside them; a module that has no such model keeps its own names. A
+    checkpoint without a record gives one folder.
 
     Args:
         folder: where to write; it must not exist or be empty.
@@ -102,7 +114,8 @@ def export(
                 if module is None and record and not path:
                     made = Exported(temporary, (), None, writer.write_extra(temporary, keys))
                 else:
-                    made = writer.write(temporary / inside, keys, record.get(path, {}))
+                    name = path.rpartition(".")[2]
+                    made = writer.write(temporary / inside, name, keys, record.get(path, {}))
                 written.append(replace(made, folder=target / inside))
             os.rename(temporary, target)
         except (OSError, TypeError) as fault:  # TypeError: a config that JSON cannot hold
@@ -142,7 +155,7 @@ class _Writer:
     dtype: torch.dtype | None
     file_bytes: int
 
-    def write(self, folder: Path, keys: Mapping[str, str], record: Mapping[str, Any]) -> Exported:
+    def write(self, folder: Path, name: str, keys: Mapping[str, str], record: Mapping[str, Any]) -> Exported:
         """Write a module."""
         names, heads, config = (record.get(field) or {} for field in ("names", "paired_heads", "config"))
         if lacking := sorted(set(names) - set(keys)):
@@ -158,6 +171,10 @@ class _Writer:
             content = {**config, "dtype": str(widest).removeprefix("torch.")}
             (folder / "config.json").write_text(json.dumps(content, indent=2))
         architecture = next(iter(config.get("architectures") or ()), None)
+        if architecture is not None:
+            text = README + (NO_AUTO if architecture in INNER else "")
+            module = INNER.get(architecture, "transformers")
+            (folder / "README.md").write_text(text.format(name=name, module=module, architecture=architecture))
         return Exported(folder, tuple(sorted(weights)), architecture, self.write_extra(folder, extra) if extra else ())
 
     def write_extra(self, folder: Path, keys: Mapping[str, str]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ def test_transformers_loads_what_a_run_exports(pool: Pool, tmp_path: Path, capsy
 
     assert main(["export", str(path), str(out)]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert len(told) == 5 and f"{out / 'audio'}: 22 tensors for transformers' WhisperEncoder; 6 more in" in told[0]
+    assert len(told) == 5 and f"{out / 'audio'}: 22 tensors for {WhisperEncoder.__module__}.WhisperEncoder" in told[0]
+    assert "WhisperEncoder, not AutoModel; 6 more in" in told[0]
     assert {path.name for path in out.iterdir()} == set(LAYOUTS)
 
     lit = Lit(job, datamodule(job).tokenizer.vocab_size)  # the run's model, in one process
@@ -102,7 +104,9 @@ def test_transformers_loads_what_a_run_exports(pool: Pool, tmp_path: Path, capsy
 def loaded(kind: Any, folder: Path, architecture: str) -> Any:
     """transformers' model of a folder, which must hold exactly its tensors."""
     assert json.loads((folder / "config.json").read_text())["architectures"] == [architecture]
+    named: dict[str, Any] = {}
+    exec(re.search(r"^ +(from .*)$", (folder / "README.md").read_text(), re.MULTILINE)[1], named)  # type: ignore[index]
     model, info = kind.from_pretrained(folder, output_loading_info=True)
-    assert type(model).__name__ == architecture
+    assert type(model) is named[architecture]
     assert not any(info[fault] for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.eval()
