@@ -169,7 +169,7 @@ class Encoder(Adapter):
             Rows ``[sum(inputs.rows), width]`` in the items' order, or rows for the next stage.
 
         Raises:
-            DataError: rows of other modules, or the backbone makes another number of rows than planned.
+            DataError: rows of other modules, or the backbone makes something else than rows ``[sum(rows), in_dim]``.
         """
         if rows:
             raise DataError(f"an encoder takes no rows of other modules, got those of {sorted(map(str, rows))}")
@@ -187,9 +187,14 @@ class Encoder(Adapter):
             return inner
         if self.random_numbers is not None:  # the projector's do not depend on which rows were found
             self.random_numbers.seed(PROJECTOR)
-        projected: Tensor = self.projector(inner)
+        try:
+            projected: Tensor = self.projector(inner)
+        except (RuntimeError, TypeError, AttributeError) as fault:
+            if (said := self._misshapen(inner)) is None:
+                raise
+            raise DataError(said) from fault
         if len(projected) != int(inputs.rows.sum()):
-            raise DataError(self._miscounted(len(projected), inputs))
+            raise DataError(self._misshapen(inner) or self._miscounted(len(projected), inputs))
         if self.after is None:
             return projected
         # A later stage has no values, and one with a cache has some: what comes out must not depend on the layout.
@@ -204,6 +209,17 @@ class Encoder(Adapter):
         if self.keeper is not None:
             self.keeper(computed, cached)
         return cached.joined(computed)
+
+    def _misshapen(self, rows: Any) -> str | None:
+        """What is wrong with what the backbone gave the projector; None: nothing that is known here."""
+        width = _in_width(self.projector)
+        wanted = f"[rows, {width or 'width'}], which its projector takes"
+        who = f"module '{self.name}': {type(self.backbone).__name__}"
+        if not isinstance(rows, Tensor):
+            return f"{who} gave a {type(rows).__name__}; let it return one tensor {wanted} (such as last_hidden_state)"
+        if rows.ndim != 2 or rows.shape[1] != (width or rows.shape[1]):
+            return f"{who} gave rows of shape {list(rows.shape)}; let it return {wanted}, or give another Projector"
+        return None
 
     def _miscounted(self, count: int, inputs: EncoderInputs) -> str:
         items = [f"{tuple(size)} -> {rows}" for size, rows in zip(inputs.sizes.tolist(), inputs.rows, strict=True)]
@@ -282,6 +298,11 @@ class Encoder(Adapter):
         original: Any = self.meta_copy()
         projector = linear_flops(original.projector) * self.backbone.projected_rows(packing_lengths)
         return before, blocks, after + projector
+
+
+def _in_width(projector: nn.Module) -> int | None:
+    linears = [module for module in projector.modules() if isinstance(module, nn.Linear)]
+    return linears[0].in_features if linears else None
 
 
 def _out_width(projector: nn.Module) -> int:

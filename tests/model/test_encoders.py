@@ -5,12 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Siglip2VisionConfig, Siglip2VisionModel, WhisperConfig
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from hetero_strategy.errors import DataError, ModelError
+from hetero_strategy.model.encoder import Encoder, Projector
 from hetero_strategy.profiling.allocations import Allocations
 from hetero_strategy.zoo import siglip2_encoder, whisper_encoder
 from hetero_strategy.zoo.siglip2 import merge_order
@@ -84,6 +87,27 @@ def test_merge_concatenates_neighbours_in_raster_order():
     picture = np.arange(6 * 9).reshape(6, 9)
     cells = picture.reshape(2, 3, 3, 3).transpose(0, 2, 1, 3).reshape(-1)
     assert merge_order(np.array([[6, 9]]), 3).tolist() == cells.tolist()
+
+
+@pytest.mark.parametrize(
+    ("give", "message"),
+    [
+        (lambda rows: (rows,), "gave a tuple; let it return one tensor [rows, 8], which its projector takes"),
+        (lambda rows: BaseModelOutput(rows), "gave a BaseModelOutput; let it return one tensor [rows, 8]"),
+        (lambda rows: rows[:, :6], "gave rows of shape [2, 6]; let it return [rows, 8], which its projector takes"),
+        (lambda rows: rows[None], "gave rows of shape [1, 2, 8]; let it return [rows, 8]"),
+    ],
+)
+def test_a_backbone_that_gives_no_rows_of_the_projectors_width_is_named(give, message):
+    class Own(nn.Module):
+        def forward(self, inputs):
+            return give(torch.ones(2, 8, dtype=torch.float64))
+
+    encoder = ready(Encoder(Own(), Projector(8, 4)))
+    encoder.name = "vision"
+    with pytest.raises(DataError) as raised:
+        encoder(images([(2, 4)], merge=2))
+    assert str(raised.value).startswith("module 'vision': Own ") and message in str(raised.value)
 
 
 def test_siglip2_refuses_what_does_not_fit():
