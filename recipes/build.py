@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -244,7 +244,6 @@ def datamodule(cfg: DictConfig, make_model: Callable[[], MultimodalModel]) -> Mu
         data.leave_out += tuple(one for one in dict.fromkeys((*MEDIA_FIELDS, *own)) if one and one not in read)
     if rank() == 0 and not external():
         data.prepare_data()
-        _say_left_out(data, ())
     return data
 
 
@@ -254,30 +253,15 @@ def _field(processor: DictConfig) -> str | None:
     return made.get("field") if isinstance(made, Mapping) else getattr(made, "field", None)
 
 
-def _say_left_out(data: MultimodalDataModule, said: Collection[str]) -> None:
-    for split, index in data.indices.items():
-        if index.left_out and split not in said:
-            print(
-                f"{split}: {index.left_out} of {len(index) + index.left_out} samples are left out,"
-                f" as they hold {' or '.join(data.leave_out)}"
-            )
-
-
 class Indexed(Callback):
     """Where torchrun or SLURM started the processes, these have met when Lightning lets the first one index the data
     set, and wait for it however long that takes. What is known of the data only then is looked at here.
     """
 
-    def __init__(self) -> None:
-        self._said: set[str] = set()
-
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Raise as :func:`check_model`."""
         assert isinstance(pl_module, LitMultimodal)
         data: MultimodalDataModule = trainer.datamodule  # type: ignore[attr-defined]
-        if trainer.is_global_zero:
-            _say_left_out(data, self._said)
-        self._said |= {*data.indices}
         with torch.device("meta"):
             _check_indices(data, pl_module.make_model().modules_by_name)
 

@@ -25,7 +25,7 @@ from hetero_strategy.loading.ahead import Ahead
 from hetero_strategy.loading.context import TrainingContext, finish_epoch
 from hetero_strategy.loading.dispatch import Dispatch
 from hetero_strategy.loading.item_reader import OnError
-from hetero_strategy.loading.limits import Limits, check_limits, item_limits
+from hetero_strategy.loading.limits import Limits, check_limits, item_limits, say_left_out
 from hetero_strategy.loading.loader import Engine, StepLoader
 from hetero_strategy.loading.metadata import step_metadata, with_own_units
 from hetero_strategy.loading.read_where_sampled import SampledDataset
@@ -274,6 +274,7 @@ class MultimodalDataModule(L.LightningDataModule):
             where = ", ".join(map(str, manifests))
             check_limits(index, where, self._limits, self._item_limits, self.balance.budget)
             self.indices[split] = index
+            say_left_out(index, split, self.leave_out)
         return self.indices.get(split)
 
     def _loader(self, split: Split) -> StepLoader:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from lightning.fabric.utilities import rank_zero_info
 
 from hetero_strategy.data.dataset_index import DatasetIndex
 from hetero_strategy.data.manifest import SHOWN
@@ -97,6 +98,15 @@ def check_limits(
                 f"{where}: {worst} balance.budget gives an instance of '{module}' in a microbatch; raise it to at least"
                 f" {int(rows.max())}, or {fix}"
             )
+
+
+def say_left_out(index: DatasetIndex, split: str, fields: Sequence[str]) -> None:
+    """Say on the first rank how many samples are not in an index, if any, as they hold these media fields."""
+    if index.left_out:
+        rank_zero_info(
+            f"{split}: {index.left_out} of {len(index) + index.left_out} samples are left out, as they hold"
+            f" {' or '.join(fields)}"
+        )
 
 
 def _longer(index: DatasetIndex, owner: np.ndarray, rows: np.ndarray, most: int) -> str:
