@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import os
 import re
 import shlex
@@ -28,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hetero_strategy.errors import CheckpointError, ConfigError, HeteroError
 from hetero_strategy.strategy.launch import STARTED_BY, die_with_script, lost_a_rank
+from hetero_strategy.zoo import quiet
 from recipes import torchrun
 from recipes.hints import explained
 
@@ -98,8 +98,7 @@ def start(task: Callable[[], None], outputs: str = "outputs") -> None:
 
 def hush() -> None:
     """Leave out what libraries say of themselves in every process, and no person can act on."""
-    for name in ("torchao", "torch.utils._pytree"):  # kernels that this Python cannot load, a deprecated call
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet.hush()
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", module="lightning.*")
 
 
