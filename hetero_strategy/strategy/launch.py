@@ -29,6 +29,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcess
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading.datamodule import MultimodalDataModule
@@ -321,16 +322,19 @@ def stop_together(trainer: Trainer, stop: Stop) -> None:
         told_to_requeue(signal.SIGUSR1, None)
 
 
-def end_together(error: BaseException, rank: int, launcher: _Launcher | None, told_to_end: bool) -> None:
+def end_together(error: BaseException, rank: int, launcher: _Launcher | None, stop: Stop) -> None:
     """What an exception on one rank means for the others, before it goes on its way.
 
     One that only says that another rank is lost is marked as such and lets that rank be heard first. Ranks that never
-    notice are ended.
+    notice are ended. Where all were told to stop, nothing is to be done.
 
     Args:
         launcher: of the Trainer; None: the processes were started from outside.
-        told_to_end: whoever started the processes ends them already.
+        stop: of this rank, which is not told any more once that has ended a run.
     """
+    if stop.agreed and isinstance(error, SIGTERMException):
+        stop.asked = False
+        return
     lost = lost_a_rank(error)
     if lost:
         text = f"rank {rank} lost another rank, whose own message tells why"
@@ -348,7 +352,7 @@ def end_together(error: BaseException, rank: int, launcher: _Launcher | None, to
         late = threading.Timer(TO_NOTICE, launcher.kill, [signal.SIGKILL])
         late.daemon = True
         late.start()
-    elif lost and STARTED_BY not in os.environ and not told_to_end:
+    elif lost and STARTED_BY not in os.environ and not stop.asked:  # else whoever did it ends them already
         # torchrun, SLURM and the process that forked this one take the first rank that ends for the cause.
         told = threading.Event()
         with contextlib.suppress(ValueError):  # of another thread than the main one

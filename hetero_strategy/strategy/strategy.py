@@ -22,7 +22,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch.optim import Optimizer
 
@@ -406,10 +405,7 @@ class HeteroStrategy(OwnCheckpoints):
         """All ranks end; the one with the cause is heard."""
         if isinstance(exception, torch.OutOfMemoryError) and self._runner is not None:
             exception.add_note(out_of_memory(self.executor, self.optimizers))
-        if self._stop.agreed and isinstance(exception, SIGTERMException):
-            self._stop.asked = False
-        else:
-            end_together(exception, self.global_rank, self._launcher, told_to_end=self._stop.asked)
+        end_together(exception, self.global_rank, self._launcher, self._stop)
 
     def teardown(self) -> None:
         if self._assembled is not None:

@@ -26,6 +26,7 @@ from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch.trainer.states import TrainerFn
 
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.runtime.agreement import Stop
 from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.strategy.launch import (
     MultiProcessingLauncher,
@@ -378,7 +379,7 @@ def test_a_rank_that_raises_does_not_wait_for_the_others_when_it_exits() -> None
     if not child:
         atexit._clear()
         atexit.register(_destroy_dist_connection)
-        end_together(ValueError("broken"), 0, None, told_to_end=False)
+        end_together(ValueError("broken"), 0, None, Stop())
         atexit._run_exitfuncs()
         os._exit(int(signal.getsignal(signal.SIGINT) is signal.SIG_DFL))
     assert os.waitpid(child, 0)[1] == 0
