@@ -801,13 +801,18 @@ def test_export_one_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert (
         main(["export", str(tmp_path / "c"), str(tmp_path / "out"), "--module", "vision", "--dtype", "bfloat16"]) == 0
     )
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "extra.safetensors", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        "README.md",
+        "config.json",
+        "extra.safetensors",
+        "model.safetensors",
+    ]
     assert same(
         load_file(tmp_path / "out" / "model.safetensors"), {"visual.weight": owned()["model.vision.w"].bfloat16()}
     )
     assert same(load_file(tmp_path / "out" / "extra.safetensors"), {"scale": torch.ones(2, dtype=torch.bfloat16)})
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == config | {"dtype": "bfloat16"}
-    assert "1 tensors for transformers' Eye; 1 more in extra.safetensors" in capsys.readouterr().out
+    assert "1 tensors for transformers.Eye; 1 more in extra.safetensors" in capsys.readouterr().out
     main(["export", str(tmp_path / "c"), str(tmp_path / "all")])
     assert sorted(os.listdir(tmp_path / "all")) == ["extra.safetensors", "vision"]
     outside = {key.removeprefix("model."): t for key, t in tensors.items() if key in ("model.count",) or "llm" in key}
