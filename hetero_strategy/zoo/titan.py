@@ -251,6 +251,15 @@ class TitanLlama(CausalLM):
             names[fqn] = to_hf[re.sub(r"layers\.\d+\.", "layers.{}.", ours)].format(*number)
             if fqn.endswith(("attention.wq.weight", "attention.wk.weight")):
                 paired_heads[fqn] = args.n_heads if "wq" in fqn else kv_heads
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(args.rope_theta)}
+        if scaling.scaling_factor != 1:  # transformers warns of a factor that scales nothing
+            rope |= {
+                "rope_type": "llama3",
+                "factor": float(scaling.scaling_factor),
+                "low_freq_factor": float(scaling.low_freq_factor),
+                "high_freq_factor": float(scaling.high_freq_factor),
+                "original_max_position_embeddings": scaling.original_max_position_embeddings,
+            }
         config = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -267,14 +276,7 @@ class TitanLlama(CausalLM):
             "attention_bias": False,
             "mlp_bias": False,
             **self.token_ids,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": float(args.rope_theta),
-                "factor": float(scaling.scaling_factor),
-                "low_freq_factor": float(scaling.low_freq_factor),
-                "high_freq_factor": float(scaling.high_freq_factor),
-                "original_max_position_embeddings": scaling.original_max_position_embeddings,
-            },
+            "rope_parameters": rope,
         }
         # Old folders hold the rotary frequencies.
         return HFWeights(names, config, paired_heads, ignored=("*rotary_emb.inv_freq",))

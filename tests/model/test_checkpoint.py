@@ -139,13 +139,19 @@ def export(tmp_path, **modules):
 
 @pytest.mark.parametrize(
     ("make", "fields"),
-    [(titan_llama, TITAN), (hf_llama, LLAMA), (hf_llama, LLAMA | {"tie_word_embeddings": True}), (hf_qwen3, LLAMA)],
-    ids=["titan_llama", "hf_llama", "tied", "hf_qwen3"],
+    [
+        (titan_llama, TITAN),
+        (titan_llama, TITAN | {"rope_scaling_args": {"scaling_factor": 1.0}}),
+        (hf_llama, LLAMA),
+        (hf_llama, LLAMA | {"tie_word_embeddings": True}),
+        (hf_qwen3, LLAMA),
+    ],
+    ids=["titan_llama", "titan_llama without scaling", "hf_llama", "tied", "hf_qwen3"],
 )
 def test_language_models_export_a_folder(tmp_path, make, fields):
     ours = ready(make(**fields), dtype=torch.float32)
     folder = export(tmp_path, llm=ours) / "llm"
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     theirs, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     assert type(theirs).__name__ == json.loads((folder / "config.json").read_text())["architectures"][0]
@@ -153,6 +159,8 @@ def test_language_models_export_a_folder(tmp_path, make, fields):
     out = ours(inputs, {}, keep_logits=True)
     torch.testing.assert_close(out.logits, logits_of(theirs, inputs), rtol=1e-4, atol=1e-5)
     if make is titan_llama:
+        scaled = ours.args.rope_scaling_args.scaling_factor != 1
+        assert theirs.config.rope_parameters["rope_type"] == ("llama3" if scaled else "default")
         assert {theirs.config.bos_token_id, theirs.config.eos_token_id, theirs.config.pad_token_id} == {None}
         theirs.config.eos_token_id, theirs.config.pad_token_id = [7, 9], 3
         theirs.config.save_pretrained(folder)
