@@ -230,7 +230,7 @@ def _checked_edges(modules: Mapping[str, Adapter], edges: Sequence[Edge | tuple[
         if source_width != width:
             fix = f"width={source_width} for {edge.target}"
             if not kinds[edge.source].has_loss:
-                fix = f"out_width={width} for {edge.source}"
+                fix = f"out_width={width} for {edge.source}, or Projector(..., {width}) in an Encoder of your own"
             raise ModelError(
                 f"edge {edge.source} -> {edge.target}: source rows have width {source_width}, the target takes {width}:"
                 f" set {fix}"

@@ -199,7 +199,9 @@ def test_a_runner_takes_over():
 
 
 def test_graphs_that_do_not_fit_are_refused():
-    with pytest.raises(ModelError, match="source rows have width 8, the target takes 16"):
+    with pytest.raises(
+        ModelError, match=r"have width 8, the target takes 16: set out_width=16 for vision, or Projector\(\.\.\., 16\)"
+    ):
         MultimodalModel({"vision": siglip2_encoder(out_width=8, **VIT), "llm": hf_llama(**LLAMA)})
     with pytest.raises(ModelError, match="no module 'lln'"):
         MultimodalModel({"vision": vision(), "llm": hf_llama(**LLAMA)}, [("vision", "lln")])

@@ -23,6 +23,7 @@ from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata, edge_blocks
 from hetero_strategy.plan.step_plan import slots as rows_filled
+from hetero_strategy.zoo.siglip2 import merge_order
 from tests.model.helpers import images, ready
 
 PAGE = Path(__file__).parents[2] / "docs" / "your_module.md"
@@ -45,6 +46,13 @@ def test_encoders_take_any_number_of_items(page: dict[str, Any], name: str) -> N
     assert torch.allclose(rows[:6], encoder(images([(2, 3)], patch=4)))  # the other item is not seen
     encoder(images([], patch=4)).sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in encoder.parameters())
+
+
+@pytest.mark.parametrize("sizes", [[(2, 4), (4, 6)], []])
+def test_neighbours_are_merged_as_ready_encoders_do(page: dict[str, Any], sizes: list[tuple[int, int]]) -> None:
+    inputs = images(sizes, merge=2, patch=4)
+    wanted = inputs.values[torch.from_numpy(merge_order(inputs.sizes, 2))].reshape(-1, 4 * 48)
+    assert torch.equal(page["merged"](inputs.values, inputs.sizes), wanted) and len(wanted) == inputs.rows.sum()
 
 
 def in_stages(module: Any, inputs: Any, cuts: tuple[int, ...]) -> Any:
