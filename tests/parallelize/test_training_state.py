@@ -270,7 +270,7 @@ def test_what_is_loaded_takes_the_place_of_what_was(tmp_path: Path) -> None:
     state = TrainingState("model", {"m": module}, group=None)
     first.requires_grad_(False)
     _train(module, optimizer)
-    saved = {"state_dict": state.model_tensors(), "optimizer_states": [state.optimizer_tensors(optimizer)]}
+    saved = {"state_dict": state.model_tensors(), "optimizer_states": [state.optimizer_state(optimizer)]}
     state.save(saved, tmp_path / "c")
     expected = _everything(module, optimizer)
     first.requires_grad_()

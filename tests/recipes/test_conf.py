@@ -379,7 +379,7 @@ def test_one_setting_takes_a_module_out(
 
 
 def test_processes_of_torchrun_meet_before_the_first_one_indexes(
-    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     cfg = compose(*data_at(small), "model.modules.audio=null", "trainer.accelerator=cpu")
@@ -395,8 +395,8 @@ def test_processes_of_torchrun_meet_before_the_first_one_indexes(
     fitted: Any = SimpleNamespace(datamodule=data, is_global_zero=True)
     for stage in ("fit", "validate"):
         indexed.setup(fitted, LitMultimodal(make, {}), stage)
-    said = capsys.readouterr().out
-    assert said.count("train: ") == said.count("test: ") == 1
+    said = [message.partition(": ")[0] for message in caplog.messages]
+    assert said.count("train") == said.count("test") == 1
     data.processors["vision"] = ImageProcessor(patch_size=8, channels=1)
     data.indices.clear()
     data.prepare_data()
