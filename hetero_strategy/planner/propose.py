@@ -337,17 +337,21 @@ class Proposer:
                         yield Proposal(seconds, (tuple(modules),), (ranks,), chosen, count, pipeline, e.given)
 
     def _rounded(self, allocation: Allocation) -> Iterator[tuple[tuple[range, ...], dict[str, Degrees]]]:
-        """Layouts next to an allocation: the language model's pipeline ranks rounded down and up."""
+        """Layouts next to an allocation: the language model's pipeline ranks rounded down and up, the ranks of others
+        also to whole nodes, as collectives are as slow as the links of the node with fewest of their ranks.
+        """
         choice, name = allocation.choice, self._language_model
         home = next(g for g, group in enumerate(choice.partition) if name in group)
         one = choice.tp[name] * choice.dp
         most = self._estimates.blocks(name)
         wanted = allocation.ranks[home] / one
         tp = [max(choice.tp[m] for m in group) for group in choice.partition]
-        for pp in sorted({floor(wanted), ceil(wanted)}):
+        parts = [lcm(*(choice.tp[m] for m in group)) for group in choice.partition]
+        nodes = [lcm(n, self._cluster.of(w).ranks_per_node) for n, w in zip(parts, choice.where, strict=True)]
+        for pp, grain in product(sorted({floor(wanted), ceil(wanted)}), (parts, nodes)):
             if not 1 <= pp <= most or pp * one > self._ranks:
                 continue
-            sizes = self._shared(allocation, home, pp * one)
+            sizes = self._shared(allocation, home, pp * one, grain)
             ranks = None if sizes is None else settle(choice.where, sizes, self._cluster, tp)
             if ranks is None:
                 continue
@@ -370,10 +374,14 @@ class Proposer:
         fits = [d for d in ways if e.held(module, d) < e.memory]
         return min(fits, key=lambda d: e.synchronized(module, d, microbatches), default=None)
 
-    def _shared(self, allocation: Allocation, home: int, ranks: int) -> tuple[int, ...] | None:
-        """Ranks of all groups, if that of the language model has so many; None where others would have too few."""
+    def _shared(self, allocation: Allocation, home: int, ranks: int, grain: Sequence[int]) -> tuple[int, ...] | None:
+        """Ranks of all groups, of others than the language model's in multiples of ``grain``; None: they have too few.
+
+        Args:
+            home: the language model's group.
+            ranks: that it has.
+        """
         choice = allocation.choice
-        grain = [lcm(*(choice.tp[m] for m in group)) for group in choice.partition]
         sizes = [ranks] * len(grain)
         for groups, pools in together(choice.where):
             others, rest = sorted(g for g in groups if g != home), len(self._cluster.ranks_of(pools))

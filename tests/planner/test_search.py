@@ -175,6 +175,13 @@ def test_many_ranks_are_allocated_and_none_is_left() -> None:
     assert answer.homogeneous() is not None
 
 
+def test_what_is_beside_a_language_model_is_proposed_on_whole_nodes_too() -> None:
+    """84 of 120 ranks leave 36, of which the last four would be half a node."""
+    made = Planner(model((6, 768), (24, 1024)), cluster(120, 8), [batch(96)], balance=PLAIN, simulations=1)
+    apart = [p.candidate.layouts for p in made.proposer.proposals() if len(p.partition) == 2]
+    assert {(36, 84), (32, 84)} <= {(len(one["vision"].ranks), len(one["llm"].ranks)) for one in apart}
+
+
 def test_on_many_ranks_instances_need_not_share_out_the_samples_evenly() -> None:
     """62 samples on 32 ranks in tensor-parallel pairs of pairs: 8 instances of 7 or 8, and not 2 of 31."""
     vision, llm = module(8, 512, tp=(1,), edge_width=1024), module(24, 1024, samplewise=True, tp=(4,))
