@@ -404,7 +404,7 @@ def live(case: Case, folder: str) -> dict[str, Any]:
             "default_root_dir": folder,
         }
         trainer, lit, dm = ranked(replace(case, lit=Logging, trainer=options))
-        dm.manifests["test"] = dm.manifests["predict"] = Path(job.folder) / "val.json"
+        dm.manifests["test"] = dm.manifests["predict"] = (Path(job.folder) / "val.json",)
         assert isinstance(lit, Logging)
         return trainer, lit, dm, saving, options["logger"]  # type: ignore[return-value]
 
