@@ -108,8 +108,8 @@ class TrainingState:
         owned = checkpoint.pop("state_dict")
         tensors = {f"model.{name}": value for name, value in owned.items() if isinstance(value, torch.Tensor)}
         optimizers = checkpoint.pop("optimizer_states", [])
-        for i, state in enumerate(optimizers):
-            named = team.together(lambda of=state: to_tensors(of["optimizer"], of["states"]))  # type: ignore[misc]
+        every = team.together(lambda: [to_tensors(of["optimizer"], of["states"]) for of in optimizers])
+        for i, named in enumerate(every):
             tensors |= {f"optim.{i}.{name}": value for name, value in named.items()}
         metadata = {
             **checkpoint,
@@ -224,9 +224,9 @@ class TrainingState:
                 entry = stored[f"{start}{fqn}.{key}"]
                 # As Optimizer.load_state_dict does: all but counters goes with the parameter, and those lie beside it
                 # for kernels that read them there. A dtype that was not the parameter's was chosen, and stays.
-                number = ":" in key  # which comes back as one
-                goes = key != "step" and not number and saved is not None and entry.dtype == saved.dtype
-                device = p.device if (key != "step" or kernel) and not number else None
+                plain = ":" in key  # a number, which comes back as one
+                goes = key != "step" and not plain and saved is not None and entry.dtype == saved.dtype
+                device = p.device if (key != "step" or kernel) and not plain else None
                 empty = _empty(p, entry.shape, p.dtype if goes else entry.dtype, device)
                 state.setdefault(p, {})[key] = empty.detach()
         return state

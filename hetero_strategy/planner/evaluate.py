@@ -220,8 +220,8 @@ class Evaluator:
             share = again[name].share(module.blocks) if name in again else 0.0
             casting = casts and bool(module.trained.any())
             once = scheduling.gathered_once(given[name], casts=casting, apart=name in {*apart, *scheduling.prefetch})
-            layouts[name], stages = self._staged(name, given[name], share, once)
-            layout = layouts[name]
+            layout, stages = self._staged(name, given[name], share, once)
+            layouts[name] = layout
             times |= {StageId(name, i): stage for i, stage in enumerate(stages)}
             assert layout.split is not None
             ends = np.cumsum(layout.split) if module.has_blocks else [1]
