@@ -94,7 +94,7 @@ class HostMemory:
 
     device: torch.device
     latest: SavedBlock | None = None
-    """The last block of a stage's last forward."""
+    """The last block of a stage's last forward that moved anything."""
     bytes: int = 0
     """On the host now."""
     most: int = 0
@@ -120,7 +120,8 @@ class HostMemory:
         block.close()
         self.let_go()
         self.leave(block)
-        self.latest = block
+        # One that saved nothing is never reached, and would not start the one before it.
+        self.latest = block if block.alive() else block.before
 
     def come(self, block: SavedBlock) -> None:
         """Start to copy back what is still needed of a block."""

@@ -178,3 +178,17 @@ def test_compiled_tensor_parallel_blocks_are_not_recomputed_from_the_host() -> N
     with pytest.raises(ConfigError, match=r"'all' and with compile and tp=2 .*leave 'llm' out of recompute or compile"):
         check_offload(["llm"], {"llm": Recompute()}, ["llm"], {"llm": 2})
     check_offload(["llm"], {}, ["llm"], {"llm": 2})
+
+
+def test_a_block_that_moved_nothing_does_not_part_those_around_it() -> None:
+    host = HostMemory(torch.device("cpu"))
+    rows = torch.randn(64, 64, requires_grad=True)
+    with host.holding([], first=True):
+        rows = rows.exp()
+    moved = host.latest
+    with host.holding([], first=False):
+        rows = rows + 1
+    assert host.latest is moved
+    with host.holding([], first=False):
+        rows = rows.exp()
+    assert host.latest is not None and host.latest.before is moved
