@@ -172,6 +172,8 @@ def _connect(ray: Any, actors: int) -> None:
     if not address:
         # As many as are wanted: what is on this machine anyway, processors do not limit.
         quiet |= {"num_cpus": max(os.cpu_count() or 1, LOADERS * actors), "include_dashboard": False}
+        # Ray gives its processes the least priority (15), and beside a busy trainer an actor would not even start.
+        os.environ.setdefault("RAY_worker_niceness", "0")
     with _own_signals():
         try:
             ray.init(address=address or "local", **quiet)

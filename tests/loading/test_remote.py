@@ -75,6 +75,8 @@ def test_the_same_batches_in_order_bounded_and_resumable(index: DatasetIndex, tm
     next(iterator)
     assert [flat(b) for b in _at(loader, state)] == rest and len(rest) == 27
     pids = crew(loader).pids()
+    priority = os.getpriority(os.PRIO_PROCESS, os.getpid())
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids} == {priority}, "a busy trainer would starve them"
     loader.close()
     assert ended(lambda: sum(Path(f"/proc/{pid}").exists() for pid in pids))
 
