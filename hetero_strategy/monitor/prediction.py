@@ -86,7 +86,7 @@ def durations(schedule: Schedule, events: Events, synchronous: Collection[StageI
         action: np.array(
             [max(seconds[action, int(rank)] for rank in row) for row in schedule.graph.stages[action.node].grid]
         )
-        for action in {action for action, _ in seconds}
+        for action in dict.fromkeys(action for action, _ in seconds)  # in the same order in every process
     }
 
 

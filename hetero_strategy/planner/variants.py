@@ -138,7 +138,7 @@ class Variants:
             parts = {**candidate.pieces, **self._allowed.asked.pieces}
             open_ = {n for n, x in candidate.layouts.items() if x.pp > 1 and x.vpp == 1 and n not in parts}
             placed = self._evaluator.place(candidate).placement.layouts if open_ - found.keys() else {}
-            found |= {name: placed[name].split or () for name in open_ - found.keys()}
+            found |= {name: placed[name].split or () for name in placed if name in open_ - found.keys()}
         return found
 
     def fills(self, candidate: Candidate) -> list[Candidate]:

@@ -95,7 +95,10 @@ def test_idle_means_the_same_of_what_ran_and_of_what_is_simulated() -> None:
     span = (0.0, ran.seconds)
     assert from_measured(together(ran.schedule, ran.events), span).bubble == pytest.approx(made.bubble)
     assert from_measured(ran.events, span).bubble < made.bubble - 0.02
-    assert durations(ran.schedule, ran.events)[Action("REDUCE", StageId("llm", 1))] == pytest.approx([0.003] * 2)
+    seconds = durations(ran.schedule, ran.events)
+    assert seconds[Action("REDUCE", StageId("llm", 1))] == pytest.approx([0.003] * 2)
+    of_rank_0 = [action for action, *_ in ran.events[0]]
+    assert list(seconds)[: len(of_rank_0)] == of_rank_0, "predictions would be others in every process"
 
 
 def test_transfers_have_a_bandwidth_only_where_it_shows() -> None:
