@@ -138,10 +138,20 @@ class MultimodalModel(nn.Module):
 
     @override
     def forward(self, batch: BatchLike, *, keep_logits: bool = False) -> ModelOutput:
-        """Run one global batch, all microbatches of all modules; ``keep_logits`` returns the first language model's."""
+        """Run one global batch, all microbatches of all modules; ``keep_logits`` returns the first language model's.
+
+        Raises:
+            ModelError: the batch is one rank's part of a step, and no strategy is there any more to run it.
+        """
         call = self._call(batch)
         if self._runner is not None:
             return self._runner(batch, call=call, keep_logits=keep_logits)
+        if getattr(batch, "program", None) is not None:
+            raise ModelError(
+                "model(batch) after the Trainer's run: the batch is one rank's part of a step, which the strategy runs"
+                " until on_train_end (on_validation_end, ...); on_fit_end, teardown and what follows fit are too late:"
+                " call the model before, or evaluate with trainer.validate, test or predict"
+            )
         with random_state_kept(self._device()):
             return self._forward(batch, call, keep_logits)
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torchmetrics import SumMetric
 
-from hetero_strategy.errors import ConfigError, HeteroError
+from hetero_strategy.errors import ConfigError, HeteroError, ModelError
 from tests.distributed import scenario
 from tests.distributed.harness import Pool, WorkerError
 from tests.distributed.scenario import Job, Lit, data
@@ -36,8 +36,15 @@ class Looking(Lit):
         self.zeroed.append(any(p.grad is not None for p in self.parameters()))
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.transferred += 1
+        self.transferred, self.last = self.transferred + 1, batch
         return batch
+
+    def on_train_end(self) -> None:
+        assert self.model(self.last).loss > 0
+
+    def on_fit_end(self) -> None:
+        with pytest.raises(ModelError, match="on_fit_end, teardown and what follows fit are too late"):
+            self.model(self.last)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
