@@ -136,6 +136,11 @@ class MultimodalModel(nn.Module):
         """Undo :meth:`attach`: compute :meth:`forward` on one device."""
         self._runner = None
 
+    @property
+    def attached(self) -> bool:
+        """Whether a runner computes :meth:`forward`, as during a Trainer's run."""
+        return self._runner is not None
+
     @override
     def forward(self, batch: BatchLike, *, keep_logits: bool = False) -> ModelOutput:
         """Run one global batch, all microbatches of all modules; ``keep_logits`` returns the first language model's.

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.runtime.agreement import Stop
 from hetero_strategy.strategy.assembly import Assembled, move_rest
 from hetero_strategy.strategy.collectives import WorldCollectives
@@ -27,6 +28,7 @@ class OwnCheckpoints(WorldCollectives):
     restore_checkpoint_after_setup = True
     lightning_restore_optimizer = False
     _assembled: Assembled | None
+    _multimodal: MultimodalModel | None
     _stop: Stop
     _verify: bool
 
@@ -66,7 +68,8 @@ class OwnCheckpoints(WorldCollectives):
                 f"{trainer.accumulate_grad_batches} batches"
             )
         self.state.save(checkpoint, Path(self.broadcast(os.fspath(filepath))))
-        if self._stop.requeue_agreed:  # what SLURM is told next may end this job
+        over = self._multimodal is None or not self._multimodal.attached
+        if self._stop.requeue_agreed or over:  # SLURM, or the script, may end this job next: nobody would wait for it
             self.state.finalize()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

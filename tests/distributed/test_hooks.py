@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -14,6 +16,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torchmetrics import SumMetric
 
+from hetero_strategy.checkpoint import describe, saving
 from hetero_strategy.errors import ConfigError, HeteroError, ModelError
 from tests.distributed import scenario
 from tests.distributed.harness import Pool, WorkerError
@@ -52,12 +55,19 @@ class Looking(Lit):
         self.may.append((self.trainer.fit_loop.epoch_loop.batch_idx, may is None or may()))
 
 
+def slowly(*given: Any, write: Any = saving._write) -> None:
+    time.sleep(0.3)
+    write(*given)
+
+
 def looked(rank: int, world: int, job: Job, folder: str) -> tuple[list[bool], int, list[tuple[int, bool]]]:
     trainer, module, dm = scenario.build(job)
     module = Looking(job, module.vocabulary)
     trainer.fit(module, dm)
     path = f"{folder}/weights.ckpt"
-    trainer.save_checkpoint(path, weights_only=True)
+    with patch.object(saving, "_write", slowly):
+        trainer.save_checkpoint(path, weights_only=True)
+    assert describe(path).step == 2  # nobody waits for one in the background after a run, or hears that it failed
     (optimizer,) = trainer.optimizers
     before = {p: state["exp_avg"] for p, state in optimizer.state.items()}
     trainer.validate(module, dm, ckpt_path=path)  # which has nothing for an optimizer
@@ -68,6 +78,7 @@ def looked(rank: int, world: int, job: Job, folder: str) -> tuple[list[bool], in
 def test_hooks_find_what_lightning_promises(pool: Pool, tmp_path: Path) -> None:
     accumulating = {"accumulate_grad_batches": 2, "val_check_interval": 3, "limit_val_batches": 1}
     job = Job(str(data(tmp_path / "data")), ONE, steps=2, val="val.json", trainer=accumulating, capture=False)
+    job = replace(job, strategy={"async_checkpoint": True})
     ((zeroed, transferred, may),) = pool.run(1, looked, job, str(tmp_path), group=False)
     assert zeroed == [False, True]  # the gradients of the step before are there
     assert transferred == 4 + len(may)
