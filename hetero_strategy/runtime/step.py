@@ -117,7 +117,8 @@ class StepRunner:
         if [p.requires_grad for p in self._all] != self._trainable:  # seen on every rank, whoever owns it
             raise ConfigError(
                 "requires_grad of a parameter was changed after the model was placed; say what trains with"
-                " MultimodalModel(freeze=...)"
+                " MultimodalModel(freeze=...); with several optimizers leave out toggle_optimizer(), and zero the"
+                " gradients of each before its backward"
             )
         if self._watched:
             _refuse_hooks(self.executor.modules)

@@ -678,7 +678,7 @@ def test_what_cannot_be_done_is_said(pool: Pool, digits: Path) -> None:
         "in init": "has values already",
         "outside": "parameter 'temperature' of Outside lies outside",
         "another trainer": "has values already",
-        "unfreezing": "requires_grad of a parameter was changed",
+        "unfreezing": "with several optimizers leave out toggle_optimizer()",
         "swapping": "requires_grad of a parameter was changed",
         "hooked": "of module 'llm' has a hook for its gradient",
         "weights": "plain.ckpt.weights holds the model alone",
