@@ -104,6 +104,22 @@ def make_config(
         raise ModelError(f"{who}: {' '.join(str(fault).split())}") from None
 
 
+def make_model(model_class: Any, config: Any) -> Any:
+    """Make a transformers model.
+
+    Raises:
+        ModelError: a field has a value that transformers does not know, which it notices only here.
+    """
+    try:
+        return model_class(config)
+    except Exception as fault:  # transformers raises several kinds, of an unknown activation a KeyError
+        said = " ".join(str(fault).split())
+        raise ModelError(
+            f"{model_class.__name__}: transformers makes no model of this config: {type(fault).__name__} {said};"
+            " correct the field with that value"
+        ) from fault
+
+
 def check_no_fields(who: str, fields: Mapping[str, Any]) -> None:
     """Raise ModelError if a factory that is given a checkpoint is given sizes too."""
     if fields:

@@ -15,7 +15,14 @@ from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_
 from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
 from hetero_strategy.model.causal_lm import CausalLM, head_rows_of
 from hetero_strategy.model.inputs import Packing, SequenceInputs
-from hetero_strategy.zoo.hf import HFAdapter, at_least_one_row, check_causal, make_config, make_norms_precise
+from hetero_strategy.zoo.hf import (
+    HFAdapter,
+    at_least_one_row,
+    check_causal,
+    make_config,
+    make_model,
+    make_norms_precise,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -45,7 +52,7 @@ class HFCausalLM(HFAdapter, CausalLM):
         super().__init__(before=before)
         _check_supported(model_class.__name__, config)
         register_hf_attention()
-        self.model = model_class(config)
+        self.model = make_model(model_class, config)
         _check_layer_types(model_class.__name__, config, self.model.model.layers)
         self.model.config._attn_implementation = HF_ATTENTION
         if config.tie_word_embeddings:

@@ -18,7 +18,7 @@ from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_
 from hetero_strategy.model.attention import attention_pairs
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
 from hetero_strategy.model.inputs import EncoderInputs, ImagePatches, host_index
-from hetero_strategy.zoo.hf import HFAdapter, make_config
+from hetero_strategy.zoo.hf import HFAdapter, make_config, make_model
 
 
 class Siglip2Backbone(HFAdapter, Backbone):
@@ -52,7 +52,7 @@ class Siglip2Backbone(HFAdapter, Backbone):
         if merge < 1:
             raise ModelError(f"siglip2: merge must be at least 1, got {merge}")
         config.vision_use_head = False  # it sees pooled rows that nobody reads, so its parameters would get no gradient
-        self.model = Siglip2VisionModel(config)
+        self.model = make_model(Siglip2VisionModel, config)
         for layer in self.model.encoder.layers:
             layer.self_attn = PackedSiglip2Attention(config)
         self.config = self.model.config

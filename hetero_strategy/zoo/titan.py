@@ -323,6 +323,11 @@ def titan_llama(
     if unknown := set(fields) - allowed:
         raise ModelError(f"titan_llama: unknown field {sorted(unknown)}: allowed are {sorted(allowed)}")
     if isinstance(scaling := fields.get("rope_scaling_args"), Mapping):
+        allowed = {field.name for field in dataclasses.fields(titan.RoPEScalingArgs)}
+        if unknown := set(scaling) - allowed:
+            raise ModelError(
+                f"titan_llama: unknown field {sorted(unknown)} of rope_scaling_args: allowed are {sorted(allowed)}"
+            )
         fields["rope_scaling_args"] = titan.RoPEScalingArgs(**scaling)
     args = titan.TransformerModelArgs(**fields)
     if args.dim % args.n_heads or args.n_heads % (args.n_kv_heads or args.n_heads):
@@ -330,6 +335,8 @@ def titan_llama(
             f"titan_llama: dim {args.dim} must be a multiple of n_heads {args.n_heads}, and that of n_kv_heads "
             f"{args.n_kv_heads}"
         )
+    if (head_dim := args.dim // args.n_heads) % 2:
+        raise ModelError(f"titan_llama: dim {args.dim} / n_heads {args.n_heads} is {head_dim}; it must be even")
     module = TitanLlama(args, checkpoint=checkpoint, before=before)
     if checkpoint is not None:  # what it leaves out is left out again
         module.token_ids = {name: config[name] for name in _TOKEN_IDS if name in config}

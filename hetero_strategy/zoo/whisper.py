@@ -18,7 +18,7 @@ from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, regis
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
 from hetero_strategy.model.hf_folder import read_json
 from hetero_strategy.model.inputs import EncoderInputs, MelFrames, host_index
-from hetero_strategy.zoo.hf import HFAdapter, at_least_one_row, make_config
+from hetero_strategy.zoo.hf import HFAdapter, at_least_one_row, make_config, make_model
 
 
 class WhisperBackbone(HFAdapter, Backbone):
@@ -56,7 +56,7 @@ class WhisperBackbone(HFAdapter, Backbone):
                 "agree: set it to 0"
             )
         register_hf_attention()
-        self.model = WhisperEncoder(config)
+        self.model = make_model(WhisperEncoder, config)
         self.model.config._attn_implementation = HF_ATTENTION
         self.config = self.model.config
         self.stack = stack

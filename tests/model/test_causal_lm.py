@@ -277,6 +277,14 @@ def test_what_cannot_run_is_refused():
         hf_qwen3(**QWEN, hidden=3)
     with pytest.raises(ModelError, match="n_kv_heads"):
         titan_llama(**TITAN | {"n_kv_heads": 3})
+    with pytest.raises(ModelError, match="dim 12 / n_heads 4 is 3; it must be even"):
+        titan_llama(**TITAN | {"dim": 12})
+    with pytest.raises(ModelError, match=r"unknown field \['factor'\] of rope_scaling_args: .*scaling_factor"):
+        titan_llama(**TITAN, rope_scaling_args={"factor": 8.0})
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM: .* of this config: KeyError 'gleu'; correct the field"):
+        hf_llama(**LLAMA, hidden_act="gleu")
+    with pytest.raises(ModelError, match=r"Qwen3ForCausalLM: .* AssertionError Padding_idx must be within"):
+        hf_qwen3(**QWEN, pad_token_id=40)
     with pytest.raises(DataError, match="65 tokens exceeds the model's maximum 64"):
         ready(titan_llama(**TITAN))(tokens([65]), {})
 

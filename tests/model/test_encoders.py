@@ -111,6 +111,8 @@ def test_a_backbone_that_gives_no_rows_of_the_projectors_width_is_named(give, me
 
 
 def test_siglip2_refuses_what_does_not_fit():
+    with pytest.raises(ModelError, match=r"Siglip2VisionModel: .* KeyError 'gleu'"):
+        siglip2_encoder(out_width=8, **VIT, hidden_act="gleu")
     encoder = ready(siglip2_encoder(out_width=8, merge=2, **VIT))
     with pytest.raises(DataError, match="merge=2"):
         encoder(images([(3, 2)], merge=2))
@@ -214,6 +216,8 @@ def test_whisper_counts_its_padding_and_refuses_long_clips():
         encoder(clips([26]))
     with pytest.raises(ModelError, match="layerdrop"):
         whisper_encoder(out_width=8, **WHISPER, encoder_layerdrop=0.1)
+    with pytest.raises(ModelError, match=r"WhisperEncoder: .* KeyError 'gleu'"):
+        whisper_encoder(out_width=8, **WHISPER, activation_function="gleu")
 
 
 @pytest.mark.parametrize("make", ["siglip2", "whisper"])
