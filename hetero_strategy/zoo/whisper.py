@@ -55,6 +55,11 @@ class WhisperBackbone(HFAdapter, Backbone):
                 f"whisper: encoder_layerdrop={config.encoder_layerdrop} skips layers at random, on which ranks cannot "
                 "agree: set it to 0"
             )
+        if config.apply_spec_augment:
+            raise ModelError(
+                "whisper: apply_spec_augment=true masks frames at random in training, which is not built: set it to "
+                "false, or mask them in before="
+            )
         register_hf_attention()
         self.model = make_model(WhisperEncoder, config)
         self.model.config._attn_implementation = HF_ATTENTION

@@ -216,6 +216,8 @@ def test_whisper_counts_its_padding_and_refuses_long_clips():
         encoder(clips([26]))
     with pytest.raises(ModelError, match="layerdrop"):
         whisper_encoder(out_width=8, **WHISPER, encoder_layerdrop=0.1)
+    with pytest.raises(ModelError, match=r"apply_spec_augment=true masks frames at random .*: set it to false"):
+        whisper_encoder(out_width=8, **WHISPER, apply_spec_augment=True)
     with pytest.raises(ModelError, match=r"WhisperEncoder: .* KeyError 'gleu'"):
         whisper_encoder(out_width=8, **WHISPER, activation_function="gleu")
 
