@@ -23,7 +23,7 @@ from hetero_strategy.checkpoint.loading import fill
 from hetero_strategy.checkpoint.tensorfile import Entry, TensorReader, check_dtype, write_tensors
 from hetero_strategy.errors import CheckpointError
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.model.hf_folder import EXTRA, pairs_to_halves
+from hetero_strategy.model.hf_folder import EXTRA, PROCESSOR, pairs_to_halves
 
 EXPORT_KEY = "hetero_export"
 FILE_BYTES = 5 * 10**9
@@ -66,7 +66,8 @@ def export_record(modules: Mapping[str, Adapter]) -> dict[str, dict[str, Any]]:
             names, heads = dict(weights.names), dict(weights.paired_heads)
             if tied is not None:
                 names[tied[1]] = names[tied[0]]  # one parameter under two names of ours has one there
-            record[start.removesuffix(".")] |= {"names": names, "config": weights.config, "paired_heads": heads}
+            said = {"config": weights.config, "processor": weights.processor}
+            record[start.removesuffix(".")] |= {"names": names, "paired_heads": heads, **said}
     return record
 
 
@@ -170,6 +171,8 @@ class _Writer:
             widest = max((e.dtype for e in entries if e.dtype.is_floating_point), key=lambda dtype: dtype.itemsize)
             content = {**config, "dtype": str(widest).removeprefix("torch.")}
             (folder / "config.json").write_text(json.dumps(content, indent=2))
+        if said := record.get("processor"):
+            (folder / PROCESSOR).write_text(json.dumps(said, indent=2))
         architecture = next(iter(config.get("architectures") or ()), None)
         if architecture is not None:
             text = README + (NO_AUTO if architecture in INNER else "")

@@ -19,6 +19,9 @@ INDEX = "model.safetensors.index.json"
 EXTRA = "extra.safetensors"
 """What an export writes beside them: tensors that have no place in the Hugging Face model, under our own names."""
 
+PROCESSOR = "preprocessor_config.json"
+"""What a folder may say there of how files are read."""
+
 Selection = Mapping[int, Tensor]
 """A part of a tensor: dimension -> int64 indices along it, in the order wanted. Dimensions left out are whole."""
 
@@ -47,6 +50,8 @@ class HFWeights:
     """Globs of names in such a folder that this module rightly leaves out."""
     tied: tuple[str, str] | None = None
     """Names of an embedding and of the head that is the same tensor; a folder may hold either, or both."""
+    processor: Mapping[str, Any] | None = None
+    """What the folder that the weights come from has said in :data:`PROCESSOR`, of what is used here."""
 
     def below(self, prefix: str) -> HFWeights:
         """Return the same weights for a module whose FQNs have ``prefix`` in front."""
@@ -75,6 +80,16 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds a {type(config).__name__}, not names and values")
     return config
+
+
+def read_processor(folder: str | Path, part: str) -> dict[str, Any]:
+    """Read what a folder says of how files are read, in :data:`PROCESSOR` or, as transformers 5 saves a processor, in
+    that part of another file; nothing where it has neither. Errors as :func:`read_config`.
+    """
+    path, joined = (Path(folder) / name for name in (PROCESSOR, "processor_config.json"))
+    if path.is_file():
+        return read_json(path)
+    return read_json(joined).get(part, {}) if joined.is_file() else {}
 
 
 def pairs_to_halves(tensor: Tensor, heads: int) -> Tensor:

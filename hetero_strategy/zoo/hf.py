@@ -32,6 +32,8 @@ class HFAdapter(Adapter):
     """See :attr:`HFWeights.ignored`."""
     folder_tied: tuple[str, str] | None = None
     """See :attr:`HFWeights.tied`."""
+    folder_processor: Mapping[str, Any] | None = None
+    """See :attr:`HFWeights.processor`."""
 
     @override
     def initialize(self, prefix: str, unit: nn.Module) -> None:
@@ -53,7 +55,12 @@ class HFAdapter(Adapter):
         names = {fqn: fqn.removeprefix("model.") for fqn, _ in self.meta_copy().named_parameters()}
         config = {**self.config.to_dict(), "architectures": [self.architecture]}
         return HFWeights(
-            names, config, prefixes=self.folder_prefixes, ignored=self.folder_ignored, tied=self.folder_tied
+            names,
+            config,
+            prefixes=self.folder_prefixes,
+            ignored=self.folder_ignored,
+            tied=self.folder_tied,
+            processor=self.folder_processor,
         )
 
 

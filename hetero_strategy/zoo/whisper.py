@@ -16,7 +16,7 @@ from hetero_strategy.errors import DataError, ModelError
 from hetero_strategy.model.adapter import block_linear_flops, divisible
 from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
-from hetero_strategy.model.hf_folder import read_json
+from hetero_strategy.model.hf_folder import read_config, read_processor
 from hetero_strategy.model.inputs import EncoderInputs, MelFrames, host_index
 from hetero_strategy.zoo.hf import HFAdapter, at_least_one_row, make_config, make_model
 
@@ -70,6 +70,7 @@ class WhisperBackbone(HFAdapter, Backbone):
         self.checkpoint = checkpoint
         self.max_item_rows = config.max_source_positions
         heard = {} if checkpoint is None else _heard(checkpoint)
+        self.folder_processor = heard and {"feature_size": config.num_mel_bins, **heard}
         self.processor = MelFrames(config.num_mel_bins, stack, **heard)
 
     @override
@@ -159,13 +160,12 @@ class WhisperBackbone(HFAdapter, Backbone):
 
 
 def _heard(checkpoint: str | Path) -> dict[str, int]:
-    """How the recordings were read that a folder's weights were trained with: as it says, or as Whisper does."""
-    path, joined = (Path(checkpoint) / name for name in ("preprocessor_config.json", "processor_config.json"))
-    said = {}
-    if path.is_file():
-        said = read_json(path)
-    elif joined.is_file():  # as transformers 5 saves a processor
-        said = read_json(joined).get("feature_extractor", {})
+    """How the recordings were read that a folder's weights were trained with: as it says, or as Whisper does. An
+    encoder by itself is an export of any recordings, of which it may say nothing.
+    """
+    said = read_processor(checkpoint, "feature_extractor")
+    if not said and read_config(checkpoint).get("architectures") == [WhisperBackbone.architecture]:
+        return {}
     return {name: said.get(name, usual) for name, usual in USUAL.items()}
 
 

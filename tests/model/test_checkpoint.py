@@ -16,6 +16,7 @@ from transformers import (
     Siglip2VisionConfig,
     Siglip2VisionModel,
     WhisperConfig,
+    WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
 )
 
@@ -179,6 +180,7 @@ def test_projectors_of_an_export_are_read_again(tmp_path, make, fields):
     ours = ready(make(out_width=8, **fields), dtype=torch.float32)
     folder = export(tmp_path, m=ours) / "m"
     again = make(out_width=8, checkpoint=folder)
+    assert again.processor == ours.processor  # of recordings neither says how they are read
     materialize(again, 5)
     expected = ours.state_dict()
     assert {fqn.split(".")[0] for fqn in expected} > {"projector"}
@@ -255,6 +257,9 @@ def test_whisper_loads_from_a_whole_model(tmp_path):
     model = MultimodalModel({"audio": whisper_encoder(out_width=16, checkpoint=tmp_path), "llm": hf_llama(**LLAMA)})
     audio = processors_of(model, {"audio": {"sampling_rate": 8000}})["audio"]
     assert (audio.sampling_rate, audio.hop_length, audio.n_fft) == (8000, 40, 256)
+    folder = export(tmp_path, audio=model.audio) / "audio"
+    assert whisper_encoder(out_width=16, checkpoint=folder).processor == model.audio.processor
+    assert WhisperFeatureExtractor.from_pretrained(folder).hop_length == 40
 
 
 def test_faults_of_a_folder_are_named(tmp_path):
