@@ -28,6 +28,9 @@ class ImagePatches:
     patch_size: int
     channels: int
     merge: int
+    mean: float | tuple[float, ...] | None = None
+    """None, here and below: no weights were trained with another than the usual one."""
+    std: float | tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from hetero_strategy.errors import DataError, ModelError
 from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import attention_pairs
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
+from hetero_strategy.model.hf_folder import read_processor
 from hetero_strategy.model.inputs import EncoderInputs, ImagePatches, host_index
 from hetero_strategy.zoo.hf import HFAdapter, make_config, make_model
 
@@ -60,7 +61,9 @@ class Siglip2Backbone(HFAdapter, Backbone):
         self.hidden_width = config.hidden_size
         self.width = config.hidden_size * merge**2
         self.checkpoint = checkpoint
-        self.processor = ImagePatches(config.patch_size, config.num_channels, merge)
+        seen = {} if checkpoint is None else _seen(checkpoint)
+        self.folder_processor = {f"image_{name}": value for name, value in seen.items()}
+        self.processor = ImagePatches(config.patch_size, config.num_channels, merge, **seen)
 
     @override
     def embed(self, inputs: EncoderInputs) -> Tensor:
@@ -144,6 +147,17 @@ class Siglip2Backbone(HFAdapter, Backbone):
                 f"siglip2: patches have shape {tuple(inputs.values.shape)}, expected "
                 f"({inputs.packing.rows}, {features}) for patch_size {self.config.patch_size}"
             )
+
+
+def _seen(checkpoint: str | Path) -> dict[str, float | tuple[float, ...]]:
+    """How pixels were normalised that a folder's weights were trained with, where it says that it was not as usual."""
+    said = read_processor(checkpoint, "image_processor")
+    values = {name: said.get(f"image_{name}") for name in ("mean", "std")}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if value is not None and set(np.ravel(value).tolist()) != {0.5}
+    }
 
 
 def merge_order(grids: np.ndarray, merge: int) -> np.ndarray:

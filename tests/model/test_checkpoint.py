@@ -232,6 +232,25 @@ def test_siglip2_loads_alone_or_from_a_whole_model(tmp_path, whole):
     assert torch.equal(encoder.projector.up.weight, fresh.projector.up.weight)
 
 
+def test_pixels_are_normalised_as_a_folder_of_siglip2_says(tmp_path):
+    Siglip2VisionModel(Siglip2VisionConfig(**VIT)).save_pretrained(tmp_path)
+
+    def processor(folder, **said):
+        (folder / "preprocessor_config.json").write_text(json.dumps(said))
+        vision = siglip2_encoder(out_width=16, checkpoint=folder)
+        model = MultimodalModel({"vision": vision, "llm": hf_llama(**LLAMA)})
+        return model, processors_of(model, {})["vision"]
+
+    assert processor(tmp_path, image_mean=[0.5] * 3, image_std=[0.5] * 3)[1].std == 0.5
+    assert processor(tmp_path, image_mean=0.0)[1].mean == 0.0
+    model, made = processor(tmp_path, image_mean=[0.1, 0.2, 0.3], image_std=[0.5] * 3)
+    assert (made.mean, made.std) == ((0.1, 0.2, 0.3), 0.5)
+    with pytest.raises(ConfigError, match=r"mean is 0.5, but the module has"):
+        processors_of(model, {"vision": {"mean": 0.5}})
+    again = siglip2_encoder(out_width=16, checkpoint=export(tmp_path, vision=model.vision) / "vision")
+    assert again.processor == model.vision.processor
+
+
 def test_whisper_loads_from_a_whole_model(tmp_path):
     torch.manual_seed(2)
     fields = WHISPER | {"decoder_layers": 1, "decoder_ffn_dim": 8, "decoder_attention_heads": 2, "vocab_size": 30}
