@@ -30,6 +30,9 @@ ROLES = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt", "s
 MEDIA_FIELDS = ("image", "audio", "video", "draw")
 """Fields that hold media by convention. Where no module reads them they are refused, not ignored."""
 
+ENCODING = "utf-8-sig"
+"""UTF-8, with or without the byte order mark that editors and shells of Windows put before it."""
+
 PathLike = str | Path
 
 SHOWN = 10
@@ -178,10 +181,10 @@ def _parse(
 def _entries(path: Path, manifest: int, faults: Faults) -> Iterator[tuple[int, Any]]:
     try:
         if path.suffix == ".jsonl":
-            with path.open(encoding="utf-8") as file:
+            with path.open(encoding=ENCODING) as file:
                 yield from _lines(file, manifest, faults)
             return
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(path.read_text(encoding=ENCODING))
     except FileNotFoundError:
         raise DataError(f"{path}: manifest is missing; check the path, or write it first") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -71,6 +71,15 @@ def test_json_lines_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.Monk
     assert [sample.id for sample in read_manifest(path)] == ["0", "1", "2"]
 
 
+def test_a_byte_order_mark_before_the_text_is_no_fault(tmp_path: Path) -> None:
+    one, two = entry("é", "q"), entry("two", "q")
+    listed, lines = tmp_path / "m.json", tmp_path / "m.jsonl"
+    listed.write_text(json.dumps([one, two], ensure_ascii=False), encoding="utf-8-sig")
+    lines.write_text(f"{json.dumps(one, ensure_ascii=False)}\r\n{json.dumps(two)}\r\n", encoding="utf-8-sig")
+    for path in (listed, lines):
+        assert [sample.id for sample in read_manifest(path)] == ["é", "two"]
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
