@@ -82,7 +82,7 @@ class MultimodalDataModule(L.LightningDataModule):
         on_error: what an unreadable file or a dead worker does: ``stop`` the run, or ``skip``: samples are counted and
             named, workers replaced.
         max_skipped: samples of an epoch that may be skipped; default: 1%, at least 10.
-        leave_out: media fields whose samples are left out (``indices[split].left_out``); else unread ones are refused.
+        leave_out: media fields; their samples are left out (``indices[split].left_out``), else refused where unread.
         media_folder: what media paths are relative to; default: each manifest's folder.
         cache_folder: where indices lie; default: ``.hetero_index`` beside a split's (first) manifest.
         verify, max_tokens: see `build_index`.
@@ -162,7 +162,7 @@ class MultimodalDataModule(L.LightningDataModule):
             "verify": verify,
             "max_tokens": max_tokens,
         }
-        self.leave_out = tuple(leave_out)
+        self.leave_out = (leave_out,) if isinstance(leave_out, str) else tuple(leave_out)
         self.imports: tuple[str, ...] = ()  # modules that register policies, for workers without this process's memory
         special: dict[str, Any] = {"bos": bos, "eos": eos, "placeholders": placeholders}
         self.tokenizer = ChatTokenizer(tokenizer, **special, chat_template=chat_template)

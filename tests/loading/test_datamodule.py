@@ -152,6 +152,17 @@ def test_other_stages(digits: Path, tmp_path: Path) -> None:
     assert len(fit(tmp_path, no_val, max_epochs=1).seen) == 2
 
 
+def test_one_field_may_be_left_out_by_its_name_alone(digits: Path) -> None:
+    """As it is typed on a command line: it is no list of letters, which no sample holds."""
+    counts = []
+    for given in ("audio", ["audio"]):
+        module = data(digits, leave_out=given)
+        module.setup("validate")
+        counts.append(module.indices["val"].left_out)
+        assert not len(module.indices["val"].items["audio"].rows)
+    assert counts[0] == counts[1] > 0
+
+
 def test_microbatches_by_themselves_follow_from_a_budget_or_the_plan_of_layouts(digits: Path, tmp_path: Path) -> None:
     module = data(digits, microbatches="auto", eval_batch_size=3)
     with pytest.raises(ConfigError, match=r"microbatches=auto follows from a budget, but balance.budget has none for"):
