@@ -166,6 +166,8 @@ def _parse(
             continue
         name = str(entry.get("id", line)).encode(errors="backslashreplace").decode()
         turns = _turns(entry.get("conversations"), answers, problems)
+        if entry.get("system"):  # as ShareGPT's format has it; the language model would never see it
+            problems.append('has \'system\', which nothing reads; make it the first turn: {"from": "system", ...}')
         items = _items(entry, turns, fields, drawn, problems)
         try:
             "".join((*(turn.text for turn in turns), *chain(*items.values()))).encode()

@@ -90,6 +90,7 @@ def test_a_byte_order_mark_before_the_text_is_no_fault(tmp_path: Path) -> None:
         (entry("x", "q", "see <image>", image="a.png"), r"<image> stands in an answer"),
         (entry("x", "q", video="v.mp4"), r"has 'video', which no encoder reads"),
         (entry("x", "q", "<draw>", draw="a.png"), r"has 'draw', which no generator draws; give a processor for it"),
+        (entry("x", "q", system="be brief"), r"'x': has 'system', which nothing reads; make it the first turn"),
         (entry("x", "<image>", image=3), r"'image' must be a path or a list of paths, found 3"),
         ({"id": "x", "conversations": [{"from": "human", "value": "q"}]}, r"no turn is from 'gpt'"),
         ({"id": "x", "conversations": [{"from": "robot", "value": "q"}]}, r"turn 0 is from 'robot'"),
