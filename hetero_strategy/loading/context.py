@@ -53,17 +53,22 @@ def finish_epoch(trainer: L.Trainer | None) -> None:
 
     With ``max_steps`` it takes every restored run for one in the middle of an epoch, goes once more through the end of
     the one that was done, and so leaves out the next one. So it does where an epoch has begun, however long the run is.
-    A run that it restored at the last batch of an epoch counts the epochs after it one short.
+    A run that it restored at the last batch of an epoch counts the epochs after it one short, and one that was ended in
+    the middle of an epoch counts that one as done, though the loader knows better.
     """
     loop = getattr(trainer, "fit_loop", None)
     if loop is None or not (loop.restarting or loop._loaded_from_state_dict):
         return
     progress, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
     total = progress.total
-    if batches.current.processed and not batches.is_last_batch and total.ready == total.started == total.processed:
-        for counted in (total, progress.current):  # of a run that went on from an epoch's last batch
-            counted.ready += 1
-            counted.started += 1
+    if batches.current.processed and not batches.is_last_batch:
+        states = loop._combined_loader_states_to_load
+        here = next((state["epoch"] for state in states if "epoch" in state), progress.current.completed)
+        ended = progress.current.processed - here  # 1 where max_steps or max_time has ended it in its middle
+        for counted in (total, progress.current):
+            counted.processed -= ended
+            counted.completed = counted.processed
+            counted.ready = counted.started = counted.processed + 1
         _Loop.restarting.fset(loop, True)  # type: ignore[attr-defined]
         return
     began = total.ready - 1 == total.started == total.processed == total.completed

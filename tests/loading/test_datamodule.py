@@ -109,6 +109,18 @@ def test_resume_after_an_epoch_end_of_a_run_of_so_many_steps(
         assert rest.seen == whole.seen[(epoch + 1) * each :]
 
 
+def test_a_run_that_ended_within_an_epoch_goes_on_there(digits: Path, tmp_path: Path) -> None:
+    """Lightning goes through that epoch's end, in which its ModelCheckpoint saves by default, and counts it as done."""
+    options: dict[str, Any] = {"limit_val_batches": 0}
+    whole = fit(tmp_path, data(digits), max_steps=10, **options)
+    first = trainer(tmp_path, max_steps=6, **options, callbacks=[ModelCheckpoint(tmp_path, filename="{step}")])
+    first.fit(Recorder(), datamodule=data(digits))
+    first.save_checkpoint(tmp_path / "by_hand.ckpt")
+    for saved in ("step=6", "by_hand"):
+        rest = fit(tmp_path, data(digits), tmp_path / f"{saved}.ckpt", max_steps=10, **options)
+        assert rest.seen == whole.seen[6:], saved
+
+
 class Waits(L.Callback):
     """Notes what waits until a batch were."""
 
