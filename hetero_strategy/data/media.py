@@ -357,5 +357,5 @@ def _same(path: str | Path, names: Sequence[str], sizes: Sizes, expected: Sizes 
     if expected is not None and tuple(sizes) != tuple(int(size) for size in expected):
         raise DataError(
             f"{path}: {', '.join(names)} is {tuple(sizes)} but {tuple(int(s) for s in expected)} when it was indexed;"
-            " the file has changed: delete the index folder (.hetero_index) beside the manifest"
+            " the file has changed: delete the index, in .hetero_index beside the manifest or in cache_folder"
         )
