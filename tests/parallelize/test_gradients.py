@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from hetero_strategy.parallelize import gradients
-from hetero_strategy.parallelize.gradients import Owned, clip_by_norm, scale, settle
+from hetero_strategy.parallelize.gradients import Owned, clip_by_norm, clip_by_value, scale, settle
 from tests.distributed.harness import Pool
 
 
@@ -19,6 +19,13 @@ def test_gradients_of_every_dtype_are_scaled_and_no_gradients_are_none() -> None
     scale(grads, torch.tensor(0.5))
     assert [g.tolist() for g in grads] == [[1.5] * 2, [2.5] * 3, [3.5]]
     scale([], torch.tensor(0.5))  # of a rank on which nothing trains
+
+
+def test_entries_are_clamped_on_both_sides_and_no_gradients_are_none() -> None:
+    weights = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    weights[0].grad = torch.tensor([-2.0, 0.25, 2.0])
+    clip_by_value([Owned(weight, 1) for weight in weights], 0.5)
+    assert weights[0].grad.tolist() == [-0.5, 0.25, 0.5] and weights[1].grad is None
 
 
 def steps_on_rank(rank: int, world: int) -> list[tuple[float, bool]]:
