@@ -95,6 +95,14 @@ VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         # a time in words is the strategy's to refuse
         lambda v: not isinstance(v, int | float) or _whole(v, 1) or (isinstance(v, float) and 0 < v <= 1),
     ),
+    **dict.fromkeys(
+        ("microbatches", "data.microbatches"),
+        ("a whole number of a step, at least 1, or null", lambda v: v is None or _whole(v, 1)),
+    ),
+    **dict.fromkeys(
+        ("batches", "simulations", "data.global_batch"), ("a whole number, at least 1", lambda v: _whole(v, 1))
+    ),
+    "one_more_node": ("a number of seconds, at least 0", _number),
 }
 """Field -> what it may be, in words and as a predicate."""
 

@@ -32,6 +32,7 @@ from recipes import build, cli
 from recipes.drawings import DigitJudge
 from recipes.hints import explained
 from recipes.lit import LitMultimodal
+from recipes.plan import OWN_FIELDS
 from recipes.train import callbacks
 from tests.model.helpers import LLAMA
 from tests.recipes.conftest import data_at
@@ -148,6 +149,19 @@ def test_a_value_that_cannot_be_is_named(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         build.check_configuration(compose(override))
     assert str(error.value).startswith(message)
+
+
+def test_numbers_of_a_plan_that_cannot_be_are_named() -> None:
+    with hydra.initialize_config_dir(cli.CONF, version_base=None):
+        cfg = hydra.compose("plan", overrides=["experiment=none", "model=vlm", "data=laion_1024"])
+    build.check_configuration(cfg, *OWN_FIELDS)
+    for field in ("microbatches", "batches", "simulations", "data.microbatches", "data.global_batch"):
+        for value in (0, -1, 1.5, "few"):
+            changed = OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{field}={value}"]))
+            with pytest.raises(ConfigError, match=rf"^{field}={value}; give a whole number"):
+                build.check_configuration(changed, *OWN_FIELDS)
+    with pytest.raises(ConfigError, match=r"^one_more_node=-1; give a number of seconds"):
+        build.check_configuration(OmegaConf.merge(cfg, {"one_more_node": -1}), *OWN_FIELDS)
 
 
 @pytest.mark.parametrize(
