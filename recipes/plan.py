@@ -21,6 +21,7 @@ from rich.text import Text
 
 from hetero_strategy.errors import ConfigError, HeteroError, LayoutError
 from hetero_strategy.layout.placement import place
+from hetero_strategy.loading.steps import check_counts
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.monitor.timeline import from_simulation
 from hetero_strategy.monitor.timeline_draw import draw
@@ -93,7 +94,7 @@ def plan(cfg: DictConfig) -> None:
         shape,
         cluster,
         batches,
-        microbatches=cfg.microbatches or microbatches,
+        microbatches=microbatches,
         balance=balance,
         precision=precision(cfg),
         simulations=int(cfg.simulations),
@@ -197,21 +198,23 @@ def build_all(model: MultimodalModel, step: Step, planner: Planner, console: Con
 
 
 def sampled(cfg: DictConfig) -> tuple[list[StepMetadata], int | None, BalanceConfig]:
-    """Global batches of the data, the microbatches that it asks for, and how work is balanced.
+    """Global batches of the data, the microbatches that are asked for, and how work is balanced.
 
     Raises:
-        ConfigError: statistics without a global batch.
+        ConfigError: statistics without a global batch, or more microbatches than a global batch has samples.
     """
     count = int(cfg.batches)
     if "sample" in cfg.data:
-        size = int(cfg.data.global_batch)
+        size, microbatches = int(cfg.data.global_batch), cfg.microbatches or cfg.data.microbatches
+        check_counts(size, microbatches, "data.global_batch")
         batches = [
             hydra.utils.instantiate(cfg.data.sample, samples=size, seed=cfg.seed + i, _convert_="all").metadata()
             for i in range(count)
         ]
-        return batches, cfg.data.microbatches, BalanceConfig()
+        return batches, microbatches, BalanceConfig()
     data = build.datamodule(cfg, build.model_maker(cfg))
-    return data.sampled_batches(count), data.microbatches, data.balance
+    check_counts(data.global_batch_size, cfg.microbatches)
+    return data.sampled_batches(count), cfg.microbatches or data.microbatches, data.balance
 
 
 def refuse_what_plans_choose() -> None:

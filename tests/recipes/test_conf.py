@@ -32,7 +32,7 @@ from recipes import build, cli
 from recipes.drawings import DigitJudge
 from recipes.hints import explained
 from recipes.lit import LitMultimodal
-from recipes.plan import OWN_FIELDS
+from recipes.plan import OWN_FIELDS, sampled
 from recipes.train import callbacks
 from tests.model.helpers import LLAMA
 from tests.recipes.conftest import data_at
@@ -162,6 +162,17 @@ def test_numbers_of_a_plan_that_cannot_be_are_named() -> None:
                 build.check_configuration(changed, *OWN_FIELDS)
     with pytest.raises(ConfigError, match=r"^one_more_node=-1; give a number of seconds"):
         build.check_configuration(OmegaConf.merge(cfg, {"one_more_node": -1}), *OWN_FIELDS)
+
+
+@pytest.mark.parametrize(("data", "size"), [("laion_1024", "data.global_batch"), ("digits", "global_batch_size")])
+def test_a_plan_has_no_more_microbatches_than_samples(monkeypatch: pytest.MonkeyPatch, data: str, size: str) -> None:
+    """The run would refuse them, once all candidates had been simulated."""
+    monkeypatch.setattr(build, "model_maker", lambda _: None)
+    monkeypatch.setattr(build, "datamodule", lambda *_: SimpleNamespace(global_batch_size=1920))
+    with hydra.initialize_config_dir(cli.CONF, version_base=None):
+        cfg = hydra.compose("plan", overrides=[f"data={data}", "experiment=none", "microbatches=1921"])
+    with pytest.raises(ConfigError, match=f"microbatches is 1921 but {size} is 1920"):
+        sampled(cfg)
 
 
 @pytest.mark.parametrize(
