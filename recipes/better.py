@@ -29,6 +29,7 @@ from hetero_strategy.profiling.cache import memory_model
 from hetero_strategy.profiling.device import Communication, communication, cores_of_node
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy import HeteroStrategy
+from hetero_strategy.strategy.blueprint import beside_kept
 from hetero_strategy.strategy.precision import storage_of
 from recipes.layout_file import train_with, write_layout
 from recipes.lit import LitMultimodal
@@ -151,9 +152,10 @@ def _planner(
         cluster = together.on(cluster)
     config, batches = strategy.executor.compiler.config, trainer.accumulate_grad_batches
     bounds = ScheduleConfig(max_in_flight=config.max_in_flight, islands=config.islands)
+    bounds = beside_kept(bounds, model, strategy.executor.storage)
     given = Given(
         offload=strategy.offload, compile=strategy.compile, accumulated=batches, cached=[*strategy.row_caches.folders],
-        microbatch_rows=data.encoder_microbatch_rows,
+        reshard_after_forward=bounds.reshard_after_forward, microbatch_rows=data.encoder_microbatch_rows,
     )  # fmt: skip
     planner = Planner(
         shape,

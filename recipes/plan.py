@@ -46,7 +46,9 @@ from hetero_strategy.profiling.activations import DTYPES
 from hetero_strategy.profiling.cache import memory_model, profile_on
 from hetero_strategy.runtime.memory import size
 from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.strategy.blueprint import beside_kept
 from hetero_strategy.strategy.dry_run import dry_run
+from hetero_strategy.strategy.precision import kept as kept_fp32
 from recipes import build, cli, terminal
 from recipes.dry_run import report
 from recipes.layout_file import train_with, write_layout
@@ -84,6 +86,7 @@ def plan(cfg: DictConfig) -> None:
     batches, microbatches, balance = sampled(cfg)
     with torch.device("meta"):
         model = make_model()
+    storage = stored(cfg, model)
     shape, cluster = shape_of(model), hydra.utils.instantiate(cfg.cluster)
     measured: Mapping[str, ModuleSeconds] = {}
     if cfg.profile:
@@ -99,7 +102,7 @@ def plan(cfg: DictConfig) -> None:
         precision=precision(cfg),
         simulations=int(cfg.simulations),
         measured=measured,
-        allowed=allowed(cfg),
+        allowed=allowed(cfg, model, storage),
     )
     memory = cache(lambda: memory_model(model.train(), shape, cluster, precision(cfg), planner.estimates.given))
     answer = search(planner, console, memory)
@@ -127,7 +130,7 @@ def plan(cfg: DictConfig) -> None:
     console.print(f"pictures    {cli.near(folder / 'timeline.png')}")
     console.print(f"layout      {cli.near(file)}")
     if cfg.dry_run:
-        build_all(model, step, planner, console)
+        build_all(model, step, planner, storage, console)
     if command is not None:
         console.print(f"train       {command}", soft_wrap=True)
 
@@ -172,10 +175,9 @@ def profiled(
     return found.modules, cluster
 
 
-def build_all(model: MultimodalModel, step: Step, planner: Planner, console: Console) -> None:
+def build_all(model: MultimodalModel, step: Step, planner: Planner, storage: Storage, console: Console) -> None:
     """Build the plan at its full number of ranks, without them, and print what that finds."""
     cluster, placed = planner.evaluator.cluster, step.placed
-    compute, master = (DTYPES[n] for n in (planner.evaluator.precision.compute, planner.evaluator.precision.master))
     with console.status(Text("dry run")) as status:
         found = dry_run(
             model,
@@ -190,7 +192,7 @@ def build_all(model: MultimodalModel, step: Step, planner: Planner, console: Con
             compile=planner.estimates.given.compile,
             balance=planner.balance,
             microbatch_rows=planner.estimates.given.microbatch_rows,
-            storage=Storage(compute, master),
+            storage=storage,
             memory=cluster.memory,
             progress=lambda what: status.update(Text(f"dry run: {what}")),
         )
@@ -232,7 +234,7 @@ def refuse_what_plans_choose() -> None:
             raise ConfigError(f"{name}: {why}; leave it out")
 
 
-def allowed(cfg: DictConfig) -> Allowed:
+def allowed(cfg: DictConfig, model: MultimodalModel, storage: Storage) -> Allowed:
     """What a run's other options leave to the plan, and keep it to. How a run was scheduled does not: its plans are for
     other layouts.
     """
@@ -247,10 +249,11 @@ def allowed(cfg: DictConfig) -> Allowed:
         said.schedule, said.max_in_flight or {}, said.reshard_after_forward, said.fill, said.pieces or {},
         said.prefetch or {}, said.islands,
     )  # fmt: skip
+    asked = beside_kept(asked, model, storage)
     rows = dict((cfg.data.module.get("encoder_microbatch_rows") if "module" in cfg.data else None) or {})
     given = Given(
         recomputes(said.recompute), offloads(said.offload), compiles(said.compile),
-        int(cfg.trainer.get("accumulate_grad_batches") or 1), str(said.reshard_after_forward), [*(said.cache or ())],
+        int(cfg.trainer.get("accumulate_grad_batches") or 1), asked.reshard_after_forward, [*(said.cache or ())],
         rows,
     )  # fmt: skip
     return Allowed.beside(asked, given, payload)
@@ -266,6 +269,14 @@ def precision(cfg: DictConfig) -> Precision:
     if given not in PRECISIONS:
         raise ConfigError(f"trainer.precision={given}: plans are made for {', '.join(PRECISIONS)}")
     return PRECISIONS[given]
+
+
+def stored(cfg: DictConfig, model: MultimodalModel) -> Storage:
+    """In which dtypes a run keeps parameters and computes."""
+    numbers = precision(cfg)
+    made = Storage(DTYPES[numbers.compute], DTYPES[numbers.master], kept_fp32(cfg.strategy.keep_fp32))
+    made.check(model.modules_by_name)
+    return made
 
 
 def search(

@@ -26,6 +26,7 @@ from hetero_strategy.planner.variants import Allowed
 from hetero_strategy.profiling.cache import memory_model, profile_on
 from hetero_strategy.profiling.device import Communication, communication
 from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.strategy.blueprint import beside_kept
 
 if TYPE_CHECKING:
     from hetero_strategy.strategy.strategy import HeteroStrategy
@@ -103,6 +104,7 @@ def planned(
             "HeteroStrategy: layouts='auto' plans for the batches of a MultimodalDataModule; pass one to the Trainer as"
             " datamodule=..., or give layouts"
         )
+    asked = beside_kept(asked, model, storage)
     shape, precision = shape_of(model), Precision(storage.compute.itemsize, storage.master.itemsize)
     device, batches = strategy.root_device, data.sampled_batches(BATCHES)
     cluster = this_cluster(device, strategy.num_nodes, strategy.num_processes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from hetero_strategy.errors import ConfigError
@@ -140,17 +140,28 @@ def _check_ahead(model: MultimodalModel, prefetch: Collection[str], trains: Mapp
             )
 
 
-def _check_kept(name: str, module: Adapter, storage: Storage) -> None:
-    """Refuse layers that compute in fp32 by themselves, and so are gathered by themselves, as often as a rank likes."""
+def kept_by_chunk(name: str, module: Adapter, storage: Storage) -> list[str]:
+    """Layers of a module that compute in fp32 by themselves and run once for each chunk of labelled rows, by FQN."""
     chunked = {id(layer) for part in module.recomputed_parts() for layer in part.modules()}
-    for layer in storage.kept(name, module) if storage.mixed else ():
-        if id(layer) in chunked:
-            fqn = next(fqn for fqn, part in module.named_modules() if part is layer)
-            raise ConfigError(
-                f"HeteroStrategy: keep_fp32 names parameters of {name}.{fqn}, which runs once for each chunk of"
-                " labelled rows: ranks would gather it as often as each has chunks; use reshard_after_forward='never',"
-                " or leave it out"
-            )
+    kept = {id(layer) for layer in storage.kept(name, module)} if storage.mixed else set()
+    return [fqn for fqn, part in module.named_modules() if id(part) in chunked & kept]
+
+
+def beside_kept(asked: ScheduleConfig, model: MultimodalModel, storage: Storage) -> ScheduleConfig:
+    """What is asked of a plan, so that :func:`blueprint` refuses none of its layouts for such layers."""
+    kept = any(kept_by_chunk(name, module, storage) for name, module in model.modules_by_name.items())
+    free = kept and asked.reshard_after_forward == "auto"
+    return replace(asked, reshard_after_forward="never") if free else asked
+
+
+def _check_kept(name: str, module: Adapter, storage: Storage) -> None:
+    """Refuse such layers where they are gathered by themselves, as often as a rank likes."""
+    for fqn in kept_by_chunk(name, module, storage):
+        raise ConfigError(
+            f"HeteroStrategy: keep_fp32 names parameters of {name}.{fqn}, which runs once for each chunk of labelled"
+            " rows: ranks would gather it as often as each has chunks; use reshard_after_forward='never', or leave it"
+            " out"
+        )
 
 
 def _check_compile(

@@ -19,7 +19,7 @@ from hetero_strategy.parallelize.fsdp import apply_fsdp
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy import HeteroStrategy
-from hetero_strategy.strategy.blueprint import blueprint
+from hetero_strategy.strategy.blueprint import beside_kept, blueprint
 from hetero_strategy.strategy.precision import check_trainable, storage_of
 from hetero_strategy.zoo import hf_llama, siglip2_encoder
 from tests.model.helpers import LLAMA, VIT
@@ -66,8 +66,14 @@ def test_layers_that_run_once_for_each_chunk_are_not_gathered_by_themselves() ->
         ConfigError, match=r"keep_fp32 names parameters of llm\.\S*norm, which runs once for each chunk"
     ):
         blueprint(built, layouts, ScheduleConfig(), storage=storage)
-    blueprint(built, layouts, ScheduleConfig(reshard_after_forward="never"), storage=storage)
-    blueprint(built, layouts, ScheduleConfig(), storage=Storage(torch.bfloat16, keep=("llm.*layers*norm*",)))
+    others = Storage(torch.bfloat16, keep=("llm.*layers*norm*",))
+    blueprint(built, layouts, ScheduleConfig(), storage=others)
+    asked = beside_kept(ScheduleConfig(), built, storage)  # of plans
+    assert asked == ScheduleConfig(reshard_after_forward="never")
+    blueprint(built, layouts, asked, storage=storage)
+    assert beside_kept(ScheduleConfig(), built, others) == ScheduleConfig()
+    always = ScheduleConfig(reshard_after_forward="always")
+    assert beside_kept(always, built, storage) is always
 
 
 class Attending(torch.nn.Module):

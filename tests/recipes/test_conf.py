@@ -32,7 +32,7 @@ from recipes import build, cli
 from recipes.drawings import DigitJudge
 from recipes.hints import explained
 from recipes.lit import LitMultimodal
-from recipes.plan import OWN_FIELDS, sampled
+from recipes.plan import OWN_FIELDS, allowed, sampled, stored
 from recipes.train import callbacks
 from tests.model.helpers import LLAMA
 from tests.recipes.conftest import data_at
@@ -162,6 +162,20 @@ def test_numbers_of_a_plan_that_cannot_be_are_named() -> None:
                 build.check_configuration(changed, *OWN_FIELDS)
     with pytest.raises(ConfigError, match=r"^one_more_node=-1; give a number of seconds"):
         build.check_configuration(OmegaConf.merge(cfg, {"one_more_node": -1}), *OWN_FIELDS)
+
+
+def test_a_plan_keeps_to_layers_in_fp32() -> None:
+    """The last norm runs once for each chunk of rows, so a run refuses to gather it with every microbatch."""
+    with torch.device("meta"):
+        model = MultimodalModel({"llm": hf_llama(**LLAMA)})
+    with hydra.initialize_config_dir(cli.CONF, version_base=None):
+        kept = ["trainer.precision=bf16-mixed", "strategy.keep_fp32=['llm.*norm*']"]
+        cfg = hydra.compose("plan", overrides=kept)
+        wrong = hydra.compose("plan", overrides=[*kept[:1], "strategy.keep_fp32=['lm.*']"])
+    found = allowed(cfg, model, stored(cfg, model))
+    assert (found.asked.reshard_after_forward, found.given.reshard_after_forward) == ("never", "never")
+    with pytest.raises(ConfigError, match=r"keep_fp32 names 'lm\.\*', but no parameter is called so"):
+        stored(wrong, model)
 
 
 @pytest.mark.parametrize(("data", "size"), [("laion_1024", "data.global_batch"), ("digits", "global_batch_size")])
