@@ -49,7 +49,7 @@ FLOAT8 = "rowwise_with_gw_hp, emulated"
 GROUPED, SPLIT = {"vision": 1000, "audio": 1000}, {"vision": 8, "audio": 8}
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
-    "tied": (PLAIN, TIED, ("zbv",), ("1f1b", "zb_h1", "interleaved_1f1b")),
+    "tied": (PLAIN, TIED, ("1f1b",), ("zb_h1", "interleaved_1f1b", "zbv")),
     "tied, sharded": (SHARDED, TIED, ("zb_h1",), ("1f1b",)),
     "tied, both ends in one stage": ({"vision": on(0, 1, pp=2), "llm": on(1)}, TIED, ("zb_h1",), ()),
     "recompute": (BOTH, {"recompute": {"vision": "all", "llm": "all"}}, ("zbv",), ("1f1b", "zb_h1")),
