@@ -143,6 +143,10 @@ def test_what_the_recipe_makes_itself_is_not_to_give() -> None:
         ("trainer.val_check_interval=1.5", "trainer.val_check_interval=1.5; give a whole number of batches"),
         ("trainer.val_check_interval=true", "trainer.val_check_interval=True; give a whole number of batches"),
         ("monitor.peak_flops=0", "monitor.peak_flops=0; give operations per second of a device, above 0"),
+        ("data.module.num_workers=auto", "data.module.num_workers=auto; give a whole number of processes, 0: none"),
+        ("data.module.tokenizer=null", "data.module.tokenizer=null; give a tokenizer.json, or the folder it lies in"),
+        ("data.module.leave_out=null", "data.module.leave_out=null; give a media field or a list of them"),
+        ("data.module.encoder_microbatch_rows=9", "data.module.encoder_microbatch_rows=9; give rows by module, such"),
     ],
 )
 def test_a_value_that_cannot_be_is_named(override: str, message: str) -> None:
@@ -160,6 +164,9 @@ def test_numbers_of_a_plan_that_cannot_be_are_named() -> None:
             changed = OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{field}={value}"]))
             with pytest.raises(ConfigError, match=rf"^{field}={value}; give a whole number"):
                 build.check_configuration(changed, *OWN_FIELDS)
+    for field in ("cluster.nodes", "cluster.ranks_per_node"):
+        with pytest.raises(ConfigError, match=rf"^{field}=two; give a whole number, at least 1"):
+            build.check_configuration(OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{field}=two"])), *OWN_FIELDS)
     with pytest.raises(ConfigError, match=r"^one_more_node=-1; give a number of seconds"):
         build.check_configuration(OmegaConf.merge(cfg, {"one_more_node": -1}), *OWN_FIELDS)
 
