@@ -100,8 +100,7 @@ VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         ("a whole number of a step, at least 1, or null", lambda v: v is None or _whole(v, 1)),
     ),
     **dict.fromkeys(
-        ("batches", "simulations", "data.global_batch", "cluster.nodes", "cluster.ranks_per_node"),
-        ("a whole number, at least 1", lambda v: _whole(v, 1)),
+        ("batches", "simulations", "data.global_batch"), ("a whole number, at least 1", lambda v: _whole(v, 1))
     ),
     "data.module.num_workers": ("a whole number of processes, 0: none", _whole),
     "data.module.tokenizer": ("a tokenizer.json, or the folder it lies in", lambda v: isinstance(v, str)),

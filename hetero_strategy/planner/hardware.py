@@ -136,8 +136,10 @@ def cluster(
             raise ConfigError(f"cluster: no field {name!r}; {hint(name, _FIELDS)}")
     ranks = usual if ranks_per_node is None else ranks_per_node
     cores = 1 if cores_per_node is None else cores_per_node
-    for name, value in {"nodes": nodes, "ranks_per_node": ranks, "cores_per_node": cores, **overrides}.items():
-        if not value > 0 and not (value == 0 and (name == "launch" or name.endswith("latency"))):
+    given: dict[str, Any] = {"nodes": nodes, "ranks_per_node": ranks, "cores_per_node": cores, **overrides}
+    for name, value in given.items():  # of a file: anything
+        zero = name == "launch" or name.endswith("latency")
+        if not isinstance(value, int | float) or not (value > 0 or (zero and value == 0)):
             raise ConfigError(f"cluster: {name}={value} must be positive")
     for name in ("matmul", "attention"):
         if overrides.get(name, 0.5) > 1:

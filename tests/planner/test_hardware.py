@@ -93,6 +93,7 @@ def test_a_cluster_has_what_was_asked_for() -> None:
         ({"xyz": 4}, "the fields are device, nodes, ranks_per_node, network, within, cores_per_node, flops, memory"),
         ({"cores_per_node": 0}, "cores_per_node=0 must be positive"),
         ({"nodes": 0}, "nodes=0 must be positive"),
+        ({"nodes": "two"}, "nodes=two must be positive"),
         ({"across_bandwidth": -1.0}, "across_bandwidth=-1.0 must be positive"),
         ({"matmul": 60.0}, "matmul=60.0 is a share of flops"),
     ],

@@ -147,7 +147,7 @@ def test_what_one_more_node_of_each_kind_would_buy_is_said(pool: Pool, given: tu
     ("overrides", "message"),
     [
         (("cluster.device=h900",), "device='h900' is not known; known: a40"),
-        (("cluster.nodes=0",), "cluster.nodes=0; give a whole number, at least 1"),
+        (("cluster.nodes=0",), "cluster: nodes=0 must be positive"),
         (("+cluster.memory=1e5",), "no layout of vision, audio, llm fits on 4 x cpu"),
         (("model=mllm_9b", "data=cornstarch_vision", "experiment=none"), "the data has no items of draw"),
         (("trainer.precision=bf16-true",), "trainer.precision=bf16-true: plans are made for bf16-mixed"),
