@@ -9,23 +9,31 @@ time that is left once kernels and collectives are taken away is what Python doe
   main       of a step on the main thread, without kernels and collectives
   calls      calls of Python and C functions in ``main``: the same on every machine
   step       the whole of it, with the tiny modules of this benchmark
+
+The second table is the language model alone, a stage in the middle of 8 with one small layer in the place of its
+blocks, beside torch's own pipelining runtimes with the same layer and schedule: in turns, per action. Theirs have
+tensors of one shape, no rows to route and no random numbers to set.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.common import arguments, report, write_json
+from benchmarks.peers import torch_pipeline
 from benchmarks.pipelines import Setting, assembled
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.loading.batch import Batch
@@ -33,8 +41,9 @@ from hetero_strategy.runtime import backward
 from hetero_strategy.runtime import executor as running
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.compile import compile_step
+from hetero_strategy.schedule.text import to_csv
 
-STAGES, MICROBATCHES = 8, 32
+STAGES, MICROBATCHES, WIDTH = 8, 32, 32
 
 
 class Kernels:
@@ -60,26 +69,28 @@ class Kernels:
         return call
 
 
-def setting(instances: int) -> Setting:
-    """Modules as small as they can be: what is measured does not depend on their size."""
+def setting(instances: int, *, alone: bool = False) -> Setting:
+    """Modules as small as they can be: what is measured does not depend on their size. The language model ``alone``,
+    or with two encoders.
+    """
     ranks = tuple(range(STAGES * instances))
     encoder = ModuleLayout(ranks, dp_replicate=len(ranks), dp_shard=1)
     llm = ModuleLayout(ranks, pp=STAGES, dp_replicate=instances, dp_shard=1)
     return Setting(
-        "host_time", {"vision": encoder, "audio": encoder, "llm": llm}, vision=(32, 1), audio=(32, 1),
-        llm=(32, STAGES), samples=2 * MICROBATCHES * instances, microbatches=MICROBATCHES, cells=(1, 2), clip=(2, 6),
-        text=(4, 9),
+        "host_time", {"llm": llm} if alone else {"vision": encoder, "audio": encoder, "llm": llm},
+        vision=(WIDTH, 1), audio=(WIDTH, 1), llm=(WIDTH, STAGES), samples=2 * MICROBATCHES * instances,
+        microbatches=MICROBATCHES, cells=(1, 2), clip=(2, 6), text=(4, 9),
     )  # fmt: skip
 
 
 @contextmanager
-def one_rank(instances: int, rank: int) -> Iterator[tuple[Executor, Batch]]:
+def one_rank(instances: int, rank: int, *, alone: bool = False) -> Iterator[tuple[Executor, Batch]]:
     """What runs a step on a rank, and its batch, in a world of which all other ranks are fake."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=STAGES * instances)
     new_group = dist.new_group
     try:
         with patch.object(dist, "new_group", lambda ranks=None, **_: new_group(ranks)):
-            chosen = setting(instances)
+            chosen = setting(instances, alone=alone)
             executor = assembled(chosen, rank).executor
         with patch.object(executor.agreement, "check"):  # the fake group sums nothing, so ranks seem to disagree
             yield executor, chosen.batch(0, rank)
@@ -87,10 +98,47 @@ def one_rank(instances: int, rank: int) -> Iterator[tuple[Executor, Batch]]:
         dist.destroy_process_group()
 
 
+@contextmanager
+def stepping(executor: Executor, batch: Batch, kernels: Kernels) -> Iterator[Callable[[], None]]:
+    """What runs one step, of which ``kernels`` takes the seconds of kernels and collectives."""
+    with ExitStack() as patches:
+        for stage in executor.stages.values():
+            patches.enter_context(patch.object(stage, "forward", kernels.timed(stage.forward)))
+        for owner, name in (
+            (backward, "whole"), (backward, "inputs_first"), (running, "settle"), (dist, "all_reduce"),
+            (dist, "batch_isend_irecv"),
+        ):  # fmt: skip
+            patches.enter_context(patch.object(owner, name, kernels.timed(getattr(owner, name))))
+
+        def step() -> None:
+            executor.run(batch, train=True)
+
+        yield step
+
+
+def time_step(step: Callable[[], None], kernels: Kernels) -> tuple[float, float]:
+    """Seconds of a step, and of it without kernels."""
+    kernels.seconds, began = 0.0, time.perf_counter()
+    step()
+    took = time.perf_counter() - began
+    return took, took - kernels.seconds
+
+
+def calls_of(step: Callable[[], None], kernels: Kernels) -> int:
+    """Calls of a step outside of kernels."""
+    kernels.calls = 0
+    sys.setprofile(kernels.count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return kernels.calls
+
+
 def measure(instances: int, rank: int, rounds: int) -> dict[str, float]:
     """Medians in ms."""
     with one_rank(instances, rank) as (executor, batch):
-        schedules, compiles, mains, steps = [], [], [], []
+        schedules, compiles = [], []
         for _ in range(rounds):
             batch.plan._places.clear()
             began = time.perf_counter()
@@ -99,37 +147,43 @@ def measure(instances: int, rank: int, rounds: int) -> dict[str, float]:
             program = compile_step(batch.plan, schedule, rank)
             compiles.append(time.perf_counter() - scheduled)
             schedules.append(scheduled - began)
-        batch, kernels = batch.with_program(program), Kernels()
-        with ExitStack() as patches:
-            for stage in executor.stages.values():
-                patches.enter_context(patch.object(stage, "forward", kernels.timed(stage.forward)))
-            for owner, name in (
-                (backward, "whole"), (backward, "inputs_first"), (running, "settle"), (dist, "all_reduce"),
-                (dist, "batch_isend_irecv"),
-            ):  # fmt: skip
-                patches.enter_context(patch.object(owner, name, kernels.timed(getattr(owner, name))))
-            for number in range(rounds + 2):
-                kernels.seconds, began = 0.0, time.perf_counter()
-                executor.run(batch, train=True)
-                if number >= 2:
-                    steps.append(time.perf_counter() - began)
-                    mains.append(steps[-1] - kernels.seconds)
-                for stage in executor.stages.values():
-                    stage.zero_grad()
-            sys.setprofile(kernels.count)
-            try:
-                executor.run(batch, train=True)
-            finally:
-                sys.setprofile(None)
+        kernels = Kernels()
+        with stepping(executor, batch.with_program(program), kernels) as step:
+            steps, mains = zip(*[time_step(step, kernels) for _ in range(rounds + 2)][2:], strict=True)
+            calls = calls_of(step, kernels)
     columns = {"schedule": schedules, "compile": compiles, "main": mains, "step": steps}
     return {name: 1e3 * statistics.median(seconds) for name, seconds in columns.items()} | {
         "actions": len(program.actions),
         "transfers": len(program.transfers),
-        "calls": kernels.calls,
+        "calls": calls,
     }
 
 
-def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:
+def beside_torch(rounds: int, rank: int = STAGES // 2) -> dict[str, dict[str, float]]:
+    """Runtime -> microseconds without kernels, and calls, per action: the language model alone, in turns."""
+    layer, kernels = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), Kernels()
+    with ExitStack() as stack:
+        executor, batch = stack.enter_context(one_rank(1, rank, alone=True))
+        for stage in executor.stages.values():
+            stack.enter_context(patch.object(stage, "forward", lambda inputs, rows, hidden: layer(hidden)))
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "schedule.csv"
+        path.write_text(to_csv(executor.compiler.schedule(batch.plan, train=True)))
+        steps = {"ours": stack.enter_context(stepping(executor, executor.ready(batch, train=True), kernels))}
+        for name in torch_pipeline.RUNTIMES:
+            given = name, layer, WIDTH, rank, STAGES, MICROBATCHES, str(path)
+            steps[name] = torch_pipeline.prepared(*given, kernels.timed)
+        turns = [{name: time_step(step, kernels)[1] for name, step in steps.items()} for _ in range(rounds + 2)][2:]
+        actions = 2 * MICROBATCHES  # of all: ours also starts the sum of gradients, which counts for nothing here
+        return {
+            name: {
+                "microseconds": 1e6 * statistics.median(turn[name] for turn in turns) / actions,
+                "calls": calls_of(step, kernels) / actions,
+            }
+            for name, step in steps.items()
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run, print, write.
 
     Args:
@@ -156,8 +210,17 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:
         ],
         ["schedule and compile run in loader workers, ahead of the step"],
     )  # fmt: skip
-    write_json(given.json, "host_time", "cpu", {"instances": given.instances, "rounds": given.rounds}, found)
-    return found
+    peers = beside_torch(given.rounds)
+    report(
+        "host_time",
+        "a stage of the language model alone beside torch's runtimes, between kernels",
+        ("runtime", "us per action", "calls per action", "calls / ours"),
+        [(name, x["microseconds"], x["calls"], x["calls"] / peers["ours"]["calls"]) for name, x in peers.items()],
+        [],
+    )
+    figures = {"steps": found, "beside torch": peers}
+    write_json(given.json, "host_time", "cpu", {"instances": given.instances, "rounds": given.rounds}, figures)
+    return figures
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,12 +124,15 @@ def _step_overhead(rank: int, world: int, file: str) -> dict[str, object]:
 
 @pytest.mark.distributed
 def test_host_time(pool) -> None:
-    ((one,),) = pool.run(1, _host_time, group=False)
+    (figures,) = pool.run(1, _host_time, group=False)
+    (one,), peers = figures["steps"], figures["beside torch"]
     assert one["actions"] == 3 * 2 * 32 + 3 and one["main"] < one["step"]
     assert 20 * one["actions"] < one["calls"] < MOST_CALLS * one["actions"]
+    ours = peers.pop("ours")["calls"]
+    assert all(0.9 * peer["calls"] > ours > 20 for peer in peers.values()), peers
 
 
-def _host_time(rank: int, world: int) -> list[dict[str, float]]:
+def _host_time(rank: int, world: int) -> dict[str, Any]:
     return host_time.main(["--instances", "2", "--rounds", "1"])
 
 
