@@ -4,7 +4,8 @@ Four gloo processes have an encoder on all ranks of a language model's pipeline,
 and a frozen one that works for the next step (``prefetch``): real step programs, messages and gradients of small
 modules. What stands in for a device is time: an action ends no sooner than the seconds that its FLOPs are given, in
 which its process sleeps. So four ranks need no four cores, and a step takes what its order costs, as long as the
-modules themselves compute in less. Simulated is the very schedule with those seconds and nothing else.
+modules themselves compute in less. Simulated is the very schedule with those seconds and nothing else. The bound is all
+work over the four ranks.
 """
 
 from __future__ import annotations
@@ -102,6 +103,12 @@ def simulated(schedule: str, way: str, ratio: float, *, frozen: bool = False) ->
     return simulate(known.schedule, lambda action: seconds(known.costs, action)).time
 
 
+def least(ratio: float, *, frozen: bool = False) -> float:
+    """Seconds of all work over the ranks; a backward takes twice as long as its forward."""
+    forwards = 3 + ratio * (1 if frozen else 3)
+    return forwards * FORWARD * setting(SCHEDULES[0], "none", ratio).microbatches
+
+
 def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[str, Any]:
     """Print the table."""
     parser = arguments(__doc__)
@@ -112,14 +119,15 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[st
         steps = gather(processes.run(4, on_rank, schedule, ratio, frozen, args.rounds, timeout=600))
         said = [simulated(schedule, way, ratio, frozen=frozen) for way in ways(frozen)]
         took = [statistics.median(s.seconds for s in steps if s.turn == i) for i in range(len(said))]
-        alone = simulated(schedule, "none", 0.0)
+        alone, bound = simulated(schedule, "none", 0.0), least(ratio, frozen=frozen)
         name = f"{schedule}, {ratio}{', frozen' if frozen else ''}"
-        found[name] = {"measured": took, "simulated": said, "over pipeline": took[-1] / alone}
+        found[name] = {"measured": took, "simulated": said, "over pipeline": took[-1] / alone,
+                       "bound over pipeline": bound / alone}  # fmt: skip
         for way, measured, expected in zip(ways(frozen), took, said, strict=True):
-            shares = [measured / took[0], expected / said[0], measured / expected, measured / alone]
+            shares = [measured / took[0], expected / said[0], measured / expected, measured / alone, bound / alone]
             rows.append([schedule, ratio, "frozen" if frozen else "trained", way, measured, *shares])
     head = ("schedule", "encoder / llm", "encoder", "way", "seconds", "over turns", "simulated", "measured / simulated",
-            "over pipeline alone")  # fmt: skip
+            "over pipeline alone", "bound / alone")  # fmt: skip
     report("filled_steps", "An encoder in turns with a pipeline and in its bubbles", head, rows, [])
     write_json(args.json, "filled_steps", "cpu", {"rounds": args.rounds}, found)
     return found
