@@ -13,6 +13,7 @@ message. One that fails is made as small as it can be while it still fails, and 
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 import threading
@@ -166,6 +167,7 @@ def run_all(
     timeout: float = 60,
     most: int = 60,
     held_up: str = "",
+    minutes: float = math.inf,
     say: Callable[[str], None] = print,
 ) -> list[Found]:
     """Draw settings and run them; failures are told, shrunk, as they occur.
@@ -179,10 +181,15 @@ def run_all(
         timeout: seconds after which a setting counts as hung.
         most: settings that are tried to make a failing one smaller.
         held_up: see :func:`run`.
+        minutes: after which no further setting starts.
         say: where failures are told.
     """
 
-    def one(number: int) -> Found:
+    last = time.monotonic() + 60 * minutes
+
+    def one(number: int) -> Found | None:
+        if time.monotonic() > last:
+            return None
         options: dict[str, Any] = {"number": number, "held_up": held_up}
         found = run(pool, draw(seed, number, data), timeout=timeout, **options)
         if found.fails:
@@ -197,13 +204,15 @@ def run_all(
         return found
 
     with ThreadPoolExecutor(worlds) as threads:
-        return list(tqdm(threads.map(one, range(count)), total=count, mininterval=30))
+        ran = tqdm(threads.map(one, range(count)), total=count, mininterval=30)
+        return [found for found in ran if found is not None]
 
 
 def main(argv: list[str] | None = None, pool: Pool | None = None) -> dict[str, Any]:
     """The program; what :func:`summary` counts."""
     parser = arguments(__doc__)
     parser.add_argument("--count", type=int, default=100, help="settings to draw")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further setting starts")
     parser.add_argument("--seed", type=int, default=0, help="of the settings")
     parser.add_argument("--setting", metavar="JSON", help="run this one, as a failing one was printed")
     parser.add_argument("--worlds", type=int, default=2, help="settings that run at a time")
@@ -221,7 +230,7 @@ def main(argv: list[str] | None = None, pool: Pool | None = None) -> dict[str, A
         else:
             found = run_all(
                 pool, data, args.count, args.seed, worlds=args.worlds, timeout=args.timeout, most=args.shrink,
-                held_up=args.held_up,
+                held_up=args.held_up, minutes=args.minutes,
                 say=lambda text: print(text, flush=True),
             )  # fmt: skip
     results = summary(found, time.monotonic() - began)
