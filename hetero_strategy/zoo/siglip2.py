@@ -150,13 +150,28 @@ class Siglip2Backbone(HFAdapter, Backbone):
 
 
 def _seen(checkpoint: str | Path) -> dict[str, float | tuple[float, ...]]:
-    """How pixels were normalised that a folder's weights were trained with, where it says that it was not as usual."""
+    """How pixels were normalised that a folder's weights were trained with, where it says that it was not as usual.
+
+    Raises:
+        ModelError: what it says is not one number, or one for each channel.
+    """
     said = read_processor(checkpoint, "image_processor")
-    values = {name: said.get(f"image_{name}") for name in ("mean", "std")}
+    kept = {name: said[name] for name in ("rescale_factor", "image_mean", "image_std") if said.get(name) is not None}
+    if said.get("do_normalize") is False:  # mean and deviation are not used
+        kept |= {"image_mean": 0.0, "image_std": 1.0}
+    try:
+        numbers = {name: np.array(value, np.float64) for name, value in kept.items()}
+    except (TypeError, ValueError):
+        raise ModelError(f"siglip2: {checkpoint} says of its pixels {kept}; correct what is no number there") from None
+    scale = 1.0 if said.get("do_rescale") is not False else 255.0
+    if scale == 1.0 and "rescale_factor" in numbers:
+        scale = round(float(numbers["rescale_factor"]) * 255, 9)
+    # transformers' (scale * x - mean) / deviation of pixels x from 0 to 1, as (x - mean) / deviation
+    found = {name: numbers.get(f"image_{name}", np.array(0.5)) / scale for name in ("mean", "std")}
     return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in values.items()
-        if value is not None and set(np.ravel(value).tolist()) != {0.5}
+        name: tuple(value.tolist()) if value.ndim else float(value)
+        for name, value in found.items()
+        if set(value.ravel().tolist()) != {0.5}
     }
 
 

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -12,6 +14,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Siglip2Config,
+    Siglip2ImageProcessor,
     Siglip2Model,
     Siglip2VisionConfig,
     Siglip2VisionModel,
@@ -25,6 +28,7 @@ from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.data.processors import processors_of
 from hetero_strategy.errors import ConfigError, ModelError
 from hetero_strategy.model import Encoder, MultimodalModel, Projector
+from hetero_strategy.model.inputs import normalised
 from hetero_strategy.model.materialize import initial_units, materialize, unit_tensors
 from hetero_strategy.zoo import flow_decoder, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, clips, images, ready, tokens
@@ -249,6 +253,28 @@ def test_pixels_are_normalised_as_a_folder_of_siglip2_says(tmp_path):
         processors_of(model, {"vision": {"mean": 0.5}})
     again = siglip2_encoder(out_width=16, checkpoint=export(tmp_path, vision=model.vision) / "vision")
     assert again.processor == model.vision.processor
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"do_normalize": False, "image_mean": [0.1, 0.2, 0.3]},
+        {"rescale_factor": 1 / 127.5, "image_mean": [0.1, 0.2, 0.3]},
+        {"do_rescale": False, "image_mean": [90.0, 100.0, 110.0], "image_std": [50.0, 60.0, 70.0]},
+        {"do_rescale": False, "do_normalize": False},
+    ],
+)
+def test_pixels_are_scaled_as_a_folder_of_siglip2_says(tmp_path, said):
+    Siglip2VisionModel(Siglip2VisionConfig(**VIT)).save_pretrained(tmp_path)
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    theirs = Siglip2ImageProcessor(patch_size=2, max_num_patches=16, do_resize=False, **said)
+    theirs.save_pretrained(tmp_path)
+    wanted = theirs(pixels, return_tensors="pt")["pixel_values"][0].float()
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    model = MultimodalModel({"vision": siglip2_encoder(out_width=16, checkpoint=tmp_path), "llm": hf_llama(**LLAMA)})
+    ours = processors_of(model, {})["vision"]
+    found = normalised(torch.from_numpy(ours.load(tmp_path / "a.png")), ours.statistics)
+    assert torch.allclose(found, wanted, atol=1e-5)
 
 
 def test_whisper_loads_from_a_whole_model(tmp_path):
