@@ -98,6 +98,14 @@ class _FromFields:
         return EncoderInputs(torch.from_numpy(joined), sizes, np.asarray(rows, np.int64), packing)
 
 
+def _check_positive(processor: object, *names: str, kind: Any = int) -> None:
+    for name in names:
+        value = getattr(processor, name)
+        if not isinstance(value, kind) or not value > 0:
+            what = "whole" if kind is int else "positive"
+            raise ConfigError(f"{type(processor).__name__}: {name} is {value!r}; use a {what} number above 0")
+
+
 @dataclass(frozen=True)
 class ImageProcessor(_FromFields):
     """Images as rows of patches, in their own resolution and aspect.
@@ -126,14 +134,20 @@ class ImageProcessor(_FromFields):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
+        _check_positive(self, "patch_size", "merge", "max_patches")
         for part in ("mean", "std"):  # hydra and JSON give lists
             value = getattr(self, part)
-            if not isinstance(value, (int, float)):
-                object.__setattr__(self, part, tuple(map(float, value)))
+            if not isinstance(value, str | int | float | None):
+                value = tuple(value)
                 if len(value) != self.channels:
                     raise ConfigError(f"{name}: {part} has {len(value)} numbers for {self.channels} channels")
-        if self.patch_size < 1 or self.merge < 1:
-            raise ConfigError(f"{name}: patch_size {self.patch_size} and merge {self.merge} must be at least 1")
+            least = 0 if part == "std" else -np.inf
+            for number in value if isinstance(value, tuple) else [value]:
+                if not isinstance(number, int | float) or not least < number < np.inf:
+                    over = " above 0, by which pixels are divided" * (part == "std")
+                    raise ConfigError(f"{name}: {part} is {value!r}; give a number{over}, or one for each channel")
+            if isinstance(value, tuple):
+                object.__setattr__(self, part, tuple(map(float, value)))
         if self.channels not in (1, 3):
             raise ConfigError(f"{name}: channels is {self.channels}; use 3 (RGB) or 1 (grey)")
         if self.max_patches < self.merge**2:
@@ -248,9 +262,8 @@ class AudioProcessor(_FromFields):
     field: str = "audio"
 
     def __post_init__(self) -> None:
-        for name in ("sampling_rate", "n_mels", "hop_length", "n_fft", "stack", "max_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"AudioProcessor: {name} is {getattr(self, name)}; use a positive number")
+        _check_positive(self, "sampling_rate", "n_mels", "hop_length", "n_fft", "stack")
+        _check_positive(self, "max_seconds", kind=int | float)
         require("soundfile", "audio", "AudioProcessor")
 
     @property

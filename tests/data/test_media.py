@@ -79,6 +79,16 @@ def test_grey_and_channel_statistics(tmp_path: Path) -> None:
         ImageProcessor(mean=(1.0, 2.0))
     with pytest.raises(ConfigError, match="max_patches 3"):
         ImageProcessor(merge=2, max_patches=3)
+    for fields, message in (
+        ({"std": 0}, r"std is 0; give a number above 0, by which"),
+        ({"std": (0.5, -0.5, 0.5)}, r"std is \(0.5, -0.5, 0.5\); give a number above 0"),
+        ({"mean": None}, r"mean is None; give a number, or one for each channel"),
+        ({"mean": "0.5"}, r"mean is '0.5'; give a number, or"),
+        ({"max_patches": "64"}, r"max_patches is '64'; use a whole number above 0"),
+        ({"merge": 1.5}, r"merge is 1.5; use a whole number above 0"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^ImageProcessor: {message}"):
+            ImageProcessor(**fields)
 
 
 def test_sixteen_bit_is_scaled_not_clipped(tmp_path: Path) -> None:
@@ -264,8 +274,9 @@ def test_bad_audio(tmp_path: Path) -> None:
         for read in (processor.check, processor.load):
             with pytest.raises(DataError, match=r"a\.wav: 1 of 800 audio samples are NaN or .* the first .* number 7;"):
                 read(tmp_path / "a.wav")
-    with pytest.raises(ConfigError, match="hop_length is 0"):
-        AudioProcessor(hop_length=0)
+    for name, value, kind in (("hop_length", 0, "whole"), ("n_fft", None, "whole"), ("max_seconds", "4", "positive")):
+        with pytest.raises(ConfigError, match=f"{name} is {value!r}; use a {kind} number above 0"):
+            AudioProcessor(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif("MP3" not in soundfile.available_formats(), reason="this libsndfile has no MP3")
