@@ -73,7 +73,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a file of a folder; errors as :func:`read_config`."""
     try:
         config: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ModelError(f"{path} does not exist: checkpoint= takes a local Hugging Face folder") from None
     except ValueError as fault:
         raise ModelError(f"{path} is not JSON: {fault}") from None
@@ -89,7 +89,7 @@ def read_processor(folder: str | Path, part: str) -> dict[str, Any]:
     path, joined = (Path(folder) / name for name in (PROCESSOR, "processor_config.json"))
     if path.is_file():
         return read_json(path)
-    return read_json(joined).get(part, {}) if joined.is_file() else {}
+    return (read_json(joined).get(part) or {}) if joined.is_file() else {}
 
 
 def pairs_to_halves(tensor: Tensor, heads: int) -> Tensor:

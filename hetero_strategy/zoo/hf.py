@@ -18,6 +18,11 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.hf_folder import HFWeights, read_config
 from hetero_strategy.model.inputs import Packing
 
+TAKE = {"llama": "hf_llama", "qwen3": "hf_qwen3", "siglip2": "siglip2_encoder", "whisper": "whisper_encoder"}
+"""``model_type`` of a config.json -> what takes its folder."""
+OTHERS = ("model_type", "architectures", "quantization_config")
+"""Fields of a config.json that are not of the model: weights that load here are plain ones, and exported as such."""
+
 
 class HFAdapter(Adapter):
     """Base of adapters around one transformers model, which subclasses keep under :attr:`model`."""
@@ -97,16 +102,23 @@ def make_config(
     if checkpoint is not None:
         check_no_fields(who, fields)
         content = read_config(checkpoint)
-        if content.get("model_type") not in (model_types or (config_class.model_type,)):
-            raise ModelError(f"{who}: {checkpoint}/config.json is of a {content.get('model_type')!r} model{instead}")
-        fields = content.get(section, content)
+        kind, takes = content.get("model_type"), model_types or (config_class.model_type,)
+        if kind not in takes:
+            other = f"; use {TAKE[kind]}" if kind in TAKE else "; docs/your_module.md says how to put in another model"
+            raise ModelError(
+                f"{who}: {checkpoint}/config.json is of a {kind!r} model, and it takes {' or '.join(map(repr, takes))}"
+                f"{instead or other}"
+            )
+        fields = content.get(section, content) or {}  # null: all as in transformers
+        if not isinstance(fields, dict):
+            raise ModelError(f"{who}: {checkpoint}/config.json has {section}={fields!r}; give names and values there")
     else:
         # A transformers config swallows any keyword as an attribute; a misspelt one must not pass.
         known = set(inspect.get_annotations(config_class)) | set(getattr(config_class, "attribute_map", {}))
         if unknown := set(fields) - known:
             raise ModelError(f"{who}: unknown field {sorted(unknown)}: {config_class.__name__} has {sorted(known)}")
     try:
-        return config_class(**{k: value for k, value in fields.items() if k not in ("model_type", "architectures")})
+        return config_class(**{name: value for name, value in fields.items() if name not in OTHERS})
     except Exception as fault:  # transformers raises several kinds
         raise ModelError(f"{who}: {' '.join(str(fault).split())}") from None
 

@@ -220,7 +220,7 @@ def siglip2_encoder(
         fields,
         model_types=("siglip2", "siglip2_vision_model"),
         section="vision_config",
-        instead="; it takes a SigLIP 2 of any resolution (NaFlex), such as google/siglip2-so400m-patch16-naflex",
+        instead="; take a SigLIP 2 of any resolution (NaFlex), such as google/siglip2-so400m-patch16-naflex",
     )
     backbone = Siglip2Backbone(config, merge=merge, checkpoint=checkpoint)
     return Encoder(backbone, Projector(backbone.width, out_width, projector_hidden), before=before, after=after)

@@ -347,14 +347,14 @@ def _fields_of(content: Mapping[str, Any], folder: str | Path) -> dict[str, Any]
     """Translate a Hugging Face Llama's config.json to ``TransformerModelArgs`` fields with the same forward."""
     from transformers import LlamaConfig
 
-    fixed = {"model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False}
-    for name, value in (fixed | {"mlp_bias": False, "attention_dropout": 0.0}).items():
+    config = make_config("titan_llama", LlamaConfig, folder, {})  # what is left out there is as transformers says
+    fixed = {"hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
+    for name, value in (fixed | {"attention_dropout": 0.0}).items():
         if content.get(name, value) != value:
             raise ModelError(
                 f"titan_llama: {folder}/config.json has {name}={content[name]!r}, torchtitan's Llama 3 has {value!r}: "
                 "use hf_llama"
             )
-    config = make_config("titan_llama", LlamaConfig, folder, {})  # what is left out there is as transformers says
     check_causal("titan_llama", config)
     config.standardize_rope_params()  # as its models do, who then know all of its fields
     rope = config.rope_parameters

@@ -323,12 +323,14 @@ def test_faults_of_a_folder_are_named(tmp_path):
         load(extra=torch.zeros(1))
     with pytest.raises(ModelError, match=r"has shape \(3,\), the model has \(16,\)"):
         load(**{"model.norm.weight": torch.zeros(3)})
-    with pytest.raises(ModelError, match="'llama' model"):
+    with pytest.raises(ModelError, match="'llama' model, and it takes 'qwen3'; use hf_llama"):
         hf_qwen3(checkpoint=tmp_path)
     with pytest.raises(ModelError, match="remove"):
         hf_llama(checkpoint=tmp_path, vocab_size=3)
     with pytest.raises(ModelError, match=r"config.json does not exist"):
         hf_llama(checkpoint=tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"config.json does not exist: checkpoint= takes a local"):
+        hf_llama(checkpoint=tmp_path / "config.json")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"neither model.safetensors nor"):
         materialize(hf_llama(checkpoint=tmp_path), 0)
@@ -343,6 +345,31 @@ def test_faults_of_a_folder_are_named(tmp_path):
         (tmp_path / "model.safetensors.index.json").write_text(index)
         with pytest.raises(ModelError, match=said):
             materialize(hf_llama(checkpoint=tmp_path), 0)
+
+
+@pytest.mark.parametrize("make", [titan_llama, hf_llama])
+def test_a_folder_of_a_model_that_is_not_built_is_refused_with_what_to_do(tmp_path, make):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "mistral"}))
+    with pytest.raises(ModelError, match=r"of a 'mistral' model, and it takes 'llama'; docs/your_module\.md says"):
+        make(checkpoint=tmp_path)
+
+
+def test_parts_of_json_that_are_null_are_as_in_transformers(tmp_path):
+    (tmp_path / "processor_config.json").write_text('{"image_processor": null}')
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "siglip2", "vision_config": null}')
+    with torch.device("meta"):
+        assert siglip2_encoder(out_width=16, checkpoint=tmp_path).backbone.hidden_width == 768
+    config.write_text('{"model_type": "siglip2", "vision_config": [1]}')
+    with pytest.raises(ModelError, match=r"config.json has vision_config=\[1\]; give names and values there"):
+        siglip2_encoder(out_width=16, checkpoint=tmp_path)
+
+
+def test_plain_weights_are_not_exported_as_quantised_ones(tmp_path):
+    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    assert "quantization_config" not in hf_llama(checkpoint=tmp_path).hf_weights().config
 
 
 def test_a_model_takes_checkpoints_of_its_modules(tmp_path):

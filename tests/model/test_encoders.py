@@ -240,5 +240,7 @@ def test_flops_are_those_that_torch_counts(make):
 
 def test_a_siglip_of_one_resolution_is_refused_with_what_to_take(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "siglip"}')
-    with pytest.raises(ModelError, match=r"of a 'siglip' model; .* such as google/siglip2-so400m-patch16-naflex"):
+    with pytest.raises(
+        ModelError, match=r"of a 'siglip' model, .*; take .* such as google/siglip2-so400m-patch16-naflex"
+    ):
         siglip2_encoder(checkpoint=tmp_path, out_width=8)
