@@ -102,16 +102,6 @@ VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(
         ("batches", "simulations", "data.global_batch"), ("a whole number, at least 1", lambda v: _whole(v, 1))
     ),
-    "data.module.num_workers": ("a whole number of processes, 0: none", _whole),
-    "data.module.tokenizer": ("a tokenizer.json, or the folder it lies in", lambda v: isinstance(v, str)),
-    "data.module.leave_out": (
-        "a media field or a list of them, [] for none",
-        lambda v: isinstance(v, str | ListConfig),
-    ),
-    "data.module.encoder_microbatch_rows": (
-        "rows by module, such as {vision: 4096}, or null",
-        lambda v: v is None or isinstance(v, DictConfig),
-    ),
     "one_more_node": ("a number of seconds, at least 0", _number),
 }
 """Field -> what it may be, in words and as a predicate."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +76,8 @@ class ChatTokenizer:
         placeholders: Mapping[str, str] | None = None,
         chat_template: str | Path | None = None,
     ) -> None:
+        if not isinstance(path, str | PathLike):
+            raise ConfigError(f"tokenizer={path!r}; give a tokenizer.json, or the folder it lies in")
         path = Path(path)
         self.path = path / "tokenizer.json" if path.is_dir() else path
         if not self.path.is_file():
@@ -278,7 +281,7 @@ class ChatTokenizer:
         return next((token for token in USUAL[name] if self.tokenizer.token_to_id(token) is not None), None)
 
     def _special(self, option: str, token: str) -> int:
-        number = self.tokenizer.token_to_id(token)
+        number = self.tokenizer.token_to_id(token) if isinstance(token, str) else None
         if number is None:
             known = [t.content for _, t in sorted(self.tokenizer.get_added_tokens_decoder().items()) if t.special]
             raise ConfigError(

@@ -28,6 +28,7 @@ from hetero_strategy.loading.item_reader import OnError
 from hetero_strategy.loading.limits import Limits, check_limits, item_limits, say_left_out
 from hetero_strategy.loading.loader import Engine, StepLoader
 from hetero_strategy.loading.metadata import step_metadata, with_own_units
+from hetero_strategy.loading.options import check_microbatch_rows, check_options
 from hetero_strategy.loading.read_where_sampled import SampledDataset
 from hetero_strategy.loading.steps import RankView, StepDataset, check_counts, epoch_order
 from hetero_strategy.model.multimodal import MultimodalModel
@@ -129,6 +130,11 @@ class MultimodalDataModule(L.LightningDataModule):
         chat_template: PathLike | None = None,
     ) -> None:
         super().__init__()
+        check_options(
+            processors=processors, encoder_microbatch_rows=encoder_microbatch_rows, seed=seed, shuffle=shuffle,
+            drop_last=drop_last, num_workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory,
+            max_skipped=max_skipped, leave_out=leave_out, max_tokens=max_tokens, placeholders=placeholders,
+        )  # fmt: skip
         self.prepare_data_per_node = False
         given = zip(get_args(Split), (train, val, test, predict), strict=True)
         self.manifests: dict[Split, tuple[Path, ...]] = {split: manifest_paths(split, paths) for split, paths in given}
@@ -140,7 +146,7 @@ class MultimodalDataModule(L.LightningDataModule):
         self._item_limits = item_limits(model.modules_by_name)
         self.edges = tuple((edge.source, edge.target) for edge in model.edges)
         self.encoder_microbatch_rows = dict(encoder_microbatch_rows or {})
-        self._check_microbatch_rows()
+        check_microbatch_rows(self.encoder_microbatch_rows, self.kinds)
         self.balance = BalanceConfig.of(balance)
         self.balance.check(self.modules)
         self.payload: Payload = payload
@@ -367,20 +373,6 @@ class MultimodalDataModule(L.LightningDataModule):
                 f"MultimodalDataModule: balance.window is {self.balance.window}, but with payload='all_to_all' the"
                 " tokens of a sample are known only in its step; use window=1 or payload='fetch'"
             )
-
-    def _check_microbatch_rows(self) -> None:
-        given: dict[str, Any] = self.encoder_microbatch_rows
-        own = [name for name, kind in self.kinds.items() if not kind.samplewise]
-        for name, rows in given.items():
-            if name not in own:
-                raise ConfigError(
-                    f"encoder_microbatch_rows names '{name}', which is none of {', '.join(own)}; language models keep"
-                    " the step's microbatches"
-                )
-            if rows != "equal" and (isinstance(rows, str) or rows < 1):
-                raise ConfigError(
-                    f"encoder_microbatch_rows of '{name}' is {rows!r}; use a number of rows, at least 1, or 'equal'"
-                )
 
     def _count(self, name: str, given: int | str) -> int | None:
         """Microbatches of a step; None: by budget, or as planned."""

@@ -28,6 +28,7 @@ from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.ahead import Ahead, finished
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.item_reader import OnError
+from hetero_strategy.loading.options import check_options
 from hetero_strategy.loading.process_pool import ProcessPool
 from hetero_strategy.loading.ray_pool import RayPool
 from hetero_strategy.loading.steps import StepDataset
@@ -82,7 +83,8 @@ class StepLoader:
         background: Ahead | None = None,
         max_skipped: int | None = None,
     ) -> None:
-        _check(num_workers, prefetch_factor, engine, on_error, max_skipped)
+        check_options(num_workers=num_workers, prefetch_factor=prefetch_factor, max_skipped=max_skipped)
+        _check(num_workers, engine, on_error)
         self.steps = steps
         steps.on_error = on_error
         self.epoch = 0
@@ -307,17 +309,12 @@ def _with_agreement(finish: Sequence[Callable[[Any], Any]]) -> tuple[Callable[[A
     return (*finish, Agree(None))
 
 
-def _check(num_workers: int, prefetch_factor: int, engine: str, on_error: str, max_skipped: int | None) -> None:
-    for name, value, least in (("num_workers", num_workers, 0), ("prefetch_factor", prefetch_factor, 1)):
-        if value < least:
-            raise ConfigError(f"{name} is {value}; use at least {least}")
+def _check(num_workers: int, engine: str, on_error: str) -> None:
     for name, given, kind in (("engine", engine, Engine), ("on_error", on_error, OnError)):
         if given not in get_args(kind):
             raise ConfigError(f"{name} is {given!r}; use {' or '.join(map(repr, get_args(kind)))}")
     if engine == "ray" and not num_workers:
         raise ConfigError("engine='ray' with num_workers=0: say how many actors are to make batches")
-    if max_skipped is not None and max_skipped < 0:
-        raise ConfigError(f"max_skipped is {max_skipped}; use at least 0")
 
 
 class _ShuffledEpochs(Sampler[int]):

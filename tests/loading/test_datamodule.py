@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +68,36 @@ def fit(folder: Path, module: MultimodalDataModule, resume: Path | None = None, 
         model, datamodule=module, ckpt_path=resume, weights_only=None if resume is None else False
     )
     return model
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "message"),
+    [
+        ("num_workers", ("auto", None, 1.5, True, -1), "give a whole number of processes, 0: none"),
+        ("prefetch_factor", (None, "2", 1.5, 0), "give a whole number of steps, at least 1"),
+        ("max_skipped", ("3", 1.5, -1), "give a whole number of samples, or None"),
+        ("max_tokens", ("9", 0, 1.5), "give a whole number of tokens, at least 1, or None"),
+        ("seed", (-1, None, 1.5, "7"), "give a whole number, at least 0"),
+        ("shuffle", ("no", None), "give True or False"),
+        ("drop_last", ("no",), "give True or False"),
+        ("pin_memory", ("no",), "give True, False, or None"),
+        ("leave_out", (None, 5, [3]), "give a media field or a list of them"),
+        ("processors", (["vision"],), "give fields of them by module, such as"),
+        ("placeholders", (["draw"],), "give a token by media field, such as"),
+        ("encoder_microbatch_rows", (9, ["vision"], "equal"), "give rows by module, such as"),
+        ("tokenizer", (None, 3), "give a tokenizer.json, or the folder it lies in"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(option: str, values: tuple[Any, ...], message: str) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=re.escape(f"{option}={value!r}; {message}")):
+            MultimodalDataModule(**{"tokenizer": "-", "global_batch_size": 16, **READER, option: value})
+
+
+@pytest.mark.parametrize("rows", [None, 4.5, True, 0, "some"])
+def test_microbatch_rows_that_cannot_be_are_named(rows: Any) -> None:
+    with pytest.raises(ConfigError, match=r"encoder_microbatch_rows of 'vision' is .*; use a number of"):
+        MultimodalDataModule(tokenizer="-", global_batch_size=16, **READER, encoder_microbatch_rows={"vision": rows})
 
 
 @pytest.mark.parametrize(("stop_at", "workers"), [(2, 0), (4, 0), (6, 0), (6, 2)])

@@ -188,9 +188,9 @@ def test_refusals(index: DatasetIndex) -> None:
         ({"on_error": "ignore"}, "on_error is 'ignore'; use 'stop' or 'skip'"),
         ({"engine": "spark"}, "engine is 'spark'; use 'local' or 'ray'"),
         ({"engine": "ray"}, "engine='ray' with num_workers=0"),
-        ({"num_workers": -1}, "num_workers is -1"),
-        ({"prefetch_factor": 0}, "prefetch_factor is 0"),
-        ({"max_skipped": -1}, "max_skipped is -1"),
+        ({"num_workers": -1}, "num_workers=-1; give a whole number of processes, 0: none"),
+        ({"prefetch_factor": 0}, "prefetch_factor=0; give a whole number of steps, at least 1"),
+        ({"max_skipped": -1}, "max_skipped=-1; give a whole number of samples, or None"),
     ):
         with pytest.raises(ConfigError, match=message):
             StepLoader(in_order(index), **options)  # type: ignore[arg-type]

@@ -143,10 +143,6 @@ def test_what_the_recipe_makes_itself_is_not_to_give() -> None:
         ("trainer.val_check_interval=1.5", "trainer.val_check_interval=1.5; give a whole number of batches"),
         ("trainer.val_check_interval=true", "trainer.val_check_interval=True; give a whole number of batches"),
         ("monitor.peak_flops=0", "monitor.peak_flops=0; give operations per second of a device, above 0"),
-        ("data.module.num_workers=auto", "data.module.num_workers=auto; give a whole number of processes, 0: none"),
-        ("data.module.tokenizer=null", "data.module.tokenizer=null; give a tokenizer.json, or the folder it lies in"),
-        ("data.module.leave_out=null", "data.module.leave_out=null; give a media field or a list of them"),
-        ("data.module.encoder_microbatch_rows=9", "data.module.encoder_microbatch_rows=9; give rows by module, such"),
     ],
 )
 def test_a_value_that_cannot_be_is_named(override: str, message: str) -> None:
