@@ -10,6 +10,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from numbers import Integral
 
 
 class HeteroError(ValueError):
@@ -44,6 +45,11 @@ def hint(name: str, known: Sequence[str]) -> str:
     """What to say of an unknown field: the one that is nearly called so, or all."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else f"the fields are {', '.join(known) or 'not known'}"
+
+
+def whole(value: object, least: int = 0) -> bool:
+    """Whether a value is a whole number of at least ``least``, as options of numbers ask."""
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
 
 def require(package: str, extra: str, what: str) -> None:

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, whole
 from hetero_strategy.model.kind import ModuleKind
-
-
-def whole(value: Any, least: int = 0) -> bool:
-    """Whether it is a whole number of at least ``least``."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def _names(value: Any) -> bool:

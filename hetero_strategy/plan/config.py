@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_strategy.errors import ConfigError, require
+from hetero_strategy.errors import ConfigError, require, whole
 from hetero_strategy.plan.balance import POLICIES, Cost
 from hetero_strategy.plan.orchestrator import AS_SAMPLED, Beside, Near, Orderer, ResolvedBalance
 from hetero_strategy.plan.reorder import SEARCHES
@@ -83,14 +83,16 @@ class BalanceConfig:
         if self.rearrange == "ilp":
             require("cvxpy", "planner", "balance: rearrange='ilp'")
         _one_of("reorder", self.reorder, SEARCHES)
-        if self.window < 1:
-            raise ConfigError(f"balance: window is {self.window}; use 1 (no sample leaves its step) or more steps")
+        if not whole(self.window, 1):
+            raise ConfigError(f"balance: window is {self.window!r}; use 1 (no sample leaves its step) or more steps")
         for module, rows in self.budget.items():
-            if rows < 1:
-                raise ConfigError(f"balance: budget of '{module}' is {rows} rows; use at least 1")
+            if not whole(rows, 1):
+                raise ConfigError(f"balance: budget of '{module}' is {rows!r}; use a number of rows, at least 1")
         for module, speeds in self.speeds.items():
-            if not all(0 < speed < np.inf for speed in speeds):
-                raise ConfigError(f"balance: speeds of '{module}' are {list(speeds)}; give finite ones above 0")
+            if not isinstance(speeds, Sequence | np.ndarray) or not all(
+                isinstance(speed, int | float | np.number) and 0 < speed < np.inf for speed in speeds
+            ):
+                raise ConfigError(f"balance: speeds of '{module}' are {speeds!r}; give a list of finite ones above 0")
         costs = {m: c if isinstance(c, Cost) else _cost(m, c) for m, c in self.costs.items()}
         object.__setattr__(self, "costs", costs)
 
@@ -107,6 +109,8 @@ class BalanceConfig:
             return cls(policy=AS_SAMPLED, rearrange="none", reorder="none")
         if value is None or isinstance(value, str):
             return cls(policy=value or "auto")
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"MultimodalDataModule: balance={value!r}; give a policy, or fields of BalanceConfig")
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(value) - known):
             raise ConfigError(f"balance has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}")
