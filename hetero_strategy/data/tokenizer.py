@@ -17,7 +17,7 @@ is done in pieces, as above.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,6 +157,7 @@ class ChatTokenizer:
                 why. None: the error is raised.
 
         Raises:
+            ConfigError: the tokenizer has no tokens for some text.
             DataError: the chat template refuses a conversation.
         """
         parts = []
@@ -169,10 +170,10 @@ class ChatTokenizer:
                 fault(number, str(error))
                 parts.append([])
         texts = [text for sample in parts for kind, text, _ in sample if kind == "text"]
-        encodings = iter(self.tokenizer.encode_batch(texts, add_special_tokens=False))
+        encodings = self._encodings(texts)
         self.tokenizer.encode_special_tokens = False
         texts = [text for sample in parts for kind, text, _ in sample if kind == "whole"]
-        wholes = iter(self.tokenizer.encode_batch(texts, add_special_tokens=False))
+        wholes = self._encodings(texts)
         self.tokenizer.encode_special_tokens = True
         encoded = []
         for sample, fields in zip(parts, rows, strict=True):
@@ -199,6 +200,15 @@ class ChatTokenizer:
             arrays = {name: np.array(start, np.int64) for name, start in starts.items()}
             encoded.append(Encoded(np.array(ids, np.int32), mask, arrays))
         return encoded
+
+    def _encodings(self, texts: Sequence[str]) -> Iterator[Encoding]:
+        try:
+            return iter(self.tokenizer.encode_batch(texts, add_special_tokens=False))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(
+                f"tokenizer: {self.path} cannot tokenise this data: {error}; give its model an unknown token that is in"
+                " its vocabulary, such as WordLevel({'<unk>': 0, ...}, '<unk>')"
+            ) from None
 
     def _parts(self, turns: Sequence[Turn], fields: Mapping[str, Sequence[int]]) -> list[tuple[str, str, Any]]:
         """Pieces as (``text``, ``token`` or ``item``; the text, token or field; whether it is learnt), or, in place of

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from hetero_strategy.data.manifest import Turn
 from hetero_strategy.data.tokenizer import ChatTokenizer
@@ -28,6 +30,13 @@ def test_by_hand(digits: Path) -> None:
     assert encoded.loss.nonzero()[0].tolist() == [9, 10, 11, 16, 17]
     assert encoded.starts["image"].tolist() == [2, 13] and encoded.starts["audio"].tolist() == [5]
     assert tokenizer.decode(encoded.ids[encoded.loss]) == "123"
+
+
+def test_a_tokenizer_without_an_unknown_token_is_refused_where_it_needs_one(tmp_path: Path) -> None:
+    Tokenizer(WordLevel({"red": 0, "</s>": 1}, "<unk>")).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = ChatTokenizer(tmp_path)
+    with pytest.raises(ConfigError, match=r"tokenizer.json cannot tokenise this data: .* give its model an unknown"):
+        tokenizer.encode_batch([[Turn(HUMAN, "green"), Turn(GPT, "red")]], [{}])
 
 
 def test_batch_equals_one_by_one(digits: Path) -> None:
