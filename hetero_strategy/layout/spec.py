@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import prod
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -47,7 +48,7 @@ class ModuleLayout:
     ``dp_shard=-1`` makes every rank that no other degree uses a shard.
 
     Raises:
-        LayoutError: from :meth:`resolved`; the message holds every fault.
+        LayoutError: a field is of the wrong type; from :meth:`resolved`, whose message holds every fault.
     """
 
     ranks: tuple[int, ...]
@@ -63,8 +64,21 @@ class ModuleLayout:
     tp_chunks: int = 1
 
     def __post_init__(self) -> None:
-        argument: Iterable[int] | int = self.ranks
-        ranks = range(argument) if isinstance(argument, int) else argument
+        for name in (each.name for each in fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, Iterable) and not isinstance(value, str):
+                object.__setattr__(self, name, value := tuple(value))
+            whole, listed = isinstance(value, Integral) and not isinstance(value, bool), _all_ints(value)
+            fits, expected = {
+                "ranks": (whole or listed, "a whole number or a list of them"),
+                "split": (value is None or listed, "a list of whole numbers"),
+                "pp_style": (isinstance(value, str), "'loop' or 'v'"),
+            }.get(name, (whole, "a whole number"))
+            if not fits:
+                shown = list(value) if isinstance(value, tuple) else value
+                raise LayoutError(f"ModuleLayout: {name}={shown!r} is not {expected}")
+        argument: Any = self.ranks
+        ranks = range(argument) if isinstance(argument, Integral) else argument
         object.__setattr__(self, "ranks", tuple(sorted(map(int, ranks))))
         if self.split is not None:
             object.__setattr__(self, "split", tuple(int(n) for n in self.split))
@@ -200,21 +214,12 @@ class ModuleLayout:
             )
         if values.get("ranks") is None:
             raise LayoutError(f"layout of '{module}': ranks is missing; give a list such as [0, 1] or a count")
-        for name, value in values.items():
-            whole, listed = isinstance(value, int) and not isinstance(value, bool), _all_ints(value)
-            fits, expected = {
-                "ranks": (whole or listed, "a whole number or a list of them"),
-                "split": (value is None or listed, "a list of whole numbers"),
-                "pp_style": (isinstance(value, str), "'loop' or 'v'"),
-            }.get(name, (whole, "a whole number"))
-            if not fits:
-                raise LayoutError(f"layout of '{module}': {name}={value!r} is not {expected}")
-        return cls(**values)
+        try:
+            return cls(**values)
+        except LayoutError as fault:
+            raise LayoutError(str(fault).replace("ModuleLayout:", f"layout of '{module}':")) from None
 
 
 def _all_ints(value: Any) -> bool:
-    try:
-        every = all(isinstance(v, int | np.integer) and not isinstance(v, bool) for v in value)
-    except TypeError:
-        return False
-    return every and not isinstance(value, str)
+    kinds = set(map(type, value)) if isinstance(value, tuple) else {str}
+    return all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds)

@@ -46,7 +46,7 @@ def given(layouts: Mapping[str, Any] | str | None) -> dict[str, ModuleLayout] | 
     """
     if layouts is None or layouts == "auto":
         return None
-    if isinstance(layouts, str):
+    if not isinstance(layouts, Mapping):
         raise ConfigError(f"HeteroStrategy: layouts={layouts!r}; use 'auto', or a mapping of modules to their layouts")
     return {name: ModuleLayout.from_config(name, layout) for name, layout in layouts.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_strategy.errors import LayoutError
+from hetero_strategy.errors import ConfigError, LayoutError
 from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.layout.registry import rank_sets
+from hetero_strategy.strategy import HeteroStrategy
 
 
 def test_one_degree_is_derived() -> None:
@@ -87,6 +89,9 @@ def test_all_faults_at_once() -> None:
         ({"ranks": [0], "split": "12"}, "split='12' is not a list"),
         ({"ranks": [0], "pp_style": 1}, "pp_style=1 is not 'loop' or 'v'"),
         ({"ranks": [0, True]}, "ranks=[0, True] is not a whole number or a list"),
+        ({"ranks": [0.0, 1.7]}, "ranks=[0.0, 1.7] is not a whole number or a list"),
+        ({"ranks": 2, "pp": 2, "split": [1.5, 1]}, "split=[1.5, 1] is not a list"),
+        ({"ranks": 2, "tp": 2.0}, "tp=2.0 is not a whole number"),
         (3, "expected fields"),
     ],
 )
@@ -94,6 +99,20 @@ def test_configs_are_read_strictly(config: object, part: str) -> None:
     with pytest.raises(LayoutError, match="layout of 'llm'") as raised:
         ModuleLayout.from_config("llm", config)
     assert part in str(raised.value)
+    if "is not" in part:  # of one's own script, too
+        with pytest.raises(LayoutError, match=re.escape(part)):
+            ModuleLayout(**config)  # type: ignore[arg-type]
+
+
+def test_ranks_may_be_anything_that_counts_once() -> None:
+    assert ModuleLayout(r for r in (2, np.int64(1))).ranks == ModuleLayout({1, 2}).ranks == (1, 2)  # type: ignore[arg-type]
+    assert ModuleLayout(np.int64(2)).ranks == (0, 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layouts", [5, ["llm"], ModuleLayout(2)])
+def test_layouts_are_given_by_module(layouts: object) -> None:
+    with pytest.raises(ConfigError, match=r"HeteroStrategy: layouts=.*; use 'auto', or a mapping of modules"):
+        HeteroStrategy(layouts)  # type: ignore[arg-type]
 
 
 def test_placement_answers_who_is_where() -> None:
