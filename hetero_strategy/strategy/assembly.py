@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from hetero_strategy.boundary.transport import Channel
 from hetero_strategy.checkpoint.training import TrainingState
@@ -154,6 +157,8 @@ def assemble(
     stages = _own_stages(
         model, layouts, registry, placement, rank, device, plan.recompute, compile, offload, storage, copies=copies
     )
+    if device.type != "meta":
+        model.register_state_dict_post_hook(_say_parts)
     mine = {
         graph.node_of(StageId(name, number), rank): stage
         for name, made in stages.items()
@@ -182,6 +187,20 @@ def assemble(
     around = model_context(plan.graph, plan.costs, model.language_models(), scheduling, placement, ranks_per_node)
     owned = owned_parameters(stages, layouts)
     return Assembled(executor, owned, state, registry, around, plan.recompute)
+
+
+def _say_parts(model: nn.Module, found: Mapping[str, Any], prefix: str, metadata: Any) -> None:
+    """A file of what one rank has would look like the whole model's, and load as such with new values in places."""
+    parts = {
+        name.removeprefix(prefix).partition(".")[0]
+        for name, value in found.items()
+        if name.startswith(prefix) and (value.is_meta or isinstance(value, DTensor))
+    }
+    if parts:
+        rank_zero_warn(
+            f"state_dict() of a model on its ranks has on this one a part, or nothing, of {', '.join(sorted(parts))};"
+            " for all weights use trainer.save_checkpoint(...) and python -m hetero_strategy.checkpoint export"
+        )
 
 
 def move_rest(module: nn.Module, device: torch.device) -> None:

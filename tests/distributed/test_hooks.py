@@ -257,7 +257,8 @@ def said(rank: int, world: int, job: Job, folder: str) -> dict[str, str]:
         within = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, train_time_interval=None)
         options = {"callbacks": [within], "enable_checkpointing": True, "accumulate_grad_batches": 2}
         trainer, module, dm = scenario.build(replace(job, trainer=options))
-        trainer.fit(Midway(job, module.vocabulary), dm)
+        trainer.fit(placed := Midway(job, module.vocabulary), dm)
+        placed.state_dict()
     found["warned"] = " ".join(str(one.message) for one in warned)
     return found
 
@@ -277,6 +278,7 @@ def test_what_a_person_may_ask_for_in_vain_is_said_and_metrics_count_once(pool: 
     assert first == second
     assert "Prodigy steps as it is" in warned
     assert "midway.ckpt is saved between batches whose gradients add up" in warned
+    assert "has on this one a part, or nothing, of llm; for all weights use trainer.save_checkpoint" in warned
     assert first.pop("counted") == "2 2"
     for name, words in {
         "early": "ask in configure_optimizers()",
