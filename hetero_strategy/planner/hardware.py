@@ -139,8 +139,9 @@ def cluster(
     given: dict[str, Any] = {"nodes": nodes, "ranks_per_node": ranks, "cores_per_node": cores, **overrides}
     for name, value in given.items():  # of a file: anything
         zero = name == "launch" or name.endswith("latency")
-        if not isinstance(value, int | float) or not (value > 0 or (zero and value == 0)):
-            raise ConfigError(f"cluster: {name}={value} must be positive")
+        kind: Any = int if name in ("nodes", "ranks_per_node", "cores_per_node") else int | float
+        if not isinstance(value, kind) or not (value > 0 or (zero and value == 0)):
+            raise ConfigError(f"cluster: {name}={value} must be positive{' and whole' * (kind is int)}")
     for name in ("matmul", "attention"):
         if overrides.get(name, 0.5) > 1:
             raise ConfigError(f"cluster: {name}={overrides[name]} is a share of flops; give at most 1")

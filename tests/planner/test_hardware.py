@@ -94,6 +94,7 @@ def test_a_cluster_has_what_was_asked_for() -> None:
         ({"cores_per_node": 0}, "cores_per_node=0 must be positive"),
         ({"nodes": 0}, "nodes=0 must be positive"),
         ({"nodes": "two"}, "nodes=two must be positive"),
+        ({"nodes": 1.5}, "nodes=1.5 must be positive and whole"),
         ({"across_bandwidth": -1.0}, "across_bandwidth=-1.0 must be positive"),
         ({"matmul": 60.0}, "matmul=60.0 is a share of flops"),
     ],
