@@ -22,6 +22,20 @@ FLASH = {"FA3": ("flash_attn_interface", ((9, 0),)), "FA4": ("flash_attn.cute", 
 """Flash kernels that torch takes in the place of its own -> the package that has them, and compute capabilities."""
 
 
+def known_flash(kernels: str | None) -> str | None:
+    """A key of :data:`FLASH`, or None.
+
+    Raises:
+        ConfigError: something else.
+    """
+    if kernels not in (None, *FLASH):
+        raise ConfigError(
+            f"HeteroStrategy: attention={kernels!r}; use {' or '.join(FLASH)}, or leave it out for torch's own flash"
+            " kernels"
+        )
+    return kernels
+
+
 def use_flash(kernels: str | None, device: torch.device) -> None:
     """Let attention of packed rows run by other flash kernels than torch's own.
 
@@ -29,13 +43,11 @@ def use_flash(kernels: str | None, device: torch.device) -> None:
         kernels: a key of :data:`FLASH`; None: what torch is set to.
 
     Raises:
-        ConfigError: there are no such kernels, the device or torch cannot run them, or they are not installed.
+        ConfigError: the device or torch cannot run them, or they are not installed.
     """
     if kernels is None:
         return
     refusal = f"HeteroStrategy: attention={kernels!r}"
-    if kernels not in FLASH:
-        raise ConfigError(f"{refusal}; use {' or '.join(FLASH)}, or leave it out for torch's own flash kernels")
     package, capabilities = FLASH[kernels]
     if device.type != "cuda" or torch.cuda.get_device_capability(device) not in capabilities:
         wanted = " or ".join(f"{major}.{minor}" for major, minor in capabilities)

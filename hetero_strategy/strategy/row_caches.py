@@ -51,7 +51,8 @@ class RowCaches:
     """
 
     def __init__(self, folders: Mapping[str, str | Path] | None) -> None:
-        if not isinstance(folders, Mapping | None):
+        given = folders.values() if isinstance(folders, Mapping) else ()
+        if not isinstance(folders, Mapping | None) or not all(isinstance(one, str | os.PathLike) for one in given):
             raise ConfigError(
                 f"HeteroStrategy: cache={folders!r}; give a folder for each module, {{'vision': '/rows'}}"
             )

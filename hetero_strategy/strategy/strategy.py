@@ -35,7 +35,7 @@ from hetero_strategy.model.without_values import models_without_values, nothing_
 from hetero_strategy.parallelize.compile import compiles
 from hetero_strategy.parallelize.float8 import float8s, use_float8
 from hetero_strategy.parallelize.gradients import Owned, global_norm
-from hetero_strategy.parallelize.kernels import async_tp, use_async_tp, use_flash
+from hetero_strategy.parallelize.kernels import async_tp, known_flash, use_async_tp, use_flash
 from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.optimizer import choose_kernels
 from hetero_strategy.parallelize.recompute import recomputes
@@ -156,7 +156,7 @@ class HeteroStrategy(OwnCheckpoints):
         self._auto, self._layouts = layouts == "auto", given(layouts)
         self.recompute, self.offload = recomputes(recompute), offloads(offload)
         self.compile, self._float8 = compiles(compile), float8s(float8)
-        self._attention, self._async_tp = attention, async_tp
+        self._attention, self._async_tp = known_flash(attention), async_tp
         self._scheduling = ScheduleConfig(
             schedule, max_in_flight or {}, reshard_after_forward, fill, pieces or {}, prefetch or {}, islands,
             tp_bubbles or {},

@@ -15,6 +15,7 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize import kernels
 from hetero_strategy.parallelize.kernels import async_tp, use_async_tp, use_flash
+from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.zoo import hf_llama, titan_llama
 from tests.distributed.harness import Pool
 
@@ -53,7 +54,7 @@ def test_flash_kernels_are_activated_where_they_run(gpu: list[str], monkeypatch:
     with pytest.raises(ConfigError, match=r"needs GPUs of compute capability 9\.0, and here is cpu; leave it out"):
         use_flash("FA3", CPU)
     with pytest.raises(ConfigError, match="attention='FA5'; use FA3 or FA4, or leave it out"):
-        use_flash("FA5", GPU)
+        HeteroStrategy(attention="FA5")  # before processes start
     assert gpu == ["FA3"]
 
 

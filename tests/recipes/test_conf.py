@@ -244,6 +244,7 @@ def test_numbers_of_modules_that_cannot_be(option: str, given: Any) -> None:
     [
         ("islands", "abc", "islands='abc'; give a whole number of at least 1"),
         ("cache", 3, "cache=3; give a folder for each module"),
+        ("cache", {"vision": None}, "cache={'vision': None}; give a folder for each module"),
         ("keep_fp32", 3, "keep_fp32=3; give a list of names"),
         ("recompute", 3, r"recompute=3; give a list of modules, such as recompute=\['llm'\]"),
         ("compile", "llm", "compile='llm' is one string; give a list of modules"),
