@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -186,7 +186,7 @@ def module_times(
         if layout.dp_shard == 1 and not once:  # such gradients are summed once, after the last backward
             after, replicas = replicas, 0.0
         adam = ADAM_BYTES / 4 * precision.master * trains / layout.dp_shard / cluster.device.memory_bandwidth
-        f, i, w, *whole_backward = (_sum(lines[a:b]) for lines in blocks)
+        f, i, w, *whole_backward = (reduce(Line.plus, lines[a:b], NOTHING) for lines in blocks)
         collectives = gather, scatter + replicas, once, after + adam / accumulated
         beside = not cluster.shares_cores
         stages.append(StageTimes(f, i, w, *collectives, overlap.dp and once and beside, beside, *whole_backward))
@@ -257,31 +257,26 @@ def block_lines(
     matmul, attention = peak * device.matmul, peak * device.attention
     moved = np.broadcast_to(shape.moved, shape.blocks) * precision.compute / device.memory_bandwidth / tp
     collectives = tp_collectives(shape, tp, cluster, precision)
-    forward, again, weight = list[Line](), list[Line](), list[Line]()
     given = shape.per_row, shape.per_pair, moved, shape.trained_share, shape.trained > 0
+    lines = list[tuple[Line, Line, Line]]()
     known = dict[tuple[float | bool, ...], tuple[Line, Line, Line]]()
     for block in zip(*(n.tolist() for n in given), strict=True):
         linear, quadratic, rest, share, trains = block
-        if (*block, fed) in known:  # most blocks are alike
-            for lines, line in zip((forward, again, weight), known[*block, fed], strict=True):
-                lines.append(line)
-            fed = fed or trains
-            continue
-        products = Line(device.launch, linear / matmul, 0.0)
-        pairs, between = Line(0.0, 0.0, quadratic / attention), Line(0.0, rest, 0.0)
-        waited = exposed(collectives.per_row, products.per_row, tp) if overlap.tp else collectives.per_row
-        moving = products.plus(collectives._replace(per_row=waited))
-        inside = pairs.plus(pairs, ATTENTION_BACKWARD - 1).plus(between, MOVED_BACKWARD)
-        step = moving.plus(pairs).plus(between)
-        repeated = recomputed if fed or trains else 0.0
-        forward.append(step)
-        again.append(moving.plus(inside).plus(step, repeated) if fed else NOTHING)
-        own = Line(products.fixed, products.per_row * share, 0.0) if trains else NOTHING
-        into = (own if share else moving).plus(inside).plus(step, repeated)
-        weight.append(own if fed or not trains else into)
-        known[*block, fed] = forward[-1], again[-1], weight[-1]
+        if (*block, fed) not in known:  # most blocks are alike
+            products = Line(device.launch, linear / matmul, 0.0)
+            pairs, between = Line(0.0, 0.0, quadratic / attention), Line(0.0, rest, 0.0)
+            waited = exposed(collectives.per_row, products.per_row, tp) if overlap.tp else collectives.per_row
+            moving = products.plus(collectives._replace(per_row=waited))
+            inside = pairs.plus(pairs, ATTENTION_BACKWARD - 1).plus(between, MOVED_BACKWARD)
+            step = moving.plus(pairs).plus(between)
+            repeated = recomputed if fed or trains else 0.0
+            again = moving.plus(inside).plus(step, repeated) if fed else NOTHING
+            own = Line(products.fixed, products.per_row * share, 0.0) if trains else NOTHING
+            into = (own if share else moving).plus(inside).plus(step, repeated)
+            known[*block, fed] = step, again, own if fed or not trains else into
+        lines.append(known[*block, fed])
         fed = fed or trains
-    return forward, again, weight
+    return tuple(map(list, zip(*lines, strict=True)))
 
 
 def _measured_blocks(
@@ -331,10 +326,3 @@ def exposed(collectives: float, products: float, ranks: int) -> float:
     The first piece has nothing to run beside; of the others what takes longer is what takes time.
     """
     return max(0.0, collectives - products) + min(collectives, products) / ranks
-
-
-def _sum(lines: Sequence[Line]) -> Line:
-    total = NOTHING
-    for line in lines:
-        total = total.plus(line)
-    return total
