@@ -75,15 +75,6 @@ class Ahead:
         return not thread.is_alive()
 
 
-def finished(future: Future[Any], timeout: float = GRACE) -> bool:
-    """Whether a task ends in time, well or badly."""
-    try:
-        future.exception(timeout)
-    except TimeoutError:
-        return False
-    return True
-
-
 _Task = tuple[Future[Any], Callable[[], Any], bool]
 
 

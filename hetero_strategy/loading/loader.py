@@ -14,7 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from threading import Event
 from typing import Any, Literal, get_args
@@ -25,7 +25,7 @@ from torch.utils.data import Sampler, SequentialSampler
 
 from hetero_strategy.errors import CheckpointError, ConfigError, DataError
 from hetero_strategy.loading.agree import Agree
-from hetero_strategy.loading.ahead import Ahead, finished
+from hetero_strategy.loading.ahead import GRACE, Ahead
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.item_reader import OnError
 from hetero_strategy.loading.options import check_options
@@ -159,7 +159,7 @@ class StepLoader:
         if background is None or not background.alive:
             stop()
             return
-        if not finished(background.submit(stop, always=True)):  # after an epoch that was left early
+        if wait([background.submit(stop, always=True)], GRACE).not_done:  # after an epoch that was left early
             log.warning("the loading thread does not end: it waits for another rank; it is left behind")
             self._left.set()  # should it ever go on, its pass is over, and no failure of other loaders
             self._left = Event()

@@ -22,7 +22,7 @@ from hetero_strategy.data.build_index import DatasetIndex, build_index
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import DataError
 from hetero_strategy.loading import loader as loading
-from hetero_strategy.loading.ahead import Ahead, finished
+from hetero_strategy.loading.ahead import Ahead
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset
 from tests.loading.test_loader import EDGES, MODULES, flat
@@ -228,7 +228,7 @@ def test_closing_does_not_wait_for_a_peer_that_is_gone(
             hanging.wait(120)  # as a collective
         return batch
 
-    monkeypatch.setattr(loading, "finished", lambda future: finished(future, 0.3))
+    monkeypatch.setattr(loading, "GRACE", 0.3)
     loader = StepLoader(steps(index, tmp_path), num_workers=1, finish=(finish,))
     monkeypatch.setattr(Ahead.close, "__defaults__", (0.3,))
     iterator = iter(loader)
@@ -253,7 +253,7 @@ def test_a_thread_that_was_left_behind_goes_on_without_harm(
 
     slow = steps(index, tmp_path)
     slow.seconds = 1.0 if where == "worker" else 0.0
-    monkeypatch.setattr(loading, "finished", lambda future: finished(future, 0.3))
+    monkeypatch.setattr(loading, "GRACE", 0.3)
     loader = StepLoader(slow, num_workers=1, finish=(finish,), background=background, on_error="skip")
     other = StepLoader(steps(index, tmp_path), finish=(lambda b: b,), background=background)
     kept = iter(loader)
