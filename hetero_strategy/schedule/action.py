@@ -293,18 +293,13 @@ class Dependencies:
                 found += [(target, t) for t in numbers if t not in self._idle.get(target, ())]
         return tuple(found)
 
-    def gradients_from(self, node: StageId, microbatch: int) -> tuple[Action, ...]:
-        """Backwards (B or I) whose gradient rows B or I of this node reads."""
-        return tuple(
-            Action("I" if target in self._split else "B", target, t) for target, t in self.readers(node, microbatch)
-        )
-
     def crossing(self, action: Action) -> tuple[Action, ...]:
         """Actions of other nodes whose rows or gradient rows this one reads."""
         if action.kind == "F":
             return self.rows_from(action.node, action.microbatch)
         if action.kind in ("B", "I"):
-            return self.gradients_from(action.node, action.microbatch)
+            readers = self.readers(action.node, action.microbatch)
+            return tuple(Action("I" if target in self._split else "B", target, t) for target, t in readers)
         return ()
 
     def local(self, action: Action) -> tuple[Action, ...]:

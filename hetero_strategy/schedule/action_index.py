@@ -108,11 +108,6 @@ class ActionIndex:
         other.after, other.waits = [list(later) for later in self.after], self.waits.copy()
         return other
 
-    def hold(self, node: int, pairs: Iterable[tuple[int, int]]) -> None:
-        """Let forwards of a node wait for those of one that it feeds, by pairs (unit of that one, own place)."""
-        for unit, place in pairs:
-            self.precede(unit, self.first[node] + place)
-
     def precede(self, before: int, then: int) -> None:
         """Let an action wait for a forward or a backward."""
         self.after[before].append(then)

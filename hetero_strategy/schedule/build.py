@@ -127,14 +127,14 @@ def _sequential(numbers: ActionIndex, graph: StageGraph, work: StepWork) -> list
             when[u + units] = latest = max(latest, when[u + units], when[u], span.last)
             for v in numbers.after[u + units]:
                 when[v] = max(when[v], latest)
-    node = [i for i, count in enumerate(numbers.counts) for _ in range(count)]
+    node = numbers.node_of
     forwards = [(when[u], 0, node[u], u) for u in range(units)]
     backwards = [(when[u + units], 1, -node[u], u + units) for u in range(units) if numbers.backward[node[u]]]
     opened: set[int] = set()
     left = numbers.counts.copy()
     starts: list[int] = []
     for _, back, _, number in sorted(forwards + backwards):
-        i = node[number - back * units]
+        i = node[number]
         if numbers.gathers[i] and i not in opened:
             starts.append(3 * units + i)
             opened.add(i)
@@ -231,7 +231,9 @@ def _hold_back(
         if target != node.module:
             reads = next(e.first_target for e in edges if (e.source, e.target) == (node.module, target))
         unit = numbers.first[nearest]
-        numbers.hold(i, [(unit + k - ahead, place) for place, k in enumerate(reads) if k >= ahead])
+        for own, k in enumerate(reads, numbers.first[i]):
+            if k >= ahead:
+                numbers.precede(unit + k - ahead, own)
 
 
 def _schedule(
