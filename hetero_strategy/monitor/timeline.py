@@ -113,13 +113,11 @@ def write_trace(path: Path | str, *timelines: Timeline) -> None:
         trace.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": label}})
         trace.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
         for rank in timeline.ranks:
-            thread = {"ph": "M", "pid": pid, "tid": rank}
-            trace.append({**thread, "name": "thread_name", "args": {"name": f"rank {rank}"}})
-            trace.append({**thread, "name": "thread_sort_index", "args": {"sort_index": rank}})
-            if timeline.apart:
-                beside = {"ph": "M", "pid": pid, "tid": rank + BESIDE}
-                trace.append({**beside, "name": "thread_name", "args": {"name": f"rank {rank}, beside"}})
-                trace.append({**beside, "name": "thread_sort_index", "args": {"sort_index": rank}})
+            threads = {rank: f"rank {rank}"} | ({rank + BESIDE: f"rank {rank}, beside"} if timeline.apart else {})
+            for number, name in threads.items():
+                thread = {"ph": "M", "pid": pid, "tid": number}
+                trace.append({**thread, "name": "thread_name", "args": {"name": name}})
+                trace.append({**thread, "name": "thread_sort_index", "args": {"sort_index": rank}})
         trace += [_complete(pid, event, event.action.node.module in timeline.apart) for event in timeline.events]
     Path(path).write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
 
