@@ -276,12 +276,8 @@ def _plain(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         tensor = tensor.wait()
     if not isinstance(tensor, DTensor):
         return tensor, lambda plain: plain
-    plain, _ = _plain(tensor._local_tensor)
-    return plain, partial(_sharded, tensor._spec)
-
-
-def _sharded(spec: Any, part: Tensor) -> DTensor:
-    return DTensor(part, spec, requires_grad=False)
+    (plain, _), spec = _plain(tensor._local_tensor), tensor._spec
+    return plain, lambda part: DTensor(part, spec, requires_grad=False)
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

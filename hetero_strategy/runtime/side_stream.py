@@ -59,19 +59,15 @@ class SideStream:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None:
-        """What comes next, also after a failure, comes after all of it."""
-        self.join()
+        """What comes next on the current stream, also after a failure, comes after all of it."""
+        for stream in (self.computes, self.carries):
+            self.main.wait_stream(stream)
 
     def fork(self) -> None:
         """A step begins: what is on the current stream so far comes before it."""
         self.main = torch.cuda.current_stream(self.device)
         for stream in (self.computes, self.carries):
             stream.wait_stream(self.main)
-
-    def join(self) -> None:
-        """The current stream goes on after all of it."""
-        for stream in (self.computes, self.carries):
-            self.main.wait_stream(stream)
 
 
 def side_stream(device: torch.device, graph: StageGraph, bubbles: Collection[str]) -> SideStream | None:
