@@ -82,14 +82,10 @@ class Estimates:
         """Numbers per parameter that trains: itself, Adam's two, and a gradient of the batches before."""
         self._fed = shape.fed_by_trainable()
         self._sizes = {name: _sizes(shape.modules[name], name, batches) for name in shape.modules}
-        self._totals = {
-            (name, piped): module.held(0, module.blocks)
-            if not piped
-            else (module.parameters.sum(), module.trained.sum())
-            for name, module in shape.modules.items()
-            for piped in (False, True)
-        }
-        """Parameters of all stages, and those that train: what both ends of a pipeline have counts twice."""
+        modules = shape.modules.items()
+        self._totals = {(name, False): module.held(0, module.blocks) for name, module in modules}
+        """Parameters of all stages, and those that train: what both ends of a pipeline (True) have counts twice."""
+        self._totals |= {(name, True): (module.parameters.sum(), module.trained.sum()) for name, module in modules}
         self._saved = {
             (name, again): module.saved(given.recomputed(name, again * module.has_blocks), given.offload.get(name))
             for name, module in shape.modules.items()
@@ -120,13 +116,8 @@ class Estimates:
         if (module, tp, recomputed) not in self._work:
             shape = self._shape.modules[module]
             blocks = shape.blocks
-            layout = ModuleLayout(
-                tuple(range(tp * blocks)),
-                dp_shard=1,
-                tp=tp,
-                pp=blocks,
-                split=(1,) * blocks if shape.has_blocks else (0,),
-            )
+            each = (1,) * blocks if shape.has_blocks else (0,)
+            layout = ModuleLayout(tuple(range(tp * blocks)), dp_shard=1, tp=tp, pp=blocks, split=each)
             made = module_times(
                 shape,
                 layout,
@@ -139,9 +130,8 @@ class Estimates:
             rows, squares, _ = self._sizes[module]
             lines = [[t.forward for t in made], [t.backward for t in made]]
             forward, backward = (np.array([n.per_row * rows + n.per_pair * squares for n in part]) for part in lines)
-            self._work[module, tp, recomputed] = Work(
-                forward, backward, sum(line.fixed for part in lines for line in part)
-            )
+            fixed = sum(line.fixed for part in lines for line in part)
+            self._work[module, tp, recomputed] = Work(forward, backward, fixed)
         return self._work[module, tp, recomputed]
 
     def slowest_share(self, module: str, tp: int, stages: int) -> float:
