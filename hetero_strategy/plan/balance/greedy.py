@@ -158,12 +158,8 @@ def _weighing(weights: np.ndarray) -> int:
 
 def _round(loads: np.ndarray, after: np.ndarray) -> int:
     """Number of bins, by rising load, that get an item before any of them gets its second."""
-    early = loads[1:] > np.minimum.accumulate(after)[:-1]
-    if len(early):
-        first = int(early.argmax())
-        if early[first]:
-            return first + 1
-    return len(loads)
+    (early,) = (loads[1:] > np.minimum.accumulate(after)[:-1]).nonzero()
+    return int(early[0]) + 1 if len(early) else len(loads)
 
 
 def exchange(
