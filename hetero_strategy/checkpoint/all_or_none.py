@@ -5,7 +5,8 @@ A rank that raised alone would leave the others waiting in the next collective u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -43,10 +44,8 @@ class AllOrNone:
         answer, fault = _attempt(work) if self.rank == rank else (None, None)
         shared: list[Any] = [answer]
         if self.size > 1:
-            try:
+            with self._answered():
                 dist.broadcast_object_list(shared, src=self._global(rank), group=self.group)
-            except RuntimeError as lost:
-                raise self._lost(lost) from lost
         return cast(T, _result(shared[0], fault))
 
     def together(self, work: Callable[[], T]) -> T:
@@ -66,20 +65,16 @@ class AllOrNone:
             return list(here)
         device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
         so = torch.tensor(here, dtype=torch.uint8, device=device)
-        try:
+        with self._answered():
             dist.all_reduce(so, dist.ReduceOp.MAX, group=self.group)
-        except RuntimeError as lost:
-            raise self._lost(lost) from lost
         return so.bool().tolist()
 
     def shared(self, here: T) -> list[T]:
         """Return what every rank passes, by rank, on all of them. It should be small."""
         everyone: list[Any] = [here] * self.size
         if self.size > 1:
-            try:
+            with self._answered():
                 dist.all_gather_object(everyone, here, group=self.group)
-            except RuntimeError as lost:
-                raise self._lost(lost) from lost
         return everyone
 
     def centrally(self, work: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
@@ -92,7 +87,7 @@ class AllOrNone:
         everyone: list[Any] | None = [None] * self.size if self.rank == 0 else None
         answers: list[Any] | None = None
         received: list[Any] = [None]
-        try:
+        with self._answered():
             dist.gather_object(answer, everyone, dst=self._global(0), group=self.group)
             if everyone is not None:
                 faults = [(rank, text) for rank, (_, text) in enumerate(everyone) if text is not None]
@@ -103,12 +98,14 @@ class AllOrNone:
                     (parts, text), fault = _attempt(lambda: combine([result for result, _ in everyone]))
                     answers = [(part, text) for part in parts or [None] * self.size]
             dist.scatter_object_list(received, answers, src=self._global(0), group=self.group)
-        except RuntimeError as lost:
-            raise self._lost(lost) from lost
         return cast(R, _result(received[0], fault))
 
-    def _lost(self, lost: RuntimeError) -> CheckpointError:
-        return CheckpointError(f"rank {self.rank}: another rank is lost or did not answer: {lost}")
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as lost:
+            raise CheckpointError(f"rank {self.rank}: another rank is lost or did not answer: {lost}") from lost
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
