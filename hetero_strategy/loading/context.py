@@ -43,9 +43,7 @@ class TrainingContext:
         """The context of a Trainer's strategy, whichever that is."""
         strategy = None if trainer is None else trainer.strategy
         context = getattr(strategy, "context", None)
-        if isinstance(context, TrainingContext):
-            return context
-        return TrainingContext()
+        return context if isinstance(context, TrainingContext) else TrainingContext()
 
 
 def finish_epoch(trainer: L.Trainer | None) -> None:

@@ -204,10 +204,9 @@ def _noted(faults: list[Fault], check: Literal["build", "schedule"], rank: int |
     """What is raised becomes a fault, and others are still found."""
     try:
         yield
-    except HeteroError as error:
-        faults.append(Fault(check, str(error), rank))
     except Exception as error:
-        faults.append(Fault(check, f"{type(error).__name__}: {error}", rank))
+        kind = "" if isinstance(error, HeteroError) else f"{type(error).__name__}: "
+        faults.append(Fault(check, f"{kind}{error}", rank))
 
 
 def _copied(model: MultimodalModel) -> MultimodalModel:
