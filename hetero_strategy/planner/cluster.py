@@ -239,14 +239,11 @@ class Cluster:
         if ranks == 1:
             return 0.0
         on_node = min(ranks, max(1, self.ranks_per_node // stride)) if on_node is None else on_node
-        within = _slowest([pool.collectives.get(kind, pool.within) for pool in self.pools])
+        links = [pool.collectives.get(kind, pool.within) for pool in self.pools]
+        within = Links(max(one.latency for one in links), min(one.bandwidth for one in links))
         link, bandwidth = within, within.bandwidth
         if on_node < ranks:
             link, bandwidth = self.across, self.across.bandwidth * on_node
             if on_node > 1:
                 bandwidth = min(bandwidth, within.bandwidth)
         return link.latency * ceil(log2(ranks)) + size * (ranks - 1) / ranks / bandwidth
-
-
-def _slowest(links: Sequence[Links]) -> Links:
-    return Links(max(link.latency for link in links), min(link.bandwidth for link in links))

@@ -133,7 +133,8 @@ class MemoryModel:
         early = self._rows_ahead(step)
         for stage_id, made in early.items():  # as much of the step before is there throughout
             changes.add(-1, stage_id, "rows", made.sum(axis=0))
-        Walk(step, self._widths(placed), sizes, needs, early, self.allocator.holds_sent, changes).run()
+        widths = {edge: self.precision.compute * self.shape.width(*edge) for edge in graph.edges}
+        Walk(step, widths, sizes, needs, early, self.allocator.holds_sent, changes).run()
         bytes_ = changes.at_peak(ranks)
         bytes_[-1] = self.allocator.margin * bytes_.sum(axis=0) + self.allocator.communicator * communicators(placed)
         return Memory(step, bytes_, needs)
@@ -211,10 +212,6 @@ class MemoryModel:
                 number = bisect_left(begin, first) - AHEAD
                 changes.add(3 * begin[number] + DURING if number >= 0 else ALWAYS, node, "payload", sizes[m])
                 changes.add(3 * last + AFTER, node, "payload", -sizes[m])
-
-    def _widths(self, placed: Placed) -> dict[tuple[StageId, StageId], float]:
-        """Bytes of a row on every edge."""
-        return {edge: self.precision.compute * self.shape.width(*edge) for edge in placed.graph.edges}
 
 
 def _turns(step: Step) -> dict[StageId, list[tuple[int, int, int]]]:

@@ -33,7 +33,6 @@ from hetero_strategy.planner.space import (
     idle_places,
     on_nodes,
     partitions,
-    place_groups,
     places,
     shards,
 )
@@ -87,7 +86,8 @@ class Proposal(NamedTuple):
         made = Candidate({}, self.microbatches, "auto", recompute, reshard, offload=self.given.offload)
         if self.chain is not None:
             return replace(made, layouts=self.chain.layouts(*self.ranks), reshard_after_forward="never")
-        layouts = place_groups(self.partition, self.ranks, self.degrees)
+        of = {name: ranks for group, ranks in zip(self.partition, self.ranks, strict=True) for name in group}
+        layouts = {name: degrees.layout(of[name]) for name, degrees in self.degrees.items()}
         return replace(made, layouts=layouts, fill="auto" if self.homogeneous or reshard == "always" else "fine")
 
 

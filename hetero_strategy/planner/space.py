@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import chain, combinations, permutations
+from itertools import chain, combinations, pairwise, permutations
 from math import ceil
 from typing import NamedTuple
 
@@ -78,12 +78,8 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
     >>> list(compositions(3, 2))
     [(1, 2), (2, 1)]
     """
-    if parts == 1:
-        yield (total,)
-        return
-    for first in range(1, total - parts + 2):
-        for rest in compositions(total - first, parts - 1):
-            yield (first, *rest)
+    for cuts in combinations(range(1, total), parts - 1):
+        yield tuple(b - a for a, b in pairwise((0, *cuts, total)))
 
 
 @cache
@@ -150,14 +146,6 @@ def on_nodes(cluster: Cluster, ranks: tuple[Sequence[int], ...], tp: Sequence[in
         if all(given[0] % cluster.ranks_per_node % n == 0 for given, n in zip(placed, tp, strict=True)):
             return placed
     return None
-
-
-def place_groups(
-    partition: Partition, ranks: Sequence[Sequence[int]], chosen: Mapping[str, Degrees]
-) -> dict[str, ModuleLayout]:
-    """Put groups on their ranks; modules keep the order that they were chosen in."""
-    of = {name: given for group, given in zip(partition, ranks, strict=True) for name in group}
-    return {name: degrees.layout(of[name]) for name, degrees in chosen.items()}
 
 
 def places(cluster: Cluster, groups: int) -> Iterator[tuple[Sequence[int], ...]]:

@@ -21,7 +21,7 @@ from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.hardware import DEVICES, cluster, mixed_cluster
 from hetero_strategy.planner.memory import MemoryModel
 from hetero_strategy.planner.search import Planner
-from hetero_strategy.planner.space import compositions, degrees, partitions, place_groups
+from hetero_strategy.planner.space import compositions, degrees, partitions
 from hetero_strategy.simulator.links import Links
 from tests.planner.models import DEVICE, SIMULATIONS, batch, model
 from tests.planner.test_hardware import CONF
@@ -71,8 +71,9 @@ def ways(made: Planner, partition: tuple[tuple[str, ...], ...], given: list[tupl
         for name in group:
             all_degrees = degrees(modules[name], len(ranks), made.evaluator.cluster.on(ranks).ranks_per_node, 8)
             made_of = [{**chosen, name: d} for chosen in made_of for d in all_degrees]
-    counts = (1, 2, 4, 8)
-    return [Candidate(place_groups(partition, given, chosen), n) for chosen in made_of for n in counts]
+    on = {name: ranks for group, ranks in zip(partition, given, strict=True) for name in group}
+    placed = [{name: d.layout(on[name]) for name, d in chosen.items()} for chosen in made_of]
+    return [Candidate(layouts, n) for layouts in placed for n in (1, 2, 4, 8)]
 
 
 def simulated(made: Planner, candidate: Candidate) -> float:
