@@ -102,6 +102,7 @@ class AllOrNone:
 
     @contextmanager
     def _answered(self) -> Iterator[None]:
+        """Around a collective, which fails where another rank does not come."""
         try:
             yield
         except RuntimeError as lost:

@@ -229,24 +229,21 @@ def _entries(plan: _Plan, tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
 
 
 def _taken(tensors: Mapping[str, torch.Tensor]) -> tuple[Inventory, Coordinates]:
+    """Refuse tensors that cannot be saved, and return what this rank owns and where."""
     for key, tensor in tensors.items():
-        _check_owned(key, tensor)
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"{key} is a {type(tensor).__name__}, not a tensor; put it into the metadata")
+        if tensor.is_meta:
+            raise CheckpointError(f"{key} is on the meta device: a rank saves only what it owns")
+        if tensor.layout is not torch.strided:
+            raise CheckpointError(f"{key} has layout {tensor.layout}; a checkpoint holds dense tensors")
+        if isinstance(tensor, DTensor):
+            if tensor.device_mesh.get_coordinate() is None:
+                raise CheckpointError(f"{key} lies on mesh {tensor.device_mesh}, which this rank is not part of")
+            if any(placement.is_partial() for placement in tensor.placements):
+                raise CheckpointError(f"{key} has placements {tensor.placements}: reduce it before saving")
+        check_dtype(key, tensor.dtype)
     return take_inventory(tensors)
-
-
-def _check_owned(key: str, tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise CheckpointError(f"{key} is a {type(tensor).__name__}, not a tensor; put it into the metadata")
-    if tensor.is_meta:
-        raise CheckpointError(f"{key} is on the meta device: a rank saves only what it owns")
-    if tensor.layout is not torch.strided:
-        raise CheckpointError(f"{key} has layout {tensor.layout}; a checkpoint holds dense tensors")
-    if isinstance(tensor, DTensor):
-        if tensor.device_mesh.get_coordinate() is None:
-            raise CheckpointError(f"{key} lies on mesh {tensor.device_mesh}, which this rank is not part of")
-        if any(placement.is_partial() for placement in tensor.placements):
-            raise CheckpointError(f"{key} has placements {tensor.placements}: reduce it before saving")
-    check_dtype(key, tensor.dtype)
 
 
 class _Staging:
