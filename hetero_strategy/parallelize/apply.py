@@ -35,7 +35,7 @@ from hetero_strategy.parallelize.offload import HostMemory, Offload, apply_offlo
 from hetero_strategy.parallelize.recompute import Recompute, apply_recompute
 from hetero_strategy.parallelize.stages import adopt, cut, in_no_stage, owned_tensors, ties_kept
 from hetero_strategy.parallelize.storage import FP32, Storage
-from hetero_strategy.parallelize.traits import check_traits, restore_traits, traits_of
+from hetero_strategy.parallelize.traits import Traits, check_traits, restore_traits
 
 
 def parallelize(
@@ -80,7 +80,7 @@ def parallelize(
         LayoutError: ``tp_chunks`` of a module that tensor parallelism splits in a way of its own.
     """
     module.meta_copy()  # the module as it was, for initialisation and counting
-    traits = traits_of(dict(module.named_parameters()))
+    traits = {fqn: Traits.of(parameter) for fqn, parameter in module.named_parameters()}
     with ties_kept([module]):
         module.to("meta")  # a part that came with values gets them back in shards
     traits = storage.store(name, module, traits)

@@ -25,10 +25,11 @@ class Traits:
     attributes: dict[str, Any]
     """Attributes that were set on the tensor, such as a factor of the learning rate."""
 
-
-def traits_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Traits]:
-    """Return the traits of parameters by name."""
-    return {name: _traits(parameter) for name, parameter in parameters.items()}
+    @staticmethod
+    def of(parameter: nn.Parameter) -> Traits:
+        """Return those of a parameter as it is now."""
+        hooks = bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+        return Traits(parameter.shape, parameter.dtype, parameter.requires_grad, hooks, dict(vars(parameter)))
 
 
 def restore_traits(before: Mapping[str, Traits], parameters: Mapping[str, nn.Parameter]) -> None:
@@ -52,7 +53,7 @@ def check_traits(module: str, before: Mapping[str, Traits], parameters: Mapping[
     for name, parameter in parameters.items():
         if name not in before:
             raise ModelError(f"module '{module}': parallelising made a parameter '{name}' that was not there before")
-        was, now = asdict(before[name]), asdict(_traits(parameter))
+        was, now = asdict(before[name]), asdict(Traits.of(parameter))
         now["attributes"] = {key: value for key, value in now["attributes"].items() if key in was["attributes"]}
         for trait, value in was.items():
             if value != now[trait]:
@@ -61,8 +62,3 @@ def check_traits(module: str, before: Mapping[str, Traits], parameters: Mapping[
                     " parallelised; set it in another way, such as MultimodalModel(freeze=...), or change gradients in"
                     " on_after_backward"
                 )
-
-
-def _traits(parameter: nn.Parameter) -> Traits:
-    hooks = bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-    return Traits(parameter.shape, parameter.dtype, parameter.requires_grad, hooks, dict(vars(parameter)))

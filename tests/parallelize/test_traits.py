@@ -11,7 +11,7 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model import Encoder, Projector
 from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize.apply import parallelize
-from hetero_strategy.parallelize.traits import check_traits, traits_of
+from hetero_strategy.parallelize.traits import Traits, check_traits
 
 
 def marked() -> nn.Linear:
@@ -48,7 +48,7 @@ def test_a_hook_that_would_be_lost_is_an_error() -> None:
 
 @pytest.mark.parametrize("trait", ["requires_grad", "dtype", "shape"])
 def test_any_other_difference_is_an_error(trait: str) -> None:
-    before = traits_of({"w": nn.Parameter(torch.zeros(2, 3))})
+    before = {"w": Traits.of(nn.Parameter(torch.zeros(2, 3)))}
     other = {
         "requires_grad": nn.Parameter(torch.zeros(2, 3), False),
         "dtype": nn.Parameter(torch.zeros(2, 3, dtype=torch.float64)),
