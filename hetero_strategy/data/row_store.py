@@ -65,7 +65,7 @@ class RowStore:
     def refresh(self) -> None:
         """Look for records that were written since the last time."""
         new, segments = [self._known], [self._segment]
-        for path in _indices(self.folder):
+        for path in sorted(self.folder.glob("*.index")):
             read = self._seen.get(path.stem, 0)
             records = _records(path, read)
             if not len(records):
@@ -166,10 +166,6 @@ class RowSegment:
         for file in (self._rows, self._index):
             if file is not None:
                 file.close()
-
-
-def _indices(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.index")) if folder.is_dir() else []
 
 
 def _words(records: np.ndarray) -> np.ndarray:
