@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -281,3 +282,17 @@ def test_what_is_loaded_takes_the_place_of_what_was(tmp_path: Path) -> None:
     assert first not in optimizer.state and optimizer.param_groups[0]["lr"] == 0.1
     found = _everything(module, optimizer)
     assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
+
+
+def test_random_numbers_go_on_where_they_were_saved(tmp_path: Path) -> None:
+    """Those of the process, of which a person's own code draws."""
+
+    def drawn() -> list[float]:
+        return [float(torch.rand(())), float(np.random.random()), random.random()]
+
+    state = TrainingState("model", {}, group=None)
+    state.save({"state_dict": {}}, tmp_path / "c")
+    expected = drawn()
+    assert drawn() != expected
+    state.load(tmp_path / "c", [])
+    assert drawn() == expected
