@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.layout.fake import fake_world
 from hetero_strategy.layout.placement import place
 from hetero_strategy.layout.registry import GroupRegistry
+from hetero_strategy.model import Backbone
 from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.apply import parallelize
@@ -142,3 +145,42 @@ def test_gradients_of_a_block_travel_while_the_last_backward_goes_on(pool: Pool,
         assert gradients.keys() == wanted.keys()
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-10, atol=1e-12)
+
+
+class Twice(Backbone):
+    """Its first block runs twice."""
+
+    block_list = "layers"
+    width = hidden_width = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)])
+        self.events: list[str] = []
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        for number in (0, 0, 1):
+            rows = self.layers[number](rows)
+            rows.register_hook(lambda _, number=number: self.events.append(f"backward of {number}"))
+        return rows
+
+
+def test_a_block_that_runs_twice_is_summed_after_both_of_its_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, module = fsdp._reduce, Twice()
+
+    def noted(stage: torch.nn.Module, group: Any) -> None:
+        number = [group in fsdp._groups(layer._get_fsdp_state()) for layer in module.layers]  # type: ignore[operator]
+        module.events.append(f"sum of {number.index(True) if any(number) else 'the rest'}")
+        original(stage, group)
+
+    monkeypatch.setattr(fsdp, "_reduce", noted)
+    with fake_world(0, 2):
+        fsdp.apply_fsdp(module, init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)))
+        module.to_empty(device="cpu")
+        fsdp.gather(module)
+        out = module(torch.zeros(3, 8, requires_grad=True))
+        with fsdp.reducing(module):
+            out.sum().backward()
+        fsdp.reduce(module)
+        fsdp.finish(module)
+    assert module.events == ["backward of 1", "sum of 1", "backward of 0", "backward of 0", "sum of 0"]
