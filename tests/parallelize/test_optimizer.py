@@ -11,6 +11,7 @@ from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from hetero_strategy.layout.fake import fake_world
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.optimizer import ELEMENTWISE, _Shards, choose_kernels
 from tests.distributed.harness import Pool
@@ -104,6 +105,16 @@ def test_kernels_that_a_person_chose_stay() -> None:
             optimizer = kind([nn.Parameter(torch.ones(2))], fused=given)
             choose_kernels([optimizer], {}, lambda decision: decision)
             assert [optimizer.param_groups[0][key] for key in ("fused", "foreach")] == [fused, foreach]
+            # Else Lightning lets the kernel look for overflows, which sees those of this rank alone.
+            assert not getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_all_ranks_loop_where_one_has_sharded_and_plain_parameters_in_a_group(mixed: bool) -> None:
+    """Other optimizers than elementwise ones: copies of a parameter would drift apart by rounding."""
+    optimizer = optim.Adafactor([nn.Parameter(torch.ones(2))])
+    choose_kernels([optimizer], {}, lambda own: own or mixed)
+    assert optimizer.param_groups[0]["foreach"] is (False if mixed else None)
 
 
 def test_a_scheduler_may_be_made_after_an_optimizer_steps_on_shards() -> None:
@@ -117,3 +128,16 @@ def test_a_scheduler_may_be_made_after_an_optimizer_steps_on_shards() -> None:
         optimizer.step()
         scheduler.step()
     assert parameter.tolist() == [-0.5, -0.5]
+
+
+def test_who_compares_versions_sees_which_sharded_parameters_a_step_has_changed() -> None:
+    """A loss is not computed again with other weights."""
+    with fake_world(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        one, other, gradient = (DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False) for _ in range(3))
+        own = [nn.Parameter(one), nn.Parameter(other)]
+        optimizer = optim.SGD(own, lr=0.1)
+        _Shards(optimizer)
+        own[0].grad, before = gradient, [p._version for p in own]
+        optimizer.step()
+        assert [p._version > version for p, version in zip(own, before, strict=True)] == [True, False]
