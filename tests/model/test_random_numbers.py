@@ -22,8 +22,10 @@ CPU = torch.device("cpu")
 
 
 class Noisy(nn.Module):
+    count = 4
+
     def forward(self) -> torch.Tensor:
-        return torch.rand(4)
+        return torch.rand(self.count)
 
 
 def drawn(blocks: tuple[str, ...] = ("0", "1"), seed: int = 1, name: str = "vision", **other: Any) -> list[list[float]]:
@@ -53,6 +55,15 @@ def test_numbers_are_those_of_the_place_and_not_of_the_rank() -> None:
 )
 def test_other_numbers_for_anything_else(other: dict[str, Any]) -> None:
     assert not {tuple(place) for place in drawn()} & {tuple(place) for place in drawn(**other)}
+
+
+def test_what_follows_a_block_draws_the_same_however_many_numbers_the_block_drew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is compiled, or that an evaluation leaves without dropout, draws others or none."""
+    expected = drawn()[1::2]
+    monkeypatch.setattr(Noisy, "count", 7)
+    assert drawn()[1::2] == expected
 
 
 def test_tensor_parallel_ranks_share_the_numbers_of_rows_they_share() -> None:
