@@ -267,6 +267,8 @@ def test_levelled_and_pieces() -> None:
     assert count == 2 and group.tolist() == [1, 0, 1, 0]
     group, count = pieces(np.array([0, 0, 0, 1]), np.ones(4), 2)
     assert group.tolist() == [0, 0, 1, 1], "the third item is computed with the next microbatch's"
+    group, count = pieces(np.zeros(3, dtype=np.int64), np.array([2.0, 4, 2]), 2)
+    assert group.tolist() == [0, 1, 1], "an item is where its middle lies"
     assert pieces(np.array([], dtype=np.int64), np.array([]), 3)[1] == 1
 
 
