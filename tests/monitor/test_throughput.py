@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ from torch import nn
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.monitor import MemoryMonitor, ThroughputMonitor, wandb_logger
 from hetero_strategy.monitor.measure import Spent
-from hetero_strategy.monitor.throughput import _memory
+from hetero_strategy.monitor.throughput import _memory, _Window
 from hetero_strategy.parallelize.recompute import recomputes
+from hetero_strategy.plan.ahead import ahead
 from tests.monitor.fakes import (
     STEP,
     VALIDATION,
@@ -145,6 +147,16 @@ def test_recompute_counts_for_hardware_only(tmp_path: Path) -> None:
     assert rows[0][1]["mfu/llm"] == pytest.approx(3 * LLM / (STEP * 1e5))
     assert rows[0][1]["hfu/llm"] == pytest.approx(4 * LLM / (STEP * 1e5))
     assert rows[0][1]["hfu/vision"] == rows[0][1]["mfu/vision"]
+    rows, _ = fit(tmp_path, steps=1, every_n_steps=1, peak_flops=1e5, recompute=("vision",))
+    assert rows[0][1]["hfu/vision"] == rows[0][1]["mfu/vision"], "it has no blocks, which alone run again"
+
+
+def test_what_runs_ahead_counts_in_the_step_that_it_is_for() -> None:
+    batch, window = make_batch(), _Window()
+    plan = batch.plan
+    batch.plan = replace(plan, assignments={**plan.assignments, ahead("vision"): plan.assignments["llm"]})
+    window.add(batch)
+    assert (set(window.rows), set(window.sequences), window.padding) == ({"llm", "vision"}, {"llm", "vision"}, 4)
 
 
 def test_a_module_recomputed_as_a_whole_counts_its_parts_without_blocks(tmp_path: Path) -> None:
