@@ -68,6 +68,25 @@ def test_every_row_is_in_its_place_whichever_items_are_found(folder: str, tmp_pa
         assert torch.equal(cached.joined(computed), wanted)
 
 
+def test_rows_in_place_of_a_sample_that_cannot_be_read_are_not_kept(folder: str, tmp_path: Path) -> None:
+    """Its file may come back as it was, and those rows are zeros."""
+    steps = steps_with(folder, tmp_path)
+    assert of(steps)[1].keep.all()
+    item = int(steps.index.items["vision"].offsets[4])
+    path = Path(steps.index.path("vision", item))
+    picture, steps.on_error = path.read_bytes(), "skip"
+    try:
+        path.write_bytes(b"nothing")
+        made = steps[0, 0]
+    finally:
+        path.write_bytes(picture)
+    assert [*made.failed] == [4]
+    (inputs,) = made.inputs["vision"]
+    assert isinstance(inputs, EncoderInputs) and inputs.cached is not None
+    bad = np.repeat(np.array(BATCH) == 4, steps.index.counts("vision", np.array(BATCH)))
+    assert bad.any() and np.array_equal(inputs.cached.keep, ~bad)
+
+
 def test_a_file_that_changes_is_missed_and_new_rows_are_seen_when_an_epoch_begins(folder: str, tmp_path: Path) -> None:
     steps = steps_with(folder, tmp_path)
     _, missed = of(steps)
