@@ -229,6 +229,16 @@ def test_other_starts_hang(name: str) -> None:
     assert run([events(change(program), rank) for rank, program in enumerate(programs)])
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_what_was_sent_is_freed_once_its_gradient_is_back(schedule: str) -> None:
+    """Not at the end of the step, when rows of all microbatches would be there at once."""
+    plan, made, _ = planned({"llm": ModuleLayout((0, 1), pp=2)}, schedule, 4)
+    program = compile_step(plan, made, 0)
+    given = {one.action.microbatch: one.gives for one in program.actions if one.action.kind == "F"}
+    freed = {one.action.microbatch: one.frees for one in program.actions if one.action.kind in ("B", "I")}
+    assert len(given) == 4 and all(given.values()) and freed == given
+
+
 def test_rows_that_cannot_be_shared_out_name_their_module() -> None:
     layouts = {"vision": ModuleLayout((0,)), "llm": ModuleLayout((1, 2, 3), tp=3)}
     plan, made, _ = planned(layouts, "1f1b", 2, filled_up=False)
