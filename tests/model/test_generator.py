@@ -79,6 +79,15 @@ def test_items_together_equal_items_alone(decoder):
         assert a.abs().max() > 0  # from the first step, everything learns
 
 
+def test_what_is_drawn_is_integrated_from_time_0_on(decoder, monkeypatch):
+    """With velocities that are the time, Euler's three steps are at 0, 1/3 and 2/3."""
+    inputs = items([(2, 2)], [1])
+    monkeypatch.setattr(decoder, "_velocity", lambda hidden, now: now.time.expand(4, 4))
+    (conditions,) = conditions_of(inputs).values()
+    drawn = decoder.draw(inputs, conditions, torch.zeros(1, dtype=torch.long))
+    torch.testing.assert_close(drawn, inputs.noise.double() + (0 + 1 / 3 + 2 / 3) / 3)
+
+
 def test_the_loss_is_that_of_the_velocity(decoder):
     """Written again: with the network's prediction held, the loss is the squared distance to data - noise."""
     inputs = items([(2, 2)], [1])
