@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hetero_strategy.errors import DataError, ModelError
 from hetero_strategy.model import GeneratorInputs, GeneratorOutput, Packing
 from hetero_strategy.zoo import flow_decoder
+from hetero_strategy.zoo.flow import positions
 from tests.model.helpers import ready
 
 FLOW = {"width": 16, "patch_size": 2, "channels": 1, "dim": 8, "n_layers": 3, "n_heads": 2, "sample_steps": 3}
@@ -226,3 +228,16 @@ def test_flops_count_what_runs(decoder):
         small(inputs, {key: rows.detach() for key, rows in conditions_of(inputs).items()})
     counted = counter.get_total_flops()
     assert decoder.flops(inputs.packing.lengths) == pytest.approx(counted, rel=0.2)
+
+
+def test_a_drawing_that_does_not_count_adds_nothing_to_the_loss(decoder):
+    inputs = items([(2, 3), (1, 2)], [2, 1])
+    rows = conditions_of(inputs)
+    alone = decoder(one(inputs, 1), {("llm", 0): rows["llm", 0][2:]}).loss_sum
+    silenced = dataclasses.replace(inputs, counted=torch.tensor([0.0, 1.0]))
+    torch.testing.assert_close(decoder(silenced, rows).loss_sum, alone, rtol=1e-12, atol=0)
+
+
+def test_no_two_rows_of_an_item_have_one_position():
+    table = positions(items([(2, 2)], [2]), 8, torch.zeros((), dtype=torch.float64))
+    assert len(table) == 6 == len(table.unique(dim=0))
