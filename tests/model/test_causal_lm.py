@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hetero_strategy.errors import DataError, ModelError
-from hetero_strategy.model.causal_lm import fill_slots, head_rows_of
+from hetero_strategy.model.causal_lm import CausalLMKind, fill_slots, head_rows_of
+from hetero_strategy.model.combine import StepSums
+from hetero_strategy.model.inputs import IGNORE
 from hetero_strategy.model.token_loss import token_loss
 from hetero_strategy.zoo import hf_llama, hf_qwen3, titan_llama
 from hetero_strategy.zoo.hf import PreciseRMSNorm
@@ -309,3 +313,21 @@ def test_titan_takes_the_rotary_base_wherever_it_is_and_no_dropout(tmp_path):
     assert base(rope_parameters={"rope_type": "default", "rope_theta": 9.0}) == 9.0
     with pytest.raises(ModelError, match=r"has attention_dropout=0\.5, .* use hf_llama"):
         base(attention_dropout=0.5)
+
+
+def test_the_last_token_of_a_sample_predicts_nothing_whatever_sample_lies_behind_it() -> None:
+    content = SimpleNamespace(text=lambda numbers: (np.arange(5), np.ones(5, bool)))
+    lengths = np.array([2, 0, 3])
+    units: Any = SimpleNamespace(
+        content=content, numbers=np.arange(3), inner_rows=lengths, edge_rows=lengths, alike=False, slots={}
+    )
+    assert CausalLMKind().inputs(units).labels.tolist() == [1, IGNORE, 3, 4, IGNORE]
+
+
+def test_metrics_are_of_samples_with_labels_and_the_mean_of_language_models() -> None:
+    plan: Any = SimpleNamespace(metadata=SimpleNamespace(labels=np.array([3, 0, 2])), normalizer=lambda name: 5)
+    modules: Any = {name: SimpleNamespace(kind=CausalLMKind()) for name in ("one", "other")}
+    sums = StepSums(modules, plan, evaluation=False, device=torch.device("cpu"), dtype=torch.float32)
+    sums.totals += torch.tensor([0.0, 5, 2, 0, 0, 0])  # of each its loss, right tokens and right samples
+    out = sums.output(torch.zeros(()), {})
+    assert (float(out.accuracy), float(out.exact_match)) == (0.5, 0.5)
