@@ -27,6 +27,7 @@ from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, GeneratorInputs, SequenceInputs
+from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan
 from hetero_strategy.zoo import flow_decoder, siglip2_encoder, titan_llama
 from tests.loading.test_loader import flat
 from tests.manifests import entry, write_manifest
@@ -446,3 +447,11 @@ def test_memory_of_a_batch_is_used_again_only_when_nobody_holds_it(index: Datase
     assert sum(blocks) < 12 + 2 * 4 < 36  # not one for each of 36 batches
     loader.close()
     assert all(tensor.equal(clone) for _, tensor, clone, _ in kept)  # and they outlive the workers
+
+
+def test_what_was_silenced_is_part_of_no_normaliser() -> None:
+    ones, sample = np.ones(3, np.int64), np.array([0, 1, 1])
+    items = {"draw": StepItems(sample, ones, ones, ones, targets=np.array([4, 8, 16]))}
+    plan = StepPlan(StepMetadata(0, 0, np.arange(2), np.array([5, 5]), np.array([3, 2]), items), 1, {})
+    left = Batch(plan, {}).without(np.array([False, True])).plan
+    assert (left.normalizer("draw"), left.normalizer("llm")) == (4, 3)
