@@ -137,6 +137,7 @@ def test_names_alone_mean_all() -> None:
     assert recomputes(None) == recomputes([]) == {}
     every_third = recomputes({"llm": "every 3"})["llm"]
     assert [every_third.share(blocks) for blocks in (0, 1, 2, 3, 4, 7, 9)] == [1, 1, 1 / 2, 1 / 3, 2 / 4, 3 / 7, 1 / 3]
+    assert every_third.chosen("abcd") == "ad" and every_third.chosen("ab") == "a"
     assert recomputes({"llm": "all but matmuls"})["llm"].share(4) == 0
 
 
