@@ -100,3 +100,15 @@ def test_a_file_that_changes_is_missed_and_new_rows_are_seen_when_an_epoch_begin
     assert of(steps)[1].found == 5
     os.utime(path, ns=(known.st_atime_ns, known.st_mtime_ns))
     assert of(steps)[1].found == 6
+
+
+def test_a_run_that_goes_back_in_its_epoch_looks_for_new_rows(tmp_path: Path) -> None:
+    """As that of a second fit."""
+    cache = RowCache(tmp_path, inner=False)
+    cache.turn(0, 3)
+    RowSegment(tmp_path).append(np.ones((1, 2), np.uint64), [torch.zeros(2, 4)])
+    found = []
+    for step in (4, 2):
+        cache.turn(0, step)
+        found.append(len(cache._store))
+    assert found == [0, 1]
