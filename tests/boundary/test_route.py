@@ -264,3 +264,12 @@ def test_rows_that_parts_do_not_share_out_evenly_are_refused() -> None:
     with pytest.raises(LayoutError, match="rows in 2 parts: instance 1 has 5 rows, which is no multiple"):
         Side(ranks, totals, RowSharding(2))
     assert Side(ranks, totals).rows_on(3) == 5
+
+
+def test_rows_that_ranks_share_out_go_to_the_rank_of_the_same_part() -> None:
+    layout = ModuleLayout(ranks=(0, 1, 2, 3), pp=2, tp=2).resolved()
+    source, target = (Side(layout.stage_grid(stage), np.asarray([4]), RowSharding(2)) for stage in (0, 1))
+    for rank in range(4):
+        made = stage_route(source, target, rank)
+        gives, takes = (made.forward, made.backward) if rank < 2 else (made.backward, made.forward)
+        assert [peer for peer, _ in (*gives.first.sends, *takes.first.receives)] == [(rank + 2) % 4] * 2
