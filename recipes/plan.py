@@ -347,7 +347,8 @@ def modules(placed: Placed, planner: Planner) -> Table:
         devices = ", ".join(pool.device.name for pool in on.cluster.pools)
         shape, work = planner.evaluator.shape.modules[name], on.work(name, 1)
         parameters, _ = shape.held(0, shape.blocks)
-        table.add_row(name, ranks, devices, degrees, f"{parameters:,}", f"{work.total:,.3g}")
+        whole = work.total + work.fixed * placed.candidate.microbatches
+        table.add_row(name, ranks, devices, degrees, f"{parameters:,}", f"{whole:,.3g}")
     return table
 
 

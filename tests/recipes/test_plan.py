@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.planner.answer import Answer, Ranked
+from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.explain import explain, unfilled
-from recipes.plan import beside, bubbles, reasons
+from hetero_strategy.planner.times import MIXED, NOTHING, BlockSeconds, Line
+from recipes.plan import beside, bubbles, modules, reasons
 from tests.distributed.harness import Pool
 from tests.planner.models import batch, cluster, model
 from tests.recipes.commands import SMALL, Ended, run_forked, run_on_ranks
@@ -103,6 +106,16 @@ def test_of_a_long_step_the_part_that_is_drawn_is_named() -> None:
     short, long = (reasons(answer, found, 100.0, drawn, "by formula") for drawn in (8, 4))
     (line,) = {*long} - {*short}
     assert line.startswith("drawn       its first 4 of 8 microbatches: ")
+
+
+def test_work_that_no_row_adds_to_is_work_too() -> None:
+    fixed, four = Line(0.5, 0.0, 0.0), 4
+    blocks = {1: [BlockSeconds(fixed, fixed, NOTHING, fixed)] * four}
+    evaluator = Evaluator(model((four, 256)), cluster(2), [batch(16)])
+    estimates = Estimates(model((four, 256)), cluster(2), [batch(16)], MIXED, measured={"vision": blocks})
+    placed = evaluator.place(Candidate({"vision": ModuleLayout(2), "llm": ModuleLayout(2)}, 3))
+    table = modules(placed, SimpleNamespace(estimates=estimates, evaluator=evaluator))  # type: ignore[arg-type]
+    assert next(iter(table.columns[-1].cells)) == "12"  # seconds: 4 blocks, 3 microbatches, forward and backward
 
 
 @pytest.mark.full
