@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.host_time import MICROBATCHES, one_rank
 from hetero_strategy.layout.placement import Coordinate
@@ -95,3 +96,26 @@ def test_factors_of_losses_that_are_no_numbers_are_others() -> None:
     nan = float("nan")
     assert _differ(nan, 1.0) and _differ(1.0, nan) and _differ(None, 1.0)
     assert not _differ(1.0, 1.0) and not _differ(None, None)
+
+
+def messages_of(rank: int, world: int) -> tuple[set[tuple[str, int, int]], set[tuple[str, int, int]]]:
+    """Which way, to or from whom and by which tag messages go while the model is put on its ranks, and in a step."""
+    seen: list[tuple[str, int, int]] = []
+    start = dist.batch_isend_irecv
+
+    def started(ops: list[Any]) -> list[dist.Work]:
+        seen.extend((op.op.__name__, op.peer, op.tag) for op in ops)
+        return start(ops)
+
+    with patch.object(dist, "batch_isend_irecv", started), one_rank(2, RANK) as (executor, batch):
+        met = set(seen)
+        seen.clear()
+        executor.run(batch, train=True)
+    return met, set(seen)
+
+
+@pytest.mark.distributed
+def test_who_exchanges_rows_has_met_before_the_first_step(pool) -> None:
+    """Else the first message of a pair would set up its connection in the middle of a step, which holds up both."""
+    ((met, sent),) = pool.run(1, messages_of, group=False)
+    assert len(sent) > 4 and sent <= met
