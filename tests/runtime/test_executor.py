@@ -16,7 +16,7 @@ from hetero_strategy.layout.placement import Coordinate
 from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.model.random_numbers import RandomNumbers
 from hetero_strategy.runtime.local_stage import LocalStage
-from hetero_strategy.runtime.step import _differ, _StepGradients
+from hetero_strategy.runtime.step import _differ, _StepGradients, _upstream
 from hetero_strategy.schedule.action import StageId
 
 RANK, CALL = 3, 2
@@ -119,3 +119,13 @@ def test_who_exchanges_rows_has_met_before_the_first_step(pool) -> None:
     """Else the first message of a pair would set up its connection in the middle of a step, which holds up both."""
     ((met, sent),) = pool.run(1, messages_of, group=False)
     assert len(sent) > 4 and sent <= met
+
+
+def test_a_loss_reaches_all_modules_before_its_own() -> None:
+    """Also those whose rows come to it through others, in whatever order edges are."""
+    vision, llm, draw, other = (StageId(name, 0) for name in ("vision", "llm", "draw", "other"))
+    graph = SimpleNamespace(stages=(draw, other, llm, vision), edges=((llm, draw), (vision, llm)))
+    executor: Any = SimpleNamespace(compiler=SimpleNamespace(graph=graph))
+    assert _upstream(executor) == {
+        "vision": {"vision"}, "llm": {"vision", "llm"}, "draw": {"vision", "llm", "draw"}, "other": {"other"},
+    }  # fmt: skip
