@@ -192,9 +192,16 @@ class Transport:
         does not say).
         """
         for numbers in self._under_way.values():
-            # One that was freed has no messages any more.
-            while numbers and all(work.is_completed() for work, _ in self._sent.get(numbers[0], ())):
-                self._sent.pop(numbers.popleft(), None)
+            while numbers:
+                if numbers[0] in self._sent:  # else it was freed
+                    for work, _ in self._sent[numbers[0]]:
+                        if not work.is_completed():
+                            break
+                    else:
+                        del self._sent[numbers[0]]
+                        continue
+                    break
+                numbers.popleft()
 
     def _start(self, numbers: Sequence[int], *, first: bool) -> None:
         ops: list[dist.P2POp] = []
