@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -14,9 +15,12 @@ from hetero_strategy.errors import ConfigError, HeteroError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.fake import fake_world
 from hetero_strategy.model import Adapter, Backbone, Encoder, MultimodalModel, Projector
+from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.fsdp import apply_fsdp
+from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.storage import Storage
+from hetero_strategy.runtime.backward import inputs_first
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.strategy.blueprint import beside_kept, blueprint
@@ -100,6 +104,32 @@ def test_a_kept_layer_may_hold_another_one() -> None:
     with fake_world(0, 2):
         apply_fsdp(module, init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)), storage, kept)
     assert all(isinstance(part, FSDPModule) for part in (*kept, module.layers[0], module))
+
+
+class Scales(Bare):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return -(rows * self.scale)  # so that W does not run through the output, on which FSDP has hooks
+
+
+def test_gradients_of_later_halves_add_up_in_the_dtype_of_masters() -> None:
+    """Two W in a row, where no backward's hooks of FSDP come between: 1 + 2^-9 is 1 in bf16."""
+    module, weights_later = Scales(), []
+    with fake_world(0, 1):
+        apply_fsdp(module, init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",)), BF16)
+        torch.nn.init.ones_(module.to_empty(device="cpu").scale)
+        fsdp.gather(module)
+        for value in (1.0, 2.0**-9):
+            rows = torch.full((1,), value, dtype=torch.bfloat16, requires_grad=True)
+            out = module(rows)
+            roots = [(get_gradient_edge(out), torch.ones_like(out))]
+            weights_later.append(inputs_first(roots, [rows], [*module.parameters()]))
+        for later in weights_later:
+            later()
+            fsdp.accumulate(module)
+        fsdp.reduce(module)
+        fsdp.finish(module)
+        (gradient,) = local(module.scale.grad).tolist()
+    assert gradient == -1 - 2.0**-9
 
 
 @pytest.mark.parametrize("given", [["llm.*.q_proj.weight"], ("llm.norm",), None])
