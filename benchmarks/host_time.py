@@ -149,8 +149,13 @@ def measure(instances: int, rank: int, rounds: int) -> dict[str, float]:
             schedules.append(scheduled - began)
         kernels = Kernels()
         with stepping(executor, batch.with_program(program), kernels) as step:
-            steps, mains = zip(*[time_step(step, kernels) for _ in range(rounds + 2)][2:], strict=True)
+            took = []
+            for _ in range(rounds + 2):
+                took.append(time_step(step, kernels))
+                for stage in executor.stages.values():
+                    stage.zero_grad()
             calls = calls_of(step, kernels)
+        steps, mains = zip(*took[2:], strict=True)
     columns = {"schedule": schedules, "compile": compiles, "main": mains, "step": steps}
     return {name: 1e3 * statistics.median(seconds) for name, seconds in columns.items()} | {
         "actions": len(program.actions),
