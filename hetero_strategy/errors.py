@@ -10,6 +10,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from math import inf
 from numbers import Integral
 
 
@@ -47,9 +48,9 @@ def hint(name: str, known: Sequence[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"the fields are {', '.join(known) or 'not known'}"
 
 
-def whole(value: object, least: int = 0) -> bool:
-    """Whether a value is a whole number of at least ``least``, as options of numbers ask."""
-    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
+def is_whole(value: object, least: float = -inf) -> bool:
+    """Whether a value is a whole number, of at least ``least``, as options of numbers ask."""
+    return isinstance(value, (int, Integral)) and not isinstance(value, bool) and int(value) >= least
 
 
 def require(package: str, extra: str, what: str) -> None:

@@ -25,7 +25,7 @@ from hetero_strategy.data.build_index import DatasetIndex
 from hetero_strategy.data.manifest import MEDIA_FIELDS
 from hetero_strategy.data.media import Media
 from hetero_strategy.data.tokenizer import ChatTokenizer
-from hetero_strategy.errors import ConfigError, DataError, HeteroError, hint
+from hetero_strategy.errors import ConfigError, DataError, HeteroError, hint, is_whole
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.loading.datamodule import MultimodalDataModule
@@ -53,12 +53,8 @@ def _number(value: Any, least: float = 0.0) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < math.inf
 
 
-def _whole(value: Any, least: int = 0) -> bool:
-    return isinstance(value, int) and _number(value, least)
-
-
 VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "seed": (f"a whole number from 0 to {2**32 - 1}", lambda v: _whole(v) and v < 2**32),
+    "seed": (f"a whole number from 0 to {2**32 - 1}", lambda v: is_whole(v, 0) and v < 2**32),
     "optimizer.lr": ("a number of at least 0, such as 2e-3", _number),
     "optimizer.betas": (
         "two numbers of at least 0 and below 1, such as [0.9, 0.95]",
@@ -71,36 +67,36 @@ VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "popen: processes of the others end with training, and the report is made in them",
         lambda v: v == "popen",
     ),
-    "checkpoint.every_n_steps": ("a whole number of steps, at least 1", lambda v: _whole(v, 1)),
+    "checkpoint.every_n_steps": ("a whole number of steps, at least 1", lambda v: is_whole(v, 1)),
     "checkpoint.mode": ("max (the more the better), min or auto", lambda v: v in ("max", "min", "auto")),
-    "monitor.every_n_steps": ("a whole number of steps, at least 1", lambda v: _whole(v, 1)),
+    "monitor.every_n_steps": ("a whole number of steps, at least 1", lambda v: is_whole(v, 1)),
     "monitor.peak_flops": (
         "operations per second of a device, above 0, or null",
         lambda v: v is None or (_number(v) and v > 0),
     ),
     "monitor.memory": ("true or false", lambda v: isinstance(v, bool)),
-    "report.examples": ("a whole number of samples, at least 0", _whole),
+    "report.examples": ("a whole number of samples, at least 0", lambda v: is_whole(v, 0)),
     "report.plan_seconds": ("a number of seconds, at least 0", _number),
-    "trainer.num_nodes": ("a whole number of nodes, at least 1", lambda v: _whole(v, 1)),
+    "trainer.num_nodes": ("a whole number of nodes, at least 1", lambda v: is_whole(v, 1)),
     "trainer.precision": (
         f"one of {', '.join(PRECISIONS)}",
         lambda v: v is None or str(v) in (*PRECISIONS, "32", "16", "bf16", "64"),
     ),
-    "trainer.max_steps": ("a whole number of steps, or -1: no limit", lambda v: _whole(v, -1)),
-    "trainer.max_epochs": ("a whole number of epochs, or -1: no limit", lambda v: v is None or _whole(v, -1)),
-    "trainer.accumulate_grad_batches": ("a whole number of batches, at least 1", lambda v: _whole(v, 1)),
+    "trainer.max_steps": ("a whole number of steps, or -1: no limit", lambda v: is_whole(v, -1)),
+    "trainer.max_epochs": ("a whole number of epochs, or -1: no limit", lambda v: v is None or is_whole(v, -1)),
+    "trainer.accumulate_grad_batches": ("a whole number of batches, at least 1", lambda v: is_whole(v, 1)),
     "trainer.gradient_clip_val": ("a norm of at least 0, or null: none", lambda v: v is None or _number(v)),
     "trainer.val_check_interval": (
         "a whole number of batches, at least 1, or a share of an epoch, up to 1.0, with check_val_every_n_epoch",
         # a time in words is the strategy's to refuse
-        lambda v: not isinstance(v, int | float) or _whole(v, 1) or (isinstance(v, float) and 0 < v <= 1),
+        lambda v: not isinstance(v, int | float) or is_whole(v, 1) or (isinstance(v, float) and 0 < v <= 1),
     ),
     **dict.fromkeys(
         ("microbatches", "data.microbatches"),
-        ("a whole number of a step, at least 1, or null", lambda v: v is None or _whole(v, 1)),
+        ("a whole number of a step, at least 1, or null", lambda v: v is None or is_whole(v, 1)),
     ),
     **dict.fromkeys(
-        ("batches", "simulations", "data.global_batch"), ("a whole number, at least 1", lambda v: _whole(v, 1))
+        ("batches", "simulations", "data.global_batch"), ("a whole number, at least 1", lambda v: is_whole(v, 1))
     ),
     "one_more_node": ("a number of seconds, at least 0", _number),
 }

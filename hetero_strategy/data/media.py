@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from hetero_strategy.data.media_file import length_of, reading, waveform_of
-from hetero_strategy.errors import ConfigError, DataError, require
+from hetero_strategy.errors import ConfigError, DataError, is_whole, require
 from hetero_strategy.model.inputs import EncoderInputs, Packing
 
 Sizes = tuple[int, ...]
@@ -98,12 +98,10 @@ class _FromFields:
         return EncoderInputs(torch.from_numpy(joined), sizes, np.asarray(rows, np.int64), packing)
 
 
-def _check_positive(processor: object, *names: str, kind: Any = int) -> None:
+def _check_whole(processor: object, *names: str) -> None:
     for name in names:
-        value = getattr(processor, name)
-        if not isinstance(value, kind) or not value > 0:
-            what = "whole" if kind is int else "positive"
-            raise ConfigError(f"{type(processor).__name__}: {name} is {value!r}; use a {what} number above 0")
+        if not is_whole(value := getattr(processor, name), 1):
+            raise ConfigError(f"{type(processor).__name__}: {name} is {value!r}; use a whole number above 0")
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ class ImageProcessor(_FromFields):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        _check_positive(self, "patch_size", "merge", "max_patches")
+        _check_whole(self, "patch_size", "merge", "max_patches")
         for part in ("mean", "std"):  # hydra and JSON give lists
             value = getattr(self, part)
             if not isinstance(value, str | int | float | None):
@@ -262,8 +260,9 @@ class AudioProcessor(_FromFields):
     field: str = "audio"
 
     def __post_init__(self) -> None:
-        _check_positive(self, "sampling_rate", "n_mels", "hop_length", "n_fft", "stack")
-        _check_positive(self, "max_seconds", kind=int | float)
+        _check_whole(self, "sampling_rate", "n_mels", "hop_length", "n_fft", "stack")
+        if not isinstance(self.max_seconds, int | float) or not self.max_seconds > 0:
+            raise ConfigError(f"AudioProcessor: max_seconds is {self.max_seconds!r}; use a positive number above 0")
         require("soundfile", "audio", "AudioProcessor")
 
     @property

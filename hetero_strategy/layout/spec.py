@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int64
 
-from hetero_strategy.errors import LayoutError
+from hetero_strategy.errors import LayoutError, is_whole
 from hetero_strategy.layout.pipeline import Pipeline
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -64,24 +64,18 @@ class ModuleLayout:
     tp_chunks: int = 1
 
     def __post_init__(self) -> None:
-        for name in (each.name for each in fields(self)):
-            value = getattr(self, name)
-            if isinstance(value, Iterable) and not isinstance(value, str):
-                object.__setattr__(self, name, value := tuple(value))
-            whole, listed = isinstance(value, Integral) and not isinstance(value, bool), _all_ints(value)
-            fits, expected = {
-                "ranks": (whole or listed, "a whole number or a list of them"),
-                "split": (value is None or listed, "a list of whole numbers"),
-                "pp_style": (isinstance(value, str), "'loop' or 'v'"),
-            }.get(name, (whole, "a whole number"))
-            if not fits:
-                shown = list(value) if isinstance(value, tuple) else value
-                raise LayoutError(f"ModuleLayout: {name}={shown!r} is not {expected}")
+        for name in _NUMBERS:
+            if not is_whole(value := getattr(self, name)):
+                raise _wrong(name, value, "a whole number")
+        if not isinstance(self.pp_style, str):
+            raise _wrong("pp_style", self.pp_style, "'loop' or 'v'")
         argument: Any = self.ranks
-        ranks = range(argument) if isinstance(argument, Integral) else argument
-        object.__setattr__(self, "ranks", tuple(sorted(map(int, ranks))))
+        ranks = (
+            range(argument) if is_whole(argument) else _listed("ranks", argument, "a whole number or a list of them")
+        )
+        object.__setattr__(self, "ranks", tuple(sorted(ranks)))
         if self.split is not None:
-            object.__setattr__(self, "split", tuple(int(n) for n in self.split))
+            object.__setattr__(self, "split", _listed("split", self.split, "a list of whole numbers"))
 
     @property
     def dp(self) -> int:
@@ -220,6 +214,19 @@ class ModuleLayout:
             raise LayoutError(str(fault).replace("ModuleLayout:", f"layout of '{module}':")) from None
 
 
-def _all_ints(value: Any) -> bool:
-    kinds = set(map(type, value)) if isinstance(value, tuple) else {str}
-    return all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds)
+_NUMBERS = tuple(each.name for each in fields(ModuleLayout) if each.name not in ("ranks", "split", "pp_style"))
+
+
+def _listed(name: str, value: Any, expected: str) -> tuple[int, ...]:
+    """A field's whole numbers, however they are listed."""
+    if not isinstance(value, Iterable) or isinstance(value, str):
+        raise _wrong(name, value, expected)
+    listed = tuple(value)
+    kinds = set(map(type, listed))  # by kind, as there may be thousands of ranks
+    if not all(kind is not bool and issubclass(kind, Integral) for kind in kinds):
+        raise _wrong(name, list(listed), expected)
+    return listed if kinds == {int} else tuple(map(int, listed))
+
+
+def _wrong(name: str, value: object, expected: str) -> LayoutError:
+    return LayoutError(f"ModuleLayout: {name}={value!r} is not {expected}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hetero_strategy.errors import ConfigError, whole
+from hetero_strategy.errors import ConfigError, is_whole
 from hetero_strategy.model.kind import ModuleKind
 
 
@@ -15,11 +15,11 @@ def _names(value: Any) -> bool:
 
 
 OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "num_workers": ("a whole number of processes, 0: none", whole),
-    "prefetch_factor": ("a whole number of steps, at least 1", lambda v: whole(v, 1)),
-    "max_skipped": ("a whole number of samples, or None: 1%, at least 10", lambda v: v is None or whole(v)),
-    "max_tokens": ("a whole number of tokens, at least 1, or None: any", lambda v: v is None or whole(v, 1)),
-    "seed": ("a whole number, at least 0", whole),
+    "num_workers": ("a whole number of processes, 0: none", lambda v: is_whole(v, 0)),
+    "prefetch_factor": ("a whole number of steps, at least 1", lambda v: is_whole(v, 1)),
+    "max_skipped": ("a whole number of samples, or None: 1%, at least 10", lambda v: v is None or is_whole(v, 0)),
+    "max_tokens": ("a whole number of tokens, at least 1, or None: any", lambda v: v is None or is_whole(v, 1)),
+    "seed": ("a whole number, at least 0", lambda v: is_whole(v, 0)),
     **dict.fromkeys(("shuffle", "drop_last"), ("True or False", lambda v: isinstance(v, bool))),
     "pin_memory": ("True, False, or None: on CUDA", lambda v: v is None or isinstance(v, bool)),
     "leave_out": ("a media field or a list of them, () for none", _names),
@@ -64,7 +64,7 @@ def check_microbatch_rows(given: Mapping[str, Any], kinds: Mapping[str, ModuleKi
                 f"encoder_microbatch_rows names '{name}', which is none of {', '.join(own)}; language models keep"
                 " the step's microbatches"
             )
-        if rows != "equal" and not whole(rows, 1):
+        if rows != "equal" and not is_whole(rows, 1):
             raise ConfigError(
                 f"encoder_microbatch_rows of '{name}' is {rows!r}; use a number of rows, at least 1, or 'equal'"
             )

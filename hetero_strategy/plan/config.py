@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_strategy.errors import ConfigError, require, whole
+from hetero_strategy.errors import ConfigError, is_whole, require
 from hetero_strategy.plan.balance import POLICIES, Cost
 from hetero_strategy.plan.orchestrator import AS_SAMPLED, Beside, Near, Orderer, ResolvedBalance
 from hetero_strategy.plan.reorder import SEARCHES
@@ -83,10 +83,10 @@ class BalanceConfig:
         if self.rearrange == "ilp":
             require("cvxpy", "planner", "balance: rearrange='ilp'")
         _one_of("reorder", self.reorder, SEARCHES)
-        if not whole(self.window, 1):
+        if not is_whole(self.window, 1):
             raise ConfigError(f"balance: window is {self.window!r}; use 1 (no sample leaves its step) or more steps")
         for module, rows in self.budget.items():
-            if not whole(rows, 1):
+            if not is_whole(rows, 1):
                 raise ConfigError(f"balance: budget of '{module}' is {rows!r}; use a number of rows, at least 1")
         for module, speeds in self.speeds.items():
             if not isinstance(speeds, Sequence | np.ndarray) or not all(

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hetero_strategy.errors import ConfigError, hint
+from hetero_strategy.errors import ConfigError, hint, is_whole
 from hetero_strategy.planner.cluster import Cluster, Device, NodePool
 from hetero_strategy.simulator.links import Links
 
@@ -139,9 +139,10 @@ def cluster(
     given: dict[str, Any] = {"nodes": nodes, "ranks_per_node": ranks, "cores_per_node": cores, **overrides}
     for name, value in given.items():  # of a file: anything
         zero = name == "launch" or name.endswith("latency")
-        kind: Any = int if name in ("nodes", "ranks_per_node", "cores_per_node") else int | float
-        if not isinstance(value, kind) or not (value > 0 or (zero and value == 0)):
-            raise ConfigError(f"cluster: {name}={value} must be positive{' and whole' * (kind is int)}")
+        counted = name in ("nodes", "ranks_per_node", "cores_per_node")
+        number = is_whole(value) if counted else isinstance(value, int | float)
+        if not number or not (value > 0 or (zero and value == 0)):
+            raise ConfigError(f"cluster: {name}={value} must be positive{' and whole' * counted}")
     for name in ("matmul", "attention"):
         if overrides.get(name, 0.5) > 1:
             raise ConfigError(f"cluster: {name}={overrides[name]} is a share of flops; give at most 1")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral
 from typing import Any
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, is_whole
 from hetero_strategy.layout.islands import check_islands
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.schedule.action import Span, StageId, StepWork
@@ -36,9 +35,9 @@ class ScheduleConfig:
         share = "the share of each module's time in which its ranks wait for tensor-parallel collectives"
         object.__setattr__(self, "tp_bubbles", _by_module("tp_bubbles", self.tp_bubbles, _share, share, 0.15))
         for name in ("max_in_flight", "pieces", "prefetch"):
-            given = _by_module(name, getattr(self, name), _whole, "a whole number for each module", 1)
+            given = _by_module(name, getattr(self, name), is_whole, "a whole number for each module", 1)
             object.__setattr__(self, name, given)
-        if not _whole(self.islands):
+        if not is_whole(self.islands):
             raise ConfigError(f"HeteroStrategy: islands={self.islands!r}; give a whole number of at least 1")
         for module, steps in self.prefetch.items():
             if steps != 1:
@@ -245,7 +244,3 @@ def _by_module(option: str, given: Any, right: Callable[[Any], bool], what: str,
 
 def _share(number: object) -> bool:
     return isinstance(number, (int, float)) and not isinstance(number, bool) and 0 <= number < 1
-
-
-def _whole(number: object) -> bool:
-    return isinstance(number, Integral) and not isinstance(number, bool)
