@@ -6,8 +6,6 @@ import multiprocessing
 import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -61,16 +59,6 @@ def on_rank(rank: int, world: int, folder: str) -> None:
 def test_the_example_runs_as_printed(pool: Pool, example: Path) -> None:
     """On eight processes."""
     pool.run(8, on_rank, str(example), timeout=150, group=False)
-    check_trained(example)
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_example_starts_its_own_processes(example: Path) -> None:
-    given = os.environ | {f"PL_TRAINER_{name}": value for name, value in LIMITS.items()} | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, "example.py"], cwd=example, env=given, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
     check_trained(example)
 
 

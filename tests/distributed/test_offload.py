@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "encoder in bubbles": ({"vision": on(0, 1), "llm": on(0, 1, pp=2)}, {"fill": "fine"}),
     "compiled": (
         {"vision": on(0, 1), "llm": on(0, 1, tp=2)},
-        {"compile": {"llm": "aot_eager", "vision": "aot_eager"}, "recompute": {"vision": "every 2"}, "llm_layers": 3},
+        {"compile": {"llm": "aot_eager"}, "recompute": {"vision": "every 2"}, "llm_layers": 3},
     ),
 }
 

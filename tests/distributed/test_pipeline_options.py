@@ -216,7 +216,6 @@ def test_blocks_are_summed_beside_the_last_backward(pool: Pool, folders: dict[bo
 
 COMPILED = {
     "language model alone": {"llm": on(0, 1, tp=2)},
-    "tensor parallel": {"vision": on(0, 1), "llm": on(0, 1, tp=2)},
     "tensor parallel, sharded": {"vision": on(0, 1, 2, 3), "llm": on(0, 1, 2, 3, tp=2, dp_shard=2)},
     "stages, recomputed": {"vision": on(0, 1), "llm": on(0, 1, 2, 3, tp=2, pp=2)},
     "stages": {"vision": on(0, 1), "llm": on(0, 1, pp=2)},
