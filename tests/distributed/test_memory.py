@@ -12,11 +12,9 @@ from benchmarks.pipelines import Setting
 from benchmarks.predicted_memory import ALONE, SETTINGS, predicted, steps_on_rank
 from tests.distributed.harness import Pool
 
-NAMES = ("offload every 2, bf16", "decoupled from pp 4, bf16")
+NAMES = ("offload all", "decoupled from pp 4, bf16")
 """Of the settings of ``python -m benchmarks.predicted_memory``, which tries all."""
 WITHIN = 0.05
-NOTICED = {"offload every 2, bf16": 0.035}
-"""By which the prediction of another setting is off on some rank, where they differ by less than :data:`WITHIN`."""
 
 
 @pytest.mark.full
@@ -28,7 +26,7 @@ def test_peaks_are_predicted(pool: Pool, name: str) -> None:
     other: dict[str, Any] = {"recompute": {}} if setting.recompute else {"recompute": {"llm": "all"}}
     other = {"offload": {}} if setting.offload else other
     apart = np.abs(predicted(replace(setting, **other)).peak / peaks - 1)
-    assert (apart > NOTICED.get(name, WITHIN)).any(), "nothing would be noticed"
+    assert (apart > WITHIN).any(), "nothing would be noticed"
 
 
 @pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.full)])

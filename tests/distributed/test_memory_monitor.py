@@ -59,7 +59,7 @@ def test_what_is_measured_is_near_what_is_predicted(
 ) -> None:
     trainer = {"accumulate_grad_batches": summed, "default_root_dir": str(tmp_path), "max_epochs": 1}
     freeze = ("vision",) if options else ()
-    job = Job(folder, layouts, 10 // summed, precision=precision, trainer=trainer, capture=False, strategy=options)
+    job = Job(folder, layouts, 6 // summed, precision=precision, trainer=trainer, capture=False, strategy=options)
     first, *others = pool.run(2, watched, replace(job, freeze=freeze), timeout=360)
     assert first is not None and others == [None]
     measured, expected, batch = first
