@@ -14,7 +14,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ SIZES = {
         samples=4, cells=(1, 2), text=(4, 16), length=16, microbatches=2, warm_up=1, steps=1, visits=1,
     ),
 }  # fmt: skip
+SIZES["quick"] = replace(SIZES["full"], warm_up=4, steps=6, visits=1)
 
 
 @dataclass
@@ -322,6 +323,9 @@ def _compared(size: Size, device: torch.device, *, alone: bool) -> Iterator[Line
         if not alone:
             _same_work(losses[how], losses[f"{peer}, {how}"])
         yield from lines_of(how, made[how], made[f"{peer}, {how}"], peer, goal, work, device)
+    for whose, names in (("ours", ways), (peer, [f"{peer}, {how}" for how in ways])):
+        eager, compiled = (work.tokens / statistics.median(v.seconds for v in made[name]) for name in names)
+        yield Line(f"compiled blocks of {whose}: tokens per second", compiled, "1/s", "eager ones", eager)
 
 
 def _same_work(ours: Sequence[Any], theirs: Sequence[Any], count: int = 3) -> None:

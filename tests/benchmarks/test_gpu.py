@@ -61,6 +61,8 @@ def test_checks_of_steps(pool: Any, tmp_path: Path) -> None:
             speed = found[name][f"{how}: tokens per second"]
             assert speed["ours"] > 0 and speed["theirs"] > 0 and speed["peer"] == peer
             assert found[name][f"{how}: recompilations"]["ours"] == 0
+        for whose in ("ours", peer):
+            assert found[name][f"compiled blocks of {whose}: tokens per second"]["theirs"] > 0
         assert found[name]["eager: peak memory"]["note"] == "it needs a CUDA device"
 
 
