@@ -92,11 +92,13 @@ class HFCausalLM(HFAdapter, CausalLM):
     @override
     def tp_plan(self) -> dict[str, ParallelStyle]:
         from torch.distributed.tensor import Replicate, Shard
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+        from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
+
+        from hetero_strategy.model.vocabulary_parallel import VocabularyParallel
 
         plan = super().tp_plan() or {}
         plan["model.lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-        plan["model.model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())  # by token ids
+        plan["model.model.embed_tokens"] = VocabularyParallel(input_layouts=Replicate())  # by token ids
         first: Any = next(iter(self.blocks().values()), None)
         if first is not None and hasattr(first.self_attn, "q_norm"):
             # One weight for all heads, of which each rank sees its own: the gradient is a sum over ranks. Heads are

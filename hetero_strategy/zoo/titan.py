@@ -191,24 +191,29 @@ class TitanLlama(CausalLM):
 
     @override
     def apply_tp(self, mesh: DeviceMesh) -> None:
-        """Apply torchtitan's tensor and sequence parallel plan to all but the head, which takes whole rows here and
-        splits the vocabulary.
+        """Apply torchtitan's tensor and sequence parallel plan to all but the embedding, whose gradient is shared, too,
+        and the head, which takes whole rows here and splits the vocabulary.
         """
         from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        from hetero_strategy.model.vocabulary_parallel import VocabularyParallel
 
         if faults := self.check_tp(mesh.size()):
             raise ModelError(f"{type(self).__name__}: {'; '.join(faults)}")
         with warnings.catch_warnings():
             # A pipeline stage lacks the embedding or the head that the plan names.
             warnings.filterwarnings("ignore", message="Parallelize plan key")
-            norm, output, layers = self.model.norm, self.model.output, self.model.layers
-            self.model.norm = self.model.output = None
+            apart = self.model.tok_embeddings, self.model.norm, self.model.output
+            layers = self.model.layers
+            self.model.tok_embeddings = self.model.norm = self.model.output = None
             if self.tp_chunks > 1:
                 self.model.layers = nn.ModuleDict()
             _titan().apply_tp(self.model, mesh, loss_parallel=True, enable_float8_tensorwise_tp=False)
-            self.model.norm, self.model.output, self.model.layers = norm, output, layers
+            self.model.tok_embeddings, self.model.norm, self.model.output = apart
+            self.model.layers = layers
+            tokens = VocabularyParallel(input_layouts=Replicate(), output_layouts=Shard(1))
             split = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-            parallelize_module(self.model, mesh, {"output": split})
+            parallelize_module(self.model, mesh, {"tok_embeddings": tokens, "output": split})
         if self.tp_chunks > 1:
             parallelize_module(self, mesh, self.in_chunks(self._tp_plan_of_blocks()))
         self.rows_mesh = mesh
