@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from math import inf
 from numbers import Integral
+from typing import Any
 
 
 class HeteroError(ValueError):
@@ -51,6 +52,33 @@ def hint(name: str, known: Sequence[str]) -> str:
 def is_whole(value: object, least: float = -inf) -> bool:
     """Whether a value is a whole number, of at least ``least``, as options of numbers ask."""
     return isinstance(value, (int, Integral)) and not isinstance(value, bool) and int(value) >= least
+
+
+Allowed = tuple[str, Callable[[Any], bool]]
+"""What an option may be, in words and as a predicate."""
+FLAG: Allowed = "True or False", lambda value: isinstance(value, bool)
+
+
+def one_of(*names: str) -> Allowed:
+    """Say that an option is one of some words."""
+    return f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names
+
+
+def check_options(who: str, options: Mapping[str, Allowed], **given: Any) -> None:
+    """Refuse what cannot be.
+
+    Args:
+        who: takes the options.
+        options: name -> what it may be.
+        **given: name -> value.
+
+    Raises:
+        ConfigError: naming the option and what to give.
+    """
+    for name, value in given.items():
+        allowed, can_be = options[name]
+        if not can_be(value):
+            raise ConfigError(f"{who}: {name}={value!r}; give {allowed}")
 
 
 def require(package: str, extra: str, what: str) -> None:

@@ -95,6 +95,8 @@ class ChatTokenizer:
         self._placeholders = dict(placeholders or {})
         self.bos_id = None if self.bos is None else self._special("bos", self.bos)
         self.eos_id = self._special("eos", self.eos)
+        for field in self._placeholders:
+            self.placeholder_id(field)
         self._template: ChatTemplate | None = None
         self._variables: dict[str, str] = {}
         self._added: list[int] = []

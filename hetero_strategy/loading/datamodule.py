@@ -18,7 +18,7 @@ from hetero_strategy.data.manifest import PathLike, manifest_paths
 from hetero_strategy.data.media import Media
 from hetero_strategy.data.processors import processors_of
 from hetero_strategy.data.tokenizer import ChatTokenizer
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, is_whole
 from hetero_strategy.layout.registry import connected_on_demand
 from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.ahead import Ahead
@@ -26,9 +26,9 @@ from hetero_strategy.loading.context import TrainingContext, finish_epoch
 from hetero_strategy.loading.dispatch import Dispatch
 from hetero_strategy.loading.item_reader import OnError
 from hetero_strategy.loading.limits import Limits, check_limits, item_limits, say_left_out
-from hetero_strategy.loading.loader import Engine, StepLoader
+from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.metadata import step_metadata, with_own_units
-from hetero_strategy.loading.options import check_microbatch_rows, check_options
+from hetero_strategy.loading.options import Engine, Payload, check_data_options, check_fields, check_microbatch_rows
 from hetero_strategy.loading.read_where_sampled import SampledDataset
 from hetero_strategy.loading.steps import RankView, StepDataset, check_counts, epoch_order
 from hetero_strategy.model.multimodal import MultimodalModel
@@ -44,7 +44,6 @@ STAGES: dict[str, tuple[Split, ...]] = {
     "predict": ("predict",),
 }
 Manifests = PathLike | Sequence[PathLike]
-Payload = Literal["fetch", "all_to_all"]
 
 
 class MultimodalDataModule(L.LightningDataModule):
@@ -130,10 +129,12 @@ class MultimodalDataModule(L.LightningDataModule):
         chat_template: PathLike | None = None,
     ) -> None:
         super().__init__()
-        check_options(
-            processors=processors, encoder_microbatch_rows=encoder_microbatch_rows, seed=seed, shuffle=shuffle,
-            drop_last=drop_last, num_workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory,
-            max_skipped=max_skipped, leave_out=leave_out, max_tokens=max_tokens, placeholders=placeholders,
+        check_data_options(
+            processors=processors, encoder_microbatch_rows=encoder_microbatch_rows, payload=payload, seed=seed,
+            shuffle=shuffle, drop_last=drop_last, num_workers=num_workers, prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory, engine=engine, on_error=on_error, max_skipped=max_skipped, leave_out=leave_out,
+            media_folder=media_folder, cache_folder=cache_folder, verify=verify, max_tokens=max_tokens,
+            placeholders=placeholders,
         )  # fmt: skip
         self.prepare_data_per_node = False
         given = zip(get_args(Split), (train, val, test, predict), strict=True)
@@ -169,6 +170,8 @@ class MultimodalDataModule(L.LightningDataModule):
             "max_tokens": max_tokens,
         }
         self.leave_out = (leave_out,) if isinstance(leave_out, str) else tuple(leave_out)
+        check_fields("leave_out", self.leave_out, self.processors, own=True)
+        check_fields("placeholders", placeholders or {}, self.processors)
         self.imports: tuple[str, ...] = ()  # modules that register policies, for workers without this process's memory
         special: dict[str, Any] = {"bos": bos, "eos": eos, "placeholders": placeholders}
         self.tokenizer = ChatTokenizer(tokenizer, **special, chat_template=chat_template)
@@ -359,8 +362,6 @@ class MultimodalDataModule(L.LightningDataModule):
         ], trainer.global_rank
 
     def _check_payload(self, verify: str) -> None:
-        if self.payload not in get_args(Payload):
-            raise ConfigError(f"MultimodalDataModule: payload is {self.payload!r}; use 'fetch' or 'all_to_all'")
         if self.payload == "fetch":
             return
         if verify != "auto":
@@ -376,11 +377,9 @@ class MultimodalDataModule(L.LightningDataModule):
 
     def _count(self, name: str, given: int | str) -> int | None:
         """Microbatches of a step; None: by budget, or as planned."""
-        if isinstance(given, int):
-            return given
-        if given != "auto":
+        if given != "auto" and not is_whole(given):
             raise ConfigError(f"MultimodalDataModule: {name} is {given!r}; use a number or 'auto'")
-        return None
+        return None if given == "auto" else int(given)
 
     def check_microbatches(self, *, fit: bool) -> None:
         """Refuse ``auto`` without a budget, where layouts are given and no plan says how many there are.

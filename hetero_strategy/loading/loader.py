@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from threading import Event
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,18 +28,17 @@ from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.ahead import GRACE, Ahead
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.item_reader import OnError
-from hetero_strategy.loading.options import check_options
+from hetero_strategy.loading.options import Engine
 from hetero_strategy.loading.process_pool import ProcessPool
 from hetero_strategy.loading.ray_pool import RayPool
 from hetero_strategy.loading.steps import StepDataset
 from hetero_strategy.loading.worker_pool import Place, PooledSteps, WorkerDied, WorkerPool
 
-Engine = Literal["local", "ray"]
 log = logging.getLogger(__name__)
 
 
 class StepLoader:
-    """Batches of one epoch after another, resumable in the middle of an epoch.
+    """Batches of one epoch after another, resumable in the middle of an epoch. A data module has checked its options.
 
     It is not a torch ``DataLoader``, so Lightning injects no distributed sampler and rebuilds nothing. Lightning calls
     ``sampler.set_epoch`` at the start of every epoch and saves :meth:`state_dict` with the fit loop. Iteration is lazy:
@@ -66,8 +65,7 @@ class StepLoader:
         max_skipped: with ``skip``, more samples in one epoch end the run; default: 1% of the samples, at least 10.
 
     Raises:
-        ConfigError: an option is out of range, ``skip`` in several processes without :class:`Agree` in ``finish``, or
-            Ray is not installed.
+        ConfigError: ``skip`` in several processes without :class:`Agree` in ``finish``.
     """
 
     def __init__(
@@ -83,8 +81,6 @@ class StepLoader:
         background: Ahead | None = None,
         max_skipped: int | None = None,
     ) -> None:
-        check_options(num_workers=num_workers, prefetch_factor=prefetch_factor, max_skipped=max_skipped)
-        _check(num_workers, engine, on_error)
         self.steps = steps
         steps.on_error = on_error
         self.epoch = 0
@@ -307,14 +303,6 @@ def _with_agreement(finish: Sequence[Callable[[Any], Any]]) -> tuple[Callable[[A
             " know which samples count for nothing"
         )
     return (*finish, Agree(None))
-
-
-def _check(num_workers: int, engine: str, on_error: str) -> None:
-    for name, given, kind in (("engine", engine, Engine), ("on_error", on_error, OnError)):
-        if given not in get_args(kind):
-            raise ConfigError(f"{name} is {given!r}; use {' or '.join(map(repr, get_args(kind)))}")
-    if engine == "ray" and not num_workers:
-        raise ConfigError("engine='ray' with num_workers=0: say how many actors are to make batches")
 
 
 class _ShuffledEpochs(Sampler[int]):

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from hetero_strategy.data.build_index import DatasetIndex
 from hetero_strategy.data.media import Processor, TargetProcessor
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, is_whole
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.loading.batch import Batch, LoadTimes
 from hetero_strategy.loading.item_reader import OnError, Reader
@@ -102,7 +102,7 @@ def check_counts(size: int, count: int | None, sizes: str = "global_batch_size",
         ConfigError: naming the field.
     """
     for name, value in ((sizes, size), (counts, 1 if count is None else count)):
-        if not isinstance(value, int | np.integer) or value < 1:
+        if not is_whole(value, 1):
             raise ConfigError(f"{name} is {value}; use at least 1")
     if count is not None and count > size:
         raise ConfigError(

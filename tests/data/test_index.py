@@ -297,8 +297,6 @@ def test_refusals(digits: Path, tmp_path: Path) -> None:
     twins = {"left": ImageProcessor(), "right": ImageProcessor()}
     with pytest.raises(ConfigError, match="left, right read the fields image, image"):
         build_index(digits / "val.json", ChatTokenizer(digits), twins)
-    with pytest.raises(ConfigError, match="verify is 'never'"):
-        build(digits / "val.json", digits, verify="never")
     with pytest.raises(DataError, match="manifest is missing"):
         build(tmp_path / "none.json", digits)
     (tmp_path / "empty.json").write_text(json.dumps([{"id": 1, "conversations": [{"from": "human", "value": ""}]}]))

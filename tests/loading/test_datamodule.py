@@ -81,6 +81,12 @@ def fit(folder: Path, module: MultimodalDataModule, resume: Path | None = None, 
         ("shuffle", ("no", None), "give True or False"),
         ("drop_last", ("no",), "give True or False"),
         ("pin_memory", ("no",), "give True, False, or None"),
+        ("engine", ("spark", None), "give one of local, ray"),
+        ("on_error", ("ignore",), "give one of stop, skip"),
+        ("verify", ("yes", True), "give one of auto, header, decode"),
+        ("payload", ("all-to-all",), "give one of fetch, all_to_all"),
+        ("media_folder", (5,), "give a folder, or None"),
+        ("cache_folder", (["a"],), "give a folder, or None"),
         ("leave_out", (None, 5, [3]), "give a media field or a list of them"),
         ("processors", (["vision"],), "give fields of them by module, such as"),
         ("placeholders", (["draw"],), "give a token by media field, such as"),
@@ -92,6 +98,34 @@ def test_an_option_that_cannot_be_is_named(option: str, values: tuple[Any, ...],
     for value in values:
         with pytest.raises(ConfigError, match=re.escape(f"{option}={value!r}; {message}")):
             MultimodalDataModule(**{"tokenizer": "-", "global_batch_size": 16, **READER, option: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"placeholders": {"imgae": "<image>"}},
+            "placeholders names 'imgae', which is no media field; did you mean",
+        ),
+        (
+            {"placeholders": {"scan": "<image>"}},
+            "placeholders names 'scan', .* the fields are image, audio, video",
+        ),
+        ({"placeholders": {"image": "<nope>"}}, "no token '<nope>' .*'image'"),
+        ({"leave_out": ["audoi"]}, "leave_out names 'audoi', which is no media field; did you mean audio"),
+        ({"leave_out": ["vision"]}, "leave_out names 'vision', which is no media field; module 'vision' reads image"),
+        ({"engine": "ray"}, "engine='ray' with num_workers=0"),
+        ({"global_batch_size": True}, "global_batch_size is True"),
+        ({"microbatches": True}, "microbatches is True; use a number or 'auto'"),
+    ],
+)
+def test_what_would_fail_later_or_mean_nothing_is_refused_at_once(
+    digits: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        data(digits, **options)
+    for others in (("scan", "drawing"), ("video", "videos")):  # a manifest may have them
+        assert data(digits, leave_out=others).leave_out == others
 
 
 @pytest.mark.parametrize("rows", [None, 4.5, True, 0, "some"])

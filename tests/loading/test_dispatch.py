@@ -174,7 +174,6 @@ def test_the_option(digits: Path) -> None:
     assert not other.indices["train"].measured and other.indices["val"].measured
     other.teardown()
     for options, message in (
-        ({"payload": "send"}, "payload is 'send'; use 'fetch' or 'all_to_all'"),
         ({"payload": "all_to_all", "verify": "decode"}, "verify is 'decode', but with payload='all_to_all'"),
         ({"payload": "all_to_all", "balance": {"window": 2}}, "balance.window is 2, but with payload='all_to_all'"),
     ):

@@ -20,7 +20,7 @@ from PIL import Image
 from hetero_strategy.data.build_index import DatasetIndex, build_index
 from hetero_strategy.data.media import AudioProcessor, ImageProcessor
 from hetero_strategy.data.tokenizer import ChatTokenizer
-from hetero_strategy.errors import ConfigError, DataError
+from hetero_strategy.errors import DataError
 from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.loader import StepLoader
@@ -182,19 +182,6 @@ def test_skipped_samples_are_counted_over_a_resume_and_bounded(index: DatasetInd
     for one in (loader, again):
         one.close()
     assert StepLoader(in_order(index)).max_skipped == 10
-
-
-def test_refusals(index: DatasetIndex) -> None:
-    for options, message in (
-        ({"on_error": "ignore"}, "on_error is 'ignore'; use 'stop' or 'skip'"),
-        ({"engine": "spark"}, "engine is 'spark'; use 'local' or 'ray'"),
-        ({"engine": "ray"}, "engine='ray' with num_workers=0"),
-        ({"num_workers": -1}, "num_workers=-1; give a whole number of processes, 0: none"),
-        ({"prefetch_factor": 0}, "prefetch_factor=0; give a whole number of steps, at least 1"),
-        ({"max_skipped": -1}, "max_skipped=-1; give a whole number of samples, or None"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            StepLoader(in_order(index), **options)  # type: ignore[arg-type]
 
 
 # ---- a sample without its image counts for nothing ------------------------------------------------------------------
