@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from hetero_strategy.errors import ConfigError, is_whole
@@ -34,10 +35,11 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         share = "the share of each module's time in which its ranks wait for tensor-parallel collectives"
         object.__setattr__(self, "tp_bubbles", _by_module("tp_bubbles", self.tp_bubbles, _share, share, 0.15))
+        count = partial(is_whole, least=1)
         for name in ("max_in_flight", "pieces", "prefetch"):
-            given = _by_module(name, getattr(self, name), is_whole, "a whole number for each module", 1)
+            given = _by_module(name, getattr(self, name), count, "a whole number of at least 1 for each module", 1)
             object.__setattr__(self, name, given)
-        if not is_whole(self.islands):
+        if not count(self.islands):
             raise ConfigError(f"HeteroStrategy: islands={self.islands!r}; give a whole number of at least 1")
         for module, steps in self.prefetch.items():
             if steps != 1:
@@ -108,6 +110,8 @@ class ScheduleConfig:
             ConfigError, ScheduleError: naming module, field and fix.
         """
         check_islands(layouts, self.islands)
+        if not (self.fills or self.prefetch):
+            self.in_pieces((), layouts)
         trains = {StageId(n, s): True for n, layout in layouts.items() for s in range(layout.pipeline.stages)}
         alone = stage_graph(list(layouts), [], layouts, trains)
         once = StepWork({n: (Span(0, 0, 0),) for n in layouts}, {})
@@ -121,10 +125,10 @@ class ScheduleConfig:
         """
         cut = dict(layouts)
         for module, pieces in self.pieces.items():
-            if module not in filling or pieces < 1:
+            if module not in filling:
                 raise ConfigError(
-                    f"HeteroStrategy: pieces of '{module}' is {pieces}; give 1 or more for a module that fills bubbles,"
-                    f" which are with fill={self.fill!r} {', '.join(sorted(filling)) or 'none'}"
+                    f"HeteroStrategy: pieces of '{module}' is {pieces}; give them to modules that fill bubbles, which"
+                    f" are with fill={self.fill!r} {', '.join(sorted(filling)) or 'none'}"
                 )
             layout = layouts[module]
             if layout.pp > 1 and layout.split is not None:

@@ -35,7 +35,6 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.runtime.agreement import Stop
 
-START_METHODS = ("popen", "fork", "spawn")
 STARTED_BY = "HETERO_STRATEGY_STARTED_BY"
 """Environment variable of processes that run a script again: id of the process that started them."""
 TO_END = 3.0

@@ -1,4 +1,6 @@
-"""What of Lightning cannot work when no rank has the whole model, refused before anything is computed."""
+"""What options cannot be, and what of Lightning cannot work when no rank has the whole model, refused before anything
+is computed.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -28,16 +31,30 @@ from torch.utils.data import DataLoader, RandomSampler
 from torchmetrics import Metric
 
 from hetero_strategy.checkpoint.codec import encode
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import FLAG, Allowed, ConfigError, one_of
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.model.multimodal import MultimodalModel
 
+OPTIONS: dict[str, Allowed] = {
+    "start_method": one_of("popen", "fork", "spawn"),
+    "process_group_backend": (
+        "a backend that torch knows, such as gloo, or None: by device",
+        lambda v: v is None or (isinstance(v, str) and _known_backends(v)),
+    ),
+    **dict.fromkeys(("async_tp", "async_checkpoint", "verify_checkpoints"), FLAG),
+}
 CALLBACKS: dict[type, str] = {
     WeightAveraging: "copies the whole model on every rank, and no rank has it; remove the callback",
     StochasticWeightAveraging: "copies the model before it is built in configure_model; remove the callback",
     ModelPruning: "ranks weights of whole parameters, of which a rank has a part; remove the callback",
     BaseFinetuning: "changes what trains during the run; use MultimodalModel(freeze=...) and a run per phase",
 }
+
+
+def _known_backends(name: str) -> bool:
+    """Whether torch knows what is meant by ``gloo`` or ``cpu:gloo,cuda:nccl``; a dry run needs no more."""
+    known = {*dist.Backend.backend_list} - {dist.Backend.UNDEFINED}
+    return all(one.rpartition(":")[2].lower() in known for one in name.split(","))
 
 
 def check_trainer(trainer: Trainer) -> None:

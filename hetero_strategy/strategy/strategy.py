@@ -25,7 +25,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch.optim import Optimizer
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, check_options
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.loading.batch import Batch
@@ -51,7 +51,6 @@ from hetero_strategy.strategy.assembly import Assembled, assemble, find_model, m
 from hetero_strategy.strategy.auto import choose, given
 from hetero_strategy.strategy.checkpoints import OwnCheckpoints
 from hetero_strategy.strategy.launch import (
-    START_METHODS,
     MultiProcessingLauncher,
     ScriptLauncher,
     bound_device,
@@ -64,6 +63,7 @@ from hetero_strategy.strategy.launch import (
 )
 from hetero_strategy.strategy.precision import check_trainable, kept, seed_scale, stand_in, storage_of
 from hetero_strategy.strategy.refusals import (
+    OPTIONS,
     check_dataloader,
     check_trainer,
     metrics_of,
@@ -151,8 +151,10 @@ class HeteroStrategy(OwnCheckpoints):
         keep_fp32: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        if start_method not in START_METHODS:
-            raise ConfigError(f"HeteroStrategy: start_method={start_method!r}; use one of {', '.join(START_METHODS)}")
+        check_options(
+            "HeteroStrategy", OPTIONS, start_method=start_method, process_group_backend=process_group_backend,
+            async_tp=async_tp, async_checkpoint=async_checkpoint, verify_checkpoints=verify_checkpoints,
+        )  # fmt: skip
         self._auto, self._layouts = layouts == "auto", given(layouts)
         self.recompute, self.offload = recomputes(recompute), offloads(offload)
         self.compile, self._float8 = compiles(compile), float8s(float8)

@@ -327,11 +327,6 @@ def test_nodes_on_which_nobody_starts_processes_are_refused(monkeypatch: pytest.
     assert L.Trainer(strategy=HeteroStrategy(layouts), **options).world_size == 4
 
 
-def test_another_start_method_is_refused() -> None:
-    with pytest.raises(ConfigError, match="start_method='threads'; use one of popen, "):
-        HeteroStrategy({"llm": {"ranks": [0]}}, start_method="threads")
-
-
 def test_memory_grows_in_segments_unless_the_person_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     for said in ({}, {"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}):
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):

@@ -233,9 +233,9 @@ def test_every_experiment_passes(config: str, experiment: str) -> None:
 
 
 @pytest.mark.parametrize("option", ["max_in_flight", "pieces", "prefetch"])
-@pytest.mark.parametrize("given", [3, ["llm"], {"llm": "abc"}, {"llm": 1.5}, {"llm": True}])
+@pytest.mark.parametrize("given", [3, ["llm"], {"llm": "abc"}, {"llm": 1.5}, {"llm": True}, {"llm": 0}])
 def test_numbers_of_modules_that_cannot_be(option: str, given: Any) -> None:
-    with pytest.raises(ConfigError, match=f"HeteroStrategy: {option}=.*; give a whole number for each module"):
+    with pytest.raises(ConfigError, match=f"HeteroStrategy: {option}=.*; give a whole number of at least 1 for each"):
         HeteroStrategy(**{option: given})
 
 
@@ -243,6 +243,13 @@ def test_numbers_of_modules_that_cannot_be(option: str, given: Any) -> None:
     ("option", "given", "message"),
     [
         ("islands", "abc", "islands='abc'; give a whole number of at least 1"),
+        ("islands", 0, "islands=0; give a whole number of at least 1"),
+        ("async_checkpoint", "no", "async_checkpoint='no'; give True or False"),
+        ("verify_checkpoints", "no", "verify_checkpoints='no'; give True or False"),
+        ("async_tp", None, "async_tp=None; give True or False"),
+        ("start_method", "threads", "start_method='threads'; give one of popen, fork, spawn"),
+        ("process_group_backend", "glo", "process_group_backend='glo'; give a backend that torch knows"),
+        ("process_group_backend", "cpu:gloo,cuda:ncl", "process_group_backend='cpu:gloo,cuda:ncl'; give"),
         ("cache", 3, "cache=3; give a folder for each module"),
         ("cache", {"vision": None}, "cache={'vision': None}; give a folder for each module"),
         ("keep_fp32", 3, "keep_fp32=3; give a list of names"),

@@ -161,8 +161,10 @@ def test_pieces_of_what_cannot_be_cut_are_refused() -> None:
     config, piped = ScheduleConfig(fill="fine", pieces={"vision": 2}), ModuleLayout(range(4), pp=2).resolved()
     cut = config.in_pieces({"vision"}, {"vision": piped})
     assert cut["vision"].pipeline.stages == 4 and config.uncut(cut) == {"vision": piped}
-    with pytest.raises(ConfigError, match=r"pieces of 'vision' is 2; give 1 or more for a module that fills.*none"):
+    with pytest.raises(ConfigError, match=r"pieces of 'vision' is 2; give them to modules that fill.*none"):
         config.in_pieces((), {"vision": piped})
+    with pytest.raises(ConfigError, match=r"pieces of 'vision' is 2; .* with fill='auto' none"):
+        ScheduleConfig(pieces={"vision": 2}).check({"vision": piped})  # before processes start
     with pytest.raises(ConfigError, match=r"pieces of 'vision' is 2, but split=\[2, 4\] of its layout says already"):
         config.in_pieces({"vision"}, {"vision": replace(piped, split=(2, 4))})
     one = replace(piped, pp=1, split=(6,))  # it says nothing
