@@ -54,6 +54,17 @@ def is_whole(value: object, least: float = -inf) -> bool:
     return isinstance(value, (int, Integral)) and not isinstance(value, bool) and int(value) >= least
 
 
+def check_sizes(who: str, least: int = 1, **sizes: object) -> None:
+    """Refuse sizes of a model that are no whole numbers, or too small.
+
+    Raises:
+        ModelError: naming the size.
+    """
+    for name, value in sizes.items():
+        if not is_whole(value, least):
+            raise ModelError(f"{who}: {name} is {value!r}; use a whole number of at least {least}")
+
+
 Allowed = tuple[str, Callable[[Any], bool]]
 """What an option may be, in words and as a predicate."""
 FLAG: Allowed = "True or False", lambda value: isinstance(value, bool)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hetero_strategy.errors import DataError
+from hetero_strategy.errors import DataError, check_sizes
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, initialize_plain, linear_flops, previous_rows
 from hetero_strategy.model.hf_folder import HFWeights
 from hetero_strategy.model.inputs import CachedRows, EncoderInputs, Packing
@@ -30,6 +30,7 @@ class Projector(nn.Module):
 
     def __init__(self, in_dim: int, out_dim: int, hidden: int | None = None) -> None:
         super().__init__()
+        check_sizes(type(self).__name__, in_dim=in_dim, out_dim=out_dim, hidden=1 if hidden is None else hidden)
         self.out_dim = out_dim
         with torch.device("meta"):
             self.norm = nn.LayerNorm(in_dim)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hetero_strategy import ragged
-from hetero_strategy.errors import DataError, ModelError
+from hetero_strategy.errors import DataError, ModelError, check_sizes
 from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.generator import Generator
@@ -246,9 +246,8 @@ def flow_decoder(
         ModelError: sizes that do not fit together.
     """
     sizes = {"width": width, "patch_size": patch_size, "channels": channels, "dim": dim, "n_heads": n_heads}
-    for name, value in {**sizes, "n_layers": n_layers, "sample_steps": sample_steps}.items():
-        if value < 1:
-            raise ModelError(f"flow_decoder: {name} is {value}; use at least 1")
+    sizes |= {"n_layers": n_layers, "ffn": 1 if ffn is None else ffn, "sample_steps": sample_steps}
+    check_sizes("flow_decoder", **sizes)
     if dim % n_heads or dim % 4:
         raise ModelError(f"flow_decoder: dim {dim} must be a multiple of n_heads {n_heads} and of 4 (positions)")
     decoder = FlowDecoder(width, patch_size**2 * channels, dim, n_layers, n_heads, ffn or 4 * dim, sample_steps)

@@ -13,13 +13,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hetero_strategy.errors import ModelError
+from hetero_strategy.errors import ModelError, check_sizes
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.hf_folder import HFWeights, read_config
 from hetero_strategy.model.inputs import Packing
 
 TAKE = {"llama": "hf_llama", "qwen3": "hf_qwen3", "siglip2": "siglip2_encoder", "whisper": "whisper_encoder"}
 """``model_type`` of a config.json -> what takes its folder."""
+SIZES = (
+    *("hidden_size", "d_model", "dim", "intermediate_size", "encoder_ffn_dim", "multiple_of", "vocab_size"),
+    *("num_attention_heads", "encoder_attention_heads", "n_heads", "num_key_value_heads", "n_kv_heads", "head_dim"),
+    *("patch_size", "num_channels", "num_patches", "num_mel_bins"),
+    *("max_position_embeddings", "max_source_positions", "max_seq_len"),
+)
+"""Fields of configs that are at least 1."""
+LAYERS = ("num_hidden_layers", "encoder_layers", "n_layers")
+"""Fields that may be 0."""
+FOLLOW = ("num_key_value_heads", "n_kv_heads", "head_dim")
+"""Fields that follow from others where they are None."""
 OTHERS = ("model_type", "architectures", "quantization_config")
 """Fields of a config.json that are not of the model: weights that load here are plain ones, and exported as such."""
 
@@ -117,10 +128,22 @@ def make_config(
         known = set(inspect.get_annotations(config_class)) | set(getattr(config_class, "attribute_map", {}))
         if unknown := set(fields) - known:
             raise ModelError(f"{who}: unknown field {sorted(unknown)}: {config_class.__name__} has {sorted(known)}")
+    check_config(who, fields)
     try:
         return config_class(**{name: value for name, value in fields.items() if name not in OTHERS})
     except Exception as fault:  # transformers raises several kinds
         raise ModelError(f"{who}: {' '.join(str(fault).split())}") from None
+
+
+def check_config(who: str, fields: Mapping[str, Any]) -> None:
+    """Refuse sizes of a config that no model has, before a library divides by them or makes a model without rows.
+
+    Raises:
+        ModelError: naming the field.
+    """
+    given = {name: value for name, value in fields.items() if value is not None or name not in FOLLOW}
+    check_sizes(who, **{name: given[name] for name in SIZES if name in given})
+    check_sizes(who, 0, **{name: given[name] for name in LAYERS if name in given})
 
 
 def make_model(model_class: Any, config: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hetero_strategy import ragged
-from hetero_strategy.errors import DataError, ModelError
+from hetero_strategy.errors import DataError, ModelError, check_sizes
 from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import attention_pairs
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
@@ -50,8 +50,7 @@ class Siglip2Backbone(HFAdapter, Backbone):
         from hetero_strategy.zoo.siglip2_attention import PackedSiglip2Attention
 
         super().__init__()
-        if merge < 1:
-            raise ModelError(f"siglip2: merge must be at least 1, got {merge}")
+        check_sizes("siglip2", merge=merge)
         config.vision_use_head = False  # it sees pooled rows that nobody reads, so its parameters would get no gradient
         self.model = make_model(Siglip2VisionModel, config)
         for layer in self.model.encoder.layers:
@@ -222,5 +221,6 @@ def siglip2_encoder(
         section="vision_config",
         instead="; take a SigLIP 2 of any resolution (NaFlex), such as google/siglip2-so400m-patch16-naflex",
     )
+    check_sizes("siglip2_encoder", out_width=out_width)
     backbone = Siglip2Backbone(config, merge=merge, checkpoint=checkpoint)
     return Encoder(backbone, Projector(backbone.width, out_width, projector_hidden), before=before, after=after)

@@ -28,7 +28,7 @@ from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.causal_lm import CausalLM, head_rows_of
 from hetero_strategy.model.hf_folder import HFWeights, read_config
 from hetero_strategy.model.inputs import Packing, SequenceInputs
-from hetero_strategy.zoo.hf import check_causal, check_no_fields, make_config
+from hetero_strategy.zoo.hf import check_causal, check_config, check_no_fields, make_config
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -334,6 +334,7 @@ def titan_llama(
                 f"titan_llama: unknown field {sorted(unknown)} of rope_scaling_args: allowed are {sorted(allowed)}"
             )
         fields["rope_scaling_args"] = titan.RoPEScalingArgs(**scaling)
+    check_config("titan_llama", fields)
     args = titan.TransformerModelArgs(**fields)
     if args.dim % args.n_heads or args.n_heads % (args.n_kv_heads or args.n_heads):
         raise ModelError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hetero_strategy import ragged
-from hetero_strategy.errors import DataError, ModelError
+from hetero_strategy.errors import DataError, ModelError, check_sizes
 from hetero_strategy.model.adapter import block_linear_flops, divisible
 from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
@@ -48,8 +48,7 @@ class WhisperBackbone(HFAdapter, Backbone):
         from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
         super().__init__()
-        if stack < 1:
-            raise ModelError(f"whisper: stack must be at least 1, got {stack}")
+        check_sizes("whisper", stack=stack)
         if config.encoder_layerdrop:
             raise ModelError(
                 f"whisper: encoder_layerdrop={config.encoder_layerdrop} skips layers at random, on which ranks cannot "
@@ -203,5 +202,6 @@ def whisper_encoder(
     from transformers import WhisperConfig
 
     config = make_config("whisper_encoder", WhisperConfig, checkpoint, fields)
+    check_sizes("whisper_encoder", out_width=out_width)
     backbone = WhisperBackbone(config, stack=stack, checkpoint=checkpoint)
     return Encoder(backbone, Projector(backbone.width, out_width, projector_hidden), before=before, after=after)

@@ -15,7 +15,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from hetero_strategy.errors import DataError, ModelError
 from hetero_strategy.model.encoder import Encoder, Projector
 from hetero_strategy.profiling.allocations import Allocations
-from hetero_strategy.zoo import siglip2_encoder, whisper_encoder
+from hetero_strategy.zoo import flow_decoder, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from hetero_strategy.zoo.siglip2 import merge_order
 from hetero_strategy.zoo.whisper import clip_spans
 from tests.model.helpers import VIT, WHISPER, clips, images, ready
@@ -207,6 +207,34 @@ def test_whisper_stack_fills_the_tail_with_zeros():
     missing = [name for name, p in encoder.named_parameters() if p.requires_grad and p.grad is None]
     assert missing == []
     assert not encoder.backbone.model.embed_positions.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("make", "fields"),
+    [
+        (
+            siglip2_encoder,
+            {"out_width": None, "merge": "2", "projector_hidden": 0, "patch_size": 0, "num_channels": -1},
+        ),
+        (whisper_encoder, {"out_width": 0, "stack": None, "projector_hidden": 1.5, "num_mel_bins": 0}),
+        (flow_decoder, {"width": None, "dim": 16.0, "n_layers": "4", "ffn": 0}),
+        (hf_llama, {"vocab_size": 0, "num_key_value_heads": 0, "num_hidden_layers": -1}),
+        (hf_qwen3, {"hidden_size": 0, "max_position_embeddings": 0}),
+        (
+            titan_llama,
+            {"vocab_size": None, "dim": 0, "n_heads": 0, "n_kv_heads": 0, "n_layers": 1.5, "max_seq_len": "9"},
+        ),
+    ],
+)
+def test_sizes_that_no_model_has_are_named(make, fields):
+    """Libraries divided by them, or made a model whose rows are empty."""
+    given = {"out_width": 8} if make in (siglip2_encoder, whisper_encoder) else {}
+    given |= {"width": 16, "patch_size": 2} if make is flow_decoder else {}
+    for name, size in fields.items():
+        with pytest.raises(
+            ModelError, match=rf": {name.removeprefix('projector_')} is {size!r}; use a whole number of at"
+        ):
+            make(**{**given, name: size})
 
 
 def test_whisper_counts_its_padding_and_refuses_long_clips():
