@@ -119,6 +119,8 @@ class BalanceMonitor(L.Callback):
         """Summary of the last run, on every rank."""
         self._waited: float | None
         """Seconds waited for batches until the last one."""
+        self._wait: float | None = None
+        """Seconds waited for the last one."""
         self._reset()
 
     def _reset(self) -> None:
@@ -136,25 +138,25 @@ class BalanceMonitor(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch that training has waited for."""
+        """Note how long training has waited for the batch."""
         before, self._waited = self._waited, waited(trainer)
-        wait = None if before is None or self._waited is None else self._waited - before
+        self._wait = None if before is None or self._waited is None else self._waited - before
         if not hasattr(batch, "plan"):
             raise ConfigError(
                 f"BalanceMonitor: the batch is a {type(batch).__name__} without a step plan; "
                 "train with hetero_strategy's data module or remove the callback"
             )
-        # Counting looks at all transfers of the rank, so it is done in one step of a window.
-        moved = None if self._window.steps else self._moved(trainer, batch)
-        spreads = {name: Spread.of(load) for name, load in batch.plan.loads.items()}
-        for sums in (self._window, self._total):
-            sums.add(batch, wait, spreads, moved)
 
     @override
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log at the end of a window."""
+        """Count the batch, as one that a hook leaves out never comes here; log at the end of a window."""
+        # Counting looks at all transfers of the rank, so it is done in one step of a window.
+        moved = None if self._window.steps else self._moved(trainer, batch)
+        spreads = {name: Spread.of(load) for name, load in batch.plan.loads.items()}
+        for sums in (self._window, self._total):
+            sums.add(batch, self._wait, spreads, moved)
         self._step = trainer.fit_loop.epoch_loop._batches_that_stepped  # the step that self.log writes
         if self._window.steps == self.every_n_steps:
             self._log(trainer)

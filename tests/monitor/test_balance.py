@@ -117,6 +117,17 @@ def test_logs_of_known_loads_and_seconds(tmp_path: Path) -> None:
     assert monitor.last.wait_seconds == pytest.approx(4 * WAIT / 5)  # the first step's is not known
 
 
+class LeavesOut(L.Callback):
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        pl_module.on_train_batch_start = lambda batch, number: -1 if trainer.current_epoch == 0 and number else None
+
+
+def test_a_batch_that_a_hook_leaves_out_is_not_counted(tmp_path: Path) -> None:
+    rows, monitor = fit(tmp_path, loaded_batch(skipped=1), steps=3, others=(LeavesOut(),))
+    assert monitor.last is not None and monitor.last.steps == monitor.last.skipped_samples == 3
+    assert [step for step, _ in rows] == [1, 2]
+
+
 def test_a_wait_shorter_than_the_plan_hides_the_rest_and_a_longer_one_hides_nothing(tmp_path: Path) -> None:
     for plan, hidden in ((10 * WAIT, 0.9), (WAIT, 0.0), (WAIT / 2, 0.0)):
         rows, _ = fit(tmp_path, loaded_batch(LoadTimes(plan, 0.0)), steps=3, every=3)
@@ -151,10 +162,12 @@ def test_the_two_monitors_measure_the_same_wait(tmp_path: Path) -> None:
 def test_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BalanceMonitor, "_moved", lambda *_: None)
     monitor, batch, module = BalanceMonitor(), loaded_batch(LoadTimes(plan=1.0, payload=0.0)), cast(Any, None)
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
     seen = []
     for loader in (SimpleNamespace(waited=5.0), SimpleNamespace(waited=7.5), [1], SimpleNamespace(waited=9.0)):
-        trainer: Any = SimpleNamespace(train_dataloader=loader)  # of which the third does not say
+        trainer: Any = SimpleNamespace(train_dataloader=loader, fit_loop=loop)  # of which the third does not say
         monitor.on_train_batch_start(trainer, module, batch, 0)
+        monitor.on_train_batch_end(trainer, module, None, batch, 0)
         seen.append((monitor._total.wait, monitor._total.known))
     assert seen == [(0.0, 0.0), (2.5, 1.0), (2.5, 1.0), (2.5, 1.0)]
 
