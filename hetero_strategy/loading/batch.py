@@ -126,8 +126,11 @@ class Batch:
         return len(self.plan.samples)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Data set indices of the samples, int64 ``[S]``: lets Lightning infer the batch size for epoch means."""
-        yield torch.from_numpy(self.plan.samples)
+        """Data set indices of the samples, int64 ``[S]``: lets Lightning infer the batch size for epoch means.
+
+        A copy: the plan's may be part of the epoch's order, which nobody may write to.
+        """
+        yield torch.tensor(self.plan.samples)
 
     def local_rows(
         self, source: str, source_microbatch: int, target: str, target_microbatch: int

@@ -213,6 +213,16 @@ def test_overfitting_repeats_the_same_batches(digits: Path, tmp_path: Path) -> N
     assert [samples for *_, samples in seen] == [list(range(16)), list(range(16, 32))] * 2
 
 
+def test_lightning_gets_numbers_of_samples_that_are_its_own(digits: Path) -> None:
+    """A tensor of the epoch's order itself, which is read-only, made torch warn in every run."""
+    module = data(digits)
+    module.setup("fit")
+    batch = next(iter(module.train_dataloader()))
+    samples = batch.plan.samples.tolist()
+    next(iter(batch)).zero_()
+    assert batch.plan.samples.tolist() == samples != [0] * 16
+
+
 def test_other_stages(digits: Path, tmp_path: Path) -> None:
     module = data(digits, eval_batch_size=1)
     model = Recorder()
