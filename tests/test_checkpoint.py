@@ -586,6 +586,24 @@ def test_a_killed_save_is_not_what_a_job_that_is_queued_again_goes_on_from(tmp_p
     assert sorted(os.listdir(tmp_path)) == ["hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"]
 
 
+def test_a_run_that_finds_what_another_one_saved_in_place_of_its_own_ends(tmp_path: Path) -> None:
+    """Each of the two would go on from the other's checkpoint, or lose its own. A run may replace an older one's."""
+    path, saver = tmp_path / "c", ck.Checkpointer()
+    for number in (1, 2):
+        saver.save(owned(number), {}, path)
+    ck.Checkpointer().save(owned(3), {}, path)  # of a later Trainer of this process
+    saver.save(owned(4), {"global_step": 7}, tmp_path / "theirs")
+    shutil.rmtree(path)
+    os.rename(tmp_path / "theirs", path)
+    with pytest.raises(
+        CheckpointError, match=r"another run has saved step 7 there since this one saved; two runs would"
+    ):
+        saver.save(owned(5), {}, path)
+    assert ck.describe(path).step == 7
+    (path / "checkpoint.json").write_text("{")  # of a damaged one nothing is lost
+    saver.save(owned(6), {}, path)
+
+
 def test_two_runs_that_save_to_one_path_do_not_delete_what_the_other_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -637,6 +655,7 @@ def killed(at: int, act: Callable[[], Any]) -> bool:
     child = os.fork()
     if child == 0:
         try:
+            folders._seals.clear()  # this is a run of its own
             Kill(at).install()
             act()
         except BaseException:
@@ -649,6 +668,7 @@ def killed(at: int, act: Callable[[], Any]) -> bool:
 
 def stands(path: Path, damaged: bool) -> None:
     """Checkpoint 1 at `path`, or in `.old` beside a damaged folder at `path`."""
+    folders._seals.clear()
     ck.Checkpointer().save(owned(), {"n": 1}, path)
     if damaged:
         os.rename(path, path.with_name("c.old"))

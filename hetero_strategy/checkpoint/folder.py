@@ -169,6 +169,19 @@ def refuse_foreign(path: Path) -> None:
         raise CheckpointError(f"{path} is a file; a checkpoint of hetero_strategy is a folder: choose another path")
 
 
+def refuse_other_runs(path: Path) -> None:
+    """Raise CheckpointError if what lies at ``path`` was saved by another run after this process saved there: two runs
+    of one folder would go on like that, each in place of the other's. What is gone or damaged is nobody's.
+    """
+    if path not in _seals or _seal(path) == _seals[path]:
+        return
+    try:
+        step = read_index(path).step
+    except CheckpointError:
+        return
+    raise CheckpointError(f"{path}: another run has saved step {step} there since this one saved; {APART}")
+
+
 class _Incomplete(CheckpointError):
     """What a killed save or removal leaves, as opposed to a damaged checkpoint."""
 
@@ -315,6 +328,7 @@ def publish(written: Path, path: Path) -> None:
             _delete(old)
             os.rename(path, old)
     os.rename(written, path)
+    _seals[path] = _seal(path)
     _sync(path.parent)
     try:
         _delete(old)
@@ -336,6 +350,18 @@ def delete_leftovers(path: Path) -> None:
             _delete(folder)
 
 
+_seals: dict[Path, bytes] = {}
+"""Of the checkpoints that this process has saved, by path."""
+
+
+def _seal(path: Path) -> bytes:
+    """Return the checksum at the end of an index; empty where there is none."""
+    with suppress(OSError):
+        return (path / INDEX).read_bytes()[-len(_own_checksum(b"")) :]
+    return b""
+
+
+APART = "two runs would take each other's checkpoints: give each a folder of its own"
 _handles: dict[Path, int] = {}
 """Of temporary folders that this process holds."""
 
@@ -365,10 +391,7 @@ def _held(folder: Path) -> int:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise CheckpointError(
-            f"{folder}: another process is saving there now; two runs would take each other's checkpoints: give each a"
-            " folder of its own"
-        ) from None
+        raise CheckpointError(f"{folder}: another process is saving there now; {APART}") from None
     except OSError:  # no such locks here
         pass
     return handle

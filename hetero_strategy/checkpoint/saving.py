@@ -172,6 +172,7 @@ def _begin(path: Path) -> tuple[Path, Path]:
     """Check that a checkpoint may be written to ``path``; return the absolute path and a new temporary folder."""
     path = Path(os.path.abspath(path))
     folders.refuse_foreign(path)
+    folders.refuse_other_runs(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folders.delete_leftovers(path)
