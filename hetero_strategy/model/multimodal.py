@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
@@ -80,8 +82,9 @@ class MultimodalModel(nn.Module):
         self.loss_weights = loss_weights or {}
         self.seed = seed
         self._runner: Callable[..., ModelOutput] | None = None
-        if isinstance(freeze, str):
-            raise ModelError(f"freeze={freeze!r} is one string; give a list, [{freeze!r}]")
+        if isinstance(freeze, str) or not isinstance(freeze, Iterable):
+            one, part = (" is one string", freeze) if isinstance(freeze, str) else ("", "vision.backbone")
+            raise ModelError(f"freeze={freeze!r}{one}; give a list, [{part!r}]")
         for part in freeze:
             _part(self, part).requires_grad_(False)
         for name, adapter in self.modules_by_name.items():
@@ -238,6 +241,8 @@ def _checked_edges(modules: Mapping[str, Adapter], edges: Sequence[Edge | tuple[
         if len(language_models) != 1:
             raise ModelError(f"modules {language_models} are all CausalLMs: say edges=[(source, target), ...]")
         edges = usual_edges(kinds)
+    if not (isinstance(edges, Sequence) and all(map(_is_edge, edges))):
+        raise ModelError(f"edges={edges!r}; give pairs of modules, [(source, target), ...]")
     checked = tuple(edge if isinstance(edge, Edge) else Edge(*edge) for edge in edges)
     check_edges(kinds, [(edge.source, edge.target) for edge in checked], ModelError)
     for edge in checked:
@@ -253,12 +258,18 @@ def _checked_edges(modules: Mapping[str, Adapter], edges: Sequence[Edge | tuple[
     return checked
 
 
-def _checked_weights(names: Sequence[str], weights: Mapping[str, float]) -> dict[str, float]:
+def _is_edge(given: object) -> bool:
+    return isinstance(given, Edge) or (isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2)
+
+
+def _checked_weights(names: Sequence[str], weights: Mapping[str, Any]) -> dict[str, float]:
+    if not isinstance(weights, Mapping):
+        raise ModelError(f"loss_weights={weights!r}; give a number by module, such as {{'{names[0]}': 1.0}}")
     for name, weight in weights.items():
         if name not in names:
             raise ModelError(f"loss_weights: {name!r} has no loss: modules with a loss are {', '.join(names)}")
-        if not weight >= 0:
-            raise ModelError(f"loss_weights: the weight of {name!r} is {weight}: use a number of at least 0")
+        if not isinstance(weight, int | float | np.number | Tensor) or not 0 <= weight < math.inf:
+            raise ModelError(f"loss_weights: the weight of {name!r} is {weight!r}: use a number of at least 0")
     return {name: float(weights.get(name, 1.0)) for name in names}
 
 

@@ -12,10 +12,10 @@ import lightning as L
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
-from hetero_strategy.errors import ConfigError, require
+from hetero_strategy.errors import ConfigError, check_options, require
 from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.fitted import fitted_costs
-from hetero_strategy.monitor.measure import over_ranks, waited
+from hetero_strategy.monitor.measure import OPTIONS, over_ranks, waited
 from hetero_strategy.monitor.traffic import Traffic, sent
 
 if TYPE_CHECKING:
@@ -111,8 +111,7 @@ class BalanceMonitor(L.Callback):
 
     def __init__(self, folder: Path | str | None = None, every_n_steps: int = 10) -> None:
         require("matplotlib", "plots", "BalanceMonitor")
-        if every_n_steps < 1:
-            raise ConfigError(f"BalanceMonitor: every_n_steps={every_n_steps}; give a window of at least 1 step")
+        check_options("BalanceMonitor", OPTIONS, every_n_steps=every_n_steps)
         self.folder = None if folder is None else Path(folder)
         self.every_n_steps = every_n_steps
         self.last: BalanceSummary | None = None

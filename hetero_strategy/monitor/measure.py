@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, TypeVar
 
@@ -11,10 +11,28 @@ import lightning as L
 import torch
 import torch.distributed as dist
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import FLAG, Allowed, ConfigError, is_whole
 
 Value = TypeVar("Value")
 Part = Literal["step", "between", "validation"]
+
+
+def _whole(numbers: object, least: int) -> bool:
+    return isinstance(numbers, Sequence) and all(is_whole(number, least) for number in numbers)
+
+
+OPTIONS: dict[str, Allowed] = {
+    "every_n_steps": ("a window of at least 1 step", lambda v: is_whole(v, 1)),
+    "peak_flops": (
+        "FLOP/s of one device, such as 989e12",
+        lambda v: v is None or (isinstance(v, int | float) and not isinstance(v, bool) and v > 0),
+    ),
+    "batch": ("1 or more, as the first makes optimizer states", lambda v: is_whole(v, 1)),
+    "steps": ("[first, last] with 1 <= first < last", lambda v: _whole(v, 1) and len(v) == 2 and v[0] < v[1]),
+    "ranks": ("a list of ranks, such as [0]", lambda v: _whole(v, 0)),
+    "memory_history": FLAG,
+}
+"""Of monitors: what they may be."""
 
 
 @dataclass

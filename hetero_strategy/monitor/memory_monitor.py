@@ -13,10 +13,10 @@ from jaxtyping import Float64
 from lightning.fabric.utilities import rank_zero_warn
 from typing_extensions import override
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import check_options
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model.multimodal import MultimodalModel
-from hetero_strategy.monitor.measure import begin_peak, check_strategy, gather_on_first
+from hetero_strategy.monitor.measure import OPTIONS, begin_peak, check_strategy, gather_on_first
 from hetero_strategy.planner.action_seconds import ActionSeconds
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
 from hetero_strategy.planner.given import Given
@@ -75,8 +75,7 @@ class MemoryMonitor(L.Callback):
     """
 
     def __init__(self, batch: int = 3) -> None:
-        if batch < 1:
-            raise ConfigError(f"MemoryMonitor: batch={batch}; give 1 or more, as the first makes optimizer states")
+        check_options("MemoryMonitor", OPTIONS, batch=batch)
         self.batch = batch
         self.last: PeakMemory | None = None
         """Of the last run, on rank 0; None where no step was measured."""

@@ -12,7 +12,8 @@ from lightning.fabric.utilities import rank_zero_warn
 from torch.profiler import profile, schedule, supported_activities
 from typing_extensions import override
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, check_options
+from hetero_strategy.monitor.measure import OPTIONS
 
 ENTRIES = 100_000
 """Events of which a history is kept, the last ones: torch's own bound is none, and the host's memory has one."""
@@ -46,8 +47,7 @@ class ProfileMonitor(L.Callback):
         ranks: Sequence[int] = (0,),
         memory_history: bool = False,
     ) -> None:
-        if len(steps) != 2 or not 1 <= steps[0] < steps[1]:
-            raise ConfigError(f"ProfileMonitor: steps={list(steps)}; give [first, last] with 1 <= first < last")
+        check_options("ProfileMonitor", OPTIONS, steps=steps, ranks=ranks, memory_history=memory_history)
         self.folder = None if folder is None else Path(folder)
         self.steps, self.ranks, self.memory_history = (steps[0], steps[1]), tuple(ranks), memory_history
         self._batch = 0

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import ConfigError, check_options
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.monitor.flops import Part, device_peak_flops, utilization, work
-from hetero_strategy.monitor.measure import Spent, Watch, most_allocated, over_ranks, waited
+from hetero_strategy.monitor.measure import OPTIONS, Spent, Watch, most_allocated, over_ranks, waited
 from hetero_strategy.parallelize.offload import host_memory
 from hetero_strategy.plan.ahead import computing
 from hetero_strategy.planner.layers import fed_by_trainable
@@ -109,12 +109,7 @@ class ThroughputMonitor(L.Callback):
         peak_flops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if every_n_steps < 1:
-            raise ConfigError(f"ThroughputMonitor: every_n_steps={every_n_steps}; give a window of at least 1 step")
-        if peak_flops is not None and peak_flops <= 0:
-            raise ConfigError(
-                f"ThroughputMonitor: peak_flops={peak_flops:g}; give FLOP/s of one device, such as 989e12"
-            )
+        check_options("ThroughputMonitor", OPTIONS, every_n_steps=every_n_steps, peak_flops=peak_flops)
         self.every_n_steps = every_n_steps
         self.peak_flops = peak_flops
         self.last: Totals | None = None

@@ -198,6 +198,22 @@ def test_a_runner_takes_over():
     assert model(data).loss > 0
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"freeze": None}, r"freeze=None; give a list, \['vision.backbone'\]"),
+        ({"edges": ["vision"]}, r"edges=\['vision'\]; give pairs of modules"),
+        ({"edges": [("vision",)]}, r"edges=\[\('vision',\)\]; give pairs of modules"),
+        ({"loss_weights": ["llm"]}, r"loss_weights=\['llm'\]; give a number by module, such as \{'llm': 1.0\}"),
+        ({"loss_weights": {"llm": "1"}}, "the weight of 'llm' is '1': use a number of at least 0"),
+        ({"loss_weights": {"llm": float("inf")}}, "the weight of 'llm' is inf: use a number of at least 0"),
+    ],
+)
+def test_options_of_another_kind_are_refused(options, message):
+    with pytest.raises(ModelError, match=message):
+        MultimodalModel({"vision": vision(), "llm": hf_llama(**LLAMA)}, **options)
+
+
 def test_graphs_that_do_not_fit_are_refused():
     with pytest.raises(
         ModelError, match=r"have width 8, the target takes 16: set out_width=16 for vision, or Projector\(\.\.\., 16\)"

@@ -254,7 +254,7 @@ def test_picture(instances: int) -> None:
     picture.draw_without_rendering()
 
 
-@pytest.mark.parametrize("options", [{"every_n_steps": 0}])
+@pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"every_n_steps": 1.5}, {"every_n_steps": "2"}])
 def test_bad_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         BalanceMonitor(**options)

@@ -49,9 +49,13 @@ def test_a_run_that_ends_before_is_told(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    for steps in ((0, 2), (4, 4), (1, 2, 3)):
+    for steps in ((0, 2), (4, 4), (1, 2, 3), 10, ("1", "2")):
         with pytest.raises(ConfigError, match="1 <= first < last"):
-            ProfileMonitor(steps=steps)
+            ProfileMonitor(steps=steps)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"ranks=0; give a list of ranks, such as \[0\]"):
+        ProfileMonitor(ranks=0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="memory_history='no'; give True or False"):
+        ProfileMonitor(memory_history="no")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"ranks=\[1\] do not exist"):
         fit(tmp_path, ProfileMonitor(ranks=(0, 1)), 1)
     with pytest.raises(ConfigError, match="memory_history=True needs CUDA devices"):

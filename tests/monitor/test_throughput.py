@@ -173,7 +173,9 @@ def test_validation_is_left_out_and_the_last_window_is_logged(tmp_path: Path) ->
         assert metrics["throughput/tokens_per_second"] == pytest.approx(60 / STEP, rel=0.5)
 
 
-@pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"peak_flops": -1.0}])
+@pytest.mark.parametrize(
+    "options", [{"every_n_steps": 0}, {"every_n_steps": 1.5}, {"peak_flops": -1.0}, {"peak_flops": "9"}]
+)
 def test_bad_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         ThroughputMonitor(**options)
