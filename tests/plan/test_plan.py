@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from hetero_strategy import ragged
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.packing import regroup
-from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan, edge_blocks, slots
+from hetero_strategy.plan.step_plan import ModuleLoad, StepItems, StepMetadata, StepPlan, edge_blocks, slots
 
 
 def array(values: list[int]) -> np.ndarray:
@@ -70,6 +72,38 @@ def test_units_are_alike_where_all_of_the_step_have_the_same_rows(tokens: list[i
     metadata = StepMetadata(0, 0, np.arange(len(tokens)), count, count - 1, {"vision": pictures})
     plan = plan_step(metadata, {"vision": 2, "llm": 2}, ("llm",), microbatches=2)
     assert plan.alike("llm") is alike and plan.alike("vision")
+
+
+def test_alignment_rows_are_the_fewest_that_leave_no_instance_without_rows() -> None:
+    tokens = array([3, 4, 5])
+    metadata = StepMetadata(0, 0, np.arange(3), tokens, tokens, {})
+    (assignment,) = plan_step(metadata, {"llm": 4}, ("llm",), microbatches=1, row_multiple={"llm": 4}).assignments[
+        "llm"
+    ]
+    assert dict(zip(assignment.totals(inner=True) - assignment.padding, assignment.padding, strict=True)) == {
+        3: 1, 4: 0, 5: 3, 0: 4,
+    }  # fmt: skip
+
+
+def test_plans_that_differ_in_anything_have_other_digests() -> None:
+    tokens = array([3, 4, 5])
+    metadata = StepMetadata(0, 0, np.arange(3), tokens, tokens - 1, {})
+    plan = plan_step(metadata, {"llm": 2}, ("llm",), microbatches=1, row_multiple={"llm": 2})
+    plan = replace(plan, loads={"llm": ModuleLoad(np.ones((1, 2)), np.ones((1, 2)))})
+    (assignment,) = plan.assignments["llm"]
+    load = plan.loads["llm"]
+    others = [
+        replace(plan, metadata=replace(metadata, **{name: getattr(metadata, name) + 1}))
+        for name in ("samples", "labels")
+    ]
+    for name in ("units", "edge_rows", "inner_rows", "offsets", "padding"):
+        changed = replace(assignment, **{name: getattr(assignment, name) + 1})
+        others.append(replace(plan, assignments={"llm": (changed,)}))
+    others += [
+        replace(plan, loads={"llm": replace(load, after=load.after + 1)}),
+        replace(plan, held=frozenset({"llm"})),
+    ]
+    assert replace(plan).digest == plan.digest and len({plan.digest, *(other.digest for other in others)}) == 10
 
 
 @given(plans())
