@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
 from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention, eager_attention_forward
 
@@ -75,6 +78,35 @@ def test_scores_have_a_soft_cap_as_in_gemma_2(causal, window):
     torch.testing.assert_close(compiled.transpose(1, 2), out, rtol=1e-12, atol=1e-12)
     for grad, wanted in zip(*(torch.autograd.grad(x, inputs, weight) for x in (out, expected)), strict=True):
         torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options", "lengths", "major"),
+    [
+        ("_flash", {}, [64, 128], 9),
+        ("_dense", {}, [1024, 1024], 9),
+        ("_flash", {}, [1024, 1024], 8),
+        ("_flash", {"window": 3}, [1024, 1024], 9),
+        ("_in_buckets", {"softcap": 1.0}, [1024, 1024], 9),
+        ("_in_buckets", {"dropout": 0.1}, [1024, 1024], 9),
+    ],
+)
+def test_a_gpu_takes_the_fastest_kernel_that_does_all_that_is_asked(kernel, options, lengths, major, monkeypatch):
+    """On tensors without values."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major))
+    for name in ("_flash", "_dense", "_in_buckets"):
+        monkeypatch.setattr(attention, name, lambda *_, name=name: name)
+    with FakeTensorMode():
+        rows = torch.empty(1, 4, sum(lengths), 8, dtype=torch.bfloat16, device="cuda")
+    packing = Packing.of(np.array(lengths), alike=True)
+    assert packed_attention(rows, rows, rows, packing, causal=True, **options) == kernel
+
+
+@pytest.mark.parametrize("softcap", [None, 1.0])
+def test_weights_are_dropped(softcap):
+    inputs, packing = make([7, 3]), Packing.of(np.array([7, 3]))
+    out = [packed_attention(*inputs, packing, causal=True, dropout=p, softcap=softcap) for p in (0.0, 0.5, 0.5)]
+    assert not torch.equal(out[0], out[1]) and not torch.equal(out[1], out[2])
 
 
 def test_what_packed_attention_cannot_do_is_refused():
