@@ -60,13 +60,13 @@ class Held:
         if train:
             self._evaluated = _Rows()
         versions = [tensor._version for tensors in self._weights.values() for tensor in tensors]
-        known = [self._trained] if train else [self._trained, self._evaluated]
+        known = self._trained, self._evaluated
         if same := [rows for rows in known if rows.place == place]:
             self._here = same[0]
             if train:  # what it computes for the next one is of the weights that there are now
                 self._here.versions = versions
             return
-        before = next((rows for rows in reversed(known) if rows.leads_to(place)), self._trained)
+        before = next((rows for rows in known if rows.leads_to(place)), self._trained)
         if plan.held and not before.leads_to(place):
             raise DataError(_unread(plan, before))
         if plan.held and versions != before.versions:

@@ -274,11 +274,27 @@ def test_training_batches_are_evaluated_in_their_turn_and_training_goes_on(folde
     for number, made in ((1, 0), (2, 1), (3, 12)):  # by training, as far as that is, or by the evaluation itself
         through(number, 10 + number, train=False)
         assert held.rows(plans[number], "vision", 0) == made
+    assert [float(rows) for _, rows in held.all_rows()] == [0, 1, 12, 13]
     held.turn(plans[2], train=True)
     assert held.rows(plans[2], "vision", 0) == 1
     assert [float(rows) for _, rows in held.all_rows()] == [1]
     with pytest.raises(DataError, match="step 3 of epoch 0 needs rows"):
         Held().turn(plans[3], train=False)
+
+
+def test_a_step_that_was_evaluated_is_trained_as_any_other(folders: dict[bool, str]) -> None:
+    """What it computes is its own, and nothing of a run that ended early is kept."""
+    setting = setting_of(folders, STAGES, "1f1b", **AHEAD)
+    steps, held = steps_of(setting, 3, share_of(placed(setting, 2), setting, 0)), Held()
+    plans = [steps[0, number, number > 0].plan for number in range(3)]
+    for number, value, train in ((0, 0, True), (1, 10, False), (1, 1, True)):
+        held.turn(plans[number], train=train)
+        held.keep(plans[number], "vision", 0, torch.tensor(value), train=train)
+    held.turn(plans[2], train=True)
+    assert held.rows(plans[2], "vision", 0) == 1
+    held.keep(plans[2], "vision", 0, torch.tensor(2), train=True)
+    held.turn(plans[0], train=True)
+    assert not [*held.all_rows()]
 
 
 def test_weights_that_change_between_two_steps_are_noticed(folders: dict[bool, str]) -> None:
@@ -287,6 +303,8 @@ def test_weights_that_change_between_two_steps_are_noticed(folders: dict[bool, s
     teacher = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
     held = Held({"vision": [teacher]})
     held.turn(steps[0, 0].plan, train=True)
+    teacher.mul_(0.9)
+    held.turn(steps[0, 0].plan, train=True)  # once more, with the weights that there are now
     held.turn(steps[0, 1, True].plan, train=True)
     teacher.mul_(0.9)
     with pytest.raises(DataError, match="weights of vision have changed since step 1 computed rows for step 2"):
