@@ -58,11 +58,26 @@ def test_gradients_lie_as_their_parameters_for_kernels_that_walk_memory(pool: Po
         assert all(apart < 1e-6 and alike for apart, alike in found), found
 
 
+def missing_on_rank(rank: int, world: int) -> list[float]:
+    """Gradients of two parameters, of which the second rank has computed none for the one, and nobody for the other."""
+    some, none = (nn.Parameter(torch.zeros(())) for _ in range(2))
+    some.grad = torch.tensor(3.0) if not rank else None
+    settle([some, none], dist.group.WORLD)()
+    return [float(p.grad) for p in (some, none) if p.grad is not None]
+
+
+@pytest.mark.distributed
+def test_a_replica_without_a_gradient_brings_zeros(pool: Pool) -> None:
+    assert pool.run(2, missing_on_rank) == [[3.0, 0.0]] * 2
+
+
 def clipped_on_rank(rank: int, world: int) -> tuple[float, list[float], list[float]]:
     """The norm of a parameter that both ranks have and of one on each, and their gradients once it is 1."""
     both, one = (nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2))
     both.grad, one.grad = torch.full_like(both, 2.0), torch.full_like(one, 1.0 + rank)
-    norm = clip_by_norm([Owned(both, 2), Owned(one, 1)], 1.0, torch.device("cpu"))
+    owned = [Owned(both, 2), Owned(one, 1)]
+    clip_by_norm(owned, 10.0, torch.device("cpu"))  # which it is below
+    norm = clip_by_norm(owned, 1.0, torch.device("cpu"))
     return float(norm), both.grad.tolist(), one.grad.tolist()
 
 
