@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from hetero_strategy.loading.context import finish_epoch
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan
-from recipes.lit import LastCheckpoint, LitMultimodal, MovableCheckpoint
+from recipes.lit import LastCheckpoint, LitMultimodal, MovableCheckpoint, adamw_cosine
 
 
 class Killed(Exception):
@@ -316,6 +316,21 @@ def tuned(folder: Path, steps: int, checkpoint: Path | None = None, **changed: A
     trainer.fit(lit, torch.utils.data.DataLoader(torch.ones(8, 2)), ckpt_path=checkpoint)
     groups = [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizers[0].param_groups]
     return groups, trainer.lr_scheduler_configs[0].scheduler.get_last_lr()
+
+
+def test_the_rate_rises_and_falls_with_every_step_and_matrices_alone_decay(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1, "warmup_steps": 2, "final_lr": 0.1}
+    optimizer, scheduler = adamw_cosine(Learns(), 8, **given)
+    rates = []
+    for _ in range(10):
+        rates += [{float(lr) for lr in scheduler.get_last_lr()}]
+        optimizer.step()
+        scheduler.step()
+    falls = [0.01 + 0.09 * (1 + math.cos(math.pi * step / 6)) / 2 for step in range(7)]
+    assert [lr for (lr,) in rates] == pytest.approx([0.05, 0.1, *falls, 0.01])
+    groups, last = tuned(tmp_path, 6)
+    assert {*last} == rates[6]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
 
 
 @pytest.mark.parametrize("changed", [{}, {"lr": 0.3, "betas": (0.8, 0.9), "weight_decay": 0.2}])
