@@ -15,15 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_strategy.errors import ScheduleError
+from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.schedule.action import Action, Kind, Lane, Schedule, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
-from hetero_strategy.simulator.links import Links
+from hetero_strategy.simulator.links import Links, Network
 from hetero_strategy.simulator.result import CAUSES, Host, Simulation
 from hetero_strategy.simulator.simulate import Sent, simulate
 from tests.simulator.schedules import chain, graph_of, random_schedule, schedule_of, work_of
 
 UNIFORM = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "UNSHARD": 0.0, "REDUCE": 0.0}
+ZERO = np.array([[0]])
 V, L, L1 = StageId("vision", 0), StageId("llm", 0), StageId("llm", 1)
 
 
@@ -114,6 +116,42 @@ def test_bytes_to_several_receivers_share_the_senders_wire(ranks: int, seconds: 
     schedule = forwards(1, {V: np.arange(ranks)[None], L: 8 + np.arange(4)[:, None]})
     found = simulate(schedule, uniform, Links(0.5, 10.0), rows=lambda source, target: sent([[20.0] * 4]))
     assert found.start[Action("F", L, 0)].tolist() == [1 + 0.5 + seconds] * 4
+
+
+def test_parts_of_rows_leave_for_every_rank_and_equal_ones_once() -> None:
+    """An instance of one rank sends 20 bytes to each of two ranks, which have the same rows or each a part of them."""
+    for parts, seconds in ((1, 2.0), (2, 4.0)):
+        schedule = forwards(1, {V: np.array([[0]]), L: np.array([[1, 2]])})
+        stages = schedule.graph.stages
+        graph = replace(schedule.graph, stages={**stages, L: replace(stages[L], row_sharding=RowSharding(parts))})
+        found = simulate(replace(schedule, graph=graph), uniform, Links(0.5, 10.0), lambda a, b: sent([[20.0]]))
+        assert found.start[Action("F", L, 0)].tolist() == [1 + 0.5 + seconds]
+
+
+def test_an_instance_that_receives_nothing_does_not_wait_for_what_others_bring() -> None:
+    """The second microbatch of the encoder runs first, and the first one gives nothing to the language model."""
+    schedule = forwards(2, {V: np.array([[0]]), L: np.array([[1]])})
+    order = [Action("F", V, 1), Action("F", V, 0), Action("F", L, 0), Action("F", L, 1)]
+    schedule = schedule_of(schedule.graph, schedule.work, order)
+    found = simulate(schedule, uniform, Links(0.5, 10.0), lambda a, b: sent([[20.0 * a.microbatch]]))
+    assert [found.start[Action("F", L, i)].item() for i in range(2)] == [0, 1 + 0.5 + 2]
+
+
+def test_rows_of_two_modules_on_the_same_ranks_come_one_after_the_other() -> None:
+    other = StageId("audio", 0)
+    graph = graph_of({V: ZERO, other: ZERO, L: ZERO + 1}, (("vision", "llm"), ("audio", "llm")))
+    reads = Action("F", L, 0)
+    schedule = schedule_of(graph, work_of(graph, 1), [Action("F", V, 0), Action("F", other, 0), reads])
+    found = simulate(schedule, uniform, Links(0.5, 10.0), lambda a, b: sent([[30.0]]))
+    assert found.start[reads].tolist() == [1 + 0.5 + 3 + 3]
+
+
+def test_a_network_is_faster_within_its_nodes() -> None:
+    """Ranks 0 and 1 are on one node, 2 and 3 on another one."""
+    network = Network((Links(0.1, 10.0), Links(0.2, 20.0)), Links(0.5, 1.0), np.array([2, 4]))
+    of = network.between(np.array([[0], [1], [2]]), np.array([[1], [3]]))
+    latency, per_byte = of(np.array([0, 1, 1, 2, 2]), np.array([0, 0, 1, 0, 1]))
+    assert latency.tolist() == [0.1, 0.0, 0.5, 0.5, 0.2] and per_byte.tolist() == [0.1, 0.0, 1.0, 1.0, 0.05]
 
 
 def test_rows_between_the_same_ranks_take_no_time() -> None:
