@@ -25,7 +25,7 @@ from hetero_strategy.planner.context import ROW_ALIGNMENT
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
 from hetero_strategy.planner.memory import CPU, CUDA, KINDS, Allocator, Memory, MemoryModel, communicators
 from hetero_strategy.planner.shape import ModelShape, ModuleShape
-from hetero_strategy.planner.stage_memory import stage_bytes, stage_needs
+from hetero_strategy.planner.stage_memory import StageBytes, stage_bytes, stage_needs
 from hetero_strategy.planner.times import MIXED, Precision
 from hetero_strategy.planner.transfers import Changes
 from hetero_strategy.profiling.activations import _Module
@@ -168,6 +168,13 @@ def test_every_other_block_in_host_memory_is_counted_from_the_first_of_the_modul
     assert [(one.host, one.device) for one in found.kept()] == [(0.75 * each, 0.25 * each), (0.75 * each, 2.25 * each)]
 
 
+def test_every_other_block_that_runs_again_is_counted_from_the_first_of_the_module() -> None:
+    candidate = Candidate({"llm": ModuleLayout((0, 1), pp=2, split=(1, 3))}, 2, recompute={"llm": Recompute(2)})
+    kept = 30 * (INSIDE + BETWEEN + WHOLE)  # of a microbatch in a block that does not
+    rows = 30 * 4 * WIDTH
+    assert [one.device for one in memory(candidate, equal(6, 10)).kept()] == [0, 2 * kept + rows]
+
+
 def test_what_stays_after_a_step() -> None:
     """All else that came has gone."""
     layouts = {"vision": ModuleLayout((0, 1)), "llm": ModuleLayout((0, 1, 2), pp=3, split=(1, 1, 2))}
@@ -181,6 +188,29 @@ def test_what_stays_after_a_step() -> None:
                 assert alive[rank].min() >= owned[rank] - 1e-6
                 assert alive[rank].max() == pytest.approx(found.bytes[:-1, rank].sum())
                 assert alive[rank][-1] == pytest.approx(owned[rank] * 4 / 3)  # and the gradients' shards
+
+
+def test_what_becomes_of_parameters_in_closed_form() -> None:
+    """Of four blocks, of which the first is frozen, and of what lies around them."""
+    stored = module(4, samplewise=True).stored.copy()
+    stored[0, 0] = stored[0, 0, ::-1].copy()
+    shape = replace(module(4, samplewise=True), stored=stored, buffers=77, moved=np.zeros(4))
+    trained = np.array([0, *[PER_BLOCK] * 3, 2 * AROUND])
+    frozen, total = np.array([PER_BLOCK, 0, 0, 0, 0]), int(trained.sum())
+
+    def of(once: bool, precision: Precision = MIXED, **degrees: int) -> StageBytes:
+        ranks = int(np.prod([*degrees.values()]))
+        return stage_bytes(shape, ModuleLayout(range(ranks), **degrees).resolved(), 0, 4, once, precision)
+
+    shards, replicas = of(False, dp_shard=2), of(False, dp_replicate=2)
+    assert shards.masters == (4 * total + 2 * PER_BLOCK) / 2 + 77
+    assert shards.gathered.tolist() == (2 * (trained + frozen)).tolist()
+    assert replicas.gathered.tolist() == (2 * trained).tolist(), "over one rank only what trains is cast"
+    assert shards.summed.tolist() == (2 * trained).tolist()
+    assert of(True, dp_shard=2).summed.tolist() == (4 * trained).tolist()
+    both = {"dp_shard": 2, "dp_replicate": 2}
+    assert [one.held for one in (of(False, **both), of(True, **both), shards)] == [2 * total, 0, 0]
+    assert [one.bucket for one in (of(True, FP32, dp_replicate=2), replicas, shards)] == [4 * total, 0, 0]
 
 
 def test_shards_divide_states_and_recompute_leaves_rows() -> None:
