@@ -16,6 +16,8 @@ import torch.distributed as dist
 from benchmarks import pipelines
 from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.loading.batch import Batch
+from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor, TimelineMonitor
 from hetero_strategy.plan.ahead import ahead
 from hetero_strategy.runtime.held import Held
@@ -239,6 +241,27 @@ def test_rows_of_a_step_that_did_not_run_are_missed_by_name(folders: dict[bool, 
     held.turn(steps[0, 1, True].plan, train=True)
     with pytest.raises(DataError, match=r"step 3 of epoch 0 needs rows of vision that step 2 makes, but step 1 of"):
         held.turn(steps[0, 3, True].plan, train=True)
+
+
+def test_payload_is_read_once_with_the_step_that_computes_with_it(folders: dict[bool, str]) -> None:
+    setting = setting_of(folders, STAGES, "1f1b", **AHEAD)
+    steps = steps_of(setting, 3, share_of(placed(setting, 2), setting, 0))
+    first, second = steps[0, 0], steps[0, 1, True]
+
+    def rows(batch: Batch, module: str) -> int:
+        return sum(len(made.values) for made in batch.inputs[module] if made is not None)  # type: ignore[attr-defined]
+
+    assert rows(first, "vision") and rows(first, ahead("vision")) == rows(steps[0, 1], "vision") > 0
+    assert not rows(second, "vision")
+
+
+def test_the_first_batch_of_a_run_needs_nothing_of_one_before(folders: dict[bool, str]) -> None:
+    """Also in the middle of an epoch."""
+    setting = setting_of(folders, STAGES, "1f1b", **AHEAD)
+    loader = StepLoader(steps_of(setting, 3, share_of(placed(setting, 2), setting, 0)))
+    assert [len(batch.plan.held) for batch in loader] == [0, 1, 1, 1]
+    loader.load_state_dict({**loader.state_dict(), "consumed": 2})
+    assert [len(batch.plan.held) for batch in loader] == [0, 1]
 
 
 def test_batches_of_two_loaders_are_not_mixed_up(folders: dict[bool, str]) -> None:

@@ -304,6 +304,7 @@ def test_resume_in_the_middle(index: DatasetIndex, workers: int) -> None:
     iter(again)  # Lightning asks for iterators it never uses
     again.set_epoch(2)
     assert [flat(b) for b in again] == rest and len(rest) == 2
+    assert len(list(again)) == 4, "once more from the start"
     again.set_epoch(3)
     assert len(list(again)) == 4
     again.load_state_dict(state)
