@@ -186,7 +186,7 @@ class StepLoader:
         self._changed = (
             f"cannot resume in the middle of epoch {epoch}, after {consumed} of {state['steps']} steps:"
             f" {'; '.join(changed)}; use the old values or a checkpoint from the end of an epoch"
-            if changed and 0 < consumed < int(state["steps"])
+            if changed and consumed < int(state["steps"])
             else ""
         )
         self.epoch, self.consumed, self._resume_at = epoch, consumed, consumed
