@@ -114,6 +114,45 @@ def test_no_weight_nor_what_is_shared_ever_leaves(monkeypatch: pytest.MonkeyPatc
     loss.backward()
 
 
+def test_whole_numbers_and_what_others_hold_stay() -> None:
+    """Rows of another stage wait for their gradient, and what a block is given besides rows is every block's."""
+    host, block = HostMemory(torch.device("cpu")), torch.nn.Linear(64, 64)
+    rows, shared = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
+
+    def forward(rows: Tensor, shared: Tensor) -> Tensor:
+        return (block(rows) * shared).index_select(0, torch.arange(1024) % 64)
+
+    offload_room._moved(host, block, forward, True, rows, shared).sum().backward()
+    assert host.most == 0
+    offload_room._moved(host, block, forward, True, rows * 1, shared).sum().backward()
+    assert host.most == rows.nbytes
+
+
+def test_weights_that_are_freed_until_the_backward_are_those_of_then() -> None:
+    """As FSDP does with those of a layer that is a unit of its own."""
+    host = HostMemory(torch.device("cpu"))
+    rows, weight, values = torch.ones(64, 64, requires_grad=True), torch.zeros(64, 64), torch.randn(64, 64)
+    with host.holding([], first=True):
+        out = rows * weight
+        weight.untyped_storage().resize_(0)
+    weight.untyped_storage().resize_(values.nbytes)
+    weight.copy_(values)
+    torch._C._autograd._unsafe_set_version_counter([weight], [0])
+    out.sum().backward()
+    assert rows.grad is not None and torch.equal(rows.grad, values)
+
+
+def test_a_microbatch_brings_back_its_own_blocks_alone() -> None:
+    module = made("all")
+    losses = [module(tokens(LENGTHS)).loss_sum for _ in range(2)]
+    host = host_memory(module)
+    assert host is not None
+    block, count = host.latest, 0
+    while block is not None:
+        block, count = block.before, count + 1
+    assert count == 4 and len(losses) == 2
+
+
 def test_blocks_come_back_one_ahead_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     module = made("all")
     order: list[Any] = []
