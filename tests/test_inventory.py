@@ -106,6 +106,27 @@ def on_mesh(first: int, size: int, held: int) -> tuple[Inventory, dict[int, Coor
     return inventory, {first + held: ((held,),)}
 
 
+def test_pieces_may_be_cut_in_two_ways_and_the_lowest_rank_writes_each() -> None:
+    parts = [on_mesh(0, 2, 0), *(on_mesh(1, 6, held) for held in (3, 4, 5))]
+    assert [(p.rank, p.offsets) for p in stored_tensors(parts)["w"].pieces] == [
+        (0, (0,)),
+        (4, (6,)),
+        (5, (8,)),
+        (6, (10,)),
+    ]
+    inventory, _ = on_mesh(0, 2, 0)
+    owners = [(inventory, {0: ((0,),), 3: ((1,),)}), (inventory, {1: ((1,),)})]
+    assert [(p.rank, p.offsets) for p in stored_tensors(owners)["w"].pieces] == [(0, (0,)), (1, (6,))]
+
+
+def test_a_name_means_numbers_of_one_kind_on_all_ranks() -> None:
+    single, half = (take_inventory({"w": torch.empty(2, dtype=dtype)})[0] for dtype in (torch.float32, torch.bfloat16))
+    with pytest.raises(
+        CheckpointError, match=r"w is torch.float32 \(2,\) on rank 0 but torch.bfloat16 \(2,\) on rank 1"
+    ):
+        stored_tensors([(single, {0: ()}), (half, {1: ()})])
+
+
 def test_pieces_must_make_up_a_whole() -> None:
     half, other, third, sixth = on_mesh(0, 2, 0), on_mesh(0, 2, 1), on_mesh(4, 3, 1), on_mesh(1, 6, 5)
     assert [p.offsets for p in stored_tensors([half, other])["w"].pieces] == [(0,), (6,)]
