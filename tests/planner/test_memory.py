@@ -198,7 +198,7 @@ def test_what_becomes_of_parameters_in_closed_form() -> None:
     trained = np.array([0, *[PER_BLOCK] * 3, 2 * AROUND])
     frozen, total = np.array([PER_BLOCK, 0, 0, 0, 0]), int(trained.sum())
 
-    def of(once: bool, precision: Precision = MIXED, **degrees: int) -> StageBytes:
+    def of(once: bool, precision: Precision = MIXED, **degrees: Any) -> StageBytes:
         ranks = int(np.prod([*degrees.values()]))
         return stage_bytes(shape, ModuleLayout(range(ranks), **degrees).resolved(), 0, 4, once, precision)
 
@@ -208,7 +208,7 @@ def test_what_becomes_of_parameters_in_closed_form() -> None:
     assert replicas.gathered.tolist() == (2 * trained).tolist(), "over one rank only what trains is cast"
     assert shards.summed.tolist() == (2 * trained).tolist()
     assert of(True, dp_shard=2).summed.tolist() == (4 * trained).tolist()
-    both = {"dp_shard": 2, "dp_replicate": 2}
+    both: dict[str, Any] = {"dp_shard": 2, "dp_replicate": 2}
     assert [one.held for one in (of(False, **both), of(True, **both), shards)] == [2 * total, 0, 0]
     assert [one.bucket for one in (of(True, FP32, dp_replicate=2), replicas, shards)] == [4 * total, 0, 0]
 
