@@ -79,7 +79,8 @@ class TrainingState:
 
         Values are tensors, or whatever a metric or ``get_extra_state`` returns.
         """
-        state = nn.Module.state_dict(module)
+        # A destination of one's own has no metadata of torch: no file is made of it that a warning would be for.
+        state: dict[str, Any] = nn.Module.state_dict(module, destination={})
         return {name: value for name, value in state.items() if not name.startswith(tuple(self._modules))}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -190,13 +190,15 @@ def assemble(
 
 
 def _say_parts(model: nn.Module, found: Mapping[str, Any], prefix: str, metadata: Any) -> None:
-    """A file of what one rank has would look like the whole model's, and load as such with new values in places."""
+    """A file of what one rank has would look like the whole model's, and load as such with new values in places. Of a
+    checkpoint, which takes what lies beside the model, nothing is said.
+    """
     parts = {
         name.removeprefix(prefix).partition(".")[0]
         for name, value in found.items()
         if name.startswith(prefix) and (value.is_meta or isinstance(value, DTensor))
     }
-    if parts:
+    if parts and hasattr(found, "_metadata"):
         rank_zero_warn(
             f"state_dict() of a model on its ranks has on this one a part, or nothing, of {', '.join(sorted(parts))};"
             " for all weights use trainer.save_checkpoint(...) and python -m hetero_strategy.checkpoint export"

@@ -278,7 +278,7 @@ def test_what_a_person_may_ask_for_in_vain_is_said_and_metrics_count_once(pool: 
     assert first == second
     assert "Prodigy steps as it is" in warned
     assert "midway.ckpt is saved between batches whose gradients add up" in warned
-    assert "has on this one a part, or nothing, of llm; for all weights use trainer.save_checkpoint" in warned
+    assert warned.count("has on this one a part, or nothing, of llm; for all weights use trainer.save_checkpoint") == 1
     assert first.pop("counted") == "2 2"
     for name, words in {
         "early": "ask in configure_optimizers()",
