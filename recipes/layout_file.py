@@ -30,7 +30,8 @@ def train_with(
         run: folder of a run whose configuration this program took; this command line changed it.
         nodes: said where there are several and ``own`` names those of the run.
     """
-    given = dict.fromkeys([*(cli.asked(run) if run else ()), *cli.asked()])
+    every = [*(cli.asked(run) if run else ()), *cli.asked()]
+    given = [*dict.fromkeys(reversed(every))][::-1]  # of what is said twice the last counts
     folders = [*dict.fromkeys([*cli.searched(), *(cli.searched(run) if run else ())])]
     left_out = (*IN_FILE, *(f"{name}{mark}" for name in own for mark in "=."))
     kept = [shlex.quote(override) for override in given if not override.lstrip("+~").startswith(left_out)]

@@ -141,6 +141,7 @@ def test_commands_to_copy_find_what_this_one_found(tmp_path: Path, monkeypatch: 
     """Folders of the run and of this command line, absolute, and neither ranks of the run nor its layout file's."""
     run, mine = run_at(tmp_path / "run"), tmp_path / "mine"
     asked = ["data=mine", "trainer.devices=2", "trainer.num_nodes=3", "trainer.devices_kept=1", "layout=planned"]
+    asked += ["optimizer.lr=1e-3", "optimizer.lr=2e-3", "optimizer.lr=1e-3"]
     OmegaConf.save(OmegaConf.create(asked), run / cli.ASKED)
 
     def sources(*paths: str) -> dict[str, Any]:
@@ -156,6 +157,8 @@ def test_commands_to_copy_find_what_this_one_found(tmp_path: Path, monkeypatch: 
     own = ("cluster", "trainer.devices", "trainer.num_nodes")
     words = shlex.split(train_with(tmp_path / "layout" / "planned.yaml", 4, own=own, run=run))
     assert cli.searchpath([f"file://{mine}", f"file://{tmp_path}/theirs"]) in words
+    rates = [word for word in words if word.startswith("optimizer.lr")]
+    assert rates[-1] == "optimizer.lr=1e-3", "as the run that went back to it"
     assert "data=mine" in words and not [
         w for w in words if w.startswith(("cluster", "trainer.devices=", "trainer.num"))
     ]
