@@ -230,6 +230,12 @@ def _check_module(name: str, module: nn.Module, model: nn.Module) -> None:
         raise ModelError(f"module name {name!r} is taken or not an identifier: choose another")
     if any(module is other for other in model.children()):
         raise ModelError(f"module {name!r} is given under two names")
+    for fqn, part in module.named_modules():
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            raise ModelError(
+                f"module {name!r}: {fqn or 'it'} ({type(part).__name__}) has a state of its own (get_extra_state),"
+                " which no checkpoint of parts could hold: register a buffer in its place"
+            )
 
 
 def _checked_edges(modules: Mapping[str, Adapter], edges: Sequence[Edge | tuple[str, str]] | None) -> tuple[Edge, ...]:

@@ -238,6 +238,18 @@ def test_graphs_that_do_not_fit_are_refused():
         MultimodalModel({"forward": hf_llama(**LLAMA)})
 
 
+class _Counting(torch.nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+
+def test_a_part_with_a_state_that_no_checkpoint_would_hold_is_refused():
+    module = vision()
+    module.projector.counted = _Counting(2, 2, device="meta")
+    with pytest.raises(ModelError, match=r"module 'vision': projector.counted \(_Counting\) has a state of its own"):
+        MultimodalModel({"vision": module, "llm": hf_llama(**LLAMA)})
+
+
 def test_recompute_gives_the_same_gradients():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
